@@ -1,0 +1,1 @@
+"""The runtime: checkpoints, factorized layers, paged KV, attention, sampling, the engine."""

@@ -1,0 +1,70 @@
+"""The weights of a model in canonical form, whatever file they were read from.
+
+A linear layer is `Dense` (``y = W x + b``) or a `FactorPair` (``y = U (V x) + b``); every
+projection of every layer may be either, with any rank.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from runtime.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Dense:
+    """``y = W x + b``: weight ``[out, in]``, bias ``[out]`` or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FactorPair:
+    """``y = U (V x) + b``: u ``[out, r]``, v ``[r, in]``, bias ``[out]`` or None."""
+
+    u: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.v.shape[0]
+
+
+Linear = Dense | FactorPair
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer. ``q_norm``/``k_norm`` are Qwen3's per-head RMSNorms ``[head_dim]``."""
+
+    input_norm: Tensor
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    post_norm: Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole model: q and k rows are in Hugging Face's rotate-half order.
+
+    ``lm_head`` ``[vocab, hidden]`` is the same tensor as ``embedding`` where embeddings are tied.
+    ``model_hash`` is a sha256 over config and weights: two workers that share KV must agree on it.
+    ``keep`` is the fraction of the projections' parameters that a factorization kept, 1.0 if dense.
+    """
+
+    config: ModelConfig
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    lm_head: Tensor
+    model_hash: str
+    keep: float = 1.0

@@ -1,0 +1,28 @@
+"""The error tree of the runtime.
+
+RuntimeFault
+├── CheckpointError       a checkpoint cannot be read, or is of an unsupported kind
+├── CompressionError      a factorization cannot be made
+├── OutOfPages            a sequence does not fit the page pool, now or ever
+└── InvalidRequest        a sequence's parameters are outside the model's bounds
+"""
+
+
+class RuntimeFault(Exception):
+    """Root of every error the runtime raises on purpose."""
+
+
+class CheckpointError(RuntimeFault):
+    """A checkpoint cannot be read: missing, malformed, or of an unsupported architecture."""
+
+
+class CompressionError(RuntimeFault):
+    """A factorization cannot be made from the given weights and statistics."""
+
+
+class OutOfPages(RuntimeFault):
+    """The page pool cannot hold what was asked of it."""
+
+
+class InvalidRequest(RuntimeFault):
+    """A sequence's tokens or sampling parameters are outside what the model accepts."""
