@@ -1,0 +1,143 @@
+"""The engine's thread: it owns the engine, its pages and its device; nobody else touches them."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from runtime.engine import Command, Engine, StepOutput
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What a worker tells the router of itself, as of its last step."""
+
+    queue_tokens: int
+    pages_free: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True)
+class _Job:
+    call: Callable[[Engine], None]
+
+
+class EngineThread:
+    """Runs the engine's steps, and the codec's jobs between them.
+
+    Commands go in through `submit`; each step's output comes out through ``on_output``, which is
+    called on the event loop. A fault inside a step is a bug: it is reported through ``on_fault``,
+    and the process is expected to end, since the state of the pages is unknown.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_output: Callable[[StepOutput], None],
+        on_fault: Callable[[BaseException], None],
+    ) -> None:
+        self._engine = engine
+        self._on_output = on_output
+        self._on_fault = on_fault
+        self._loop = asyncio.get_running_loop()
+        self._inbox: queue.SimpleQueue[Command | _Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.load = self._measure()
+        self.pages_total = engine.pages_total
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, *commands: Command) -> None:
+        """Hands commands to the next step. Safe from any thread."""
+        for command in commands:
+            self._inbox.put(command)
+
+    def run(self, job: Callable[[Engine], T]) -> "asyncio.Future[T]":
+        """Runs ``job`` on the engine's thread between two steps; its result comes back here."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def settle(error: Exception | None, result: T | None) -> None:
+            if future.cancelled():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+
+        def call(engine: Engine) -> None:
+            try:
+                result = job(engine)
+            except Exception as error:  # noqa: BLE001 - it is raised again where the job was awaited
+                self._post(settle, error, None)
+            else:
+                self._post(settle, None, result)
+
+        self._inbox.put(_Job(call))
+        return future
+
+    async def stop(self) -> None:
+        """Ends the thread after what was submitted before; a thread that failed has ended."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _post(self, callback: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:  # the loop closed: the process is ending and nobody listens
+            return
+
+    def _measure(self) -> EngineLoad:
+        engine = self._engine
+        return EngineLoad(
+            engine.queue_tokens, engine.pages_free, engine.num_running, engine.num_waiting
+        )
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+        except BaseException as error:  # noqa: BLE001 - reported: the process ends on it
+            self._post(self._on_fault, error)
+
+    def _turn(self) -> bool:
+        """One round: what came in, at most one job, one step. False when told to end.
+
+        Jobs take turns with steps, so that neither a burst of segments stalls the streams nor
+        the streams stall the segments.
+        """
+        commands: list[Command] = []
+        block = not self._engine.has_work
+        while True:
+            try:
+                item = self._inbox.get(block=block)
+            except queue.Empty:
+                break
+            if item is None:
+                return False
+            block = False
+            if isinstance(item, _Job):
+                if commands:  # those that came before the job take effect before it
+                    self._step(commands)
+                    commands = []
+                item.call(self._engine)
+                break
+            commands.append(item)
+        self._step(commands)
+        return True
+
+    def _step(self, commands: list[Command]) -> None:
+        if not commands and not self._engine.has_work:
+            return
+        output = self._engine.step(commands)
+        self.load = self._measure()
+        self._post(self._on_output, output)

@@ -1,0 +1,122 @@
+"""The life of a worker process: serve, register, stay known; on a signal drain, then leave."""
+
+import asyncio
+import signal
+from contextlib import suppress
+from typing import Protocol
+
+import structlog
+from prometheus_client import start_http_server
+
+from services.common.engine_thread import EngineThread
+from services.common.grpc_server import GrpcServer
+from services.common.placement import Registration, Role
+from services.common.registration import Registrar
+from services.common.worker import PAGE_SIZE, Identity
+from services.common.worker_metrics import WorkerMetrics
+from services.common.worker_settings import WorkerSettings
+
+log = structlog.get_logger()
+
+
+class Worker(Protocol):
+    """What `live` needs to know of a worker."""
+
+    engine: EngineThread
+    metrics: WorkerMetrics
+    fault: "asyncio.Future[None]"  # fails when the engine does: the process must end
+    draining: bool
+
+    @property
+    def idle(self) -> bool: ...
+
+    def join(self, registrar: Registrar) -> None: ...
+
+    def observe(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def live(
+    worker: Worker, server: GrpcServer, settings: WorkerSettings, identity: Identity, role: Role
+) -> None:
+    """Runs a worker until SIGTERM or SIGINT, then lets running work finish within ``drain_s``.
+
+    Raises:
+        BaseException: what broke the engine, after everything else was shut.
+    """
+    stop = stop_on_signals()
+    registration = Registration(
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        role=role,
+        address=f"{settings.advertise or settings.host}:{server.port}",
+        model=identity.model,
+        compatibility=identity.compatibility,
+        page_size=PAGE_SIZE,
+        pages_total=worker.engine.pages_total,
+        max_running=settings.max_running,
+    )
+    registrar = Registrar(
+        registration,
+        worker.engine,
+        settings.routers,
+        token=settings.token,
+        period_s=settings.heartbeat_s,
+    )
+    worker.join(registrar)
+    worker.engine.start()
+    await server.start()
+    metrics_server, _ = start_http_server(
+        settings.metrics_port, settings.host, worker.metrics.registry
+    )
+    await server.set_serving(True)
+    registrar.start()
+    tending = asyncio.create_task(_tend(worker, settings.heartbeat_s))
+    log.info(
+        "ready",
+        role=role.value,
+        worker=identity.worker_id,
+        epoch=identity.epoch,
+        port=server.port,
+        metrics_port=metrics_server.server_port,
+    )
+    try:
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({stopping, worker.fault}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.fault.done():
+            worker.draining = True
+            await server.set_serving(False)
+            await registrar.drain()
+            await _wait_until_idle(worker, settings.drain_s)
+    finally:
+        log.info("stopping", worker=identity.worker_id, idle=worker.idle)
+        tending.cancel()
+        await registrar.stop()
+        await server.stop(0.5)
+        await worker.close()
+        metrics_server.shutdown()
+    if worker.fault.done():
+        worker.fault.result()
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM or SIGINT sets."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _tend(worker: Worker, period_s: float) -> None:
+    while True:
+        worker.observe()
+        await asyncio.sleep(period_s)
+
+
+async def _wait_until_idle(worker: Worker, limit_s: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while not worker.idle:
+                await asyncio.sleep(0.05)

@@ -1,0 +1,115 @@
+"""A worker process: the engine it holds, who it is, and how it tells the routers."""
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+import codec
+from headrace.v1 import prefill_pb2
+from runtime.checkpoint import load_checkpoint, resolve_model
+from runtime.checkpoint.weights import Checkpoint
+from runtime.engine import Engine, Limits
+from runtime.errors import RuntimeFault
+from runtime.model import Model
+from services.common.errors import SettingsError
+from services.common.placement import Compatibility, ModelInfo
+from services.common.worker_settings import WorkerSettings
+
+log = structlog.get_logger()
+
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One life of one worker, and what it can work together with."""
+
+    worker_id: str
+    epoch: str  # 32 hex digits
+    model: ModelInfo
+    compatibility: Compatibility
+
+    def compatibility_message(self) -> prefill_pb2.Compatibility:
+        return prefill_pb2.Compatibility(**self.compatibility.model_dump())
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a worker has after start-up: its engine, its codebooks, its identity."""
+
+    engine: Engine
+    codebooks: tuple[codec.Codebook | None, ...]
+    identity: Identity
+    checkpoint: Checkpoint
+    device: str
+
+
+def load_worker(settings: WorkerSettings) -> Loaded:
+    """Reads the model and the codebooks and builds the engine.
+
+    Raises:
+        SettingsError: what was named cannot be served, and why.
+    """
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        path = resolve_model(settings.model)
+        dtype = _dtype(settings.dtype, device)
+        checkpoint = load_checkpoint(path, dtype=dtype, device=device)
+        model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE)
+        limits = Limits(
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+            step_tokens=settings.step_tokens,
+            chunk_tokens=settings.chunk_tokens,
+        )
+        engine = Engine(model, num_pages=settings.kv_tokens // PAGE_SIZE, limits=limits)
+        codebooks, codebook_id = _codebooks(settings, checkpoint.config.num_layers)
+    except (RuntimeFault, codec.CodecError, ValueError, OSError) as error:
+        raise SettingsError(f"cannot serve {settings.model}: {error}") from error
+    config = checkpoint.config
+    identity = Identity(
+        worker_id=settings.worker_id,
+        epoch=uuid.uuid4().hex,
+        model=ModelInfo(
+            name=settings.served_model_name or path.stem,
+            context_length=config.context_length,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            model_hash=checkpoint.model_hash,
+        ),
+        compatibility=Compatibility(
+            model_hash=checkpoint.model_hash,
+            kv_format=engine.cache.format.name,
+            kv_format_hash=engine.cache.format.artifact_hash,
+            page_size=PAGE_SIZE,
+            codec_version=codec.WIRE_VERSION,
+            codec=settings.codec,
+            codebook_id=codebook_id,
+            kernel_plan=model.kernel_plan,
+        ),
+    )
+    return Loaded(engine, codebooks, identity, checkpoint, device)
+
+
+def _dtype(name: str, device: str) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    return torch.float32 if name == "float32" else torch.bfloat16
+
+
+def _codebooks(
+    settings: WorkerSettings, num_layers: int
+) -> tuple[tuple[codec.Codebook | None, ...], str]:
+    """One codebook for each plane in the engine's order, and the id that the handshake compares."""
+    if settings.codec == "raw":
+        return (None,) * (2 * num_layers), ""
+    if settings.codebooks is None:
+        raise SettingsError("codec splitzip needs codebooks: `headrace calibrate` makes them")
+    books = codec.Codebooks.load(Path(settings.codebooks))
+    planes = tuple(books[layer, name] for layer in range(num_layers) for name in ("k", "v"))
+    return planes, books.id

@@ -1,0 +1,67 @@
+"""What prefill and decode workers have in common to be told."""
+
+import uuid
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from services.common.settings import ServiceSettings
+
+
+class WorkerSettings(ServiceSettings):
+    """Settings of a worker that holds a model; `PrefillSettings` and `DecodeSettings` extend it."""
+
+    worker_id: str = Field(
+        default_factory=lambda: f"worker-{uuid.uuid4().hex[:8]}",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="stable name of this worker; its epoch changes with every start",
+    )
+    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
+    advertise: str | None = Field(
+        None, description="host that others reach this worker at; default: `host`"
+    )
+    metrics_port: int = Field(0, ge=0, le=65535, description="HTTP port of /metrics; 0: a free one")
+    routers: list[str] = Field(
+        default_factory=list, description="base URLs of every router to register with"
+    )
+    heartbeat_s: float = Field(0.25, gt=0, le=60, description="between heartbeats, seconds")
+    model: str = Field("smollm2-135m", description="name or path of a checkpoint")
+    served_model_name: str | None = Field(
+        None, description="name that clients use; default: model's"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where there is one"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of computation; auto: float32 on the CPU, bfloat16 on a GPU"
+    )
+    kv_tokens: int = Field(
+        16_384, ge=16, le=1 << 26, description="token slots of the KV page pool, a multiple of 16"
+    )
+    max_running: int = Field(64, ge=1, le=4096, description="sequences in one batch")
+    max_waiting: int = Field(
+        256, ge=0, le=65536, description="sequences that may wait; more are refused"
+    )
+    step_tokens: int = Field(512, ge=16, le=1 << 20, description="token budget of a prefill step")
+    chunk_tokens: int = Field(
+        256, ge=16, le=1 << 20, description="largest prefill chunk of one sequence, tokens"
+    )
+    codec: Literal["raw", "splitzip"] = Field("splitzip", description="of KV on the wire")
+    codebooks: Path | None = Field(
+        None, description="calibrated codebooks; needed where codec is splitzip"
+    )
+    slots: int = Field(32, ge=1, le=65536, description="slots of this worker's slab")
+    slot_bytes: int = Field(
+        4 << 20, ge=1 << 14, le=1 << 30, description="bytes of a slot, the bound of a segment"
+    )
+
+    @property
+    def endpoint(self) -> str:
+        """Where the gRPC server listens."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def token(self) -> str | None:
+        """The cluster token in the clear, for headers."""
+        return self.cluster_token.get_secret_value() if self.cluster_token else None

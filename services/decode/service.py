@@ -1,0 +1,265 @@
+"""The decode worker: pulls prompts' KV from prefill workers and continues them in one batch."""
+
+import asyncio
+import time
+import uuid
+
+import structlog
+
+from headrace.v1 import decode_pb2_grpc, error_pb2, prefill_pb2
+from runtime.engine import Add, Arrived, Cancel, Reserve, StepOutput
+from runtime.errors import InvalidRequest, RuntimeFault
+from services.common.engine_thread import EngineThread
+from services.common.grpc_server import GrpcServer
+from services.common.lifecycle import live
+from services.common.placement import Role
+from services.common.registration import Registrar
+from services.common.wire import token_from_message
+from services.common.worker import PAGE_SIZE, Loaded, load_worker
+from services.common.worker_metrics import WorkerMetrics
+from services.decode.session import Context, DecodeSession, Stream
+from services.decode.settings import DecodeSettings
+from services.transfer.agent import TransferAgent
+from services.transfer.link import FetchFailed, PrefillLinks
+from services.transfer.receiver import Fetch, FetchTimes, Receiver
+from services.transfer.sender import CodecPlan
+from services.transfer.slab import Slab
+
+log = structlog.get_logger()
+
+SERVICE = "headrace.v1.Decode"
+
+
+class DecodeWorker(decode_pb2_grpc.DecodeServicer):
+    """The running worker: its engine thread, its receiver, and the gateways' sessions."""
+
+    def __init__(
+        self, settings: DecodeSettings, loaded: Loaded, agent: TransferAgent, landing: Slab
+    ) -> None:
+        self._settings = settings
+        self._identity = loaded.identity
+        self.metrics = WorkerMetrics()
+        self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.engine = EngineThread(
+            loaded.engine, on_output=self._deliver, on_fault=self.fault.set_exception
+        )
+        hello = prefill_pb2.Hello(
+            worker_id=loaded.identity.worker_id,
+            epoch=loaded.identity.epoch,
+            compatibility=loaded.identity.compatibility_message(),
+            slot_bytes=landing.slot_bytes,
+        )
+        self._links = PrefillLinks(
+            agent, hello, token=settings.token, handshake_s=settings.handshake_s
+        )
+        self.receiver = Receiver(
+            self.engine,
+            agent,
+            landing,
+            self._links,
+            CodecPlan(loaded.codebooks),
+            num_layers=loaded.checkpoint.config.num_layers,
+            page_size=PAGE_SIZE,
+            credits_per_sequence=settings.credits_per_sequence,
+            read_timeout_s=settings.read_timeout_s,
+            metrics=self.metrics,
+        )
+        self.streams: dict[str, Stream] = {}
+        self._registrar: Registrar | None = None
+        self.draining = False
+
+    @property
+    def idle(self) -> bool:
+        return not self.streams
+
+    def join(self, registrar: Registrar) -> None:
+        """From now on the routers hear which placements have arrived."""
+        self._registrar = registrar
+
+    async def Session(  # noqa: N802 - named by the schema
+        self, _commands: object, context: Context
+    ) -> None:
+        """One gateway's session, until it leaves."""
+        session = DecodeSession(uuid.uuid4().hex[:12], self._open, self._drop)
+        await session.run(context)
+
+    def _open(self, stream: Stream) -> None:
+        """Admission: everything that can be refused at once is refused here."""
+        start, session = stream.start, stream.session
+        me = self._identity.worker_id
+        if start.epoch != self._identity.epoch:
+            session.fail(stream, error_pb2.ERROR_CODE_INCOMPATIBLE, "this worker restarted", me)
+            return
+        if self.draining:
+            session.fail(stream, error_pb2.ERROR_CODE_DRAINING, "this worker is draining", me)
+            return
+        local = not start.HasField("prefill")
+        if local and not self._settings.colocated:
+            session.fail(stream, error_pb2.ERROR_CODE_INVALID, "a prefill worker is needed", me)
+            return
+        loop = asyncio.get_running_loop()
+        deadline_s = min(start.deadline_s, self._settings.max_deadline_s)
+        stream.expiry = loop.call_later(
+            deadline_s,
+            session.fail,
+            stream,
+            error_pb2.ERROR_CODE_DEADLINE,
+            "the deadline passed",
+        )
+        self.streams[stream.key] = stream
+        self.metrics.prompt_tokens.inc(start.prompt_tokens)
+        log.info(
+            "stream admitted",
+            request_id=start.request_id,
+            attempt=start.attempt,
+            tokens=len(start.tokens),
+            prefill=start.prefill.worker_id or me,
+        )
+        if local:
+            self.engine.submit(Add(stream.request))
+        else:
+            stream.reserved = loop.create_future()
+            self.engine.submit(Reserve(stream.request))
+            stream.bringing = asyncio.create_task(self._bring(stream, deadline_s))
+        if self._registrar is not None:
+            self._registrar.admit(start.placement_id)
+
+    def _drop(self, stream: Stream) -> None:
+        """A stream ended, whichever way: nothing of it may stay."""
+        if stream.expiry is not None:
+            stream.expiry.cancel()
+        if stream.bringing is not None and stream.bringing is not asyncio.current_task():
+            stream.bringing.cancel()
+        if self.streams.pop(stream.key, None) is not None:
+            self.engine.submit(Cancel(stream.key))
+            self.metrics.requests.labels("decode", "ended").inc()
+
+    async def _bring(self, stream: Stream, deadline_s: float) -> None:
+        """Pages, prefill, transfer: then the sequence joins the batch."""
+        start, session = stream.start, stream.session
+        if stream.reserved is None:
+            raise RuntimeError("a stream without a reservation")
+        began = time.perf_counter()
+        try:
+            pages = await stream.reserved
+            fetch = Fetch(
+                key=stream.key,
+                prefill=start.prefill,
+                start=prefill_pb2.StartPrefill(
+                    request_id=start.request_id,
+                    attempt=start.attempt,
+                    placement_id=start.placement_id,
+                    tokens=start.tokens,
+                    prompt_tokens=start.prompt_tokens,
+                    sampling=start.sampling,
+                    max_tokens=start.max_tokens,
+                    stop_token_ids=start.stop_token_ids,
+                    choices=start.choices,
+                    deadline_s=deadline_s,
+                    traceparent=start.traceparent,
+                ),
+                pages=pages,
+                on_first=lambda first: self._take_first(stream, first),
+                deadline_s=deadline_s,
+            )
+            times = await self.receiver.fetch(fetch)
+        except FetchFailed as failure:
+            log.warning("fetch failed", request_id=start.request_id, reason=failure.message[:300])
+            session.fail(stream, failure.code, failure.message, failure.worker_id)
+            return
+        except Exception as error:
+            log.exception("fetch broke", request_id=start.request_id)
+            me = self._identity.worker_id
+            session.fail(stream, error_pb2.ERROR_CODE_INTERNAL, f"fetch broke: {error!r}", me)
+            return
+        self._record(stream, times, time.perf_counter() - began)
+        if stream.key in self.streams:
+            self.engine.submit(Arrived(stream.key, tuple(stream.first)))
+            stream.decoding_since = time.perf_counter()
+
+    def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
+        """First tokens go to the client before the KV has moved. True if they are also the last."""
+        with_logprobs = stream.request.sampling.logprobs is not None
+        for wire_token in message.tokens:
+            token = token_from_message(wire_token, with_logprobs=with_logprobs)
+            stream.first.append(token)
+            stream.session.push(stream, token)
+            self.metrics.generation_tokens.inc()
+        for token in stream.first:
+            if reason := stream.ends_with(token):
+                stream.session.finish(stream, token.choice, reason)
+        return not stream.unfinished
+
+    def _record(self, stream: Stream, times: FetchTimes, total_s: float) -> None:
+        stages = stream.stages
+        stages.queue, stages.prefill = times.queue, times.prefill
+        stages.transfer, stages.verify = times.transfer, times.decode_kv
+        for stage in ("queue", "prefill", "transfer"):
+            self.metrics.stages.labels(stage).observe(getattr(times, stage))
+        self.metrics.stages.labels("decode_kv").observe(times.decode_kv)
+        log.info(
+            "kv arrived",
+            request_id=stream.start.request_id,
+            segments=times.segments,
+            raw_bytes=times.raw_bytes,
+            wire_bytes=times.wire_bytes,
+            seconds=round(total_s, 4),
+        )
+
+    def _deliver(self, output: StepOutput) -> None:
+        """What a step did, to the streams that are still there."""
+        for key, pages in output.reserved:
+            stream = self.streams.get(key)
+            if stream and stream.reserved and not stream.reserved.done():
+                stream.reserved.set_result(pages)
+        for key, fault in output.refused:
+            if stream := self.streams.get(key):
+                self._refuse(stream, fault)
+        for key, token in output.tokens:
+            if stream := self.streams.get(key):
+                stream.session.push(stream, token)
+                self.metrics.generation_tokens.inc()
+        for key, choice, reason in output.finished:
+            if stream := self.streams.get(key):
+                stream.session.finish(stream, choice, reason)
+
+    def _refuse(self, stream: Stream, fault: RuntimeFault) -> None:
+        invalid = isinstance(fault, InvalidRequest)
+        code = error_pb2.ERROR_CODE_INVALID if invalid else error_pb2.ERROR_CODE_OVERLOADED
+        stream.session.fail(stream, code, str(fault), self._identity.worker_id)
+
+    def observe(self) -> None:
+        """Refreshes the gauges."""
+        load = self.engine.load
+        self.metrics.observe_load(
+            running=load.running,
+            waiting=load.waiting,
+            queue_tokens=load.queue_tokens,
+            free=load.pages_free,
+            total=self.engine.pages_total,
+        )
+
+    async def close(self) -> None:
+        """Ends the sessions with prefill workers and the engine's thread."""
+        await self._links.close()
+        await self.engine.stop()
+
+
+async def serve(settings: DecodeSettings) -> None:
+    """Runs one decode worker until SIGTERM or SIGINT, then drains.
+
+    Raises:
+        SettingsError: it cannot serve what it was told to.
+    """
+    loaded = await asyncio.to_thread(load_worker, settings)
+    landing = Slab(settings.slots, settings.slot_bytes, loaded.device)
+    agent = TransferAgent(f"decode-{loaded.identity.epoch}")
+    agent.register(landing)
+    worker = DecodeWorker(settings, loaded, agent, landing)
+    server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)
+    decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.server)
+    role = Role.COLOCATED if settings.colocated else Role.DECODE
+    try:
+        await live(worker, server, settings, loaded.identity, role)
+    finally:
+        await asyncio.to_thread(agent.close)

@@ -1,0 +1,146 @@
+"""One gateway's session with this decode worker: many streams, one message a step."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+from grpc import aio
+
+from headrace.v1 import decode_pb2 as pb
+from headrace.v1 import error_pb2
+from runtime.sequence import FinishReason, Request, SampledToken
+from services.common.wire import finish_to_message, sampling_from_message, token_to_message
+
+log = structlog.get_logger()
+
+Context = "aio.ServicerContext[pb.DecodeCommand, pb.DecodeStep]"
+
+
+@dataclass
+class Stream:
+    """One request's stream. ``key`` is the engine's id."""
+
+    number: int
+    key: str
+    session: "DecodeSession"
+    start: pb.StartStream
+    request: Request
+    unfinished: set[int]
+    first: list[SampledToken] = field(default_factory=list)
+    stages: pb.StageTimes = field(default_factory=pb.StageTimes)
+    reserved: "asyncio.Future[tuple[int, ...]] | None" = None
+    bringing: asyncio.Task[None] | None = None
+    expiry: asyncio.TimerHandle | None = None
+    decoding_since: float = 0.0
+
+    def ends_with(self, token: SampledToken) -> FinishReason | None:
+        """Why a first token is its choice's last one, or None."""
+        if token.token in self.request.stop_token_ids:
+            return FinishReason.STOP
+        if token.index + 1 >= self.request.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+
+class DecodeSession:
+    """Reads a gateway's commands and writes it what the steps produced, merged by stream.
+
+    What has not been written yet is merged, so that a slow gateway costs at most the tokens of its
+    own streams.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_stream: Callable[[Stream], None],
+        drop_stream: Callable[[Stream], None],
+    ) -> None:
+        self._name = name
+        self._open, self._drop = open_stream, drop_stream
+        self.streams: dict[int, Stream] = {}
+        self._pending: dict[int, pb.StreamDelta] = {}
+        self._wake = asyncio.Event()
+
+    async def run(self, context: Context) -> None:
+        """Until the gateway leaves; then all its streams are cancelled."""
+        writer = asyncio.create_task(self._write(context))
+        try:
+            while (command := await context.read()) is not aio.EOF:
+                match command.WhichOneof("command"):
+                    case "start":
+                        self._start(command.start)
+                    case "cancel":
+                        if stream := self.streams.get(command.cancel.stream):
+                            self.end(stream)
+                    case _:
+                        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an empty command")
+        finally:
+            writer.cancel()
+            for stream in list(self.streams.values()):
+                self.end(stream)
+
+    async def _write(self, context: Context) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            step = pb.DecodeStep(deltas=self._pending.values())
+            self._pending.clear()
+            await context.write(step)
+
+    def _delta(self, number: int) -> pb.StreamDelta:
+        self._wake.set()
+        delta = self._pending.get(number)
+        if delta is None:
+            delta = self._pending[number] = pb.StreamDelta(stream=number)
+        return delta
+
+    def _start(self, start: pb.StartStream) -> None:
+        if start.stream in self.streams:
+            log.error("stream started twice", request_id=start.request_id)
+            return
+        key = f"{self._name}/{start.stream}"
+        request = Request(
+            id=key,
+            tokens=tuple(start.tokens),
+            prompt_tokens=start.prompt_tokens,
+            sampling=sampling_from_message(start.sampling),
+            max_tokens=start.max_tokens,
+            stop_token_ids=frozenset(start.stop_token_ids),
+            choices=start.choices,
+        )
+        stream = Stream(start.stream, key, self, start, request, set(range(start.choices)))
+        self.streams[start.stream] = stream
+        stream.decoding_since = time.perf_counter()
+        self._open(stream)
+
+    def push(self, stream: Stream, token: SampledToken) -> None:
+        self._delta(stream.number).tokens.append(token_to_message(token))
+
+    def finish(self, stream: Stream, choice: int, reason: FinishReason) -> None:
+        """One choice ended; with the last of them the stream does."""
+        if choice not in stream.unfinished:
+            return
+        stream.unfinished.discard(choice)
+        delta = self._delta(stream.number)
+        delta.ended.append(pb.ChoiceEnd(choice=choice, reason=finish_to_message(reason)))
+        if not stream.unfinished:
+            stream.stages.decode = time.perf_counter() - stream.decoding_since
+            delta.stages.CopyFrom(stream.stages)
+            self.end(stream)
+
+    def fail(
+        self, stream: Stream, code: "error_pb2.ErrorCode", message: str, worker_id: str = ""
+    ) -> None:
+        """Ends the stream with an error."""
+        if stream.number in self.streams:
+            error = error_pb2.Error(code=code, message=message, worker_id=worker_id)
+            self._delta(stream.number).error.CopyFrom(error)
+            self.end(stream)
+
+    def end(self, stream: Stream) -> None:
+        """Forgets a stream and frees what it held. Idempotent."""
+        if self.streams.pop(stream.number, None) is not None:
+            self._drop(stream)

@@ -1,0 +1,197 @@
+"""The prefill worker: computes prompts, answers with first tokens, holds encoded KV under leases."""
+
+import asyncio
+import time
+import uuid
+
+import grpc
+import structlog
+from grpc import aio
+
+from headrace.v1 import error_pb2, prefill_pb2_grpc
+from headrace.v1 import prefill_pb2 as pb
+from runtime.engine import StepOutput
+from runtime.errors import InvalidRequest
+from services.common.engine_thread import EngineThread
+from services.common.grpc_server import GrpcServer
+from services.common.lifecycle import live
+from services.common.placement import Role
+from services.common.registration import Registrar
+from services.common.worker import PAGE_SIZE, Identity, Loaded, load_worker
+from services.common.worker_metrics import WorkerMetrics
+from services.prefill.session import Job, PrefillSession
+from services.prefill.settings import PrefillSettings
+from services.transfer.agent import TransferAgent
+from services.transfer.frame import HEADER_BYTES
+from services.transfer.sender import CodecPlan, Sender
+from services.transfer.slab import Slab
+
+log = structlog.get_logger()
+
+SERVICE = "headrace.v1.Prefill"
+
+
+class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
+    """The running worker: its engine thread, its sender, and the sessions that use them."""
+
+    def __init__(
+        self, settings: PrefillSettings, loaded: Loaded, agent: TransferAgent, slab: Slab
+    ) -> None:
+        self._settings = settings
+        self._identity: Identity = loaded.identity
+        self._agent, self._slab = agent, slab
+        self.metrics = WorkerMetrics()
+        self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.engine = EngineThread(
+            loaded.engine, on_output=self._deliver, on_fault=self.fault.set_exception
+        )
+        config = loaded.checkpoint.config
+        self._max_sequences = settings.max_running + settings.max_waiting
+        self.sender = Sender(
+            self.engine,
+            slab,
+            CodecPlan(loaded.codebooks),
+            epoch=loaded.identity.epoch,
+            kv_heads=config.num_kv_heads,
+            dim=config.head_dim,
+            page_size=PAGE_SIZE,
+            num_layers=config.num_layers,
+            lease_s=settings.lease_s,
+            max_sequences=self._max_sequences,
+            metrics=self.metrics,
+        )
+        self.jobs: dict[str, Job] = {}
+        self._sessions: dict[str, PrefillSession] = {}
+        self._registrar: Registrar | None = None
+        self.draining = False
+
+    @property
+    def idle(self) -> bool:
+        """No sequence is being computed and none waits to be read."""
+        return not self.jobs
+
+    def join(self, registrar: Registrar) -> None:
+        """From now on the routers hear which placements have arrived."""
+        self._registrar = registrar
+
+    async def Session(  # noqa: N802 - named by the schema
+        self,
+        _commands: object,
+        context: "aio.ServicerContext[pb.PrefillCommand, pb.PrefillEvent]",
+    ) -> None:
+        """One decode worker's session, from its hello to its end."""
+        hello = await self._shake_hands(context)
+        name = uuid.uuid4().hex[:12]
+        session = PrefillSession(
+            name,
+            self.engine,
+            self.sender,
+            self.jobs,
+            slot_bytes=hello.slot_bytes,
+            max_sequences=self._max_sequences,
+            is_draining=lambda: self.draining,
+            on_admitted=self._admitted,
+        )
+        self._sessions[name] = session
+        log.info("decode session opened", worker=hello.worker_id, epoch=hello.epoch)
+        try:
+            await session.run(context)
+        finally:
+            del self._sessions[name]
+            log.info("decode session ended", worker=hello.worker_id, epoch=hello.epoch)
+
+    async def _shake_hands(
+        self, context: "aio.ServicerContext[pb.PrefillCommand, pb.PrefillEvent]"
+    ) -> pb.Hello:
+        command = await context.read()
+        if command is aio.EOF or command.WhichOneof("command") != "hello":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello comes first, and once")
+        hello: pb.Hello = command.hello
+        mine = self._identity.compatibility_message()
+        differing = [
+            f"{field.name}: theirs {getattr(hello.compatibility, field.name)!r}, "
+            f"ours {getattr(mine, field.name)!r}"
+            for field in pb.Compatibility.DESCRIPTOR.fields
+            if getattr(hello.compatibility, field.name) != getattr(mine, field.name)
+        ]
+        if hello.expected_epoch != self._identity.epoch:
+            differing.append("epoch: this worker restarted")
+        if hello.slot_bytes <= HEADER_BYTES:
+            differing.append(f"slot_bytes: {hello.slot_bytes} holds no segment")
+        if differing:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(differing))
+        welcome = pb.Welcome(
+            worker_id=self._identity.worker_id,
+            epoch=self._identity.epoch,
+            compatibility=mine,
+            agent_name=self._agent.name,
+            agent_metadata=self._agent.metadata,
+            slab_address=self._slab.address,
+            slot_bytes=self._slab.slot_bytes,
+            slots=self._slab.slots,
+            memory_kind=self._slab.memory_kind,
+            device=0,
+            lease_s=self._settings.lease_s,
+        )
+        await context.write(pb.PrefillEvent(welcome=welcome))
+        return hello
+
+    def _admitted(self, placement_id: str) -> None:
+        if self._registrar is not None:
+            self._registrar.admit(placement_id)
+
+    def _session_of(self, key: str) -> PrefillSession:
+        return self._sessions[key.partition("/")[0]]
+
+    def _deliver(self, output: StepOutput) -> None:
+        """What a step did, to whom it concerns; those who left meanwhile are not among the jobs."""
+        for key, fault in output.refused:
+            if key in self.jobs:
+                invalid = isinstance(fault, InvalidRequest)
+                code = error_pb2.ERROR_CODE_INVALID if invalid else error_pb2.ERROR_CODE_OVERLOADED
+                self._session_of(key).refuse(key, fault, code)
+        for chunk in output.computed:
+            if job := self.jobs.get(chunk.id):
+                if job.computing_since is None:
+                    job.computing_since = time.perf_counter()
+                if not job.ends_at_once:
+                    self.sender.add_computed(chunk)
+        for key, token in output.tokens:
+            if key in self.jobs:
+                self.metrics.generation_tokens.inc()
+                self._session_of(key).sampled(key, token)
+
+    def observe(self) -> None:
+        """Refreshes the gauges, and ends leases whose time has come."""
+        load = self.engine.load
+        self.metrics.observe_load(
+            running=load.running,
+            waiting=load.waiting,
+            queue_tokens=load.queue_tokens,
+            free=load.pages_free,
+            total=self.engine.pages_total,
+        )
+        self.sender.expire()
+
+    async def close(self) -> None:
+        """Ends the engine's thread; the pages go with the process."""
+        await self.engine.stop()
+
+
+async def serve(settings: PrefillSettings) -> None:
+    """Runs one prefill worker until SIGTERM or SIGINT, then drains.
+
+    Raises:
+        SettingsError: it cannot serve what it was told to.
+    """
+    loaded = await asyncio.to_thread(load_worker, settings)
+    slab = Slab(settings.slots, settings.slot_bytes, loaded.device)
+    agent = TransferAgent(f"prefill-{loaded.identity.epoch}")
+    agent.register(slab)
+    worker = PrefillWorker(settings, loaded, agent, slab)
+    server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
+    try:
+        await live(worker, server, settings, loaded.identity, Role.PREFILL)
+    finally:
+        await asyncio.to_thread(agent.close)

@@ -1,0 +1,176 @@
+"""One decode worker's session with this prefill worker."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+from grpc import aio
+
+from headrace.v1 import error_pb2
+from headrace.v1 import prefill_pb2 as pb
+from runtime.engine import Add, Cancel
+from runtime.errors import RuntimeFault
+from runtime.sequence import Request, SampledToken
+from services.common.engine_thread import EngineThread
+from services.common.wire import sampling_from_message, token_to_message
+from services.transfer.sender import Outgoing, Sender
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Job:
+    """One sequence of this worker: its outgoing KV, and the first tokens it has so far."""
+
+    outgoing: Outgoing
+    choices: int
+    ends_at_once: bool  # its first token is its last: no KV moves
+    started: float = field(default_factory=time.perf_counter)
+    computing_since: float | None = None
+    first: list[SampledToken] = field(default_factory=list)
+
+
+class PrefillSession:
+    """Turns commands into engine and sender calls, and what they produce into events."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: EngineThread,
+        sender: Sender,
+        jobs: dict[str, Job],
+        *,
+        slot_bytes: int,
+        max_sequences: int,
+        is_draining: Callable[[], bool],
+        on_admitted: Callable[[str], None],
+    ) -> None:
+        self._name = name
+        self._engine = engine
+        self._sender = sender
+        self._jobs = jobs  # of the whole worker, by engine id: the engine's output finds them there
+        self._own: set[str] = set()
+        self._slot_bytes = slot_bytes
+        self._max_sequences = max_sequences
+        self._is_draining = is_draining
+        self._on_admitted = on_admitted
+        self._outbox: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
+
+    async def run(
+        self, commands: "aio.ServicerContext[pb.PrefillCommand, pb.PrefillEvent]"
+    ) -> None:
+        """Until the decode worker leaves; then everything of it is released."""
+        writer = asyncio.create_task(self._write(commands))
+        try:
+            while (command := await commands.read()) is not aio.EOF:
+                await self._apply(command, commands)
+        finally:
+            writer.cancel()
+            for key in list(self._own):
+                self.end(key)
+
+    async def _write(
+        self, stream: "aio.ServicerContext[pb.PrefillCommand, pb.PrefillEvent]"
+    ) -> None:
+        while True:
+            await stream.write(await self._outbox.get())
+
+    async def _apply(
+        self,
+        command: pb.PrefillCommand,
+        context: "aio.ServicerContext[pb.PrefillCommand, pb.PrefillEvent]",
+    ) -> None:
+        match command.WhichOneof("command"):
+            case "start":
+                self._start(command.start)
+            case "credit":
+                self._sender.credit(self._key(command.credit.sequence), command.credit.segments)
+            case "acknowledge":
+                done = command.acknowledge
+                self._sender.acknowledge(self._key(done.sequence), done.index)
+            case "release":
+                self.end(self._key(command.release.sequence))
+            case _:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello comes first, and once")
+
+    def _key(self, sequence: int) -> str:
+        return f"{self._name}/{sequence}"
+
+    def _start(self, start: pb.StartPrefill) -> None:
+        key = self._key(start.sequence)
+        if key in self._jobs:
+            log.error("sequence started twice", request_id=start.request_id)
+            return
+        if self._is_draining():
+            self._fail(start.sequence, error_pb2.ERROR_CODE_DRAINING, "this worker is draining")
+            return
+        if len(self._jobs) >= self._max_sequences:
+            self._fail(start.sequence, error_pb2.ERROR_CODE_OVERLOADED, "too many sequences")
+            return
+        outgoing = Outgoing(
+            key=key,
+            sequence=start.sequence,
+            request_id=start.request_id,
+            attempt=start.attempt,
+            slot_bytes=self._slot_bytes,
+            emit=self._outbox.put_nowait,
+            fail=lambda code, message: self.fail(key, code, message),
+        )
+        outputs_left = start.max_tokens - (len(start.tokens) - start.prompt_tokens)
+        self._jobs[key] = Job(outgoing, start.choices, outputs_left <= 1)
+        self._own.add(key)
+        self._sender.open(outgoing)
+        request = Request(
+            id=key,
+            tokens=tuple(start.tokens),
+            prompt_tokens=start.prompt_tokens,
+            sampling=sampling_from_message(start.sampling),
+            max_tokens=start.max_tokens,
+            stop_token_ids=frozenset(start.stop_token_ids),
+            choices=start.choices,
+        )
+        self._engine.submit(Add(request, hold=True))
+        self._on_admitted(start.placement_id)
+        log.info("prefill admitted", request_id=start.request_id, tokens=len(request.tokens))
+        self._outbox.put_nowait(pb.PrefillEvent(admitted=pb.Admitted(sequence=start.sequence)))
+
+    def sampled(self, key: str, token: SampledToken) -> None:
+        """One choice's first token; with the last of them they are all sent."""
+        job = self._jobs[key]
+        job.first.append(token)
+        if len(job.first) < job.choices:
+            return
+        now = time.perf_counter()
+        began = job.computing_since or now
+        first = pb.FirstTokens(
+            sequence=job.outgoing.sequence,
+            tokens=[token_to_message(t) for t in job.first],
+            queue_s=began - job.started,
+            prefill_s=now - began,
+        )
+        self._outbox.put_nowait(pb.PrefillEvent(first_tokens=first))
+        self._sender.finish_computing(key)
+
+    def fail(self, key: str, code: "error_pb2.ErrorCode", message: str) -> None:
+        job = self._jobs[key]
+        self._fail(job.outgoing.sequence, code, message)
+        self.end(key)
+
+    def refuse(self, key: str, fault: RuntimeFault, code: "error_pb2.ErrorCode") -> None:
+        self.fail(key, code, str(fault))
+
+    def end(self, key: str) -> None:
+        """Frees whatever the sequence still holds: engine work, pages, slots, lease. Idempotent."""
+        if self._jobs.pop(key, None) is None:
+            return
+        self._own.discard(key)
+        self._sender.close(key)
+        self._engine.submit(Cancel(key))
+
+    def _fail(self, sequence: int, code: "error_pb2.ErrorCode", message: str) -> None:
+        error = error_pb2.Error(code=code, message=message)
+        failed = pb.PrefillFailed(sequence=sequence, error=error)
+        self._outbox.put_nowait(pb.PrefillEvent(failed=failed))

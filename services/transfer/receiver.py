@@ -1,0 +1,322 @@
+"""The decode worker's half of a transfer: ask for a prefill, READ its segments, verify, decode.
+
+The reader drives everything. It grants credits for landing slots it has, reads each segment that is
+announced, and acknowledges it; nothing joins a page table before all of it has verified.
+"""
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+import codec
+from headrace.v1 import decode_pb2, error_pb2
+from headrace.v1 import prefill_pb2 as pb
+from runtime.engine import Engine
+from services.common.engine_thread import EngineThread
+from services.common.worker_metrics import WorkerMetrics
+from services.transfer.agent import TransferAgent
+from services.transfer.credit import CreditPool
+from services.transfer.errors import (
+    ForeignSegment,
+    PeerLost,
+    ReadTimeout,
+    StaleSegment,
+    TransferError,
+)
+from services.transfer.frame import HEADER_BYTES, FrameHeader, verify
+from services.transfer.link import FetchFailed, PrefillLink, PrefillLinks, Subscription
+from services.transfer.manifest import Coverage
+from services.transfer.sender import CodecPlan
+from services.transfer.slab import Slab, SlotPool, SlotRef
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Fetch:
+    """One sequence whose prompt another worker computes, and the pages that wait for its KV."""
+
+    key: str  # the engine's id
+    prefill: decode_pb2.WorkerAddress
+    start: pb.StartPrefill
+    pages: tuple[int, ...]
+    on_first: Callable[[pb.FirstTokens], bool]  # True: the sequence ended, no KV is wanted
+    deadline_s: float
+    closed: bool = False
+
+
+@dataclass
+class FetchTimes:
+    """Seconds of the stages of one fetch; those of segments are sums."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    transfer: float = 0.0
+    decode_kv: float = 0.0
+    segments: int = 0
+    wire_bytes: int = 0
+    raw_bytes: int = 0
+
+
+@dataclass
+class _Progress:
+    coverage: Coverage
+    times: FetchTimes = field(default_factory=FetchTimes)
+    expected: int | None = None
+    announced: int = 0
+    ended: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return self.ended or (self.expected == self.announced)
+
+
+class Receiver:
+    """Owns the landing slab and its credits. Runs on the event loop; decodes on the engine's thread.
+
+    Args:
+        read_timeout_s: for one segment's READ.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        agent: TransferAgent,
+        landing: Slab,
+        links: PrefillLinks,
+        codec_plan: CodecPlan,
+        *,
+        num_layers: int,
+        page_size: int,
+        credits_per_sequence: int,
+        read_timeout_s: float,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._engine = engine
+        self._agent = agent
+        self._landing = landing
+        self._slots = SlotPool(landing.slots)
+        self._credits = CreditPool(landing.slots, credits_per_sequence)
+        self._links = links
+        self._codec = codec_plan
+        self._num_layers, self._page_size = num_layers, page_size
+        self._read_timeout_s = read_timeout_s
+        self._metrics = metrics
+        self._subscriptions: dict[str, Subscription] = {}
+
+    @property
+    def slots_in_use(self) -> int:
+        return self._slots.in_use
+
+    async def fetch(self, fetch: Fetch) -> FetchTimes:
+        """Brings a prompt's KV into ``fetch.pages``; returns when all of it has verified.
+
+        Raises:
+            FetchFailed: with the code that the gateway decides by. The pages may hold anything.
+        """
+        try:
+            async with asyncio.timeout(fetch.deadline_s):
+                link = await self._links.connect(fetch.prefill)
+                return await self._run(fetch, link)
+        except TimeoutError:
+            raise FetchFailed(error_pb2.ERROR_CODE_DEADLINE, "the deadline passed") from None
+        except ExceptionGroup as group:
+            raise _first_failure(group, fetch.prefill.worker_id) from group
+        finally:
+            fetch.closed = True
+
+    async def _run(self, fetch: Fetch, link: PrefillLink) -> FetchTimes:
+        tokens = len(fetch.start.tokens)
+        progress = _Progress(Coverage(tokens, self._num_layers, self._page_size))
+        with link.subscribe(fetch.start) as subscription:
+            self._subscriptions[fetch.key] = subscription
+            self._credits.join(fetch.key)
+            try:
+                subscription.send_start()
+                self._grant()
+                async with asyncio.TaskGroup() as pulls:
+                    while not progress.complete:
+                        event = await subscription.next_event()
+                        self._apply(event, fetch, subscription, progress, pulls)
+            finally:
+                fetch.closed = True
+                del self._subscriptions[fetch.key]
+                self._credits.leave(fetch.key)
+                subscription.release()
+                self._grant()
+        if not progress.ended and not progress.coverage.complete:
+            raise FetchFailed(
+                error_pb2.ERROR_CODE_INTEGRITY,
+                "segments are missing from the manifest",
+                fetch.prefill.worker_id,
+            )
+        return progress.times
+
+    def _apply(
+        self,
+        event: pb.PrefillEvent,
+        fetch: Fetch,
+        subscription: Subscription,
+        progress: _Progress,
+        pulls: asyncio.TaskGroup,
+    ) -> None:
+        match event.WhichOneof("event"):
+            case "first_tokens":
+                progress.times.queue = event.first_tokens.queue_s
+                progress.times.prefill = event.first_tokens.prefill_s
+                progress.ended = fetch.on_first(event.first_tokens)
+            case "segment":
+                if event.segment.index != progress.announced:
+                    raise FetchFailed(
+                        error_pb2.ERROR_CODE_INTEGRITY,
+                        f"segment {event.segment.index} came in place {progress.announced}",
+                        fetch.prefill.worker_id,
+                    )
+                progress.announced += 1
+                pulls.create_task(self._pull(event.segment, fetch, subscription, progress))
+            case "done":
+                progress.expected = event.done.segments
+            case "failed":
+                error = event.failed.error
+                blamed = error.worker_id or fetch.prefill.worker_id
+                raise FetchFailed(error.code, error.message, blamed)
+
+    async def _pull(
+        self, segment: pb.Segment, fetch: Fetch, subscription: Subscription, progress: _Progress
+    ) -> None:
+        """One segment: READ it into a landing slot, verify, decode into pages, acknowledge."""
+        welcome = subscription.welcome
+        if not HEADER_BYTES < segment.length <= self._landing.slot_bytes:
+            raise FetchFailed(
+                error_pb2.ERROR_CODE_INTEGRITY, f"a segment of {segment.length} bytes"
+            )
+        if segment.slot >= welcome.slots:
+            raise FetchFailed(error_pb2.ERROR_CODE_INTEGRITY, f"slot {segment.slot} does not exist")
+        pages = progress.coverage.add(
+            segment.first_token, segment.num_tokens, segment.first_layer, segment.num_layers
+        )
+        self._credits.land(fetch.key)
+        slot = self._slots.acquire()
+        if slot is None:
+            raise RuntimeError("a credit without a landing slot")
+        user: asyncio.Future[Any] | None = None  # who may still touch the slot
+        start = time.perf_counter()
+        try:
+            user = asyncio.wrap_future(self._read(segment, slot, welcome))
+            await asyncio.shield(user)
+            read_s = time.perf_counter() - start
+            user = self._engine.run(
+                lambda engine: self._decode_now(engine, segment, slot, pages, fetch, welcome)
+            )
+            await asyncio.shield(user)
+        except ReadTimeout as timeout:
+            user = asyncio.wrap_future(timeout.drained)
+            raise
+        except (codec.CodecError, ForeignSegment, StaleSegment):
+            self._metrics.integrity_failures.inc()
+            raise
+        finally:
+            self._free(slot, fetch.key, user)
+        subscription.acknowledge(segment.index)
+        self._count(progress.times, segment, read_s, time.perf_counter() - start - read_s)
+
+    def _read(
+        self, segment: pb.Segment, slot: SlotRef, welcome: pb.Welcome
+    ) -> "concurrent.futures.Future[Any]":
+        return self._agent.read(
+            welcome.agent_name,
+            welcome.slab_address + segment.slot * welcome.slot_bytes,
+            segment.length,
+            self._landing.view(slot.slot, segment.length),
+            kind=welcome.memory_kind,
+            device=welcome.device,
+            deadline_s=self._read_timeout_s,
+        )
+
+    def _decode_now(
+        self,
+        engine: Engine,
+        segment: pb.Segment,
+        slot: SlotRef,
+        pages: range,
+        fetch: Fetch,
+        welcome: pb.Welcome,
+    ) -> None:
+        """On the engine's thread. The pages are the sequence's as long as it is not closed."""
+        if fetch.closed:
+            return
+        frame = self._landing.view(slot.slot, segment.length)
+        expected = FrameHeader.describing(
+            epoch=welcome.epoch,
+            request_id=fetch.start.request_id,
+            attempt=fetch.start.attempt,
+            index=segment.index,
+            first_token=segment.first_token,
+            num_tokens=segment.num_tokens,
+            first_layer=segment.first_layer,
+            num_layers=segment.num_layers,
+            generation=segment.generation,
+            length=segment.length - HEADER_BYTES,
+            checksum=segment.checksum,
+        )
+        verify(expected, FrameHeader.unpack(frame))
+        first, count = segment.first_layer, segment.num_layers
+        decoded = codec.decode_pages(
+            frame[HEADER_BYTES:],
+            engine.cache.planes[2 * first : 2 * (first + count)],
+            self._codec.layers(first, count),
+            fetch.pages[pages.start : pages.stop],
+            segment.num_tokens,
+        )
+        if decoded.checksum != segment.checksum:
+            raise ForeignSegment("the content's checksum is not the manifest's")
+
+    def _free(self, slot: SlotRef, key: str, user: "asyncio.Future[Any] | None") -> None:
+        """Returns a landing slot and its credit, once nothing can touch the slot any more."""
+
+        def free(done: "asyncio.Future[Any] | None") -> None:
+            if done is not None and not done.cancelled():
+                done.exception()  # it was raised where it was awaited, or nobody waits any more
+            self._slots.release(slot)
+            self._credits.freed(key)
+            self._grant()
+
+        if user is None or user.done():
+            free(user)
+        else:
+            user.add_done_callback(free)
+
+    def _grant(self) -> None:
+        for key, segments in self._credits.grants():
+            self._subscriptions[key].credit(segments)
+
+    def _count(
+        self, times: FetchTimes, segment: pb.Segment, read_s: float, decode_s: float
+    ) -> None:
+        times.segments += 1
+        times.transfer += read_s
+        times.decode_kv += decode_s
+        times.wire_bytes += segment.length
+        times.raw_bytes += segment.raw_bytes
+        self._metrics.received(segment.raw_bytes, segment.length, read_s, decode_s)
+
+
+def _first_failure(group: "ExceptionGroup[Exception]", worker_id: str) -> Exception:
+    """What ended the fetch, as the gateway should hear it; a bug of ours stays what it is."""
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, FetchFailed):
+        return error
+    if isinstance(error, codec.CodecError | ForeignSegment | StaleSegment):
+        return FetchFailed(error_pb2.ERROR_CODE_INTEGRITY, f"KV did not verify: {error}", worker_id)
+    if isinstance(error, PeerLost):
+        return FetchFailed(error_pb2.ERROR_CODE_PREFILL_LOST, str(error), worker_id)
+    if isinstance(error, TransferError):
+        return FetchFailed(error_pb2.ERROR_CODE_TRANSFER_FAILED, str(error), worker_id)
+    return error

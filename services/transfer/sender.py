@@ -1,0 +1,270 @@
+"""The prefill worker's half of a transfer: encode computed KV into the slab, segment by segment.
+
+A segment is encoded only when its reader has granted a credit for it, so whatever lies in the slab
+has landing space waiting and drains on its own: no sequence can block another by holding slots.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+import codec
+from headrace.v1 import error_pb2 as pb_error
+from headrace.v1 import prefill_pb2 as pb
+from runtime.engine import Computed, Engine
+from services.common.engine_thread import EngineThread
+from services.common.worker_metrics import WorkerMetrics
+from services.transfer.errors import TransferError
+from services.transfer.frame import HEADER_BYTES, FrameHeader
+from services.transfer.lease import LeaseTable
+from services.transfer.manifest import SegmentPlan, plan_segments
+from services.transfer.slab import Slab, SlotPool, SlotRef
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Outgoing:
+    """One sequence whose KV a reader wants."""
+
+    key: str  # the engine's id
+    sequence: int  # the session's
+    request_id: str
+    attempt: int
+    slot_bytes: int  # of the reader's landing slab
+    emit: Callable[[pb.PrefillEvent], None]
+    fail: Callable[["pb_error.ErrorCode", str], None]
+    credits: int = 0
+    planned: deque[SegmentPlan] = field(default_factory=deque)
+    unacknowledged: dict[int, SlotRef] = field(default_factory=dict)
+    issued: int = 0
+    encoding: int = 0
+    computed: bool = False
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class CodecPlan:
+    """How this worker's KV is encoded: one codebook for each plane; None sends it raw."""
+
+    codebooks: tuple[codec.Codebook | None, ...]
+
+    def layers(self, first: int, count: int) -> Sequence[codec.Codebook | None]:
+        return self.codebooks[2 * first : 2 * (first + count)]
+
+
+class Sender:
+    """Owns the slab's slots and the leases. Runs on the event loop; encodes on the engine's thread.
+
+    Args:
+        epoch: this worker's, 32 hex digits; it goes into every frame.
+        kv_heads, dim, page_size, num_layers: the shape of a plane, `[page, kv_head, slot, dim]`.
+    """
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        slab: Slab,
+        codec_plan: CodecPlan,
+        *,
+        epoch: str,
+        kv_heads: int,
+        dim: int,
+        page_size: int,
+        num_layers: int,
+        lease_s: float,
+        max_sequences: int,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._engine = engine
+        self._slab = slab
+        self._slots = SlotPool(slab.slots)
+        self._codec = codec_plan
+        self._epoch = epoch
+        self._kv_heads, self._dim = kv_heads, dim
+        self._page_size, self._num_layers = page_size, num_layers
+        self._leases = LeaseTable(lease_s, max_sequences)
+        self._outgoing: dict[str, Outgoing] = {}
+        self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def active(self) -> int:
+        """Sequences that are not closed, and so leases that may yet be held."""
+        return len(self._outgoing)
+
+    @property
+    def slots_in_use(self) -> int:
+        return self._slots.in_use
+
+    def open(self, outgoing: Outgoing) -> None:
+        self._outgoing[outgoing.key] = outgoing
+
+    def add_computed(self, chunk: Computed) -> None:
+        """A chunk's KV is in the pages: plan its segments."""
+        outgoing = self._outgoing.get(chunk.id)
+        if outgoing is None or outgoing.closed:
+            return
+        self._leases.grant(outgoing.key, time.monotonic())
+        self._metrics.leases.set(self._leases.active)
+        capacity = min(outgoing.slot_bytes, self._slab.slot_bytes)
+        outgoing.planned.extend(
+            plan_segments(
+                first_token=chunk.first_token,
+                num_tokens=chunk.num_tokens,
+                pages=chunk.pages,
+                page_size=self._page_size,
+                num_layers=self._num_layers,
+                capacity=capacity,
+                bound=self._bound,
+            )
+        )
+        self._pump()
+
+    def finish_computing(self, key: str) -> None:
+        """All chunks were added: the reader is told how many segments there are."""
+        if outgoing := self._outgoing.get(key):
+            outgoing.computed = True
+            self._settle(outgoing)
+
+    def credit(self, key: str, segments: int) -> None:
+        if outgoing := self._outgoing.get(key):
+            outgoing.credits += segments
+            self._leases.renew(key, time.monotonic())
+            self._pump()
+
+    def acknowledge(self, key: str, index: int) -> None:
+        """The reader has the segment: its slot serves the next one."""
+        outgoing = self._outgoing.get(key)
+        ref = outgoing.unacknowledged.pop(index, None) if outgoing else None
+        if outgoing is None or ref is None:
+            log.warning("acknowledgement of an unknown segment", key=key, index=index)
+            return
+        self._slots.release(ref)
+        self._leases.renew(key, time.monotonic())
+        self._pump()
+
+    def close(self, key: str) -> None:
+        """Ends a sequence's claim, wherever it stands. Idempotent."""
+        outgoing = self._outgoing.pop(key, None)
+        if outgoing is None:
+            return
+        outgoing.closed = True
+        outgoing.planned.clear()
+        for ref in outgoing.unacknowledged.values():
+            self._slots.release(ref)
+        outgoing.unacknowledged.clear()
+        self._leases.release(key)
+        self._metrics.leases.set(self._leases.active)
+        self._pump()
+
+    def expire(self) -> None:
+        """Ends the leases whose readers went silent; called once in a while."""
+        for key in self._leases.expired(time.monotonic()):
+            self._metrics.leases_expired.inc()
+            if outgoing := self._outgoing.get(key):
+                log.warning("lease expired", request_id=outgoing.request_id)
+                outgoing.fail(pb_error.ERROR_CODE_LEASE_EXPIRED, "the KV was not read in time")
+
+    def _bound(self, layers: int, tokens: int) -> int:
+        payload = codec.max_segment_bytes(2 * layers, self._kv_heads, self._dim, tokens)
+        return HEADER_BYTES + payload
+
+    def _pump(self) -> None:
+        """Starts every encode that has a credit and a slot, oldest sequence first."""
+        for outgoing in self._outgoing.values():
+            while outgoing.planned and outgoing.credits:
+                ref = self._slots.acquire()
+                if ref is None:
+                    return
+                outgoing.credits -= 1
+                outgoing.encoding += 1
+                index, outgoing.issued = outgoing.issued, outgoing.issued + 1
+                plan = outgoing.planned.popleft()
+                task = asyncio.create_task(self._encode(outgoing, index, plan, ref))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _encode(
+        self, outgoing: Outgoing, index: int, plan: SegmentPlan, ref: SlotRef
+    ) -> None:
+        start = time.perf_counter()
+        try:
+            header, encoded = await self._engine.run(
+                lambda engine: self._encode_now(engine, outgoing, index, plan, ref)
+            )
+        except (codec.CodecError, TransferError) as error:
+            log.error("segment not encoded", request_id=outgoing.request_id, error=str(error))
+            self._slots.release(ref)
+            if not outgoing.closed:
+                outgoing.fail(pb_error.ERROR_CODE_INTERNAL, f"KV could not be encoded: {error}")
+            return
+        finally:
+            outgoing.encoding -= 1
+        if outgoing.closed or encoded is None or header is None:
+            self._slots.release(ref)
+            self._pump()
+            return
+        outgoing.unacknowledged[index] = ref
+        elapsed = time.perf_counter() - start
+        self._metrics.encoded(encoded.raw_bytes, encoded.length, encoded.escapes, elapsed)
+        outgoing.emit(
+            pb.PrefillEvent(
+                segment=pb.Segment(
+                    sequence=outgoing.sequence,
+                    index=index,
+                    first_token=plan.first_token,
+                    num_tokens=plan.num_tokens,
+                    first_layer=plan.first_layer,
+                    num_layers=plan.num_layers,
+                    slot=ref.slot,
+                    generation=ref.generation,
+                    length=HEADER_BYTES + encoded.length,
+                    checksum=encoded.checksum,
+                    raw_bytes=encoded.raw_bytes,
+                    encode_s=elapsed,
+                )
+            )
+        )
+        self._settle(outgoing)
+
+    def _encode_now(
+        self, engine: Engine, outgoing: Outgoing, index: int, plan: SegmentPlan, ref: SlotRef
+    ) -> tuple[FrameHeader | None, codec.Encoded | None]:
+        """On the engine's thread. The pages are the sequence's as long as it is not closed."""
+        if outgoing.closed:
+            return None, None
+        frame = self._slab.view(ref.slot, self._slab.slot_bytes)
+        first, count = plan.first_layer, plan.num_layers
+        encoded = codec.encode_pages(
+            engine.cache.planes[2 * first : 2 * (first + count)],
+            self._codec.layers(first, count),
+            plan.pages,
+            plan.num_tokens,
+            frame[HEADER_BYTES:],
+        )
+        header = FrameHeader.describing(
+            epoch=self._epoch,
+            request_id=outgoing.request_id,
+            attempt=outgoing.attempt,
+            index=index,
+            first_token=plan.first_token,
+            num_tokens=plan.num_tokens,
+            first_layer=first,
+            num_layers=count,
+            generation=ref.generation,
+            length=encoded.length,
+            checksum=encoded.checksum,
+        )
+        header.pack_into(frame)
+        return header, encoded
+
+    def _settle(self, outgoing: Outgoing) -> None:
+        """Says how many segments there are, once the last of them has been announced."""
+        if outgoing.computed and not outgoing.planned and not outgoing.encoding:
+            done = pb.PrefillDone(sequence=outgoing.sequence, segments=outgoing.issued)
+            outgoing.emit(pb.PrefillEvent(done=done))
