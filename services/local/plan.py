@@ -1,0 +1,79 @@
+"""Which processes a local deployment consists of, with which settings."""
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from services.local.artifacts import Artifacts, prepare
+from services.local.options import UpOptions
+from services.local.supervisor import ProcessSpec
+
+
+def plan_processes(options: UpOptions, token: str, console: Console) -> list[ProcessSpec]:
+    """Prepares what the workers need (cached after the first time) and lists the processes.
+
+    Raises:
+        SettingsError: the model is not there, or cannot be served so.
+    """
+    artifacts = prepare(options, console)
+    common = {
+        "HEADRACE_CLUSTER_TOKEN": token,
+        # Two threads each are slower than one where workers outnumber the cores.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "PYTHONUNBUFFERED": "1",
+    }
+    router_url = f"http://{options.host}:{options.router_port}"
+    specs = [
+        ProcessSpec(
+            "router", "router", ("--host", options.host, "--port", str(options.router_port)), common
+        ),
+        ProcessSpec("gateway", "gateway", _gateway(options, artifacts, router_url), common),
+    ]
+    roles = ["prefill"] * (0 if options.colocated else options.prefill)
+    roles += ["decode"] * options.decode
+    gpus = _count_gpus() if options.device != "cpu" else 0
+    for number, role in enumerate(roles):
+        name = f"{role}-{number if role == 'prefill' else number - roles.count('prefill')}"
+        environment = dict(common)
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+        arguments = _worker(options, artifacts, router_url, name)
+        if options.colocated:
+            arguments += ("--colocated",)
+        specs.append(ProcessSpec(name, role, arguments, environment))
+    return specs
+
+
+def _gateway(options: UpOptions, artifacts: Artifacts, router_url: str) -> tuple[str, ...]:
+    return (
+        *("--host", options.host),
+        *("--port", str(options.port)),
+        *("--grpc-port", str(options.grpc_port)),
+        *("--routers", router_url),
+        *("--model", str(artifacts.tokenizer)),
+        *("--served-model-name", artifacts.served_name),
+    )
+
+
+def _worker(
+    options: UpOptions, artifacts: Artifacts, router_url: str, name: str
+) -> tuple[str, ...]:
+    arguments = (
+        *("--host", options.host),
+        *("--worker-id", name),
+        *("--routers", router_url),
+        *("--model", str(artifacts.checkpoint)),
+        *("--served-model-name", artifacts.served_name),
+        *("--device", options.device),
+        *("--codec", options.wire_codec),
+    )
+    if artifacts.codebooks is not None:
+        arguments += ("--codebooks", str(artifacts.codebooks))
+    return arguments
+
+
+def _count_gpus() -> int:
+    """NVIDIA's driver lists one folder for each GPU; asking torch would cost seconds."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
