@@ -38,6 +38,7 @@ Label = Annotated[str, Field(max_length=256)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
 Sequences = Annotated[int, Field(ge=0, le=1 << 20)]
+Count = Annotated[int, Field(ge=0)]  # a sum of bounded figures
 
 
 class _Message(BaseModel):
@@ -212,13 +213,13 @@ class WorkerView(_Message):
     model: Label
     standing: str
     reason: str | None
-    queue_tokens: Tokens
-    promised_tokens: Tokens
-    pages_free: Pages
-    promised_pages: Pages
-    pages_total: Pages
-    running: Sequences
-    waiting: Sequences
+    queue_tokens: Count
+    promised_tokens: Count
+    pages_free: Count
+    promised_pages: Count
+    pages_total: Count
+    running: Count
+    waiting: Count
     silent_s: float  # since the last heartbeat
 
 
