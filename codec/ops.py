@@ -1,0 +1,332 @@
+"""The public calls: check every argument, choose the backend by device, keep the header's promises.
+
+A backend (`reference`, `cpu`, `cuda`) is three functions, `encode_planes`, `decode_planes` and
+`checksum_planes`, which find everything checked but a payload's streams.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from codec.codebook import Codebook
+from codec.errors import (
+    BufferTooSmall,
+    ChecksumMismatch,
+    CodebookMismatch,
+    FormatError,
+    InvalidPages,
+    InvalidPlanes,
+    UnsupportedDtype,
+)
+from codec.format import (
+    SEGMENT_HEADER_BYTES,
+    ElementType,
+    Geometry,
+    Mode,
+    PlaneHeader,
+    SegmentHeader,
+    align,
+    max_payload_bytes,
+    max_segment_bytes,
+    pack_header,
+    parse_header,
+    peek_header_bytes,
+)
+
+PageIds = Sequence[int] | Tensor
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What one `encode_pages` wrote.
+
+    Attributes:
+        length: bytes of `out` that are used; the rest is untouched or padding.
+        raw_bytes: bytes of the valid slots as they lie in the pages.
+        escapes: elements whose exponent has no code, in planes with a codebook. A rising rate is
+            a drift from the calibration.
+        checksum: 64-bit checksum of the content; the header carries it too.
+    """
+
+    length: int
+    raw_bytes: int
+    escapes: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What one `decode_pages` read and verified; fields as in `Encoded`."""
+
+    length: int
+    raw_bytes: int
+    checksum: int
+
+
+class Backend(Protocol):
+    """What a device's implementation provides; `reference.py` is the specification."""
+
+    def encode_planes(
+        self,
+        planes: Sequence[Tensor],
+        codebooks: Sequence[Codebook | None],
+        pages: Tensor,
+        geometry: Geometry,
+        out: Tensor,
+    ) -> tuple[list[PlaneHeader], int, int]: ...
+
+    def decode_planes(
+        self,
+        payload: Tensor,
+        header: SegmentHeader,
+        planes: Sequence[Tensor],
+        codebooks: Sequence[Codebook | None],
+        pages: Tensor,
+    ) -> int: ...
+
+    def checksum_planes(
+        self, planes: Sequence[Tensor], pages: Tensor, geometry: Geometry
+    ) -> int: ...
+
+
+def encode_pages(
+    planes: Sequence[Tensor],
+    codebooks: Sequence[Codebook | None],
+    page_ids: PageIds,
+    num_tokens: int,
+    out: Tensor,
+    *,
+    backend: Backend | None = None,
+) -> Encoded:
+    """Encode the tokens of some pages, of all planes, into one self-describing segment.
+
+    Args:
+        planes: bf16 `[page, kv_head, slot, dim]` each, of one shape and device; a head's slots are
+            contiguous within a page, pages and heads may be strided.
+        codebooks: one for each plane; `None` stores the plane raw.
+        page_ids: the pages that hold the tokens, in token order; any ids, each once.
+        num_tokens: valid tokens from the first slot of the first page. Other slots are not read.
+        out: u8, 1-D, contiguous, same device, at least `max_segment_bytes(...)` long.
+        backend: an implementation other than the device's own; tests and benchmarks pass it.
+
+    Raises an `ArgumentError` before anything is written.
+    """
+    geometry = _check_planes(planes, codebooks, num_tokens)
+    pages = _check_pages(page_ids, planes[0].shape[0], geometry)
+    _check_bytes(out, planes[0].device)
+    bound = max_segment_bytes(len(planes), geometry.kv_heads, geometry.dim, num_tokens)
+    if out.numel() < bound:
+        raise BufferTooSmall(f"the segment may take {bound} bytes, the output has {out.numel()}")
+    backend = backend or _backend_of(out.device)
+    entries, escapes, checksum = backend.encode_planes(planes, codebooks, pages, geometry, out)
+    length = align(entries[-1].offset + entries[-1].length)
+    header = SegmentHeader(ElementType.BF16, geometry, length, checksum, tuple(entries))
+    packed = torch.frombuffer(bytearray(pack_header(header)), dtype=torch.uint8)
+    out[: len(packed)] = packed.to(out.device)
+    return Encoded(length, geometry.raw_bytes * len(planes), escapes, checksum)
+
+
+def decode_pages(
+    payload: Tensor,
+    planes: Sequence[Tensor],
+    codebooks: Sequence[Codebook | None],
+    page_ids: PageIds,
+    num_tokens: int,
+    *,
+    backend: Backend | None = None,
+) -> Decoded:
+    """Decode a segment into pages and verify its checksum.
+
+    Args:
+        payload: u8, 1-D, contiguous: exactly the segment's `length` bytes.
+        planes, codebooks, page_ids, num_tokens, backend: as for `encode_pages`; the page ids are
+            the receiver's own. Slots past `num_tokens` are not written. A codebook is needed only
+            for a plane that is not stored raw.
+
+    Every header field, offset, count and escape position is validated before the first write, so
+    all errors but one leave the pages as they were: after `ChecksumMismatch` the pages hold
+    garbage. They must not join a page table; the caller frees them.
+
+    Raises `ArgumentError`, `FormatError`, `CodebookMismatch`, `ChecksumMismatch`.
+    """
+    geometry = _check_planes(planes, codebooks, num_tokens)
+    pages = _check_pages(page_ids, planes[0].shape[0], geometry)
+    _check_bytes(payload, planes[0].device)
+    header = read_header(payload)
+    if len(header.planes) != len(planes) or header.geometry != geometry:
+        raise FormatError(
+            f"the segment holds {len(header.planes)} planes of {header.geometry}, "
+            f"the call names {len(planes)} of {geometry}"
+        )
+    _check_codebooks(header, codebooks)
+    backend = backend or _backend_of(payload.device)
+    checksum = backend.decode_planes(payload, header, planes, codebooks, pages)
+    if checksum != header.checksum:
+        raise ChecksumMismatch(f"decoded {checksum:016x}, encoded {header.checksum:016x}")
+    return Decoded(header.length, geometry.raw_bytes * len(planes), checksum)
+
+
+def checksum_pages(
+    planes: Sequence[Tensor],
+    page_ids: PageIds,
+    num_tokens: int,
+    *,
+    backend: Backend | None = None,
+) -> int:
+    """The checksum that a segment of these pages has, straight from the pages.
+
+    Args as for `encode_pages`. Equal content in other pages has an equal checksum.
+    """
+    geometry = _check_planes(planes, [None] * len(planes), num_tokens)
+    pages = _check_pages(page_ids, planes[0].shape[0], geometry)
+    backend = backend or _backend_of(planes[0].device)
+    return backend.checksum_planes(planes, pages, geometry)
+
+
+def encode(tensor: Tensor, codebook: Codebook | None) -> Tensor:
+    """Encode a bf16 tensor of any shape; `codebook=None` stores it raw.
+
+    Returns a u8 tensor `[length]` on the same device: a segment of one plane with one page, one
+    head and as many slots as elements. Shape is not part of it. Raises `UnsupportedDtype`.
+    """
+    plane = _as_plane(tensor.contiguous())
+    out = torch.empty(max_payload_bytes(tensor.numel()), dtype=torch.uint8, device=tensor.device)
+    encoded = encode_pages([plane], [codebook], _one_page(tensor), tensor.numel(), out)
+    return out[: encoded.length]
+
+
+def decode(
+    payload: Tensor,
+    codebook: Codebook | None,
+    *,
+    shape: Sequence[int] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Decode what `encode` returned: bf16, 1-D unless a shape or an output is given.
+
+    Args:
+        payload: u8 `[length]`, contiguous.
+        codebook: the one it was encoded with; not needed for a raw payload.
+        shape: shape of the result, of as many elements as the payload has.
+        out: contiguous bf16 tensor to write into and return; it holds garbage after
+            `ChecksumMismatch`, and is as it was after any other error.
+
+    Raises `ArgumentError`, `FormatError`, `CodebookMismatch`, `ChecksumMismatch`.
+    """
+    _check_bytes(payload, payload.device)
+    header = read_header(payload)
+    count = header.geometry.num_tokens
+    if header.geometry != Geometry(1, 1, count, max(count, 1)) or len(header.planes) != 1:
+        raise FormatError("this segment was encoded from pages; decode it with decode_pages")
+    if out is None:
+        _check_codebooks(header, [codebook])
+        out = torch.empty(count, dtype=torch.bfloat16, device=payload.device)
+        out = out if shape is None else _reshaped(out, shape)
+    elif shape is not None and tuple(shape) != tuple(out.shape):
+        raise InvalidPlanes(f"the output has shape {tuple(out.shape)}, not {tuple(shape)}")
+    if out.numel() != count or not out.is_contiguous():
+        raise InvalidPlanes(f"the output must be contiguous and hold {count} elements")
+    decode_pages(payload, [_as_plane(out)], [codebook], _one_page(out), count)
+    return out
+
+
+def read_header(payload: Tensor) -> SegmentHeader:
+    """Parse and validate the header of a u8 tensor that is exactly one segment.
+
+    Raises `FormatError`.
+    """
+    size = payload.numel()
+    start = bytes(payload[:SEGMENT_HEADER_BYTES].tolist())
+    length = peek_header_bytes(start, size)
+    return parse_header(bytes(payload[:length].cpu().numpy()), size)
+
+
+def warm_up() -> None:
+    """Compile the CPU backend now, so that the first request does not wait for it."""
+    sample = torch.linspace(-1, 1, 64, dtype=torch.bfloat16)
+    codebook = Codebook(tuple(range(112, 128)))
+    decode(encode(sample, codebook), codebook)
+    checksum_pages([_as_plane(sample)], _one_page(sample), sample.numel())
+
+
+def _backend_of(device: torch.device) -> Backend:
+    """The device's implementation, imported when first needed: each brings its own compiler."""
+    if device.type == "cpu":
+        from codec import cpu
+
+        return cpu
+    from codec import reference
+
+    return reference
+
+
+def _as_plane(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as one page of one head, `[1, 1, elements, 1]`."""
+    return tensor.view(-1).view(1, 1, tensor.numel(), 1)
+
+
+def _one_page(tensor: Tensor) -> list[int]:
+    return [0] if tensor.numel() else []
+
+
+def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    try:
+        return tensor.view(tuple(shape))
+    except RuntimeError:
+        raise InvalidPlanes(f"{tensor.numel()} elements have no shape {tuple(shape)}") from None
+
+
+def _check_planes(
+    planes: Sequence[Tensor], codebooks: Sequence[Codebook | None], num_tokens: int
+) -> Geometry:
+    if not planes or len(planes) != len(codebooks):
+        raise InvalidPlanes(f"{len(planes)} planes and {len(codebooks)} codebooks")
+    first = planes[0]
+    if first.ndim != 4:
+        raise InvalidPlanes(f"a plane is [page, kv_head, slot, dim], not {tuple(first.shape)}")
+    _, kv_heads, slots, dim = first.shape
+    for plane in planes:
+        if plane.dtype != torch.bfloat16:
+            raise UnsupportedDtype(f"planes are bf16, not {plane.dtype}")
+        if plane.shape != first.shape or plane.device != first.device:
+            raise InvalidPlanes("all planes of a segment have one shape and one device")
+        if (dim > 1 and plane.stride(3) != 1) or (slots > 1 and plane.stride(2) != dim):
+            raise InvalidPlanes(f"a head's slots must be contiguous: strides {plane.stride()}")
+    if num_tokens < 0:
+        raise InvalidPages(f"{num_tokens} tokens")
+    geometry = Geometry(kv_heads, dim, num_tokens, max(slots, 1))
+    if not (kv_heads and dim and (slots or not num_tokens)):
+        raise InvalidPlanes(f"a plane without elements: {tuple(first.shape)}")
+    return geometry
+
+
+def _check_pages(page_ids: PageIds, pages_in_plane: int, geometry: Geometry) -> Tensor:
+    ids = page_ids.tolist() if isinstance(page_ids, Tensor) else list(page_ids)
+    if len(ids) != geometry.num_pages:
+        raise InvalidPages(f"{geometry.num_tokens} tokens take {geometry.num_pages} pages: {ids}")
+    if any(not 0 <= page < pages_in_plane for page in ids):
+        raise InvalidPages(f"page ids lie in [0, {pages_in_plane}): {ids}")
+    if len(set(ids)) != len(ids):
+        raise InvalidPages(f"a page appears twice: {ids}")
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _check_bytes(payload: Tensor, device: torch.device) -> None:
+    if payload.dtype != torch.uint8:
+        raise UnsupportedDtype(f"payloads are uint8, not {payload.dtype}")
+    if payload.ndim != 1 or not payload.is_contiguous() or payload.device != device:
+        raise InvalidPlanes(f"payloads are 1-D, contiguous and on {device}")
+
+
+def _check_codebooks(header: SegmentHeader, codebooks: Sequence[Codebook | None]) -> None:
+    for number, (entry, codebook) in enumerate(zip(header.planes, codebooks, strict=True)):
+        if entry.mode is not Mode.TOP16:
+            continue
+        given = codebook.id if codebook else "none"
+        if codebook is None or codebook.number != entry.codebook:
+            raise CodebookMismatch(
+                f"plane {number} was encoded with codebook {entry.codebook:016x}, given: {given}"
+            )
