@@ -113,3 +113,9 @@ def _codebooks(
     books = codec.Codebooks.load(Path(settings.codebooks))
     planes = tuple(books[layer, name] for layer in range(num_layers) for name in ("k", "v"))
     return planes, books.id
+
+
+def digest_pages(engine: Engine, pages: tuple[int, ...], num_tokens: int) -> str:
+    """Of a sequence's KV in all planes, on the engine's thread: equal content, equal digest."""
+    held = pages[: -(-num_tokens // PAGE_SIZE)]
+    return f"{codec.checksum_pages(engine.cache.planes, held, num_tokens):016x}"

@@ -51,6 +51,9 @@ class WorkerSettings(ServiceSettings):
     codebooks: Path | None = Field(
         None, description="calibrated codebooks; needed where codec is splitzip"
     )
+    kv_digest: bool = Field(
+        False, description="log a digest of each sequence's pages, so that tests can compare them"
+    )
     slots: int = Field(16, ge=1, le=65536, description="slots of this worker's slab")
     slot_bytes: int = Field(
         4 << 20, ge=1 << 14, le=1 << 30, description="bytes of a slot, the bound of a segment"

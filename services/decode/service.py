@@ -15,7 +15,7 @@ from services.common.lifecycle import live
 from services.common.placement import Role
 from services.common.registration import Registrar
 from services.common.wire import token_from_message
-from services.common.worker import PAGE_SIZE, Loaded, load_worker
+from services.common.worker import PAGE_SIZE, Loaded, digest_pages, load_worker
 from services.common.worker_metrics import WorkerMetrics
 from services.decode.session import Context, DecodeSession, Stream
 from services.decode.settings import DecodeSettings
@@ -163,6 +163,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
                 deadline_s=deadline_s,
             )
             times = await self.receiver.fetch(fetch)
+            digest = await self._digest(pages, len(start.tokens), wanted=times.segments > 0)
         except FetchFailed as failure:
             log.warning("fetch failed", request_id=start.request_id, reason=failure.message[:300])
             session.fail(stream, failure.code, failure.message, failure.worker_id)
@@ -172,7 +173,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
             me = self._identity.worker_id
             session.fail(stream, error_pb2.ERROR_CODE_INTERNAL, f"fetch broke: {error!r}", me)
             return
-        self._record(stream, times, time.perf_counter() - began)
+        self._record(stream, times, time.perf_counter() - began, digest)
         if stream.key in self.streams:
             self.engine.submit(Arrived(stream.key, tuple(stream.first)))
             stream.decoding_since = time.perf_counter()
@@ -190,7 +191,15 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
                 stream.session.finish(stream, token.choice, reason)
         return not stream.unfinished
 
-    def _record(self, stream: Stream, times: FetchTimes, total_s: float) -> None:
+    async def _digest(self, pages: tuple[int, ...], tokens: int, *, wanted: bool) -> str | None:
+        """Of a whole sequence's pages, where the settings ask for it."""
+        if not (wanted and self._settings.kv_digest):
+            return None
+        return await self.engine.run(lambda engine: digest_pages(engine, pages, tokens))
+
+    def _record(
+        self, stream: Stream, times: FetchTimes, total_s: float, digest: str | None
+    ) -> None:
         stages = stream.stages
         stages.queue, stages.prefill = times.queue, times.prefill
         stages.transfer, stages.verify = times.transfer, times.decode_kv
@@ -204,6 +213,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
             raw_bytes=times.raw_bytes,
             wire_bytes=times.wire_bytes,
             seconds=round(total_s, 4),
+            digest=digest,
         )
 
     def _deliver(self, output: StepOutput) -> None:

@@ -1,4 +1,4 @@
-"""What a deployment needs beside the model: a factorized checkpoint, codebooks. Made once, cached."""
+"""What a deployment needs beside the model: factor pairs, codebooks. Made once, then cached."""
 
 import hashlib
 import subprocess

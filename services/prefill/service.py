@@ -1,4 +1,4 @@
-"""The prefill worker: computes prompts, answers with first tokens, holds encoded KV under leases."""
+"""The prefill worker: computes prompts, answers with first tokens, leases out encoded KV."""
 
 import asyncio
 import time
@@ -10,14 +10,14 @@ from grpc import aio
 
 from headrace.v1 import error_pb2, prefill_pb2_grpc
 from headrace.v1 import prefill_pb2 as pb
-from runtime.engine import StepOutput
+from runtime.engine import Engine, StepOutput
 from runtime.errors import InvalidRequest
 from services.common.engine_thread import EngineThread
 from services.common.grpc_server import GrpcServer
 from services.common.lifecycle import live
 from services.common.placement import Role
 from services.common.registration import Registrar
-from services.common.worker import PAGE_SIZE, Identity, Loaded, load_worker
+from services.common.worker import PAGE_SIZE, Identity, Loaded, digest_pages, load_worker
 from services.common.worker_metrics import WorkerMetrics
 from services.prefill.session import Job, PrefillSession
 from services.prefill.settings import PrefillSettings
@@ -154,12 +154,25 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
             if job := self.jobs.get(chunk.id):
                 if job.computing_since is None:
                     job.computing_since = time.perf_counter()
+                job.pages += chunk.pages
                 if not job.ends_at_once:
                     self.sender.add_computed(chunk)
         for key, token in output.tokens:
             if key in self.jobs:
                 self.metrics.generation_tokens.inc()
-                self._session_of(key).sampled(key, token)
+                if self._session_of(key).sampled(key, token):
+                    self._log_computed(self.jobs[key])
+
+    def _log_computed(self, job: Job) -> None:
+        if not self._settings.kv_digest:
+            return
+        request_id, tokens = job.outgoing.request_id, job.tokens
+
+        def log_digest(engine: Engine) -> None:
+            digest = digest_pages(engine, job.pages, tokens)
+            log.info("kv computed", request_id=request_id, digest=digest)
+
+        self.engine.run(log_digest)
 
     def observe(self) -> None:
         """Refreshes the gauges, and ends leases whose time has come."""

@@ -27,9 +27,11 @@ class Job:
 
     outgoing: Outgoing
     choices: int
+    tokens: int
     ends_at_once: bool  # its first token is its last: no KV moves
     started: float = field(default_factory=time.perf_counter)
     computing_since: float | None = None
+    pages: tuple[int, ...] = ()
     first: list[SampledToken] = field(default_factory=list)
 
 
@@ -120,7 +122,7 @@ class PrefillSession:
             fail=lambda code, message: self.fail(key, code, message),
         )
         outputs_left = start.max_tokens - (len(start.tokens) - start.prompt_tokens)
-        self._jobs[key] = Job(outgoing, start.choices, outputs_left <= 1)
+        self._jobs[key] = Job(outgoing, start.choices, len(start.tokens), outputs_left <= 1)
         self._own.add(key)
         self._sender.open(outgoing)
         request = Request(
@@ -137,12 +139,12 @@ class PrefillSession:
         log.info("prefill admitted", request_id=start.request_id, tokens=len(request.tokens))
         self._outbox.put_nowait(pb.PrefillEvent(admitted=pb.Admitted(sequence=start.sequence)))
 
-    def sampled(self, key: str, token: SampledToken) -> None:
-        """One choice's first token; with the last of them they are all sent."""
+    def sampled(self, key: str, token: SampledToken) -> bool:
+        """One choice's first token; with the last of them all are sent, and it says True."""
         job = self._jobs[key]
         job.first.append(token)
         if len(job.first) < job.choices:
-            return
+            return False
         now = time.perf_counter()
         began = job.computing_since or now
         first = pb.FirstTokens(
@@ -153,6 +155,7 @@ class PrefillSession:
         )
         self._outbox.put_nowait(pb.PrefillEvent(first_tokens=first))
         self._sender.finish_computing(key)
+        return True
 
     def fail(self, key: str, code: "error_pb2.ErrorCode", message: str) -> None:
         job = self._jobs[key]

@@ -1,0 +1,127 @@
+"""A whole deployment on loopback, started as a user would start it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+
+from headrace.v1.inference_pb2_grpc import InferenceStub
+from services.local.state import Deployment
+
+START_S = 300.0  # the first start of all factorizes a model and calibrates the codec
+
+
+@dataclass(frozen=True)
+class Running:
+    """A deployment that answers."""
+
+    url: str
+    grpc_target: str
+    port: int
+    model: str
+
+    @property
+    def state(self) -> Deployment:
+        found = Deployment.find(self.port)
+        if found is None:
+            raise RuntimeError("the deployment is gone")
+        return found
+
+    @property
+    def logs(self) -> Path:
+        return Deployment.folder(self.port) / "logs"
+
+    def stub(self) -> InferenceStub:
+        return InferenceStub(grpc.insecure_channel(self.grpc_target))
+
+    def records(self, process: str, event: str) -> list[dict[str, object]]:
+        """The log lines of one process that tell of one event."""
+        lines = (self.logs / f"{process}.log").read_text().splitlines()
+        parsed = [json.loads(line) for line in lines if line.startswith("{")]
+        return [record for record in parsed if record.get("event") == event]
+
+    def workers(self) -> dict[str, dict[str, object]]:
+        """What the router knows of each worker."""
+        state = self.state
+        answer = httpx.get(
+            f"http://127.0.0.1:{state.router_port}/v1/workers",
+            headers={"authorization": f"Bearer {state.cluster_token}"},
+            trust_env=False,
+        )
+        return {worker["worker_id"]: worker for worker in answer.json()["workers"]}
+
+
+@contextmanager
+def deployed(*flags: str, environment: dict[str, str] | None = None) -> Iterator[Running]:
+    """Runs ``headrace up <flags>`` on free ports until the block ends; then nothing is left."""
+    port, grpc_port, router_port = _free_ports(3)
+    command = [
+        *(sys.executable, "-m", "services.cli", "up"),
+        *("--port", str(port), "--grpc-port", str(grpc_port), "--router-port", str(router_port)),
+        *flags,
+    ]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        model = _wait_until_ready(process, url)
+        yield Running(url, f"127.0.0.1:{grpc_port}", port, model)
+    finally:
+        children = _children(process)
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        finally:
+            left = [child for child in children if child.is_running()]
+            for child in left:
+                child.kill()
+        if left:
+            raise RuntimeError(f"`headrace up` left processes behind: {left}")
+
+
+def _wait_until_ready(process: "subprocess.Popen[str]", url: str) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"headrace up ended: {process.stderr and process.stderr.read()}")
+        try:
+            if httpx.get(f"{url}/ready", trust_env=False).status_code == httpx.codes.OK:
+                models = httpx.get(f"{url}/v1/models", trust_env=False).json()
+                return str(models["data"][0]["id"])
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise RuntimeError("headrace up was not ready in time")
+
+
+def _children(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

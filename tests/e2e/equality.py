@@ -1,0 +1,195 @@
+"""Is the output of disaggregated serving that of one worker? Token for token, real processes.
+
+``python -m tests.e2e.equality`` asks 50 prompts of 1 to 3,000 tokens of a colocated deployment and
+of disaggregated ones, 8 at a time, and prints a table. A difference counts as `close` where the
+reference's two best logits were nearer than ``EPSILON`` at that token, since another composition of
+the batch may round it the other way; any other difference is a failure.
+"""
+
+import asyncio
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from grpc import aio
+from rich.console import Console
+from rich.table import Table
+
+from headrace.v1 import inference_pb2 as pb
+from headrace.v1.inference_pb2_grpc import InferenceStub
+from services.common.model_source import resolve_model
+from services.common.tokenizer import load_tokenizer
+from services.local.corpus import held_out_text
+from tests.e2e.deployment import Running, deployed
+
+EPSILON = 0.05  # nats between the two best logits; fp32 compute over bf16 KV moves them by less
+CONCURRENCY = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request; the seed is used where the temperature is not 0."""
+
+    name: str
+    prompt: tuple[int, ...]
+    temperature: float
+    seed: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: tokens, and at each the distance of the model's two best logits."""
+
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How many answers are equal, differ at a near-tie, or differ with no excuse."""
+
+    equal: int
+    close: tuple[str, ...]
+    different: tuple[str, ...]
+
+
+def make_cases(count: int, *, longest: int, max_tokens: int, seed: int = 7) -> list[Case]:
+    """Real text of mixed lengths from 1 to ``longest`` tokens; every second case samples."""
+    text = load_tokenizer(resolve_model("smollm2-135m")).encode(held_out_text())
+    rng = random.Random(seed)
+    lengths = [1, longest, 16, 17, 255, 256, 257]
+    lengths += [int(longest ** rng.uniform(0.2, 1.0)) for _ in range(max(0, count - len(lengths)))]
+    cases = []
+    for at, wanted in enumerate(lengths[:count]):
+        length = min(wanted, longest)
+        start = rng.randrange(len(text) - length)
+        cases.append(
+            Case(
+                name=f"{at}: {length} tokens",
+                prompt=tuple(text[start : start + length]),
+                temperature=0.8 if at % 2 else 0.0,
+                seed=rng.getrandbits(32),
+                max_tokens=max_tokens,
+            )
+        )
+    return cases
+
+
+async def ask_all(running: Running, cases: Sequence[Case]) -> dict[str, Answer]:
+    """All cases, `CONCURRENCY` at a time."""
+    turn = asyncio.Semaphore(CONCURRENCY)
+    async with aio.insecure_channel(running.grpc_target) as channel:
+        stub = InferenceStub(channel)
+
+        async def ask(case: Case) -> Answer:
+            async with turn:
+                return await _ask(stub, case)
+
+        answers = await asyncio.gather(*(ask(case) for case in cases))
+    return {case.name: answer for case, answer in zip(cases, answers, strict=True)}
+
+
+async def _ask(stub: InferenceStub, case: Case) -> Answer:
+    request = pb.GenerateRequest(
+        tokens=pb.TokenIds(ids=case.prompt),
+        max_tokens=case.max_tokens,
+        temperature=case.temperature,
+        top_p=0.95,
+        seed=case.seed,
+        logprobs=2,
+    )
+    tokens: list[int] = []
+    gaps: list[float] = []
+    async for response in stub.Generate(request):
+        for token in response.tokens:
+            tokens.append(token.token)
+            best, second = sorted((top.logprob for top in token.top), reverse=True)[:2]
+            gaps.append(best - second)
+    return Answer(tuple(tokens), tuple(gaps))
+
+
+def compare(reference: dict[str, Answer], other: dict[str, Answer]) -> Comparison:
+    equal, close, different = 0, [], []
+    for name, expected in reference.items():
+        found = other[name]
+        if found.tokens == expected.tokens:
+            equal += 1
+            continue
+        pairs = enumerate(zip(expected.tokens, found.tokens, strict=False))
+        at = next((at for at, (a, b) in pairs if a != b), None)
+        if at is None:
+            different.append(f"{name}: {len(found.tokens)} tokens, not {len(expected.tokens)}")
+        elif expected.gaps[at] < EPSILON:
+            close.append(f"{name}: token {at}, gap {expected.gaps[at]:.4f}")
+        else:
+            different.append(f"{name}: token {at}, gap {expected.gaps[at]:.4f}")
+    return Comparison(equal, tuple(close), tuple(different))
+
+
+def digests(running: Running, process: str, event: str) -> dict[str, str]:
+    """The digest of each request's KV pages, as one worker logged it."""
+    records = running.records(process, event)
+    return {str(r["request_id"]): str(r["digest"]) for r in records if r.get("digest")}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One disaggregated deployment against its colocated reference."""
+
+    name: str
+    comparison: Comparison
+    digests_equal: int
+    digests_compared: int
+
+    @property
+    def right(self) -> bool:
+        return (
+            not self.comparison.different
+            and self.digests_compared > 0
+            and self.digests_equal == self.digests_compared
+        )
+
+
+def run(cases: Sequence[Case], model_flags: Sequence[str], label: str) -> Iterator[Row]:
+    """Asks a colocated deployment, then a disaggregated one for each codec."""
+    log_digests = {"HEADRACE_PREFILL_KV_DIGEST": "true", "HEADRACE_DECODE_KV_DIGEST": "true"}
+    log_digests |= {"HEADRACE_PREFILL_LOG_FORMAT": "json", "HEADRACE_DECODE_LOG_FORMAT": "json"}
+    with deployed("--colocated", *model_flags) as running:
+        reference = asyncio.run(ask_all(running, cases))
+    for codec in ("raw", "splitzip"):
+        with deployed("--codec", codec, *model_flags, environment=log_digests) as running:
+            answers = asyncio.run(ask_all(running, cases))
+            sent = digests(running, "prefill-0", "kv computed")
+            landed = digests(running, "decode-0", "kv arrived")
+        equal = sum(sent.get(request) == digest for request, digest in landed.items())
+        yield Row(f"{label}, {codec}", compare(reference, answers), equal, len(landed))
+
+
+def main() -> int:
+    console = Console(width=110)
+    cases = make_cases(50, longest=3000, max_tokens=48)
+    table = Table("deployment", "equal", "close", "different", "page digests equal")
+    rows = [
+        *run(cases, (), "dense"),
+        *run(cases, ("--keep", "0.8"), "factorized, keep 0.8"),
+    ]
+    for row in rows:
+        found = row.comparison
+        table.add_row(
+            row.name,
+            f"{found.equal} of {len(cases)}",
+            str(len(found.close)),
+            str(len(found.different)),
+            f"{row.digests_equal} of {row.digests_compared}",
+        )
+        for line in (*found.close, *found.different):
+            console.print(f"{row.name}: {line}")
+    console.print(table)
+    console.print(f"close: the reference's two best logits are nearer than {EPSILON}")
+    return 0 if all(row.right for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
