@@ -1,15 +1,25 @@
 """Reads models of the Llama family into canonical weights, and writes factorized ones."""
 
+from runtime.checkpoint.canonical import write_checkpoint
 from runtime.checkpoint.load import load_checkpoint
 from runtime.checkpoint.resolve import resolve_model
-from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights, Linear
+from runtime.checkpoint.weights import (
+    Checkpoint,
+    Dense,
+    Factorization,
+    FactorPair,
+    LayerWeights,
+    Linear,
+)
 
 __all__ = [
     "Checkpoint",
     "Dense",
     "FactorPair",
+    "Factorization",
     "LayerWeights",
     "Linear",
     "load_checkpoint",
     "resolve_model",
+    "write_checkpoint",
 ]

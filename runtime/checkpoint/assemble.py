@@ -4,7 +4,7 @@ Readers present their file as a `TensorSource` under Hugging Face's names. A fac
 has ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]`` in place of ``….weight``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,15 @@ class Biases:
 
     projections: frozenset[str] = frozenset()
     qk_norm: bool = False
+
+    @classmethod
+    def present(cls, names: Collection[str]) -> "Biases":
+        """What the first layer has, where no config says what all layers must have."""
+        prefix = layer_prefix(0)
+        return cls(
+            frozenset(p for p, name in PROJECTIONS.items() if f"{prefix}{name}.bias" in names),
+            qk_norm=prefix + NORMS["q_norm"] in names,
+        )
 
 
 def projection_shape(config: ModelConfig, projection: str) -> tuple[int, int]:

@@ -56,7 +56,8 @@ def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str) -> Che
     tensors = {tensor.name: tensor for tensor in file.tensors}
     config = _read_config(file, tensors)
     source = _GGUFTensors(tensors, config)
-    return assemble(config, source, source.biases(), hash_files([path]), dtype, device)
+    biases = Biases.present(source.names())
+    return assemble(config, source, biases, hash_files([path]), dtype, device)
 
 
 class _HeaderReader(GGUFReader):  # type: ignore[misc]
@@ -114,14 +115,6 @@ class _GGUFTensors:
         for kind in (".weight", ".bias"):
             self._heads[f"{own}attn_q{kind}"] = self._config.num_heads
             self._heads[f"{own}attn_k{kind}"] = self._config.num_kv_heads
-
-    def biases(self) -> Biases:
-        """GGUF's Llama has biases where the file has them; the first layer stands for all."""
-        return Biases(
-            frozenset(
-                p for p, name in _PROJECTION_NAMES.items() if f"blk.0.{name}.bias" in self._tensors
-            )
-        )
 
     def names(self) -> frozenset[str]:
         return frozenset(self._names)

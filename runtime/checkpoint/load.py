@@ -4,7 +4,10 @@ from pathlib import Path
 
 import torch
 
+from runtime.checkpoint.canonical import FACTS, load_canonical
 from runtime.checkpoint.gguf_file import MAGIC, load_gguf
+from runtime.checkpoint.huggingface import CONFIG, load_huggingface
+from runtime.checkpoint.safetensors_file import is_pickle
 from runtime.checkpoint.weights import Checkpoint
 from runtime.errors import CheckpointError
 
@@ -14,14 +17,31 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Read a model as ``dtype`` on ``device``; the content of ``path`` decides the reader.
 
-    - a GGUF file of the Llama architecture.
+    - a GGUF file of the Llama architecture
+    - a directory with ``headrace.json``: a canonical factorized checkpoint
+    - a directory with ``config.json`` and safetensors: Llama, Mistral, Qwen2 or Qwen3
 
     Raises `CheckpointError` naming what is missing, misshapen or unsupported. Nothing is ever
     unpickled.
     """
-    if path.is_file():
+    if path.is_dir():
+        if (path / FACTS).is_file():
+            return load_canonical(path, dtype, device)
+        if (path / CONFIG).is_file():
+            return load_huggingface(path, dtype, device)
+        raise CheckpointError(f"{path} has neither {CONFIG} nor {FACTS}: it is no model directory")
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist")
+    if _starts_with(path, MAGIC):
+        return load_gguf(path, dtype, device)
+    if is_pickle(path):
+        raise CheckpointError(f"{path} is pickled, which is never read: save it as safetensors")
+    raise CheckpointError(f"{path} is neither a GGUF file nor a model directory")
+
+
+def _starts_with(path: Path, magic: bytes) -> bool:
+    try:
         with path.open("rb") as file:
-            magic = file.read(len(MAGIC))
-        if magic == MAGIC:
-            return load_gguf(path, dtype, device)
-    raise CheckpointError(f"{path} is no GGUF file")
+            return file.read(len(magic)) == magic
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -53,12 +53,27 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
+class Factorization:
+    """How a factorized checkpoint was made: the facts that reproduce it.
+
+    ``source_hash`` is the ``model_hash`` of the dense model, ``calibration_hash`` a sha256 over the
+    ``calibration_tokens`` token ids whose activations weighted the truncation.
+    """
+
+    method: str
+    source_hash: str
+    calibration_hash: str
+    calibration_tokens: int
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A whole model: q and k rows are in Hugging Face's rotate-half order.
 
     ``lm_head`` ``[vocab, hidden]`` is the same tensor as ``embedding`` where embeddings are tied.
     ``model_hash`` is a sha256 over config and weights: two workers that share KV must agree on it.
-    ``keep`` is the fraction of the projections' parameters that a factorization kept, 1.0 if dense.
+    ``keep`` is the fraction of the projections' parameters that a factorization kept, 1.0 if dense;
+    ``factorization`` tells how, None if dense.
     """
 
     config: ModelConfig
@@ -68,3 +83,4 @@ class Checkpoint:
     lm_head: Tensor
     model_hash: str
     keep: float = 1.0
+    factorization: Factorization | None = None
