@@ -89,7 +89,7 @@ def _attend(
     rope: tuple[Tensor, Tensor],
 ) -> Tensor:
     """Causal attention, heads concatenated: ``[batch, length, num_heads * head_dim]``."""
-    q, k, v = (x.unflatten(-1, (-1, config.head_dim)).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.view(*x.shape[:2], -1, config.head_dim).transpose(1, 2) for x in (q, k, v))
     if layer.q_norm is not None and layer.k_norm is not None:
         q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
         k = rms_norm(k, layer.k_norm, config.rms_norm_eps)

