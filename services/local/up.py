@@ -91,7 +91,7 @@ def status(port: int) -> int:
         return 1
     workers = Table("worker", "role", "state", "queue tokens", "pages free", title="router")
     for worker in answer["workers"]:
-        columns = ("worker_id", "role", "state", "queue_tokens", "pages_free")
+        columns = ("worker_id", "role", "standing", "queue_tokens", "pages_free")
         workers.add_row(*(str(worker.get(column, "-")) for column in columns))
     console.print(workers)
     return 0

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from services.local.state import Deployment
@@ -51,6 +52,17 @@ class Running:
         parsed = [json.loads(line) for line in lines if line.startswith("{")]
         return [record for record in parsed if record.get("event") == event]
 
+    def metric(self, process: str, name: str, **labels: str) -> float:
+        """A worker's metric, summed over the labels that are not given."""
+        port = self.records(process, "ready")[-1]["metrics_port"]
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
     def workers(self) -> dict[str, dict[str, object]]:
         """What the router knows of each worker."""
         state = self.state
@@ -60,6 +72,25 @@ class Running:
             trust_env=False,
         )
         return {worker["worker_id"]: worker for worker in answer.json()["workers"]}
+
+    def wait_until_idle(self, limit_s: float = 30.0) -> None:
+        """Until no worker runs, queues or holds anything."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            busy = ("running", "waiting", "queue_tokens", "promised_tokens")
+            if not any(worker[figure] for worker in self.workers().values() for figure in busy):
+                time.sleep(0.6)  # one more heartbeat, so that what is read next is settled too
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"not idle after {limit_s} s: {self.workers()}")
+
+    def pages_free(self) -> dict[str, object]:
+        return {name: worker["pages_free"] for name, worker in self.workers().items()}
+
+    def memory(self) -> dict[str, int]:
+        """Resident bytes of each process."""
+        pids = self.state.pids
+        return {name: psutil.Process(pid).memory_info().rss for name, pid in pids.items()}
 
 
 @contextmanager

@@ -1,0 +1,32 @@
+"""Disaggregated serving says what one worker says: 12 real prompts, dense and factorized."""
+
+import pytest
+
+from tests.e2e.equality import Case, Row, make_cases, run
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return make_cases(12, longest=700, max_tokens=24)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "flags", [pytest.param((), id="dense"), pytest.param(("--keep", "0.8"), id="factorized")]
+)
+def test_tokens_and_pages_are_those_of_one_worker(
+    cases: list[Case], flags: tuple[str, ...]
+) -> None:
+    for row in run(cases, flags, label=" ".join(flags) or "dense"):
+        _check(row, len(cases))
+
+
+def _check(row: Row, count: int) -> None:
+    found = row.comparison
+    assert not found.different, f"{row.name}: {found.different}"
+    assert found.equal + len(found.close) == count
+    assert len(found.close) <= 2, f"{row.name}: near-ties are rare, not {found.close}"
+    assert row.digests_compared == count, f"{row.name}: every prompt's pages are compared"
+    assert row.digests_equal == row.digests_compared, f"{row.name}: pages differ after the wire"

@@ -1,0 +1,135 @@
+"""What a newcomer does first, against real processes and a real model."""
+
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import pytest
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from openai import OpenAI
+
+from headrace.v1 import inference_pb2 as pb
+from tests.e2e.deployment import Running, deployed
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with deployed() as deployment:
+        yield deployment
+
+
+def test_openai_client_streams_a_sensible_answer(running: Running) -> None:
+    client = OpenAI(base_url=f"{running.url}/v1", api_key="unused")
+    stream = client.chat.completions.create(
+        model=running.model,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        temperature=0,
+        max_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    pieces, usage = [], None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        pieces += [choice.delta.content or "" for choice in chunk.choices]
+    assert "Paris" in "".join(pieces)
+    assert sum(map(bool, pieces)) > 1, "it came in pieces"
+    assert usage is not None
+    assert usage.completion_tokens > 0
+
+
+def test_completion_continues_the_prompt(running: Running) -> None:
+    client = OpenAI(base_url=f"{running.url}/v1", api_key="unused")
+    answer = client.completions.create(
+        model=running.model, prompt="The capital of France is", temperature=0, max_tokens=8
+    )
+    assert "Paris" in answer.choices[0].text
+
+
+def test_choices_of_one_prompt_differ_and_repeat_with_the_seed(running: Running) -> None:
+    client = OpenAI(base_url=f"{running.url}/v1", api_key="unused")
+
+    def ask() -> list[str]:
+        answer = client.completions.create(
+            model=running.model,
+            prompt="Once upon a time",
+            temperature=1,
+            seed=5,
+            n=3,
+            max_tokens=12,
+        )
+        return [choice.text for choice in sorted(answer.choices, key=lambda c: c.index)]
+
+    first = ask()
+    assert len(set(first)) == 3
+    assert ask() == first
+
+
+def test_logprobs_are_of_the_sampled_tokens(running: Running) -> None:
+    client = OpenAI(base_url=f"{running.url}/v1", api_key="unused")
+    answer = client.chat.completions.create(
+        model=running.model,
+        messages=[{"role": "user", "content": "Hi"}],
+        temperature=0,
+        max_tokens=4,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content
+    for token in logprobs.content:
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == pytest.approx(max(top.logprob for top in token.top_logprobs))
+
+
+def test_grpc_through_reflection(running: Running) -> None:
+    """As grpcurl does it: nothing is known but the address."""
+    channel = grpc.insecure_channel(running.grpc_target)
+    reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="headrace.v1.Inference"),
+    ]
+    listed, described = reflection.ServerReflectionInfo(iter(requests))
+    names = {service.name for service in listed.list_services_response.service}
+    assert {"headrace.v1.Inference", "grpc.health.v1.Health"} <= names
+    pool = descriptor_pool.DescriptorPool()
+    files = [
+        FileDescriptorProto.FromString(raw)
+        for raw in described.file_descriptor_response.file_descriptor_proto
+    ]
+    for file in sorted(files, key=lambda f: len(f.dependency)):
+        pool.Add(file)
+    service = pool.FindServiceByName("headrace.v1.Inference")
+    assert {"Generate", "ListModels"} <= {method.name for method in service.methods}
+
+
+def test_grpc_generate_and_health(running: Running) -> None:
+    stub = running.stub()
+    request = pb.GenerateRequest(text="The capital of France is", max_tokens=8, temperature=0)
+    responses = list(stub.Generate(request))
+    assert "Paris" in "".join(response.text for response in responses)
+    assert responses[-1].usage.completion_tokens == 8
+    health = health_pb2_grpc.HealthStub(grpc.insecure_channel(running.grpc_target))
+    status = health.Check(health_pb2.HealthCheckRequest(service="headrace.v1.Inference")).status
+    assert status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_kv_travels_compressed(running: Running) -> None:
+    """The ratio that the README states, on this model's own KV."""
+    prompt = "The quick brown fox jumps over the lazy dog. " * 30
+    httpx.post(
+        f"{running.url}/v1/completions",
+        json={"model": running.model, "prompt": prompt, "max_tokens": 2},
+        timeout=60,
+        trust_env=False,
+    ).raise_for_status()
+    ratio = running.metric("prefill-0", "headrace_kv_compress_ratio")
+    assert ratio >= 1.28
+    assert running.metric("prefill-0", "headrace_kv_lease_active") == 0
