@@ -202,7 +202,7 @@ class Release(_Message):
 
 
 class WorkerView(_Message):
-    """A worker as the router sees it. ``standing`` is the worker's own state while it is heard and
+    """A worker as the router sees it. ``state`` is the worker's own state while it is heard and
     trusted, else ``suspect`` or ``probation``; ``promised_*`` are of placements that its last
     heartbeat did not include."""
 
@@ -211,7 +211,7 @@ class WorkerView(_Message):
     role: Role
     address: Address
     model: Label
-    standing: str
+    state: str
     reason: str | None
     queue_tokens: Count
     promised_tokens: Count

@@ -1,0 +1,253 @@
+"""The router's HTTP edge: bodies in, answers out; all decisions are the dispatcher's."""
+
+import asyncio
+import hmac
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from random import Random
+from typing import TypeVar
+
+import structlog
+from pydantic import BaseModel, ValidationError
+from quart import Quart, Response, request
+from werkzeug.exceptions import HTTPException
+
+from services.common.placement import (
+    Deregistration,
+    ErrorCode,
+    Heartbeat,
+    HeartbeatReply,
+    ModelList,
+    Placement,
+    PlaceRequest,
+    Registration,
+    Release,
+    RouterError,
+    RouterErrorDetail,
+    WorkerList,
+)
+from services.router.dispatcher import Dispatcher
+from services.router.errors import Malformed, Refusal, Unauthenticated
+from services.router.fleet import Fleet
+from services.router.metrics import RouterMetrics
+from services.router.queue import WaitingRoom
+from services.router.settings import RouterSettings
+
+log = structlog.get_logger()
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def build_dispatcher(settings: RouterSettings) -> Dispatcher:
+    """The router without its HTTP edge."""
+    return Dispatcher(
+        Fleet(settings.fleet),
+        WaitingRoom(settings.max_waiting),
+        settings.policy,
+        Random(settings.seed),
+        output_reserve=settings.output_reserve,
+        max_wait_s=settings.max_wait_s,
+    )
+
+
+def create_app(
+    settings: RouterSettings,
+    dispatcher: Dispatcher | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Quart:
+    """The app; it settles the dispatcher every ``tick_s`` while it serves.
+
+    Args:
+        dispatcher: what decides; default: a new one from the settings.
+        clock: seconds, monotonic.
+    """
+    app = Quart(__name__)
+    app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
+    router = dispatcher or build_dispatcher(settings)
+    metrics = RouterMetrics()
+    _add_workers_api(app, router, clock)
+    _add_gateways_api(app, router, metrics, clock)
+    _add_probes(app, router, metrics, clock)
+    _add_auth(app, settings.token)
+    _add_errors(app, settings.retry_after_s)
+
+    @app.after_request
+    async def count(response: Response) -> Response:
+        endpoint = request.url_rule.rule if request.url_rule else "unknown"
+        metrics.requests.labels(endpoint, str(response.status_code)).inc()
+        return response
+
+    @app.while_serving
+    async def tick() -> AsyncGenerator[None, None]:
+        ticking = asyncio.create_task(_settle(router, settings.tick_s, clock))
+        yield
+        ticking.cancel()
+        with suppress(asyncio.CancelledError):
+            await ticking
+
+    return app
+
+
+async def _settle(router: Dispatcher, tick_s: float, clock: Callable[[], float]) -> None:
+    while True:
+        try:
+            for gone in router.settle(clock()):
+                log.warning("worker gone", worker=gone.worker_id, epoch=gone.epoch)
+        except Exception:
+            log.exception("settling failed")
+        await asyncio.sleep(tick_s)
+
+
+def _add_workers_api(app: Quart, router: Dispatcher, clock: Callable[[], float]) -> None:
+    @app.post("/v1/register")
+    async def register() -> Response:
+        worker = await _body(Registration)
+        router.register(worker, clock())
+        log.info(
+            "worker registered",
+            worker=worker.worker_id,
+            epoch=worker.epoch,
+            role=worker.role.value,
+            address=worker.address,
+            model=worker.model.name,
+        )
+        return _empty()
+
+    @app.post("/v1/heartbeat")
+    async def heartbeat() -> Response:
+        known = router.heartbeat(await _body(Heartbeat), clock())
+        return _json(HeartbeatReply(register_again=not known))
+
+    @app.post("/v1/deregister")
+    async def deregister() -> Response:
+        worker = await _body(Deregistration)
+        router.fleet.deregister(worker.worker_id, worker.epoch)
+        log.info("worker left", worker=worker.worker_id, epoch=worker.epoch)
+        return _empty()
+
+
+def _add_gateways_api(
+    app: Quart, router: Dispatcher, metrics: RouterMetrics, clock: Callable[[], float]
+) -> None:
+    @app.post("/v1/place")
+    async def place() -> Response:
+        wanted = await _body(PlaceRequest)
+        ticket = router.submit(wanted, clock())
+        outcome = "abandoned"
+        try:
+            await ticket.answered.wait()
+            answer = ticket.answer
+            if not isinstance(answer, Placement):
+                raise answer or RuntimeError("a ticket was woken without an answer")
+            outcome = "placed"
+            return _json(answer)
+        except asyncio.CancelledError:
+            router.abandon(ticket, clock())
+            raise
+        except Refusal as refusal:
+            outcome = refusal.code.value
+            raise
+        finally:
+            metrics.placements.labels(outcome).inc()
+            metrics.place_seconds.observe(clock() - ticket.arrived)
+            log.debug(
+                "place",
+                request_id=wanted.request_id,
+                attempt=wanted.attempt,
+                tenant=wanted.tenant,
+                outcome=outcome,
+            )
+
+    @app.post("/v1/release")
+    async def release() -> Response:
+        router.release(await _body(Release), clock())
+        return _empty()
+
+    @app.get("/v1/workers")
+    async def workers() -> Response:
+        return _json(WorkerList(workers=router.fleet.views(clock())))
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json(ModelList(models=router.fleet.models()))
+
+
+def _add_probes(
+    app: Quart, router: Dispatcher, metrics: RouterMetrics, clock: Callable[[], float]
+) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return _empty()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether this router takes calls. It does not depend on workers: an endpoint that is not
+        ready gets no traffic in Kubernetes, and workers could then never register."""
+        return _empty(503 if router.closed else 200)
+
+    @app.get("/metrics")
+    async def expose() -> Response:
+        text = metrics.render(router.fleet.views(clock()), len(router.room))
+        return Response(text, content_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_auth(app: Quart, token: str | None) -> None:
+    expected = f"Bearer {token}".encode()
+
+    @app.before_request
+    async def authenticate() -> None:
+        if token is None or not request.path.startswith("/v1/"):
+            return
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, expected):
+            raise Unauthenticated("the cluster token is missing or wrong")
+
+
+def _add_errors(app: Quart, retry_after_s: int) -> None:
+    @app.errorhandler(Refusal)
+    async def refuse(refusal: Refusal) -> Response:
+        response = _error(refusal.status, refusal.code, str(refusal))
+        if refusal.retry:
+            response.headers["Retry-After"] = str(retry_after_s)
+        return response
+
+    @app.errorhandler(HTTPException)
+    async def http(error: HTTPException) -> Response:
+        code = {404: ErrorCode.NOT_FOUND, 405: ErrorCode.NOT_FOUND, 413: ErrorCode.TOO_LARGE}
+        status = error.code or 500
+        default = ErrorCode.INVALID if status < 500 else ErrorCode.INTERNAL
+        return _error(status, code.get(status, default), error.description or error.name)
+
+    @app.errorhandler(Exception)
+    async def fault(error: Exception) -> Response:
+        log.error("request failed", path=request.path, exc_info=error)
+        return _error(500, ErrorCode.INTERNAL, "the router failed")
+
+
+async def _body(model: type[M]) -> M:
+    """The request's body as a model.
+
+    Raises:
+        Malformed: it is not one; the first field that is wrong is named.
+        RequestEntityTooLarge: it is longer than ``max_body_bytes``.
+    """
+    try:
+        return model.model_validate_json(await request.get_data(cache=False))
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, fault["loc"])) or "body"
+        raise Malformed(f"{where}: {fault['msg']}") from None
+
+
+def _json(model: BaseModel, status: int = 200) -> Response:
+    return Response(model.model_dump_json(), status, content_type="application/json")
+
+
+def _empty(status: int = 200) -> Response:
+    return Response("{}", status, content_type="application/json")
+
+
+def _error(status: int, code: ErrorCode, message: str) -> Response:
+    return _json(RouterError(error=RouterErrorDetail(code=code, message=message)), status)

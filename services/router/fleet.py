@@ -1,0 +1,287 @@
+"""What the router knows of the workers: their lives, their load, and what was promised to them.
+
+A placement counts against each of its workers until that worker's heartbeat lists it as admitted,
+the request is released, or ``placement_ttl_s`` has passed; so a worker's load is its last report
+plus exactly the placements that the report does not include. There is no clock in here: every
+call takes ``now``, in seconds of one monotonic clock.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from services.common.placement import (
+    Heartbeat,
+    ModelInfo,
+    Outcome,
+    Placement,
+    Registration,
+    Release,
+    WorkerAddress,
+    WorkerState,
+    WorkerView,
+)
+from services.router.errors import QueueFull, StaleEpoch
+from services.router.policy import Demand, Pair, Standing, WorkerSnapshot
+
+MAX_REMEMBERED = 4096  # epochs that ended, so that a zombie of one cannot return
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class FleetLimits:
+    """Times in seconds; `RouterSettings` documents each."""
+
+    suspect_after_s: float = 2.0
+    gone_after_s: float = 10.0
+    probation_s: float = 0.5
+    probation_max_s: float = 30.0
+    placement_ttl_s: float = 30.0
+    max_placements: int = 65_536
+    max_workers: int = 1024
+    backlog: float = 2.0
+
+
+@dataclass(frozen=True)
+class _Promise:
+    tokens: int
+    pages: int
+
+
+@dataclass
+class _Worker:
+    """One life of a worker."""
+
+    registration: Registration
+    heard_at: float
+    load: Heartbeat | None = None
+    promises: dict[str, _Promise] = field(default_factory=dict)
+    promised_tokens: int = 0
+    promised_pages: int = 0
+    failures: int = 0
+    probation_until: float = float("-inf")
+    last_turn: int = 0
+
+    def promise(self, placement_id: str, demand: Demand, turn: int) -> None:
+        role, page_size = self.registration.role, self.registration.page_size
+        promise = _Promise(demand.tokens(role), demand.pages(role, page_size))
+        self.promises[placement_id] = promise
+        self.promised_tokens += promise.tokens
+        self.promised_pages += promise.pages
+        self.last_turn = turn
+
+    def forget(self, placement_id: str) -> None:
+        if promise := self.promises.pop(placement_id, None):
+            self.promised_tokens -= promise.tokens
+            self.promised_pages -= promise.pages
+
+    def standing(self, now: float, suspect_after_s: float) -> Standing:
+        if self.load is None or self.load.state is WorkerState.STARTING:
+            return Standing.STARTING
+        if self.load.state is WorkerState.DRAINING:
+            return Standing.DRAINING
+        if now - self.heard_at > suspect_after_s:
+            return Standing.SUSPECT
+        return Standing.PROBATION if now < self.probation_until else Standing.READY
+
+
+@dataclass(frozen=True)
+class _Record:
+    placement: Placement
+    placed_at: float
+
+    @property
+    def addresses(self) -> Iterator[WorkerAddress]:
+        if self.placement.prefill is not None:
+            yield self.placement.prefill
+        yield self.placement.decode
+
+
+class Fleet:
+    """The workers by id, one life of each, and the placements that are under way."""
+
+    def __init__(self, limits: FleetLimits) -> None:
+        self._limits = limits
+        self._workers: dict[str, _Worker] = {}
+        self._epochs: OrderedDict[str, str] = OrderedDict()  # the latest of each name, gone or not
+        self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._expiries: deque[tuple[float, str]] = deque()
+        self._turn = 0
+
+    def register(self, registration: Registration, now: float) -> None:
+        """A worker introduces itself; it takes requests from its first heartbeat on.
+
+        Raises:
+            StaleEpoch: this life has ended, or a newer one took its place.
+            QueueFull: there are ``max_workers`` already.
+        """
+        self._refuse_retired(registration.worker_id, registration.epoch)
+        worker_id, epoch = registration.worker_id, registration.epoch
+        if known := self._life(worker_id, epoch):
+            known.registration, known.heard_at = registration, now
+            return
+        if worker_id not in self._workers and len(self._workers) >= self._limits.max_workers:
+            raise QueueFull(f"{self._limits.max_workers} workers are registered already")
+        last = self._epochs.get(worker_id, epoch)
+        if last != epoch:
+            self._retire(worker_id, last)
+        _remember(self._epochs, worker_id, epoch)
+        self._workers[worker_id] = _Worker(registration, heard_at=now)
+
+    def heartbeat(self, beat: Heartbeat, now: float) -> bool:
+        """Takes a worker's figures. False where it must register first.
+
+        Raises:
+            StaleEpoch: this life has ended, or a newer one took its place.
+        """
+        self._refuse_retired(beat.worker_id, beat.epoch)
+        worker = self._life(beat.worker_id, beat.epoch)
+        if worker is None:
+            return False
+        worker.load, worker.heard_at = beat, now
+        for placement_id in beat.admitted:
+            worker.forget(placement_id)
+        return True
+
+    def deregister(self, worker_id: str, epoch: str) -> None:
+        """This life takes nothing more; harmless where it is not known."""
+        self._retire(worker_id, epoch)
+        if self._life(worker_id, epoch) is not None:
+            del self._workers[worker_id]
+
+    def promise(self, pair: Pair, demand: Demand, placement_id: str, now: float) -> Placement:
+        """Counts a request against the pair that the policy chose from `snapshots`."""
+        self._turn += 1
+        placement = Placement(
+            placement_id=placement_id,
+            prefill=_address(pair.prefill) if pair.prefill else None,
+            decode=_address(pair.decode),
+        )
+        record = _Record(placement, now)
+        for address in record.addresses:
+            self._workers[address.worker_id].promise(placement_id, demand, self._turn)
+        self._records[placement_id] = record
+        self._expiries.append((now + self._limits.placement_ttl_s, placement_id))
+        if len(self._records) > self._limits.max_placements:
+            self._forget_promises(self._records.popitem(last=False)[1])
+        return placement
+
+    def release(self, release: Release, now: float) -> None:
+        """A request ended. Failure puts the blamed worker on probation, success clears its name.
+
+        The backoff grows only with failures of placements made after the last probation: the many
+        requests that one fault ends together count once.
+        """
+        record = self._records.pop(release.placement_id, None)
+        if record is None:
+            return
+        self._forget_promises(record)
+        for address in record.addresses:
+            worker = self._life(address.worker_id, address.epoch)
+            if worker is None or record.placed_at < worker.probation_until:
+                continue
+            if release.outcome is Outcome.OK:
+                worker.failures = 0
+            elif release.outcome is Outcome.FAILED and release.blame == address.worker_id:
+                backoff_s = self._limits.probation_s * 2.0 ** min(worker.failures, 64)
+                worker.probation_until = now + min(backoff_s, self._limits.probation_max_s)
+                worker.failures += 1
+
+    def expire(self, now: float) -> list[WorkerAddress]:
+        """Ends what time ends: old promises, and workers that were silent too long (returned)."""
+        while self._expiries and self._expiries[0][0] <= now:
+            _, placement_id = self._expiries.popleft()
+            if record := self._records.get(placement_id):
+                self._forget_promises(record)
+        gone = [
+            worker_id
+            for worker_id, worker in self._workers.items()
+            if now - worker.heard_at > self._limits.gone_after_s
+        ]
+        lives = (self._workers.pop(worker_id).registration for worker_id in gone)
+        return [
+            WorkerAddress(worker_id=r.worker_id, epoch=r.epoch, address=r.address) for r in lives
+        ]
+
+    def snapshots(self, now: float) -> list[WorkerSnapshot]:
+        """Every worker as the policy sees it."""
+        return [self._snapshot(worker, now) for worker in self._workers.values()]
+
+    def views(self, now: float) -> list[WorkerView]:
+        """Every worker as an operator sees it."""
+        return [self._view(worker, now) for worker in self._workers.values()]
+
+    def models(self) -> list[ModelInfo]:
+        """Each model that some worker serves, by name."""
+        named = {w.registration.model.name: w.registration.model for w in self._workers.values()}
+        return [named[name] for name in sorted(named)]
+
+    def _life(self, worker_id: str, epoch: str) -> _Worker | None:
+        worker = self._workers.get(worker_id)
+        return worker if worker is not None and worker.registration.epoch == epoch else None
+
+    def _refuse_retired(self, worker_id: str, epoch: str) -> None:
+        if (worker_id, epoch) in self._retired:
+            raise StaleEpoch(f"epoch {epoch} of worker {worker_id} has ended")
+
+    def _retire(self, worker_id: str, epoch: str) -> None:
+        _remember(self._retired, (worker_id, epoch), None)
+
+    def _forget_promises(self, record: _Record) -> None:
+        for address in record.addresses:
+            if worker := self._life(address.worker_id, address.epoch):
+                worker.forget(record.placement.placement_id)
+
+    def _snapshot(self, worker: _Worker, now: float) -> WorkerSnapshot:
+        registration, load = worker.registration, worker.load
+        return WorkerSnapshot(
+            worker_id=registration.worker_id,
+            epoch=registration.epoch,
+            role=registration.role,
+            address=registration.address,
+            model=registration.model.name,
+            compatibility=registration.compatibility,
+            standing=worker.standing(now, self._limits.suspect_after_s),
+            page_size=registration.page_size,
+            pages_total=registration.pages_total,
+            queue_tokens=(load.queue_tokens if load else 0) + worker.promised_tokens,
+            pages_free=(load.pages_free if load else 0) - worker.promised_pages,
+            sequences=(load.running + load.waiting if load else 0) + len(worker.promises),
+            max_sequences=int(registration.max_running * self._limits.backlog),
+            last_turn=worker.last_turn,
+        )
+
+    def _view(self, worker: _Worker, now: float) -> WorkerView:
+        registration, load = worker.registration, worker.load
+        return WorkerView(
+            worker_id=registration.worker_id,
+            epoch=registration.epoch,
+            role=registration.role,
+            address=registration.address,
+            model=registration.model.name,
+            state=worker.standing(now, self._limits.suspect_after_s),
+            reason=load.reason if load else "not heard since it registered",
+            queue_tokens=load.queue_tokens if load else 0,
+            promised_tokens=worker.promised_tokens,
+            pages_free=load.pages_free if load else 0,
+            promised_pages=worker.promised_pages,
+            pages_total=registration.pages_total,
+            running=load.running if load else 0,
+            waiting=load.waiting if load else 0,
+            silent_s=now - worker.heard_at,
+        )
+
+
+def _remember(memory: OrderedDict[K, V], key: K, value: V) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > MAX_REMEMBERED:
+        memory.popitem(last=False)
+
+
+def _address(worker: WorkerSnapshot) -> WorkerAddress:
+    return WorkerAddress(worker_id=worker.worker_id, epoch=worker.epoch, address=worker.address)
