@@ -1,0 +1,1 @@
+"""KV transfer between a prefill and a decode worker: slabs, frames, leases, credits, NIXL."""

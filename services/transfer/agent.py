@@ -1,0 +1,174 @@
+"""The transfer agent: READs from peers through NIXL, all of it on one thread.
+
+NIXL's agent is not thread-safe, and over shared memory it copies inside the call that starts a
+transfer, so nothing of it runs on an event loop. Calls become commands to the owner thread; results
+come back as `concurrent.futures.Future`.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.transfer.errors import TransferClosed, TransferError
+from services.transfer.owner import Owner, ReadDone
+from services.transfer.slab import Slab
+
+
+@dataclass(frozen=True)
+class _Command:
+    """Runs on the owner thread; settles ``future``, there and then or later."""
+
+    run: "Callable[[Owner, Future[Any]], None]"
+    future: "Future[Any]"
+
+    def execute(self, owner: Owner) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.run(owner, self.future)
+        except TransferError as error:
+            self.future.set_exception(error)
+        except BaseException as error:  # a bug: the caller hears of it, the thread ends
+            self.future.set_exception(error)
+            raise
+
+
+class TransferAgent:
+    """This process's end of all transfers. Every method may be called from any thread.
+
+    The futures cannot be cancelled: a READ that has begun ends as it ends.
+
+    Args:
+        name: unique among all agents that ever meet: a role and the epoch.
+
+    Raises:
+        TransferUnavailable: NIXL or its UCX plugin does not start here.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self._closed = False
+        self._grace_s = 0.0
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="transfer", daemon=True
+        )
+        self._thread.start()
+        started.result()
+
+    def register(self, slab: Slab) -> None:
+        """Makes a slab readable by peers, and usable to read into; blocks. Once, at start-up.
+
+        Raises:
+            TransferUnavailable: the transport refuses the memory.
+        """
+        self._call(lambda owner, future: owner.register(slab, future)).result()
+
+    @property
+    def metadata(self) -> bytes:
+        """What peers need to reach this agent; taken after all slabs are registered. Blocks."""
+        future: Future[bytes] = self._call(lambda owner, future: owner.metadata(future))
+        return future.result()
+
+    def add_peer(self, name: str, metadata: bytes) -> "Future[None]":
+        """Makes a peer readable. A peer whose removal is under way stays after all.
+
+        Raises (through the future):
+            PeerRefused: not metadata, or not that of ``name``, or the peer is there already.
+            PeerLost: nobody answers where the metadata points.
+        """
+        return self._call(lambda owner, future: owner.add_peer(name, metadata, future))
+
+    def remove_peer(self, name: str) -> "Future[None]":
+        """Forgets a peer once its running READs have ended; new ones fail. Idempotent."""
+        return self._call(lambda owner, future: owner.remove_peer(name, future))
+
+    def read(
+        self,
+        peer: str,
+        remote_address: int,
+        length: int,
+        local: torch.Tensor,
+        *,
+        deadline_s: float,
+        kind: str = "DRAM",
+        device: int = 0,
+    ) -> "Future[ReadDone]":
+        """Copies ``length`` bytes of a peer's registered memory into ``local``.
+
+        Args:
+            local: ``[length]`` uint8, contiguous, inside a registered slab; it is kept alive and
+                must not be touched until the READ has ended.
+            deadline_s: seconds from now.
+            kind: of the peer's memory, "DRAM" or "VRAM".
+            device: of the peer's memory.
+
+        Raises (through the future):
+            PeerLost, BadAddress, ReadFailed, TransferClosed: nothing touches ``local`` any more.
+            ReadTimeout: the transport may still write to ``local``, until its ``drained``.
+        """
+        deadline = time.monotonic() + deadline_s
+        remote = (remote_address, length, device)
+        return self._call(
+            lambda owner, future: owner.read(peer, remote, kind, local, deadline, future)
+        )
+
+    def close(self, grace_s: float = 1.0) -> None:
+        """Waits up to ``grace_s`` for running READs, then ends everything; blocks. Idempotent.
+
+        READs that have not ended by then fail with TransferClosed, after the agent is gone and
+        nothing can touch their landing slots.
+        """
+        with self._gate:
+            if not self._closed:
+                self._closed = True
+                self._grace_s = grace_s
+                self._commands.put(None)
+        self._thread.join()
+
+    def _call(self, run: "Callable[[Owner, Future[Any]], None]") -> "Future[Any]":
+        future: Future[Any] = Future()
+        with self._gate:
+            if not self._closed:
+                self._commands.put(_Command(run, future))
+                return future
+        future.set_exception(TransferClosed(f"agent {self.name} is closed"))
+        return future
+
+    def _run(self, started: "Future[None]") -> None:
+        try:
+            owner = Owner(self.name)
+        except BaseException as error:  # noqa: BLE001 - raised again where the agent was made
+            self._closed = True
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        try:
+            self._serve(owner)
+        finally:
+            with self._gate:
+                self._closed = True
+            owner.close(self._grace_s)
+            while not self._commands.empty():
+                if command := self._commands.get():
+                    command.future.set_exception(TransferClosed(f"agent {self.name} is closed"))
+
+    def _serve(self, owner: Owner) -> None:
+        while True:
+            try:
+                command = self._commands.get(timeout=owner.patience())
+            except queue.Empty:
+                pass
+            else:
+                if command is None:
+                    return
+                command.execute(owner)
+            owner.poll()

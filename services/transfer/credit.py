@@ -1,0 +1,109 @@
+"""Credits: a reader's promises of landing slots, given first come first served."""
+
+from dataclasses import dataclass
+
+from services.transfer.errors import CreditError
+
+
+@dataclass
+class _Account:
+    granted: int = 0  # promised, nothing has landed yet
+    occupied: int = 0  # landed, or landing
+    member: bool = True
+
+    @property
+    def held(self) -> int:
+        return self.granted + self.occupied
+
+
+class CreditPool:
+    """Shares landing slots among sequences, oldest first. Pure bookkeeping; not thread-safe.
+
+    A slot that becomes free goes to the oldest sequence that holds less than ``per_sequence``, so
+    the oldest always proceeds, and what it leaves over serves the next. Promised and occupied slots
+    never exceed ``slots``, so whoever has a credit finds a slot when its segment comes.
+
+    Args:
+        slots: of the landing slab.
+        per_sequence: the most that one sequence holds, promised and occupied together.
+    """
+
+    def __init__(self, slots: int, per_sequence: int) -> None:
+        if slots < 1 or per_sequence < 1:
+            raise ValueError(f"{slots} slots, {per_sequence} for each sequence")
+        self._per_sequence = per_sequence
+        self._free = slots
+        self._accounts: dict[str, _Account] = {}  # oldest first
+
+    @property
+    def free(self) -> int:
+        """Slots that are neither promised nor occupied."""
+        return self._free
+
+    def join(self, key: str) -> None:
+        """The sequence wants credits from now on; it is the youngest.
+
+        Raises:
+            CreditError: it has joined already.
+        """
+        account = self._accounts.pop(key, None)
+        if account is not None and account.member:
+            self._accounts[key] = account
+            raise CreditError(f"{key} has joined already")
+        occupied = account.occupied if account is not None else 0
+        self._accounts[key] = _Account(occupied=occupied)
+
+    def grants(self) -> list[tuple[str, int]]:
+        """Promises what is free; returns (sequence, new credits) for those who got any."""
+        granted: list[tuple[str, int]] = []
+        for key, account in self._accounts.items():
+            if not self._free:
+                break
+            credits = min(self._per_sequence - account.held, self._free) if account.member else 0
+            if credits > 0:
+                account.granted += credits
+                self._free -= credits
+                granted.append((key, credits))
+        return granted
+
+    def land(self, key: str) -> None:
+        """A segment comes: one credit becomes an occupied slot.
+
+        Raises:
+            CreditError: the sequence has no credit.
+        """
+        account = self._accounts.get(key)
+        if account is None or not account.granted:
+            raise CreditError(f"{key} has no credit")
+        account.granted -= 1
+        account.occupied += 1
+
+    def freed(self, key: str) -> None:
+        """An occupied slot is free again; also after the sequence has left.
+
+        Raises:
+            CreditError: the sequence occupies none.
+        """
+        account = self._accounts.get(key)
+        if account is None or not account.occupied:
+            raise CreditError(f"{key} occupies no slot")
+        account.occupied -= 1
+        self._free += 1
+        self._forget(key, account)
+
+    def leave(self, key: str) -> None:
+        """The sequence wants no more; unused credits return now, occupied slots when freed.
+
+        Idempotent.
+        """
+        account = self._accounts.get(key)
+        if account is None:
+            return
+        self._free += account.granted
+        account.granted = 0
+        account.member = False
+        self._forget(key, account)
+
+    def _forget(self, key: str, account: _Account) -> None:
+        if not account.member and not account.held:
+            del self._accounts[key]

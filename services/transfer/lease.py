@@ -1,0 +1,58 @@
+"""Leases: bounded claims on encoded KV. Every lease ends, by release or by expiry."""
+
+from services.transfer.errors import LeasesExhausted
+
+
+class LeaseTable:
+    """Pure bookkeeping; time is passed in, in seconds of a monotonic clock. Not thread-safe.
+
+    When a lease ends does not depend on when anyone looks: one that is past its end cannot be
+    renewed, even if `expired` has not reported it yet.
+
+    Args:
+        lease_s: from the grant or the last renewal to the end.
+        max_leases: held at a time.
+    """
+
+    def __init__(self, lease_s: float, max_leases: int) -> None:
+        if lease_s <= 0 or max_leases < 1:
+            raise ValueError(f"{max_leases} leases of {lease_s} s")
+        self._lease_s = lease_s
+        self._max_leases = max_leases
+        self._ends: dict[str, float] = {}
+
+    @property
+    def active(self) -> int:
+        """Granted, and neither released nor reported as expired."""
+        return len(self._ends)
+
+    def grant(self, key: str, now: float) -> None:
+        """Starts a lease, or starts it anew.
+
+        Raises:
+            LeasesExhausted: ``max_leases`` others are held.
+        """
+        if key not in self._ends and len(self._ends) >= self._max_leases:
+            raise LeasesExhausted(f"{self._max_leases} leases are held")
+        self._ends[key] = now + self._lease_s
+
+    def renew(self, key: str, now: float) -> bool:
+        """Extends a lease; False where it has ended or never was."""
+        end = self._ends.get(key)
+        if end is None or now >= end:
+            return False
+        self._ends[key] = now + self._lease_s
+        return True
+
+    def release(self, key: str) -> bool:
+        """Ends a lease. Idempotent: False where there was none."""
+        return self._ends.pop(key, None) is not None
+
+    def expired(self, now: float) -> list[str]:
+        """The leases that ended by now, first ended first; each is reported once and is gone."""
+        keys = sorted(
+            (key for key, end in self._ends.items() if now >= end), key=self._ends.__getitem__
+        )
+        for key in keys:
+            del self._ends[key]
+        return keys

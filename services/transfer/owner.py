@@ -1,0 +1,277 @@
+"""What the owner thread of a transfer agent does: the only code that talks to NIXL."""
+
+import os
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from services.transfer.errors import (
+    BadAddress,
+    PeerLost,
+    PeerRefused,
+    ReadFailed,
+    ReadTimeout,
+    TransferClosed,
+    TransferError,
+    TransferUnavailable,
+)
+from services.transfer.slab import Slab
+
+_SPIN_S = 100e-6  # polls without a pause after something happened: small READs end within it
+_NAP_S = 150e-6  # between polls after that
+_DRAIN_NAP_S = 10e-3  # between polls where only READs past their deadlines are left
+
+
+@dataclass(frozen=True)
+class ReadDone:
+    """A READ has arrived, whole. ``seconds``: from its start to its end."""
+
+    seconds: float
+
+
+@dataclass
+class _Peer:
+    reads: int = 0
+    removals: list["Future[None]"] = field(default_factory=list)  # not empty: it is leaving
+
+
+@dataclass
+class _Read:
+    peer: str
+    handle: Any
+    local: torch.Tensor  # keeps the landing memory alive
+    started: float
+    deadline: float
+    future: "Future[ReadDone]"
+    drained: "Future[None] | None" = None  # there once the deadline has passed
+
+
+class Owner:
+    """NIXL's agent with its slabs, peers and running READs. Lives and dies on one thread.
+
+    Every command settles the future it is given, or raises a TransferError.
+
+    Raises:
+        TransferUnavailable: NIXL or its UCX plugin does not start here.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        try:
+            api = _quiet_nixl()
+        except ImportError as error:
+            raise TransferUnavailable(f"NIXL does not load: {error}") from error
+        bindings = api.nixlBind
+        self._faults: tuple[type[Exception], ...] = tuple(
+            getattr(bindings, error) for error in dir(bindings) if error.endswith("Error")
+        )
+        self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
+        self._unreachable: type[Exception] = bindings.nixlBackendError
+        self._not_found: type[Exception] = bindings.nixlNotFoundError
+        start_faults: tuple[type[Exception], ...] = (*self._faults, RuntimeError)
+        try:
+            self._nixl = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
+        except start_faults as error:
+            raise TransferUnavailable(f"NIXL does not start: {error!r}") from error
+        if "UCX" not in self._nixl.backends:
+            raise TransferUnavailable("NIXL has no UCX plugin here")
+        self._slabs: list[tuple[Slab, Any]] = []
+        self._peers: dict[str, _Peer] = {}
+        self._reads: list[_Read] = []
+        self._last_event = time.monotonic()
+
+    def register(self, slab: Slab, future: "Future[None]") -> None:
+        if slab.memory_kind == "VRAM":
+            torch.cuda.set_device(slab.device_index)  # UCX needs the context on this thread
+        region = (slab.address, slab.nbytes, slab.device_index, "")
+        try:
+            registration = self._nixl.register_memory([region], slab.memory_kind)
+        except self._faults as error:
+            raise TransferUnavailable(f"{slab.nbytes} bytes not registered: {error}") from error
+        self._slabs.append((slab, registration))
+        future.set_result(None)
+
+    def metadata(self, future: "Future[bytes]") -> None:
+        future.set_result(self._nixl.get_agent_metadata())
+
+    def add_peer(self, name: str, metadata: bytes, future: "Future[None]") -> None:
+        peer = self._peers.get(name)
+        if peer is not None:
+            if not peer.removals:
+                raise PeerRefused(f"peer {name} is there already")
+            _settle(peer.removals)
+            future.set_result(None)
+            return
+        try:
+            found = self._nixl.add_remote_agent(metadata).decode(errors="replace")
+        except (self._disconnected, self._unreachable) as error:
+            raise PeerLost(f"peer {name} cannot be reached") from error
+        except self._faults as error:
+            raise PeerRefused(f"metadata of peer {name}: {error}") from error
+        if found != name:
+            if found not in self._peers:
+                self._nixl.remove_remote_agent(found)
+            raise PeerRefused(f"metadata of peer {name} names {found}")
+        self._peers[name] = _Peer()
+        future.set_result(None)
+
+    def remove_peer(self, name: str, future: "Future[None]") -> None:
+        peer = self._peers.get(name)
+        if peer is None:
+            future.set_result(None)
+            return
+        peer.removals.append(future)
+        self._remove_if_idle(name, peer)
+
+    def read(
+        self,
+        peer_name: str,
+        remote: tuple[int, int, int],
+        kind: str,
+        local: torch.Tensor,
+        deadline: float,
+        future: "Future[ReadDone]",
+    ) -> None:
+        """Starts a READ of ``remote``: address, length, device."""
+        peer = self._peers.get(peer_name)
+        if peer is None or peer.removals:
+            raise PeerLost(f"peer {peer_name} is not here")
+        _check_ranges(remote, kind, local)
+        started = time.monotonic()
+        handle = None
+        try:
+            handle = self._nixl.initialize_xfer(
+                "READ",
+                self._nixl.get_xfer_descs(local),
+                self._nixl.get_xfer_descs([remote], kind),
+                peer_name,
+            )
+            self._nixl.transfer(handle)
+        except self._faults as error:
+            if handle is not None:
+                self._release(handle)
+                handle = None  # the traceback would keep it, and with it NIXL's agent, alive
+            raise self._explain(error, peer_name) from error
+        peer.reads += 1
+        self._last_event = started
+        self._reads.append(_Read(peer_name, handle, local, started, deadline, future))
+
+    def patience(self) -> float | None:
+        """How long the thread may sleep before the next poll, seconds; None: nothing to poll."""
+        if not self._reads:
+            return None
+        if all(read.drained for read in self._reads):
+            return _DRAIN_NAP_S
+        return 0.0 if time.monotonic() - self._last_event < _SPIN_S else _NAP_S
+
+    def poll(self) -> None:
+        """Settles the READs that have ended, or whose deadlines have passed."""
+        running = []
+        for read in self._reads:
+            error: TransferError | None = None
+            try:
+                state = self._nixl.check_xfer_state(read.handle)
+            except self._faults as fault:
+                state, error = "ERR", self._explain(fault, read.peer)
+            if state == "PROC":
+                running.append(read)
+                _expire(read)
+            elif state == "DONE":
+                self._finish(read, None)
+            else:
+                self._finish(read, error or ReadFailed(f"READ from {read.peer} failed"))
+        self._reads = running
+
+    def close(self, grace_s: float) -> None:
+        """Lets READs end for so long, then takes NIXL down; whatever is left fails."""
+        end = time.monotonic() + grace_s
+        while self._reads and time.monotonic() < end:
+            time.sleep(_NAP_S)
+            self.poll()
+        for read in self._reads:
+            self._release(read.handle)
+        for name in self._peers:
+            self._nixl.remove_remote_agent(name)
+        for _, registration in self._slabs:
+            self._nixl.deregister_memory(registration)
+        for read in self._reads:
+            read.handle = None  # it refers to NIXL's agent
+        del self._nixl  # only its end closes the connections, and with them the READs
+        for read in self._reads:
+            if read.drained is None:
+                read.future.set_exception(TransferClosed(f"agent {self._name} is closed"))
+            else:
+                read.drained.set_result(None)
+        for peer in self._peers.values():
+            _settle(peer.removals)
+
+    def _finish(self, read: _Read, error: TransferError | None) -> None:
+        self._release(read.handle)
+        self._last_event = time.monotonic()
+        if read.drained is not None:
+            read.drained.set_result(None)
+        elif error is not None:
+            read.future.set_exception(error)
+        else:
+            read.future.set_result(ReadDone(self._last_event - read.started))
+        peer = self._peers[read.peer]
+        peer.reads -= 1
+        self._remove_if_idle(read.peer, peer)
+
+    def _remove_if_idle(self, name: str, peer: _Peer) -> None:
+        """A peer with a running READ is kept: only its handle tells when the slot is safe."""
+        if peer.removals and not peer.reads:
+            del self._peers[name]
+            self._nixl.remove_remote_agent(name)
+            _settle(peer.removals)
+
+    def _release(self, handle: Any) -> None:
+        try:
+            handle.release()
+        except self._faults:  # the transport cannot cancel it; NIXL frees it with the agent
+            return
+
+    def _explain(self, error: Exception, peer: str) -> TransferError:
+        if isinstance(error, self._disconnected):
+            return PeerLost(f"peer {peer} is gone")
+        if isinstance(error, self._not_found):
+            return BadAddress(f"a range outside the memory registered here or by {peer}")
+        return ReadFailed(f"READ from {peer}: {type(error).__name__} {error}")
+
+
+def _check_ranges(remote: tuple[int, int, int], kind: str, local: torch.Tensor) -> None:
+    """What NIXL's bindings would refuse with a TypeError, or not at all."""
+    address, length, device = remote
+    if kind not in ("DRAM", "VRAM") or not 0 <= device < 1 << 31:
+        raise BadAddress(f"memory of kind {kind!r}, device {device}")
+    if address < 0 or length < 1 or address + length > 1 << 64:
+        raise BadAddress(f"{length} bytes at {address}")
+    if local.dtype != torch.uint8 or local.shape != (length,) or not local.is_contiguous():
+        raise BadAddress(f"{length} bytes do not land in {local.dtype} {tuple(local.shape)}")
+
+
+def _expire(read: _Read) -> None:
+    if read.drained is None and time.monotonic() >= read.deadline:
+        read.drained = Future()
+        read.drained.set_running_or_notify_cancel()
+        read.future.set_exception(
+            ReadTimeout(f"READ from {read.peer} ran past its deadline", read.drained)
+        )
+
+
+def _settle(futures: list["Future[None]"]) -> None:
+    for future in futures:
+        future.set_result(None)
+    futures.clear()
+
+
+def _quiet_nixl() -> Any:
+    """NIXL's Python API. What it and UCX would print comes as exceptions instead."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    from nixl import _api
+
+    return _api

@@ -1,0 +1,134 @@
+"""A registered memory region cut into equal slots, and the bookkeeping of who holds which slot."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from services.transfer.errors import SlabError, SlotError
+
+_ALIGNMENT = 4096
+_SLOT_ALIGNMENT = 16
+
+
+class Slab:
+    """One contiguous buffer, aligned to 4 KiB, that is registered once and lives as long as it.
+
+    It starts zeroed: a peer may read all of it, so it must never show what the memory held before.
+
+    Args:
+        slots: how many.
+        slot_bytes: of each, a multiple of 16 so that a frame's payload stays aligned.
+        device: a torch device.
+
+    Raises:
+        SlabError: the sizes are not positive, or a slot is not a multiple of 16 bytes.
+    """
+
+    def __init__(self, slots: int, slot_bytes: int, device: str = "cpu") -> None:
+        if slots < 1 or slot_bytes < 1 or slot_bytes % _SLOT_ALIGNMENT:
+            raise SlabError(
+                f"{slots} slots of {slot_bytes} bytes: both must be positive, "
+                f"and a slot a multiple of {_SLOT_ALIGNMENT} bytes"
+            )
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self.nbytes = slots * slot_bytes
+        padded = torch.zeros(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
+        start = -padded.data_ptr() % _ALIGNMENT
+        self._buffer = padded[start : start + self.nbytes]
+
+    @property
+    def address(self) -> int:
+        """Of the first byte; slot i starts ``i * slot_bytes`` after it."""
+        return self._buffer.data_ptr()
+
+    @property
+    def memory_kind(self) -> str:
+        """As NIXL names it: "DRAM" or "VRAM"."""
+        return "VRAM" if self._buffer.is_cuda else "DRAM"
+
+    @property
+    def device_index(self) -> int:
+        """Of the GPU; 0 for host memory."""
+        return max(self._buffer.get_device(), 0)
+
+    def view(self, slot: int, length: int) -> torch.Tensor:
+        """The first ``length`` bytes of a slot, ``[length]`` uint8, sharing the slab's memory.
+
+        Raises:
+            SlabError: there is no such slot, or it is shorter.
+        """
+        if not 0 <= slot < self.slots:
+            raise SlabError(f"slot {slot} of a slab of {self.slots}")
+        if not 0 <= length <= self.slot_bytes:
+            raise SlabError(f"{length} bytes of a slot of {self.slot_bytes}")
+        start = slot * self.slot_bytes
+        return self._buffer[start : start + length]
+
+
+@dataclass(frozen=True)
+class SlotRef:
+    """One use of a slot. ``generation`` counts the uses of this slot, from 1."""
+
+    slot: int
+    generation: int
+
+
+class SlotPool:
+    """Which slots are free, held or quarantined. Pure bookkeeping; not thread-safe.
+
+    A quarantined slot is one that the transport may still touch: nobody holds it, nobody gets it.
+    The slot that has rested longest is handed out first, so that a late reader or writer most
+    likely meets a slot nobody uses.
+    """
+
+    def __init__(self, slots: int) -> None:
+        if slots < 1:
+            raise SlabError(f"a pool of {slots} slots")
+        self._free = deque(range(slots))
+        self._generations = [0] * slots
+        self._held: dict[int, SlotRef] = {}
+        self._quarantined: dict[int, SlotRef] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def in_use(self) -> int:
+        return len(self._held)
+
+    @property
+    def quarantined(self) -> int:
+        return len(self._quarantined)
+
+    def acquire(self) -> SlotRef | None:
+        """A free slot under its next generation; None where there is none."""
+        if not self._free:
+            return None
+        slot = self._free.popleft()
+        self._generations[slot] += 1
+        ref = SlotRef(slot, self._generations[slot])
+        self._held[slot] = ref
+        return ref
+
+    def release(self, ref: SlotRef) -> None:
+        """Raises SlotError unless ``ref`` is held."""
+        self._take(self._held, ref, "held")
+        self._free.append(ref.slot)
+
+    def quarantine(self, ref: SlotRef) -> None:
+        """Withholds a held slot. Raises SlotError unless ``ref`` is held."""
+        self._take(self._held, ref, "held")
+        self._quarantined[ref.slot] = ref
+
+    def unquarantine(self, ref: SlotRef) -> None:
+        """Frees a quarantined slot. Raises SlotError unless ``ref`` is quarantined."""
+        self._take(self._quarantined, ref, "quarantined")
+        self._free.append(ref.slot)
+
+    def _take(self, refs: dict[int, SlotRef], ref: SlotRef, state: str) -> None:
+        if refs.get(ref.slot) != ref:
+            raise SlotError(f"slot {ref.slot}, generation {ref.generation}, is not {state}")
+        del refs[ref.slot]
