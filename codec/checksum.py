@@ -69,16 +69,32 @@ def digest_chunks(elements: Tensor, lengths: Tensor) -> Tensor:
     return (a * b + a + b).masked_fill(~used, 0).sum(dim=1)
 
 
-def combine(digests: Tensor, lengths: Tensor, first_chunk: int) -> int:
+def combine(digests: Tensor, lengths: Tensor, first_chunk: int) -> Tensor:
     """The sum of the terms of consecutive chunks, numbered from `first_chunk`.
 
     Args:
         digests: int64 `[chunks]`, of `digest_chunks`.
         lengths: int64 `[chunks]`, in elements.
+
+    Returns an int64 0-d tensor on the same device, whose bits are the sum's.
     """
-    pairs = zip(digests.tolist(), lengths.tolist(), strict=True)
-    terms = (
-        mix64((digest + mix64((number << LENGTH_BITS | length) & MASK64)) & MASK64)
-        for number, (digest, length) in enumerate(pairs, first_chunk)
-    )
-    return sum(terms) & MASK64
+    numbers = torch.arange(first_chunk, first_chunk + len(digests), device=digests.device)
+    tags = numbers << LENGTH_BITS | lengths
+    return _mix64_of(digests + _mix64_of(tags)).sum()
+
+
+def _mix64_of(value: Tensor) -> Tensor:
+    """`mix64` of each int64, taken as u64."""
+    value = (value ^ _shifted(value, 30)) * _signed(MIX_1)
+    value = (value ^ _shifted(value, 27)) * _signed(MIX_2)
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: Tensor, by: int) -> Tensor:
+    """Shift right as u64 does, without the sign."""
+    return value >> by & (1 << 64 - by) - 1
+
+
+def _signed(constant: int) -> int:
+    """The int64 with the bits of this u64."""
+    return constant - (1 << 64) if constant >> 63 else constant

@@ -13,30 +13,16 @@ from torch import Tensor
 
 from codec import loops
 from codec.checksum import KEYS_HI, KEYS_LO
+from codec.chunks import chunk_table
 from codec.codebook import CODES, Codebook
 from codec.errors import FormatError
-from codec.format import CHUNK, Geometry, Mode, PlaneHeader, SegmentHeader, Streams, header_bytes
+from codec.format import Geometry, Mode, PlaneHeader, SegmentHeader, Streams, header_bytes
 
 _STREAM_ERRORS = {
     loops.COUNT_TOO_LARGE: "a chunk has more escapes than it may",
     loops.LENGTHS_DISAGREE: "the escape counts do not add up to the block's length",
     loops.POSITIONS_DISORDERED: "the positions of a chunk's escapes do not ascend within it",
 }
-
-
-def _chunks(pages: Tensor, geometry: Geometry) -> loops.Integers:
-    """int64 `[chunks, 4]`: page id, head, first element in the run, elements."""
-    ids = pages.tolist()
-    runs = [
-        (page, start, min(CHUNK, run - start))
-        for page, run in zip(ids, geometry.head_runs, strict=True)
-        for start in range(0, run, CHUNK)
-    ]
-    head = np.array(runs, dtype=np.int64).reshape(-1, 3)
-    table = np.empty((geometry.kv_heads, len(head), 4), dtype=np.int64)
-    table[:, :, 0], table[:, :, 2:] = head[:, 0], head[:, 1:]
-    table[:, :, 1] = np.arange(geometry.kv_heads)[:, None]
-    return table.reshape(-1, 4)
 
 
 def _streams(geometry: Geometry) -> loops.Integers:
@@ -75,7 +61,7 @@ def encode_planes(
     coded = np.array([codebook is not None for codebook in codebooks])
     entries = np.empty((len(planes), 3), dtype=np.int64)
     escapes, checksum = loops.encode_segment(
-        addresses, strides, tables, coded, _chunks(pages, geometry), _streams(geometry),
+        addresses, strides, tables, coded, chunk_table(pages, geometry), _streams(geometry),
         geometry.raw_bytes, header_bytes(len(planes)), out.numpy(), entries, KEYS_LO, KEYS_HI,
     )  # fmt: skip
     headers = [
@@ -95,7 +81,7 @@ def decode_planes(
     """See `reference.decode_planes`."""
     addresses, strides = _addresses(planes)
     entries = np.array([(e.mode, e.offset, e.length) for e in header.planes], dtype=np.int64)
-    chunks, streams = _chunks(pages, header.geometry), _streams(header.geometry)
+    chunks, streams = chunk_table(pages, header.geometry), _streams(header.geometry)
     data = payload.numpy()
     error, plane = divmod(loops.scan_segment(data, entries, chunks, streams), len(planes))
     if error:
@@ -112,5 +98,5 @@ def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry)
     """See `reference.checksum_planes`."""
     addresses, strides = _addresses(planes)
     return int(
-        loops.checksum_segment(addresses, strides, _chunks(pages, geometry), KEYS_LO, KEYS_HI)
+        loops.checksum_segment(addresses, strides, chunk_table(pages, geometry), KEYS_LO, KEYS_HI)
     )

@@ -6,8 +6,7 @@ They take addresses and do not check: shapes, strides, pages and room were check
 Arguments that recur:
     addresses: u64 `[planes]`, of each plane's first element.
     strides: int64 `[planes, 2]`, of pages and heads, in elements.
-    chunks: int64 `[chunks, 4]`, of each chunk of a plane: page, head, first element in its run,
-        number of elements.
+    chunks: int64 `[chunks, 4]`, see `chunks.chunk_table`.
     streams: int64 `[4]`, the fields of `format.Streams`.
     entries: int64 `[planes, 3]`, of each plane: mode, offset of its block, bytes.
     keys_lo, keys_hi: u32, the checksum's keys.

@@ -254,6 +254,10 @@ def warm_up() -> None:
 
 def _backend_of(device: torch.device) -> Backend:
     """The device's implementation, imported when first needed: each brings its own compiler."""
+    if device.type == "cuda":
+        from codec import cuda
+
+        return cuda
     if device.type == "cpu":
         from codec import cpu
 

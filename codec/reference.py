@@ -45,11 +45,11 @@ def encode_planes(
     """
     headers: list[PlaneHeader] = []
     offset, checksum, escapes = header_bytes(len(planes)), 0, 0
-    lengths = torch.tensor(geometry.chunk_lengths(), device=out.device)
+    lengths = torch.tensor(geometry.chunk_lengths(), dtype=torch.int64, device=out.device)
     for number, (plane, codebook) in enumerate(zip(planes, codebooks, strict=True)):
         content = _gather(plane, pages, geometry)
         chunks = _to_chunks(content, lengths)
-        checksum += combine(digest_chunks(chunks, lengths), lengths, number * len(lengths))
+        checksum += int(combine(digest_chunks(chunks, lengths), lengths, number * len(lengths)))
         block = None
         if codebook is not None:
             block, escaped = _encode_block(content, chunks, lengths, codebook, geometry)
@@ -76,7 +76,7 @@ def decode_planes(
     Args as for `encode_planes`. Raises `FormatError` before anything is written.
     """
     geometry = header.geometry
-    lengths = torch.tensor(geometry.chunk_lengths(), device=payload.device)
+    lengths = torch.tensor(geometry.chunk_lengths(), dtype=torch.int64, device=payload.device)
     contents = []
     for entry, codebook in zip(header.planes, codebooks, strict=True):
         block = payload[entry.offset : entry.offset + entry.length].to(torch.int64)
@@ -87,7 +87,7 @@ def decode_planes(
     checksum = 0
     for number, (plane, content) in enumerate(zip(planes, contents, strict=True)):
         digests = digest_chunks(_to_chunks(content, lengths), lengths)
-        checksum += combine(digests, lengths, number * len(lengths))
+        checksum += int(combine(digests, lengths, number * len(lengths)))
         _scatter(content, plane, pages, geometry)
     return checksum & MASK64
 
@@ -96,9 +96,9 @@ def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry)
     """The checksum of the planes' content, as if it had been encoded in one segment."""
     checksum = 0
     for number, plane in enumerate(planes):
-        lengths = torch.tensor(geometry.chunk_lengths(), device=plane.device)
+        lengths = torch.tensor(geometry.chunk_lengths(), dtype=torch.int64, device=plane.device)
         chunks = _to_chunks(_gather(plane, pages, geometry), lengths)
-        checksum += combine(digest_chunks(chunks, lengths), lengths, number * len(lengths))
+        checksum += int(combine(digest_chunks(chunks, lengths), lengths, number * len(lengths)))
     return checksum & MASK64
 
 
