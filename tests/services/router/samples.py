@@ -1,0 +1,66 @@
+"""Workers and requests as the router's tests need them."""
+
+from typing import Any
+
+from services.common.placement import (
+    Compatibility,
+    Heartbeat,
+    ModelInfo,
+    PlaceRequest,
+    Registration,
+    Role,
+    WorkerState,
+)
+
+COMPATIBLE = Compatibility(
+    model_hash="m0",
+    kv_format="dense",
+    kv_format_hash="",
+    page_size=16,
+    codec_version=1,
+    codec="splitzip",
+    codebook_id="b0",
+    kernel_plan="p0",
+)
+
+
+def registration(
+    worker_id: str,
+    role: Role,
+    *,
+    epoch: str = "e1",
+    model: str = "small",
+    pages_total: int = 64,
+    max_running: int = 8,
+    compatibility: Compatibility = COMPATIBLE,
+) -> Registration:
+    return Registration(
+        worker_id=worker_id,
+        epoch=epoch,
+        role=role,
+        address="127.0.0.1:5000",
+        model=ModelInfo(name=model, context_length=8192, vocab_size=100, model_hash="m0"),
+        compatibility=compatibility,
+        page_size=16,
+        pages_total=pages_total,
+        max_running=max_running,
+    )
+
+
+def beat(worker_id: str, **changes: Any) -> Heartbeat:
+    fields: dict[str, Any] = {
+        "worker_id": worker_id,
+        "epoch": "e1",
+        "state": WorkerState.READY,
+        "queue_tokens": 0,
+        "pages_free": 64,
+        "running": 0,
+        "waiting": 0,
+    }
+    return Heartbeat(**(fields | changes))
+
+
+def wanted(prompt_tokens: int = 17, max_tokens: int = 15, **changes: Any) -> PlaceRequest:
+    return PlaceRequest(
+        **({"request_id": "r"} | changes), prompt_tokens=prompt_tokens, max_tokens=max_tokens
+    )

@@ -1,0 +1,290 @@
+"""The router over HTTP, without a socket: statuses, headers, bodies, callers that leave."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from quart import Quart
+from quart.typing import TestClientProtocol as ClientProtocol
+
+from services.common.placement import (
+    Deregistration,
+    ErrorCode,
+    Outcome,
+    Placement,
+    Release,
+    Role,
+    RouterError,
+)
+from services.router.app import build_dispatcher, create_app
+from services.router.dispatcher import Dispatcher
+from services.router.settings import RouterSettings
+from tests.services.router.samples import beat, registration, wanted
+
+TOKEN = "a-cluster-token"
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+
+
+class Router:
+    """A served app, its client, and what it decides with."""
+
+    def __init__(self, app: Quart, dispatcher: Dispatcher, clock: "Clock") -> None:
+        self.app, self.dispatcher, self.clock = app, dispatcher, clock
+        self.client: ClientProtocol = app.test_client()
+
+    async def post(
+        self, path: str, body: BaseModel | str | bytes, headers: dict[str, str] = HEADERS
+    ) -> tuple[int, Any, Any]:
+        data = body.model_dump_json() if isinstance(body, BaseModel) else body
+        response = await self.client.post(path, data=data, headers=headers)
+        return response.status_code, await response.get_json(), response.headers
+
+    async def join(self, name: str, role: Role, **load: Any) -> None:
+        for path, body in (
+            ("register", registration(name, role)),
+            ("heartbeat", beat(name, **load)),
+        ):
+            assert (await self.post(f"/v1/{path}", body))[0] == 200
+
+    async def until_waiting(self, count: int) -> None:
+        await until(lambda: len(self.dispatcher.room) == count)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - what is polled has no event to wait for
+            await asyncio.sleep(0.001)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[Router]:
+    settings = RouterSettings.model_validate(
+        {
+            "cluster_token": TOKEN,
+            "seed": 0,
+            "max_waiting": 2,
+            "retry_after_s": 7,
+            "max_body_bytes": 4096,
+            "tick_s": 0.001,
+        }
+    )
+    clock, dispatcher = Clock(), build_dispatcher(settings)
+    app = create_app(settings, dispatcher, clock=clock)
+    async with app.test_app():
+        yield Router(app, dispatcher, clock)
+
+
+def code_of(body: Any) -> ErrorCode:
+    return RouterError.model_validate(body).error.code
+
+
+async def test_a_pair_is_placed_and_released(router: Router) -> None:
+    await router.join("p0", Role.PREFILL)
+    await router.join("d0", Role.DECODE)
+    status, body, _ = await router.post("/v1/place", wanted())
+    placement = Placement.model_validate(body)
+    assert status == 200
+    assert placement.prefill is not None
+    assert (placement.prefill.worker_id, placement.decode.worker_id) == ("p0", "d0")
+    assert (placement.decode.epoch, placement.decode.address) == ("e1", "127.0.0.1:5000")
+    release = Release(placement_id=placement.placement_id, outcome=Outcome.OK)
+    for _ in range(2):
+        assert (await router.post("/v1/release", release))[:2] == (200, {})
+    workers = await (await router.client.get("/v1/workers", headers=HEADERS)).get_json()
+    assert [w["promised_tokens"] for w in workers["workers"]] == [0, 0]
+
+
+async def test_a_colocated_worker_is_the_decode_worker_alone(router: Router) -> None:
+    await router.join("c0", Role.COLOCATED)
+    status, body, _ = await router.post("/v1/place", wanted())
+    assert (status, body["prefill"], body["decode"]["worker_id"]) == (200, None, "c0")
+
+
+async def test_heartbeats_of_the_unknown_and_of_the_replaced(router: Router) -> None:
+    assert (await router.post("/v1/heartbeat", beat("d0")))[1] == {"register_again": True}
+    await router.join("d0", Role.DECODE)
+    await router.post("/v1/register", registration("d0", Role.DECODE, epoch="e2"))
+    for path, body in (
+        ("heartbeat", beat("d0")),
+        ("register", registration("d0", Role.DECODE)),
+    ):
+        status, answer, _ = await router.post(f"/v1/{path}", body)
+        assert (status, code_of(answer)) == (409, ErrorCode.STALE_EPOCH)
+
+
+async def test_one_who_left_is_known_no_more(router: Router) -> None:
+    await router.join("c0", Role.COLOCATED)
+    goodbye = Deregistration(worker_id="c0", epoch="e1")
+    assert (await router.post("/v1/deregister", goodbye))[0] == 200
+    status, body, headers = await router.post("/v1/place", wanted(wait_s=60))
+    assert (status, code_of(body)) == (503, ErrorCode.NO_WORKERS)
+    assert headers["Retry-After"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("request_changes", "status", "code"),
+    [
+        ({"model": "absent"}, 404, ErrorCode.UNKNOWN_MODEL),
+        ({"exclude": ["c0"]}, 503, ErrorCode.NO_WORKERS),
+        ({"prompt_tokens": 64 * 16}, 413, ErrorCode.TOO_LARGE),
+        ({"choices": 40}, 413, ErrorCode.TOO_LARGE),
+    ],
+)
+async def test_refusals(
+    router: Router, request_changes: dict[str, Any], status: int, code: ErrorCode
+) -> None:
+    await router.join("c0", Role.COLOCATED)
+    got, body, headers = await router.post("/v1/place", wanted(**request_changes))
+    assert (got, code_of(body)) == (status, code)
+    assert ("Retry-After" in headers) == (status == 503)
+
+
+async def test_a_full_queue_is_429_and_a_long_wait_408(router: Router) -> None:
+    await router.join("c0", Role.COLOCATED, pages_free=0)
+    calls = [asyncio.create_task(router.post("/v1/place", wanted(wait_s=30))) for _ in range(2)]
+    await router.until_waiting(2)
+    status, body, headers = await router.post("/v1/place", wanted(wait_s=30))
+    assert (status, code_of(body)) == (429, ErrorCode.QUEUE_FULL)
+    assert headers["Retry-After"] == "7"
+    router.clock.now += 9
+    await router.join("c0", Role.COLOCATED, pages_free=2)
+    done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    assert [call.result()[0] for call in done] == [200]
+    for _ in range(3):
+        router.clock.now += 7
+        await router.post("/v1/heartbeat", beat("c0", pages_free=0))
+    status, body, headers = await waiting.pop()
+    assert (status, code_of(body)) == (408, ErrorCode.QUEUE_TIMEOUT)
+    assert "Retry-After" not in headers
+
+
+async def test_a_caller_who_leaves_the_queue_leaves_no_trace(router: Router) -> None:
+    await router.join("c0", Role.COLOCATED, pages_free=0)
+    body = wanted(wait_s=30).model_dump_json().encode()
+    async with router.client.request("/v1/place", method="POST", headers=HEADERS) as connection:
+        await connection.send(body)
+        await connection.send_complete()
+        await router.until_waiting(1)
+        await connection.disconnect()
+        await router.until_waiting(0)
+    await router.post("/v1/heartbeat", beat("c0", pages_free=2))
+    assert (await router.post("/v1/place", wanted()))[0] == 200, "the room was not taken"
+    metrics = await (await router.client.get("/metrics")).get_data(as_text=True)
+    assert 'headrace_placements_total{outcome="abandoned"} 1.0' in metrics
+    assert "headrace_num_requests_waiting 0.0" in metrics
+
+
+async def test_closing_answers_those_who_wait(router: Router) -> None:
+    await router.join("c0", Role.COLOCATED, pages_free=0)
+    call = asyncio.create_task(router.post("/v1/place", wanted(wait_s=30)))
+    await router.until_waiting(1)
+    assert (await router.client.get("/ready")).status_code == 200
+    router.dispatcher.close()
+    assert (await call)[0] == 503
+    assert (await router.client.get("/ready")).status_code == 503
+    assert (await router.client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer wrong", TOKEN, f"bearer {TOKEN}", "Bearer \xff"]
+)
+async def test_without_the_token_nothing_under_v1(
+    router: Router, authorization: str | None
+) -> None:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    for path in ("register", "heartbeat", "place", "release", "deregister"):
+        status, body, _ = await router.post(f"/v1/{path}", b"{}", headers)
+        assert (status, code_of(body)) == (401, ErrorCode.UNAUTHENTICATED)
+    for path in ("workers", "models", "absent"):
+        assert (await router.client.get(f"/v1/{path}", headers=headers)).status_code == 401
+
+
+async def test_without_a_configured_token_it_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADRACE_CLUSTER_TOKEN", raising=False)
+    app = create_app(RouterSettings.model_validate({}))
+    async with app.test_app():
+        assert (await app.test_client().get("/v1/workers")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b"", "body"),
+        (b"\xff\xfe", "body"),
+        (b"[]", "body"),
+        (b"[" * 4000, "body"),
+        (b'{"request_id": "r"}', "prompt_tokens"),
+        (wanted().model_dump_json()[:-1] + ', "kv_address": "x"}', "kv_address"),
+        (wanted().model_dump_json().replace('"choices":1', '"choices":1000000000'), "choices"),
+        (wanted().model_dump_json().replace("17", "-17"), "prompt_tokens"),
+        (wanted().model_dump_json().replace('"wait_s":0.0', '"wait_s":NaN'), "wait_s"),
+        (wanted().model_dump_json().replace('"exclude":[]', '"exclude":["../x"]'), "exclude.0"),
+        (json.dumps({"request_id": "a\nb", "prompt_tokens": 1, "max_tokens": 1}), "request_id"),
+    ],
+)
+async def test_a_malformed_body_names_the_field(
+    router: Router, body: str | bytes, field: str
+) -> None:
+    await router.join("c0", Role.COLOCATED)
+    status, answer, _ = await router.post("/v1/place", body)
+    assert (status, code_of(answer)) == (400, ErrorCode.INVALID)
+    assert answer["error"]["message"].startswith(f"{field}:")
+
+
+async def test_oversize_bodies_wrong_paths_and_methods_have_typed_errors(router: Router) -> None:
+    status, body, _ = await router.post("/v1/place", b" " * 5000)
+    assert (status, code_of(body)) == (413, ErrorCode.TOO_LARGE)
+    assert (await router.post("/v2/place", b"{}"))[0] == 404
+    response = await router.client.get("/v1/place", headers=HEADERS)
+    assert response.status_code == 405
+    assert code_of(await response.get_json()) is ErrorCode.NOT_FOUND
+
+
+async def test_a_fault_of_ours_is_a_500_without_its_details(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a secret detail")
+
+    monkeypatch.setattr(router.dispatcher, "release", broken)
+    release = Release(placement_id="a", outcome=Outcome.OK)
+    status, body, _ = await router.post("/v1/release", release)
+    assert (status, code_of(body)) == (500, ErrorCode.INTERNAL)
+    assert "secret" not in json.dumps(body)
+
+
+async def test_models_and_metrics(router: Router) -> None:
+    await router.join("p0", Role.PREFILL, queue_tokens=5)
+    await router.join("d0", Role.DECODE, queue_tokens=7)
+    await router.post("/v1/place", wanted())
+    models = await (await router.client.get("/v1/models", headers=HEADERS)).get_json()
+    assert [model["name"] for model in models["models"]] == ["small"]
+    text = await (await router.client.get("/metrics")).get_data(as_text=True)
+    for line in (
+        'headrace_workers{role="decode",state="ready"} 1.0',
+        'headrace_queue_tokens{role="prefill",worker="p0"} 22.0',
+        'headrace_queue_tokens{role="decode",worker="d0"} 39.0',
+        'headrace_requests_total{endpoint="/v1/place",status="200"} 1.0',
+        'headrace_placements_total{outcome="placed"} 1.0',
+        "headrace_place_seconds_count 1.0",
+    ):
+        assert line in text
+    await router.post("/v1/deregister", Deregistration(worker_id="p0", epoch="e1"))
+    text = await (await router.client.get("/metrics")).get_data(as_text=True)
+    assert 'worker="p0"' not in text, "a worker that left leaves no series"
+
+
+async def test_a_silent_worker_is_forgotten_without_any_call(router: Router) -> None:
+    await router.join("c0", Role.COLOCATED)
+    router.clock.now += 10.1
+    await until(lambda: not router.dispatcher.fleet.models())

@@ -1,0 +1,55 @@
+"""The models of the router's API."""
+
+import pytest
+from pydantic import ValidationError
+
+from services.common.errors import SettingsError
+from services.common.placement import Placement, WorkerAddress
+from services.router.settings import RouterSettings
+from tests.services.router.samples import COMPATIBLE, beat
+
+
+def test_compatibility_names_every_field_that_differs() -> None:
+    assert COMPATIBLE.mismatches(COMPATIBLE.model_copy()) == []
+    for name in type(COMPATIBLE).model_fields:
+        value = getattr(COMPATIBLE, name)
+        other = COMPATIBLE.model_copy(
+            update={name: value + 1 if isinstance(value, int) else value + "x"}
+        )
+        assert COMPATIBLE.mismatches(other) == other.mismatches(COMPATIBLE) == [name]
+
+
+@pytest.mark.parametrize(
+    ("address", "good"),
+    [
+        ("127.0.0.1:1", True),
+        ("worker-0.workers.svc:50051", True),
+        ("[::1]:65535", True),
+        ("127.0.0.1", False),
+        ("host:", False),
+        ("unix:/tmp/socket", False),
+        ("a b:1", False),
+        ("host:123456", False),
+    ],
+)
+def test_addresses(address: str, good: bool) -> None:
+    body = f'{{"worker_id": "w", "epoch": "e", "address": "{address}"}}'
+    if good:
+        assert WorkerAddress.model_validate_json(body).address == address
+    else:
+        with pytest.raises(ValidationError):
+            WorkerAddress.model_validate_json(body)
+
+
+def test_what_is_sent_is_what_arrives() -> None:
+    worker = WorkerAddress(worker_id="w", epoch="e", address="h:1")
+    for message in (
+        Placement(placement_id="a", prefill=None, decode=worker),
+        beat("d0", admitted=["a", "b"], reason="why"),
+    ):
+        assert type(message).model_validate_json(message.model_dump_json()) == message
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(SettingsError, match="longer than suspect_after_s"):
+        RouterSettings.load(["--suspect-after-s", "20"], program="headrace router")

@@ -1,0 +1,232 @@
+"""The policy never breaks a rule, whatever the fleet, and the shortest queue is the shortest."""
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.placement import Role
+from services.router.policy import (
+    TRUSTED,
+    Demand,
+    NotNow,
+    Pair,
+    PolicyName,
+    Reason,
+    Standing,
+    WorkerSnapshot,
+    place,
+)
+from tests.services.router.samples import COMPATIBLE
+
+OTHER = COMPATIBLE.model_copy(update={"codec": "raw"})
+ALL_POLICIES = list(PolicyName)
+
+
+def worker(worker_id: str, role: Role, queue_tokens: int = 0) -> WorkerSnapshot:
+    return WorkerSnapshot(
+        worker_id=worker_id,
+        epoch="e1",
+        role=role,
+        address="127.0.0.1:5000",
+        model="small",
+        compatibility=COMPATIBLE,
+        standing=Standing.READY,
+        page_size=16,
+        pages_total=64,
+        queue_tokens=queue_tokens,
+        pages_free=64,
+        sequences=0,
+        max_sequences=8,
+    )
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[WorkerSnapshot]:
+    count = draw(st.integers(0, 7))
+    return [
+        replace(
+            worker(f"w{index}", draw(st.sampled_from(Role)), draw(st.integers(0, 3))),
+            compatibility=draw(st.sampled_from([COMPATIBLE, OTHER])),
+            standing=draw(st.sampled_from(Standing)),
+            pages_total=draw(st.sampled_from([1, 4, 63])),
+            pages_free=draw(st.integers(-1, 8)),
+            sequences=draw(st.integers(6, 9)),
+            last_turn=draw(st.integers(0, 3)),
+        )
+        for index in range(count)
+    ]
+
+
+demands = st.builds(
+    Demand,
+    prompt_tokens=st.sampled_from([1, 15, 16, 17, 63, 1000]),
+    max_tokens=st.sampled_from([1, 16, 1000]),
+    choices=st.integers(1, 3),
+    model=st.sampled_from([None, "small", "large"]),
+    exclude=st.frozensets(st.sampled_from(["w0", "w1", "w2"])),
+    output_reserve=st.sampled_from([0, 1, 256]),
+)
+
+
+def takes(demand: Demand, w: WorkerSnapshot, held: frozenset[str]) -> bool:
+    """The rules of a worker's eligibility, written out once more and plainly."""
+    per_choice = demand.prompt_tokens + min(demand.max_tokens, demand.output_reserve)
+    now = demand.choices * ((per_choice + 15) // 16)
+    whole = (demand.prompt_tokens + demand.max_tokens + 15) // 16
+    if w.role is Role.PREFILL:
+        fits = (demand.prompt_tokens + 15) // 16 <= w.pages_total
+    else:
+        fits = now <= w.pages_free and max(now, whole) <= w.pages_total
+    return (
+        fits
+        and w.standing is Standing.READY
+        and w.sequences < w.max_sequences
+        and w.worker_id not in demand.exclude | held
+        and demand.model in (None, w.model)
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    fleets(),
+    demands,
+    st.sampled_from(PolicyName),
+    st.integers(0, 9),
+    st.frozensets(st.sampled_from(["w0", "w3", "w4"])),
+)
+def test_places_exactly_where_the_rules_allow(
+    fleet: list[WorkerSnapshot],
+    demand: Demand,
+    policy: PolicyName,
+    seed: int,
+    held: frozenset[str],
+) -> None:
+    able = [w for w in fleet if takes(demand, w, held)]
+    allowed = {(None, w.worker_id) for w in able if w.role is Role.COLOCATED} | {
+        (p.worker_id, d.worker_id)
+        for p in able
+        for d in able
+        if (p.role, d.role) == (Role.PREFILL, Role.DECODE) and p.compatibility == d.compatibility
+    }
+    verdict = place(demand, fleet, policy, Random(seed), held=held)
+    if isinstance(verdict, Pair):
+        prefill = verdict.prefill.worker_id if verdict.prefill else None
+        assert (prefill, verdict.decode.worker_id) in allowed
+    else:
+        assert not allowed
+        by_id = {w.worker_id: w for w in fleet}
+        assert (verdict.reason is Reason.BUSY) == bool(verdict.waits_for)
+        assert all(by_id[name].standing in TRUSTED for name in verdict.waits_for)
+        assert not verdict.waits_for & demand.exclude
+
+
+@settings(max_examples=200, deadline=None)
+@given(fleets(), st.integers(0, 9))
+def test_no_allowed_pair_has_a_shorter_queue(fleet: list[WorkerSnapshot], seed: int) -> None:
+    demand = Demand(prompt_tokens=16, max_tokens=16)
+    verdict = place(demand, fleet, PolicyName.SHORTEST_QUEUE, Random(seed))
+    able = [w for w in fleet if takes(demand, w, frozenset())]
+    queues = [w.queue_tokens for w in able if w.role is Role.COLOCATED] + [
+        p.queue_tokens + d.queue_tokens
+        for p in able
+        for d in able
+        if (p.role, d.role) == (Role.PREFILL, Role.DECODE) and p.compatibility == d.compatibility
+    ]
+    if isinstance(verdict, Pair):
+        assert verdict.queue_tokens == min(queues)
+
+
+def some_pairs() -> list[WorkerSnapshot]:
+    return [
+        *(worker(f"p{i}", Role.PREFILL) for i in range(2)),
+        *(worker(f"d{i}", Role.DECODE) for i in range(3)),
+    ]
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_ties_spread_over_all_pairs(policy: PolicyName) -> None:
+    rng, chosen = Random(7), Counter[tuple[str, str]]()
+    for _ in range(600):
+        pair = place(Demand(1, 1), some_pairs(), policy, rng)
+        assert isinstance(pair, Pair)
+        assert pair.prefill is not None
+        chosen[pair.prefill.worker_id, pair.decode.worker_id] += 1
+    assert len(chosen) == 6
+    assert min(chosen.values()) > 60, "each of six pairs expects 100; 60 is 4.4 sigma below"
+
+
+def test_the_same_seed_makes_the_same_choices() -> None:
+    def run(seed: int) -> list[str]:
+        rng = Random(seed)
+        pairs = (place(Demand(1, 1), some_pairs(), PolicyName.RANDOM, rng) for _ in range(20))
+        return [pair.decode.worker_id for pair in pairs if isinstance(pair, Pair)]
+
+    assert run(1) == run(1) != run(2)
+
+
+def test_round_robin_takes_the_one_whose_turn_is_longest_ago() -> None:
+    fleet = [
+        replace(w, last_turn=turn) for w, turn in zip(some_pairs(), (4, 5, 5, 3, 4), strict=True)
+    ]
+    pair = place(Demand(1, 1), fleet, PolicyName.ROUND_ROBIN, Random(0))
+    assert isinstance(pair, Pair)
+    assert pair.prefill is not None
+    assert (pair.prefill.worker_id, pair.decode.worker_id) == ("p0", "d1")
+
+
+def test_power_of_two_never_takes_the_longest_of_three() -> None:
+    fleet = [
+        worker("p0", Role.PREFILL),
+        *(worker(f"d{i}", Role.DECODE, queue_tokens=i) for i in range(3)),
+    ]
+    chosen = {
+        pair.decode.worker_id
+        for seed in range(60)
+        if isinstance(
+            pair := place(Demand(1, 1), fleet, PolicyName.POWER_OF_TWO, Random(seed)), Pair
+        )
+    }
+    assert chosen == {"d0", "d1"}
+
+
+@pytest.mark.parametrize(
+    ("demand", "fleet", "reason"),
+    [
+        (Demand(1, 1, model="x"), some_pairs(), Reason.UNKNOWN_MODEL),
+        (Demand(1, 1, model="x"), [], Reason.NO_WORKERS),
+        (Demand(1, 1), [], Reason.NO_WORKERS),
+        (Demand(1, 1), some_pairs()[:2], Reason.NO_WORKERS),
+        (
+            Demand(1, 1),
+            [*some_pairs(), replace(worker("q", Role.PREFILL), model="y")],
+            Reason.AMBIGUOUS_MODEL,
+        ),
+        (Demand(64 * 16, 1), some_pairs(), Reason.TOO_LARGE),
+        (Demand(64 * 16 + 1, 1), [worker("c", Role.COLOCATED)], Reason.TOO_LARGE),
+        (Demand(1, 255, choices=5), some_pairs(), Reason.TOO_LARGE),
+        (
+            Demand(1, 1),
+            [replace(w, standing=Standing.DRAINING) for w in some_pairs()],
+            Reason.NO_WORKERS,
+        ),
+        (
+            Demand(1, 1),
+            [replace(w, standing=Standing.PROBATION) for w in some_pairs()],
+            Reason.BUSY,
+        ),
+        (Demand(1, 1), [replace(w, pages_free=0) for w in some_pairs()], Reason.BUSY),
+    ],
+)
+def test_says_why_not(demand: Demand, fleet: list[WorkerSnapshot], reason: Reason) -> None:
+    verdict = place(demand, fleet, PolicyName.SHORTEST_QUEUE, Random(0))
+    assert isinstance(verdict, NotNow)
+    assert verdict.reason is reason
+
+
+def test_the_largest_request_that_fits_is_placed() -> None:
+    verdict = place(Demand(64 * 16 - 1, 1), some_pairs(), PolicyName.SHORTEST_QUEUE, Random(0))
+    assert isinstance(verdict, Pair)
