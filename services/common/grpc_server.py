@@ -27,6 +27,7 @@ _OPTIONS = [
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
 Handler = Any  # grpc.RpcMethodHandler, generic in the stubs and plain at run time
+MessageStream = Any  # either side of a bidirectional call: its stubs know neither read() nor EOF
 
 
 class TokenInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -114,3 +115,9 @@ def open_channel(address: str) -> aio.Channel:
 def credentials(token: str | None) -> list[tuple[str, str]]:
     """The call metadata that carries the cluster token."""
     return [("authorization", f"Bearer {token}")] if token else []
+
+
+async def next_message(stream: MessageStream) -> Any | None:
+    """The next message of a bidirectional call, or None at its end."""
+    message = await stream.read()
+    return None if message is aio.EOF else message  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 from prometheus_client import start_http_server
@@ -83,7 +83,8 @@ async def live(
     )
     try:
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({stopping, worker.fault}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {stopping, worker.fault}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not worker.fault.done():
             worker.draining = True
             await server.set_serving(False)

@@ -44,5 +44,5 @@ def token_from_message(message: pb.Token, *, with_logprobs: bool) -> SampledToke
     )
 
 
-def finish_to_message(reason: FinishReason) -> "pb.FinishReason":
+def finish_to_message(reason: FinishReason) -> "pb.FinishReason.ValueType":
     return _FINISH[reason]

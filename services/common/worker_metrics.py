@@ -2,7 +2,6 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-STAGES = ("queue", "prefill", "encode", "transfer", "verify", "decode_kv", "decode")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -11,49 +10,36 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        known = {"registry": self.registry}
-        self.requests = Counter(
-            "headrace_requests", "sequences ended, by outcome", ["endpoint", "status"], **known
-        )
-        self.stages = Histogram(
-            "headrace_request_stage_seconds",
-            "time of a sequence in each stage",
-            ["stage"],
-            buckets=_SECONDS,
-            **known,
-        )
-        self.running = Gauge("headrace_num_requests_running", "sequences in the batch", **known)
-        self.waiting = Gauge("headrace_num_requests_waiting", "sequences waiting", **known)
-        self.queue_tokens = Gauge(
-            "headrace_queue_tokens", "tokens accepted and not yet finished", **known
-        )
-        self.pages_free = Gauge("headrace_kv_pages_free", "free KV pages", **known)
-        self.cache_usage = Gauge("headrace_kv_cache_usage_perc", "used KV pages, 0 to 1", **known)
-        self.prompt_tokens = Counter("headrace_prompt_tokens", "prompt tokens taken in", **known)
-        self.generation_tokens = Counter("headrace_generation_tokens", "tokens sampled", **known)
-        self.transfer_bytes = Counter(
-            "headrace_kv_transfer_bytes", "KV moved, before and after the codec", ["kind"], **known
-        )
-        self.transfer_seconds = Histogram(
-            "headrace_kv_transfer_seconds", "READ of one segment", buckets=_SECONDS, **known
-        )
-        self.compress_ratio = Gauge(
-            "headrace_kv_compress_ratio", "raw over wire bytes since the start", **known
-        )
-        self.encode_seconds = Histogram(
-            "headrace_kv_encode_seconds", "encode of one segment", buckets=_SECONDS, **known
-        )
-        self.decode_seconds = Histogram(
-            "headrace_kv_decode_seconds", "decode of one segment", buckets=_SECONDS, **known
-        )
-        self.escape_rate = Gauge(
-            "headrace_kv_escape_rate", "share of values outside the codebook", **known
-        )
-        self.leases = Gauge("headrace_kv_lease_active", "leases held", **known)
-        self.leases_expired = Counter("headrace_kv_lease_expired", "leases that expired", **known)
-        self.integrity_failures = Counter(
-            "headrace_kv_integrity_failures", "segments that did not verify", **known
-        )
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"headrace_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"headrace_{name}", text, registry=self.registry)
+
+        def seconds(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(
+                f"headrace_{name}_seconds", text, labels, registry=self.registry, buckets=_SECONDS
+            )
+
+        self.requests = counter("requests", "sequences ended", "endpoint", "status")
+        self.stages = seconds("request_stage", "time of a sequence in each stage", "stage")
+        self.running = gauge("num_requests_running", "sequences in the batch")
+        self.waiting = gauge("num_requests_waiting", "sequences waiting")
+        self.queue_tokens = gauge("queue_tokens", "tokens accepted and not yet finished")
+        self.pages_free = gauge("kv_pages_free", "free KV pages")
+        self.cache_usage = gauge("kv_cache_usage_perc", "used KV pages, 0 to 1")
+        self.prompt_tokens = counter("prompt_tokens", "prompt tokens taken in")
+        self.generation_tokens = counter("generation_tokens", "tokens sampled")
+        self.transfer_bytes = counter("kv_transfer_bytes", "KV moved, raw and on the wire", "kind")
+        self.transfer_seconds = seconds("kv_transfer", "READ of one segment")
+        self.compress_ratio = gauge("kv_compress_ratio", "raw over wire bytes since the start")
+        self.encode_seconds = seconds("kv_encode", "encode of one segment")
+        self.decode_seconds = seconds("kv_decode", "verify and decode of one segment")
+        self.escape_rate = gauge("kv_escape_rate", "share of values outside the codebook")
+        self.leases = gauge("kv_lease_active", "leases held")
+        self.leases_expired = counter("kv_lease_expired", "leases that expired")
+        self.integrity_failures = counter("kv_integrity_failures", "segments not verified")
         self._raw = self._wire = self._escapes = 0
 
     def encoded(self, raw_bytes: int, wire_bytes: int, escapes: int, seconds: float) -> None:

@@ -10,14 +10,14 @@ from headrace.v1 import decode_pb2_grpc, error_pb2, prefill_pb2
 from runtime.engine import Add, Arrived, Cancel, Reserve, StepOutput
 from runtime.errors import InvalidRequest, RuntimeFault
 from services.common.engine_thread import EngineThread
-from services.common.grpc_server import GrpcServer
+from services.common.grpc_server import GrpcServer, MessageStream
 from services.common.lifecycle import live
 from services.common.placement import Role
 from services.common.registration import Registrar
 from services.common.wire import token_from_message
 from services.common.worker import PAGE_SIZE, Loaded, digest_pages, load_worker
 from services.common.worker_metrics import WorkerMetrics
-from services.decode.session import Context, DecodeSession, Stream
+from services.decode.session import DecodeSession, Stream
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
 from services.transfer.link import FetchFailed, PrefillLinks
@@ -76,8 +76,8 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
         """From now on the routers hear which placements have arrived."""
         self._registrar = registrar
 
-    async def Session(  # noqa: N802 - named by the schema
-        self, _commands: object, context: Context
+    async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
+        self, _commands: object, context: MessageStream
     ) -> None:
         """One gateway's session, until it leaves."""
         session = DecodeSession(uuid.uuid4().hex[:12], self._open, self._drop)

@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 
 import grpc
 import structlog
-from grpc import aio
 
 from headrace.v1 import decode_pb2 as pb
 from headrace.v1 import error_pb2
 from runtime.sequence import FinishReason, Request, SampledToken
+from services.common.grpc_server import MessageStream, next_message
 from services.common.wire import finish_to_message, sampling_from_message, token_to_message
 
 log = structlog.get_logger()
-
-Context = "aio.ServicerContext[pb.DecodeCommand, pb.DecodeStep]"
 
 
 @dataclass
@@ -64,11 +62,11 @@ class DecodeSession:
         self._pending: dict[int, pb.StreamDelta] = {}
         self._wake = asyncio.Event()
 
-    async def run(self, context: Context) -> None:
+    async def run(self, context: MessageStream) -> None:
         """Until the gateway leaves; then all its streams are cancelled."""
         writer = asyncio.create_task(self._write(context))
         try:
-            while (command := await context.read()) is not aio.EOF:
+            while (command := await next_message(context)) is not None:
                 match command.WhichOneof("command"):
                     case "start":
                         self._start(command.start)
@@ -82,7 +80,7 @@ class DecodeSession:
             for stream in list(self.streams.values()):
                 self.end(stream)
 
-    async def _write(self, context: Context) -> None:
+    async def _write(self, context: MessageStream) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -132,7 +130,11 @@ class DecodeSession:
             self.end(stream)
 
     def fail(
-        self, stream: Stream, code: "error_pb2.ErrorCode", message: str, worker_id: str = ""
+        self,
+        stream: Stream,
+        code: "error_pb2.ErrorCode.ValueType",
+        message: str,
+        worker_id: str = "",
     ) -> None:
         """Ends the stream with an error."""
         if stream.number in self.streams:

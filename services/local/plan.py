@@ -59,7 +59,7 @@ def _gateway(options: UpOptions, artifacts: Artifacts, router_url: str) -> tuple
 def _worker(
     options: UpOptions, artifacts: Artifacts, router_url: str, name: str
 ) -> tuple[str, ...]:
-    arguments = (
+    arguments: tuple[str, ...] = (
         *("--host", options.host),
         *("--worker-id", name),
         *("--routers", router_url),

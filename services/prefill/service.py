@@ -3,17 +3,17 @@
 import asyncio
 import time
 import uuid
+from typing import Any
 
 import grpc
 import structlog
-from grpc import aio
 
 from headrace.v1 import error_pb2, prefill_pb2_grpc
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Engine, StepOutput
 from runtime.errors import InvalidRequest
 from services.common.engine_thread import EngineThread
-from services.common.grpc_server import GrpcServer
+from services.common.grpc_server import GrpcServer, MessageStream, next_message
 from services.common.lifecycle import live
 from services.common.placement import Role
 from services.common.registration import Registrar
@@ -39,7 +39,8 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
     ) -> None:
         self._settings = settings
         self._identity: Identity = loaded.identity
-        self._agent, self._slab = agent, slab
+        self._agent_name, self._agent_metadata = agent.name, agent.metadata
+        self._slab = slab
         self.metrics = WorkerMetrics()
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.engine = EngineThread(
@@ -74,10 +75,10 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
         """From now on the routers hear which placements have arrived."""
         self._registrar = registrar
 
-    async def Session(  # noqa: N802 - named by the schema
+    async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
         self,
         _commands: object,
-        context: "aio.ServicerContext[pb.PrefillCommand, pb.PrefillEvent]",
+        context: MessageStream,
     ) -> None:
         """One decode worker's session, from its hello to its end."""
         hello = await self._shake_hands(context)
@@ -100,11 +101,9 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
             del self._sessions[name]
             log.info("decode session ended", worker=hello.worker_id, epoch=hello.epoch)
 
-    async def _shake_hands(
-        self, context: "aio.ServicerContext[pb.PrefillCommand, pb.PrefillEvent]"
-    ) -> pb.Hello:
-        command = await context.read()
-        if command is aio.EOF or command.WhichOneof("command") != "hello":
+    async def _shake_hands(self, context: MessageStream) -> pb.Hello:
+        command: Any = await next_message(context)
+        if command is None or command.WhichOneof("command") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello comes first, and once")
         hello: pb.Hello = command.hello
         mine = self._identity.compatibility_message()
@@ -124,8 +123,8 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
             worker_id=self._identity.worker_id,
             epoch=self._identity.epoch,
             compatibility=mine,
-            agent_name=self._agent.name,
-            agent_metadata=self._agent.metadata,
+            agent_name=self._agent_name,
+            agent_metadata=self._agent_metadata,
             slab_address=self._slab.address,
             slot_bytes=self._slab.slot_bytes,
             slots=self._slab.slots,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import grpc
 import structlog
-from grpc import aio
 
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
@@ -15,6 +14,7 @@ from runtime.engine import Add, Cancel
 from runtime.errors import RuntimeFault
 from runtime.sequence import Request, SampledToken
 from services.common.engine_thread import EngineThread
+from services.common.grpc_server import MessageStream, next_message
 from services.common.wire import sampling_from_message, token_to_message
 from services.transfer.sender import Outgoing, Sender
 
@@ -61,29 +61,25 @@ class PrefillSession:
         self._on_admitted = on_admitted
         self._outbox: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
 
-    async def run(
-        self, commands: "aio.ServicerContext[pb.PrefillCommand, pb.PrefillEvent]"
-    ) -> None:
+    async def run(self, commands: MessageStream) -> None:
         """Until the decode worker leaves; then everything of it is released."""
         writer = asyncio.create_task(self._write(commands))
         try:
-            while (command := await commands.read()) is not aio.EOF:
+            while (command := await next_message(commands)) is not None:
                 await self._apply(command, commands)
         finally:
             writer.cancel()
             for key in list(self._own):
                 self.end(key)
 
-    async def _write(
-        self, stream: "aio.ServicerContext[pb.PrefillCommand, pb.PrefillEvent]"
-    ) -> None:
+    async def _write(self, stream: MessageStream) -> None:
         while True:
             await stream.write(await self._outbox.get())
 
     async def _apply(
         self,
         command: pb.PrefillCommand,
-        context: "aio.ServicerContext[pb.PrefillCommand, pb.PrefillEvent]",
+        context: MessageStream,
     ) -> None:
         match command.WhichOneof("command"):
             case "start":
@@ -157,12 +153,12 @@ class PrefillSession:
         self._sender.finish_computing(key)
         return True
 
-    def fail(self, key: str, code: "error_pb2.ErrorCode", message: str) -> None:
+    def fail(self, key: str, code: "error_pb2.ErrorCode.ValueType", message: str) -> None:
         job = self._jobs[key]
         self._fail(job.outgoing.sequence, code, message)
         self.end(key)
 
-    def refuse(self, key: str, fault: RuntimeFault, code: "error_pb2.ErrorCode") -> None:
+    def refuse(self, key: str, fault: RuntimeFault, code: "error_pb2.ErrorCode.ValueType") -> None:
         self.fail(key, code, str(fault))
 
     def end(self, key: str) -> None:
@@ -173,7 +169,7 @@ class PrefillSession:
         self._sender.close(key)
         self._engine.submit(Cancel(key))
 
-    def _fail(self, sequence: int, code: "error_pb2.ErrorCode", message: str) -> None:
+    def _fail(self, sequence: int, code: "error_pb2.ErrorCode.ValueType", message: str) -> None:
         error = error_pb2.Error(code=code, message=message)
         failed = pb.PrefillFailed(sequence=sequence, error=error)
         self._outbox.put_nowait(pb.PrefillEvent(failed=failed))

@@ -1,8 +1,9 @@
-"""A decode worker's sessions with prefill workers: one for each, carrying all sequences between them."""
+"""A decode worker's sessions with prefill workers: one for each, carrying all their sequences."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import structlog
@@ -11,7 +12,7 @@ from grpc import aio
 from headrace.v1 import decode_pb2, error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
-from services.common.grpc_server import credentials, open_channel
+from services.common.grpc_server import MessageStream, credentials, next_message, open_channel
 from services.transfer.agent import TransferAgent
 from services.transfer.errors import TransferError
 
@@ -21,7 +22,9 @@ log = structlog.get_logger()
 class FetchFailed(Exception):
     """A prompt's KV did not come; ``code`` tells the gateway whether to try elsewhere."""
 
-    def __init__(self, code: "error_pb2.ErrorCode", message: str, worker_id: str = "") -> None:
+    def __init__(
+        self, code: "error_pb2.ErrorCode.ValueType", message: str, worker_id: str = ""
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
@@ -88,11 +91,11 @@ class PrefillLink:
         if self.alive:
             self._outbox.put_nowait(command)
 
-    async def run(self, call: "aio.StreamStreamCall[pb.PrefillCommand, pb.PrefillEvent]") -> None:
-        """Carries commands and events until the session ends; then every sequence on it has failed."""
+    async def run(self, call: MessageStream) -> None:
+        """Carries commands and events until the session ends; every sequence on it fails then."""
         writer = asyncio.create_task(self._write(call))
         try:
-            while (event := await call.read()) is not aio.EOF:
+            while (event := await next_message(call)) is not None:
                 self._dispatch(event)
         except aio.AioRpcError as error:
             log.info("prefill session ended", worker=self.worker.worker_id, reason=error.details())
@@ -103,9 +106,7 @@ class PrefillLink:
             for subscription in self._subscriptions.values():
                 subscription.events.put_nowait(self._lost())
 
-    async def _write(
-        self, call: "aio.StreamStreamCall[pb.PrefillCommand, pb.PrefillEvent]"
-    ) -> None:
+    async def _write(self, call: MessageStream) -> None:
         try:
             while True:
                 await call.write(await self._outbox.get())
@@ -173,7 +174,8 @@ class PrefillLinks:
 
     async def _open(self, worker: decode_pb2.WorkerAddress) -> PrefillLink:
         channel = open_channel(worker.address)
-        call = PrefillStub(channel).Session(metadata=self._metadata)
+        session: Any = PrefillStub(channel).Session  # without an iterator: the call is written to
+        call: MessageStream = session(metadata=self._metadata)
         try:
             async with asyncio.timeout(self._handshake_s):
                 welcome = await self._shake_hands(call, worker)
@@ -182,7 +184,7 @@ class PrefillLinks:
                 )
         except (aio.AioRpcError, TransferError, TimeoutError) as error:
             call.cancel()
-            await channel.close()
+            await channel.close(None)
             raise _handshake_failure(error, worker.worker_id) from error
         link = PrefillLink(worker, welcome)
         run = asyncio.create_task(self._run(link, call, channel))
@@ -193,16 +195,15 @@ class PrefillLinks:
 
     async def _shake_hands(
         self,
-        call: "aio.StreamStreamCall[pb.PrefillCommand, pb.PrefillEvent]",
+        call: MessageStream,
         worker: decode_pb2.WorkerAddress,
     ) -> pb.Welcome:
         hello = pb.Hello()
         hello.CopyFrom(self._hello)
         hello.expected_epoch = worker.epoch
         await call.write(pb.PrefillCommand(hello=hello))
-        event = await call.read()
-        if event is aio.EOF or event.WhichOneof("event") != "welcome":
-            await call.wait_for_connection()
+        event: pb.PrefillEvent | None = await next_message(call)
+        if event is None or event.WhichOneof("event") != "welcome":
             raise FetchFailed(
                 error_pb2.ERROR_CODE_PREFILL_LOST, "no welcome in answer to hello", worker.worker_id
             )
@@ -211,7 +212,7 @@ class PrefillLinks:
     async def _run(
         self,
         link: PrefillLink,
-        call: "aio.StreamStreamCall[pb.PrefillCommand, pb.PrefillEvent]",
+        call: MessageStream,
         channel: aio.Channel,
     ) -> None:
         try:
@@ -219,7 +220,7 @@ class PrefillLinks:
         finally:
             self._links.pop((link.worker.worker_id, link.worker.epoch), None)
             self._agent.remove_peer(link.welcome.agent_name)
-            await channel.close()
+            await channel.close(None)
 
 
 def _handshake_failure(error: Exception, worker_id: str) -> FetchFailed:

@@ -77,7 +77,7 @@ class _Progress:
 
 
 class Receiver:
-    """Owns the landing slab and its credits. Runs on the event loop; decodes on the engine's thread.
+    """Owns the landing slab and its credits. On the event loop; decodes on the engine's thread.
 
     Args:
         read_timeout_s: for one segment's READ.

@@ -37,7 +37,7 @@ class Outgoing:
     attempt: int
     slot_bytes: int  # of the reader's landing slab
     emit: Callable[[pb.PrefillEvent], None]
-    fail: Callable[["pb_error.ErrorCode", str], None]
+    fail: Callable[["pb_error.ErrorCode.ValueType", str], None]
     credits: int = 0
     planned: deque[SegmentPlan] = field(default_factory=deque)
     unacknowledged: dict[int, SlotRef] = field(default_factory=dict)
