@@ -20,6 +20,9 @@ from services.transfer.errors import (
 )
 from services.transfer.slab import Slab
 
+# The progress thread wakes on events; the timeout is for transports that have none to offer. With 0
+# it spins.
+_PROGRESS_TIMEOUT_US = 1000
 _SPIN_S = 100e-6  # polls without a pause after something happened: small READs end within it
 _NAP_S = 150e-6  # between polls after that
 _DRAIN_NAP_S = 10e-3  # between polls where only READs past their deadlines are left
@@ -41,7 +44,7 @@ class _Peer:
 @dataclass
 class _Read:
     peer: str
-    handle: Any
+    handle: int
     local: torch.Tensor  # keeps the landing memory alive
     started: float
     deadline: float
@@ -60,24 +63,20 @@ class Owner:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        try:
-            api = _quiet_nixl()
-        except ImportError as error:
-            raise TransferUnavailable(f"NIXL does not load: {error}") from error
-        bindings = api.nixlBind
+        nixl = self._api = _load_nixl()
         self._faults: tuple[type[Exception], ...] = tuple(
-            getattr(bindings, error) for error in dir(bindings) if error.endswith("Error")
+            getattr(nixl, error) for error in dir(nixl) if error.endswith("Error")
         )
-        self._disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
-        self._unreachable: type[Exception] = bindings.nixlBackendError
-        self._not_found: type[Exception] = bindings.nixlNotFoundError
-        start_faults: tuple[type[Exception], ...] = (*self._faults, RuntimeError)
+        self._unreachable = (nixl.nixlRemoteDisconnectError, nixl.nixlBackendError)
+        config = nixl.nixlAgentConfig()
+        config.useProgThread = True  # a passive peer answers only through it
+        config.pthrDelay = _PROGRESS_TIMEOUT_US
+        config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
         try:
-            self._nixl = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
-        except start_faults as error:
-            raise TransferUnavailable(f"NIXL does not start: {error!r}") from error
-        if "UCX" not in self._nixl.backends:
-            raise TransferUnavailable("NIXL has no UCX plugin here")
+            self._nixl = nixl.nixlAgent(name, config)
+            self._ucx = [self._nixl.createBackend("UCX", {})]
+        except self._faults as error:
+            raise TransferUnavailable(f"NIXL does not start with UCX: {error!r}") from error
         self._slabs: list[tuple[Slab, Any]] = []
         self._peers: dict[str, _Peer] = {}
         self._reads: list[_Read] = []
@@ -87,15 +86,16 @@ class Owner:
         if slab.memory_kind == "VRAM":
             torch.cuda.set_device(slab.device_index)  # UCX needs the context on this thread
         region = (slab.address, slab.nbytes, slab.device_index, "")
+        registration = self._api.nixlRegDList(self._memory(slab.memory_kind), [region])
         try:
-            registration = self._nixl.register_memory([region], slab.memory_kind)
+            self._nixl.registerMem(registration, self._ucx)
         except self._faults as error:
             raise TransferUnavailable(f"{slab.nbytes} bytes not registered: {error}") from error
         self._slabs.append((slab, registration))
         future.set_result(None)
 
     def metadata(self, future: "Future[bytes]") -> None:
-        future.set_result(self._nixl.get_agent_metadata())
+        future.set_result(self._nixl.getLocalMD())
 
     def add_peer(self, name: str, metadata: bytes, future: "Future[None]") -> None:
         peer = self._peers.get(name)
@@ -106,14 +106,14 @@ class Owner:
             future.set_result(None)
             return
         try:
-            found = self._nixl.add_remote_agent(metadata).decode(errors="replace")
-        except (self._disconnected, self._unreachable) as error:
+            found = self._nixl.loadRemoteMD(metadata).decode(errors="replace")
+        except self._unreachable as error:
             raise PeerLost(f"peer {name} cannot be reached") from error
         except self._faults as error:
             raise PeerRefused(f"metadata of peer {name}: {error}") from error
         if found != name:
             if found not in self._peers:
-                self._nixl.remove_remote_agent(found)
+                self._nixl.invalidateRemoteMD(found)
             raise PeerRefused(f"metadata of peer {name} names {found}")
         self._peers[name] = _Peer()
         future.set_result(None)
@@ -139,21 +139,23 @@ class Owner:
         peer = self._peers.get(peer_name)
         if peer is None or peer.removals:
             raise PeerLost(f"peer {peer_name} is not here")
-        _check_ranges(remote, kind, local)
+        length = _checked_length(remote, kind, local)
+        landing = (local.data_ptr(), length, max(local.get_device(), 0))
         started = time.monotonic()
         handle = None
         try:
-            handle = self._nixl.initialize_xfer(
-                "READ",
-                self._nixl.get_xfer_descs(local),
-                self._nixl.get_xfer_descs([remote], kind),
+            handle = self._nixl.createXferReq(
+                self._api.NIXL_READ,
+                self._descriptors("VRAM" if local.is_cuda else "DRAM", landing),
+                self._descriptors(kind, remote),
                 peer_name,
+                b"",
+                self._ucx,
             )
-            self._nixl.transfer(handle)
+            self._nixl.postXferReq(handle, b"")
         except self._faults as error:
             if handle is not None:
                 self._release(handle)
-                handle = None  # the traceback would keep it, and with it NIXL's agent, alive
             raise self._explain(error, peer_name) from error
         peer.reads += 1
         self._last_event = started
@@ -171,18 +173,18 @@ class Owner:
         """Settles the READs that have ended, or whose deadlines have passed."""
         running = []
         for read in self._reads:
-            error: TransferError | None = None
             try:
-                state = self._nixl.check_xfer_state(read.handle)
+                state = self._nixl.getXferStatus(read.handle)
             except self._faults as fault:
-                state, error = "ERR", self._explain(fault, read.peer)
-            if state == "PROC":
+                self._finish(read, self._explain(fault, read.peer))
+                continue
+            if state == self._api.NIXL_IN_PROG:
                 running.append(read)
                 _expire(read)
-            elif state == "DONE":
+            elif state == self._api.NIXL_SUCCESS:
                 self._finish(read, None)
             else:
-                self._finish(read, error or ReadFailed(f"READ from {read.peer} failed"))
+                self._finish(read, ReadFailed(f"READ from {read.peer}: {state}"))
         self._reads = running
 
     def close(self, grace_s: float) -> None:
@@ -194,11 +196,9 @@ class Owner:
         for read in self._reads:
             self._release(read.handle)
         for name in self._peers:
-            self._nixl.remove_remote_agent(name)
+            self._nixl.invalidateRemoteMD(name)
         for _, registration in self._slabs:
-            self._nixl.deregister_memory(registration)
-        for read in self._reads:
-            read.handle = None  # it refers to NIXL's agent
+            self._nixl.deregisterMem(registration, self._ucx)
         del self._nixl  # only its end closes the connections, and with them the READs
         for read in self._reads:
             if read.drained is None:
@@ -225,25 +225,31 @@ class Owner:
         """A peer with a running READ is kept: only its handle tells when the slot is safe."""
         if peer.removals and not peer.reads:
             del self._peers[name]
-            self._nixl.remove_remote_agent(name)
+            self._nixl.invalidateRemoteMD(name)
             _settle(peer.removals)
 
-    def _release(self, handle: Any) -> None:
+    def _memory(self, kind: str) -> Any:
+        return self._api.VRAM_SEG if kind == "VRAM" else self._api.DRAM_SEG
+
+    def _descriptors(self, kind: str, region: tuple[int, int, int]) -> Any:
+        return self._api.nixlXferDList(self._memory(kind), [region])
+
+    def _release(self, handle: int) -> None:
         try:
-            handle.release()
+            self._nixl.releaseXferReq(handle)
         except self._faults:  # the transport cannot cancel it; NIXL frees it with the agent
             return
 
     def _explain(self, error: Exception, peer: str) -> TransferError:
-        if isinstance(error, self._disconnected):
+        if isinstance(error, self._api.nixlRemoteDisconnectError):
             return PeerLost(f"peer {peer} is gone")
-        if isinstance(error, self._not_found):
+        if isinstance(error, self._api.nixlNotFoundError):
             return BadAddress(f"a range outside the memory registered here or by {peer}")
         return ReadFailed(f"READ from {peer}: {type(error).__name__} {error}")
 
 
-def _check_ranges(remote: tuple[int, int, int], kind: str, local: torch.Tensor) -> None:
-    """What NIXL's bindings would refuse with a TypeError, or not at all."""
+def _checked_length(remote: tuple[int, int, int], kind: str, local: torch.Tensor) -> int:
+    """Refuses what NIXL's bindings would refuse with a TypeError, or not at all."""
     address, length, device = remote
     if kind not in ("DRAM", "VRAM") or not 0 <= device < 1 << 31:
         raise BadAddress(f"memory of kind {kind!r}, device {device}")
@@ -251,6 +257,7 @@ def _check_ranges(remote: tuple[int, int, int], kind: str, local: torch.Tensor) 
         raise BadAddress(f"{length} bytes at {address}")
     if local.dtype != torch.uint8 or local.shape != (length,) or not local.is_contiguous():
         raise BadAddress(f"{length} bytes do not land in {local.dtype} {tuple(local.shape)}")
+    return length
 
 
 def _expire(read: _Read) -> None:
@@ -268,10 +275,17 @@ def _settle(futures: list["Future[None]"]) -> None:
     futures.clear()
 
 
-def _quiet_nixl() -> Any:
-    """NIXL's Python API. What it and UCX would print comes as exceptions instead."""
+def _load_nixl() -> Any:
+    """NIXL's bindings. What it and UCX would print comes as exceptions instead.
+
+    The bindings and not the wrapper over them: that one has no way to let the progress thread
+    sleep, so that it burns a core in every idle process, and it keeps references that delay the
+    agent's end.
+    """
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
-    from nixl import _api
-
-    return _api
+    try:
+        from nixl import _bindings
+    except ImportError as error:
+        raise TransferUnavailable(f"NIXL does not load: {error}") from error
+    return _bindings
