@@ -1,0 +1,156 @@
+"""Speed on one core: the whole service against transformers, and the gateway by itself.
+
+``python -m tests.e2e.bench`` runs both with the same fp32 weights and one thread for each worker,
+one after the other, and prints four figures with their goals. ``--json FILE`` keeps them.
+"""
+
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from grpc import aio
+from rich.console import Console
+from rich.table import Table
+
+from headrace.v1 import inference_pb2 as pb
+from headrace.v1.inference_pb2_grpc import InferenceStub
+from services.common.model_source import resolve_model
+from services.common.tokenizer import load_tokenizer
+from services.local.corpus import held_out_text
+from tests.e2e.deployment import Running, deployed
+
+PREFILL_TOKENS, DECODE_PROMPT, DECODE_TOKENS, STREAMS, REPEATS = 512, 128, 48, 8, 3
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured figure against what it is compared with."""
+
+    name: str
+    ours: float
+    unit: str
+    against: float
+    against_name: str
+    goal: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.against
+
+
+def measure_peer() -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.e2e.peer"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    figures: dict[str, float] = json.loads(output.stdout.splitlines()[-1])
+    return figures
+
+
+def measure_gateway() -> tuple[float, float]:
+    """Tokens a second that the gateway streams before a synthetic worker, and the goal."""
+    command = [sys.executable, "-m", "services.gateway.bench", "--json"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True)
+    figures = json.loads(output.stdout.splitlines()[-1])
+    return float(figures["tokens_per_s"]), float(figures["goal"])
+
+
+async def measure_service(running: Running) -> dict[str, float]:
+    """Prefill, one stream and eight, through gateway, router, transfer and decode worker."""
+    text = load_tokenizer(resolve_model("smollm2-135m")).encode(held_out_text())
+    async with aio.insecure_channel(running.grpc_target) as channel:
+        stub = InferenceStub(channel)
+        await _stream(stub, text[:DECODE_PROMPT], 4)  # the first request opens the sessions
+        prefill, single, eight = [], [], []
+        for turn in range(REPEATS):
+            prompt = text[turn * 1000 :]
+            started = time.perf_counter()
+            times = await _stream(stub, prompt[:PREFILL_TOKENS], 1)
+            prefill.append(times[0] - started)
+            times = await _stream(stub, prompt[:DECODE_PROMPT], DECODE_TOKENS)
+            single.append((len(times) - 1) / (times[-1] - times[0]))
+            streams = (
+                _stream(stub, prompt[at * 200 :][:DECODE_PROMPT], DECODE_TOKENS)
+                for at in range(STREAMS)
+            )
+            eight.append(_rate_while_all_run(await asyncio.gather(*streams)))
+    return {
+        "prefill_s": statistics.median(prefill),
+        "one_stream": statistics.median(single),
+        "eight_streams": statistics.median(eight),
+    }
+
+
+def _rate_while_all_run(streams: list[list[float]]) -> float:
+    """Tokens a second of all streams, from when the last one starts until the first one ends."""
+    start, end = max(times[0] for times in streams), min(times[-1] for times in streams)
+    tokens = sum(start < at <= end for times in streams for at in times)
+    return tokens / (end - start)
+
+
+async def _stream(stub: InferenceStub, prompt: list[int], max_tokens: int) -> list[float]:
+    """When each token of one request arrived."""
+    request = pb.GenerateRequest(
+        tokens=pb.TokenIds(ids=prompt),
+        max_tokens=max_tokens,
+        temperature=0,
+        logit_bias={0: -100.0, 2: -100.0},  # no end of sequence: every stream is equally long
+    )
+    times: list[float] = []
+    async for response in stub.Generate(request):
+        times += [time.perf_counter()] * len(response.tokens)
+    return times
+
+
+def measure() -> list[Figure]:
+    peer = measure_peer()
+    with deployed() as running:
+        ours = asyncio.run(measure_service(running))
+    gateway, goal = measure_gateway()
+    single, eight = ours["one_stream"], ours["eight_streams"]
+    hf_prefill = PREFILL_TOKENS / peer["prefill_s"]
+    return [
+        Figure(
+            f"prefill of {PREFILL_TOKENS} tokens, to the first token at the client",
+            *(PREFILL_TOKENS / ours["prefill_s"], "tokens/s", hf_prefill, "transformers", 1.0),
+        ),
+        Figure(
+            "decode of one stream, through the whole service",
+            *(single, "tokens/s", peer["decode_tokens_per_s"], "transformers", 1.2),
+        ),
+        Figure(f"decode of {STREAMS} streams", eight, "tokens/s", single, "one stream", 3.0),
+        Figure("gateway alone, 64 clients", gateway, "tokens/s", goal, "goal", 1.0),
+    ]
+
+
+def main() -> int:
+    figures = measure()
+    table = Table("figure", "ours", "against", "ratio", "goal")
+    for figure in figures:
+        table.add_row(
+            figure.name,
+            f"{figure.ours:,.1f} {figure.unit}",
+            f"{figure.against:,.1f} ({figure.against_name})",
+            f"{figure.ratio:.2f}",
+            f"≥ {figure.goal:g}",
+        )
+    Console(width=120).print(table)
+    if "--json" in sys.argv:
+        record = {
+            "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+            "versions": {name: version(name) for name in ("torch", "transformers", "headrace")},
+            "figures": [vars(figure) | {"ratio": figure.ratio} for figure in figures],
+        }
+        Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps(record, indent=1))
+    return 0 if all(figure.ratio >= figure.goal for figure in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
