@@ -1,4 +1,4 @@
-"""The key-value section of a GGUF file, read alone: milliseconds, where a whole reader takes seconds.
+"""The metadata of a GGUF file, read by itself: what takes a general reader seconds takes 0.1 s.
 
 The layout is that of the GGUF specification, versions 2 and 3, little-endian: ``magic u32, version
 u32, tensors u64, entries u64``, then for each entry ``key string, type u32, value``; a string is

@@ -1,0 +1,86 @@
+"""Chat templates: Jinja in a sandbox, with the names that models' templates expect."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from services.common.errors import InvalidRequest, SettingsError
+
+
+class ChatTemplateError(InvalidRequest):
+    """The model's template does not take these messages."""
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Raises:
+        SettingsError: the source is not a valid template.
+    """
+
+    def __init__(self, source: str) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise SettingsError(f"the chat template is not valid: {error}") from error
+
+    @classmethod
+    def from_directory(cls, path: Path, config: dict[str, Any]) -> Self | None:
+        """The template of a Hugging Face directory, or None. A file of its own comes first."""
+        file = path / "chat_template.jinja"
+        if file.is_file():
+            return cls(file.read_text(encoding="utf-8"))
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        return cls(source) if source else None
+
+    @staticmethod
+    def missing() -> NoReturn:
+        raise ChatTemplateError("this model has no chat template", param="messages")
+
+    def render(self, messages: Sequence[dict[str, Any]], names: dict[str, str]) -> str:
+        """The prompt up to where the assistant speaks.
+
+        Args:
+            names: texts of special tokens, such as ``bos_token``.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages.
+        """
+        try:
+            return self._template.render(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **names,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            raise ChatTemplateError(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

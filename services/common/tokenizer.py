@@ -1,0 +1,340 @@
+"""Text to token ids and back, and conversations to prompts. Needs no model and no torch.
+
+A tokenizer is read from a GGUF file (vocabulary, merges and chat template in its metadata) or from
+a Hugging Face directory (``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja``).
+
+Decoding goes through one table, the bytes of each token. Both kinds of vocabulary that the Llama
+family uses reduce to it: GPT-2's byte-level alphabet, and SentencePiece's with byte fallback. A
+text is the concatenated bytes read as UTF-8, so that decoding in pieces and at once agree by
+construction and each token costs one lookup.
+"""
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors
+
+from services.common.chat_template import ChatTemplate
+from services.common.errors import SettingsError
+from services.common.gguf_metadata import MetadataError, read_metadata
+
+_CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
+
+
+class TokenizerError(SettingsError):
+    """A tokenizer that cannot be read, or of a kind that is not understood."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids with a meaning; ``names`` are those a chat template may use, as text."""
+
+    bos: int | None
+    eos: tuple[int, ...]
+    names: dict[str, str]
+
+
+class Tokenizer:
+    """A vocabulary with its rules, as loaded by `load_tokenizer`. Safe to use from many threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special: SpecialTokens,
+        *,
+        pieces: Sequence[bytes],
+        strips_space: bool = False,
+        chat_template: ChatTemplate | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        self._backend = backend
+        self._strips_space = strips_space
+        self.pieces = tuple(pieces)  # the bytes of each token
+        self.eos_ids = special.eos
+        self.bos_id = special.bos
+        self.special_names = special.names
+        self.chat_template = chat_template
+        self.context_length = context_length  # tokens, where the model's files say it
+        self.special_ids = frozenset(
+            id for id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        hidden = list(self.pieces)
+        for id in self.special_ids:
+            hidden[id] = b""
+        self.visible_pieces = tuple(hidden)  # those of special tokens are empty
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.pieces)
+
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            add_special: put the tokens around it that the model expects, such as a BOS.
+            parse_special: read ``<|im_end|>`` and its like in the text as the tokens they name,
+                not as plain characters.
+        """
+        backend = self._backend if parse_special else self._plain_backend
+        return list(backend.encode(text, add_special_tokens=add_special).ids)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of a whole sequence. Bytes that are not UTF-8 become U+FFFD."""
+        detokenizer = IncrementalDetokenizer(self, skip_special=skip_special)
+        text = detokenizer.push(ids) + detokenizer.finish()
+        return text.removeprefix(" ") if self._strips_space else text
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The prompt of a conversation, up to where the assistant speaks.
+
+        Raises:
+            ChatTemplateError: the model has no template, or it refuses these messages.
+        """
+        template = self.chat_template or ChatTemplate.missing()
+        return template.render(messages, self.special_names)
+
+    @cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+
+class IncrementalDetokenizer:
+    """Turns a growing sequence into text that only ever grows by whole characters.
+
+    What `push` and `finish` return, concatenated, is the decoded sequence. It continues a text: a
+    leading space is kept.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        self._pieces = tokenizer.visible_pieces if skip_special else tokenizer.pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The characters that these ids complete. An id past the vocabulary has no text."""
+        pieces, size = self._pieces, len(self._pieces)
+        return self._utf8.decode(b"".join([pieces[id] for id in ids if id < size]))
+
+    def finish(self) -> str:
+        """What is left at the end: U+FFFD for a character that was never completed, or nothing."""
+        return self._utf8.decode(b"", final=True)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a GGUF file or of a Hugging Face directory.
+
+    Raises:
+        TokenizerError: files are missing or damaged, or of a kind that is not understood.
+    """
+    try:
+        return _load_directory(path) if path.is_dir() else _load_gguf(path)
+    except TokenizerError as error:
+        raise TokenizerError(f"{path}: {error}") from error
+    except (OSError, MetadataError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"cannot read the tokenizer of {path}: {error}") from error
+
+
+# The splits of text into words, by the names that GGUF files call them. The second and third are
+# the published ones of Llama 3 and Qwen2.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
+    "smollm": lambda: [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ],
+    "llama-bpe": lambda: _split(_WORDS + r"\p{N}{1,3}" + _REST),
+    "qwen2": lambda: _split(_WORDS + r"\p{N}" + _REST),
+}
+
+
+def _split(pattern: str) -> list[Any]:
+    return [
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+
+
+def _load_gguf(path: Path) -> Tokenizer:
+    facts = read_metadata(path)
+    ours = {k.removeprefix("tokenizer.ggml."): v for k, v in facts.items()}
+    if ours.get("model") != "gpt2":
+        raise TokenizerError(f"tokenizer model {ours.get('model')!r} is not understood, only gpt2")
+    if ours.get("pre") not in _PRE_TOKENIZERS:
+        raise TokenizerError(
+            f"pre-tokenizer {ours.get('pre')!r} is not understood, only {list(_PRE_TOKENIZERS)}"
+        )
+    try:
+        tokens, merges = ours["tokens"], [tuple(m.split(" ", 1)) for m in ours["merges"]]
+        types = ours.get("token_type", [])
+    except KeyError as error:
+        raise TokenizerError(f"no tokenizer.ggml.{error.args[0]}") from None
+    backend = _byte_level_backend(tokens, merges, types, ours["pre"])
+    special = _gguf_special(ours, tokens)
+    if ours.get("add_bos_token", ours["pre"] == "llama-bpe") and special.bos is not None:
+        bos = tokens[special.bos]
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=None, special_tokens=[(bos, special.bos)]
+        )
+    template = facts.get("tokenizer.chat_template")
+    return Tokenizer(
+        backend,
+        special,
+        pieces=_byte_level_pieces(backend),
+        chat_template=ChatTemplate(template) if template else None,
+        context_length=facts.get(f"{facts.get('general.architecture')}.context_length"),
+    )
+
+
+def _byte_level_backend(
+    tokens: list[str], merges: list[Any], types: list[int], pre: str
+) -> tokenizers.Tokenizer:
+    try:
+        model = models.BPE(
+            vocab={token: id for id, token in enumerate(tokens)},
+            merges=merges,
+            ignore_merges=pre == "llama-bpe",
+        )
+    except Exception as error:
+        raise TokenizerError(f"vocabulary and merges do not fit: {error}") from error
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
+    added = [
+        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        for token, kind in zip(tokens, types, strict=False)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    backend.add_tokens(added)
+    return backend
+
+
+def _gguf_special(ours: dict[str, Any], tokens: list[str]) -> SpecialTokens:
+    def id_of(key: str) -> int | None:
+        id = ours.get(f"{key}_token_id")
+        if id is not None and not 0 <= id < len(tokens):
+            raise TokenizerError(f"{key}_token_id {id} is outside the vocabulary")
+        return id
+
+    ids = {name: id_of(name) for name in ("bos", "eos", "eot", "padding", "unknown")}
+    return SpecialTokens(
+        bos=ids["bos"],
+        eos=tuple(sorted({id for id in (ids["eos"], ids["eot"]) if id is not None})),
+        names={
+            f"{name}_token": tokens[id]
+            for name, id in (("bos", ids["bos"]), ("eos", ids["eos"]), ("unk", ids["unknown"]))
+            if id is not None
+        },
+    )
+
+
+def _load_directory(path: Path) -> Tokenizer:
+    if not (path / "tokenizer.json").is_file():
+        raise TokenizerError("no tokenizer.json in this directory")
+    text = (path / "tokenizer.json").read_text(encoding="utf-8")
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:
+        raise TokenizerError(f"tokenizer.json is not understood: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    config = _read_json(path / "tokenizer_config.json")
+    model = _read_json(path / "config.json")
+    decoders = _flat_decoders(json.loads(text).get("decoder"))
+    return Tokenizer(
+        backend,
+        _directory_special(path, config, model, backend),
+        pieces=_pieces(backend, decoders),
+        strips_space=any(d["type"] == "Strip" and d.get("start") for d in decoders),
+        chat_template=ChatTemplate.from_directory(path, config),
+        context_length=model.get("max_position_embeddings"),
+    )
+
+
+def _directory_special(
+    path: Path, config: dict[str, Any], model: dict[str, Any], backend: tokenizers.Tokenizer
+) -> SpecialTokens:
+    def name(key: str) -> str | None:
+        value = config.get(key)
+        return value["content"] if isinstance(value, dict) else value
+
+    names = {key: name(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    known = {key: value for key, value in names.items() if value}
+    eos = {backend.token_to_id(known.get("eos_token", ""))}
+    for source in (model, _read_json(path / "generation_config.json")):
+        declared = source.get("eos_token_id")
+        eos.update(declared if isinstance(declared, list) else [declared])
+    bos = backend.token_to_id(known["bos_token"]) if "bos_token" in known else None
+    return SpecialTokens(bos, tuple(sorted(id for id in eos if id is not None)), known)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path.name} is not a JSON object")
+    return content
+
+
+def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        raise TokenizerError("tokenizer.json has no decoder")
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _pieces(backend: tokenizers.Tokenizer, decoders: list[dict[str, Any]]) -> list[bytes]:
+    kinds = {decoder["type"] for decoder in decoders}
+    if "ByteLevel" in kinds:
+        return _byte_level_pieces(backend)
+    if kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return _sentencepiece_pieces(backend)
+    raise TokenizerError(f"a decoder of {sorted(kinds)} is not understood")
+
+
+def _byte_level_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
+    """Bytes of each token under GPT-2's alphabet: a printable character for each byte."""
+    to_byte = str.maketrans(_byte_alphabet())
+    added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
+    pieces = []
+    for id in range(_table_size(backend)):
+        token = backend.id_to_token(id) or ""
+        try:
+            pieces.append((added.get(id) or token).translate(to_byte).encode("latin-1"))
+        except UnicodeEncodeError:
+            pieces.append(token.encode())
+    for id, content in added.items():
+        pieces[id] = content.encode()
+    return pieces
+
+
+def _byte_alphabet() -> dict[str, str]:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): chr(byte) for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return alphabet | {chr(256 + index): chr(byte) for index, byte in enumerate(others)}
+
+
+def _sentencepiece_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
+    """Bytes of each token where U+2581 is a space and ``<0xNN>`` one byte."""
+    pieces = []
+    for id in range(_table_size(backend)):
+        token = backend.id_to_token(id) or ""
+        is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+        pieces.append(
+            bytes([int(token[3:5], 16)]) if is_byte else token.replace("\u2581", " ").encode()
+        )
+    return pieces
+
+
+def _table_size(backend: tokenizers.Tokenizer) -> int:
+    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -1,0 +1,293 @@
+"""The life of an admitted request: placed, streamed, placed again where a worker fails it.
+
+It ends exactly once, with its answer or with a `ServiceError`, and gives every placement back
+exactly once. A failure before the first token starts over elsewhere. After it the prompt is
+replayed with the tokens that were already passed on, so that none is repeated or changed.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Iterable, Sequence
+
+import structlog
+
+from headrace.v1 import decode_pb2, error_pb2, sampling_pb2
+from services.common.errors import (
+    DeadlineExceeded,
+    InternalFault,
+    InvalidRequest,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+)
+from services.common.placement import Outcome, PlaceRequest
+from services.common.tokenizer import Tokenizer
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.requests import GenerationRequest
+from services.gateway.router_client import Placed, RouterClient
+from services.gateway.sessions import Sessions, WorkerFailure
+from services.gateway.settings import GatewaySettings
+from services.gateway.text import FINISH_REASONS, FinishReason, Piece, TextAssembly
+
+log = structlog.get_logger()
+
+_BACKOFF_S = 0.05  # before the second attempt; doubles with each further one
+_REFUSALS = (
+    error_pb2.ERROR_CODE_OVERLOADED,
+    error_pb2.ERROR_CODE_DRAINING,
+)
+_FINAL = {
+    error_pb2.ERROR_CODE_INVALID: InvalidRequest,
+    error_pb2.ERROR_CODE_DEADLINE: DeadlineExceeded,
+    error_pb2.ERROR_CODE_CANCELLED: InternalFault,
+}
+
+
+class _Progress:
+    """What of a request has been passed on, across attempts."""
+
+    def __init__(self, request: GenerationRequest, stop_token_ids: tuple[int, ...]) -> None:
+        self._request = request
+        self._stop_token_ids = stop_token_ids
+        self.delivered: list[list[int]] = [[] for _ in range(request.choices)]
+        self.unended = set(range(request.choices))  # by the worker
+
+    @property
+    def started(self) -> bool:
+        return any(self.delivered)
+
+    def accept(self, deltas: Sequence[decode_pb2.StreamDelta], worker_id: str) -> None:
+        """Notes tokens that are about to be passed on: all of them, or none.
+
+        Raises:
+            WorkerFailure: a token that is not its choice's next one, or an end that is none.
+        """
+        next_index = [len(tokens) for tokens in self.delivered]
+        for delta in deltas:
+            for token in delta.tokens:
+                if token.choice >= len(next_index) or token.index != next_index[token.choice]:
+                    raise _broken(f"token {token.index} is out of order", worker_id)
+                next_index[token.choice] += 1
+            for end in delta.ended:
+                if end.choice >= len(next_index) or end.reason not in FINISH_REASONS:
+                    raise _broken(f"choice {end.choice} ended for reason {end.reason}", worker_id)
+        for delta in deltas:
+            for token in delta.tokens:
+                self.delivered[token.choice].append(token.token)
+            self.unended.difference_update(end.choice for end in delta.ended)
+
+    def end(self) -> "FinishReason | None":
+        """How a single choice ended, where the tokens passed on say that it has."""
+        delivered = self.delivered[0]
+        if delivered and delivered[-1] in self._stop_token_ids:
+            return sampling_pb2.FINISH_REASON_STOP
+        if len(delivered) >= self._request.max_tokens:
+            return sampling_pb2.FINISH_REASON_LENGTH
+        return None
+
+    def place(
+        self, model: str, attempt: int, excluded: Iterable[str], wait_s: float
+    ) -> PlaceRequest:
+        request, replayed = self._request, len(self.delivered[0])
+        return PlaceRequest(
+            request_id=request.request_id,
+            attempt=attempt,
+            model=model,
+            prompt_tokens=len(request.prompt) + replayed,
+            max_tokens=request.max_tokens - replayed,
+            choices=request.choices,
+            tenant=request.tenant,
+            exclude=sorted(excluded),
+            wait_s=wait_s,
+        )
+
+    def start(self, placed: Placed, attempt: int, deadline_s: float) -> decode_pb2.StartStream:
+        request, placement = self._request, placed.placement
+        message = decode_pb2.StartStream(
+            request_id=request.request_id,
+            attempt=attempt,
+            placement_id=placement.placement_id,
+            epoch=placement.decode.epoch,
+            tokens=(*request.prompt, *self.delivered[0]),
+            prompt_tokens=len(request.prompt),
+            sampling=request.sampling,
+            max_tokens=request.max_tokens,
+            stop_token_ids=self._stop_token_ids,
+            choices=request.choices,
+            deadline_s=deadline_s,
+        )
+        if placement.prefill is not None:
+            message.prefill.worker_id = placement.prefill.worker_id
+            message.prefill.epoch = placement.prefill.epoch
+            message.prefill.address = placement.prefill.address
+        return message
+
+
+class Generator:
+    """Answers requests through routers and workers."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        router: RouterClient,
+        sessions: Sessions,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._settings = settings
+        self._model = model
+        self._tokenizer = tokenizer
+        self._router = router
+        self._sessions = sessions
+        self._metrics = metrics
+
+    async def run(self, request: GenerationRequest) -> AsyncGenerator[list[Piece]]:
+        """The pieces of an answer as they come. Close it to cancel, down to the worker.
+
+        The caller holds it to the request's deadline.
+
+        Raises:
+            ServiceError: why there is no answer, or no more of it.
+        """
+        text = TextAssembly(self._tokenizer, request.choices, request.stop)
+        progress = _Progress(request, self._tokenizer.eos_ids)
+        watch = _Stopwatch(request.arrived, self._metrics)
+        self._metrics.prompt_tokens.inc(len(request.prompt))
+        excluded: set[str] = set()
+        attempt = 0
+        while not text.done:
+            placed = await self._place(request, progress, attempt, excluded)
+            worker = placed.placement.decode
+            outcome, blame, stream = Outcome.CANCELLED, None, None
+            try:
+                stream = self._sessions.get(worker).start(
+                    progress.start(placed, attempt, request.deadline - _now())
+                )
+                while not text.done:
+                    deltas = await stream.next()
+                    progress.accept(deltas, worker.worker_id)
+                    pieces = self._assemble(deltas, text, watch)
+                    if pieces:
+                        yield pieces
+                outcome = Outcome.OK
+            except WorkerFailure as failure:
+                outcome = Outcome.REFUSED if failure.code in _REFUSALS else Outcome.FAILED
+                blame = _blamed(failure, placed)
+                attempt += 1
+                self._check_retry(failure, request, progress, attempt)
+                excluded.add(blame or worker.worker_id)
+            finally:
+                if stream is not None:
+                    stream.close(cancel=bool(progress.unended))
+                self._router.release(placed, outcome, blame)
+            if outcome is not Outcome.OK:
+                if reason := progress.end():
+                    yield text.push((), ((0, reason),))
+                else:
+                    await asyncio.sleep(_BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
+        watch.finish()
+
+    def _assemble(
+        self, deltas: Sequence[decode_pb2.StreamDelta], text: TextAssembly, watch: "_Stopwatch"
+    ) -> list[Piece]:
+        if len(deltas) == 1:
+            tokens: Sequence[sampling_pb2.Token] = deltas[0].tokens
+            ended = [(end.choice, end.reason) for end in deltas[0].ended]
+        else:
+            tokens = [token for delta in deltas for token in delta.tokens]
+            ended = [(end.choice, end.reason) for delta in deltas for end in delta.ended]
+        if tokens:
+            watch.tokens(len(tokens))
+        if deltas[-1].HasField("stages"):
+            self._metrics.stages(deltas[-1].stages)
+        return text.push(tokens, ended)
+
+    async def _place(
+        self, request: GenerationRequest, progress: _Progress, attempt: int, excluded: set[str]
+    ) -> Placed:
+        """A place for an attempt. Workers that failed this request are avoided while others can
+        take it."""
+        began = _now()
+        wait_s = max(0.0, min(self._settings.queue_wait_s, request.deadline - began))
+        while True:
+            asked = progress.place(self._model, attempt, excluded, wait_s)
+            try:
+                placed = await self._router.place(asked)
+            except (TooLarge, Unavailable):
+                if not excluded:
+                    raise
+                excluded.clear()
+            else:
+                self._metrics.routed(_now() - began)
+                return placed
+
+    def _check_retry(
+        self,
+        failure: WorkerFailure,
+        request: GenerationRequest,
+        progress: _Progress,
+        attempts: int,
+    ) -> None:
+        """Returns where another attempt may follow.
+
+        Raises:
+            ServiceError: none may.
+        """
+        log.warning(
+            "worker failed a request",
+            reason=failure.reason,
+            blame=failure.blame,
+            attempt=attempts,
+            started=progress.started,
+            error=failure.message[:300],
+        )
+        if (final := _FINAL.get(failure.code)) is not None:
+            raise final(failure.message)
+        if progress.started and request.choices > 1:
+            raise Unavailable(f"{failure.message}; n > 1 cannot be continued elsewhere")
+        if attempts >= self._settings.max_attempts:
+            error = Overloaded if failure.code in _REFUSALS else Unavailable
+            raise error(f"after {attempts} attempts: {failure.message}", retry_after_s=1.0)
+        self._metrics.failovers.labels(failure.reason).inc()
+
+
+class _Stopwatch:
+    """Measures one request, from its arrival."""
+
+    def __init__(self, arrived: float, metrics: GatewayMetrics) -> None:
+        self._arrived = arrived
+        self._metrics = metrics
+        self._last: float | None = None
+
+    def tokens(self, count: int) -> None:
+        now = _now()
+        if self._last is None:
+            self._metrics.first_token.observe(now - self._arrived)
+        else:
+            self._metrics.inter_token.observe((now - self._last) / count)
+        self._last = now
+        self._metrics.generation_tokens.inc(count)
+
+    def finish(self) -> None:
+        self._metrics.end_to_end.observe(_now() - self._arrived)
+
+
+def _blamed(failure: WorkerFailure, placed: Placed) -> str | None:
+    """Whom the router shall be told of: a worker of this placement, or nobody."""
+    placement = placed.placement
+    workers = {placement.decode.worker_id}
+    if placement.prefill is not None:
+        workers.add(placement.prefill.worker_id)
+    return failure.blame if failure.blame in workers else None
+
+
+def _broken(what: str, worker_id: str) -> WorkerFailure:
+    return WorkerFailure(
+        f"worker {worker_id} broke the protocol: {what}", error_pb2.ERROR_CODE_INTERNAL, worker_id
+    )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

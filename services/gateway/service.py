@@ -1,0 +1,109 @@
+"""The gateway's process: HTTP and gRPC on one event loop, from start to drained end."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+import uvicorn
+import uvloop
+
+from headrace.v1 import inference_pb2_grpc
+from services.common.errors import SettingsError
+from services.common.grpc_server import GrpcServer
+from services.gateway.gateway import Gateway, ServedModel
+from services.gateway.http import build_app
+from services.gateway.keys import ApiKeys
+from services.gateway.rpc import SERVICE, InferenceServicer
+from services.gateway.settings import GatewaySettings
+
+log = structlog.get_logger()
+
+loop_factory = uvloop.new_event_loop
+
+_BACKLOG = 2048
+_LAST_ANSWERS_S = 2.0  # to write what is left after the drain
+_HEALTH_PERIOD_S = 1.0
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to `serve`: a draining gateway still answers."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Runs one gateway until SIGTERM or SIGINT, then drains it.
+
+    Raises:
+        SettingsError: the model, the keys or a port cannot be had.
+    """
+    keys = ApiKeys.load(settings.api_keys_file)
+    model = await asyncio.to_thread(ServedModel.load, settings)
+    gateway = Gateway(settings, model, keys)
+    listener = _listen(settings.host, settings.port)
+    http = _HttpServer(
+        uvicorn.Config(
+            build_app(gateway),
+            http="httptools",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(_LAST_ANSWERS_S),
+        )
+    )
+    rpc = GrpcServer(f"{_bracketed(settings.host)}:{settings.grpc_port}", [SERVICE])
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), rpc.server)
+    stop = _stop_on_signals()
+    await rpc.start()
+    serving = asyncio.create_task(http.serve([listener]))
+    health = asyncio.create_task(_tell_health(gateway, rpc))
+    port = listener.getsockname()[1]
+    log.info("listening", model=model.name, port=port, grpc_port=rpc.port)
+    try:
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+        log.info("draining", limit_s=settings.drain_s)
+        health.cancel()
+        gateway.draining = True
+        await rpc.set_serving(False)
+        await gateway.drain(settings.drain_s)
+    finally:
+        stopping.cancel()
+        http.should_exit = True
+        await rpc.stop(_LAST_ANSWERS_S)
+        await serving
+        await gateway.close()
+        log.info("stopped")
+
+
+async def _tell_health(gateway: Gateway, rpc: GrpcServer) -> None:
+    """Keeps ``grpc.health.v1`` at what ``/ready`` says."""
+    while True:
+        await rpc.set_serving(await gateway.ready())
+        await asyncio.sleep(_HEALTH_PERIOD_S)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise SettingsError(f"cannot listen on {host}:{port}: {error}") from error
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop

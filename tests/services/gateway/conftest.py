@@ -1,0 +1,108 @@
+"""A whole gateway between a fake router and fake workers."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from grpc import aio
+
+from headrace.v1 import inference_pb2_grpc
+from services.common.grpc_server import GrpcServer
+from services.gateway.gateway import Gateway, ServedModel
+from services.gateway.http import build_app
+from services.gateway.keys import ApiKeys
+from services.gateway.router_client import RouterClient
+from services.gateway.rpc import SERVICE, InferenceServicer
+from services.gateway.settings import GatewaySettings
+from tests.services.gateway.fakes import FakeRouter, FakeWorker, running
+
+
+@pytest.fixture(scope="session")
+def model() -> ServedModel:
+    return ServedModel.load(GatewaySettings.model_validate({"model": "smollm2-135m"}))
+
+
+@dataclass
+class Site:
+    """Everything a test may want to look at."""
+
+    gateway: Gateway
+    router: FakeRouter
+    workers: list[FakeWorker]
+    http: httpx.AsyncClient
+    url: str
+    rpc: aio.Channel
+    model: ServedModel
+
+    @property
+    def worker(self) -> FakeWorker:
+        return self.workers[0]
+
+    def encode(self, text: str) -> list[int]:
+        return self.model.tokenizer.encode(text)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.gateway.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+OpenSite = Callable[..., Any]
+
+
+@pytest.fixture
+async def open_site(model: ServedModel) -> AsyncIterator[OpenSite]:
+    async with AsyncExitStack() as stack:
+
+        async def open_(*, workers: int = 1, keys: ApiKeys | None = None, **settings: Any) -> Site:
+            return await stack.enter_async_context(_site(model, workers, keys, settings))
+
+        yield open_
+
+
+@pytest.fixture
+async def site(open_site: OpenSite) -> Site:
+    opened: Site = await open_site()
+    return opened
+
+
+@asynccontextmanager
+async def _site(
+    model: ServedModel, count: int, keys: ApiKeys | None, changes: dict[str, Any]
+) -> AsyncIterator[Site]:
+    settings = GatewaySettings.model_validate(
+        {"deadline_s": 20.0, "cluster_token": "between-us", **changes}
+    )
+    workers = [FakeWorker(f"decode-{i}") for i in range(count)]
+    router = FakeRouter(workers, model.name)
+    client = RouterClient(
+        ["http://router"],
+        token=settings.token,
+        timeout_s=2,
+        transport=httpx.MockTransport(router.handle),
+    )
+    gateway = Gateway(settings, model, keys or ApiKeys(), client)
+    rpc = GrpcServer("127.0.0.1:0", [SERVICE])
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), rpc.server)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    config = uvicorn.Config(
+        build_app(gateway), lifespan="off", log_config=None, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    async with running(*workers):
+        await rpc.start()
+        serving = asyncio.create_task(server._serve([listener]))
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http,
+            aio.insecure_channel(f"127.0.0.1:{rpc.port}") as channel,
+        ):
+            yield Site(gateway, router, workers, http, url, channel, model)
+        server.should_exit = True
+        await rpc.stop(0)
+        await serving
+        await gateway.close()

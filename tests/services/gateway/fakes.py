@@ -1,0 +1,228 @@
+"""A router and decode workers that do what a test tells them, on loopback."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from grpc import aio
+
+from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2, sampling_pb2
+from services.common.placement import PlaceRequest, Release
+
+STOP = sampling_pb2.FINISH_REASON_STOP
+LENGTH = sampling_pb2.FINISH_REASON_LENGTH
+
+
+class FakeStream:
+    """A stream as the worker sees it, for scripts to write to."""
+
+    def __init__(self, worker: "FakeWorker", start: decode_pb2.StartStream) -> None:
+        self.worker = worker
+        self.start = start
+        self.cancelled = asyncio.Event()
+        self._sent = [self.replayed] * start.choices
+
+    @property
+    def replayed(self) -> int:
+        """Output tokens that came with the prompt."""
+        return len(self.start.tokens) - self.start.prompt_tokens
+
+    async def tokens(
+        self, *ids: int, choice: int = 0, logprobs: Sequence[float] = (), top: Any = ()
+    ) -> None:
+        """One delta with these tokens."""
+        delta = decode_pb2.StreamDelta(stream=self.start.stream)
+        for at, id in enumerate(ids):
+            delta.tokens.add(
+                choice=choice,
+                index=self._sent[choice],
+                token=id,
+                logprob=logprobs[at] if logprobs else 0.0,
+                top=top[at] if top else (),
+            )
+            self._sent[choice] += 1
+        await self.send(delta)
+
+    async def end(self, reason: Any = STOP, choice: int = 0, **stages: float) -> None:
+        delta = decode_pb2.StreamDelta(stream=self.start.stream)
+        delta.ended.add(choice=choice, reason=reason)
+        if stages:
+            delta.stages.CopyFrom(decode_pb2.StageTimes(**stages))
+        await self.send(delta)
+
+    async def fail(self, code: Any, message: str = "told to fail", worker_id: str = "") -> None:
+        error = error_pb2.Error(code=code, message=message, worker_id=worker_id)
+        await self.send(decode_pb2.StreamDelta(stream=self.start.stream, error=error))
+
+    async def send(self, delta: decode_pb2.StreamDelta) -> None:
+        await self.worker.write(decode_pb2.DecodeStep(deltas=[delta]))
+
+
+Script = Callable[[FakeStream], Coroutine[Any, Any, None]]
+
+
+async def hang(stream: FakeStream) -> None:
+    """Never answers."""
+    await stream.cancelled.wait()
+
+
+def say(*ids: int, end: Any = STOP, pause_s: float = 0.0) -> Script:
+    """Sends ids one by one, from where the replayed ones end."""
+
+    async def script(stream: FakeStream) -> None:
+        for id in ids[stream.replayed :]:
+            await stream.tokens(id)
+            if pause_s:
+                await asyncio.sleep(pause_s)
+        await stream.end(end)
+
+    return script
+
+
+class FakeWorker(decode_pb2_grpc.DecodeServicer):
+    """Plays one script for each stream: the queued ones first, then ``script``."""
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.epoch = uuid.uuid4().hex
+        self.script: Script = hang
+        self.queued: list[Script] = []
+        self.streams: list[FakeStream] = []
+        self.metadata: list[dict[str, Any]] = []
+        self.port = 0
+        self._server: aio.Server | None = None
+        self._context: Any = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> dict[str, str]:
+        return {
+            "worker_id": self.worker_id,
+            "epoch": self.epoch,
+            "address": f"127.0.0.1:{self.port}",
+        }
+
+    async def start(self) -> None:
+        self._server = aio.server()
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, self._server)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """As a killed process does: every call breaks off."""
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            await self._server.stop(0)
+
+    async def write(self, step: decode_pb2.DecodeStep) -> None:
+        await self._context.write(step)
+
+    async def Session(  # type: ignore[override]
+        self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Any
+    ) -> None:
+        self._context = context
+        self.metadata.append(dict(context.invocation_metadata() or ()))
+        by_number: dict[int, FakeStream] = {}
+        async for command in commands:
+            if command.HasField("start"):
+                stream = by_number[command.start.stream] = FakeStream(self, command.start)
+                self.streams.append(stream)
+                script = self.queued.pop(0) if self.queued else self.script
+                task = asyncio.create_task(script(stream))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            elif command.cancel.stream in by_number:
+                by_number[command.cancel.stream].cancelled.set()
+
+
+@dataclass
+class FakeRouter:
+    """Places on ``workers`` in order, over an in-process transport, and keeps books."""
+
+    workers: list[FakeWorker]
+    model: str
+    places: list[PlaceRequest] = field(default_factory=list)
+    releases: list[Release] = field(default_factory=list)
+    refusals: list[tuple[int, str]] = field(default_factory=list)
+    down: bool = False
+    prefill: str | None = "prefill-0"
+    authorizations: set[str | None] = field(default_factory=set)
+    placed: int = 0
+
+    @property
+    def outstanding(self) -> int:
+        return self.placed - len(self.releases)
+
+    async def settled(self) -> None:
+        """Until every placement was given back."""
+        async with asyncio.timeout(5):
+            while self.outstanding:  # noqa: ASYNC110 - polling keeps the fake simple
+                await asyncio.sleep(0.005)
+
+    async def handle(self, request: httpx.Request) -> httpx.Response:
+        if self.down:
+            raise httpx.ConnectError("down")
+        self.authorizations.add(request.headers.get("authorization"))
+        match request.url.path:
+            case "/v1/place":
+                return self._place(PlaceRequest.model_validate_json(request.content))
+            case "/v1/release":
+                self.releases.append(Release.model_validate_json(request.content))
+                return httpx.Response(200, json={})
+            case "/v1/workers":
+                return httpx.Response(200, json={"workers": [self._view(w) for w in self.workers]})
+        return httpx.Response(404)
+
+    def _place(self, request: PlaceRequest) -> httpx.Response:
+        self.places.append(request)
+        if self.refusals:
+            status, code = self.refusals.pop(0)
+            return _refuse(status, code)
+        free = [w for w in self.workers if w.worker_id not in request.exclude]
+        if not free or (self.prefill and self.prefill in request.exclude):
+            return _refuse(503, "no_workers")
+        self.placed += 1
+        prefill = {"worker_id": self.prefill, "epoch": "e", "address": "127.0.0.1:1"}
+        return httpx.Response(
+            200,
+            json={
+                "placement_id": f"p{self.placed}",
+                "prefill": prefill if self.prefill else None,
+                "decode": free[0].address,
+            },
+        )
+
+    def _view(self, worker: FakeWorker) -> dict[str, Any]:
+        counts = (
+            "queue_tokens promised_tokens pages_free promised_pages pages_total running waiting"
+        )
+        return {
+            **worker.address,
+            "role": "colocated",
+            "model": self.model,
+            "state": "ready",
+            "reason": None,
+            **dict.fromkeys(counts.split(), 0),
+            "silent_s": 0.0,
+        }
+
+
+def _refuse(status: int, code: str) -> httpx.Response:
+    body = {"error": {"code": code, "message": f"refused: {code}"}}
+    return httpx.Response(status, json=body, headers={"retry-after": "3"})
+
+
+@asynccontextmanager
+async def running(*workers: FakeWorker) -> AsyncIterator[None]:
+    for worker in workers:
+        await worker.start()
+    try:
+        yield
+    finally:
+        for worker in workers:
+            await worker.stop()
