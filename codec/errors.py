@@ -10,7 +10,8 @@ CodecError
 │   ├── UnsupportedDtype  an element type that the codec does not carry
 │   ├── InvalidPlanes     shapes, strides, devices or counts of planes
 │   ├── InvalidPages      page ids out of range, repeated, or of the wrong number
-│   └── BufferTooSmall    the output cannot hold the largest payload
+│   └── InvalidBuffer     a payload or output of another kind than the call needs
+│       └── BufferTooSmall     the output cannot hold the largest payload
 └── CodebookError
     ├── InvalidCodebook   not sixteen distinct exponents, an empty sample, a damaged artifact
     └── CodebookMissing   the artifact has no codebook for a (layer, plane)
@@ -62,7 +63,11 @@ class InvalidPages(ArgumentError):
     """Page ids are out of range, repeated, or not as many as the tokens need."""
 
 
-class BufferTooSmall(ArgumentError):
+class InvalidBuffer(ArgumentError):
+    """A payload or an output has another dtype, shape, layout or device than the call needs."""
+
+
+class BufferTooSmall(InvalidBuffer):
     """The output cannot hold the largest payload of this input. Nothing was written."""
 
 

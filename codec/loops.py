@@ -40,7 +40,8 @@ def _compiled(function: _Function) -> _Function:
     """Compile on first use, without the interpreter's lock, cached on disk where that is possible.
 
     numba looks for a writable directory beside the source, then in the user's cache. Where neither
-    is, every process compiles for itself.
+    is, every process compiles for itself. The cache goes by this file's date alone: touch the file
+    after changing a constant that it imports.
     """
     try:
         compiled: _Function = numba.njit(nogil=True, cache=True)(function)
@@ -104,6 +105,18 @@ def _term(
 @_compiled
 def _aligned(offset: int) -> int:
     return (offset + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+@_compiled
+def _clear(data: Bytes) -> None:
+    for i in range(len(data)):
+        data[i] = 0
+
+
+@_compiled
+def _copy(source: Bytes, target: Bytes) -> None:
+    for i in range(len(target)):
+        target[i] = source[i]
 
 
 @_compiled
@@ -175,7 +188,7 @@ def _encode_block(
     at_codes, at_signs, tail = streams[1], streams[2], streams[3]
     escapes, checksum, fits = 0, np.uint64(0), tail < len(block)
     if fits:
-        block[:tail] = 0
+        _clear(block[:tail])
     for number in range(len(chunks)):
         length = chunks[number, 3]
         chunk = numba.carray(_pointer(_source(address, strides, chunks[number]), np.uint16), length)
@@ -207,7 +220,7 @@ def _copy_raw(address: Word, strides: Integers, chunks: Integers, block: Bytes) 
     for number in range(len(chunks)):
         size = 2 * chunks[number, 3]
         source = _pointer(_source(address, strides, chunks[number]), np.uint8)
-        block[at : at + size] = numba.carray(source, size)
+        _copy(numba.carray(source, size), block[at : at + size])
         at += size
 
 
@@ -244,7 +257,7 @@ def encode_segment(
         entries[plane, 1] = offset
         entries[plane, 2] = length
         end = _aligned(offset + length)
-        out[offset + length : end] = 0
+        _clear(out[offset + length : end])
         offset = end
     return escapes, checksum
 
@@ -350,7 +363,7 @@ def decode_segment(
                 at_codes, at_signs = at_codes + (length + 1) // 2, at_signs + length
             else:
                 raw = numba.carray(_pointer(target, np.uint8), 2 * length)
-                raw[:] = block[at_raw : at_raw + 2 * length]
+                _copy(block[at_raw : at_raw + 2 * length], raw)
                 at_raw += 2 * length
             checksum += _term(chunk, plane * len(chunks) + number, keys_lo, keys_hi)
     return checksum

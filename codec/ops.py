@@ -11,21 +11,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from codec.checks import PageIds, check_bytes, check_codebooks, check_pages, check_planes
 from codec.codebook import Codebook
 from codec.errors import (
     BufferTooSmall,
     ChecksumMismatch,
-    CodebookMismatch,
     FormatError,
-    InvalidPages,
-    InvalidPlanes,
-    UnsupportedDtype,
+    InvalidBuffer,
 )
 from codec.format import (
     SEGMENT_HEADER_BYTES,
     ElementType,
     Geometry,
-    Mode,
     PlaneHeader,
     SegmentHeader,
     align,
@@ -35,8 +32,6 @@ from codec.format import (
     parse_header,
     peek_header_bytes,
 )
-
-PageIds = Sequence[int] | Tensor
 
 
 @dataclass(frozen=True)
@@ -114,9 +109,9 @@ def encode_pages(
 
     Raises an `ArgumentError` before anything is written.
     """
-    geometry = _check_planes(planes, codebooks, num_tokens)
-    pages = _check_pages(page_ids, planes[0].shape[0], geometry)
-    _check_bytes(out, planes[0].device)
+    geometry = check_planes(planes, codebooks, num_tokens)
+    pages = check_pages(page_ids, planes[0].shape[0], geometry)
+    check_bytes(out, planes[0].device)
     bound = max_segment_bytes(len(planes), geometry.kv_heads, geometry.dim, num_tokens)
     if out.numel() < bound:
         raise BufferTooSmall(f"the segment may take {bound} bytes, the output has {out.numel()}")
@@ -152,16 +147,16 @@ def decode_pages(
 
     Raises `ArgumentError`, `FormatError`, `CodebookMismatch`, `ChecksumMismatch`.
     """
-    geometry = _check_planes(planes, codebooks, num_tokens)
-    pages = _check_pages(page_ids, planes[0].shape[0], geometry)
-    _check_bytes(payload, planes[0].device)
+    geometry = check_planes(planes, codebooks, num_tokens)
+    pages = check_pages(page_ids, planes[0].shape[0], geometry)
+    check_bytes(payload, planes[0].device)
     header = read_header(payload)
     if len(header.planes) != len(planes) or header.geometry != geometry:
         raise FormatError(
             f"the segment holds {len(header.planes)} planes of {header.geometry}, "
             f"the call names {len(planes)} of {geometry}"
         )
-    _check_codebooks(header, codebooks)
+    check_codebooks(header, codebooks)
     backend = backend or _backend_of(payload.device)
     checksum = backend.decode_planes(payload, header, planes, codebooks, pages)
     if checksum != header.checksum:
@@ -180,8 +175,8 @@ def checksum_pages(
 
     Args as for `encode_pages`. Equal content in other pages has an equal checksum.
     """
-    geometry = _check_planes(planes, [None] * len(planes), num_tokens)
-    pages = _check_pages(page_ids, planes[0].shape[0], geometry)
+    geometry = check_planes(planes, [None] * len(planes), num_tokens)
+    pages = check_pages(page_ids, planes[0].shape[0], geometry)
     backend = backend or _backend_of(planes[0].device)
     return backend.checksum_planes(planes, pages, geometry)
 
@@ -216,19 +211,18 @@ def decode(
 
     Raises `ArgumentError`, `FormatError`, `CodebookMismatch`, `ChecksumMismatch`.
     """
-    _check_bytes(payload, payload.device)
     header = read_header(payload)
     count = header.geometry.num_tokens
     if header.geometry != Geometry(1, 1, count, max(count, 1)) or len(header.planes) != 1:
         raise FormatError("this segment was encoded from pages; decode it with decode_pages")
     if out is None:
-        _check_codebooks(header, [codebook])
+        check_codebooks(header, [codebook])
         out = torch.empty(count, dtype=torch.bfloat16, device=payload.device)
         out = out if shape is None else _reshaped(out, shape)
     elif shape is not None and tuple(shape) != tuple(out.shape):
-        raise InvalidPlanes(f"the output has shape {tuple(out.shape)}, not {tuple(shape)}")
+        raise InvalidBuffer(f"the output has shape {tuple(out.shape)}, not {tuple(shape)}")
     if out.numel() != count or not out.is_contiguous():
-        raise InvalidPlanes(f"the output must be contiguous and hold {count} elements")
+        raise InvalidBuffer(f"the output must be contiguous and hold {count} elements")
     decode_pages(payload, [_as_plane(out)], [codebook], _one_page(out), count)
     return out
 
@@ -236,8 +230,9 @@ def decode(
 def read_header(payload: Tensor) -> SegmentHeader:
     """Parse and validate the header of a u8 tensor that is exactly one segment.
 
-    Raises `FormatError`.
+    Raises `InvalidBuffer`, `FormatError`.
     """
+    check_bytes(payload, payload.device)
     size = payload.numel()
     start = bytes(payload[:SEGMENT_HEADER_BYTES].tolist())
     length = peek_header_bytes(start, size)
@@ -280,57 +275,4 @@ def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     try:
         return tensor.view(tuple(shape))
     except RuntimeError:
-        raise InvalidPlanes(f"{tensor.numel()} elements have no shape {tuple(shape)}") from None
-
-
-def _check_planes(
-    planes: Sequence[Tensor], codebooks: Sequence[Codebook | None], num_tokens: int
-) -> Geometry:
-    if not planes or len(planes) != len(codebooks):
-        raise InvalidPlanes(f"{len(planes)} planes and {len(codebooks)} codebooks")
-    first = planes[0]
-    if first.ndim != 4:
-        raise InvalidPlanes(f"a plane is [page, kv_head, slot, dim], not {tuple(first.shape)}")
-    _, kv_heads, slots, dim = first.shape
-    for plane in planes:
-        if plane.dtype != torch.bfloat16:
-            raise UnsupportedDtype(f"planes are bf16, not {plane.dtype}")
-        if plane.shape != first.shape or plane.device != first.device:
-            raise InvalidPlanes("all planes of a segment have one shape and one device")
-        if (dim > 1 and plane.stride(3) != 1) or (slots > 1 and plane.stride(2) != dim):
-            raise InvalidPlanes(f"a head's slots must be contiguous: strides {plane.stride()}")
-    if num_tokens < 0:
-        raise InvalidPages(f"{num_tokens} tokens")
-    geometry = Geometry(kv_heads, dim, num_tokens, max(slots, 1))
-    if not (kv_heads and dim and (slots or not num_tokens)):
-        raise InvalidPlanes(f"a plane without elements: {tuple(first.shape)}")
-    return geometry
-
-
-def _check_pages(page_ids: PageIds, pages_in_plane: int, geometry: Geometry) -> Tensor:
-    ids = page_ids.tolist() if isinstance(page_ids, Tensor) else list(page_ids)
-    if len(ids) != geometry.num_pages:
-        raise InvalidPages(f"{geometry.num_tokens} tokens take {geometry.num_pages} pages: {ids}")
-    if any(not 0 <= page < pages_in_plane for page in ids):
-        raise InvalidPages(f"page ids lie in [0, {pages_in_plane}): {ids}")
-    if len(set(ids)) != len(ids):
-        raise InvalidPages(f"a page appears twice: {ids}")
-    return torch.tensor(ids, dtype=torch.int64)
-
-
-def _check_bytes(payload: Tensor, device: torch.device) -> None:
-    if payload.dtype != torch.uint8:
-        raise UnsupportedDtype(f"payloads are uint8, not {payload.dtype}")
-    if payload.ndim != 1 or not payload.is_contiguous() or payload.device != device:
-        raise InvalidPlanes(f"payloads are 1-D, contiguous and on {device}")
-
-
-def _check_codebooks(header: SegmentHeader, codebooks: Sequence[Codebook | None]) -> None:
-    for number, (entry, codebook) in enumerate(zip(header.planes, codebooks, strict=True)):
-        if entry.mode is not Mode.TOP16:
-            continue
-        given = codebook.id if codebook else "none"
-        if codebook is None or codebook.number != entry.codebook:
-            raise CodebookMismatch(
-                f"plane {number} was encoded with codebook {entry.codebook:016x}, given: {given}"
-            )
+        raise InvalidBuffer(f"{tensor.numel()} elements have no shape {tuple(shape)}") from None

@@ -229,8 +229,8 @@ def test_arguments_that_do_not_fit_are_named(source: Pages, codebook: codec.Code
         (codec.InvalidPages, {"page_ids": [-1, 0]}),
         (codec.InvalidPages, {"num_tokens": -1}),
         (codec.InvalidPages, {"num_tokens": 33}),
-        (codec.UnsupportedDtype, {"out": out.to(torch.int16)}),
-        (codec.InvalidPlanes, {"out": out[::2]}),
+        (codec.InvalidBuffer, {"out": out.to(torch.int16)}),
+        (codec.InvalidBuffer, {"out": out[::2]}),
     ]
     for error, changed in wrong:
         with pytest.raises(error):
@@ -243,9 +243,9 @@ def test_flat_decode_refuses_what_does_not_fit(
     flat = codec.encode(torch.ones(12, dtype=torch.bfloat16), codebook)
     with pytest.raises(codec.FormatError):
         codec.decode(payload, codebook)
-    with pytest.raises(codec.InvalidPlanes):
+    with pytest.raises(codec.InvalidBuffer):
         codec.decode(flat, codebook, shape=(5, 2))
-    with pytest.raises(codec.InvalidPlanes):
+    with pytest.raises(codec.InvalidBuffer):
         codec.decode(flat, codebook, out=torch.empty(13, dtype=torch.bfloat16))
     with pytest.raises(codec.UnsupportedDtype):
         codec.decode(flat, codebook, out=torch.empty(12))

@@ -1,0 +1,74 @@
+"""What is checked before anything runs: arguments against one another, a header against them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from codec.codebook import Codebook
+from codec.errors import (
+    CodebookMismatch,
+    InvalidBuffer,
+    InvalidPages,
+    InvalidPlanes,
+    UnsupportedDtype,
+)
+from codec.format import Geometry, Mode, SegmentHeader
+
+PageIds = Sequence[int] | Tensor
+
+
+def check_planes(
+    planes: Sequence[Tensor], codebooks: Sequence[Codebook | None], num_tokens: int
+) -> Geometry:
+    """The geometry of a segment of these planes; they fit one another, and the codebooks them."""
+    if not planes or len(planes) != len(codebooks):
+        raise InvalidPlanes(f"{len(planes)} planes and {len(codebooks)} codebooks")
+    first = planes[0]
+    if first.ndim != 4:
+        raise InvalidPlanes(f"a plane is [page, kv_head, slot, dim], not {tuple(first.shape)}")
+    _, kv_heads, slots, dim = first.shape
+    for plane in planes:
+        if plane.dtype != torch.bfloat16:
+            raise UnsupportedDtype(f"planes are bf16, not {plane.dtype}")
+        if plane.shape != first.shape or plane.device != first.device:
+            raise InvalidPlanes("all planes of a segment have one shape and one device")
+        if (dim > 1 and plane.stride(3) != 1) or (slots > 1 and plane.stride(2) != dim):
+            raise InvalidPlanes(f"a head's slots must be contiguous: strides {plane.stride()}")
+    if num_tokens < 0:
+        raise InvalidPages(f"{num_tokens} tokens")
+    geometry = Geometry(kv_heads, dim, num_tokens, max(slots, 1))
+    if not (kv_heads and dim and (slots or not num_tokens)):
+        raise InvalidPlanes(f"a plane without elements: {tuple(first.shape)}")
+    return geometry
+
+
+def check_pages(page_ids: PageIds, pages_in_plane: int, geometry: Geometry) -> Tensor:
+    """The page ids as int64 `[num_pages]` on the CPU: as many as the tokens need, each once."""
+    ids = page_ids.tolist() if isinstance(page_ids, Tensor) else list(page_ids)
+    if len(ids) != geometry.num_pages:
+        raise InvalidPages(f"{geometry.num_tokens} tokens take {geometry.num_pages} pages: {ids}")
+    if any(not 0 <= page < pages_in_plane for page in ids):
+        raise InvalidPages(f"page ids lie in [0, {pages_in_plane}): {ids}")
+    if len(set(ids)) != len(ids):
+        raise InvalidPages(f"a page appears twice: {ids}")
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def check_bytes(payload: Tensor, device: torch.device) -> None:
+    """A payload or an output must be u8, 1-D, contiguous and on this device."""
+    kind = (payload.dtype, payload.ndim, payload.device)
+    if kind != (torch.uint8, 1, device) or not payload.is_contiguous():
+        raise InvalidBuffer(f"payloads are uint8, 1-D, contiguous and on {device}")
+
+
+def check_codebooks(header: SegmentHeader, codebooks: Sequence[Codebook | None]) -> None:
+    """Every plane that has codes is given the codebook that it was encoded with."""
+    for number, (entry, codebook) in enumerate(zip(header.planes, codebooks, strict=True)):
+        if entry.mode is not Mode.TOP16:
+            continue
+        given = codebook.id if codebook else "none"
+        if codebook is None or codebook.number != entry.codebook:
+            raise CodebookMismatch(
+                f"plane {number} was encoded with codebook {entry.codebook:016x}, given: {given}"
+            )

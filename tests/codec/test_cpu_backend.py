@@ -1,0 +1,59 @@
+"""What the compiled loops promise beside their bytes: threads, and life without a cache."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+import codec
+from codec import loops
+from tests.codec.samples import make_pages
+
+
+def test_threads_encode_and_decode_side_by_side(codebook: codec.Codebook) -> None:
+    source = make_pages(200, num_planes=8, kind="mixed")
+    books = [codebook] * 8
+
+    def round_trip(_: int) -> tuple[int, list[int]]:
+        out = torch.empty(source.bound, dtype=torch.uint8)
+        encoded = codec.encode_pages(source.planes, books, source.ids, 200, out)
+        planes = [torch.empty_like(plane) for plane in source.planes]
+        codec.decode_pages(out[: encoded.length], planes, books, source.ids, 200)
+        return encoded.checksum, out[: encoded.length].tolist()
+
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(round_trip, range(12)))
+    assert all(result == results[0] for result in results)
+
+
+def test_without_a_place_for_the_cache_loops_compile_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_for_real = numba.njit
+
+    def njit(**options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return compile_for_real(**options)
+
+    monkeypatch.setattr(numba, "njit", njit)
+
+    def double(values: Any) -> int:
+        return int(2 * values[0])
+
+    assert loops._compiled(double)(np.array([21])) == 42
+
+
+def test_warm_up_leaves_nothing_to_compile(codebook: codec.Codebook) -> None:
+    codec.warm_up()
+    entry_points = ("encode_segment", "scan_segment", "decode_segment", "checksum_segment")
+    before = {name: len(getattr(loops, name).signatures) for name in entry_points}
+    assert all(count == 1 for count in before.values())
+    source = make_pages(17, kind="mixed")
+    out = torch.empty(source.bound, dtype=torch.uint8)
+    encoded = codec.encode_pages(source.planes, [codebook, None], source.ids, 17, out)
+    codec.decode_pages(out[: encoded.length], source.planes, [codebook, None], source.ids, 17)
+    assert before == {name: len(getattr(loops, name).signatures) for name in entry_points}
