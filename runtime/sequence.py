@@ -58,7 +58,7 @@ class Sampling:
             "min_p": (self.min_p, 0.0, 1.0),
             "presence_penalty": (self.presence_penalty, -1e3, 1e3),
             "frequency_penalty": (self.frequency_penalty, -1e3, 1e3),
-            "top_k": (self.top_k, 0, vocab_size),
+            "top_k": (self.top_k, 0, 2**31),
             "logprobs": (self.logprobs or 0, 0, vocab_size),
         }
         for name, (value, low, high) in bounds.items():

@@ -1,0 +1,116 @@
+"""What every attention backend is given, and what it must do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """The tokens of one sequence that a forward pass computes.
+
+    ``tokens`` sit at positions ``first, first + 1, …``; what is before them is in ``pages``
+    already, and ``pages`` has room for all of them. ``want_logits`` asks for the logits after the
+    last of them.
+    """
+
+    tokens: Sequence[int]
+    first: int
+    pages: Sequence[int]
+    want_logits: bool = True
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The ragged input of one forward pass over `s` sequences with `n` tokens together.
+
+    Attributes:
+        tokens: int64 `[n]`, sequence after sequence.
+        positions: int64 `[n]`, of each token in its sequence.
+        page_table: int32 `[s, p]`, the pages of each sequence, padded with 0.
+        starts: int32 `[s + 1]`, where each sequence's tokens start in `tokens`.
+        lengths: int32 `[s]`, tokens of each sequence in its pages after this pass.
+        logit_rows: int64 `[m]`, the tokens after which logits are wanted.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    page_table: Tensor
+    starts: Tensor
+    lengths: Tensor
+    logit_rows: Tensor
+
+    @staticmethod
+    def of(slices: Sequence[SequenceSlice], device: torch.device | str = "cpu") -> "Batch":
+        """The batch of some sequences, in their order."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        starts, lengths, rows = [0], [], []
+        width = max(len(piece.pages) for piece in slices)
+        table = [[*piece.pages, *[0] * (width - len(piece.pages))] for piece in slices]
+        for piece in slices:
+            end = piece.first + len(piece.tokens)
+            tokens += piece.tokens
+            positions += range(piece.first, end)
+            starts.append(len(tokens))
+            lengths.append(end)
+            if piece.want_logits:
+                rows.append(len(tokens) - 1)
+
+        def ints(values: object, dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return Batch(
+            tokens=ints(tokens, torch.int64),
+            positions=ints(positions, torch.int64),
+            page_table=ints(table, torch.int32),
+            starts=ints(starts, torch.int32),
+            lengths=ints(lengths, torch.int32),
+            logit_rows=ints(rows, torch.int64),
+        )
+
+
+class DenseAttention(Protocol):
+    """Causal attention over dense K and V in pages: the kernels of KV format `dense`.
+
+    K and V are read from the pages, as bf16, also those of the tokens being computed, so that it
+    makes no difference which worker wrote them. Nothing past a sequence's length is ever read.
+    """
+
+    name: str
+    version: int
+
+    def write(
+        self,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: Batch,
+    ) -> Tensor:
+        """Turn q and k by their positions, and put k and v into the pages.
+
+        Args:
+            qkv: `[n, (heads + 2 kv_heads) * dim]`, of each token q, k and v, before RoPE.
+            rope: cosines and sines, fp32 `[context, dim / 2]` each.
+            k_pages, v_pages: bf16 `[page, kv_head, slot, dim]`, written.
+
+        Returns:
+            q after RoPE, `[n, heads, dim]`, of qkv's dtype.
+        """
+        ...
+
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
+        """Softmax(q·k / √dim)·v over each token's sequence up to and including itself.
+
+        Args:
+            q: `[n, heads, dim]`, after RoPE.
+            k_pages, v_pages: bf16 `[page, kv_head, slot, dim]`.
+
+        Returns:
+            `[n, heads * dim]`, of q's dtype.
+        """
+        ...

@@ -1,0 +1,58 @@
+"""Attention in plain torch, for any device: the specification of the other backends."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from runtime.attention.base import Batch
+
+
+class ReferenceAttention:
+    """See `runtime.attention.base.DenseAttention`."""
+
+    name = "reference"
+    version = 1
+
+    def write(
+        self,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: Batch,
+    ) -> Tensor:
+        kv_heads, page_size, dim = k_pages.shape[1:]
+        by_head = qkv.view(len(qkv), -1, dim)
+        heads = by_head.shape[1] - 2 * kv_heads
+        cos, sin = (table[batch.positions, None] for table in rope)
+        first, second = by_head[:, : heads + kv_heads].float().chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        tokens_each = batch.starts.diff().long()
+        sequences = torch.repeat_interleave(tokens_each)
+        pages = batch.page_table[sequences, batch.positions // page_size].long()
+        slots = batch.positions % page_size
+        k_pages[pages, :, slots] = turned[:, heads:].to(k_pages.dtype)
+        v_pages[pages, :, slots] = by_head[:, heads + kv_heads :].to(v_pages.dtype)
+        return turned[:, :heads].to(qkv.dtype)
+
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
+        kv_heads, _, dim = k_pages.shape[1:]
+        tokens, heads, _ = q.shape
+        out = torch.empty(tokens, heads * dim, dtype=q.dtype, device=q.device)
+        starts, lengths = batch.starts.tolist(), batch.lengths.tolist()
+        for sequence, length in enumerate(lengths):
+            rows = slice(starts[sequence], starts[sequence + 1])
+            pages = batch.page_table[sequence].long()
+            # [p, h, slot, d] -> [h, length, d]: nothing past the length is looked at.
+            keys, values = (
+                plane[pages].transpose(0, 1).flatten(1, 2)[:, :length].float()
+                for plane in (k_pages, v_pages)
+            )
+            queries = q[rows].float().view(-1, kv_heads, heads // kv_heads, dim)
+            scores = torch.einsum("nhgd,htd->hgnt", queries, keys) / math.sqrt(dim)
+            later = torch.arange(length, device=q.device)[None] > batch.positions[rows][:, None]
+            weights = scores.masked_fill(later, -math.inf).softmax(dim=-1)
+            mixed = torch.einsum("hgnt,htd->nhgd", weights, values)
+            out[rows] = mixed.reshape(-1, heads * dim).to(q.dtype)
+        return out

@@ -1,0 +1,289 @@
+"""One worker's engine: commands in, tokens and computed chunks out, one step at a time."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import torch
+
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.errors import RuntimeFault
+from runtime.kv.pages import pages_for
+from runtime.model import Model
+from runtime.sampling import Draw, Row, sample
+from runtime.scheduler import Scheduler
+from runtime.sequence import FinishReason, Request, SampledToken
+from runtime.work import Aim, Chunk, Limits, Sequence, Work
+
+__all__ = [
+    "Add",
+    "Arrived",
+    "Cancel",
+    "Command",
+    "Computed",
+    "Engine",
+    "Limits",
+    "Release",
+    "Reserve",
+    "StepOutput",
+]
+
+
+@dataclass(frozen=True)
+class Add:
+    """Prefill a request here, and decode it; or, with ``hold``, sample the first token of every
+    choice and keep the pages until `Release`."""
+
+    request: Request
+    hold: bool = False
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Give a request the pages of its tokens: their KV comes from another worker."""
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The KV of a reserved request is in its pages: decode every choice from its first token.
+
+    A choice that its first token ended is not run, and not reported as finished again.
+    """
+
+    id: str
+    first: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Forget a request and free its pages, at any time. Unknown ids are ignored."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class Release:
+    """Free the pages of a request that was held. Unknown ids are ignored."""
+
+    id: str
+
+
+Command = Add | Reserve | Arrived | Cancel | Release
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A chunk whose KV is in the pages now.
+
+    ``first_token`` is a multiple of the page size; ``pages`` hold this chunk's tokens.
+    """
+
+    id: str
+    first_token: int
+    num_tokens: int
+    pages: tuple[int, ...]
+
+
+@dataclass
+class StepOutput:
+    """What one step did.
+
+    Attributes:
+        tokens: request id and token, in the order in which they were sampled.
+        finished: request id, choice and reason; a choice's last token is in ``tokens``.
+        computed: chunks whose KV is in the pages now. Those of a sequence that was preempted are
+            reported again.
+        reserved: request id and the pages of its tokens.
+        refused: request id and why; nothing of it is left.
+        ended: requests all of whose choices finished; their pages are returned unless held.
+    """
+
+    tokens: list[tuple[str, SampledToken]] = field(default_factory=list)
+    finished: list[tuple[str, int, FinishReason]] = field(default_factory=list)
+    computed: list[Computed] = field(default_factory=list)
+    reserved: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    refused: list[tuple[str, RuntimeFault]] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+
+
+class Engine:
+    """Runs a model over its own pages.
+
+    `step` is the whole interface: it has no thread and no clock, and the same commands in the same
+    steps give the same outputs. A step is up to two forward passes, one over chunks of prompts and
+    one over all running sequences.
+    """
+
+    def __init__(self, model: Model, *, num_pages: int, limits: Limits) -> None:
+        self.model = model
+        self.cache = model.new_cache(num_pages)
+        self._scheduler = Scheduler(
+            limits,
+            num_pages=num_pages,
+            page_size=model.page_size,
+            context_length=model.context_length,
+        )
+
+    @property
+    def pages_total(self) -> int:
+        return self._scheduler.pool.total
+
+    @property
+    def pages_free(self) -> int:
+        return self._scheduler.pool.free
+
+    @property
+    def num_running(self) -> int:
+        """Sequences (choices) in work."""
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests, and preempted sequences, that wait for a seat or for pages."""
+        return self._scheduler.num_waiting
+
+    @property
+    def queue_tokens(self) -> int:
+        """Tokens accepted and not yet finished: of prompts that are held for others those not yet
+        computed, of all else those that are, or will be, resident."""
+        return self._scheduler.queue_tokens
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step without commands would do anything."""
+        return self._scheduler.has_work
+
+    @torch.inference_mode()
+    def step(self, incoming: Items[Command]) -> StepOutput:
+        """Take commands, then compute one batch of chunks and one batch of running sequences.
+
+        Raises:
+            ValueError: an id was added twice, or KV arrived that was not reserved. Nothing that a
+                user sends causes it.
+        """
+        output = StepOutput()
+        for command in incoming:
+            self._take(command, output)
+        plan = self._scheduler.plan()
+        output.refused += plan.refused
+        output.reserved += [(w.request.id, tuple(w.sequences[0].pages)) for w in plan.reserved]
+        if plan.chunks:
+            self._prefill(plan.chunks, output)
+        if plan.decode:
+            self._decode(plan.decode, output)
+        return output
+
+    def _take(self, command: Command, output: StepOutput) -> None:
+        match command:
+            case Add(request, hold):
+                self._submit(request, Aim.HOLD if hold else Aim.RUN, output)
+            case Reserve(request):
+                self._submit(request, Aim.RECEIVE, output)
+            case Arrived(request_id, first):
+                if request_id in self._scheduler:
+                    self._start_received(self._scheduler.arrived(request_id), first, output)
+            case Cancel(request_id) | Release(request_id):
+                self._scheduler.drop(request_id)
+
+    def _submit(self, request: Request, aim: Aim, output: StepOutput) -> None:
+        try:
+            request.validate(self.model.config)
+            self._scheduler.submit(request, aim)
+        except RuntimeFault as fault:
+            output.refused.append((request.id, fault))
+
+    def _prefill(self, chunks: list[Chunk], output: StepOutput) -> None:
+        size = self.model.page_size
+        slices = [
+            SequenceSlice(
+                chunk.work.tokens[chunk.first : chunk.first + chunk.count],
+                chunk.first,
+                chunk.work.sequences[0].pages,
+                chunk.completes,
+            )
+            for chunk in chunks
+        ]
+        logits = self.model.forward(Batch.of(slices, self.model.device), self.cache)
+        for chunk in chunks:
+            end = chunk.first + chunk.count
+            pages = chunk.work.sequences[0].pages[chunk.first // size : pages_for(end, size)]
+            request_id = chunk.work.request.id
+            output.computed.append(Computed(request_id, chunk.first, chunk.count, tuple(pages)))
+            self._scheduler.computed(chunk)
+        complete = [chunk.work for chunk in chunks if chunk.completes]
+        for work in complete:
+            if work.aim is Aim.RUN:
+                self._fork(work)
+        sequences = [sequence for work in complete for sequence in work.sequences]
+        if sequences:
+            each = torch.tensor([len(work.sequences) for work in complete], device=logits.device)
+            draws = sample(logits.repeat_interleave(each, dim=0), [_row(s) for s in sequences])
+            for work in complete:
+                for sequence in work.sequences:
+                    ended = self._accept(sequence, draws.pop(0), output)
+                    if work.aim is Aim.RUN and not ended:
+                        self._scheduler.run(sequence)
+
+    def _decode(self, sequences: list[Sequence], output: StepOutput) -> None:
+        slices = [
+            SequenceSlice(sequence.tokens[-1:], len(sequence.tokens) - 1, sequence.pages)
+            for sequence in sequences
+        ]
+        logits = self.model.forward(Batch.of(slices, self.model.device), self.cache)
+        draws = sample(logits, [_row(sequence) for sequence in sequences])
+        for sequence, draw in zip(sequences, draws, strict=True):
+            self._accept(sequence, draw, output)
+
+    def _start_received(
+        self, work: Work, first: tuple[SampledToken, ...], output: StepOutput
+    ) -> None:
+        """Every choice continues from the token that the prefill worker sampled for it."""
+        self._fork(work)
+        tokens = {token.choice: token for token in first}
+        for sequence in work.sequences:
+            token = tokens[sequence.choice]
+            sequence.tokens.append(token.token)
+            if self._finish_reason(sequence) is None:
+                self._scheduler.run(sequence)
+            elif self._scheduler.finish(sequence):
+                output.ended.append(work.request.id)
+
+    def _fork(self, work: Work) -> None:
+        """Give each choice its own copy of the page that its next tokens go into."""
+        first, *others = work.sequences
+        if others and len(work.tokens) % self.model.page_size:
+            last = len(first.pages) - 1
+            self.cache.copy_pages(
+                [first.pages[last]] * len(others), [sequence.pages[last] for sequence in others]
+            )
+
+    def _accept(self, sequence: Sequence, draw: Draw, output: StepOutput) -> bool:
+        """Append a token and report it. True if it is the choice's last one."""
+        request = sequence.request
+        index = len(sequence.tokens) - request.prompt_tokens
+        token = SampledToken(sequence.choice, index, draw.token, draw.logprob, draw.top)
+        output.tokens.append((request.id, token))
+        sequence.tokens.append(draw.token)
+        reason = self._finish_reason(sequence)
+        if reason is None:
+            return False
+        output.finished.append((request.id, sequence.choice, reason))
+        if self._scheduler.finish(sequence):
+            output.ended.append(request.id)
+        return True
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        """Whether a sequence's last token ends it."""
+        request = sequence.request
+        if sequence.tokens[-1] in request.stop_token_ids:
+            return FinishReason.STOP
+        output_tokens = len(sequence.tokens) - request.prompt_tokens
+        if output_tokens >= request.max_tokens or len(sequence.tokens) >= self.model.context_length:
+            return FinishReason.LENGTH
+        return None
+
+
+def _row(sequence: Sequence) -> Row:
+    request = sequence.request
+    return Row(request.sampling, sequence.choice, sequence.tokens, request.prompt_tokens)

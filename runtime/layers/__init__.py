@@ -1,0 +1,1 @@
+"""Layers of the decoder: packed projections, dense or factorized."""

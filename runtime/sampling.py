@@ -1,0 +1,180 @@
+"""From logits to tokens, for a whole batch; each row's draw depends on that row alone.
+
+Randomness is counter-based: the uniform number of a draw is a hash of (seed, choice, output
+index), so that a replay on another worker, in another batch, draws the same token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.sequence import Sampling
+
+_CANDIDATES = 1024
+"""How many of the most probable tokens are sorted before it is known whether they suffice."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Whose logits a row is: how to sample, and what came before.
+
+    ``tokens`` is the prompt, of ``prompt_tokens``, and the choice's output so far.
+    """
+
+    sampling: Sampling
+    choice: int
+    tokens: Sequence[int]
+    prompt_tokens: int
+
+    @property
+    def index(self) -> int:
+        """Of the token to be drawn, among the choice's output."""
+        return len(self.tokens) - self.prompt_tokens
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A token, and the log probabilities that its row asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
+    """One token for each row of ``logits`` fp32 ``[len(rows), vocab]``."""
+    if not any(row.sampling.reshapes for row in rows):
+        shaped = logits
+    else:
+        shaped = logits.clone()
+        for number, row in enumerate(rows):
+            if row.sampling.reshapes:
+                reshape(shaped[number], row)
+    tokens = shaped.argmax(dim=-1).tolist()
+    drawn = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
+    if drawn:
+        picked = _draw(shaped[drawn], [rows[number] for number in drawn])
+        for number, token in zip(drawn, picked, strict=True):
+            tokens[number] = token
+    return _with_logprobs(tokens, logits, rows)
+
+
+def reshape(logits: Tensor, row: Row) -> None:
+    """Apply bias and penalties to one row ``[vocab]``, in place.
+
+    As in OpenAI's API and in vLLM: a biased token's logit grows by its bias; the repetition
+    penalty r divides the positive logits, and multiplies the negative ones, of every token in
+    prompt or output; a token that is in the output c > 0 times loses c·frequency + presence.
+    """
+    sampling = row.sampling
+    if sampling.logit_bias:
+        biased = torch.tensor(list(sampling.logit_bias), device=logits.device)
+        logits[biased] += torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.unique(torch.tensor(row.tokens, device=logits.device))
+        values = logits[seen]
+        penalty = sampling.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    output = row.tokens[row.prompt_tokens :]
+    if output and (sampling.frequency_penalty or sampling.presence_penalty):
+        seen, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
+        logits[seen] -= counts * sampling.frequency_penalty + sampling.presence_penalty
+
+
+def uniform(seed: int, choice: int, index: int) -> float:
+    """The number in [0, 1) of one draw: SplitMix64 over seed, choice and output index.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), figure 12.
+    """
+    state = 0
+    for word in (seed, choice, index):
+        state = _mix64(state ^ (word & _MASK64))
+    return (state >> 11) * 2.0**-53
+
+
+_MASK64 = (1 << 64) - 1
+
+
+def _mix64(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def _draw(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    """Inverse-CDF draws from the filtered distributions of rows ``[m, vocab]``.
+
+    The CDF runs from the most probable token down. A few candidates decide most rows; for the rest
+    the whole vocabulary is sorted.
+    """
+    vocab = logits.shape[-1]
+    temperatures = _column(logits, [row.sampling.temperature for row in rows])
+    peak = logits.amax(dim=-1, keepdim=True)
+    log_total = ((logits - peak).double() / temperatures).logsumexp(dim=-1, keepdim=True)
+
+    def masses(values: Tensor, numbers: slice | list[int]) -> Tensor:
+        scaled = (values - peak[numbers]).double() / temperatures[numbers]
+        return (scaled - log_total[numbers]).exp()
+
+    values, indices = logits.topk(min(_CANDIDATES, vocab), dim=-1)
+    picks, decided = _pick(masses(values, slice(None)), rows, vocab)
+    tokens: list[int] = indices.gather(1, picks[:, None])[:, 0].tolist()
+    missing = [number for number, known in enumerate(decided.tolist()) if not known]
+    if missing:
+        values, indices = logits[missing].sort(dim=-1, descending=True, stable=True)
+        picks, _ = _pick(masses(values, missing), [rows[number] for number in missing], vocab)
+        for number, token in zip(missing, indices.gather(1, picks[:, None])[:, 0], strict=True):
+            tokens[number] = int(token)
+    return tokens
+
+
+def _pick(mass: Tensor, rows: Sequence[Row], vocab: int) -> tuple[Tensor, Tensor]:
+    """Filter, then draw.
+
+    Args:
+        mass: fp64 `[m, c]`, the probabilities of each row's most probable tokens, descending.
+
+    Returns:
+        int64 `[m]`, the rank drawn, and bool `[m]`, whether the candidates were enough to know it.
+    """
+    samplings = [row.sampling for row in rows]
+    count = mass.shape[-1]
+    min_p = _column(mass, [s.min_p for s in samplings])
+    top_k = _column(mass, [s.top_k or vocab for s in samplings])
+    top_p = _column(mass, [s.top_p for s in samplings])
+    kept = (mass >= mass[:, :1] * min_p) & (torch.arange(count, device=mass.device) < top_k)
+    running = torch.where(kept, mass, 0.0).cumsum(dim=-1)
+    truncated = (min_p > 0) | (top_k < vocab)
+    # min-p and top-k leave a distribution of their own total; without them the total is 1.
+    total = torch.where(truncated, running[:, -1:], 1.0)
+    nucleus = kept & ((running - mass < top_p * total) | (top_p == 1.0))
+    everything = count == vocab
+    ended = ~nucleus[:, -1:] & (~kept[:, -1:] | ~truncated) | everything
+    total = torch.where(ended, torch.where(nucleus, mass, 0.0).sum(dim=-1, keepdim=True), 1.0)
+    uniforms = _column(mass, [uniform(r.sampling.seed, r.choice, r.index) for r in rows])
+    threshold = uniforms * total
+    ranks = ((running <= threshold) & nucleus).sum(dim=-1, keepdim=True)
+    size = nucleus.sum(dim=-1, keepdim=True)
+    decided = ended | (~truncated & (top_p == 1.0) & (ranks < size))
+    return torch.minimum(ranks, size - 1)[:, 0], decided[:, 0]
+
+
+def _column(like: Tensor, values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+
+
+def _with_logprobs(tokens: list[int], logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
+    asked = [number for number, row in enumerate(rows) if row.sampling.logprobs is not None]
+    draws = [Draw(token) for token in tokens]
+    if not asked:
+        return draws
+    logprobs = logits[asked].log_softmax(dim=-1)
+    for line, number in zip(logprobs, asked, strict=True):
+        wanted = rows[number].sampling.logprobs or 0
+        values, indices = line.topk(min(wanted, line.shape[-1]))
+        top = tuple(zip(indices.tolist(), values.tolist(), strict=True))
+        draws[number] = Draw(tokens[number], float(line[tokens[number]]), top)
+    return draws

@@ -1,0 +1,294 @@
+"""Who computes what in the next step: bookkeeping of queues, seats and pages, without a model.
+
+A piece of `Work` waits, is admitted with all the pages of its tokens, is prefilled chunk by chunk
+(or receives its KV from another worker), and then each of its sequences runs in the decode batch
+until it ends. Chunks of a sequence end at multiples of ``chunk_tokens`` whatever else is computed,
+and admission is first come, first served.
+"""
+
+from bisect import insort
+from collections.abc import Iterable, Iterator
+
+from runtime.errors import InvalidRequest, OutOfPages, RuntimeFault
+from runtime.kv.pages import PagePool, pages_for
+from runtime.sequence import Request
+from runtime.work import Aim, Chunk, Limits, Plan, Sequence, Work
+
+
+class QueueFull(RuntimeFault):
+    """More sequences wait than the limits allow."""
+
+
+class Scheduler:
+    """The queues of one engine. Deterministic: nothing but the order of calls decides."""
+
+    def __init__(
+        self, limits: Limits, *, num_pages: int, page_size: int, context_length: int
+    ) -> None:
+        if limits.chunk_tokens % page_size:
+            raise ValueError(f"chunk_tokens must be a multiple of the page size, {page_size}")
+        self._limits = limits
+        self._page_size = page_size
+        self._context_length = context_length
+        self.pool = PagePool(num_pages)
+        self._arrivals = 0
+        self._waiting: list[Work] = []  # by age
+        self._fresh: list[Work] = []  # submitted since the last plan
+        self._prefilling: list[Work] = []
+        self._received: dict[str, Work] = {}
+        self._held: dict[str, Work] = {}
+        self._running: list[Sequence] = []  # by age
+        self._unfinished: dict[str, int] = {}  # choices, of every request that is known
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._unfinished
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a seat."""
+        return (
+            len(self._running)
+            + sum(work.seats for work in self._prefilling)
+            + sum(work.seats for work in self._received.values())
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Pieces of work without a seat."""
+        return len(self._waiting)
+
+    @property
+    def queue_tokens(self) -> int:
+        """Tokens accepted and not yet finished: of prompts that are held for others those not yet
+        computed, of all else those that are, or will be, resident."""
+        tokens = sum(len(sequence.tokens) for sequence in self._running)
+        for work in (*self._waiting, *self._prefilling, *self._received.values()):
+            if work.aim is Aim.HOLD:
+                tokens += len(work.tokens) - work.computed
+            else:
+                tokens += len(work.tokens) * len(work.sequences)
+        return tokens
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step without new commands would do anything."""
+        return bool(self._running or self._prefilling) or (
+            bool(self._waiting) and self._admissible(self._waiting[0])
+        )
+
+    def submit(self, request: Request, aim: Aim) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequest: it has more choices than there are seats.
+            OutOfPages: its tokens would not fit an empty pool.
+        """
+        if request.id in self:
+            raise ValueError(f"request {request.id} is known already")
+        sequences = [
+            Sequence(request, choice, self._arrivals, list(request.tokens))
+            for choice in range(request.choices)
+        ]
+        work = Work(aim, sequences)
+        if work.seats > self._limits.max_running:
+            raise InvalidRequest(
+                f"{request.choices} choices, where {self._limits.max_running} may run"
+            )
+        self._check_fits_ever(work)
+        self._arrivals += 1
+        self._waiting.append(work)
+        self._fresh.append(work)
+        self._unfinished[request.id] = request.choices
+
+    def arrived(self, request_id: str) -> Work:
+        """Take a piece of work whose KV has arrived; its sequences are then for `run` or `retire`.
+
+        Raises ValueError if the request was not reserved.
+        """
+        if request_id not in self._received:
+            raise ValueError(f"KV arrived for {request_id}, which has no reservation")
+        work = self._received.pop(request_id)
+        work.computed = len(work.tokens)
+        return work
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request and free its pages, whatever it is doing. Idempotent."""
+        if self._unfinished.pop(request_id, None) is None:
+            return
+        for work in self._works():
+            if work.request.id == request_id:
+                self._release(work.sequences)
+        self._release(s for s in self._running if s.request.id == request_id)
+        self._waiting = [w for w in self._waiting if w.request.id != request_id]
+        self._prefilling = [w for w in self._prefilling if w.request.id != request_id]
+        self._received.pop(request_id, None)
+        self._held.pop(request_id, None)
+        self._running = [s for s in self._running if s.request.id != request_id]
+
+    def plan(self) -> Plan:
+        """Grow what runs, admit what fits, and choose this step's chunks."""
+        refused = self._grow()
+        reserved = self._admit()
+        refused += self._refuse_overflow()
+        return Plan(self._choose_chunks(), list(self._running), reserved, refused)
+
+    def computed(self, chunk: Chunk) -> None:
+        """A chunk is in the pages; the last one takes its work out of the prefill queue."""
+        work = chunk.work
+        work.computed += chunk.count
+        if chunk.completes:
+            self._prefilling.remove(work)
+            if work.aim is Aim.HOLD:
+                self._held[work.request.id] = work
+
+    def run(self, sequence: Sequence) -> None:
+        """A sequence whose tokens but the last are in its pages joins the decode batch."""
+        insort(self._running, sequence, key=_age)
+
+    def finish(self, sequence: Sequence) -> bool:
+        """One choice has ended; True if it was its request's last one.
+
+        Its pages are returned unless they are held.
+        """
+        request_id = sequence.request.id
+        if sequence in self._running:
+            self._running.remove(sequence)
+        held = request_id in self._held
+        if not held:
+            self._release([sequence])
+        self._unfinished[request_id] -= 1
+        if self._unfinished[request_id]:
+            return False
+        if not held:
+            del self._unfinished[request_id]
+        return True
+
+    def _grow(self) -> list[tuple[str, RuntimeFault]]:
+        """Give every running sequence the slot of its last token, the oldest first.
+
+        Where no page is free the youngest sequence loses its own and waits to be computed again;
+        one that finds no page although nobody else holds any is refused.
+        """
+        refused: list[tuple[str, RuntimeFault]] = []
+        for sequence in list(self._running):
+            if sequence not in self._running:  # it was preempted for an older one
+                continue
+            missing = pages_for(len(sequence.tokens), self._page_size) - len(sequence.pages)
+            if missing and self._make_room(missing, sequence, refused):
+                sequence.pages += self.pool.allocate(missing)
+        return refused
+
+    def _make_room(
+        self, pages: int, wanting: Sequence, refused: list[tuple[str, RuntimeFault]]
+    ) -> bool:
+        """Preempt until ``pages`` are free. False if ``wanting`` itself had to go."""
+        while self.pool.free < pages:
+            prefill = max((w for w in self._prefilling if w.aim is Aim.RUN), key=_age, default=None)
+            youngest = max(self._running, key=_age)
+            if prefill is not None and prefill.age > youngest.age:
+                self._prefilling.remove(prefill)
+                self._requeue(prefill)
+                continue
+            self._running.remove(youngest)
+            work = Work(Aim.RUN, [youngest])
+            try:
+                self._check_fits_ever(work)
+            except OutOfPages as fault:
+                refused.append((youngest.request.id, fault))
+                self._release([youngest])
+                self.drop(youngest.request.id)
+            else:
+                self._requeue(work)
+            if youngest is wanting:
+                return False
+        return True
+
+    def _requeue(self, work: Work) -> None:
+        self._release(work.sequences)
+        work.computed = 0
+        insort(self._waiting, work, key=_age)
+
+    def _admit(self) -> list[Work]:
+        """Seat what waits, in order, with all its pages. Returns what was reserved."""
+        reserved = []
+        while self._waiting and self._admissible(self._waiting[0]):
+            work = self._waiting.pop(0)
+            self._give_pages(work)
+            if work.aim is Aim.RECEIVE:
+                self._received[work.request.id] = work
+                reserved.append(work)
+            else:
+                self._prefilling.append(work)
+        return reserved
+
+    def _give_pages(self, work: Work) -> None:
+        """Pages for the tokens: full ones are shared by all choices, the last is each one's own."""
+        first, *others = work.sequences
+        tokens = len(work.tokens)
+        first.pages = self.pool.allocate(pages_for(tokens, self._page_size))
+        if work.aim is Aim.HOLD:
+            return
+        full = first.pages[: tokens // self._page_size]
+        for sequence in others:
+            self.pool.share(full)
+            sequence.pages = full + self.pool.allocate(len(first.pages) - len(full))
+
+    def _refuse_overflow(self) -> list[tuple[str, RuntimeFault]]:
+        """Of what came since the last plan, refuse the latest that exceeds the queue's bound."""
+        refused: list[tuple[str, RuntimeFault]] = []
+        for work in reversed(self._fresh):
+            if len(self._waiting) <= self._limits.max_waiting:
+                break
+            if work in self._waiting:
+                self.drop(work.request.id)
+                fault = QueueFull(f"{self._limits.max_waiting} requests wait already")
+                refused.append((work.request.id, fault))
+        self._fresh.clear()
+        return refused
+
+    def _choose_chunks(self) -> list[Chunk]:
+        """The next chunk of each piece of work, in order, as far as the step's budget goes."""
+        chunks, budget = [], self._limits.step_tokens
+        for work in self._prefilling:
+            count = min(self._limits.chunk_tokens, len(work.tokens) - work.computed)
+            if count > budget:
+                break
+            chunks.append(Chunk(work, work.computed, count))
+            budget -= count
+        return chunks
+
+    def _admissible(self, work: Work) -> bool:
+        seats = self.num_running + work.seats
+        return seats <= self._limits.max_running and self._need(work) <= self.pool.free
+
+    def _check_fits_ever(self, work: Work) -> None:
+        need = self._need(work)
+        if need > self.pool.total:
+            raise OutOfPages(
+                f"{len(work.tokens)} tokens need {need} pages, of {self.pool.total} in all"
+            )
+
+    def _need(self, work: Work) -> int:
+        """Pages that must be free to start: of the tokens, and of each sequence's next one."""
+        request, tokens = work.request, len(work.tokens)
+        if work.aim is Aim.HOLD:
+            return pages_for(tokens, self._page_size)
+        longest = min(request.prompt_tokens + request.max_tokens, self._context_length) - 1
+        shared = tokens // self._page_size
+        own = pages_for(min(tokens + 1, longest), self._page_size) - shared
+        return shared + own * len(work.sequences)
+
+    def _works(self) -> Iterator[Work]:
+        yield from self._waiting
+        yield from self._prefilling
+        yield from self._received.values()
+        yield from self._held.values()
+
+    def _release(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self.pool.release(sequence.pages)
+            sequence.pages = []
+
+
+def _age(item: Work | Sequence) -> tuple[int, int]:
+    return item.age
