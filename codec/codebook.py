@@ -98,16 +98,11 @@ def calibrate(sample: Tensor | Sequence[Tensor], dtype: torch.dtype = torch.bflo
     frequency = counts.tolist()
     if not any(frequency):
         raise InvalidCodebook("an empty sample calibrates nothing")
-    mode = max(range(_EXPONENT_VALUES), key=lambda exponent: (frequency[exponent], -exponent))
-    ranked = sorted(
-        range(_EXPONENT_VALUES),
-        key=lambda exponent: (
-            (-frequency[exponent], exponent != 0, abs(exponent - mode), exponent)
-            if not frequency[exponent]
-            else (-frequency[exponent], False, 0, exponent)
-        ),
-    )
-    return Codebook(tuple(sorted(ranked[:CODES])), dtype)
+    seen = [exponent for exponent in range(_EXPONENT_VALUES) if frequency[exponent]]
+    seen.sort(key=lambda exponent: (-frequency[exponent], exponent))
+    unseen = [exponent for exponent in range(_EXPONENT_VALUES) if not frequency[exponent]]
+    unseen.sort(key=lambda exponent: (exponent != 0, abs(exponent - seen[0]), exponent))
+    return Codebook(tuple(sorted((seen + unseen)[:CODES])), dtype)
 
 
 @dataclass(frozen=True)

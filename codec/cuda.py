@@ -2,7 +2,8 @@
 
 An encode surveys all planes (escapes and digests of each chunk), reads the blocks' lengths back
 once, and writes the blocks where they then belong. A decode reads its streams' errors back once,
-before it writes, and its checksum after.
+before it writes, and its checksum after. Kernels go to the current stream of the current device,
+which is the planes'.
 """
 
 from collections.abc import Sequence

@@ -136,7 +136,8 @@ def decode_pages(
     """Decode a segment into pages and verify its checksum.
 
     Args:
-        payload: u8, 1-D, contiguous: exactly the segment's `length` bytes.
+        payload: u8, 1-D, contiguous: exactly the segment's `length` bytes. Nobody may write to it
+            during the call: what was validated must be what is decoded.
         planes, codebooks, page_ids, num_tokens, backend: as for `encode_pages`; the page ids are
             the receiver's own. Slots past `num_tokens` are not written. A codebook is needed only
             for a plane that is not stored raw.
