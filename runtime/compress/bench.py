@@ -1,0 +1,142 @@
+"""What factorizing costs in time and in quality.
+
+    OMP_NUM_THREADS=1 python -m runtime.compress.bench --keep 0.95 0.9 0.8
+
+Calibrates on one part of Python's documentation. Perplexity is measured on another part of it, and
+on text of another kind, docstrings of the standard library.
+"""
+
+import argparse
+import csv
+import importlib
+import inspect
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from gguf import GGUFReader
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+
+from runtime.checkpoint import Checkpoint, load_checkpoint, resolve_model
+from runtime.compress.compress import compress
+from runtime.compress.perplexity import perplexity
+from runtime.compress.text import cut_rows, documentation
+
+_DOCSTRING_MODULES = (
+    "argparse",
+    "collections",
+    "difflib",
+    "fractions",
+    "json",
+    "logging",
+    "random",
+    "statistics",
+    "tarfile",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. Perplexities are of held-out documentation and of docstrings."""
+
+    keep: float
+    parameters_kept: float
+    factorized: int
+    held_out: float
+    docstrings: float
+    seconds: float
+
+
+def main() -> None:
+    arguments = _arguments()
+    path = resolve_model(arguments.model)
+    checkpoint = load_checkpoint(path)
+    tokenizer = _tokenizer(path)
+    calibration_text, held_out_text = documentation()
+    calibration = cut_rows(tokenizer.encode(calibration_text).ids, 512, arguments.rows)
+    texts = [
+        cut_rows(tokenizer.encode(text).ids, 1024, 8) for text in (held_out_text, _docstrings())
+    ]
+    print(
+        f"{path.name}: {torch.get_num_threads()} thread(s) on {os.cpu_count()} CPUs, calibration "
+        f"{calibration.numel()} tokens, perplexity on {texts[0].numel()} and {texts[1].numel()}"
+    )
+    rows = [Row(1.0, 1.0, 0, *_perplexities(checkpoint, texts), 0.0)]
+    _show(rows[0], rows[0])
+    for keep in arguments.keep:
+        started = time.monotonic()
+        made, report = compress(checkpoint, calibration, keep)
+        seconds = time.monotonic() - started
+        row = Row(
+            keep,
+            report.parameters_kept,
+            report.factorized,
+            *_perplexities(made, texts),
+            seconds,
+        )
+        rows.append(row)
+        _show(row, rows[0])
+    if arguments.csv is not None:
+        with arguments.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="smollm2-135m", help="a name or a path")
+    parser.add_argument("--keep", type=float, nargs="+", default=[0.95, 0.9, 0.8])
+    parser.add_argument("--rows", type=int, default=32, help="calibration rows of 512 tokens")
+    parser.add_argument("--csv", type=Path, help="where to write the table")
+    return parser.parse_args()
+
+
+def _perplexities(checkpoint: Checkpoint, texts: list[Tensor]) -> tuple[float, float]:
+    held_out, docstrings = (perplexity(checkpoint, tokens) for tokens in texts)
+    return held_out, docstrings
+
+
+def _show(row: Row, dense: Row) -> None:
+    print(
+        f"keep {row.keep:.2f} ({row.parameters_kept:.4f}, {row.factorized:3d} factor pairs): "
+        f"held out {row.held_out:.3f} ({row.held_out / dense.held_out - 1:+.1%}), "
+        f"docstrings {row.docstrings:.3f} ({row.docstrings / dense.docstrings - 1:+.1%}), "
+        f"made in {row.seconds:.0f} s",
+        flush=True,
+    )
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    """A GGUF's byte-level BPE with digits split (SmolLM's), or a directory's tokenizer.json."""
+    if path.is_dir():
+        return Tokenizer.from_file(str(path / "tokenizer.json"))
+    fields = GGUFReader(path).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"].contents()]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    return tokenizer
+
+
+def _docstrings() -> str:
+    """Docstrings of modules and of what is public in them."""
+    found: list[str] = []
+    for name in _DOCSTRING_MODULES:
+        module = importlib.import_module(name)
+        public = (getattr(module, entry) for entry in getattr(module, "__all__", ()))
+        for thing in (module, *public):
+            text = inspect.getdoc(thing) if thing is module or callable(thing) else None
+            if text is not None:
+                found.append(text)
+    return "\n\n".join(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Factorizing a whole model: budgets, facts, determinism, and what the statistics predict."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, write_checkpoint
+from runtime.checkpoint.assemble import PROJECTIONS, projection_shape
+from runtime.checkpoint.weights import LayerWeights
+from runtime.compress import METHOD, artifact_key, compress, cut_rows, documentation, perplexity
+from runtime.compress.forward import forward, rms_norm
+from runtime.compress.moments import collect_moments
+from runtime.config import ModelConfig
+from runtime.errors import CompressionError
+
+CONFIG = ModelConfig(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=83,
+    hidden_size=48,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    context_length=256,
+    rms_norm_eps=1e-6,
+    tied_embeddings=True,
+)
+
+
+def random_model() -> Checkpoint:
+    generator = torch.Generator().manual_seed(5)
+
+    def linear(projection: str) -> Dense:
+        out, inner = projection_shape(CONFIG, projection)
+        scale = torch.logspace(0, -1.5, inner)
+        bias = torch.randn(out, generator=generator) if projection in "qkv" else None
+        return Dense(torch.randn(out, inner, generator=generator) * scale / inner**0.5, bias)
+
+    def layer() -> LayerWeights:
+        linears: dict[str, Any] = {name: linear(name) for name in PROJECTIONS}
+        return LayerWeights(
+            input_norm=torch.ones(48),
+            post_norm=torch.ones(48),
+            **linears,
+        )
+
+    embedding = torch.randn(83, 48, generator=generator)
+    layers = (layer(), layer())
+    # A small final norm keeps predictions undecided: certain ones have no gradient.
+    return Checkpoint(CONFIG, embedding, layers, torch.full((48,), 0.2), embedding, "d" * 64)
+
+
+MODEL = random_model()
+TOKENS = torch.randint(0, 83, (24, 63), generator=torch.Generator().manual_seed(6))
+
+
+def divergence(model: Checkpoint) -> float:
+    """KL from the dense model, in nats per token, on tokens that calibration has not seen."""
+    tokens = torch.randint(0, 83, (16, 63), generator=torch.Generator().manual_seed(7))
+    expected = forward(MODEL, tokens).log_softmax(-1)
+    actual = forward(model, tokens).log_softmax(-1)
+    return float((expected.exp() * (expected - actual)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("keep", [0.95, 0.7, 0.4])
+def test_the_budget_is_kept_and_used(keep: float) -> None:
+    made, report = compress(MODEL, TOKENS, keep, rank_multiple=1)
+    parameters = 0
+    for layer, ranks in zip(made.layers, report.ranks, strict=True):
+        for projection in PROJECTIONS:
+            linear = getattr(layer, projection)
+            out, inner = projection_shape(CONFIG, projection)
+            if isinstance(linear, FactorPair):
+                assert (linear.u.shape[0], linear.v.shape[1]) == (out, inner)
+                assert linear.rank == ranks[projection]
+                assert linear.rank * (out + inner) < out * inner
+                parameters += linear.rank * (out + inner)
+            else:
+                assert ranks[projection] is None
+                parameters += out * inner
+    total = 2 * sum(math.prod(projection_shape(CONFIG, projection)) for projection in PROJECTIONS)
+    assert report.parameters_kept == parameters / total
+    assert keep - 0.06 < report.parameters_kept <= keep
+    assert report.factorized > 0
+
+
+def test_less_is_worse_and_beats_guessing() -> None:
+    divergences = [
+        divergence(compress(MODEL, TOKENS, keep, rank_multiple=1)[0]) for keep in (0.9, 0.6, 0.3)
+    ]
+    assert divergences == sorted(divergences)
+    assert divergences[0] < 0.05 * divergences[2]
+
+
+def test_weighting_and_allocation_beat_plain_uniform_svd() -> None:
+    made, _report = compress(MODEL, TOKENS, 0.6, rank_multiple=1)
+
+    def plain(linear: Dense) -> Any:
+        U, S, Vh = torch.linalg.svd(linear.weight, full_matrices=False)
+        rank = int(linear.weight.numel() * 0.6 / sum(linear.weight.shape))
+        return FactorPair(U[:, :rank] * S[:rank], Vh[:rank], linear.bias)
+
+    layers = tuple(
+        replace(layer, **{name: plain(getattr(layer, name)) for name in PROJECTIONS})
+        for layer in MODEL.layers
+    )
+    assert divergence(made) < 0.8 * divergence(replace(MODEL, layers=layers))
+
+
+def test_the_moments_predict_the_loss_of_a_small_change() -> None:
+    moments = collect_moments(MODEL, TOKENS.repeat(4, 1), seed=1)
+    change = torch.randn(48, 96, generator=torch.Generator().manual_seed(8)) * 2e-2
+    C, G = moments[1].inputs["down"], moments[1].gradients["down"]
+    predicted = 0.5 * float(torch.trace(G @ change @ C @ change.t()))
+    down = Dense(MODEL.layers[1].down.weight + change)  # type: ignore[union-attr]
+    layers = (MODEL.layers[0], replace(MODEL.layers[1], down=down))
+    # Kronecker factors ignore how inputs and gradients vary together: half to twice is agreement.
+    assert 0.5 < predicted / divergence(replace(MODEL, layers=layers)) < 2.0
+
+
+def test_input_moments_are_means_of_what_the_projections_read() -> None:
+    moments = collect_moments(MODEL, TOKENS, seed=0)
+    x = rms_norm(MODEL.embedding[TOKENS], MODEL.layers[0].input_norm, 1e-6).flatten(0, 1)
+    expected = x.t() @ x / TOKENS.numel()
+    # fp32 sums over 1,512 tokens in another order.
+    torch.testing.assert_close(moments[0].inputs["q"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_result_is_reproducible_and_survives_the_file(tmp_path: Path) -> None:
+    first, _ = compress(MODEL, TOKENS, 0.7, rank_multiple=4)
+    again, _ = compress(MODEL, TOKENS, 0.7, rank_multiple=4)
+    assert first.model_hash == again.model_hash != MODEL.model_hash
+    write_checkpoint(first, tmp_path / "model")
+    read = load_checkpoint(tmp_path / "model")
+    assert (read.model_hash, read.keep) == (first.model_hash, 0.7)
+    assert read.factorization is not None
+    assert read.factorization == first.factorization
+    assert read.factorization.method == METHOD
+    assert read.factorization.source_hash == MODEL.model_hash
+    assert read.factorization.calibration_tokens == TOKENS.numel()
+    assert torch.equal(forward(read, TOKENS[:2]), forward(first, TOKENS[:2]))
+
+
+def test_progress_rises_to_one() -> None:
+    told: list[tuple[str, float]] = []
+    compress(MODEL, TOKENS[:3], 0.7, lambda stage, done: told.append((stage, done)), 1)
+    fractions = [done for _stage, done in told]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == pytest.approx(1.0)
+    assert {stage for stage, _done in told} == {"calibrating", "factorizing"}
+
+
+def test_keep_one_is_the_dense_model() -> None:
+    made, report = compress(MODEL, TOKENS, 1.0)
+    assert made is MODEL
+    assert (report.parameters_kept, report.factorized) == (1.0, 0)
+
+
+@pytest.mark.parametrize("keep", [0.0, -0.5, 1.01, math.nan])
+def test_keep_is_a_fraction(keep: float) -> None:
+    with pytest.raises(CompressionError, match="keep"):
+        compress(MODEL, TOKENS, keep)
+
+
+def test_what_cannot_be_compressed_is_refused() -> None:
+    made, _ = compress(MODEL, TOKENS[:2], 0.7, rank_multiple=1)
+    with pytest.raises(CompressionError, match="already"):
+        compress(made, TOKENS, 0.5)
+    with pytest.raises(CompressionError, match="vocabulary"):
+        compress(MODEL, TOKENS + 83, 0.5)
+    with pytest.raises(CompressionError, match="length"):
+        compress(MODEL, TOKENS[0], 0.5)
+
+
+def test_the_artifact_key_tells_all_inputs_apart() -> None:
+    keys = {
+        artifact_key("a" * 64, 0.8, TOKENS),
+        artifact_key("b" * 64, 0.8, TOKENS),
+        artifact_key("a" * 64, 0.9, TOKENS),
+        artifact_key("a" * 64, 0.8, TOKENS.flip(0)),
+        artifact_key("a" * 64, 0.8, TOKENS.reshape(63, 24)),
+    }
+    assert len(keys) == 5
+    assert artifact_key("a" * 64, 0.8, TOKENS) == artifact_key("a" * 64, 0.80, TOKENS.clone())
+
+
+def test_perplexity_of_a_model_that_knows_nothing_is_its_vocabulary() -> None:
+    blank = replace(MODEL, lm_head=torch.zeros(83, 48))
+    assert perplexity(blank, TOKENS[:3]) == pytest.approx(83.0, rel=1e-5)
+
+
+def test_perplexity_is_the_exponential_of_the_mean_cross_entropy() -> None:
+    scores = forward(MODEL, TOKENS[:4])[:, :-1].flatten(0, 1)
+    expected = functional.cross_entropy(scores, TOKENS[:4, 1:].flatten()).exp()
+    assert perplexity(MODEL, TOKENS[:4]) == pytest.approx(float(expected), rel=1e-4)
+    with pytest.raises(CompressionError, match="perplexity needs"):
+        perplexity(MODEL, TOKENS[:, :1])
+
+
+def test_calibration_and_held_out_text_are_disjoint() -> None:
+    calibration, held_out = documentation()
+    assert len(calibration) > 5 * len(held_out) > 50_000
+    paragraphs = set(held_out.split("\n\n"))
+    assert not [text for text in calibration.split("\n\n") if text in paragraphs]
+
+
+def test_rows_are_spread_over_the_text() -> None:
+    rows = cut_rows(range(1000), length=17, count=3)
+    assert rows.shape == (3, 17)
+    assert rows[:, 0].tolist() == [0, 19 * 17, 38 * 17]
+    assert cut_rows(range(40), length=17, count=9).shape == (2, 17)
+    with pytest.raises(CompressionError, match="less than"):
+        cut_rows(range(16), length=17, count=1)
