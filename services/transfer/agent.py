@@ -19,6 +19,8 @@ from services.transfer.errors import TransferClosed, TransferError
 from services.transfer.owner import Owner, ReadDone
 from services.transfer.slab import Slab
 
+__all__ = ["ReadDone", "TransferAgent"]
+
 
 @dataclass(frozen=True)
 class _Command:
@@ -42,7 +44,7 @@ class _Command:
 class TransferAgent:
     """This process's end of all transfers. Every method may be called from any thread.
 
-    The futures cannot be cancelled: a READ that has begun ends as it ends.
+    A future can be cancelled until its command has begun: a READ that runs cannot be taken back.
 
     Args:
         name: unique among all agents that ever meet: a role and the epoch.

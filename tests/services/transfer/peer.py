@@ -1,0 +1,35 @@
+"""A process that serves a slab of known content until its stdin ends. Usage: peer.py NAME."""
+
+import json
+import sys
+
+import torch
+
+from services.transfer.agent import TransferAgent
+from services.transfer.slab import Slab
+
+SLOTS = 16
+SLOT_BYTES = 1 << 20
+
+
+def content(slot: int) -> torch.Tensor:
+    """What lies in a slot, ``[SLOT_BYTES]`` uint8."""
+    generator = torch.Generator().manual_seed(slot)
+    return torch.randint(0, 256, (SLOT_BYTES,), dtype=torch.uint8, generator=generator)
+
+
+def main() -> None:
+    agent = TransferAgent(sys.argv[1])
+    slab = Slab(SLOTS, SLOT_BYTES)
+    for slot in range(SLOTS):
+        slab.view(slot, SLOT_BYTES).copy_(content(slot))
+    agent.register(slab)
+    hello = {"metadata": agent.metadata.hex(), "address": slab.address}
+    sys.stdout.write(json.dumps(hello) + "\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    agent.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""READs between real processes: what arrives, and what happens when the other side does not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.transfer.agent import ReadDone, TransferAgent
+from services.transfer.errors import (
+    BadAddress,
+    PeerLost,
+    PeerRefused,
+    ReadTimeout,
+    TransferClosed,
+    TransferUnavailable,
+)
+from services.transfer.slab import Slab
+from tests.services.transfer.peer import SLOT_BYTES, SLOTS, content
+
+# Over shared memory a READ copies out of the peer's memory and never waits for it; only TCP shows
+# what a stopped peer does.
+TCP = "tcp,self"
+
+
+@dataclass
+class Peer:
+    """A peer's process. Its name is unique, as an epoch's is."""
+
+    name: str
+    process: subprocess.Popen[str]
+    metadata: bytes = b""
+    address: int = 0
+
+    def wait_until_serving(self) -> None:
+        assert self.process.stdout is not None
+        hello = json.loads(self.process.stdout.readline())
+        self.metadata = bytes.fromhex(hello["metadata"])
+        self.address = hello["address"]
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)  # all of its threads
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+
+
+def start_peer(name: str) -> Peer:
+    """One that offers every transport: its readers choose."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("UCX_TLS", None)
+    command = [sys.executable, str(Path(__file__).with_name("peer.py")), name]
+    pipe = subprocess.PIPE
+    return Peer(
+        name, subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+    )
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[dict[str, Peer]]:
+    """All peers of this module, started at once since most of their start is importing."""
+    names = ("main", "lasting", "doomed", "restarted", "deserted")
+    peers = {name: start_peer(f"{name}-{os.getpid()}") for name in names}
+    try:
+        for peer in peers.values():
+            peer.wait_until_serving()
+        yield peers
+    finally:
+        for peer in peers.values():
+            peer.kill()
+
+
+class Reader:
+    """An agent, its landing slab, and the peers it knows."""
+
+    def __init__(self, *peers: Peer) -> None:
+        self.agent = TransferAgent(f"reader-{os.getpid()}-{time.monotonic_ns()}")
+        self.landing = Slab(SLOTS, SLOT_BYTES)
+        self.agent.register(self.landing)
+        for peer in peers:
+            self.add(peer)
+
+    def add(self, peer: Peer) -> None:
+        self.agent.add_peer(peer.name, peer.metadata).result(5)
+
+    def read(
+        self, peer: Peer, slot: int, length: int = SLOT_BYTES, *, deadline_s: float = 10.0
+    ) -> "Future[ReadDone]":
+        return self.agent.read(
+            peer.name,
+            peer.address + slot * SLOT_BYTES,
+            length,
+            self.landing.view(slot, length),
+            deadline_s=deadline_s,
+        )
+
+
+@pytest.fixture
+def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Reader]]:
+    """Makes readers over given transports, and closes them."""
+    readers: list[Reader] = []
+
+    def make(*peers: Peer, transports: str | None = TCP) -> Reader:
+        if transports:
+            monkeypatch.setenv("UCX_TLS", transports)
+        else:
+            monkeypatch.delenv("UCX_TLS", raising=False)
+        readers.append(Reader(*peers))
+        return readers[-1]
+
+    yield make
+    for reader in readers:
+        reader.agent.close(grace_s=0.0)
+
+
+@pytest.fixture(params=[None, TCP], ids=["default", "tcp"])
+def pair(
+    request: pytest.FixtureRequest, fleet: dict[str, Peer], connect: Callable[..., Reader]
+) -> tuple[Reader, Peer]:
+    return connect(fleet["main"], transports=request.param), fleet["main"]
+
+
+@pytest.mark.parametrize("length", [1, 17, 4095, 4096, 100_003, SLOT_BYTES])
+def test_read_brings_the_bytes_and_no_more(pair: tuple[Reader, Peer], length: int) -> None:
+    reader, peer = pair
+    done = reader.read(peer, 3, length).result(10)
+    landed = reader.landing.view(3, SLOT_BYTES)
+    assert torch.equal(landed[:length], content(3)[:length])
+    assert not landed[length:].any()
+    assert 0 < done.seconds < 10
+
+
+def test_sixteen_reads_in_flight(pair: tuple[Reader, Peer]) -> None:
+    reader, peer = pair
+    reads = [reader.read(peer, slot) for slot in range(SLOTS)]
+    for slot, read in enumerate(reads):
+        read.result(10)
+        assert torch.equal(reader.landing.view(slot, SLOT_BYTES), content(slot))
+
+
+def test_bad_ranges_are_typed_errors_and_harmless(pair: tuple[Reader, Peer]) -> None:
+    reader, peer = pair
+    end = peer.address + SLOTS * SLOT_BYTES
+    landing = reader.landing.view(0, 64)
+    for address in (end, end - 63, peer.address - 1, 0, 1 << 63, (1 << 64) - 63, 1 << 70, -1):
+        read = reader.agent.read(peer.name, address, 64, landing, deadline_s=1)
+        with pytest.raises(BadAddress):
+            read.result(5)
+    for local in (torch.zeros(64, dtype=torch.uint8), landing[:63], landing.view(torch.int8)):
+        read = reader.agent.read(peer.name, peer.address, 64, local, deadline_s=1)
+        with pytest.raises(BadAddress):
+            read.result(5)
+    for odd in ({"kind": "FILE"}, {"device": -1}, {"device": 1 << 40}):
+        read = reader.agent.read(peer.name, peer.address, 64, landing, deadline_s=1, **odd)
+        with pytest.raises(BadAddress):
+            read.result(5)
+    assert not reader.landing.view(0, SLOT_BYTES).any()
+    reader.read(peer, 0).result(10)
+
+
+def test_peers_that_cannot_be_added(fleet: dict[str, Peer], connect: Callable[..., Reader]) -> None:
+    peer = fleet["main"]
+    reader = connect()
+    with pytest.raises(PeerLost):
+        reader.read(peer, 0).result(5)
+    for metadata in (b"", b"junk" * 50, peer.metadata[: len(peer.metadata) // 2]):
+        with pytest.raises((PeerRefused, PeerLost)):
+            reader.agent.add_peer(peer.name, metadata).result(5)
+    with pytest.raises(PeerRefused, match="names"):
+        reader.agent.add_peer("another", peer.metadata).result(5)
+    reader.add(peer)
+    with pytest.raises(PeerRefused, match="already"):
+        reader.add(peer)
+    reader.read(peer, 0).result(10)
+
+
+def test_a_killed_peer_is_lost_at_once_and_only_that(
+    fleet: dict[str, Peer], connect: Callable[..., Reader]
+) -> None:
+    doomed, lasting = fleet["doomed"], fleet["lasting"]
+    reader = connect(doomed, lasting)
+    reader.read(doomed, 0, 64).result(10)
+    doomed.stop()  # so that the READs are surely under way when it dies
+    reads = [reader.read(doomed, slot, deadline_s=60) for slot in range(8)]
+    time.sleep(0.05)
+    assert not any(read.done() for read in reads)
+    doomed.kill()
+    dead = time.monotonic()
+    for read in reads:
+        with pytest.raises(PeerLost):
+            read.result(5)
+    assert time.monotonic() - dead < 1.0
+    with pytest.raises(PeerLost):
+        reader.read(doomed, 0).result(5)
+    reader.read(lasting, 9).result(10)
+    assert torch.equal(reader.landing.view(9, SLOT_BYTES), content(9))
+
+
+def test_a_dead_peer_is_removed_and_its_next_life_added(
+    fleet: dict[str, Peer], connect: Callable[..., Reader]
+) -> None:
+    doomed, restarted = fleet["doomed"], fleet["restarted"]
+    doomed.kill()
+    reader = connect()
+    with pytest.raises(PeerLost):
+        reader.add(doomed)
+    reader.agent.remove_peer(doomed.name).result(5)
+    reader.add(restarted)
+    reader.read(restarted, 1).result(10)
+    assert torch.equal(reader.landing.view(1, SLOT_BYTES), content(1))
+
+
+def test_a_stopped_peer_times_out_and_drains_when_it_resumes(
+    fleet: dict[str, Peer], connect: Callable[..., Reader]
+) -> None:
+    stopped, lasting = fleet["main"], fleet["lasting"]
+    reader = connect(stopped, lasting)
+    reader.read(stopped, 0, 64).result(10)
+    reader.landing.view(0, SLOT_BYTES).zero_()
+    stopped.stop()
+    try:
+        started = time.monotonic()
+        read = reader.read(stopped, 0, deadline_s=0.3)
+        reader.read(lasting, 1).result(10)
+        with pytest.raises(ReadTimeout) as timeout:
+            read.result(5)
+        assert 0.3 <= time.monotonic() - started < 0.8
+        drained = timeout.value.drained
+        removal = reader.agent.remove_peer(stopped.name)
+        with pytest.raises(PeerLost):
+            reader.read(stopped, 2).result(5)
+        time.sleep(0.1)
+        assert not drained.done()
+        assert not removal.done()
+        assert not reader.landing.view(0, SLOT_BYTES).any()
+    finally:
+        stopped.resume()
+    drained.result(5)
+    removal.result(5)
+    assert torch.equal(reader.landing.view(0, SLOT_BYTES), content(0))
+    reader.add(stopped)
+    reader.read(stopped, 2).result(10)
+
+
+def test_adding_a_peer_again_takes_its_removal_back(
+    fleet: dict[str, Peer], connect: Callable[..., Reader]
+) -> None:
+    peer = fleet["main"]
+    reader = connect(peer)
+    reader.read(peer, 0, 64).result(10)
+    peer.stop()
+    try:
+        read = reader.read(peer, 0)
+        removal = reader.agent.remove_peer(peer.name)
+        reader.add(peer)
+        removal.result(5)
+        second = reader.read(peer, 1)
+    finally:
+        peer.resume()
+    read.result(10)
+    second.result(10)
+
+
+def test_close_ends_reads_and_nothing_writes_afterwards(
+    fleet: dict[str, Peer], connect: Callable[..., Reader]
+) -> None:
+    stopped = fleet["deserted"]
+    reader = connect(stopped)
+    reader.read(stopped, 0, 64).result(10)
+    stopped.stop()
+    overdue = reader.read(stopped, 0, deadline_s=0.05)
+    with pytest.raises(ReadTimeout) as timeout:
+        overdue.result(5)
+    running = reader.read(stopped, 1)
+    removal = reader.agent.remove_peer(stopped.name)
+    reader.agent.add_peer("x", b"").exception(5)  # by now the READ has begun
+    assert not running.cancel()
+    started = time.monotonic()
+    reader.agent.close(grace_s=0.2)
+    assert 0.2 <= time.monotonic() - started < 5
+    with pytest.raises(TransferClosed):
+        running.result(0)
+    assert timeout.value.drained.done()
+    assert removal.done()
+    reader.landing.view(0, SLOT_BYTES).zero_()
+    reader.landing.view(1, SLOT_BYTES).zero_()
+    stopped.resume()
+    time.sleep(0.3)
+    assert not reader.landing.view(0, SLOT_BYTES).any()
+    assert not reader.landing.view(1, SLOT_BYTES).any()
+
+
+def test_a_closed_agent_says_so(fleet: dict[str, Peer], connect: Callable[..., Reader]) -> None:
+    peer = fleet["main"]
+    reader = connect(peer)
+    read = reader.read(peer, 0)
+    reader.agent.close(grace_s=5.0)
+    read.result(0)  # it had time to end
+    reader.agent.close()
+    for late in (
+        reader.read(peer, 0),
+        reader.agent.add_peer("x", b""),
+        reader.agent.remove_peer("x"),
+    ):
+        with pytest.raises(TransferClosed):
+            late.result(0)
+    with pytest.raises(TransferClosed):
+        _ = reader.agent.metadata
+
+
+def test_an_idle_agent_sleeps(fleet: dict[str, Peer], connect: Callable[..., Reader]) -> None:
+    reader = connect(fleet["main"])
+    reader.read(fleet["main"], 0).result(10)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+
+
+def test_transports_that_cannot_report_a_lost_peer_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "sm,self")
+    with pytest.raises(TransferUnavailable):
+        TransferAgent("nowhere")

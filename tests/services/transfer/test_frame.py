@@ -1,0 +1,124 @@
+"""The frame's header: it survives a round trip, and nothing else passes for it."""
+
+import dataclasses
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.transfer.errors import CorruptFrame, ForeignSegment, FrameError, StaleSegment
+from services.transfer.frame import HEADER_BYTES, FrameHeader, verify
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+headers = st.builds(
+    FrameHeader,
+    epoch=st.binary(min_size=16, max_size=16),
+    request=st.binary(min_size=16, max_size=16),
+    attempt=u32,
+    index=u32,
+    first_token=u32,
+    num_tokens=u32,
+    first_layer=u32,
+    num_layers=u32,
+    generation=u64,
+    length=u64,
+    checksum=u64,
+)
+FIELDS = [field.name for field in dataclasses.fields(FrameHeader)]
+STALE = {"epoch", "generation", "attempt"}
+
+
+def packed(header: FrameHeader, room: int = HEADER_BYTES) -> torch.Tensor:
+    buffer = torch.full((room,), 0xA5, dtype=torch.uint8)
+    header.pack_into(buffer)
+    return buffer
+
+
+@given(headers)
+def test_round_trip(header: FrameHeader) -> None:
+    buffer = packed(header, HEADER_BYTES + 17)
+    assert FrameHeader.unpack(buffer) == header
+    assert (buffer[HEADER_BYTES:] == 0xA5).all()
+    verify(header, FrameHeader.unpack(buffer))
+
+
+@given(headers, st.integers(0, 8 * HEADER_BYTES - 1))
+def test_any_flipped_bit_is_noticed(header: FrameHeader, bit: int) -> None:
+    buffer = packed(header)
+    buffer[bit // 8] ^= 1 << (bit % 8)
+    with pytest.raises(CorruptFrame):
+        FrameHeader.unpack(buffer)
+
+
+@given(st.binary(max_size=3 * HEADER_BYTES))
+def test_what_is_no_frame_is_refused(noise: bytes) -> None:
+    with pytest.raises(CorruptFrame):
+        FrameHeader.unpack(torch.tensor(list(noise), dtype=torch.uint8))
+
+
+@given(headers, headers, st.sampled_from(FIELDS))
+def test_a_different_field_is_named(header: FrameHeader, other: FrameHeader, name: str) -> None:
+    found = dataclasses.replace(header, **{name: getattr(other, name)})
+    if found == header:
+        verify(header, found)
+        return
+    error = StaleSegment if name in STALE else ForeignSegment
+    with pytest.raises(error, match=f"^{name} is"):
+        verify(header, found)
+
+
+@given(headers, headers)
+def test_staleness_is_the_first_reason(header: FrameHeader, other: FrameHeader) -> None:
+    if any(getattr(header, name) != getattr(other, name) for name in STALE):
+        with pytest.raises(StaleSegment):
+            verify(header, other)
+
+
+def describe(**changes: object) -> FrameHeader:
+    fields: dict[str, object] = {
+        "epoch": "00112233445566778899aabbccddeeff",
+        "request_id": "req-ü",
+        "attempt": 1,
+        "index": 2,
+        "first_token": 48,
+        "num_tokens": 17,
+        "first_layer": 6,
+        "num_layers": 3,
+        "generation": 9,
+        "length": 1000,
+        "checksum": 2**64 - 1,
+    }
+    return FrameHeader.describing(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_the_layout_on_the_wire() -> None:
+    raw = bytes(packed(describe()).tolist())
+    assert raw[:8] == b"HRKV\x01\x00\x60\x00"
+    assert raw[12:16] == (1).to_bytes(4, "little")
+    assert raw[16:32] == bytes.fromhex("00112233445566778899aabbccddeeff")
+    assert raw[32:48] == hashlib.sha256("req-ü".encode()).digest()[:16]
+    numbers = [int.from_bytes(raw[at : at + 4], "little") for at in range(48, 72, 4)]
+    assert numbers == [2, 48, 17, 6, 3, 0]
+    assert raw[72:80] == (9).to_bytes(8, "little")
+    assert raw[80:88] == (1000).to_bytes(8, "little")
+    assert raw[88:] == b"\xff" * 8
+
+
+@pytest.mark.parametrize("epoch", ["", "00", "zz" * 16, "00" * 17])
+def test_an_epoch_is_a_uuid(epoch: str) -> None:
+    with pytest.raises(FrameError):
+        describe(epoch=epoch)
+
+
+@pytest.mark.parametrize("change", [{"index": -1}, {"attempt": 2**32}, {"checksum": 2**64}])
+def test_fields_that_do_not_fit_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(FrameError):
+        packed(describe(**change))
+
+
+def test_a_short_buffer_is_refused() -> None:
+    with pytest.raises(FrameError):
+        packed(describe(), HEADER_BYTES - 1)
