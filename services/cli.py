@@ -2,8 +2,10 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -128,6 +130,44 @@ def status(port: Annotated[int, typer.Option(help="the gateway's HTTP port")] = 
     from services.local.up import status as show
 
     raise typer.Exit(show(port))
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="where the codebooks go")],
+    model: Annotated[str, typer.Option(help="name or path of a checkpoint")] = "smollm2-135m",
+    tokenizer: Annotated[str | None, typer.Option(help="where it differs from the model")] = None,
+) -> None:
+    """Calibrate the codec's codebooks on a model's own KV."""
+    from services.local.calibrate import calibrate as make
+
+    with _refusals("calibrate"):
+        make(model, tokenizer or model, out)
+
+
+@app.command()
+def compress(
+    out: Annotated[Path, typer.Option(help="folder of the new checkpoint")],
+    keep: Annotated[float, typer.Option(min=0.05, max=0.999, help="share of parameters kept")],
+    model: Annotated[str, typer.Option(help="name or path of a checkpoint")] = "smollm2-135m",
+) -> None:
+    """Factorize a model by truncation-aware SVD, and report perplexity before and after."""
+    from services.local.compress import compress as make
+
+    with _refusals("compress"):
+        make(model, keep, out)
+
+
+@contextmanager
+def _refusals(command: str) -> Iterator[None]:
+    """What was asked and cannot be done is said in one line; exit code 2."""
+    from runtime.errors import RuntimeFault
+
+    try:
+        yield
+    except (SettingsError, RuntimeFault, OSError) as error:
+        print(f"headrace {command}: {error}", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(2) from None
 
 
 @app.command()

@@ -10,7 +10,7 @@ import torch
 import codec
 from headrace.v1 import prefill_pb2
 from runtime.checkpoint import load_checkpoint, resolve_model
-from runtime.checkpoint.weights import Checkpoint
+from runtime.config import ModelConfig
 from runtime.engine import Engine, Limits
 from runtime.errors import RuntimeFault
 from runtime.model import Model
@@ -43,7 +43,7 @@ class Loaded:
     engine: Engine
     codebooks: tuple[codec.Codebook | None, ...]
     identity: Identity
-    checkpoint: Checkpoint
+    config: ModelConfig
     device: str
 
 
@@ -69,6 +69,8 @@ def load_worker(settings: WorkerSettings) -> Loaded:
         )
         engine = Engine(model, num_pages=settings.kv_tokens // PAGE_SIZE, limits=limits)
         codebooks, codebook_id = _codebooks(settings, checkpoint.config.num_layers)
+        if device == "cpu":
+            codec.warm_up()
     except (RuntimeFault, codec.CodecError, ValueError, OSError) as error:
         raise SettingsError(f"cannot serve {settings.model}: {error}") from error
     config = checkpoint.config
@@ -93,7 +95,7 @@ def load_worker(settings: WorkerSettings) -> Loaded:
             kernel_plan=model.kernel_plan,
         ),
     )
-    return Loaded(engine, codebooks, identity, checkpoint, device)
+    return Loaded(engine, codebooks, identity, config, device)
 
 
 def _dtype(name: str, device: str) -> torch.dtype:

@@ -58,7 +58,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
             landing,
             self._links,
             CodecPlan(loaded.codebooks),
-            num_layers=loaded.checkpoint.config.num_layers,
+            num_layers=loaded.config.num_layers,
             page_size=PAGE_SIZE,
             credits_per_sequence=settings.credits_per_sequence,
             read_timeout_s=settings.read_timeout_s,

@@ -11,6 +11,7 @@ from runtime.checkpoint import load_checkpoint
 from runtime.engine import Add, Engine, Limits, StepOutput
 from runtime.model import Model
 from runtime.sequence import Request, Sampling
+from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
 from services.common.worker import PAGE_SIZE
 from services.local.corpus import calibration_text
@@ -18,10 +19,13 @@ from services.local.corpus import calibration_text
 SAMPLE_PROMPTS, SAMPLE_TOKENS = 4, 512
 
 
-def calibrate(model: Path, tokenizer: Path, out: Path, console: Console) -> codec.Codebooks:
+def calibrate(model: str, tokenizer: str, out: Path) -> codec.Codebooks:
     """Prefills real text, counts the exponents of each plane, writes the codebooks to ``out``."""
-    tokens = load_tokenizer(tokenizer).encode(calibration_text())
-    runtime_model = Model(load_checkpoint(model), page_size=PAGE_SIZE)
+    console = Console(stderr=True)
+    with console.status("loading the model, compiling the codec"):
+        codec.warm_up()  # the workers find the compiled loops in the cache
+        tokens = load_tokenizer(resolve_model(tokenizer)).encode(calibration_text())
+        runtime_model = Model(load_checkpoint(resolve_model(model)), page_size=PAGE_SIZE)
     engine = Engine(
         runtime_model,
         num_pages=SAMPLE_PROMPTS * SAMPLE_TOKENS // PAGE_SIZE,

@@ -46,7 +46,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
         self.engine = EngineThread(
             loaded.engine, on_output=self._deliver, on_fault=self.fault.set_exception
         )
-        config = loaded.checkpoint.config
+        config = loaded.config
         self._max_sequences = settings.max_running + settings.max_waiting
         self.sender = Sender(
             self.engine,
