@@ -23,6 +23,8 @@ log = structlog.get_logger()
 
 _T = TypeVar("_T")
 
+_PROBES = frozenset({"/health", "/ready", "/metrics"})  # asked for every few seconds
+
 
 class Edge:
     """Wraps the application: every request gets an id, one log line and one count.
@@ -64,7 +66,9 @@ class Edge:
         route = getattr(scope.get("route"), "path", "unknown")
         self._count(route, status)
         told = {} if error is None else {"error": error.message[:300]}
-        level = log.warning if status >= 500 else log.info
+        level = log.warning if status >= HTTPStatus.INTERNAL_SERVER_ERROR else log.info
+        if route in _PROBES:
+            level = log.debug
         level("answered", method=scope["method"], endpoint=route, status=status, **told)
 
 

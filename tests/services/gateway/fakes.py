@@ -96,6 +96,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer):
         self.port = 0
         self._server: aio.Server | None = None
         self._context: Any = None
+        self._writing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -120,7 +121,8 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer):
             await self._server.stop(0)
 
     async def write(self, step: decode_pb2.DecodeStep) -> None:
-        await self._context.write(step)
+        async with self._writing:  # a call takes one message at a time
+            await self._context.write(step)
 
     async def Session(  # type: ignore[override]
         self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Any
@@ -158,11 +160,13 @@ class FakeRouter:
     def outstanding(self) -> int:
         return self.placed - len(self.releases)
 
+    async def started(self, count: int) -> None:
+        """Until so many streams have reached the workers."""
+        await until(lambda: sum(len(w.streams) for w in self.workers) >= count)
+
     async def settled(self) -> None:
         """Until every placement was given back."""
-        async with asyncio.timeout(5):
-            while self.outstanding:  # noqa: ASYNC110 - polling keeps the fake simple
-                await asyncio.sleep(0.005)
+        await until(lambda: not self.outstanding)
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
         if self.down:
@@ -210,6 +214,13 @@ class FakeRouter:
             **dict.fromkeys(counts.split(), 0),
             "silent_s": 0.0,
         }
+
+
+async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    """Waits for what other tasks bring about; fails the test where they do not."""
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no events
+            await asyncio.sleep(0.005)
 
 
 def _refuse(status: int, code: str) -> httpx.Response:

@@ -1,0 +1,223 @@
+"""Every bad request gets a clear error that names what is wrong, and costs nothing."""
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import SettingsError
+from services.gateway.keys import ApiKeys
+from tests.services.gateway.conftest import OpenSite, Site
+from tests.services.gateway.fakes import hang, say
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({}, "prompt", "invalid_value"),
+    ({"prompt": None}, "prompt", "invalid_value"),
+    ({"prompt": 7}, "prompt", "invalid_value"),
+    ({"prompt": ""}, "prompt", "invalid_value"),
+    ({"prompt": []}, "prompt", "invalid_value"),
+    ({"prompt": [[]]}, "prompt", "invalid_value"),
+    ({"prompt": [1, "a"]}, "prompt", "invalid_value"),
+    ({"prompt": [-1]}, "prompt", "invalid_value"),
+    ({"prompt": [49152]}, "prompt", "invalid_value"),
+    ({"prompt": ["x"] * 33}, "prompt", "invalid_value"),
+    ({"prompt": [1] * 8192}, "prompt", "context_length_exceeded"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"prompt": "x", "max_tokens": -5}, "max_tokens", "invalid_value"),
+    ({"prompt": "x", "max_tokens": 10**9}, "max_tokens", "context_length_exceeded"),
+    ({"prompt": "x", "max_tokens": 10**30}, "max_tokens", "invalid_value"),
+    ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "invalid_value"),
+    ({"prompt": "x", "n": 10**9}, "n", "invalid_value"),
+    ({"prompt": "x", "n": 0}, "n", "invalid_value"),
+    ({"prompt": "x", "temperature": 2.5}, "temperature", "invalid_value"),
+    ({"prompt": "x", "top_p": 0}, "top_p", "invalid_value"),
+    ({"prompt": "x", "top_k": -2}, "top_k", "invalid_value"),
+    ({"prompt": "x", "min_p": 1.5}, "min_p", "invalid_value"),
+    ({"prompt": "x", "seed": 1 << 64}, "seed", "invalid_value"),
+    ({"prompt": "x", "presence_penalty": 3}, "presence_penalty", "invalid_value"),
+    ({"prompt": "x", "frequency_penalty": -3}, "frequency_penalty", "invalid_value"),
+    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"49152": 1}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "stop": ["a"] * 5}, "stop", "invalid_value"),
+    ({"prompt": "x", "stop": ""}, "stop", "invalid_value"),
+    ({"prompt": "x", "stop": "a" * 257}, "stop", "invalid_value"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"prompt": "x", "stream_options": {"more": 1}}, "stream_options.more", "unknown_parameter"),
+    ({"prompt": "x", "echo": True}, "echo", "unsupported_parameter"),
+    ({"prompt": "x", "best_of": 2}, "best_of", "unsupported_parameter"),
+    ({"prompt": "x", "kv_transfer_params": {}}, "kv_transfer_params", "unknown_parameter"),
+    ({"prompt": "x", "model": "gpt-4"}, "model", "model_not_found"),
+]
+
+BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "messages", "invalid_value"),
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "invalid_value"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    (
+        {"messages": [{"role": "user", "content": "x", "name": "me"}]},
+        "messages[0].name",
+        "unsupported_parameter",
+    ),
+    ({"messages": CHAT, "tools": []}, "tools", "unsupported_parameter"),
+    ({"messages": CHAT, "response_format": {}}, "response_format", "unsupported_parameter"),
+    ({"messages": CHAT, "top_logprobs": 3}, "top_logprobs", "invalid_value"),
+    (
+        {"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 4},
+        "max_completion_tokens",
+        "invalid_value",
+    ),
+]
+
+
+async def refused(site: Site, path: str, body: Any, param: str | None, code: str) -> None:
+    response = await site.http.post(path, json=body)
+    assert response.status_code == (404 if code == "model_not_found" else 400), response.text
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, code), error
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert response.headers["x-request-id"]
+
+
+async def test_bad_fields_are_named(site: Site) -> None:
+    for body, param, code in BAD_COMPLETIONS:
+        await refused(site, "/v1/completions", body, param, code)
+    for body, param, code in BAD_CHATS:
+        await refused(site, "/v1/chat/completions", body, param, code)
+    assert site.router.places == []
+    assert site.worker.streams == []
+
+
+async def test_nulls_for_what_is_not_served_are_no_request(site: Site) -> None:
+    site.worker.script = say(5)
+    message = {"role": "user", "content": "hi", "tool_calls": None, "refusal": None}
+    body = {"messages": [message], "tools": None, "response_format": None, "seed": None}
+    assert (await site.http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b"[" * 500 + b"]" * 500,
+        b'{"prompt":' + b"[" * 100_000,
+        b'{"prompt": ' + b'{"a":' * 20 + b"1" + b"}" * 21,
+    ],
+    ids=lambda raw: repr(raw[:24]),
+)
+async def test_what_is_no_json_object(site: Site, raw: bytes) -> None:
+    response = await site.http.post("/v1/completions", content=raw)
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_large_body_is_refused_while_it_is_read(site: Site, declared: bool) -> None:
+    sent = 0
+
+    async def chunks() -> Any:
+        nonlocal sent
+        for _ in range(160):
+            sent += 1 << 16
+            yield b" " * (1 << 16)
+
+    content = b" " * (10 << 20) if declared else chunks()
+    response = await site.http.post("/v1/completions", content=content)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "request_too_large"
+    assert (await site.http.get("/health")).status_code == 200
+
+
+async def test_a_body_that_does_not_come(open_site: OpenSite) -> None:
+    site: Site = await open_site(body_timeout_s=0.1)
+
+    async def slow() -> Any:
+        yield b"{"
+        await asyncio.sleep(1)
+
+    response = await site.http.post("/v1/completions", content=slow())
+    assert response.status_code == 400
+    assert "did not arrive" in response.json()["error"]["message"]
+
+
+async def test_unknown_paths_and_methods_have_the_same_shape(site: Site) -> None:
+    assert (await site.http.get("/v1/nothing")).json()["error"]["type"] == "invalid_request_error"
+    response = await site.http.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.json()["error"]["message"]
+    assert (await site.http.get("/v1/models/other")).status_code == 404
+
+
+async def test_api_keys(open_site: OpenSite, tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"sk-right").hexdigest()
+    file = tmp_path / "keys"
+    file.write_text(f"# keys\n{digest} team-a\n")
+    site: Site = await open_site(keys=ApiKeys.load(file))
+    site.worker.script = say(5)
+    for headers in ({}, {"authorization": "Bearer sk-wrong"}, {"authorization": "sk-right"}):
+        response = await site.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert (await site.http.get("/v1/models", headers=headers)).status_code == 401
+    right = {"authorization": "Bearer sk-right"}
+    response = await site.http.post("/v1/completions", json={"prompt": "x"}, headers=right)
+    assert response.status_code == 200
+    assert site.router.places[0].tenant == "team-a"
+    for path in ("/health", "/ready", "/metrics", "/version"):
+        assert (await site.http.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("content", ["", "# none\n", "not-a-hash\n"])
+def test_a_key_file_without_keys_does_not_open_the_door(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(content)
+    with pytest.raises(SettingsError):
+        ApiKeys.load(file)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [
+        ((429, "queue_full"), 429, "overloaded"),
+        ((408, "queue_timeout"), 408, "queue_timeout"),
+        ((413, "too_large"), 413, "request_too_large"),
+        ((503, "no_workers"), 503, "unavailable"),
+        ((404, "unknown_model"), 503, "unavailable"),
+        ((400, "invalid"), 500, "internal_error"),
+    ],
+)
+async def test_what_the_router_refuses(
+    site: Site, refusal: tuple[int, str], status: int, code: str
+) -> None:
+    site.router.refusals = [refusal]
+    response = await site.http.post("/v1/completions", json={"prompt": "x"})
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert ("retry-after" in response.headers) == (status in (429, 503))
+
+
+async def test_more_than_the_gateway_holds(open_site: OpenSite) -> None:
+    site: Site = await open_site(max_concurrent=2)
+    site.worker.script = hang
+    held = asyncio.create_task(site.http.post("/v1/completions", json={"prompt": ["x", "y"]}))
+    await site.router.started(2)
+    response = await site.http.post("/v1/completions", json={"prompt": "z"})
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    held.cancel()
+    await site.router.settled()
+    site.worker.script = say(5)
+    assert (await site.http.post("/v1/completions", json={"prompt": "z"})).status_code == 200
