@@ -8,13 +8,13 @@ from rich.progress import Progress
 
 import codec
 from runtime.checkpoint import load_checkpoint
+from runtime.compress import documentation
 from runtime.engine import Add, Engine, Limits, StepOutput
 from runtime.model import Model
 from runtime.sequence import Request, Sampling
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
 from services.common.worker import PAGE_SIZE
-from services.local.corpus import calibration_text
 
 SAMPLE_PROMPTS, SAMPLE_TOKENS = 4, 512
 
@@ -24,7 +24,7 @@ def calibrate(model: str, tokenizer: str, out: Path) -> codec.Codebooks:
     console = Console(stderr=True)
     with console.status("loading the model, compiling the codec"):
         codec.warm_up()  # the workers find the compiled loops in the cache
-        tokens = load_tokenizer(resolve_model(tokenizer)).encode(calibration_text())
+        tokens = load_tokenizer(resolve_model(tokenizer)).encode(documentation()[0])
         runtime_model = Model(load_checkpoint(resolve_model(model)), page_size=PAGE_SIZE)
     engine = Engine(
         runtime_model,

@@ -22,9 +22,9 @@ from rich.table import Table
 
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
+from runtime.compress import documentation
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
-from services.local.corpus import held_out_text
 from tests.e2e.deployment import Running, deployed
 
 PREFILL_TOKENS, DECODE_PROMPT, DECODE_TOKENS, STREAMS, REPEATS = 512, 128, 48, 8, 3
@@ -64,7 +64,7 @@ def measure_gateway() -> tuple[float, float]:
 
 async def measure_service(running: Running) -> dict[str, float]:
     """Prefill, one stream and eight, through gateway, router, transfer and decode worker."""
-    text = load_tokenizer(resolve_model("smollm2-135m")).encode(held_out_text())
+    text = load_tokenizer(resolve_model("smollm2-135m")).encode(documentation()[1])
     async with aio.insecure_channel(running.grpc_target) as channel:
         stub = InferenceStub(channel)
         await _stream(stub, text[:DECODE_PROMPT], 4)  # the first request opens the sessions

@@ -18,9 +18,9 @@ from rich.table import Table
 
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
+from runtime.compress import documentation
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
-from services.local.corpus import held_out_text
 from tests.e2e.deployment import Running, deployed
 
 EPSILON = 0.05  # nats between the two best logits; fp32 compute over bf16 KV moves them by less
@@ -57,7 +57,7 @@ class Comparison:
 
 def make_cases(count: int, *, longest: int, max_tokens: int, seed: int = 7) -> list[Case]:
     """Real text of mixed lengths from 1 to ``longest`` tokens; every second case samples."""
-    text = load_tokenizer(resolve_model("smollm2-135m")).encode(held_out_text())
+    text = load_tokenizer(resolve_model("smollm2-135m")).encode(documentation()[1])
     rng = random.Random(seed)
     lengths = [1, longest, 16, 17, 255, 256, 257]
     lengths += [int(longest ** rng.uniform(0.2, 1.0)) for _ in range(max(0, count - len(lengths)))]
