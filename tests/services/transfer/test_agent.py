@@ -61,11 +61,11 @@ class Peer:
                 pipe.close()
 
 
-def start_peer(name: str) -> Peer:
+def start_peer(name: str, device: str = "cpu") -> Peer:
     """One that offers every transport: its readers choose."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("UCX_TLS", None)
-    command = [sys.executable, str(Path(__file__).with_name("peer.py")), name]
+    command = [sys.executable, str(Path(__file__).with_name("peer.py")), name, device]
     pipe = subprocess.PIPE
     return Peer(
         name, subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
@@ -338,3 +338,33 @@ def test_transports_that_cannot_report_a_lost_peer_are_refused(
     monkeypatch.setenv("UCX_TLS", "sm,self")
     with pytest.raises(TransferUnavailable):
         TransferAgent("nowhere")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("landing_device", ["cuda", "cpu"])
+def test_reads_from_gpu_memory(landing_device: str) -> None:
+    peer = start_peer(f"gpu-{os.getpid()}-{landing_device}", "cuda")
+    agent = TransferAgent(f"gpu-reader-{os.getpid()}-{landing_device}")
+    try:
+        landing = Slab(SLOTS, SLOT_BYTES, landing_device)
+        agent.register(landing)
+        peer.wait_until_serving()
+        agent.add_peer(peer.name, peer.metadata).result(5)
+        reads = [
+            agent.read(
+                peer.name,
+                peer.address + slot * SLOT_BYTES,
+                SLOT_BYTES,
+                landing.view(slot, SLOT_BYTES),
+                kind="VRAM",
+                deadline_s=10,
+            )
+            for slot in range(SLOTS)
+        ]
+        for slot, read in enumerate(reads):
+            read.result(10)
+            assert torch.equal(landing.view(slot, SLOT_BYTES).cpu(), content(slot))
+    finally:
+        agent.close()
+        peer.kill()

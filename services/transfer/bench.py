@@ -1,0 +1,151 @@
+"""READs between two processes of this machine, against the floor: a memcpy of as many bytes.
+
+    OMP_NUM_THREADS=1 python -m services.transfer.bench [--transports tcp,self] [--device cuda]
+
+Latency is that of one READ at a time, from the call to the result, as a caller sees it; bandwidth
+is that of 16 READs in flight. The memcpy copies between two buffers of one process, on one thread,
+over the same 16 slots, so that caches help both alike.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from services.transfer.agent import ReadDone, TransferAgent
+from services.transfer.slab import Slab
+
+SLOTS = 16
+SLOT_BYTES = 4 << 20
+LENGTHS = (4 << 10, 256 << 10, 4 << 20)
+SERVE = "--serve"
+DEVICE_OF = {"DRAM": "cpu", "VRAM": "cuda"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One length's figures. Latencies in seconds, bandwidths in bytes per second."""
+
+    length: int
+    latency: float
+    latency_p99: float
+    bandwidth: float
+    memcpy_latency: float
+    memcpy_bandwidth: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.length >> 10:>6} KiB  {self.latency * 1e6:>8.0f} us  "
+            f"{self.latency_p99 * 1e6:>8.0f} us  {self.memcpy_latency * 1e6:>8.1f} us  "
+            f"{self.bandwidth / 1e9:>7.2f} GB/s  {self.memcpy_bandwidth / 1e9:>7.2f} GB/s  "
+            f"{self.bandwidth / self.memcpy_bandwidth:>6.2f}"
+        )
+
+
+HEADER = "    length         p50          p99       memcpy        16 at once         memcpy   ratio"
+
+
+def serve(device: str) -> None:
+    """The peer: a slab to read, until stdin ends."""
+    agent = TransferAgent(f"bench-peer-{os.getpid()}")
+    slab = Slab(SLOTS, SLOT_BYTES, device)
+    slab.view(0, SLOT_BYTES).fill_(1)
+    agent.register(slab)
+    print(agent.name, agent.metadata.hex(), slab.address, flush=True)
+    sys.stdin.read()
+    agent.close()
+
+
+def rounds_of(length: int) -> int:
+    """Enough to see the 99th percentile, few enough for a second of small copies."""
+    return max(200, min(2000, (64 << 20) // length))
+
+
+def timed(call: Callable[[int], None], rounds: int) -> list[float]:
+    """Seconds of each of ``rounds`` calls, after a tenth of them unmeasured; sorted."""
+    seconds = []
+    for i in range(-rounds // 10, rounds):
+        start = time.perf_counter()
+        call(i % SLOTS)
+        if i >= 0:
+            seconds.append(time.perf_counter() - start)
+    return sorted(seconds)
+
+
+def measure(agent: TransferAgent, peer: str, address: int, landing: Slab, length: int) -> Row:
+    source = Slab(SLOTS, SLOT_BYTES, DEVICE_OF[landing.memory_kind])
+
+    def start(slot: int) -> "Future[ReadDone]":
+        remote = address + slot * SLOT_BYTES
+        local = landing.view(slot, length)
+        kind = landing.memory_kind
+        return agent.read(peer, remote, length, local, kind=kind, deadline_s=60)
+
+    def read(slot: int) -> None:
+        start(slot).result()
+
+    def read_all(_: int) -> None:
+        for done in [start(slot) for slot in range(SLOTS)]:
+            done.result()
+
+    def copy(slot: int) -> None:
+        landing.view(slot, length).copy_(source.view(slot, length))
+        if landing.memory_kind == "VRAM":
+            torch.cuda.synchronize()
+
+    for slot in range(SLOTS):
+        source.view(slot, SLOT_BYTES).fill_(2)
+    rounds = rounds_of(length)
+    latencies = timed(read, rounds)
+    batches = timed(read_all, max(20, rounds // SLOTS))
+    copies = timed(copy, rounds)
+    return Row(
+        length,
+        latency=statistics.median(latencies),
+        latency_p99=latencies[int(0.99 * len(latencies))],
+        bandwidth=SLOTS * length / statistics.median(batches),
+        memcpy_latency=statistics.median(copies),
+        memcpy_bandwidth=length / statistics.median(copies),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--transports", help="UCX_TLS of both processes; default: UCX chooses")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both slabs")
+    parser.add_argument(SERVE, action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.serve:
+        serve(arguments.device)
+        return
+    if arguments.transports:
+        os.environ["UCX_TLS"] = arguments.transports
+    command = [sys.executable, "-m", "services.transfer.bench", SERVE, "--device", arguments.device]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        if process.stdout is None:
+            raise RuntimeError("the peer has no stdout")
+        peer, metadata, address = process.stdout.readline().split()
+        agent = TransferAgent(f"bench-{os.getpid()}")
+        landing = Slab(SLOTS, SLOT_BYTES, arguments.device)
+        agent.register(landing)
+        agent.add_peer(peer, bytes.fromhex(metadata)).result()
+        transports = os.environ.get("UCX_TLS", "unset")
+        print(f"UCX_TLS {transports}, {os.cpu_count()} cores, {arguments.device}")
+        print(HEADER)
+        for length in LENGTHS:
+            print(measure(agent, peer, int(address), landing, length), flush=True)
+        agent.close()
+        process.communicate()
+
+
+if __name__ == "__main__":
+    main()
