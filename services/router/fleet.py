@@ -64,6 +64,7 @@ class _Worker:
     failures: int = 0
     probation_until: float = float("-inf")
     last_turn: int = 0
+    snapshot: WorkerSnapshot | None = None  # kept until something changes: placing reads them all
 
     def promise(self, placement_id: str, demand: Demand, turn: int) -> None:
         role, page_size = self.registration.role, self.registration.page_size
@@ -72,11 +73,13 @@ class _Worker:
         self.promised_tokens += promise.tokens
         self.promised_pages += promise.pages
         self.last_turn = turn
+        self.snapshot = None
 
     def forget(self, placement_id: str) -> None:
         if promise := self.promises.pop(placement_id, None):
             self.promised_tokens -= promise.tokens
             self.promised_pages -= promise.pages
+            self.snapshot = None
 
     def standing(self, now: float, suspect_after_s: float) -> Standing:
         if self.load is None or self.load.state is WorkerState.STARTING:
@@ -122,7 +125,7 @@ class Fleet:
         self._refuse_retired(registration.worker_id, registration.epoch)
         worker_id, epoch = registration.worker_id, registration.epoch
         if known := self._life(worker_id, epoch):
-            known.registration, known.heard_at = registration, now
+            known.registration, known.heard_at, known.snapshot = registration, now, None
             return
         if worker_id not in self._workers and len(self._workers) >= self._limits.max_workers:
             raise QueueFull(f"{self._limits.max_workers} workers are registered already")
@@ -142,7 +145,7 @@ class Fleet:
         worker = self._life(beat.worker_id, beat.epoch)
         if worker is None:
             return False
-        worker.load, worker.heard_at = beat, now
+        worker.load, worker.heard_at, worker.snapshot = beat, now, None
         for placement_id in beat.admitted:
             worker.forget(placement_id)
         return True
@@ -237,15 +240,18 @@ class Fleet:
                 worker.forget(record.placement.placement_id)
 
     def _snapshot(self, worker: _Worker, now: float) -> WorkerSnapshot:
+        standing = worker.standing(now, self._limits.suspect_after_s)
+        if worker.snapshot is not None and worker.snapshot.standing is standing:
+            return worker.snapshot
         registration, load = worker.registration, worker.load
-        return WorkerSnapshot(
+        worker.snapshot = WorkerSnapshot(
             worker_id=registration.worker_id,
             epoch=registration.epoch,
             role=registration.role,
             address=registration.address,
             model=registration.model.name,
             compatibility=registration.compatibility,
-            standing=worker.standing(now, self._limits.suspect_after_s),
+            standing=standing,
             page_size=registration.page_size,
             pages_total=registration.pages_total,
             queue_tokens=(load.queue_tokens if load else 0) + worker.promised_tokens,
@@ -254,6 +260,7 @@ class Fleet:
             max_sequences=int(registration.max_running * self._limits.backlog),
             last_turn=worker.last_turn,
         )
+        return worker.snapshot
 
     def _view(self, worker: _Worker, now: float) -> WorkerView:
         registration, load = worker.registration, worker.load

@@ -181,6 +181,19 @@ def place(
         return NotNow(Reason.AMBIGUOUS_MODEL)
     if demand.model is not None and named and demand.model not in named:
         return NotNow(Reason.UNKNOWN_MODEL)
+    ready = _teams(
+        w
+        for w in workers
+        if demand.model in (None, w.model)
+        and w.worker_id not in demand.exclude
+        and w.worker_id not in held
+        and w.has_room(demand)
+        and w.can_hold(demand)
+    )
+    return _choose(ready, policy, rng) if ready else _why_not(demand, workers)
+
+
+def _why_not(demand: Demand, workers: Iterable[WorkerSnapshot]) -> NotNow:
     serving = [w for w in workers if demand.model in (None, w.model)]
     sufficient = [w for w in serving if w.can_hold(demand)]
     if _teams(serving) and not _teams(sufficient):
@@ -190,16 +203,7 @@ def place(
     )
     if not teams:
         return NotNow(Reason.NO_WORKERS)
-    ready = _teams(
-        w
-        for prefills, decodes in teams
-        for w in (*prefills, *decodes)
-        if w.has_room(demand) and w.worker_id not in held
-    )
-    if not ready:
-        waits_for = frozenset(w.worker_id for _, decodes in teams for w in decodes)
-        return NotNow(Reason.BUSY, waits_for)
-    return _choose(ready, policy, rng)
+    return NotNow(Reason.BUSY, frozenset(w.worker_id for _, decodes in teams for w in decodes))
 
 
 Team = tuple[Sequence[WorkerSnapshot], Sequence[WorkerSnapshot]]

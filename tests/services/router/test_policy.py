@@ -46,15 +46,15 @@ def worker(worker_id: str, role: Role, queue_tokens: int = 0) -> WorkerSnapshot:
 
 @st.composite
 def fleets(draw: st.DrawFn) -> list[WorkerSnapshot]:
-    count = draw(st.integers(0, 7))
+    count = draw(st.sampled_from([0, 1, 2, 4, 6, 6, 6, 8]))
     return [
         replace(
             worker(f"w{index}", draw(st.sampled_from(Role)), draw(st.integers(0, 3))),
-            compatibility=draw(st.sampled_from([COMPATIBLE, OTHER])),
-            standing=draw(st.sampled_from(Standing)),
-            pages_total=draw(st.sampled_from([1, 4, 63])),
-            pages_free=draw(st.integers(-1, 8)),
-            sequences=draw(st.integers(6, 9)),
+            compatibility=draw(st.sampled_from([COMPATIBLE, COMPATIBLE, OTHER])),
+            standing=draw(st.sampled_from([*Standing, *[Standing.READY] * 8])),
+            pages_total=draw(st.sampled_from([4, 63, 200])),
+            pages_free=draw(st.sampled_from([-1, 0, 1, 2, 3, 8, 60])),
+            sequences=draw(st.sampled_from([0, 6, 7, 8, 9])),
             last_turn=draw(st.integers(0, 3)),
         )
         for index in range(count)
@@ -63,11 +63,11 @@ def fleets(draw: st.DrawFn) -> list[WorkerSnapshot]:
 
 demands = st.builds(
     Demand,
-    prompt_tokens=st.sampled_from([1, 15, 16, 17, 63, 1000]),
+    prompt_tokens=st.sampled_from([1, 15, 16, 17, 63, 63, 1000]),
     max_tokens=st.sampled_from([1, 16, 1000]),
     choices=st.integers(1, 3),
-    model=st.sampled_from([None, "small", "large"]),
-    exclude=st.frozensets(st.sampled_from(["w0", "w1", "w2"])),
+    model=st.sampled_from([None, *["small"] * 8, "large"]),
+    exclude=st.frozensets(st.sampled_from(["w0", "w1", "w2"]), max_size=2),
     output_reserve=st.sampled_from([0, 1, 256]),
 )
 
@@ -96,7 +96,7 @@ def takes(demand: Demand, w: WorkerSnapshot, held: frozenset[str]) -> bool:
     demands,
     st.sampled_from(PolicyName),
     st.integers(0, 9),
-    st.frozensets(st.sampled_from(["w0", "w3", "w4"])),
+    st.frozensets(st.sampled_from(["w0", "w3", "w4"]), max_size=2),
 )
 def test_places_exactly_where_the_rules_allow(
     fleet: list[WorkerSnapshot],
@@ -230,3 +230,12 @@ def test_says_why_not(demand: Demand, fleet: list[WorkerSnapshot], reason: Reaso
 def test_the_largest_request_that_fits_is_placed() -> None:
     verdict = place(Demand(64 * 16 - 1, 1), some_pairs(), PolicyName.SHORTEST_QUEUE, Random(0))
     assert isinstance(verdict, Pair)
+
+
+def test_a_held_worker_counts_as_full() -> None:
+    for held, placed in ((frozenset({"d0", "d1"}), "d2"), (frozenset({"d0", "d1", "d2"}), None)):
+        verdict = place(Demand(1, 1), some_pairs(), PolicyName.RANDOM, Random(0), held=held)
+        if isinstance(verdict, Pair):
+            assert verdict.decode.worker_id == placed
+        else:
+            assert (verdict.reason, verdict.waits_for, placed) == (Reason.BUSY, held, None)

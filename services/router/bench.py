@@ -1,0 +1,157 @@
+"""``python -m services.router.bench``: what each policy does to latency, and what a decision costs.
+
+Two prefill and three decode workers of unequal speed (`services.router.simulation`), Poisson
+arrivals, the lengths of FDC's Table 6, scaled. All policies meet the same requests. The floor of a
+latency is that of the same requests, each alone on the fastest workers.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from statistics import fmean, quantiles
+
+from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
+from services.router.dispatcher import Dispatcher
+from services.router.fleet import Fleet, FleetLimits
+from services.router.policy import PolicyName
+from services.router.queue import WaitingRoom
+from services.router.simulation import (
+    FDC_TABLE_6,
+    Simulation,
+    alone_s,
+    draw_jobs,
+    heartbeat,
+    registration,
+)
+
+WARM_UP = 0.1  # of the jobs, left out of the figures
+WORKLOADS = {name: [trace] for name, trace in FDC_TABLE_6.items()} | {
+    "mix": list(FDC_TABLE_6.values())
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Latency of one workload under one policy: means over the seeds, seconds; the ratios of p99 to
+    that of the random policy under the same seed: mean, least and most."""
+
+    workload: str
+    policy: str
+    p50_s: float
+    p99_s: float
+    p99_floor_s: float
+    to_random: float
+    to_random_least: float
+    to_random_most: float
+
+
+def main() -> None:
+    options = _options()
+    print(
+        f"{'workload':<11}{'policy':<15}{'p50 s':>8}{'p99 s':>8}{'floor':>8}{'p99/floor':>10}",
+        end="",
+    )
+    print(f"{'p99/random':>12} (least–most)")
+    rows = []
+    for workload in options.workloads:
+        for row in compare(
+            workload, range(options.seeds), options.jobs, options.utilization, options.scale
+        ):
+            rows.append(row)
+            print(
+                f"{row.workload:<11}{row.policy:<15}{row.p50_s:>8.2f}{row.p99_s:>8.2f}"
+                f"{row.p99_floor_s:>8.2f}{row.p99_s / row.p99_floor_s:>10.2f}"
+                f"{row.to_random:>12.2f} ({row.to_random_least:.2f}–{row.to_random_most:.2f})",
+                flush=True,
+            )
+    decisions = {n: min(decision_s(n) for _ in range(5)) * 1e6 for n in (5, 64)}
+    for workers, cost_us in decisions.items():
+        print(f"place and release among {workers} workers: {cost_us:.0f} µs")
+    if options.json:
+        report = {
+            "options": {key: value for key, value in vars(options).items() if key != "json"},
+            "python": platform.python_version(),
+            "machine": f"{platform.system()} {platform.machine()}",
+            "latency": [asdict(row) for row in rows],
+            "decision_us": decisions,
+        }
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def compare(
+    workload: str, seeds: Sequence[int], number: int, utilization: float, scale: float
+) -> Iterator[Row]:
+    """One row for each policy, the random one first."""
+    randoms: list[float] = []
+    for policy in sorted(PolicyName, key=lambda policy: policy is not PolicyName.RANDOM):
+        halves, tails, floors = [], [], []
+        for seed in seeds:
+            jobs = draw_jobs(
+                WORKLOADS[workload], number, utilization=utilization, scale=scale, seed=seed
+            )
+            Simulation(jobs, policy, seed).run()
+            counted = jobs[round(WARM_UP * number) :]
+            halves.append(percentile([job.done - job.arrival for job in counted], 50))
+            tails.append(percentile([job.done - job.arrival for job in counted], 99))
+            floors.append(percentile([alone_s(job) for job in counted], 99))
+        randoms = randoms or tails
+        ratios = [tail / other for tail, other in zip(tails, randoms, strict=True)]
+        yield Row(
+            workload,
+            policy.value,
+            fmean(halves),
+            fmean(tails),
+            fmean(floors),
+            fmean(ratios),
+            min(ratios),
+            max(ratios),
+        )
+
+
+def percentile(values: Sequence[float], rank: int) -> float:
+    """The ``rank``-th percentile, interpolated."""
+    return quantiles(values, n=100, method="inclusive")[rank - 1]
+
+
+def decision_s(workers: int, calls: int = 500) -> float:
+    """Seconds of one place and its release, HTTP not counted, with as many workers of each role."""
+    router = Dispatcher(
+        Fleet(FleetLimits()),
+        WaitingRoom(0),
+        PolicyName.SHORTEST_QUEUE,
+        Random(0),
+        output_reserve=256,
+        max_wait_s=0.0,
+    )
+    for index in range(workers):
+        role = Role.PREFILL if index % 2 else Role.DECODE
+        router.register(registration(f"w{index}", role), 0.0)
+        router.heartbeat(heartbeat(f"w{index}", 0, 0, 0, []), 0.0)
+    request = PlaceRequest(request_id="r", prompt_tokens=1000, max_tokens=100)
+    began = time.perf_counter()
+    for _ in range(calls):
+        answer = router.submit(request, 0.0).answer
+        if not isinstance(answer, Placement):
+            raise RuntimeError(f"not placed: {answer!r}")
+        router.release(Release(placement_id=answer.placement_id, outcome=Outcome.OK), 0.0)
+    return (time.perf_counter() - began) / calls
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m services.router.bench")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--jobs", type=int, default=1500, help="requests in a run")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each policy")
+    parser.add_argument("--utilization", type=float, default=0.75, help="of the fleet's capacity")
+    parser.add_argument("--scale", type=float, default=1 / 16, help="of FDC's lengths")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

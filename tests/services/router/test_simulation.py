@@ -1,0 +1,70 @@
+"""The benchmark's fleet obeys arithmetic that one can do by hand, and shows what it must."""
+
+import pytest
+
+from services.router import simulation
+from services.router.bench import compare, percentile
+from services.router.policy import PolicyName
+from services.router.simulation import FDC_TABLE_6, Job, Simulation, alone_s, draw_jobs
+
+
+def test_a_lone_job_takes_its_prefill_and_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "PREFILL_SPEEDS", (1.0,))
+    monkeypatch.setattr(simulation, "DECODE_SPEEDS", (1.0,))
+    job = Job(arrival=1.0, prompt=600, output=100, max_tokens=100)
+    Simulation([job], PolicyName.SHORTEST_QUEUE, seed=0).run()
+    # 600 tokens at 600 tokens/s; 100 steps of 5 ms and 1 µs for each of 600 resident tokens, which
+    # grow by up to 100 between reports.
+    assert 1.0 + 0.56 <= job.done - job.arrival <= 1.0 + 0.57
+    assert alone_s(job) == pytest.approx(1.0 + 100 * (0.005 + 650e-6))
+
+
+def test_prompts_queue_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "PREFILL_SPEEDS", (1.0,))
+    jobs = [Job(arrival=0.0, prompt=600, output=1, max_tokens=1) for _ in range(3)]
+    Simulation(jobs, PolicyName.SHORTEST_QUEUE, seed=0).run()
+    assert [round(job.done) for job in jobs] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", FDC_TABLE_6)
+def test_lengths_have_the_traces_averages_and_bounds(name: str) -> None:
+    trace = FDC_TABLE_6[name]
+    jobs = draw_jobs([trace], 2000, utilization=0.5, scale=1.0, seed=0)
+    for lengths, (average, least, most) in (
+        ([job.prompt for job in jobs], trace.inputs),
+        ([job.output for job in jobs], trace.outputs),
+    ):
+        assert sum(lengths) / len(lengths) == pytest.approx(average, rel=0.05)
+        assert min(lengths) >= round(least)
+        assert max(lengths) <= round(most)
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+def test_everything_ends_and_nothing_stays_promised(policy: PolicyName) -> None:
+    jobs = draw_jobs(list(FDC_TABLE_6.values()), 120, utilization=1.5, scale=1 / 64, seed=3)
+    run = Simulation(jobs, policy, seed=3)
+    run.run()
+    assert all(job.done >= job.arrival for job in jobs)
+    assert len(run.router.room) == 0
+    assert all(view.promised_tokens == 0 for view in run.router.fleet.views(run.now))
+
+
+def test_a_seed_repeats_its_run() -> None:
+    def ends(seed: int) -> list[float]:
+        jobs = draw_jobs([FDC_TABLE_6["arxiv"]], 60, utilization=0.8, scale=1 / 64, seed=1)
+        Simulation(jobs, PolicyName.RANDOM, seed).run()
+        return [job.done for job in jobs]
+
+    assert ends(1) == ends(1) != ends(2)
+
+
+def test_the_shortest_queue_cuts_the_tail() -> None:
+    rows = {row.policy: row for row in compare("arxiv", range(3), 500, 0.75, 1 / 16)}
+    assert rows["random"].to_random == 1.0
+    assert rows["shortest_queue"].to_random <= 0.8
+    assert rows["shortest_queue"].p50_s < rows["random"].p50_s
+
+
+def test_percentiles() -> None:
+    assert percentile([float(value) for value in range(101)], 99) == 99.0
+    assert percentile([1.0, 2.0], 50) == 1.5
