@@ -19,18 +19,18 @@ from runtime.checkpoint.assemble import (
     assemble,
     layer_prefix,
 )
+from runtime.checkpoint.gguf_config import EMBEDDING_NAME, OUTPUT_NAME, ROPE_DIVISORS, read_config
 from runtime.checkpoint.hashing import hash_files
 from runtime.checkpoint.weights import Checkpoint
-from runtime.config import ModelConfig, RopeConfig
+from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 
 MAGIC = b"GGUF"
 
-_ROPE_DIVISORS = "rope_freqs.weight"
 _MODEL_NAMES = {
-    EMBEDDING: "token_embd.weight",
+    EMBEDDING: EMBEDDING_NAME,
     FINAL_NORM: "output_norm.weight",
-    LM_HEAD: "output.weight",
+    LM_HEAD: OUTPUT_NAME,
 }
 _NORM_NAMES = {"input_norm": "attn_norm.weight", "post_norm": "ffn_norm.weight"}
 _PROJECTION_NAMES = {
@@ -51,10 +51,10 @@ def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str) -> Che
     """
     try:
         file = _HeaderReader(path)
-    except (ValueError, KeyError, IndexError, struct.error, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
         raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from error
     tensors = {tensor.name: tensor for tensor in file.tensors}
-    config = _read_config(file, tensors)
+    config = read_config(file, tensors)
     source = _GGUFTensors(tensors, config)
     biases = Biases.present(source.names())
     return assemble(config, source, biases, hash_files([path]), dtype, device)
@@ -102,7 +102,7 @@ class _GGUFTensors:
         for index in range(config.num_layers):
             self._name_layer(index)
         self._names = {name: own for name, own in self._names.items() if own in tensors}
-        known = {*self._names.values(), _ROPE_DIVISORS}
+        known = {*self._names.values(), ROPE_DIVISORS}
         self._names |= {name: name for name in tensors if name not in known}
 
     def _name_layer(self, index: int) -> None:
@@ -143,60 +143,3 @@ def _rotate_half_order(weight: Tensor, heads: int, name: str) -> Tensor:
         raise CheckpointError(f"{name} has {rows} rows, which {heads} heads cannot share")
     pairs = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
-
-
-def _read_config(file: GGUFReader, tensors: Mapping[str, ReaderTensor]) -> ModelConfig:
-    facts = {
-        name: field.contents()
-        for name, field in file.fields.items()
-        if field.data and name.startswith(("general.architecture", "llama.", "tokenizer.ggml."))
-    }
-    architecture = facts.get("general.architecture")
-    if architecture != "llama":
-        raise CheckpointError(f"GGUF architecture {architecture!r} is not supported, only 'llama'")
-    if facts.get("llama.expert_count"):
-        raise CheckpointError("GGUF mixture-of-experts models are not supported")
-
-    def need(key: str) -> Any:
-        value = facts.get(f"llama.{key}")
-        if value is None or isinstance(value, list):
-            raise CheckpointError(f"the GGUF file has no single value for llama.{key}")
-        return value
-
-    if "token_embd.weight" not in tensors:
-        raise CheckpointError("the checkpoint has no tensor token_embd.weight")
-    heads = int(need("attention.head_count"))
-    head_dim = int(facts.get("llama.attention.key_length") or need("embedding_length") // heads)
-    if int(facts.get("llama.rope.dimension_count", head_dim)) != head_dim:
-        raise CheckpointError("a rotary embedding over a part of the head is not supported")
-    eos = (facts.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot"))
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=int(tensors["token_embd.weight"].shape[1]),
-        hidden_size=int(need("embedding_length")),
-        intermediate_size=int(need("feed_forward_length")),
-        num_layers=int(need("block_count")),
-        num_heads=heads,
-        num_kv_heads=int(facts.get("llama.attention.head_count_kv") or heads),
-        head_dim=head_dim,
-        context_length=int(need("context_length")),
-        rms_norm_eps=float(need("attention.layer_norm_rms_epsilon")),
-        tied_embeddings="output.weight" not in tensors,
-        rope=_read_rope(facts, tensors),
-        eos_token_ids=tuple(sorted({int(token) for token in eos if token is not None})),
-    )
-
-
-def _read_rope(facts: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> RopeConfig:
-    theta = float(facts.get("llama.rope.freq_base", 10_000.0))
-    divisors: tuple[float, ...] = ()
-    if _ROPE_DIVISORS in tensors:
-        divisors = tuple(float(divisor) for divisor in tensors[_ROPE_DIVISORS].data)
-    match facts.get("llama.rope.scaling.type", "none"):
-        case "none":
-            return RopeConfig(theta=theta, frequency_divisors=divisors)
-        case "linear":
-            factor = float(facts["llama.rope.scaling.factor"])
-            return RopeConfig(theta=theta, scaling="linear", factor=factor)
-        case other:
-            raise CheckpointError(f"GGUF rope scaling {other!r} is not supported")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.checkpoint.assemble import Biases
+from runtime.checkpoint.facts import count, number, token_ids
 from runtime.config import ModelConfig, RopeConfig
 from runtime.errors import CheckpointError
 
@@ -28,29 +29,31 @@ def parse_config(facts: Mapping[str, Any], generation: Mapping[str, Any]) -> Mod
     Raises `CheckpointError` for what is missing, malformed, or of another architecture.
     """
     architecture = _architecture(facts)
-    heads = _integer(facts, "num_attention_heads")
-    hidden = _integer(facts, "hidden_size")
-    kv_heads = _integer(facts, "num_key_value_heads", heads)
+    heads = count(facts, "num_attention_heads")
+    hidden = count(facts, "hidden_size")
+    kv_heads = count(facts, "num_key_value_heads", heads)
     derived = _QWEN3_HEAD_DIM if architecture == "Qwen3ForCausalLM" else hidden // heads
-    head_dim = _integer(facts, "head_dim", derived)
+    head_dim = count(facts, "head_dim", derived)
     if heads % kv_heads:
         raise CheckpointError(f"{heads} query heads cannot share {kv_heads} KV heads")
     if head_dim % 2:
         raise CheckpointError(f"head_dim {head_dim} is odd: rotary embedding needs pairs")
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_integer(facts, "vocab_size"),
+        vocab_size=count(facts, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_integer(facts, "intermediate_size"),
-        num_layers=_integer(facts, "num_hidden_layers"),
+        intermediate_size=count(facts, "intermediate_size"),
+        num_layers=count(facts, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         context_length=_context_length(facts),
-        rms_norm_eps=_number(facts, "rms_norm_eps", 1e-6),
+        rms_norm_eps=number(facts, "rms_norm_eps", 1e-6),
         tied_embeddings=facts.get("tie_word_embeddings") is True,
         rope=_parse_rope(facts),
-        eos_token_ids=tuple(sorted(_eos(facts) | _eos(generation))),
+        eos_token_ids=tuple(
+            sorted(token_ids(facts, "eos_token_id") | token_ids(generation, "eos_token_id"))
+        ),
     )
 
 
@@ -122,17 +125,16 @@ def _architecture(facts: Mapping[str, Any]) -> str:
 
 
 def _context_length(facts: Mapping[str, Any]) -> int:
-    length = _integer(facts, "max_position_embeddings")
+    length = count(facts, "max_position_embeddings")
     rope = _rope_facts(facts)
     if _rope_type(rope) == "yarn" and rope.get("factor") is not None:
-        original = _integer(rope, "original_max_position_embeddings", length)
-        length = max(length, int(original * _number(rope, "factor")))
-    window = None
+        original = count(rope, "original_max_position_embeddings", length)
+        length = max(length, int(original * number(rope, "factor")))
     if _architecture(facts) == "MistralForCausalLM":
-        window = facts.get("sliding_window", _MISTRAL_WINDOW)
-    elif facts.get("use_sliding_window") is True:
-        window = facts.get("sliding_window")
-    return length if window is None else min(length, int(window))
+        slides = facts.get("sliding_window", _MISTRAL_WINDOW) is not None
+    else:
+        slides = facts.get("use_sliding_window") is True and "sliding_window" in facts
+    return min(length, count(facts, "sliding_window", _MISTRAL_WINDOW)) if slides else length
 
 
 def _rope_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -140,7 +142,7 @@ def _rope_facts(facts: Mapping[str, Any]) -> Mapping[str, Any]:
     rope = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise CheckpointError("rope parameters that differ between layers are not supported")
-    if _number(rope, "partial_rotary_factor", _number(facts, "partial_rotary_factor", 1.0)) != 1.0:
+    if number(rope, "partial_rotary_factor", number(facts, "partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError("a rotary embedding over a part of the head is not supported")
     return rope
 
@@ -151,13 +153,13 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 
 def _parse_rope(facts: Mapping[str, Any]) -> RopeConfig:
     rope = _rope_facts(facts)
-    theta = _number(rope, "rope_theta", _number(facts, "rope_theta", 10_000.0))
-    divisors = tuple(float(divisor) for divisor in rope.get("frequency_divisors", ()))
-    context = _integer(facts, "max_position_embeddings")
-    original = _integer(
+    theta = number(rope, "rope_theta", number(facts, "rope_theta", 10_000.0))
+    divisors = _divisors(rope)
+    context = count(facts, "max_position_embeddings")
+    original = count(
         facts,
         "original_max_position_embeddings",
-        _integer(rope, "original_max_position_embeddings", context),
+        count(rope, "original_max_position_embeddings", context),
     )
     match _rope_type(rope):
         case "default":
@@ -166,32 +168,40 @@ def _parse_rope(facts: Mapping[str, Any]) -> RopeConfig:
             return RopeConfig(
                 theta=theta,
                 scaling="linear",
-                factor=_number(rope, "factor"),
+                factor=number(rope, "factor"),
                 frequency_divisors=divisors,
             )
         case "llama3":
             return RopeConfig(
                 theta=theta,
                 scaling="llama3",
-                factor=_number(rope, "factor"),
+                factor=number(rope, "factor"),
                 original_context=original,
-                low_freq_factor=_number(rope, "low_freq_factor"),
-                high_freq_factor=_number(rope, "high_freq_factor"),
+                low_freq_factor=number(rope, "low_freq_factor"),
+                high_freq_factor=number(rope, "high_freq_factor"),
             )
         case "yarn":
-            factor = _number(rope, "factor", context / original)
+            factor = number(rope, "factor", context / original)
             return RopeConfig(
                 theta=theta,
                 scaling="yarn",
                 factor=factor,
                 original_context=original,
-                beta_fast=_number(rope, "beta_fast", 32.0),
-                beta_slow=_number(rope, "beta_slow", 1.0),
+                beta_fast=number(rope, "beta_fast", 32.0),
+                beta_slow=number(rope, "beta_slow", 1.0),
                 attention_factor=_yarn_attention_factor(rope, factor),
                 truncate=rope.get("truncate", True) is not False,
             )
         case other:
             raise CheckpointError(f"rope scaling {other!r} is not supported")
+
+
+def _divisors(rope: Mapping[str, Any]) -> tuple[float, ...]:
+    given = rope.get("frequency_divisors", [])
+    if not isinstance(given, list):
+        raise CheckpointError("the config has frequency_divisors that are no list")
+    indexed = {str(index): divisor for index, divisor in enumerate(given)}
+    return tuple(number(indexed, index) for index in indexed)
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
@@ -201,29 +211,6 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     if rope.get("attention_factor") is not None:
-        return _number(rope, "attention_factor")
-    mscale, all_dim = _number(rope, "mscale", 0.0), _number(rope, "mscale_all_dim", 0.0)
+        return number(rope, "attention_factor")
+    mscale, all_dim = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)
     return magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1.0)
-
-
-def _eos(facts: Mapping[str, Any]) -> set[int]:
-    tokens = facts.get("eos_token_id")
-    if tokens is None:
-        return set()
-    return {int(token) for token in (tokens if isinstance(tokens, list) else [tokens])}
-
-
-def _number(facts: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = facts.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise CheckpointError(f"the config has {key} = {value!r} where a number is needed")
-    return float(value)
-
-
-def _integer(facts: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = _number(facts, key, default)
-    if value != int(value) or value < 1:
-        raise CheckpointError(f"the config has {key} = {value} where a count is needed")
-    return int(value)

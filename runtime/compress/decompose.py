@@ -95,7 +95,7 @@ def _root(moment: Tensor, damping: float) -> Tensor:
     """A lower triangular root in fp64 of the damped moment.
 
     Moments are summed in fp32, so rounding can leave them slightly indefinite: then the diagonal is
-    raised by the most negative eigenvalue as well (SVD-LLM, appendix).
+    raised by the most negative eigenvalue as well.
     """
     matrix = moment.double()
     # The floor keeps a direction that was never used at all (a moment of zero) invertible.

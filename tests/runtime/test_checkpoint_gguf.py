@@ -1,6 +1,7 @@
 """GGUF files: tiny ones written here, and the packaged SmolLM2 as transformers reads it."""
 
 import importlib.util
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,26 @@ def test_truncated_files_are_refused(length: int, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(CheckpointError, match="not a readable GGUF"):
         load_checkpoint(path)
+
+
+def test_damaged_headers_are_refused_or_read(tmp_path: Path) -> None:
+    """Whatever bytes are changed: a checkpoint or a `CheckpointError`, and never a long wait."""
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny_model(tied=True), path, vocabulary=1500)
+    whole = path.read_bytes()
+    tensor_names = whole.index(b"blk.0.")
+    generator = random.Random(0)
+    refused = 0
+    for _ in range(200):
+        damaged = bytearray(whole)
+        start = generator.choice([0, tensor_names])
+        damaged[generator.randrange(start, start + 1100)] = generator.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            load_checkpoint(path)
+        except CheckpointError:
+            refused += 1
+    assert refused > 50
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
