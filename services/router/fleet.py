@@ -49,6 +49,7 @@ class FleetLimits:
 class _Promise:
     tokens: int
     pages: int
+    seats: int
 
 
 @dataclass
@@ -61,6 +62,7 @@ class _Worker:
     promises: dict[str, _Promise] = field(default_factory=dict)
     promised_tokens: int = 0
     promised_pages: int = 0
+    promised_seats: int = 0
     failures: int = 0
     probation_until: float = float("-inf")
     last_turn: int = 0
@@ -68,10 +70,11 @@ class _Worker:
 
     def promise(self, placement_id: str, demand: Demand, turn: int) -> None:
         role, page_size = self.registration.role, self.registration.page_size
-        promise = _Promise(demand.tokens(role), demand.pages(role, page_size))
+        promise = _Promise(demand.tokens(role), demand.pages(role, page_size), demand.seats(role))
         self.promises[placement_id] = promise
         self.promised_tokens += promise.tokens
         self.promised_pages += promise.pages
+        self.promised_seats += promise.seats
         self.last_turn = turn
         self.snapshot = None
 
@@ -79,6 +82,7 @@ class _Worker:
         if promise := self.promises.pop(placement_id, None):
             self.promised_tokens -= promise.tokens
             self.promised_pages -= promise.pages
+            self.promised_seats -= promise.seats
             self.snapshot = None
 
     def standing(self, now: float, suspect_after_s: float) -> Standing:
@@ -256,8 +260,8 @@ class Fleet:
             pages_total=registration.pages_total,
             queue_tokens=(load.queue_tokens if load else 0) + worker.promised_tokens,
             pages_free=(load.pages_free if load else 0) - worker.promised_pages,
-            sequences=(load.running + load.waiting if load else 0) + len(worker.promises),
-            max_sequences=int(registration.max_running * self._limits.backlog),
+            seats=(load.running + load.waiting if load else 0) + worker.promised_seats,
+            max_seats=int(registration.max_running * self._limits.backlog),
             last_turn=worker.last_turn,
         )
         return worker.snapshot

@@ -45,24 +45,29 @@ class Demand:
 
     @property
     def choice_tokens(self) -> int:
-        """What one choice is counted as on a decode worker."""
-        return self.prompt_tokens + min(self.max_tokens, self.output_reserve)
+        """What one choice is counted as on a decode worker: the last token is never stored."""
+        return self.prompt_tokens + min(self.max_tokens - 1, self.output_reserve)
 
     def tokens(self, role: Role) -> int:
         """What this adds to the queue of a worker of that role."""
         return self.prompt_tokens if role is Role.PREFILL else self.choices * self.choice_tokens
 
+    def seats(self, role: Role) -> int:
+        """Places in a worker's batch."""
+        return 1 if role is Role.PREFILL else self.choices
+
     def pages(self, role: Role, page_size: int) -> int:
-        """Pages that must be free for it to start."""
+        """Pages that must be free for it to start; choices share the full pages of the prompt."""
         if role is Role.PREFILL:
             return -(-self.prompt_tokens // page_size)
-        return self.choices * -(-self.choice_tokens // page_size)
+        shared = self.prompt_tokens // page_size
+        return shared + self.choices * (-(-self.choice_tokens // page_size) - shared)
 
     def pages_at_least(self, role: Role, page_size: int) -> int:
         """Pages without which it can never end as asked: `pages`, or one choice at full length."""
         if role is Role.PREFILL:
             return self.pages(role, page_size)
-        whole = -(-(self.prompt_tokens + self.max_tokens) // page_size)
+        whole = -(-(self.prompt_tokens + self.max_tokens - 1) // page_size)
         return max(whole, self.pages(role, page_size))
 
 
@@ -73,8 +78,8 @@ class WorkerSnapshot:
     Attributes:
         queue_tokens: reported and promised.
         pages_free: reported, less the promised; may be negative.
-        sequences: running, waiting and promised.
-        max_sequences: that it may hold before it counts as full.
+        seats: of its batch, running, waiting and promised.
+        max_seats: that may be taken before it counts as full.
         last_turn: number of the newest placement it took part in; 0 before the first.
     """
 
@@ -89,8 +94,8 @@ class WorkerSnapshot:
     pages_total: int
     queue_tokens: int
     pages_free: int
-    sequences: int
-    max_sequences: int
+    seats: int
+    max_seats: int
     last_turn: int = 0
 
     def can_hold(self, demand: Demand) -> bool:
@@ -99,7 +104,7 @@ class WorkerSnapshot:
 
     def has_room(self, demand: Demand) -> bool:
         """Whether it can take the request now; prompts may queue for a prefill worker's pages."""
-        if self.standing is not Standing.READY or self.sequences >= self.max_sequences:
+        if self.standing is not Standing.READY or self.seats >= self.max_seats:
             return False
         return (
             self.role is Role.PREFILL or demand.pages(self.role, self.page_size) <= self.pages_free

@@ -60,7 +60,7 @@ def beat(worker_id: str, **changes: Any) -> Heartbeat:
     return Heartbeat(**(fields | changes))
 
 
-def wanted(prompt_tokens: int = 17, max_tokens: int = 15, **changes: Any) -> PlaceRequest:
+def wanted(prompt_tokens: int = 17, max_tokens: int = 16, **changes: Any) -> PlaceRequest:
     return PlaceRequest(
         **({"request_id": "r"} | changes), prompt_tokens=prompt_tokens, max_tokens=max_tokens
     )

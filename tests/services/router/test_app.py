@@ -137,7 +137,7 @@ async def test_one_who_left_is_known_no_more(router: Router) -> None:
         ({"model": "absent"}, 404, ErrorCode.UNKNOWN_MODEL),
         ({"exclude": ["c0"]}, 503, ErrorCode.NO_WORKERS),
         ({"prompt_tokens": 64 * 16}, 413, ErrorCode.TOO_LARGE),
-        ({"choices": 40}, 413, ErrorCode.TOO_LARGE),
+        ({"choices": 64}, 413, ErrorCode.TOO_LARGE),
     ],
 )
 async def test_refusals(

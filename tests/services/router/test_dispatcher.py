@@ -156,7 +156,7 @@ def test_the_end_of_a_probation_wakes() -> None:
 def test_refusals_do_not_wait() -> None:
     router = dispatcher("c0")
     assert isinstance(router.submit(wanted(model="x", wait_s=9), 0.0).answer, UnknownModel)
-    assert isinstance(router.submit(wanted(PAGES * 16, 1, wait_s=9), 0.0).answer, TooLarge)
+    assert isinstance(router.submit(wanted(PAGES * 16, 2, wait_s=9), 0.0).answer, TooLarge)
     assert isinstance(router.submit(wanted(exclude=["c0"], wait_s=9), 0.0).answer, NoWorkers)
     assert isinstance(dispatcher().submit(wanted(wait_s=9), 0.0).answer, NoWorkers)
 

@@ -20,7 +20,7 @@ LIMITS = FleetLimits(
     max_placements=50,
     max_workers=3,
 )
-DEMAND = Demand(prompt_tokens=17, max_tokens=15)  # 17 tokens of prefill; 32 tokens, 2 pages
+DEMAND = Demand(prompt_tokens=17, max_tokens=16)  # 17 tokens of prefill; 32 tokens, 2 pages
 
 
 def fleet_of(*names: str, limits: FleetLimits = LIMITS, now: float = 0.0) -> Fleet:
@@ -44,7 +44,7 @@ def promise(fleet: Fleet, placement_id: str, now: float = 0.0) -> Placement:
 
 def load(fleet: Fleet, worker_id: str, now: float = 0.0) -> tuple[int, int, int]:
     worker = snapshot(fleet, worker_id, now)
-    return worker.queue_tokens, worker.pages_free, worker.sequences
+    return worker.queue_tokens, worker.pages_free, worker.seats
 
 
 def test_a_placement_counts_until_each_worker_admits_it() -> None:
@@ -58,6 +58,15 @@ def test_a_placement_counts_until_each_worker_admits_it() -> None:
     assert load(fleet, "p0") == (34, 60, 2), "the prefill worker has not admitted it yet"
     fleet.heartbeat(beat("p0", queue_tokens=5, admitted=["a", "a", "from-another-router"]), 0.2)
     assert load(fleet, "p0") == (5 + 17, 62, 1)
+
+
+def test_every_choice_takes_a_seat_and_pages_of_its_own() -> None:
+    fleet = fleet_of("p0", "d0")
+    demand = Demand(prompt_tokens=17, max_tokens=16, choices=3)
+    pair = Pair(snapshot(fleet, "p0"), snapshot(fleet, "d0"))
+    fleet.promise(pair, demand, "a", 0.0)
+    assert load(fleet, "d0") == (96, 64 - 4, 3)
+    assert load(fleet, "p0") == (17, 64 - 2, 1)
 
 
 @pytest.mark.parametrize("outcome", Outcome)

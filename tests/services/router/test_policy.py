@@ -39,8 +39,8 @@ def worker(worker_id: str, role: Role, queue_tokens: int = 0) -> WorkerSnapshot:
         pages_total=64,
         queue_tokens=queue_tokens,
         pages_free=64,
-        sequences=0,
-        max_sequences=8,
+        seats=0,
+        max_seats=8,
     )
 
 
@@ -54,7 +54,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerSnapshot]:
             standing=draw(st.sampled_from([*Standing, *[Standing.READY] * 8])),
             pages_total=draw(st.sampled_from([4, 63, 200])),
             pages_free=draw(st.sampled_from([-1, 0, 1, 2, 3, 8, 60])),
-            sequences=draw(st.sampled_from([0, 6, 7, 8, 9])),
+            seats=draw(st.sampled_from([0, 6, 7, 8, 9])),
             last_turn=draw(st.integers(0, 3)),
         )
         for index in range(count)
@@ -74,9 +74,10 @@ demands = st.builds(
 
 def takes(demand: Demand, w: WorkerSnapshot, held: frozenset[str]) -> bool:
     """The rules of a worker's eligibility, written out once more and plainly."""
-    per_choice = demand.prompt_tokens + min(demand.max_tokens, demand.output_reserve)
-    now = demand.choices * ((per_choice + 15) // 16)
-    whole = (demand.prompt_tokens + demand.max_tokens + 15) // 16
+    stored = demand.prompt_tokens + min(demand.max_tokens - 1, demand.output_reserve)
+    own = (stored + 15) // 16 - demand.prompt_tokens // 16
+    now = demand.prompt_tokens // 16 + demand.choices * own
+    whole = (demand.prompt_tokens + demand.max_tokens - 1 + 15) // 16
     if w.role is Role.PREFILL:
         fits = (demand.prompt_tokens + 15) // 16 <= w.pages_total
     else:
@@ -84,7 +85,7 @@ def takes(demand: Demand, w: WorkerSnapshot, held: frozenset[str]) -> bool:
     return (
         fits
         and w.standing is Standing.READY
-        and w.sequences < w.max_sequences
+        and w.seats < w.max_seats
         and w.worker_id not in demand.exclude | held
         and demand.model in (None, w.model)
     )
@@ -205,7 +206,7 @@ def test_power_of_two_never_takes_the_longest_of_three() -> None:
             [*some_pairs(), replace(worker("q", Role.PREFILL), model="y")],
             Reason.AMBIGUOUS_MODEL,
         ),
-        (Demand(64 * 16, 1), some_pairs(), Reason.TOO_LARGE),
+        (Demand(64 * 16, 2), some_pairs(), Reason.TOO_LARGE),
         (Demand(64 * 16 + 1, 1), [worker("c", Role.COLOCATED)], Reason.TOO_LARGE),
         (Demand(1, 255, choices=5), some_pairs(), Reason.TOO_LARGE),
         (
@@ -228,7 +229,7 @@ def test_says_why_not(demand: Demand, fleet: list[WorkerSnapshot], reason: Reaso
 
 
 def test_the_largest_request_that_fits_is_placed() -> None:
-    verdict = place(Demand(64 * 16 - 1, 1), some_pairs(), PolicyName.SHORTEST_QUEUE, Random(0))
+    verdict = place(Demand(64 * 16, 1), some_pairs(), PolicyName.SHORTEST_QUEUE, Random(0))
     assert isinstance(verdict, Pair)
 
 
@@ -239,3 +240,11 @@ def test_a_held_worker_counts_as_full() -> None:
             assert verdict.decode.worker_id == placed
         else:
             assert (verdict.reason, verdict.waits_for, placed) == (Reason.BUSY, held, None)
+
+
+def test_choices_share_the_full_pages_of_the_prompt() -> None:
+    demand = Demand(prompt_tokens=40, max_tokens=9, choices=3)
+    assert demand.pages(Role.DECODE, 16) == 2 + 3 * 1
+    assert demand.pages(Role.PREFILL, 16) == 3
+    assert (demand.tokens(Role.DECODE), demand.tokens(Role.PREFILL)) == (3 * 48, 40)
+    assert (demand.seats(Role.DECODE), demand.seats(Role.PREFILL)) == (3, 1)
