@@ -48,13 +48,15 @@ class TransferAgent:
 
     Args:
         name: unique among all agents that ever meet: a role and the epoch.
+        device: where the slabs will be, as torch names it.
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: str = "cpu") -> None:
         self.name = name
+        self._device = device
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._closed = False
@@ -147,7 +149,7 @@ class TransferAgent:
 
     def _run(self, started: "Future[None]") -> None:
         try:
-            owner = Owner(self.name)
+            owner = Owner(self.name, self._device)
         except BaseException as error:  # noqa: BLE001 - raised again where the agent was made
             self._closed = True
             started.set_exception(error)

@@ -54,7 +54,7 @@ HEADER = "    length         p50          p99       memcpy        16 at once    
 
 def serve(device: str) -> None:
     """The peer: a slab to read, until stdin ends."""
-    agent = TransferAgent(f"bench-peer-{os.getpid()}")
+    agent = TransferAgent(f"bench-peer-{os.getpid()}", device)
     slab = Slab(SLOTS, SLOT_BYTES, device)
     slab.view(0, SLOT_BYTES).fill_(1)
     agent.register(slab)
@@ -134,7 +134,7 @@ def main() -> None:
         if process.stdout is None:
             raise RuntimeError("the peer has no stdout")
         peer, metadata, address = process.stdout.readline().split()
-        agent = TransferAgent(f"bench-{os.getpid()}")
+        agent = TransferAgent(f"bench-{os.getpid()}", arguments.device)
         landing = Slab(SLOTS, SLOT_BYTES, arguments.device)
         agent.register(landing)
         agent.add_peer(peer, bytes.fromhex(metadata)).result()

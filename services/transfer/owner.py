@@ -61,8 +61,10 @@ class Owner:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: str) -> None:
         self._name = name
+        if torch.device(device).type == "cuda":
+            _enter_cuda(device)
         nixl = self._api = _load_nixl()
         self._faults: tuple[type[Exception], ...] = tuple(
             getattr(nixl, error) for error in dir(nixl) if error.endswith("Error")
@@ -76,15 +78,15 @@ class Owner:
             self._nixl = nixl.nixlAgent(name, config)
             self._ucx = [self._nixl.createBackend("UCX", {})]
         except self._faults as error:
-            raise TransferUnavailable(f"NIXL does not start with UCX: {error!r}") from error
+            raise TransferUnavailable(
+                f"NIXL does not start with UCX ({error}); NIXL_LOG_LEVEL=ERROR shows why"
+            ) from error
         self._slabs: list[tuple[Slab, Any]] = []
         self._peers: dict[str, _Peer] = {}
         self._reads: list[_Read] = []
         self._last_event = time.monotonic()
 
     def register(self, slab: Slab, future: "Future[None]") -> None:
-        if slab.memory_kind == "VRAM":
-            torch.cuda.set_device(slab.device_index)  # UCX needs the context on this thread
         region = (slab.address, slab.nbytes, slab.device_index, "")
         registration = self._api.nixlRegDList(self._memory(slab.memory_kind), [region])
         try:
@@ -273,6 +275,12 @@ def _settle(futures: list["Future[None]"]) -> None:
     for future in futures:
         future.set_result(None)
     futures.clear()
+
+
+def _enter_cuda(device: str) -> None:
+    """Makes the device's context this thread's: UCX looks for it when NIXL's agent is made."""
+    torch.cuda.set_device(torch.device(device).index or 0)
+    torch.empty(1, device=device)
 
 
 def _load_nixl() -> Any:

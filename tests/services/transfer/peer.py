@@ -1,4 +1,4 @@
-"""A process that serves a slab of known content until its stdin ends: peer.py NAME [DEVICE]."""
+"""A process that serves a slab of known content until its stdin ends: peer.py NAME DEVICE."""
 
 import json
 import sys
@@ -19,8 +19,9 @@ def content(slot: int) -> torch.Tensor:
 
 
 def main() -> None:
-    agent = TransferAgent(sys.argv[1])
-    slab = Slab(SLOTS, SLOT_BYTES, sys.argv[2] if len(sys.argv) > 2 else "cpu")
+    name, device = sys.argv[1:]
+    agent = TransferAgent(name, device)
+    slab = Slab(SLOTS, SLOT_BYTES, device)
     for slot in range(SLOTS):
         slab.view(slot, SLOT_BYTES).copy_(content(slot))
     agent.register(slab)

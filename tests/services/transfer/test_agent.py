@@ -27,8 +27,8 @@ from services.transfer.slab import Slab
 from tests.services.transfer.peer import SLOT_BYTES, SLOTS, content
 
 # Over shared memory a READ copies out of the peer's memory and never waits for it; only TCP shows
-# what a stopped peer does.
-TCP = "tcp,self"
+# what a stopped peer does. Where there is a GPU, NIXL wants a transport for it too.
+TCP = "tcp,self,cuda_copy" if torch.cuda.is_available() else "tcp,self"
 
 
 @dataclass
@@ -345,7 +345,7 @@ def test_transports_that_cannot_report_a_lost_peer_are_refused(
 @pytest.mark.parametrize("landing_device", ["cuda", "cpu"])
 def test_reads_from_gpu_memory(landing_device: str) -> None:
     peer = start_peer(f"gpu-{os.getpid()}-{landing_device}", "cuda")
-    agent = TransferAgent(f"gpu-reader-{os.getpid()}-{landing_device}")
+    agent = TransferAgent(f"gpu-reader-{os.getpid()}-{landing_device}", "cuda")
     try:
         landing = Slab(SLOTS, SLOT_BYTES, landing_device)
         agent.register(landing)
