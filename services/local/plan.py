@@ -3,20 +3,13 @@
 import os
 from pathlib import Path
 
-from rich.console import Console
-
-from services.local.artifacts import Artifacts, prepare
+from services.local.artifacts import Artifacts
 from services.local.options import UpOptions
 from services.local.supervisor import ProcessSpec
 
 
-def plan_processes(options: UpOptions, token: str, console: Console) -> list[ProcessSpec]:
-    """Prepares what the workers need (cached after the first time) and lists the processes.
-
-    Raises:
-        SettingsError: the model is not there, or cannot be served so.
-    """
-    artifacts = prepare(options, console)
+def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list[ProcessSpec]:
+    """One router, one gateway, and the workers that the options ask for."""
     common = {
         "HEADRACE_CLUSTER_TOKEN": token,
         # Two threads each are slower than one where workers outnumber the cores.

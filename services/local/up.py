@@ -18,6 +18,7 @@ from rich.table import Table
 
 from services.common.errors import SettingsError
 from services.common.logging import configure_logging
+from services.local.artifacts import prepare
 from services.local.options import UpOptions
 from services.local.plan import plan_processes
 from services.local.state import Deployment
@@ -91,7 +92,7 @@ def status(port: int) -> int:
         return 1
     workers = Table("worker", "role", "state", "queue tokens", "pages free", title="router")
     for worker in answer["workers"]:
-        columns = ("worker_id", "role", "standing", "queue_tokens", "pages_free")
+        columns = ("worker_id", "role", "state", "queue_tokens", "pages_free")
         workers.add_row(*(str(worker.get(column, "-")) for column in columns))
     console.print(workers)
     return 0
@@ -101,7 +102,8 @@ async def _run(options: UpOptions) -> int:
     """The foreground: prepare, start, say how to talk to it, keep it until a signal."""
     configure_logging("supervisor", level="warning")
     token = secrets.token_hex(16)
-    specs = plan_processes(options, token, console)
+    artifacts = prepare(options, console)
+    specs = plan_processes(options, artifacts, token)
     folder = Deployment.folder(options.port)
 
     def remember(pids: dict[str, int]) -> None:
@@ -128,7 +130,8 @@ async def _run(options: UpOptions) -> int:
         with console.status(f"starting {len(specs)} processes, logs in {folder / 'logs'}"):
             await asyncio.wait({running, stopping, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and not stop.is_set():
-            _greet(options, ready.result())
+            ready.result()
+            _greet(options, artifacts.served_name)
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         ready.cancel()
@@ -141,16 +144,19 @@ async def _run(options: UpOptions) -> int:
     return 0
 
 
-async def _wait_until_ready(options: UpOptions) -> str:
-    """Until the gateway says it can serve; returns the model's name."""
-    url = f"http://{options.host}:{options.port}"
+async def _wait_until_ready(options: UpOptions) -> None:
+    """Until the gateway says it can serve.
+
+    Raises:
+        SettingsError: it did not within `READY_TIMEOUT_S`.
+    """
+    url = f"http://{options.host}:{options.port}/ready"
     deadline = time.monotonic() + READY_TIMEOUT_S
     async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
         while time.monotonic() < deadline:
-            with suppress(httpx.HTTPError, LookupError, ValueError):
-                if (await client.get(f"{url}/ready")).status_code == httpx.codes.OK:
-                    models = (await client.get(f"{url}/v1/models")).json()
-                    return str(models["data"][0]["id"])
+            with suppress(httpx.HTTPError):
+                if (await client.get(url)).status_code == httpx.codes.OK:
+                    return
             await asyncio.sleep(0.2)
     raise SettingsError(f"not ready after {READY_TIMEOUT_S:.0f} s; `headrace status` tells more")
 

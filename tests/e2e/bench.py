@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpc import aio
 from rich.console import Console
@@ -26,6 +27,9 @@ from runtime.compress import documentation
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
 from tests.e2e.deployment import Running, deployed
+
+if TYPE_CHECKING:  # it exists in the type stubs alone
+    from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
 
 PREFILL_TOKENS, DECODE_PROMPT, DECODE_TOKENS, STREAMS, REPEATS = 512, 128, 48, 8, 3
 
@@ -95,7 +99,7 @@ def _rate_while_all_run(streams: list[list[float]]) -> float:
     return tokens / (end - start)
 
 
-async def _stream(stub: InferenceStub, prompt: list[int], max_tokens: int) -> list[float]:
+async def _stream(stub: "InferenceAsyncStub", prompt: list[int], max_tokens: int) -> list[float]:
     """When each token of one request arrived."""
     request = pb.GenerateRequest(
         tokens=pb.TokenIds(ids=prompt),

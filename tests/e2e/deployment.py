@@ -94,7 +94,9 @@ class Running:
 
 
 @contextmanager
-def deployed(*flags: str, environment: dict[str, str] | None = None) -> Iterator[Running]:
+def deployed(
+    *flags: str, environment: dict[str, str] | None = None, api_key: str = "none"
+) -> Iterator[Running]:
     """Runs ``headrace up <flags>`` on free ports until the block ends; then nothing is left."""
     port, grpc_port, router_port = _free_ports(3)
     command = [
@@ -107,7 +109,7 @@ def deployed(*flags: str, environment: dict[str, str] | None = None) -> Iterator
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        model = _wait_until_ready(process, url)
+        model = _wait_until_ready(process, url, api_key)
         yield Running(url, f"127.0.0.1:{grpc_port}", port, model)
     finally:
         children = _children(process)
@@ -125,14 +127,15 @@ def deployed(*flags: str, environment: dict[str, str] | None = None) -> Iterator
             raise RuntimeError(f"`headrace up` left processes behind: {left}")
 
 
-def _wait_until_ready(process: "subprocess.Popen[str]", url: str) -> str:
+def _wait_until_ready(process: "subprocess.Popen[str]", url: str, api_key: str) -> str:
+    headers = {"authorization": f"Bearer {api_key}"}
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"headrace up ended: {process.stderr and process.stderr.read()}")
         try:
             if httpx.get(f"{url}/ready", trust_env=False).status_code == httpx.codes.OK:
-                models = httpx.get(f"{url}/v1/models", trust_env=False).json()
+                models = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()
                 return str(models["data"][0]["id"])
         except httpx.HTTPError:
             pass

@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grpc import aio
 from rich.console import Console
@@ -22,6 +23,9 @@ from runtime.compress import documentation
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
 from tests.e2e.deployment import Running, deployed
+
+if TYPE_CHECKING:  # it exists in the type stubs alone
+    from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
 
 EPSILON = 0.05  # nats between the two best logits; fp32 compute over bf16 KV moves them by less
 CONCURRENCY = 8
@@ -91,7 +95,7 @@ async def ask_all(running: Running, cases: Sequence[Case]) -> dict[str, Answer]:
     return {case.name: answer for case, answer in zip(cases, answers, strict=True)}
 
 
-async def _ask(stub: InferenceStub, case: Case) -> Answer:
+async def _ask(stub: "InferenceAsyncStub", case: Case) -> Answer:
     request = pb.GenerateRequest(
         tokens=pb.TokenIds(ids=case.prompt),
         max_tokens=case.max_tokens,

@@ -60,7 +60,8 @@ def _attacks(model: str) -> list[Attack]:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(hashlib.sha256(KEY.encode()).hexdigest() + "\n")
-    with deployed(environment={"HEADRACE_GATEWAY_API_KEYS_FILE": str(keys)}) as deployment:
+    environment = {"HEADRACE_GATEWAY_API_KEYS_FILE": str(keys)}
+    with deployed(environment=environment, api_key=KEY) as deployment:
         yield deployment
 
 

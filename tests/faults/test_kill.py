@@ -108,7 +108,7 @@ def _wait_for_new_epoch(running: Running, worker: str, old_epoch: object) -> Non
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         known = running.workers().get(worker)
-        if known and known["epoch"] != old_epoch and known["standing"] == "ready":
+        if known and known["epoch"] != old_epoch and known["state"] == "ready":
             return
         time.sleep(0.2)
     raise AssertionError(f"{worker} did not come back: {running.workers()}")
