@@ -132,7 +132,8 @@ class Heartbeat(_Message):
     """A worker's load at one instant.
 
     ``queue_tokens`` is, for prefill, the prompt tokens accepted and not yet computed; for decode,
-    the tokens resident in pages plus those of sequences that wait for pages. ``admitted`` lists
+    the tokens resident in pages plus those of sequences that wait for pages. ``running`` counts
+    seats of the batch, one for each choice, ``waiting`` requests without a seat. ``admitted`` lists
     the placements that these figures have come to include; a worker repeats an id until one
     heartbeat that carried it was answered.
     """
