@@ -41,7 +41,7 @@ class Model:
         self.page_size = page_size
         self.device, self.dtype = torch.device(device), dtype
         checkpoint = _place(checkpoint, self.device, dtype)
-        self.kv_format: KVFormat = DenseFormat(dense_attention())
+        self.kv_format: KVFormat = DenseFormat(dense_attention(self.config, self.device, dtype))
         self._embedding = checkpoint.embedding
         self._layers = [DecoderLayer(self.config, layer) for layer in checkpoint.layers]
         self._final_norm = checkpoint.final_norm

@@ -1,9 +1,18 @@
 """Attention over paged KV, and the choice of what computes it."""
 
+import torch
+
 from runtime.attention.base import DenseAttention
+from runtime.attention.cpu import CompiledAttention
 from runtime.attention.reference import ReferenceAttention
+from runtime.config import ModelConfig
 
 
-def dense_attention() -> DenseAttention:
-    """The backend to use."""
-    return ReferenceAttention()
+def dense_attention(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> DenseAttention:
+    """The backend for a model of this shape on a device."""
+    compiled = device.type == "cpu" and dtype == torch.float32 and config.head_dim % 4 == 0
+    if not compiled:
+        return ReferenceAttention()
+    return CompiledAttention(config.num_heads, config.num_kv_heads, config.head_dim)

@@ -1,0 +1,225 @@
+"""How fast the engine is on this machine, beside transformers and the physical floor.
+
+``python -m runtime.bench [--model NAME|PATH] [--json PATH]`` prints prefill of 512 tokens, decode
+of one stream and of eight, each as the best of several runs, ours and theirs alternating. The floor
+of a decode step is the time to read the weights once at the bandwidth that a plain sum over a large
+array reaches; that of a prefill is its multiplications at the rate of one large matrix product.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.checkpoint import Checkpoint, Dense, load_checkpoint, resolve_model
+from runtime.engine import Add, Engine, Limits
+from runtime.model import Model
+from runtime.sequence import Request, Sampling
+
+PROMPT_TOKENS = 512
+CONTEXT_TOKENS = 128
+STREAMS = 8
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table, in milliseconds for a prefill or a decode step."""
+
+    name: str
+    ours_ms: float
+    floor_ms: float
+    peer_ms: float | None = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    arguments = parser.parse_args()
+    checkpoint = load_checkpoint(resolve_model(arguments.model))
+    figures = list(measure(checkpoint))
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, ", end="")
+    print(f"{torch.get_num_threads()} threads, fp32, keep {checkpoint.keep}")
+    print(f"{'':22}{'ours':>10}{'floor':>10}{'of floor':>10}{'peer':>10}{'speedup':>9}")
+    for figure in figures:
+        line = f"{figure.name:22}{figure.ours_ms:8.1f}ms{figure.floor_ms:8.1f}ms"
+        line += f"{figure.floor_ms / figure.ours_ms:10.0%}"
+        if figure.peer_ms is not None:
+            line += f"{figure.peer_ms:8.1f}ms{figure.peer_ms / figure.ours_ms:8.2f}x"
+        print(line)
+    one, many = figures[1].ours_ms, figures[2].ours_ms
+    print(f"{STREAMS} streams reach {STREAMS * one / many:.2f}x the tokens/s of one")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=2))
+
+
+@torch.inference_mode()
+def measure(checkpoint: Checkpoint) -> Iterator[Figure]:
+    """Prefill, decode of one stream, decode of eight."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = checkpoint.config.vocab_size
+    prompt = torch.randint(vocab, (PROMPT_TOKENS,), generator=generator).tolist()
+    model = Model(checkpoint)
+    peer = _peer(checkpoint)
+    weights = sum(_parameters(checkpoint)) * 4
+    read_ms = weights / _bandwidth() * 1e3
+    products_ms = 2 * sum(_parameters(checkpoint)[:-1]) * PROMPT_TOKENS / _product_rate() * 1e3
+
+    ours, theirs = _alternate(
+        partial(_prefill_ms, model, prompt), peer and partial(_peer_prefill_ms, peer, prompt), 5
+    )
+    yield Figure(f"prefill {PROMPT_TOKENS}", ours, products_ms, theirs)
+    context = prompt[:CONTEXT_TOKENS]
+    for streams in (1, STREAMS):
+        ours, theirs = _alternate(
+            partial(_decode_ms, model, context, streams),
+            peer and partial(_peer_decode_ms, peer, context, streams),
+            3,
+        )
+        yield Figure(f"decode step, batch {streams}", ours, read_ms, theirs)
+
+
+def _alternate(
+    ours: Callable[[], float], theirs: Callable[[], float] | None, repeats: int
+) -> tuple[float, float | None]:
+    """The best of ``repeats`` runs of each, taken in turns."""
+    mine, peers = [], []
+    for _ in range(repeats):
+        mine.append(ours())
+        if theirs is not None:
+            peers.append(theirs())
+    return min(mine), min(peers, default=None)
+
+
+def _prefill_ms(model: Model, prompt: list[int]) -> float:
+    engine = Engine(model, num_pages=64, limits=Limits(max_running=1, max_waiting=1))
+    start = time.perf_counter()
+    engine.step([Add(Request("r", tuple(prompt), len(prompt), Sampling(), max_tokens=1))])
+    while engine.has_work:
+        engine.step([])
+    return (time.perf_counter() - start) * 1e3
+
+
+def _decode_ms(model: Model, prompt: list[int], streams: int) -> float:
+    """The fastest of 24 steps in which ``streams`` sequences get a token each."""
+    limits = Limits(max_running=streams, max_waiting=streams)
+    engine = Engine(model, num_pages=32 * streams, limits=limits)
+    requests = [
+        Request(str(n), (*prompt, n), len(prompt) + 1, Sampling(), max_tokens=200)
+        for n in range(streams)
+    ]
+    engine.step([Add(request) for request in requests])
+    while len(engine.step([]).tokens) < streams:
+        pass
+    return min(_timed_ms(lambda: engine.step([])) for _ in range(24))
+
+
+def _timed_ms(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _peer(checkpoint: Checkpoint) -> Any:
+    """The same weights in transformers, fp32; None where it cannot run them."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        print("transformers is not installed: no peer")
+        return None
+    config = checkpoint.config
+    if "llama" not in config.architecture.lower() or checkpoint.keep < 1:
+        print("the peer runs dense Llama models alone: no peer")
+        return None
+    peer = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.context_length,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=config.rope.theta,
+            tie_word_embeddings=config.tied_embeddings,
+        )
+    ).eval()
+    peer.load_state_dict(_state(checkpoint), strict=False)
+    return peer
+
+
+def _state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """A dense checkpoint under the names of Hugging Face's Llama."""
+    state = {
+        "model.embed_tokens.weight": checkpoint.embedding,
+        "model.norm.weight": checkpoint.final_norm,
+        "lm_head.weight": checkpoint.lm_head,
+    }
+    names = {name: f"self_attn.{name}_proj" for name in "qkvo"}
+    names |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    for index, layer in enumerate(checkpoint.layers):
+        prefix = f"model.layers.{index}"
+        state[f"{prefix}.input_layernorm.weight"] = layer.input_norm
+        state[f"{prefix}.post_attention_layernorm.weight"] = layer.post_norm
+        for name, module in names.items():
+            state[f"{prefix}.{module}.weight"] = getattr(layer, name).weight
+    return state
+
+
+def _peer_prefill_ms(peer: Any, prompt: list[int]) -> float:
+    tokens = torch.tensor([prompt])
+    return _timed_ms(lambda: peer(tokens, use_cache=True, logits_to_keep=1).logits.argmax())
+
+
+def _peer_decode_ms(peer: Any, prompt: list[int], streams: int) -> float:
+    tokens = torch.tensor([prompt] * streams)
+    cache = peer(tokens, use_cache=True, logits_to_keep=1).past_key_values
+    token = tokens[:, -1:]
+
+    def step() -> None:
+        peer(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
+
+    return min(_timed_ms(step) for _ in range(12))
+
+
+def _parameters(checkpoint: Checkpoint) -> list[int]:
+    """Of every product of a token, the language model head last."""
+    counts = [
+        linear.weight.numel() if isinstance(linear, Dense) else linear.u.numel() + linear.v.numel()
+        for layer in checkpoint.layers
+        for linear in (
+            layer.q,
+            layer.k,
+            layer.v,
+            layer.o,
+            layer.gate,
+            layer.up,
+            layer.down,
+        )
+    ]
+    return [*counts, checkpoint.lm_head.numel()]
+
+
+def _bandwidth() -> float:
+    """Bytes per second of a plain sum over 512 MiB."""
+    data = torch.ones(1 << 27)
+    return data.nbytes / min(_timed_ms(data.sum) for _ in range(5)) * 1e3
+
+
+def _product_rate() -> float:
+    """Floating-point operations per second of a 512 x 2048 x 2048 product."""
+    a, b = torch.randn(512, 2048), torch.randn(2048, 2048)
+    return 2 * 512 * 2048 * 2048 / min(_timed_ms(lambda: a @ b) for _ in range(5)) * 1e3
+
+
+if __name__ == "__main__":
+    main()
