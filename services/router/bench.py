@@ -119,7 +119,7 @@ def percentile(values: Sequence[float], rank: int) -> float:
 
 
 def decision_s(workers: int, calls: int = 500) -> float:
-    """CPU seconds of one place and its release, without HTTP, among as many workers of each role."""
+    """CPU seconds of one place and its release, without HTTP, half of the workers of each role."""
     router = Dispatcher(
         Fleet(FleetLimits()),
         WaitingRoom(0),
