@@ -46,7 +46,7 @@ class StubBuildHook(BuildHookInterface):  # type: ignore[misc,valid-type]
 
     PLUGIN_NAME = "custom"
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
         generate(Path(self.root) / "proto")
 
 
