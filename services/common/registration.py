@@ -90,6 +90,8 @@ class Registrar:
         response = await self._http.post(
             f"{url}/v1/register", json=self._registration.model_dump(mode="json")
         )
+        if response.status_code == httpx.codes.CONFLICT:
+            log.error("a newer life of this worker is known", router=url)
         response.raise_for_status()
 
     async def _beat(self, url: str) -> bool:
