@@ -84,7 +84,10 @@ class Tokenizer:
                 not as plain characters.
         """
         backend = self._backend if parse_special else self._plain_backend
-        return list(backend.encode(text, add_special_tokens=add_special).ids)
+        # As a batch: that alone lets go of the interpreter's lock, so that a long text in a thread
+        # does not hold up the event loop.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
+        return list(encoding.ids)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of a whole sequence. Bytes that are not UTF-8 become U+FFFD."""

@@ -25,7 +25,7 @@ from services.common.tokenizer import Tokenizer, load_tokenizer
 from services.gateway.generation import Generator
 from services.gateway.keys import ApiKeys
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.requests import Arrival, Checker, GenerationRequest
+from services.gateway.requests import Arrival, Checker, ContextLengthExceeded, GenerationRequest
 from services.gateway.router_client import RouterClient
 from services.gateway.sessions import Sessions
 from services.gateway.settings import GatewaySettings
@@ -84,6 +84,7 @@ class Gateway:
         self._idle = asyncio.Event()
         self._idle.set()
         self._ready_until = 0.0
+        self._longest_piece = max(map(len, model.tokenizer.pieces))
         self._router = router or RouterClient(
             settings.routers, token=settings.token, timeout_s=settings.connect_timeout_s
         )
@@ -126,6 +127,20 @@ class Gateway:
                 f"the model {name!r} is not served here, only {self.model.name!r}", param="model"
             )
 
+    async def encode_prompt(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            ContextLengthExceeded: it cannot fit; seen without tokenizing it, where it is long.
+        """
+        longest, context = self._longest_piece, self.model.context_length
+        if len(text) > longest * context:
+            raise ContextLengthExceeded(
+                f"{len(text)} characters cannot fit the model's context of {context} tokens",
+                param="prompt",
+            )
+        return await self.encode(text, add_special=add_special)
+
     async def encode(
         self, text: str, *, add_special: bool, parse_special: bool = True
     ) -> list[int]:
@@ -144,7 +159,7 @@ class Gateway:
             InvalidRequest: the model's chat template refuses it.
         """
         prompt = self.model.tokenizer.render_chat(messages)
-        return await self.encode(prompt, add_special=False)
+        return await self.encode_prompt(prompt, add_special=False)
 
     async def answer(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[Piece]]:
         """The pieces of all requests, as they come. Close it to cancel.

@@ -31,7 +31,8 @@ from services.gateway.text import FINISH_REASONS, FinishReason, Piece, TextAssem
 
 log = structlog.get_logger()
 
-_BACKOFF_S = 0.05  # before the second attempt; doubles with each further one
+_BACKOFF_S = 0.05  # before the second attempt; doubles with each further one, up to
+_MAX_BACKOFF_S = 1.0
 _REFUSALS = (
     error_pb2.ERROR_CODE_OVERLOADED,
     error_pb2.ERROR_CODE_DRAINING,
@@ -78,6 +79,8 @@ class _Progress:
 
     def end(self) -> "FinishReason | None":
         """How a single choice ended, where the tokens passed on say that it has."""
+        if self._request.choices > 1:
+            return None
         delivered = self.delivered[0]
         if delivered and delivered[-1] in self._stop_token_ids:
             return sampling_pb2.FINISH_REASON_STOP
@@ -176,7 +179,8 @@ class Generator:
                 outcome = Outcome.REFUSED if failure.code in _REFUSALS else Outcome.FAILED
                 blame = _blamed(failure, placed)
                 attempt += 1
-                self._check_retry(failure, request, progress, attempt)
+                if not progress.end():
+                    self._check_retry(failure, request, progress, attempt)
                 excluded.add(blame or worker.worker_id)
             finally:
                 if stream is not None:
@@ -186,7 +190,7 @@ class Generator:
                 if reason := progress.end():
                     yield text.push((), ((0, reason),))
                 else:
-                    await asyncio.sleep(_BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1))
+                    await asyncio.sleep(_backoff_s(attempt))
         watch.finish()
 
     def _assemble(
@@ -287,6 +291,11 @@ def _broken(what: str, worker_id: str) -> WorkerFailure:
     return WorkerFailure(
         f"worker {worker_id} broke the protocol: {what}", error_pb2.ERROR_CODE_INTERNAL, worker_id
     )
+
+
+def _backoff_s(attempt: int) -> float:
+    """Random, so that what one worker's end has failed does not come back all at once."""
+    return float(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1))
 
 
 def _now() -> float:

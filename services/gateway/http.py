@@ -207,7 +207,7 @@ class _Routes:
     ) -> list[Sequence[int]]:
         """Token ids of each prompt, whichever form they came in."""
         if isinstance(prompt, str):
-            return [await self._gateway.encode(prompt, add_special=True)]
+            return [await self._gateway.encode_prompt(prompt)]
         if prompt and isinstance(prompt[0], int):
             return [[token for token in prompt if isinstance(token, int)]]
         limit = self._gateway.settings.max_prompts
@@ -216,7 +216,7 @@ class _Routes:
         prompts: list[Sequence[int]] = []
         for one in prompt:
             if isinstance(one, str):
-                prompts.append(await self._gateway.encode(one, add_special=True))
+                prompts.append(await self._gateway.encode_prompt(one))
             elif isinstance(one, list):
                 prompts.append(one)
         return prompts

@@ -122,7 +122,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 [{"role": m.role, "content": m.content} for m in message.chat.messages]
             )
         elif kind == "text":
-            prompt = await self._gateway.encode(message.text, add_special=True)
+            prompt = await self._gateway.encode_prompt(message.text)
         elif kind == "tokens":
             prompt = list(message.tokens.ids)
         else:

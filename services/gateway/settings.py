@@ -66,7 +66,7 @@ class GatewaySettings(ServiceSettings):
         60.0, ge=0, le=3600, description="longest wait for a place in a router's queue, seconds"
     )
     max_attempts: int = Field(
-        5, ge=1, le=100, description="placements of one request, the first counted in"
+        5, ge=1, le=64, description="placements of one request, the first counted in"
     )
     connect_timeout_s: float = Field(
         5.0, gt=0, le=60, description="to reach a router or a worker, seconds"

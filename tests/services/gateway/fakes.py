@@ -152,6 +152,8 @@ class FakeRouter:
     releases: list[Release] = field(default_factory=list)
     refusals: list[tuple[int, str]] = field(default_factory=list)
     down: bool = False
+    hold: bool = False  # places are parked until their client leaves
+    abandoned: int = 0
     prefill: str | None = "prefill-0"
     authorizations: set[str | None] = field(default_factory=set)
     placed: int = 0
@@ -174,6 +176,7 @@ class FakeRouter:
         self.authorizations.add(request.headers.get("authorization"))
         match request.url.path:
             case "/v1/place":
+                await self._park()
                 return self._place(PlaceRequest.model_validate_json(request.content))
             case "/v1/release":
                 self.releases.append(Release.model_validate_json(request.content))
@@ -181,6 +184,14 @@ class FakeRouter:
             case "/v1/workers":
                 return httpx.Response(200, json={"workers": [self._view(w) for w in self.workers]})
         return httpx.Response(404)
+
+    async def _park(self) -> None:
+        try:
+            while self.hold:  # noqa: ASYNC110 - a flag is what tests set most easily
+                await asyncio.sleep(0.005)
+        except asyncio.CancelledError:
+            self.abandoned += 1
+            raise
 
     def _place(self, request: PlaceRequest) -> httpx.Response:
         self.places.append(request)

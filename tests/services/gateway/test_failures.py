@@ -231,6 +231,26 @@ async def test_a_client_that_leaves_cancels_all_the_way_down(
     assert site.metric("headrace_num_requests_running") == 0
 
 
+async def test_a_client_that_leaves_while_its_place_is_parked(site: Site) -> None:
+    site.router.hold = True
+    asking = asyncio.create_task(completion(site))
+    await asyncio.sleep(0.1)
+    asking.cancel()
+    await until(lambda: site.router.abandoned == 1)
+    await until(lambda: site.metric("headrace_num_requests_running") == 0)
+    assert site.router.places == []
+
+
+async def test_a_bug_is_told_as_a_fault_of_ours(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site.gateway, "ready", None)
+    response = await site.http.get("/ready")
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert response.headers["x-request-id"]
+
+
 async def test_one_bad_prompt_of_several_cancels_the_others(site: Site) -> None:
     site.worker.queued = [hang, failing(error_pb2.ERROR_CODE_INVALID), hang]
     response = await completion(site, prompt=[[1], [2], [3]])

@@ -1,0 +1,72 @@
+"""The process: what it needs to start, and how it ends."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.common.errors import SettingsError
+from services.gateway.service import serve
+from services.gateway.settings import GatewaySettings
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+async def test_it_listens_on_both_ports_until_it_is_told_to_end() -> None:
+    port, grpc_port, router = free_port(), free_port(), free_port()
+    settings = GatewaySettings.model_validate(
+        {"port": port, "grpc_port": grpc_port, "routers": [f"http://127.0.0.1:{router}"]}
+    )
+    serving = asyncio.create_task(serve(settings))
+    async with (
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http,
+        aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel,
+    ):
+        async with asyncio.timeout(20):
+            await channel.channel_ready()
+        assert (await http.get("/health")).status_code == 200
+        ready = await http.get("/ready")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "no workers")
+        refused = await http.post("/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    os.kill(os.getpid(), signal.SIGTERM)
+    began = time.monotonic()
+    async with asyncio.timeout(10):
+        await serving
+    assert time.monotonic() - began < 5
+    for closed in (port, grpc_port):
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", closed)
+
+
+async def test_a_taken_port_is_a_settings_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = GatewaySettings.model_validate({"port": taken.getsockname()[1]})
+        with pytest.raises(SettingsError, match="cannot listen"):
+            await serve(settings)
+
+
+async def test_a_model_that_is_not_there_is_a_settings_error() -> None:
+    with pytest.raises(SettingsError, match="known names"):
+        await serve(GatewaySettings.model_validate({"model": "nothing"}))
+
+
+def test_it_never_imports_torch() -> None:
+    code = (
+        "import sys, services.gateway.service; print(sorted({'torch','triton'} & {*sys.modules}))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert output.stdout.strip() == b"[]"
