@@ -44,6 +44,19 @@ class CompressionReport:
         return sum(rank is not None for layer in self.ranks for rank in layer.values())
 
 
+@dataclass(frozen=True)
+class DecomposedModel:
+    """A model whose projections can be truncated to any ``keep``: what takes the time, done once.
+
+    ``parts`` are in the order of layers and, within one, of `PROJECTIONS`.
+    """
+
+    dense: Checkpoint
+    parts: tuple[Decomposition, ...]
+    calibration_hash: str
+    calibration_tokens: int
+
+
 def calibration_hash(tokens: Tensor) -> str:
     """sha256 of token ids and how they are cut into rows."""
     text = f"{list(tokens.shape)} {tokens.flatten().tolist()}"
@@ -56,7 +69,6 @@ def artifact_key(model_hash: str, keep: float, calibration_tokens: Tensor) -> st
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
 
-@torch.no_grad()
 def compress(
     checkpoint: Checkpoint,
     calibration_tokens: Tensor,
@@ -77,21 +89,42 @@ def compress(
     checkpoint that is factorized already, and for tokens that are none of the model's.
     """
     started = time.monotonic()
-    _check(checkpoint, calibration_tokens, keep)
+    _check_keep(keep)
     if keep == 1.0:
         return checkpoint, _report(checkpoint, keep, started)
+    model = decompose_model(checkpoint, calibration_tokens, progress)
+    made = truncate_model(model, keep, rank_multiple)
+    return made, _report(made, keep, started)
+
+
+@torch.no_grad()
+def decompose_model(
+    checkpoint: Checkpoint, calibration_tokens: Tensor, progress: Progress | None = None
+) -> DecomposedModel:
+    """Calibrate and decompose, as `compress` does. Takes the memory of twice the projections."""
+    _check_model(checkpoint, calibration_tokens)
     told = progress or (lambda _stage, _fraction: None)
     moments = collect_moments(
         checkpoint, calibration_tokens, _SEED, lambda stage, done: told(stage, 0.8 * done)
     )
     parts: list[Decomposition] = []
-    for index, part in enumerate(_decompositions(checkpoint, moments)):
+    for part in _decompositions(checkpoint, moments):
         parts.append(part)
-        told("factorizing", 0.8 + 0.2 * (index + 1) / (len(moments) * len(PROJECTIONS)))
-    ranks = allocate_ranks(
-        [Choice(*part.shape, part.loss.cpu().numpy()) for part in parts], keep, rank_multiple
+        told("factorizing", 0.8 + 0.2 * len(parts) / (len(moments) * len(PROJECTIONS)))
+    return DecomposedModel(
+        checkpoint, tuple(parts), calibration_hash(calibration_tokens), calibration_tokens.numel()
     )
-    linears: Iterator[Any] = map(Decomposition.truncate, parts, ranks)
+
+
+def truncate_model(
+    model: DecomposedModel, keep: float, rank_multiple: int = RANK_MULTIPLE
+) -> Checkpoint:
+    """The factorized checkpoint at ``keep``. Errors as of `compress`."""
+    _check_keep(keep)
+    checkpoint = model.dense
+    choices = [Choice(*part.shape, part.loss.cpu().numpy()) for part in model.parts]
+    ranks = allocate_ranks(choices, keep, rank_multiple)
+    linears: Iterator[Any] = map(Decomposition.truncate, model.parts, ranks)
     layers = tuple(
         replace(layer, **{projection: next(linears) for projection in PROJECTIONS})
         for layer in checkpoint.layers
@@ -99,12 +132,11 @@ def compress(
     factorization = Factorization(
         method=METHOD,
         source_hash=checkpoint.model_hash,
-        calibration_hash=calibration_hash(calibration_tokens),
-        calibration_tokens=calibration_tokens.numel(),
+        calibration_hash=model.calibration_hash,
+        calibration_tokens=model.calibration_tokens,
     )
     made = replace(checkpoint, layers=layers, keep=keep, factorization=factorization)
-    made = replace(made, model_hash=canonical_hash(made))
-    return made, _report(made, keep, started)
+    return replace(made, model_hash=canonical_hash(made))
 
 
 def _decompositions(
@@ -119,10 +151,13 @@ def _decompositions(
             )
 
 
-def _check(checkpoint: Checkpoint, tokens: Tensor, keep: float) -> None:
+def _check_keep(keep: float) -> None:
     if not 0.0 < keep <= 1.0:
         raise CompressionError(f"keep is a fraction of parameters in (0, 1], not {keep}")
-    if any(not isinstance(linear, Dense) for layer in _linears(checkpoint) for linear in layer):
+
+
+def _check_model(checkpoint: Checkpoint, tokens: Tensor) -> None:
+    if any(not isinstance(x, Dense) for layer in _linears(checkpoint) for x in layer.values()):
         raise CompressionError("the checkpoint is factorized already: start from the dense one")
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise CompressionError(f"calibration needs [n, length] tokens, not {list(tokens.shape)}")
@@ -130,22 +165,38 @@ def _check(checkpoint: Checkpoint, tokens: Tensor, keep: float) -> None:
         raise CompressionError("the calibration tokens are not of this model's vocabulary")
 
 
-def _linears(checkpoint: Checkpoint) -> list[list[Linear]]:
-    return [[getattr(layer, name) for name in PROJECTIONS] for layer in checkpoint.layers]
+def ranks_of(checkpoint: Checkpoint) -> tuple[dict[str, int | None], ...]:
+    """The rank of each projection of each layer, None where it is dense."""
+    return tuple(
+        {
+            name: linear.rank if isinstance(linear, FactorPair) else None
+            for name, linear in layer.items()
+        }
+        for layer in _linears(checkpoint)
+    )
+
+
+def parameters_kept(checkpoint: Checkpoint) -> float:
+    """The fraction of the dense projections' parameters that a checkpoint's projections have."""
+    kept = total = 0
+    for linear in (linear for layer in _linears(checkpoint) for linear in layer.values()):
+        if isinstance(linear, FactorPair):
+            kept += linear.u.numel() + linear.v.numel()
+            total += linear.u.shape[0] * linear.v.shape[1]
+        else:
+            kept += linear.weight.numel()
+            total += linear.weight.numel()
+    return kept / total
+
+
+def _linears(checkpoint: Checkpoint) -> list[dict[str, Linear]]:
+    return [{name: getattr(layer, name) for name in PROJECTIONS} for layer in checkpoint.layers]
 
 
 def _report(checkpoint: Checkpoint, keep: float, started: float) -> CompressionReport:
-    kept = total = 0
-    ranks: list[dict[str, int | None]] = []
-    for layer in _linears(checkpoint):
-        ranks.append({})
-        for projection, linear in zip(PROJECTIONS, layer, strict=True):
-            if isinstance(linear, FactorPair):
-                out, inner = linear.u.shape[0], linear.v.shape[1]
-                kept += linear.u.numel() + linear.v.numel()
-            else:
-                out, inner = linear.weight.shape
-                kept += out * inner
-            total += out * inner
-            ranks[-1][projection] = linear.rank if isinstance(linear, FactorPair) else None
-    return CompressionReport(keep, kept / total, tuple(ranks), time.monotonic() - started)
+    return CompressionReport(
+        keep=keep,
+        parameters_kept=parameters_kept(checkpoint),
+        ranks=ranks_of(checkpoint),
+        seconds=time.monotonic() - started,
+    )

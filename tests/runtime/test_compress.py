@@ -12,7 +12,17 @@ from torch.nn import functional
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, write_checkpoint
 from runtime.checkpoint.assemble import PROJECTIONS, projection_shape
 from runtime.checkpoint.weights import LayerWeights
-from runtime.compress import METHOD, artifact_key, compress, cut_rows, documentation, perplexity
+from runtime.compress import (
+    METHOD,
+    artifact_key,
+    compress,
+    cut_rows,
+    decompose_model,
+    documentation,
+    parameters_kept,
+    perplexity,
+    truncate_model,
+)
 from runtime.compress.forward import forward, rms_norm
 from runtime.compress.moments import collect_moments
 from runtime.config import ModelConfig
@@ -145,6 +155,17 @@ def test_the_result_is_reproducible_and_survives_the_file(tmp_path: Path) -> Non
     assert read.factorization.source_hash == MODEL.model_hash
     assert read.factorization.calibration_tokens == TOKENS.numel()
     assert torch.equal(forward(read, TOKENS[:2]), forward(first, TOKENS[:2]))
+
+
+def test_a_decomposed_model_is_truncated_to_any_keep() -> None:
+    model = decompose_model(MODEL, TOKENS)
+    for keep in (0.8, 0.5):
+        made, report = compress(MODEL, TOKENS, keep, rank_multiple=4)
+        again = truncate_model(model, keep, rank_multiple=4)
+        assert again.model_hash == made.model_hash
+        assert parameters_kept(again) == report.parameters_kept
+    with pytest.raises(CompressionError, match="keep"):
+        truncate_model(model, 1.5)
 
 
 def test_progress_rises_to_one() -> None:
