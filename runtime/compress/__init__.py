@@ -1,6 +1,6 @@
 """Makes factorized checkpoints, and measures what they cost in quality."""
 
-from runtime.compress.compress import (
+from runtime.compress.factorize import (
     METHOD,
     CompressionReport,
     DecomposedModel,

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from runtime.checkpoint import Checkpoint, load_checkpoint, resolve_model
-from runtime.compress.compress import (
+from runtime.compress.factorize import (
     decompose_model,
     parameters_kept,
     ranks_of,
