@@ -20,12 +20,17 @@ from services.transfer.errors import (
 )
 from services.transfer.slab import Slab
 
-# The progress thread wakes on events; the timeout is for transports that have none to offer. With 0
-# it spins.
-_PROGRESS_TIMEOUT_US = 1000
+_PROGRESS_TIMEOUT_US = 1000  # the progress thread wakes on events and this; with 0 it spins
 _SPIN_S = 100e-6  # polls without a pause after something happened: small READs end within it
 _NAP_S = 150e-6  # between polls after that
 _DRAIN_NAP_S = 10e-3  # between polls where only READs past their deadlines are left
+
+_ENVIRONMENT = {
+    "NIXL_LOG_LEVEL": "FATAL",
+    "UCX_LOG_LEVEL": "fatal",
+    # Without it, GPUs that see no NVLink, not even a GPU and itself, READ through TCP.
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+}
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,14 @@ class Owner:
     def __init__(self, name: str, device: str) -> None:
         self._name = name
         if torch.device(device).type == "cuda":
-            _enter_cuda(device)
+            torch.cuda.set_device(torch.device(device).index or 0)
+            torch.empty(1, device=device)  # UCX looks for the thread's context when it starts
         nixl = self._api = _load_nixl()
         self._faults: tuple[type[Exception], ...] = tuple(
             getattr(nixl, error) for error in dir(nixl) if error.endswith("Error")
         )
         self._unreachable = (nixl.nixlRemoteDisconnectError, nixl.nixlBackendError)
+        self._memory = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
         config = nixl.nixlAgentConfig()
         config.useProgThread = True  # a passive peer answers only through it
         config.pthrDelay = _PROGRESS_TIMEOUT_US
@@ -88,7 +95,7 @@ class Owner:
 
     def register(self, slab: Slab, future: "Future[None]") -> None:
         region = (slab.address, slab.nbytes, slab.device_index, "")
-        registration = self._api.nixlRegDList(self._memory(slab.memory_kind), [region])
+        registration = self._api.nixlRegDList(self._memory[slab.memory_kind], [region])
         try:
             self._nixl.registerMem(registration, self._ucx)
         except self._faults as error:
@@ -230,11 +237,8 @@ class Owner:
             self._nixl.invalidateRemoteMD(name)
             _settle(peer.removals)
 
-    def _memory(self, kind: str) -> Any:
-        return self._api.VRAM_SEG if kind == "VRAM" else self._api.DRAM_SEG
-
     def _descriptors(self, kind: str, region: tuple[int, int, int]) -> Any:
-        return self._api.nixlXferDList(self._memory(kind), [region])
+        return self._api.nixlXferDList(self._memory[kind], [region])
 
     def _release(self, handle: int) -> None:
         try:
@@ -277,12 +281,6 @@ def _settle(futures: list["Future[None]"]) -> None:
     futures.clear()
 
 
-def _enter_cuda(device: str) -> None:
-    """Makes the device's context this thread's: UCX looks for it when NIXL's agent is made."""
-    torch.cuda.set_device(torch.device(device).index or 0)
-    torch.empty(1, device=device)
-
-
 def _load_nixl() -> Any:
     """NIXL's bindings. What it and UCX would print comes as exceptions instead.
 
@@ -290,8 +288,8 @@ def _load_nixl() -> Any:
     sleep, so that it burns a core in every idle process, and it keeps references that delay the
     agent's end.
     """
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    for variable, value in _ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     try:
         from nixl import _bindings
     except ImportError as error:
