@@ -21,14 +21,23 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors
 
 from services.common.chat_template import ChatTemplate
-from services.common.errors import SettingsError
 from services.common.gguf_metadata import MetadataError, read_metadata
+from services.common.token_pieces import (
+    TokenizerError,
+    byte_level_pieces,
+    flat_decoders,
+    pieces_for,
+)
+
+__all__ = [
+    "IncrementalDetokenizer",
+    "SpecialTokens",
+    "Tokenizer",
+    "TokenizerError",
+    "load_tokenizer",
+]
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
-
-
-class TokenizerError(SettingsError):
-    """A tokenizer that cannot be read, or of a kind that is not understood."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +202,7 @@ def _load_gguf(path: Path) -> Tokenizer:
     return Tokenizer(
         backend,
         special,
-        pieces=_byte_level_pieces(backend),
+        pieces=byte_level_pieces(backend),
         chat_template=ChatTemplate(template) if template else None,
         context_length=facts.get(f"{facts.get('general.architecture')}.context_length"),
     )
@@ -252,11 +261,11 @@ def _load_directory(path: Path) -> Tokenizer:
     backend.no_padding()
     config = _read_json(path / "tokenizer_config.json")
     model = _read_json(path / "config.json")
-    decoders = _flat_decoders(json.loads(text).get("decoder"))
+    decoders = flat_decoders(json.loads(text).get("decoder"))
     return Tokenizer(
         backend,
         _directory_special(path, config, model, backend),
-        pieces=_pieces(backend, decoders),
+        pieces=pieces_for(backend, decoders),
         strips_space=any(d["type"] == "Strip" and d.get("start") for d in decoders),
         chat_template=ChatTemplate.from_directory(path, config),
         context_length=model.get("max_position_embeddings"),
@@ -287,57 +296,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise TokenizerError(f"{path.name} is not a JSON object")
     return content
-
-
-def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if decoder is None:
-        raise TokenizerError("tokenizer.json has no decoder")
-    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
-
-
-def _pieces(backend: tokenizers.Tokenizer, decoders: list[dict[str, Any]]) -> list[bytes]:
-    kinds = {decoder["type"] for decoder in decoders}
-    if "ByteLevel" in kinds:
-        return _byte_level_pieces(backend)
-    if kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-        return _sentencepiece_pieces(backend)
-    raise TokenizerError(f"a decoder of {sorted(kinds)} is not understood")
-
-
-def _byte_level_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """Bytes of each token under GPT-2's alphabet: a printable character for each byte."""
-    to_byte = str.maketrans(_byte_alphabet())
-    added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
-    pieces = []
-    for id in range(_table_size(backend)):
-        token = backend.id_to_token(id) or ""
-        try:
-            pieces.append((added.get(id) or token).translate(to_byte).encode("latin-1"))
-        except UnicodeEncodeError:
-            pieces.append(token.encode())
-    for id, content in added.items():
-        pieces[id] = content.encode()
-    return pieces
-
-
-def _byte_alphabet() -> dict[str, str]:
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): chr(byte) for byte in printable}
-    others = (byte for byte in range(256) if byte not in printable)
-    return alphabet | {chr(256 + index): chr(byte) for index, byte in enumerate(others)}
-
-
-def _sentencepiece_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """Bytes of each token where U+2581 is a space and ``<0xNN>`` one byte."""
-    pieces = []
-    for id in range(_table_size(backend)):
-        token = backend.id_to_token(id) or ""
-        is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-        pieces.append(
-            bytes([int(token[3:5], 16)]) if is_byte else token.replace("\u2581", " ").encode()
-        )
-    return pieces
-
-
-def _table_size(backend: tokenizers.Tokenizer) -> int:
-    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -7,7 +7,7 @@ replayed with the tokens that were already passed on, so that none is repeated o
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import structlog
 
@@ -20,14 +20,15 @@ from services.common.errors import (
     TooLarge,
     Unavailable,
 )
-from services.common.placement import Outcome, PlaceRequest
+from services.common.placement import Outcome
 from services.common.tokenizer import Tokenizer
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.progress import Progress
 from services.gateway.requests import GenerationRequest
 from services.gateway.router_client import Placed, RouterClient
 from services.gateway.sessions import Sessions, WorkerFailure
 from services.gateway.settings import GatewaySettings
-from services.gateway.text import FINISH_REASONS, FinishReason, Piece, TextAssembly
+from services.gateway.text import Piece, TextAssembly
 
 log = structlog.get_logger()
 
@@ -42,88 +43,6 @@ _FINAL = {
     error_pb2.ERROR_CODE_DEADLINE: DeadlineExceeded,
     error_pb2.ERROR_CODE_CANCELLED: InternalFault,
 }
-
-
-class _Progress:
-    """What of a request has been passed on, across attempts."""
-
-    def __init__(self, request: GenerationRequest, stop_token_ids: tuple[int, ...]) -> None:
-        self._request = request
-        self._stop_token_ids = stop_token_ids
-        self.delivered: list[list[int]] = [[] for _ in range(request.choices)]
-        self.unended = set(range(request.choices))  # by the worker
-
-    @property
-    def started(self) -> bool:
-        return any(self.delivered)
-
-    def accept(self, deltas: Sequence[decode_pb2.StreamDelta], worker_id: str) -> None:
-        """Notes tokens that are about to be passed on: all of them, or none.
-
-        Raises:
-            WorkerFailure: a token that is not its choice's next one, or an end that is none.
-        """
-        next_index = [len(tokens) for tokens in self.delivered]
-        for delta in deltas:
-            for token in delta.tokens:
-                if token.choice >= len(next_index) or token.index != next_index[token.choice]:
-                    raise _broken(f"token {token.index} is out of order", worker_id)
-                next_index[token.choice] += 1
-            for end in delta.ended:
-                if end.choice >= len(next_index) or end.reason not in FINISH_REASONS:
-                    raise _broken(f"choice {end.choice} ended for reason {end.reason}", worker_id)
-        for delta in deltas:
-            for token in delta.tokens:
-                self.delivered[token.choice].append(token.token)
-            self.unended.difference_update(end.choice for end in delta.ended)
-
-    def end(self) -> "FinishReason | None":
-        """How a single choice ended, where the tokens passed on say that it has."""
-        if self._request.choices > 1:
-            return None
-        delivered = self.delivered[0]
-        if delivered and delivered[-1] in self._stop_token_ids:
-            return sampling_pb2.FINISH_REASON_STOP
-        if len(delivered) >= self._request.max_tokens:
-            return sampling_pb2.FINISH_REASON_LENGTH
-        return None
-
-    def place(
-        self, model: str, attempt: int, excluded: Iterable[str], wait_s: float
-    ) -> PlaceRequest:
-        request, replayed = self._request, len(self.delivered[0])
-        return PlaceRequest(
-            request_id=request.request_id,
-            attempt=attempt,
-            model=model,
-            prompt_tokens=len(request.prompt) + replayed,
-            max_tokens=request.max_tokens - replayed,
-            choices=request.choices,
-            tenant=request.tenant,
-            exclude=sorted(excluded),
-            wait_s=wait_s,
-        )
-
-    def start(self, placed: Placed, attempt: int, deadline_s: float) -> decode_pb2.StartStream:
-        request, placement = self._request, placed.placement
-        message = decode_pb2.StartStream(
-            request_id=request.request_id,
-            attempt=attempt,
-            placement_id=placement.placement_id,
-            epoch=placement.decode.epoch,
-            tokens=(*request.prompt, *self.delivered[0]),
-            prompt_tokens=len(request.prompt),
-            sampling=request.sampling,
-            max_tokens=request.max_tokens,
-            stop_token_ids=self._stop_token_ids,
-            choices=request.choices,
-            deadline_s=deadline_s,
-        )
-        if placement.prefill is not None:
-            message.prefill.worker_id = placement.prefill.worker_id
-            message.prefill.epoch = placement.prefill.epoch
-            message.prefill.address = placement.prefill.address
-        return message
 
 
 class Generator:
@@ -155,7 +74,7 @@ class Generator:
             ServiceError: why there is no answer, or no more of it.
         """
         text = TextAssembly(self._tokenizer, request.choices, request.stop)
-        progress = _Progress(request, self._tokenizer.eos_ids)
+        progress = Progress(request, self._tokenizer.eos_ids)
         watch = _Stopwatch(request.arrived, self._metrics)
         self._metrics.prompt_tokens.inc(len(request.prompt))
         excluded: set[str] = set()
@@ -209,7 +128,7 @@ class Generator:
         return text.push(tokens, ended)
 
     async def _place(
-        self, request: GenerationRequest, progress: _Progress, attempt: int, excluded: set[str]
+        self, request: GenerationRequest, progress: Progress, attempt: int, excluded: set[str]
     ) -> Placed:
         """A place for an attempt. Workers that failed this request are avoided while others can
         take it."""
@@ -231,7 +150,7 @@ class Generator:
         self,
         failure: WorkerFailure,
         request: GenerationRequest,
-        progress: _Progress,
+        progress: Progress,
         attempts: int,
     ) -> None:
         """Returns where another attempt may follow.
@@ -285,12 +204,6 @@ def _blamed(failure: WorkerFailure, placed: Placed) -> str | None:
     if placement.prefill is not None:
         workers.add(placement.prefill.worker_id)
     return failure.blame if failure.blame in workers else None
-
-
-def _broken(what: str, worker_id: str) -> WorkerFailure:
-    return WorkerFailure(
-        f"worker {worker_id} broke the protocol: {what}", error_pb2.ERROR_CODE_INTERNAL, worker_id
-    )
 
 
 def _backoff_s(attempt: int) -> float:

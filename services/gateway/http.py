@@ -1,9 +1,7 @@
 """The HTTP interface: OpenAI's API, and what operators ask for."""
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -15,10 +13,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from services.common.errors import InvalidRequest, ServiceError
-from services.gateway.answers import AnswerShape, EventWriter, WholeAnswer, event
+from services.gateway.answers import AnswerShape
 from services.gateway.bodies import (
     ChatBody,
     CompletionBody,
@@ -26,18 +24,13 @@ from services.gateway.bodies import (
     TokenizeBody,
     parse_body,
 )
-from services.gateway.edge import Edge, read_body, refuse, refuse_route, while_connected
-from services.gateway.gateway import Gateway, within
-from services.gateway.requests import Arrival, GenerationRequest
+from services.gateway.edge import Edge, read_body, refuse, refuse_route
+from services.gateway.gateway import Gateway
+from services.gateway.requests import Arrival
+from services.gateway.responses import GeneratedResponse
 
 _BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _SCHEMAS = "#/components/schemas/{model}"
-_LAST_WORD_S = 1.0  # to tell a client of an error that may not be reading
-_EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 def build_app(gateway: Gateway) -> ASGIApp:
@@ -103,7 +96,7 @@ class _Routes:
             for prompt in await self._prompts(body.prompt)
         ]
         shape = self._shape(f"cmpl-{arrival.request_id}", body, wanted.logprobs, chat=False)
-        return _Answer(self._gateway, requests, shape, stream=bool(body.stream))
+        return GeneratedResponse(self._gateway, requests, shape, stream=bool(body.stream))
 
     async def chat_completions(self, request: Request) -> Response:
         """Continues a conversation."""
@@ -115,7 +108,7 @@ class _Routes:
         )
         requests = [self._gateway.checker.build(arrival, prompt, wanted, fill_context=True)]
         shape = self._shape(f"chatcmpl-{arrival.request_id}", body, wanted.logprobs, chat=True)
-        return _Answer(self._gateway, requests, shape, stream=bool(body.stream))
+        return GeneratedResponse(self._gateway, requests, shape, stream=bool(body.stream))
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a conversation."""
@@ -220,68 +213,6 @@ class _Routes:
             elif isinstance(one, list):
                 prompts.append(one)
         return prompts
-
-
-class _Answer(Response):
-    """Generates while it is sent, and stops generating when nobody reads."""
-
-    def __init__(
-        self,
-        gateway: Gateway,
-        requests: Sequence[GenerationRequest],
-        shape: AnswerShape,
-        *,
-        stream: bool,
-    ) -> None:
-        super().__init__()
-        self._gateway = gateway
-        self._requests = requests
-        self._shape = shape
-        self._streams = stream
-        self._prompt_tokens = sum(len(request.prompt) for request in requests)
-        self._started = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._stream(send) if self._streams else self._whole(send)
-        try:
-            async with within(self._requests[0].deadline):
-                await while_connected(receive, work)
-        except ServiceError as error:
-            if not self._started:
-                raise
-            scope["state"]["error"] = error
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_WORD_S):
-                    await send({"type": "http.response.body", "body": event(error.body())})
-
-    async def _stream(self, send: Send) -> None:
-        writer = EventWriter(self._shape, self._prompt_tokens)
-        async with aclosing(self._gateway.answer(self._requests)) as answer:
-            async for pieces in answer:
-                if not self._started:
-                    # Not before the first token: until then a failure still has its own status.
-                    self._started = True
-                    start = {"status": 200, "headers": list(_EVENT_STREAM)}
-                    await send({"type": "http.response.start", **start})
-                if events := writer.write(pieces):
-                    body = {"body": events, "more_body": True}
-                    await send({"type": "http.response.body", **body})
-        await send({"type": "http.response.body", "body": writer.finish()})
-
-    async def _whole(self, send: Send) -> None:
-        choices = sum(request.choices for request in self._requests)
-        whole = WholeAnswer(self._shape, self._prompt_tokens, choices)
-        async with aclosing(self._gateway.answer(self._requests)) as answer:
-            async for pieces in answer:
-                whole.add(pieces)
-        body = whole.body()
-        self._started = True
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
 
 
 def _json(content: object, status: int = 200) -> Response:
