@@ -53,9 +53,7 @@ def load_worker(settings: WorkerSettings) -> Loaded:
     Raises:
         SettingsError: what was named cannot be served, and why.
     """
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device(settings.device)
     try:
         path = resolve_model(settings.model)
         dtype = _dtype(settings.dtype, device)
@@ -98,9 +96,15 @@ def load_worker(settings: WorkerSettings) -> Loaded:
     return Loaded(engine, codebooks, identity, config, device)
 
 
+def _device(name: str) -> str:
+    """A worker on a GPU host is given one GPU to see."""
+    on_gpu = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    return "cuda:0" if on_gpu else "cpu"
+
+
 def _dtype(name: str, device: str) -> torch.dtype:
     if name == "auto":
-        return torch.bfloat16 if device == "cuda" else torch.float32
+        return torch.bfloat16 if device != "cpu" else torch.float32
     return torch.float32 if name == "float32" else torch.bfloat16
 
 

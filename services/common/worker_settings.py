@@ -56,7 +56,11 @@ class WorkerSettings(ServiceSettings):
     )
     slots: int = Field(16, ge=1, le=65536, description="slots of this worker's slab")
     slot_bytes: int = Field(
-        4 << 20, ge=1 << 14, le=1 << 30, description="bytes of a slot, the bound of a segment"
+        4 << 20,
+        ge=1 << 14,
+        le=1 << 30,
+        multiple_of=16,
+        description="bytes of a slot, the bound of a segment",
     )
 
     @property

@@ -263,7 +263,7 @@ async def serve(settings: DecodeSettings) -> None:
     """
     loaded = await asyncio.to_thread(load_worker, settings)
     landing = Slab(settings.slots, settings.slot_bytes, loaded.device)
-    agent = TransferAgent(f"decode-{loaded.identity.epoch}")
+    agent = TransferAgent(f"decode-{loaded.identity.epoch}", loaded.device)
     agent.register(landing)
     worker = DecodeWorker(settings, loaded, agent, landing)
     server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)

@@ -198,7 +198,7 @@ async def serve(settings: PrefillSettings) -> None:
     """
     loaded = await asyncio.to_thread(load_worker, settings)
     slab = Slab(settings.slots, settings.slot_bytes, loaded.device)
-    agent = TransferAgent(f"prefill-{loaded.identity.epoch}")
+    agent = TransferAgent(f"prefill-{loaded.identity.epoch}", loaded.device)
     agent.register(slab)
     worker = PrefillWorker(settings, loaded, agent, slab)
     server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)

@@ -1,9 +1,11 @@
-"""Which segments a chunk of computed KV becomes, and whether those that came cover a sequence."""
+"""The manifest: which segments a chunk becomes, what frame each has, whether they cover it all."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from headrace.v1 import prefill_pb2 as pb
 from services.transfer.errors import ForeignSegment
+from services.transfer.frame import HEADER_BYTES, FrameHeader
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,30 @@ def plan_segments(
             yield SegmentPlan(
                 first_token + offset, count, layer, min(layers, num_layers - layer), held
             )
+
+
+def frame_of(segment: pb.Segment, *, epoch: str, request_id: str, attempt: int) -> FrameHeader:
+    """The header in front of a segment's payload, as its manifest entry announces it.
+
+    Args:
+        epoch: of the sender, 32 hex digits.
+
+    Raises:
+        FrameError: the epoch is not that.
+    """
+    return FrameHeader.describing(
+        epoch=epoch,
+        request_id=request_id,
+        attempt=attempt,
+        index=segment.index,
+        first_token=segment.first_token,
+        num_tokens=segment.num_tokens,
+        first_layer=segment.first_layer,
+        num_layers=segment.num_layers,
+        generation=segment.generation,
+        length=segment.length - HEADER_BYTES,
+        checksum=segment.checksum,
+    )
 
 
 class Coverage:

@@ -20,19 +20,13 @@ from runtime.engine import Engine
 from services.common.engine_thread import EngineThread
 from services.common.worker_metrics import WorkerMetrics
 from services.transfer.agent import TransferAgent
-from services.transfer.credit import CreditPool
-from services.transfer.errors import (
-    ForeignSegment,
-    PeerLost,
-    ReadTimeout,
-    StaleSegment,
-    TransferError,
-)
+from services.transfer.errors import ForeignSegment, FrameError, PeerLost, TransferError
 from services.transfer.frame import HEADER_BYTES, FrameHeader, verify
+from services.transfer.landing import Landing
 from services.transfer.link import FetchFailed, PrefillLink, PrefillLinks, Subscription
-from services.transfer.manifest import Coverage
+from services.transfer.manifest import Coverage, frame_of
 from services.transfer.sender import CodecPlan
-from services.transfer.slab import Slab, SlotPool, SlotRef
+from services.transfer.slab import Slab, SlotRef
 
 log = structlog.get_logger()
 
@@ -99,9 +93,7 @@ class Receiver:
     ) -> None:
         self._engine = engine
         self._agent = agent
-        self._landing = landing
-        self._slots = SlotPool(landing.slots)
-        self._credits = CreditPool(landing.slots, credits_per_sequence)
+        self._landing = Landing(landing, credits_per_sequence, self._grant)
         self._links = links
         self._codec = codec_plan
         self._num_layers, self._page_size = num_layers, page_size
@@ -111,7 +103,7 @@ class Receiver:
 
     @property
     def slots_in_use(self) -> int:
-        return self._slots.in_use
+        return self._landing.in_use
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         """Brings a prompt's KV into ``fetch.pages``; returns when all of it has verified.
@@ -135,20 +127,18 @@ class Receiver:
         progress = _Progress(Coverage(tokens, self._num_layers, self._page_size))
         with link.subscribe(fetch.start) as subscription:
             self._subscriptions[fetch.key] = subscription
-            self._credits.join(fetch.key)
             try:
                 subscription.send_start()
-                self._grant()
+                self._landing.join(fetch.key)
                 async with asyncio.TaskGroup() as pulls:
                     while not progress.complete:
                         event = await subscription.next_event()
                         self._apply(event, fetch, subscription, progress, pulls)
             finally:
                 fetch.closed = True
+                self._landing.leave(fetch.key)
                 del self._subscriptions[fetch.key]
-                self._credits.leave(fetch.key)
                 subscription.release()
-                self._grant()
         if not progress.ended and not progress.coverage.complete:
             raise FetchFailed(
                 error_pb2.ERROR_CODE_INTEGRITY,
@@ -191,7 +181,7 @@ class Receiver:
     ) -> None:
         """One segment: READ it into a landing slot, verify, decode into pages, acknowledge."""
         welcome = subscription.welcome
-        if not HEADER_BYTES < segment.length <= self._landing.slot_bytes:
+        if not HEADER_BYTES < segment.length <= self._landing.slab.slot_bytes:
             raise FetchFailed(
                 error_pb2.ERROR_CODE_INTEGRITY, f"a segment of {segment.length} bytes"
             )
@@ -200,10 +190,7 @@ class Receiver:
         pages = progress.coverage.add(
             segment.first_token, segment.num_tokens, segment.first_layer, segment.num_layers
         )
-        self._credits.land(fetch.key)
-        slot = self._slots.acquire()
-        if slot is None:
-            raise RuntimeError("a credit without a landing slot")
+        slot = self._landing.land(fetch.key)
         user: asyncio.Future[Any] | None = None  # who may still touch the slot
         start = time.perf_counter()
         try:
@@ -214,14 +201,11 @@ class Receiver:
                 lambda engine: self._decode_now(engine, segment, slot, pages, fetch, welcome)
             )
             await asyncio.shield(user)
-        except ReadTimeout as timeout:
-            user = asyncio.wrap_future(timeout.drained)
-            raise
-        except (codec.CodecError, ForeignSegment, StaleSegment):
+        except (codec.CodecError, FrameError):
             self._metrics.integrity_failures.inc()
             raise
         finally:
-            self._free(slot, fetch.key, user)
+            self._landing.free_after(slot, fetch.key, user)
         subscription.acknowledge(segment.index)
         self._count(progress.times, segment, read_s, time.perf_counter() - start - read_s)
 
@@ -232,7 +216,7 @@ class Receiver:
             welcome.agent_name,
             welcome.slab_address + segment.slot * welcome.slot_bytes,
             segment.length,
-            self._landing.view(slot.slot, segment.length),
+            self._landing.slab.view(slot.slot, segment.length),
             kind=welcome.memory_kind,
             device=welcome.device,
             deadline_s=self._read_timeout_s,
@@ -250,19 +234,10 @@ class Receiver:
         """On the engine's thread. The pages are the sequence's as long as it is not closed."""
         if fetch.closed:
             return
-        frame = self._landing.view(slot.slot, segment.length)
-        expected = FrameHeader.describing(
-            epoch=welcome.epoch,
-            request_id=fetch.start.request_id,
-            attempt=fetch.start.attempt,
-            index=segment.index,
-            first_token=segment.first_token,
-            num_tokens=segment.num_tokens,
-            first_layer=segment.first_layer,
-            num_layers=segment.num_layers,
-            generation=segment.generation,
-            length=segment.length - HEADER_BYTES,
-            checksum=segment.checksum,
+        frame = self._landing.slab.view(slot.slot, segment.length)
+        start = fetch.start
+        expected = frame_of(
+            segment, epoch=welcome.epoch, request_id=start.request_id, attempt=start.attempt
         )
         verify(expected, FrameHeader.unpack(frame))
         first, count = segment.first_layer, segment.num_layers
@@ -276,24 +251,8 @@ class Receiver:
         if decoded.checksum != segment.checksum:
             raise ForeignSegment("the content's checksum is not the manifest's")
 
-    def _free(self, slot: SlotRef, key: str, user: "asyncio.Future[Any] | None") -> None:
-        """Returns a landing slot and its credit, once nothing can touch the slot any more."""
-
-        def free(done: "asyncio.Future[Any] | None") -> None:
-            if done is not None and not done.cancelled():
-                done.exception()  # it was raised where it was awaited, or nobody waits any more
-            self._slots.release(slot)
-            self._credits.freed(key)
-            self._grant()
-
-        if user is None or user.done():
-            free(user)
-        else:
-            user.add_done_callback(free)
-
-    def _grant(self) -> None:
-        for key, segments in self._credits.grants():
-            self._subscriptions[key].credit(segments)
+    def _grant(self, key: str, segments: int) -> None:
+        self._subscriptions[key].credit(segments)
 
     def _count(
         self, times: FetchTimes, segment: pb.Segment, read_s: float, decode_s: float
@@ -313,7 +272,7 @@ def _first_failure(group: "ExceptionGroup[Exception]", worker_id: str) -> Except
         error = error.exceptions[0]
     if isinstance(error, FetchFailed):
         return error
-    if isinstance(error, codec.CodecError | ForeignSegment | StaleSegment):
+    if isinstance(error, codec.CodecError | FrameError):
         return FetchFailed(error_pb2.ERROR_CODE_INTEGRITY, f"KV did not verify: {error}", worker_id)
     if isinstance(error, PeerLost):
         return FetchFailed(error_pb2.ERROR_CODE_PREFILL_LOST, str(error), worker_id)

@@ -18,10 +18,9 @@ from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Computed, Engine
 from services.common.engine_thread import EngineThread
 from services.common.worker_metrics import WorkerMetrics
-from services.transfer.errors import TransferError
-from services.transfer.frame import HEADER_BYTES, FrameHeader
+from services.transfer.frame import HEADER_BYTES
 from services.transfer.lease import LeaseTable
-from services.transfer.manifest import SegmentPlan, plan_segments
+from services.transfer.manifest import SegmentPlan, frame_of, plan_segments
 from services.transfer.slab import Slab, SlotPool, SlotRef
 
 log = structlog.get_logger()
@@ -194,50 +193,38 @@ class Sender:
     ) -> None:
         start = time.perf_counter()
         try:
-            header, encoded = await self._engine.run(
+            encoded = await self._engine.run(
                 lambda engine: self._encode_now(engine, outgoing, index, plan, ref)
             )
-        except (codec.CodecError, TransferError) as error:
-            log.error("segment not encoded", request_id=outgoing.request_id, error=str(error))
+        except Exception as error:
+            log.exception("segment not encoded", request_id=outgoing.request_id)
             self._slots.release(ref)
             if not outgoing.closed:
                 outgoing.fail(pb_error.ERROR_CODE_INTERNAL, f"KV could not be encoded: {error}")
             return
         finally:
             outgoing.encoding -= 1
-        if outgoing.closed or encoded is None or header is None:
+        if outgoing.closed or encoded is None:
             self._slots.release(ref)
             self._pump()
             return
         outgoing.unacknowledged[index] = ref
-        elapsed = time.perf_counter() - start
-        self._metrics.encoded(encoded.raw_bytes, encoded.length, encoded.escapes, elapsed)
-        outgoing.emit(
-            pb.PrefillEvent(
-                segment=pb.Segment(
-                    sequence=outgoing.sequence,
-                    index=index,
-                    first_token=plan.first_token,
-                    num_tokens=plan.num_tokens,
-                    first_layer=plan.first_layer,
-                    num_layers=plan.num_layers,
-                    slot=ref.slot,
-                    generation=ref.generation,
-                    length=HEADER_BYTES + encoded.length,
-                    checksum=encoded.checksum,
-                    raw_bytes=encoded.raw_bytes,
-                    encode_s=elapsed,
-                )
-            )
-        )
+        segment, escapes = encoded
+        segment.encode_s = time.perf_counter() - start
+        wire_bytes = segment.length
+        self._metrics.encoded(segment.raw_bytes, wire_bytes, escapes, segment.encode_s)
+        outgoing.emit(pb.PrefillEvent(segment=segment))
         self._settle(outgoing)
 
     def _encode_now(
         self, engine: Engine, outgoing: Outgoing, index: int, plan: SegmentPlan, ref: SlotRef
-    ) -> tuple[FrameHeader | None, codec.Encoded | None]:
-        """On the engine's thread. The pages are the sequence's as long as it is not closed."""
+    ) -> tuple[pb.Segment, int] | None:
+        """On the engine's thread. The pages are the sequence's as long as it is not closed.
+
+        Returns the manifest entry and the number of escapes, or None for a closed sequence.
+        """
         if outgoing.closed:
-            return None, None
+            return None
         frame = self._slab.view(ref.slot, self._slab.slot_bytes)
         first, count = plan.first_layer, plan.num_layers
         encoded = codec.encode_pages(
@@ -247,21 +234,26 @@ class Sender:
             plan.num_tokens,
             frame[HEADER_BYTES:],
         )
-        header = FrameHeader.describing(
-            epoch=self._epoch,
-            request_id=outgoing.request_id,
-            attempt=outgoing.attempt,
+        segment = pb.Segment(
+            sequence=outgoing.sequence,
             index=index,
             first_token=plan.first_token,
             num_tokens=plan.num_tokens,
             first_layer=first,
             num_layers=count,
+            slot=ref.slot,
             generation=ref.generation,
-            length=encoded.length,
+            length=HEADER_BYTES + encoded.length,
             checksum=encoded.checksum,
+            raw_bytes=encoded.raw_bytes,
         )
-        header.pack_into(frame)
-        return header, encoded
+        frame_of(
+            segment,
+            epoch=self._epoch,
+            request_id=outgoing.request_id,
+            attempt=outgoing.attempt,
+        ).pack_into(frame)
+        return segment, encoded.escapes
 
     def _settle(self, outgoing: Outgoing) -> None:
         """Says how many segments there are, once the last of them has been announced."""

@@ -1,0 +1,78 @@
+"""The reader's landing slots: promised as credits, and withheld while anything may touch them."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from services.transfer.credit import CreditPool
+from services.transfer.errors import CreditError, ReadTimeout
+from services.transfer.slab import Slab, SlotPool, SlotRef
+
+
+class Landing:
+    """A landing slab, its slots and its credits. On the event loop.
+
+    Args:
+        grant: tells a sequence of new credits, by its key.
+    """
+
+    def __init__(
+        self, slab: Slab, credits_per_sequence: int, grant: Callable[[str, int], None]
+    ) -> None:
+        self.slab = slab
+        self._slots = SlotPool(slab.slots)
+        self._credits = CreditPool(slab.slots, credits_per_sequence)
+        self._grant = grant
+
+    @property
+    def in_use(self) -> int:
+        """Slots that hold a segment, or that a transfer may still write to."""
+        return self._slots.in_use + self._slots.quarantined
+
+    def join(self, key: str) -> None:
+        """A sequence wants landing space, after those that came before it."""
+        self._credits.join(key)
+        self._share()
+
+    def leave(self, key: str) -> None:
+        """It wants no more; slots that it occupies return when nothing touches them."""
+        self._credits.leave(key)
+        self._share()
+
+    def land(self, key: str) -> SlotRef:
+        """The slot for a segment that was announced.
+
+        Raises:
+            CreditError: it was announced without a credit.
+        """
+        self._credits.land(key)
+        slot = self._slots.acquire()
+        if slot is None:
+            raise CreditError("a credit without a landing slot")
+        return slot
+
+    def free_after(self, slot: SlotRef, key: str, user: "asyncio.Future[Any] | None") -> None:
+        """Returns a slot and its credit once ``user``, who may touch the slot, has ended."""
+        if user is None:
+            self._slots.release(slot)
+            self._freed(key)
+            return
+        self._slots.quarantine(slot)
+
+        def free(done: "asyncio.Future[Any]") -> None:
+            error = None if done.cancelled() else done.exception()
+            if isinstance(error, ReadTimeout):  # the transport may write until it has drained
+                asyncio.wrap_future(error.drained).add_done_callback(free)
+                return
+            self._slots.unquarantine(slot)
+            self._freed(key)
+
+        user.add_done_callback(free)
+
+    def _freed(self, key: str) -> None:
+        self._credits.freed(key)
+        self._share()
+
+    def _share(self) -> None:
+        for key, credits in self._credits.grants():
+            self._grant(key, credits)
