@@ -157,18 +157,33 @@ class Row:
 
 
 def run(cases: Sequence[Case], model_flags: Sequence[str], label: str) -> Iterator[Row]:
-    """Asks a colocated deployment, then a disaggregated one for each codec."""
-    log_digests = {"HEADRACE_PREFILL_KV_DIGEST": "true", "HEADRACE_DECODE_KV_DIGEST": "true"}
-    log_digests |= {"HEADRACE_PREFILL_LOG_FORMAT": "json", "HEADRACE_DECODE_LOG_FORMAT": "json"}
+    """Asks a colocated deployment, then a disaggregated one for each codec.
+
+    The raw one has slabs of two slots of 64 KiB, so that most prompts are larger than the slab and
+    stream through it.
+    """
     with deployed("--colocated", *model_flags) as running:
         reference = asyncio.run(ask_all(running, cases))
-    for codec in ("raw", "splitzip"):
-        with deployed("--codec", codec, *model_flags, environment=log_digests) as running:
+    for codec, slab in (("raw", _tiny_slabs()), ("splitzip", {})):
+        flags = ("--codec", codec, *model_flags)
+        with deployed(*flags, environment=_LOG_DIGESTS | slab) as running:
             answers = asyncio.run(ask_all(running, cases))
             sent = digests(running, "prefill-0", "kv computed")
             landed = digests(running, "decode-0", "kv arrived")
         equal = sum(sent.get(request) == digest for request, digest in landed.items())
         yield Row(f"{label}, {codec}", compare(reference, answers), equal, len(landed))
+
+
+_LOG_DIGESTS = {
+    f"HEADRACE_{role}_{name}": value
+    for role in ("PREFILL", "DECODE")
+    for name, value in (("KV_DIGEST", "true"), ("LOG_FORMAT", "json"))
+}
+
+
+def _tiny_slabs() -> dict[str, str]:
+    sizes = {"SLOTS": "2", "SLOT_BYTES": str(64 << 10)}
+    return {f"HEADRACE_{r}_{k}": v for r in ("PREFILL", "DECODE") for k, v in sizes.items()}
 
 
 def main() -> int:

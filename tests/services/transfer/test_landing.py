@@ -1,0 +1,72 @@
+"""Landing slots: a slot and its credit come back only when nothing can touch the slot."""
+
+import asyncio
+import concurrent.futures
+
+import pytest
+
+from services.transfer.errors import CreditError, ReadTimeout
+from services.transfer.landing import Landing
+from services.transfer.slab import Slab
+
+
+class _Granted:
+    def __init__(self) -> None:
+        self.credits: dict[str, int] = {}
+
+    def __call__(self, key: str, credits: int) -> None:
+        self.credits[key] = self.credits.get(key, 0) + credits
+
+
+@pytest.fixture
+def granted() -> _Granted:
+    return _Granted()
+
+
+@pytest.fixture
+def landing(granted: _Granted) -> Landing:
+    return Landing(Slab(2, 4096), 2, granted)
+
+
+def test_the_oldest_has_credits_first(landing: Landing, granted: _Granted) -> None:
+    landing.join("old")
+    landing.join("young")
+    assert granted.credits == {"old": 2}
+    landing.free_after(landing.land("old"), "old", None)
+    assert granted.credits == {"old": 3}
+    landing.leave("old")
+    assert granted.credits == {"old": 3, "young": 2}
+
+
+def test_a_segment_without_a_credit_is_refused(landing: Landing) -> None:
+    with pytest.raises(CreditError):
+        landing.land("nobody")
+
+
+async def test_a_slot_is_withheld_while_its_user_runs(landing: Landing, granted: _Granted) -> None:
+    landing.join("a")
+    slot = landing.land("a")
+    user: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    landing.free_after(slot, "a", user)
+    landing.leave("a")
+    assert landing.in_use == 1
+    user.set_result(None)
+    await asyncio.sleep(0)
+    assert landing.in_use == 0
+
+
+async def test_a_timed_out_read_withholds_its_slot_until_it_has_drained(landing: Landing) -> None:
+    landing.join("a")
+    slot = landing.land("a")
+    drained: concurrent.futures.Future[None] = concurrent.futures.Future()
+    user: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    landing.free_after(slot, "a", user)
+    user.set_exception(ReadTimeout("too long", drained))
+    await asyncio.sleep(0.01)
+    assert landing.in_use == 1
+    drained.set_result(None)
+    await asyncio.sleep(0.01)
+    assert landing.in_use == 0
+    landing.leave("a")
+    landing.join("b")
+    assert landing.land("b") != slot
