@@ -2,11 +2,11 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import yaml
@@ -43,15 +43,12 @@ def _run_service(service: str, arguments: list[str]) -> None:
     try:
         settings = _load(service, arguments)
         configure_logging(service, format=settings.log_format, level=settings.log_level)
-        serve: Callable[[Any], Awaitable[None]] = import_module(f"services.{service}.service").serve
-        asyncio.run(_as_coroutine(serve(settings)))
+        module = import_module(f"services.{service}.service")
+        with asyncio.Runner(loop_factory=getattr(module, "loop_factory", None)) as runner:
+            runner.run(module.serve(settings))
     except SettingsError as error:
         print(f"headrace {service}: {error}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
-
-
-async def _as_coroutine(awaitable: Awaitable[None]) -> None:
-    await awaitable
 
 
 def _add_service(name: str) -> None:

@@ -25,6 +25,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str) -> None:
+        self.source = source
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:

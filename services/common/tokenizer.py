@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from services.common.chat_template import ChatTemplate
 from services.common.gguf_metadata import MetadataError, read_metadata
@@ -112,6 +112,19 @@ class Tokenizer:
         """
         template = self.chat_template or ChatTemplate.missing()
         return template.render(messages, self.special_names)
+
+    def save(self, directory: Path) -> None:
+        """Writes it as a Hugging Face directory holds it, so that `load_tokenizer` reads it back.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        config: dict[str, Any] = dict(self.special_names)
+        if self.chat_template is not None:
+            config["chat_template"] = self.chat_template.source
+        (directory / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")
+        text = json.dumps(config, indent=1, ensure_ascii=False)
+        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
     @cached_property
     def _plain_backend(self) -> tokenizers.Tokenizer:
@@ -221,6 +234,7 @@ def _byte_level_backend(
         raise TokenizerError(f"vocabulary and merges do not fit: {error}") from error
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
+    backend.decoder = decoders.ByteLevel()  # we decode by pieces; a saved tokenizer must say how
     added = [
         AddedToken(token, special=kind == _CONTROL, normalized=False)
         for token, kind in zip(tokens, types, strict=False)
@@ -261,12 +275,12 @@ def _load_directory(path: Path) -> Tokenizer:
     backend.no_padding()
     config = _read_json(path / "tokenizer_config.json")
     model = _read_json(path / "config.json")
-    decoders = flat_decoders(json.loads(text).get("decoder"))
+    steps = flat_decoders(json.loads(text).get("decoder"))
     return Tokenizer(
         backend,
         _directory_special(path, config, model, backend),
-        pieces=pieces_for(backend, decoders),
-        strips_space=any(d["type"] == "Strip" and d.get("start") for d in decoders),
+        pieces=pieces_for(backend, steps),
+        strips_space=any(d["type"] == "Strip" and d.get("start") for d in steps),
         chat_template=ChatTemplate.from_directory(path, config),
         context_length=model.get("max_position_embeddings"),
     )

