@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python -m runtime.compress.bench --keep 0.95 0.9 0.8
 
 Calibrates on one part of Python's documentation. Perplexity is measured on another part of it, and
-on text of another kind, docstrings of the standard library. SmolLM2-135M-Instruct, 16,384 tokens of
-calibration, by the command above with --keep 0.95 0.9 0.8 0.6, on one of two shared vCPUs (Xeon with
-AVX-512, 2.6 GHz), Python 3.11, torch 2.13:
+on text of another kind, docstrings of the standard library. SmolLM2-135M-Instruct, calibrated on
+16,384 tokens by the command above with --keep 0.95 0.9 0.8 0.6, on one of two shared vCPUs (Xeon
+with AVX-512, 2.6 GHz), Python 3.11, torch 2.13:
 
     keep                    1.0      0.95     0.9      0.8      0.6
     held-out documentation  10.068   10.162   10.554   12.019   20.488
