@@ -6,13 +6,14 @@ BIN    := $(VENV)/bin
 TORCH  := 2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -c1)
-KEEP   ?=
+# The share of the projections' parameters that is kept; 1 serves the model as it is.
+KEEP   ?= 0.9
 UP     ?=
 
 .PHONY: up down test check equality bench install clean
 
 up: $(VENV)/.ready        ## set up, then start everything on loopback
-	$(BIN)/headrace up $(if $(KEEP),--keep $(KEEP)) $(UP)
+	$(BIN)/headrace up --keep $(KEEP) $(UP)
 
 down:                     ## stop what `make up` started
 	$(BIN)/headrace down

@@ -1,6 +1,7 @@
 """What a deployment needs beside the model: factor pairs, codebooks. Made once, then cached."""
 
 import hashlib
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from services.common.model_source import model_name, resolve_model
 from services.local.options import UpOptions
 from services.local.state import cache_dir
 
-RECIPE = 1  # of the artifacts; a change of how they are made makes them anew
+RECIPE = 2  # of the artifacts; a change of how they are made, or of METHOD, makes them anew
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,9 @@ def prepare(options: UpOptions, console: Console) -> Artifacts:
 
 
 def _make(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "services.cli", *arguments], check=False)
+    # Nothing else runs yet, so it may have all cores, whatever the workers are limited to.
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-m", "services.cli", *arguments]
+    done = subprocess.run(command, check=False, env=environment)
     if done.returncode != 0:
         raise SettingsError(f"`headrace {' '.join(arguments)}` failed")

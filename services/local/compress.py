@@ -1,5 +1,6 @@
 """`headrace compress`: a factorized checkpoint, and what it costs in perplexity."""
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from runtime.checkpoint import load_checkpoint, write_checkpoint
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
 
-ROW_TOKENS, CALIBRATION_ROWS, HELD_OUT_ROWS = 512, 64, 16
+ROW_TOKENS, CALIBRATION_ROWS, HELD_OUT_ROWS = 512, 32, 16
 
 
 def compress(model: str, keep: float, out: Path) -> None:
@@ -42,8 +43,10 @@ def compress(model: str, keep: float, out: Path) -> None:
             )
             for name, checkpoint in (("dense", dense), ("factorized", factorized))
         )
-    write_checkpoint(factorized, out)
-    tokenizer.save(out)
+    draft = out.with_name(f"{out.name}.draft-{os.getpid()}")
+    write_checkpoint(factorized, draft)
+    tokenizer.save(draft)
+    draft.rename(out)
     _show(report, held_out, before, after)
 
 
