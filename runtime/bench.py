@@ -67,7 +67,7 @@ def measure(checkpoint: Checkpoint) -> Iterator[Figure]:
     vocab = checkpoint.config.vocab_size
     prompt = torch.randint(vocab, (PROMPT_TOKENS,), generator=generator).tolist()
     model = Model(checkpoint)
-    peer = _peer(checkpoint)
+    peer = peer_of(checkpoint)
     weights = sum(_parameters(checkpoint)) * 4
     read_ms = weights / _bandwidth() * 1e3
     products_ms = 2 * sum(_parameters(checkpoint)[:-1]) * PROMPT_TOKENS / _product_rate() * 1e3
@@ -127,7 +127,7 @@ def _timed_ms(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _peer(checkpoint: Checkpoint) -> Any:
+def peer_of(checkpoint: Checkpoint) -> Any:
     """The same weights in transformers, fp32; None where it cannot run them."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM

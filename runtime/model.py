@@ -17,6 +17,7 @@ from runtime.kv.dense import DenseFormat
 from runtime.kv.format import KVFormat
 from runtime.layers.decoder import DecoderLayer
 from runtime.layers.linear import packs, product
+from runtime.layers.pointwise import RmsNorm
 from runtime.rope import cos_sin_table
 
 
@@ -44,7 +45,7 @@ class Model:
         self.kv_format: KVFormat = DenseFormat(dense_attention(self.config, self.device, dtype))
         self._embedding = checkpoint.embedding
         self._layers = [DecoderLayer(self.config, layer) for layer in checkpoint.layers]
-        self._final_norm = checkpoint.final_norm
+        self._final_norm = RmsNorm(checkpoint.final_norm, self.config.rms_norm_eps)
         self._lm_head = product(checkpoint.lm_head)
         cos, sin = cos_sin_table(self.config, self.config.context_length)
         self._rope = cos.to(self.device), sin.to(self.device)
@@ -90,10 +91,7 @@ class Model:
         hidden = functional.embedding(batch.tokens, self._embedding)
         for index, layer in enumerate(self._layers):
             hidden = layer(hidden, self._rope, self.kv_format, cache.layer(index), batch)
-        wanted = hidden[batch.logit_rows]
-        eps = self.config.rms_norm_eps
-        normed = functional.rms_norm(wanted, self._final_norm.shape, self._final_norm, eps)
-        return self._lm_head(normed).float()
+        return self._lm_head(self._final_norm(hidden[batch.logit_rows])).float()
 
 
 def _place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -42,6 +45,11 @@ class Batch:
     starts: Tensor
     lengths: Tensor
     logit_rows: Tensor
+
+    @cached_property
+    def tables(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """`page_table`, `starts` and `lengths` as a compiled loop takes them; on the CPU only."""
+        return self.page_table.numpy(), self.starts.numpy(), self.lengths.numpy()
 
     @staticmethod
     def of(slices: Sequence[SequenceSlice], device: torch.device | str = "cpu") -> "Batch":

@@ -58,7 +58,7 @@ class CompiledAttention:
             sin.numpy(),
             _patterns(k_pages),
             _patterns(v_pages),
-            *_tables(batch),
+            *batch.tables,
             q.numpy(),
         )
         return q
@@ -80,17 +80,15 @@ class CompiledAttention:
             q.numpy(),
             _patterns(k_pages),
             _patterns(v_pages),
-            *_tables(batch),
+            *batch.tables,
             np.float32(1.0 / math.sqrt(q.shape[-1])),
             out.numpy(),
         )
         return out.flatten(1)
 
 
+@lru_cache(maxsize=4096)
 def _patterns(pages: Tensor) -> loops.Patterns:
+    """The pages as a loop takes them. They are the same few tensors in every step."""
     patterns: loops.Patterns = pages.view(torch.uint16).numpy()
     return patterns
-
-
-def _tables(batch: Batch) -> tuple[loops.Ints, loops.Ints, loops.Ints]:
-    return batch.page_table.numpy(), batch.starts.numpy(), batch.lengths.numpy()

@@ -10,86 +10,27 @@ Arguments that recur:
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
 
-import numba
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-Floats = NDArray[np.float32]
+from runtime.compiled import Floats, as_bits, as_float, compiled, exp, fma
+
 Patterns = NDArray[np.uint16]
 Ints = NDArray[np.int32]
-_f, _u, _i = np.float32, np.uint32, np.int32
+_f, _u = np.float32, np.uint32
 
 
-def _compiled(function: _Function) -> _Function:
-    """Compile on first use, to run without the interpreter's lock; cached on disk if possible."""
-    try:
-        compiled: _Function = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # no writable directory for the cache
-        compiled = numba.njit(nogil=True, error_model="numpy")(function)
-    return compiled
-
-
-def _fma_type(_typing_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
-    """How ``_fma(a, b, c)``, a·b + c rounded once, is typed and compiled."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.fma(*arguments)
-
-    f32 = types.float32
-    return f32(f32, f32, f32), generate
-
-
-def _bitcast(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
-
-
-def _as_float_type(_typing_context: Any, _bits: Any) -> Any:
-    return types.float32(types.uint32), _bitcast
-
-
-def _as_bits_type(_typing_context: Any, _value: Any) -> Any:
-    return types.uint32(types.float32), _bitcast
-
-
-_fma = intrinsic(_fma_type)
-_as_float = intrinsic(_as_float_type)
-_as_bits = intrinsic(_as_bits_type)
-
-
-@_compiled
+@compiled
 def _to_bf16(value: np.float32) -> np.uint16:
     """Round to nearest, ties to even; every NaN becomes the quiet one."""
-    bits = _as_bits(value)
+    bits = as_bits(value)
     if value != value:
         return np.uint16(0x7FC0)
     return np.uint16((bits + _u(0x7FFF) + ((bits >> _u(16)) & _u(1))) >> _u(16))
 
 
-@_compiled
-def _exp(x: np.float32) -> np.float32:
-    """e^x for x <= 0, to 2 ulp; 0 below -87, where the result would be subnormal.
-
-    Source: range reduction and polynomial of Moshier's Cephes library, `expf`.
-    """
-    bounded = x if x > _f(-87.0) else _f(-87.0)
-    n = np.floor(_fma(bounded, _f(1.44269504), _f(0.5)))
-    y = _fma(n, _f(2.12194440e-4), _fma(n, _f(-0.693359375), bounded))
-    z = _fma(y, _f(1.9875691500e-4), _f(1.3981999507e-3))
-    z = _fma(z, y, _f(8.3334519073e-3))
-    z = _fma(z, y, _f(4.1665795894e-2))
-    z = _fma(z, y, _f(1.6666665459e-1))
-    z = _fma(z, y, _f(5.0000001201e-1))
-    z = _fma(z, y * y, y + _f(1.0))
-    power = _as_float(_u(_i(n) + _i(127)) << _u(23))
-    return z * power if x > _f(-87.0) else _f(0.0)
-
-
-@_compiled
+@compiled
 def write(
     qkv: Floats,
     cos: Floats,
@@ -178,9 +119,9 @@ def attend_with(lanes: int) -> Callable[..., None]:
                         count = min(size, end - first)
                         for j in range(count):
                             for d in range(dim):
-                                keys[j, d] = _as_float(_u(k_pages[page, h, j, d]) << _u(16))
+                                keys[j, d] = as_float(_u(k_pages[page, h, j, d]) << _u(16))
                             for d in range(dim):
-                                values[j, d] = _as_float(_u(v_pages[page, h, j, d]) << _u(16))
+                                values[j, d] = as_float(_u(v_pages[page, h, j, d]) << _u(16))
                             for r in range(lanes):
                                 weights[j, r] = _f(0.0)
                         for j in range(count, count + 4):  # the products below go by fours
@@ -193,10 +134,10 @@ def attend_with(lanes: int) -> Callable[..., None]:
                                 k0, k1 = keys[j, d], keys[j, d + 1]
                                 k2, k3 = keys[j, d + 2], keys[j, d + 3]
                                 for r in range(lanes):
-                                    x = _fma(k0, queries[d, r], weights[j, r])
-                                    x = _fma(k1, queries[d + 1, r], x)
-                                    x = _fma(k2, queries[d + 2, r], x)
-                                    weights[j, r] = _fma(k3, queries[d + 3, r], x)
+                                    x = fma(k0, queries[d, r], weights[j, r])
+                                    x = fma(k1, queries[d + 1, r], x)
+                                    x = fma(k2, queries[d + 2, r], x)
+                                    weights[j, r] = fma(k3, queries[d + 3, r], x)
                         for r in range(lanes):
                             rescale[r] = peak[r]
                         for j in range(count):
@@ -206,11 +147,11 @@ def attend_with(lanes: int) -> Callable[..., None]:
                                 weights[j, r] = x
                                 peak[r] = x if x > peak[r] else peak[r]
                         for r in range(lanes):
-                            rescale[r] = _exp(rescale[r] - peak[r])
+                            rescale[r] = exp(rescale[r] - peak[r])
                             total[r] *= rescale[r]
                         for j in range(count):
                             for r in range(lanes):
-                                x = _exp(weights[j, r] - peak[r])
+                                x = exp(weights[j, r] - peak[r])
                                 weights[j, r] = x
                                 total[r] += x
                         for d in range(dim):
@@ -221,14 +162,14 @@ def attend_with(lanes: int) -> Callable[..., None]:
                                 v0, v1 = values[j, d], values[j + 1, d]
                                 v2, v3 = values[j + 2, d], values[j + 3, d]
                                 for r in range(lanes):
-                                    x = _fma(v0, weights[j, r], mixed[d, r])
-                                    x = _fma(v1, weights[j + 1, r], x)
-                                    x = _fma(v2, weights[j + 2, r], x)
-                                    mixed[d, r] = _fma(v3, weights[j + 3, r], x)
+                                    x = fma(v0, weights[j, r], mixed[d, r])
+                                    x = fma(v1, weights[j + 1, r], x)
+                                    x = fma(v2, weights[j + 2, r], x)
+                                    mixed[d, r] = fma(v3, weights[j + 3, r], x)
                     for r in range(min(lanes, rows - block)):
                         row = block + r
                         token, head = starts[s] + row // group, h * group + row % group
                         for d in range(dim):
                             out[token, head, d] = mixed[d, r] / total[r]
 
-    return _compiled(attend)
+    return compiled(attend)

@@ -2,13 +2,13 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from runtime.attention.base import Batch
 from runtime.checkpoint.weights import LayerWeights
 from runtime.config import ModelConfig
 from runtime.kv.format import KVFormat
 from runtime.layers.linear import Projection
+from runtime.layers.pointwise import RmsNorm, silu_mul
 
 
 class DecoderLayer:
@@ -16,8 +16,14 @@ class DecoderLayer:
 
     def __init__(self, config: ModelConfig, weights: LayerWeights) -> None:
         self._config = config
-        self._input_norm, self._post_norm = weights.input_norm, weights.post_norm
-        self._q_norm, self._k_norm = weights.q_norm, weights.k_norm
+
+        def norm(weight: Tensor) -> RmsNorm:
+            return RmsNorm(weight, config.rms_norm_eps)
+
+        self._input_norm, self._post_norm = norm(weights.input_norm), norm(weights.post_norm)
+        self._head_norms = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            self._head_norms = norm(weights.q_norm), norm(weights.k_norm)
         self._qkv = Projection([weights.q, weights.k, weights.v])
         self._o = Projection([weights.o])
         self._gate_up = Projection([weights.gate, weights.up])
@@ -37,21 +43,20 @@ class DecoderLayer:
         batch: Batch,
     ) -> Tensor:
         """``[n, hidden]`` to the same; K and V of the batch go into ``planes``."""
-        qkv = self._norm_heads(self._qkv(self._norm(hidden, self._input_norm)))
+        qkv = self._norm_heads(self._qkv(self._input_norm(hidden)))
         q = kv_format.append(qkv, rope, planes, batch)
-        hidden = hidden + self._o(kv_format.attend(q, planes, batch))
-        gate, up = self._gate_up(self._norm(hidden, self._post_norm)).chunk(2, dim=1)
-        return hidden + self._down(functional.silu(gate) * up)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+        hidden = self._o(kv_format.attend(q, planes, batch)).add_(hidden)
+        inner = silu_mul(self._gate_up(self._post_norm(hidden)))
+        return self._down(inner).add_(hidden)
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:
         """Qwen3's RMSNorm of every query and key head, before RoPE."""
-        if self._q_norm is None or self._k_norm is None:
+        if self._head_norms is None:
             return qkv
+        norm_q, norm_k = self._head_norms
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
         by_head = qkv.view(len(qkv), -1, self._config.head_dim)
         q, k, v = torch.split(by_head, [heads, kv_heads, kv_heads], dim=1)
-        normed = (self._norm(q, self._q_norm), self._norm(k, self._k_norm), v)
+        q, k = q.contiguous(), k.contiguous()  # which norms any row alike
+        normed = (norm_q(q), norm_k(k), v)
         return torch.cat(normed, dim=1).flatten(1)

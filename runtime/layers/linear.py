@@ -5,16 +5,21 @@ where it matters here (2 to 32 rows), and a row's result does not depend on how 
 computed with it, which is what makes a token's KV and logits the same bits in any batch.
 """
 
+import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from runtime.checkpoint.weights import Dense, FactorPair, Linear
+from runtime.compiled import Floats
+from runtime.layers.loops import BLOCK, block_gemv
 
 _TYPICAL_ROWS = 64  # oneDNN packs for a row count; measured the same from 8 to 256
+_K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)  # as oneDNN was seen to choose them
 
 
 class Product(Protocol):
@@ -36,23 +41,55 @@ class PlainProduct:
 class PackedProduct:
     """The product over oneDNN's blocked layout: rows are independent of one another, bit for bit.
 
-    A single row is computed as two, since oneDNN blocks the sum of a single row differently.
+    oneDNN blocks the sum of a single row differently, and does not reach the memory's speed with
+    it. Where its layout and its order of summing several rows are the ones we know, a single row is
+    computed by our own loop over the same memory, to the same bits; else it is computed as two.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
         self._bias = bias
+        self._blocks, self._k_block = _blocks_of(self._weight, weight), 0
+        if self._blocks is not None:
+            self._k_block = self._match(self._blocks)
+            self._blocks = self._blocks if self._k_block else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(x) == 1:
+        if len(x) != 1:
+            return self._product(x)
+        if self._blocks is None:
             return self._product(x.repeat(2, 1))[:1]
-        return self._product(x)
+        return self._single(x, self._blocks, self._k_block)
 
     def _product(self, x: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._weight, self._bias, "none", [], ""
         )
         return product
+
+    def _single(self, x: Tensor, blocks: Floats, k_block: int) -> Tensor:
+        y = x.new_empty(1, blocks.shape[0] * BLOCK)
+        block_gemv(blocks, x.numpy()[0], k_block, y.numpy()[0])
+        return y if self._bias is None else y.add_(self._bias)
+
+    def _match(self, blocks: Floats) -> int:
+        """The block of the sum with which our loop gives oneDNN's bits, or 0 where none does."""
+        probe = torch.randn(1, blocks.shape[1], generator=torch.Generator().manual_seed(0))
+        expected = self._product(probe.repeat(2, 1))[:1]
+        found = (k for k in _K_BLOCKS if torch.equal(self._single(probe, blocks, k), expected))
+        return next(found, 0)
+
+
+def _blocks_of(packed: Tensor, weight: Tensor) -> Floats | None:
+    """The packed weight's memory as `block_gemv` reads it; None where the layout is another."""
+    out, columns = weight.shape
+    if out % BLOCK or torch.ops.mkldnn._nbytes(packed) != weight.numel() * weight.element_size():
+        return None
+    address = torch.ops.mkldnn.data_ptr(packed)
+    memory = (ctypes.c_float * weight.numel()).from_address(address)
+    blocks: Floats = np.ctypeslib.as_array(memory).reshape(out // BLOCK, columns, BLOCK)
+    known = weight.view(out // BLOCK, BLOCK, columns).transpose(1, 2)
+    return blocks if np.array_equal(blocks, known.numpy()) else None
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:

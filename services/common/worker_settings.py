@@ -45,7 +45,7 @@ class WorkerSettings(ServiceSettings):
     )
     step_tokens: int = Field(512, ge=16, le=1 << 20, description="token budget of a prefill step")
     chunk_tokens: int = Field(
-        256, ge=16, le=1 << 20, description="largest prefill chunk of one sequence, tokens"
+        512, ge=16, le=1 << 20, description="largest prefill chunk of one sequence, tokens"
     )
     codec: Literal["raw", "splitzip"] = Field("splitzip", description="of KV on the wire")
     codebooks: Path | None = Field(
