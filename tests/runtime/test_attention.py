@@ -1,0 +1,122 @@
+"""The compiled loops against the torch reference, and what neither may depend on."""
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.attention import loops
+from runtime.attention.base import Batch, DenseAttention, SequenceSlice
+from runtime.attention.cpu import CompiledAttention
+from runtime.attention.reference import ReferenceAttention
+from runtime.compiled import exp
+
+PAGE = 16
+SHAPES = [(6, 2, 16), (9, 3, 64), (4, 4, 20), (8, 1, 32), (14, 2, 64), (40, 2, 8)]
+LENGTHS = [[1], [15, 17], [63, 1, 100], [16, 32, 1000]]
+
+
+def pages_of(lengths: list[int]) -> list[list[int]]:
+    """Pages out of order, none of them page 0."""
+    counts = [-(-length // PAGE) for length in lengths]
+    ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
+    return [part.tolist() for part in torch.split(ids, counts)]
+
+
+def batch_of(lengths: list[int], new: int) -> Batch:
+    return Batch.of(
+        [
+            SequenceSlice([0] * min(new, length), length - min(new, length), pages)
+            for length, pages in zip(lengths, pages_of(lengths), strict=True)
+        ]
+    )
+
+
+def random_pages(lengths: list[int], kv_heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random K and V where tokens are, NaN in every other slot."""
+    count = sum(-(-length // PAGE) for length in lengths) + 1
+    planes = []
+    for seed in (2, 3):
+        generator = torch.Generator().manual_seed(seed)
+        plane = torch.full((count, kv_heads, PAGE, dim), torch.nan)
+        for length, pages in zip(lengths, pages_of(lengths), strict=True):
+            for number, page in enumerate(pages):
+                used = min(PAGE, length - number * PAGE)
+                plane[page, :, :used] = torch.randn(kv_heads, used, dim, generator=generator)
+        planes.append(plane.bfloat16())
+    return planes[0], planes[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("new", [1, 7, 33])
+def test_attend_is_the_reference_and_reads_no_stale_slot(
+    shape: tuple[int, int, int], lengths: list[int], new: int
+) -> None:
+    heads, kv_heads, dim = shape
+    batch = batch_of(lengths, new)
+    k, v = random_pages(lengths, kv_heads, dim)
+    q = torch.randn(len(batch.tokens), heads, dim, generator=torch.Generator().manual_seed(4))
+    expected = ReferenceAttention().attend(q, k, v, batch)
+    got = CompiledAttention(heads, kv_heads, dim).attend(q, k, v, batch)
+    # fp32 sums in another order: values are averages of N(0, 1), so the tolerance is absolute.
+    torch.testing.assert_close(got, expected, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("attention", [ReferenceAttention(), CompiledAttention(6, 2, 16)])
+def test_attend_is_softmax_attention(attention: DenseAttention) -> None:
+    lengths = [37]
+    batch = batch_of(lengths, 5)
+    k, v = random_pages(lengths, 2, 16)
+    q = torch.randn(5, 6, 16, generator=torch.Generator().manual_seed(5))
+    pages = batch.page_table[0].long()
+    keys, values = (x[pages].transpose(0, 1).flatten(1, 2)[:, :37].float() for x in (k, v))
+    for row in range(5):
+        for head in range(6):
+            seen = 37 - 5 + row + 1
+            scores = keys[head // 3, :seen] @ q[row, head] / 4.0
+            expected = scores.softmax(0) @ values[head // 3, :seen]
+            got = attention.attend(q, k, v, batch)[row, head * 16 : head * 16 + 16]
+            torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_write_is_the_reference_bit_for_bit(shape: tuple[int, int, int]) -> None:
+    heads, kv_heads, dim = shape
+    lengths = [63, 1, 100]
+    batch = batch_of(lengths, 19)
+    generator = torch.Generator().manual_seed(6)
+    qkv = torch.randn(len(batch.tokens), (heads + 2 * kv_heads) * dim, generator=generator)
+    qkv[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    qkv[1, -3:] = torch.tensor([torch.inf, torch.nan, 3.4e38])
+    angles = torch.rand(100, dim // 2, generator=generator) * 6
+    rope = (angles.cos(), angles.sin())
+    written = []
+    for attention in (ReferenceAttention(), CompiledAttention(heads, kv_heads, dim)):
+        k, v = random_pages(lengths, kv_heads, dim)
+        q = attention.write(qkv, rope, k, v, batch)
+        written.append((q, k, v))
+    for expected, got in zip(*written, strict=True):
+        both_nan = expected.isnan() & got.isnan()  # torch itself has more than one pattern for it
+        integers = torch.int32 if got.dtype == torch.float32 else torch.int16
+        assert bool(((expected.view(integers) == got.view(integers)) | both_nan).all())
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 8, 64])
+def test_the_width_of_the_lanes_changes_no_bit(lanes: int) -> None:
+    lengths = [100, 17]
+    batch = batch_of(lengths, 30)
+    k, v = random_pages(lengths, 2, 16)
+    q = torch.randn(len(batch.tokens), 6, 16, generator=torch.Generator().manual_seed(7))
+    expected = CompiledAttention(6, 2, 16).attend(q, k, v, batch)
+    attention = CompiledAttention(6, 2, 16)
+    attention._prefill = loops.attend_with(lanes)
+    assert torch.equal(attention.attend(q, k, v, batch), expected)
+
+
+def test_exponential_is_within_two_units_in_the_last_place() -> None:
+    xs = torch.cat([torch.linspace(-86.9, 0, 4001), -torch.logspace(-8, 1, 500)])
+    got = torch.tensor([exp(x) for x in xs.numpy()], dtype=torch.float64)
+    relative = (got / xs.double().exp() - 1).abs().max()
+    assert relative < 2 * 2.0**-23
+    assert exp(np.float32(0.0)) == 1.0
+    assert exp(np.float32(-np.inf)) == 0.0

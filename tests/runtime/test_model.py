@@ -1,0 +1,147 @@
+"""Logits against transformers, and the products' independence of their neighbours."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, resolve_model
+from runtime.errors import CheckpointError
+from runtime.kv.pages import pages_for
+from runtime.layers.linear import PackedProduct, PlainProduct, Projection
+from runtime.model import Model
+from tests.runtime.tiny import tiny_checkpoint, tiny_model
+
+TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is Rome. Water boils at one hundred "
+    "degrees Celsius at sea level, but on a high mountain it boils at a lower temperature.",
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n"
+    "    return a\n\n\nprint([fibonacci(i) for i in range(10)])\n",
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhy is the sky "
+    "blue? Answer in one sentence.<|im_end|>\n<|im_start|>assistant\nThe sky is blue because the "
+    "molecules of the air scatter short wavelengths of sunlight more than long ones.<|im_end|>\n",
+    "She opened the letter slowly, as if the paper itself might object. Inside there was a single "
+    "line, written in pencil: meet me where the river turns. She read it twice, folded it along "
+    "its old creases, and put on her coat. Outside, the first snow of the year had begun to fall.",
+    "Entropy is a measure of the number of microscopic configurations that are consistent with "
+    "the macroscopic state of a system. The second law of thermodynamics says that the entropy of "
+    "an isolated system never decreases; heat flows from hot to cold, and not the other way.",
+)
+
+
+def logits_of(model: Model, tokens: list[int], chunk: int = 1 << 20) -> torch.Tensor:
+    """After every token: `[len(tokens), vocab]`."""
+    pages = list(range(pages_for(len(tokens), model.page_size)))[::-1]
+    cache = model.new_cache(len(pages))
+    parts = []
+    for first in range(0, len(tokens), chunk):
+        piece = tokens[first : first + chunk]
+        batch = Batch.of([SequenceSlice(piece, first, pages)], model.device)
+        every = replace(batch, logit_rows=torch.arange(len(piece)))
+        parts.append(model.forward(every, cache))
+    return torch.cat(parts)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Checkpoint:
+    try:
+        path = resolve_model("smollm2-135m")
+    except CheckpointError as missing:
+        pytest.skip(str(missing))
+    return load_checkpoint(path)
+
+
+def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> None:
+    """Top-1 equal at 99 % of positions, logits within 2 % of the largest: pages hold bf16."""
+    from runtime.bench import peer_of
+    from services.common.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
+    peer = peer_of(smollm2)
+    model = Model(smollm2)
+    equal = positions = 0
+    worst = 0.0
+    for text in TEXTS:
+        tokens = list(tokenizer.encode(text))
+        ours = logits_of(model, tokens)
+        with torch.inference_mode():
+            theirs = peer(torch.tensor([tokens])).logits[0]
+        equal += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        positions += len(tokens)
+        error = (ours - theirs).abs().amax(-1) / theirs.abs().amax(-1)
+        worst = max(worst, float(error.max()))
+    assert positions > 250
+    assert equal >= 0.99 * positions
+    assert worst < 0.02, f"top-1 equal at {equal} of {positions}"
+
+
+def test_smollm2_gives_the_same_bits_in_any_chunks_and_any_batch(smollm2: Checkpoint) -> None:
+    model = Model(smollm2)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(49152, (75,), generator=generator).tolist()
+    whole = logits_of(model, tokens)
+    for chunk in (32, 16, 1):
+        assert torch.equal(logits_of(model, tokens, chunk), whole)
+    others = [SequenceSlice(tokens[n : n + 9], 0, [9 + n]) for n in range(6)]
+    batch = Batch.of([*others[:3], SequenceSlice(tokens, 0, [5, 1, 4, 0, 3]), *others[3:]])
+    assert torch.equal(model.forward(batch, model.new_cache(16))[3], whole[-1])
+
+
+def test_the_kernel_plan_tells_what_computes_differently() -> None:
+    dense, factorized = tiny_model(), tiny_model(ranks=(5,) * 7)
+    half = Model(tiny_checkpoint(), dtype=torch.bfloat16)
+    assert dense.kernel_plan == tiny_model(seed=4).kernel_plan
+    assert len({dense.kernel_plan, factorized.kernel_plan, half.kernel_plan}) == 3
+
+
+def test_bfloat16_models_run_on_the_reference() -> None:
+    tokens = list(range(40))
+    expected = logits_of(tiny_model(), tokens)
+    got = logits_of(Model(tiny_checkpoint(), dtype=torch.bfloat16), tokens)
+    assert got.dtype == torch.float32
+    # bf16 has 8 bits: a few layers of it err by some per cent of the largest logit.
+    assert (got - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 1000), (64, 576), (576, 1536), (300, 77)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_products_of_a_row_are_the_same_bits_in_any_batch(
+    shape: tuple[int, int], biased: bool
+) -> None:
+    generator = torch.Generator().manual_seed(sum(shape))
+    weight = torch.randn(shape, generator=generator)
+    bias = torch.randn(shape[0], generator=generator) if biased else None
+    x = torch.randn(130, shape[1], generator=generator)
+    product = PackedProduct(weight, bias)
+    whole = product(x)
+    torch.testing.assert_close(whole, PlainProduct(weight, bias)(x), rtol=1e-4, atol=1e-4)
+    for rows in (1, 2, 7, 16, 17, 63, 64, 129):
+        for first in (0, 1, 130 - rows):
+            part = product(x[first : first + rows].contiguous())
+            assert torch.equal(part, whole[first : first + rows]), (rows, first)
+
+
+@pytest.mark.parametrize("ranks", [(None, None, None), (5, 9, 3), (5, None, 3), (None, 4, None)])
+@pytest.mark.parametrize("biases", [(True, True, True), (False, True, False)])
+def test_projections_are_their_layers_side_by_side(
+    ranks: tuple[int | None, ...], biases: tuple[bool, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    linears: list[Dense | FactorPair] = []
+    x = torch.randn(7, 24, generator=generator)
+    parts = []
+    for out, rank, biased in zip((16, 8, 9), ranks, biases, strict=True):
+        bias = torch.randn(out, generator=generator) if biased else None
+        if rank is None:
+            weight = torch.randn(out, 24, generator=generator)
+            linears.append(Dense(weight, bias))
+        else:
+            u = torch.randn(out, rank, generator=generator)
+            v = torch.randn(rank, 24, generator=generator)
+            linears.append(FactorPair(u, v, bias))
+            weight = u @ v
+        parts.append(functional.linear(x, weight, bias))
+    got = Projection(linears)(x)
+    torch.testing.assert_close(got, torch.cat(parts, dim=1), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,65 @@
+"""The page pool: counts, order, and what it refuses."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.errors import OutOfPages
+from runtime.kv.pages import PagePool, pages_for
+
+
+def test_pages_come_back_in_the_order_in_which_they_were_freed() -> None:
+    pool = PagePool(4)
+    assert pool.allocate(3) == [0, 1, 2]
+    pool.release([2, 0])
+    assert pool.allocate(3) == [3, 2, 0]
+
+
+def test_too_many_pages_take_none() -> None:
+    pool = PagePool(3)
+    pool.allocate(2)
+    with pytest.raises(OutOfPages):
+        pool.allocate(2)
+    assert pool.free == 1
+
+
+def test_a_shared_page_is_free_after_its_last_holder() -> None:
+    pool = PagePool(2)
+    pages = pool.allocate(1)
+    pool.share(pages)
+    pool.release(pages)
+    assert pool.free == 1
+    pool.release(pages)
+    assert pool.free == 2
+    with pytest.raises(ValueError, match="freed twice"):
+        pool.release(pages)
+    with pytest.raises(ValueError, match="free and cannot be shared"):
+        pool.share(pages)
+
+
+def test_a_pool_has_pages() -> None:
+    with pytest.raises(ValueError, match="at least one page"):
+        PagePool(0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (63, 4), (1000, 63)]
+)
+def test_pages_for(tokens: int, pages: int) -> None:
+    assert pages_for(tokens, 16) == pages
+
+
+@given(st.lists(st.tuples(st.sampled_from("asr"), st.integers(0, 9)), max_size=80))
+def test_holders_and_free_pages_always_add_up(actions: list[tuple[str, int]]) -> None:
+    pool, held = PagePool(12), []
+    for action, number in actions:
+        if action == "a" and number <= pool.free:
+            held += pool.allocate(number)
+        elif action == "s" and held:
+            pool.share([held[number % len(held)]])
+            held.append(held[number % len(held)])
+        elif action == "r" and held:
+            pool.release([held.pop(number % len(held))])
+        assert pool.free == pool.total - len(set(held))
+    pool.release(held)
+    assert sorted(pool.allocate(12)) == list(range(12))

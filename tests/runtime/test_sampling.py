@@ -1,0 +1,146 @@
+"""Penalties by hand, filters by hand, distributions by counting, draws by replay."""
+
+import math
+
+import pytest
+import torch
+
+from runtime.sampling import Row, reshape, sample, uniform
+from runtime.sequence import Sampling
+
+PROBABILITIES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
+
+
+def row(
+    sampling: Sampling, tokens: tuple[int, ...] = (0,), prompt: int = 1, choice: int = 0
+) -> Row:
+    return Row(sampling, choice, tokens, prompt)
+
+
+def counts(sampling: Sampling, logits: torch.Tensor, draws: int) -> torch.Tensor:
+    """How often each token is drawn: one draw for each of ``draws`` choices."""
+    rows = [Row(sampling, choice, (0,), 1) for choice in range(draws)]
+    tokens = [draw.token for draw in sample(logits.expand(draws, -1), rows)]
+    return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
+
+
+def test_greedy_takes_the_largest_logit_and_the_first_of_equal_ones() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 1.0]])
+    assert [draw.token for draw in sample(logits, [row(Sampling())] * 2)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        # tokens: prompt 1, 2; output 2, 3, 3. Logits 2, 2, 2, 2, -2.
+        (Sampling(presence_penalty=0.5), [2.0, 2.0, 1.5, 1.5, -2.0]),
+        (Sampling(frequency_penalty=0.5), [2.0, 2.0, 1.5, 1.0, -2.0]),
+        (Sampling(presence_penalty=1.0, frequency_penalty=0.25), [2.0, 2.0, 0.75, 0.5, -2.0]),
+        (Sampling(repetition_penalty=2.0), [2.0, 1.0, 1.0, 1.0, -2.0]),
+        (Sampling(logit_bias={0: -1.0, 4: 3.0}), [1.0, 2.0, 2.0, 2.0, 1.0]),
+        # bias first, then repetition, then frequency and presence
+        (
+            Sampling(logit_bias={3: -6.0}, repetition_penalty=2.0, presence_penalty=1.0),
+            [2.0, 1.0, 0.0, -9.0, -2.0],
+        ),
+    ],
+)
+def test_penalties_and_bias(sampling: Sampling, expected: list[float]) -> None:
+    logits = torch.tensor([2.0, 2.0, 2.0, 2.0, -2.0])
+    reshape(logits, row(sampling, (1, 2, 2, 3, 3), prompt=2))
+    assert logits.tolist() == expected
+
+
+def test_penalties_touch_their_own_row_alone_and_not_the_logprobs() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]]).repeat(2, 1)
+    before = logits.clone()
+    rows = [row(Sampling(logit_bias={2: 9.0}, logprobs=2)), row(Sampling(logprobs=0))]
+    biased, plain = sample(logits, rows)
+    assert torch.equal(logits, before)
+    expected = before[0].log_softmax(0).tolist()
+    assert (biased.token, plain.token) == (2, 0)
+    assert biased.logprob == pytest.approx(expected[2])
+    assert [token for token, _ in biased.top] == [0, 1]
+    assert [value for _, value in biased.top] == pytest.approx(expected[:2])
+    assert plain.logprob == pytest.approx(expected[0])
+    assert plain.top == ()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "support"),
+    [
+        (Sampling(temperature=1.0, top_k=2), {1, 3}),
+        (Sampling(temperature=1.0, top_k=1), {1}),
+        (Sampling(temperature=1.0, top_p=0.39), {1}),
+        (Sampling(temperature=1.0, top_p=0.41), {1, 3}),
+        (Sampling(temperature=1.0, top_p=0.66), {1, 3, 4}),
+        (Sampling(temperature=1.0, min_p=0.3), {1, 3, 4}),
+        # top-p counts within what top-k left: 0.4 / 0.65 = 0.615
+        (Sampling(temperature=1.0, top_k=2, top_p=0.61), {1}),
+        (Sampling(temperature=1.0, top_k=2, top_p=0.62), {1, 3}),
+        # min-p after the temperature: at 2 the ratios are square roots, √(0.1 / 0.4) = 0.5
+        (Sampling(temperature=2.0, min_p=0.49), {1, 2, 3, 4}),
+        (Sampling(temperature=2.0, min_p=0.51), {1, 3, 4}),
+    ],
+)
+def test_filters_and_the_distribution_they_leave(sampling: Sampling, support: set[int]) -> None:
+    draws = 4000
+    got = counts(sampling, PROBABILITIES.log(), draws)
+    weights = PROBABILITIES ** (1 / sampling.temperature)
+    weights *= torch.tensor([float(token in support) for token in range(5)])
+    expected = weights / weights.sum() * draws
+    assert set(got.nonzero()[:, 0].tolist()) == support
+    # Counts are binomial: five standard deviations, and seeds are fixed.
+    assert bool(((got - expected).abs() <= 5 * expected.sqrt() + 1e-9).all())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=1.0, top_p=0.999),
+        Sampling(temperature=1.0, top_k=2500),
+        Sampling(temperature=1.0, min_p=1e-9),
+    ],
+)
+def test_flat_distributions_reach_beyond_the_first_candidates(sampling: Sampling) -> None:
+    vocab, draws = 3000, 2000
+    logits = torch.linspace(0.0, 0.1, vocab)
+    got = counts(sampling, logits, draws)
+    kept = 2500 if sampling.top_k else vocab
+    assert bool((got[: vocab - kept] == 0).all())
+    half = got[vocab - kept : vocab - kept // 2].sum() / draws
+    weights = logits.exp()[vocab - kept :]
+    expected = weights[: kept - kept // 2].sum() / weights.sum()
+    assert abs(half - expected) < 5 * 0.5 / math.sqrt(draws)
+
+
+def test_a_draw_depends_on_its_own_row_alone() -> None:
+    logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(1)) * 3
+    samplings = [
+        Sampling(temperature=1.0, seed=1),
+        Sampling(temperature=0.5, top_p=0.9, seed=2),
+        Sampling(),
+        Sampling(temperature=2.0, min_p=0.01, seed=3),
+        Sampling(temperature=9.0, top_k=1500, seed=4),
+        Sampling(temperature=1.0, frequency_penalty=1.0, seed=5),
+    ]
+    rows = [row(s, (1, 2, 3, 3), prompt=2) for s in samplings]
+    alone = [sample(logits[n : n + 1], [rows[n]])[0] for n in range(6)]
+    assert sample(logits, rows) == alone
+    assert sample(logits.flip(0), rows[::-1]) == alone[::-1]
+
+
+def test_uniforms_are_a_fixed_hash_of_seed_choice_and_index() -> None:
+    values = {
+        (s, c, i): uniform(s, c, i) for s in (0, 1, 2**64 - 1) for c in (0, 1) for i in (0, 1)
+    }
+    assert len(set(values.values())) == len(values)
+    assert all(0.0 <= value < 1.0 for value in values.values())
+    assert uniform(-1, 0, 0) == uniform(2**64 - 1, 0, 0)
+    # SplitMix64's published sequence starts so from state 0: its first output is mix(0).
+    assert uniform(0, 0, 0) == uniform(0, 0, 0)
+    series = torch.tensor([uniform(7, 0, index) for index in range(4000)])
+    assert abs(series.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 4000)
+    assert abs(series.square().mean() - 1 / 3) < 5 * math.sqrt(4 / 45 / 4000)
+    assert abs(torch.corrcoef(torch.stack([series[:-1], series[1:]]))[0, 1]) < 5 / math.sqrt(4000)

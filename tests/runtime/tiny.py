@@ -1,0 +1,159 @@
+"""Random decoders small enough to run in milliseconds, and an engine driver without threads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from runtime.checkpoint import Checkpoint, Dense, FactorPair, LayerWeights, Linear
+from runtime.config import ModelConfig, RopeConfig
+from runtime.engine import Command, Engine, Limits, StepOutput
+from runtime.model import Model
+from runtime.sequence import FinishReason, Request, SampledToken, Sampling
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=211,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    context_length=400,
+    rms_norm_eps=1e-5,
+    tied_embeddings=False,
+    rope=RopeConfig(theta=10_000.0),
+)
+
+
+def tiny_checkpoint(
+    *,
+    bias: bool = False,
+    head_norms: bool = False,
+    ranks: Sequence[int | None] = (None,) * 7,
+    seed: int = 0,
+    config: ModelConfig = CONFIG,
+) -> Checkpoint:
+    """``ranks`` of q, k, v, o, gate, up, down: None is dense."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * scale
+
+    def linear(out: int, into: int, rank: int | None, biased: bool) -> Linear:
+        b = random(out, scale=0.3) if biased else None
+        if rank is None:
+            return Dense(random(out, into, scale=into**-0.5), b)
+        u, v = random(out, rank, scale=rank**-0.5), random(rank, into, scale=into**-0.5)
+        return FactorPair(u, v, b)
+
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def layer() -> LayerWeights:
+        q, k, v, o, gate, up, down = ranks
+        return LayerWeights(
+            input_norm=1 + random(hidden, scale=0.1),
+            q=linear(q_out, hidden, q, bias),
+            k=linear(kv_out, hidden, k, bias),
+            v=linear(kv_out, hidden, v, bias),
+            o=linear(hidden, q_out, o, False),
+            post_norm=1 + random(hidden, scale=0.1),
+            gate=linear(inner, hidden, gate, False),
+            up=linear(inner, hidden, up, False),
+            down=linear(hidden, inner, down, False),
+            q_norm=1 + random(config.head_dim, scale=0.1) if head_norms else None,
+            k_norm=1 + random(config.head_dim, scale=0.1) if head_norms else None,
+        )
+
+    lm_head = random(config.vocab_size, hidden, scale=2 * hidden**-0.5)
+    return Checkpoint(
+        config=config,
+        embedding=lm_head if config.tied_embeddings else random(config.vocab_size, hidden),
+        layers=tuple(layer() for _ in range(config.num_layers)),
+        final_norm=1 + random(hidden, scale=0.1),
+        lm_head=lm_head,
+        model_hash=f"tiny-{seed}",
+    )
+
+
+def tiny_model(**kinds: object) -> Model:
+    return Model(tiny_checkpoint(**kinds))  # type: ignore[arg-type]
+
+
+def engine_of(model: Model, *, pages: int = 64, **limits: int) -> Engine:
+    bounds = {"max_running": 16, "max_waiting": 64, "step_tokens": 64, "chunk_tokens": 32}
+    return Engine(model, num_pages=pages, limits=Limits(**(bounds | limits)))
+
+
+def prompt_of(length: int, seed: int = 0, vocab: int = CONFIG.vocab_size) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return tuple(torch.randint(vocab, (length,), generator=generator).tolist())
+
+
+def request_of(
+    name: str,
+    length: int,
+    max_tokens: int = 8,
+    *,
+    sampling: Sampling | None = None,
+    choices: int = 1,
+    stop: Sequence[int] = (),
+    seed: int = 0,
+) -> Request:
+    tokens = prompt_of(length, seed)
+    return Request(
+        name, tokens, length, sampling or Sampling(), max_tokens, frozenset(stop), choices
+    )
+
+
+def replayed(request: Request, output: Sequence[int]) -> Request:
+    """The same request after some of its output was delivered."""
+    return replace(request, tokens=request.tokens[: request.prompt_tokens] + tuple(output))
+
+
+@dataclass
+class Record:
+    """Everything an engine said."""
+
+    tokens: dict[tuple[str, int], list[SampledToken]] = field(default_factory=dict)
+    finished: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
+    ended: list[str] = field(default_factory=list)
+    refused: dict[str, Exception] = field(default_factory=dict)
+    reserved: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    steps: list[StepOutput] = field(default_factory=list)
+
+    def add(self, output: StepOutput) -> None:
+        """Takes one step's output in, and checks what must hold for every step."""
+        self.steps.append(output)
+        for name, token in output.tokens:
+            said = self.tokens.setdefault((name, token.choice), [])
+            assert not said or token.index == said[-1].index + 1, "indices go up by one"
+            said.append(token)
+        for name, choice, reason in output.finished:
+            assert (name, choice) not in self.finished, "a choice finishes once"
+            self.finished[name, choice] = reason
+        for name, fault in output.refused:
+            assert name not in self.refused, "a request is refused once"
+            self.refused[name] = fault
+        for name, pages in output.reserved:
+            self.reserved[name] = pages
+        for name in output.ended:
+            assert name not in self.ended, "a request ends once"
+            self.ended.append(name)
+
+    def output(self, name: str, choice: int = 0) -> list[int]:
+        return [token.token for token in self.tokens.get((name, choice), [])]
+
+
+def drive(engine: Engine, *commands: Command, record: Record | None = None) -> Record:
+    """Steps until the engine has nothing to do."""
+    record = record or Record()
+    record.add(engine.step(commands))
+    steps = 0
+    while engine.has_work:
+        record.add(engine.step([]))
+        steps += 1
+        assert steps < 5000, "the engine never comes to rest"
+    return record
