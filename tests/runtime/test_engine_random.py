@@ -77,17 +77,21 @@ class Driver:
     def finish(self) -> None:
         """Until only what is held is left; then that is released."""
         steps = 0
+        self.release_held()
         while self.pending or self.arriving or self.engine.has_work:
             self.step()
             steps += 1
             assert steps < 3000
-            for name, (kind, request) in list(self.alive.items()):
-                spoken = [self.record.output(name, c) for c in range(request.choices)]
-                if kind == "hold" and all(spoken):
-                    self.leave(name, release=True)
+            self.release_held()
+
+    def release_held(self) -> None:
+        for name, (kind, request) in list(self.alive.items()):
+            spoken = [self.record.output(name, c) for c in range(request.choices)]
+            if kind == "hold" and all(spoken):
+                self.leave(name, release=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     actions=st.lists(
         st.tuples(
