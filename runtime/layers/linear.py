@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from runtime.checkpoint.weights import Dense, FactorPair, Linear
 from runtime.compiled import Floats
-from runtime.layers.loops import BLOCK, block_gemv
+from runtime.layers.loops import BLOCK, K_ALIGNMENT, block_gemv
 
 _TYPICAL_ROWS = 64  # oneDNN packs for a row count; measured the same from 8 to 256
 _K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)  # as oneDNN was seen to choose them
@@ -49,6 +49,7 @@ class PackedProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
         self._bias = bias
+        self._rows, self._columns = weight.shape
         self._blocks, self._k_block = _blocks_of(self._weight, weight), 0
         if self._blocks is not None:
             self._k_block = self._match(self._blocks)
@@ -68,13 +69,13 @@ class PackedProduct:
         return product
 
     def _single(self, x: Tensor, blocks: Floats, k_block: int) -> Tensor:
-        y = x.new_empty(1, blocks.shape[0] * BLOCK)
+        y = x.new_empty(1, self._rows)
         block_gemv(blocks, x.numpy()[0], k_block, y.numpy()[0])
         return y if self._bias is None else y.add_(self._bias)
 
     def _match(self, blocks: Floats) -> int:
         """The block of the sum with which our loop gives oneDNN's bits, or 0 where none does."""
-        probe = torch.randn(1, blocks.shape[1], generator=torch.Generator().manual_seed(0))
+        probe = torch.randn(1, self._columns, generator=torch.Generator().manual_seed(0))
         expected = self._product(probe.repeat(2, 1))[:1]
         found = (k for k in _K_BLOCKS if torch.equal(self._single(probe, blocks, k), expected))
         return next(found, 0)
@@ -82,14 +83,14 @@ class PackedProduct:
 
 def _blocks_of(packed: Tensor, weight: Tensor) -> Floats | None:
     """The packed weight's memory as `block_gemv` reads it; None where the layout is another."""
-    out, columns = weight.shape
-    if out % BLOCK or torch.ops.mkldnn._nbytes(packed) != weight.numel() * weight.element_size():
+    rows, columns = weight.shape
+    padded = functional.pad(weight, (0, -columns % K_ALIGNMENT, 0, -rows % BLOCK))
+    if torch.ops.mkldnn._nbytes(packed) != padded.nbytes:
         return None
-    address = torch.ops.mkldnn.data_ptr(packed)
-    memory = (ctypes.c_float * weight.numel()).from_address(address)
-    blocks: Floats = np.ctypeslib.as_array(memory).reshape(out // BLOCK, columns, BLOCK)
-    known = weight.view(out // BLOCK, BLOCK, columns).transpose(1, 2)
-    return blocks if np.array_equal(blocks, known.numpy()) else None
+    known = padded.view(-1, BLOCK, padded.shape[1]).transpose(1, 2).numpy()
+    memory = (ctypes.c_float * padded.numel()).from_address(torch.ops.mkldnn.data_ptr(packed))
+    blocks: Floats = np.ctypeslib.as_array(memory).reshape(known.shape)
+    return blocks if np.array_equal(blocks, known) else None
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from runtime.compiled import Floats, compiled, exp, fma
 
 LANES = 16
-BLOCK = 64  # output rows of one block of oneDNN's layout
+BLOCK, K_ALIGNMENT = 64, 16  # output rows of a block of oneDNN's layout; what columns are padded to
 _f = np.float32
 
 
@@ -18,12 +18,13 @@ def block_gemv(blocks: Floats, x: Floats, k_block: int, y: Floats) -> None:
     """``y = W x`` for one row, summed as oneDNN sums several: in order within blocks of k.
 
     Args:
-        blocks: `[out / BLOCK, in, BLOCK]`, where `[b, k, l]` is ``W[b * BLOCK + l, k]``.
+        blocks: `[b, k, BLOCK]`, where `[b, k, l]` is ``W[b * BLOCK + l, k]``; out is padded to
+            whole blocks, and in to a multiple of K_ALIGNMENT.
         x: `[in]`.
         k_block: columns that are summed before they join the total.
         y: `[out]`, written.
     """
-    columns = blocks.shape[1]
+    columns, rows = len(x), len(y)
     part, total = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     for b in range(blocks.shape[0]):
         for first in range(0, columns, k_block):
@@ -43,7 +44,7 @@ def block_gemv(blocks: Floats, x: Floats, k_block: int, y: Floats) -> None:
                     part[lane] = fma(blocks[b, k, lane], x[k], part[lane])
             for lane in range(BLOCK):
                 total[lane] = part[lane] if first == 0 else total[lane] + part[lane]
-        for lane in range(BLOCK):
+        for lane in range(min(BLOCK, rows - b * BLOCK)):
             y[b * BLOCK + lane] = total[lane]
 
 
