@@ -212,6 +212,14 @@ def test_choices_share_full_pages(model: Model) -> None:
     assert engine.pages_free == engine.pages_total
 
 
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+def test_greedy_choices_are_all_what_one_alone_would_be(model: Model, length: int) -> None:
+    """Each has the prompt's last page, and writes into its own copy of it."""
+    alone = drive(engine_of(model), Add(request_of("r", length, 20))).output("r")
+    record = drive(engine_of(model), Add(request_of("r", length, 20, choices=3)))
+    assert [record.output("r", choice) for choice in range(3)] == [alone] * 3
+
+
 def test_stop_tokens_are_emitted_and_end_the_choice(model: Model) -> None:
     request = request_of("r", 20, 30)
     whole = drive(engine_of(model), Add(request)).output("r")

@@ -131,6 +131,18 @@ def test_a_draw_depends_on_its_own_row_alone() -> None:
     assert sample(logits.flip(0), rows[::-1]) == alone[::-1]
 
 
+def test_seed_choice_and_index_each_change_the_draw() -> None:
+    flat = torch.zeros(1, 50_000)
+
+    def token(seed: int, choice: int, output: int) -> int:
+        sampling = Sampling(temperature=1.0, seed=seed)
+        return sample(flat, [Row(sampling, choice, (0,) * (3 + output), 3)])[0].token
+
+    draws = [token(1, 0, 0), token(2, 0, 0), token(1, 1, 0), token(1, 0, 1), token(1, 0, 2)]
+    assert len(set(draws)) == 5
+    assert token(1, 0, 1) == draws[3]
+
+
 def test_uniforms_are_a_fixed_hash_of_seed_choice_and_index() -> None:
     values = {
         (s, c, i): uniform(s, c, i) for s in (0, 1, 2**64 - 1) for c in (0, 1) for i in (0, 1)
@@ -138,8 +150,6 @@ def test_uniforms_are_a_fixed_hash_of_seed_choice_and_index() -> None:
     assert len(set(values.values())) == len(values)
     assert all(0.0 <= value < 1.0 for value in values.values())
     assert uniform(-1, 0, 0) == uniform(2**64 - 1, 0, 0)
-    # SplitMix64's published sequence starts so from state 0: its first output is mix(0).
-    assert uniform(0, 0, 0) == uniform(0, 0, 0)
     series = torch.tensor([uniform(7, 0, index) for index in range(4000)])
     assert abs(series.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 4000)
     assert abs(series.square().mean() - 1 / 3) < 5 * math.sqrt(4 / 45 / 4000)
