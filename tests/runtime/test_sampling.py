@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from runtime.sampling import Row, reshape, sample, uniform
+from runtime.sampling import Row, _mix64, reshape, sample, uniform
 from runtime.sequence import Sampling
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
@@ -150,6 +150,8 @@ def test_uniforms_are_a_fixed_hash_of_seed_choice_and_index() -> None:
     assert len(set(values.values())) == len(values)
     assert all(0.0 <= value < 1.0 for value in values.values())
     assert uniform(-1, 0, 0) == uniform(2**64 - 1, 0, 0)
+    assert _mix64(0) == 0xE220A8397B1DCDAF  # the published generator's first output from state 0
+    assert uniform(7, 1, 2) == 0.08945047175044918  # workers of other versions draw the same
     series = torch.tensor([uniform(7, 0, index) for index in range(4000)])
     assert abs(series.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 4000)
     assert abs(series.square().mean() - 1 / 3) < 5 * math.sqrt(4 / 45 / 4000)
