@@ -70,7 +70,7 @@ def load_worker(settings: WorkerSettings) -> Loaded:
         codebooks, codebook_id = _codebooks(settings, checkpoint.config.num_layers)
         if device == "cpu":
             codec.warm_up()
-    except (RuntimeFault, codec.CodecError, ValueError, OSError) as error:
+    except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
         raise SettingsError(f"cannot serve {settings.model}: {error}") from error
     config = checkpoint.config
     identity = Identity(
@@ -98,9 +98,19 @@ def load_worker(settings: WorkerSettings) -> Loaded:
 
 
 def _device(name: str) -> str:
-    """A worker on a GPU host is given one GPU to see."""
-    on_gpu = name == "cuda" or (name == "auto" and torch.cuda.is_available())
-    return "cuda:0" if on_gpu else "cpu"
+    """A worker on a GPU host is given one GPU to see.
+
+    Raises:
+        SettingsError: a GPU was asked for and torch sees none.
+    """
+    if name == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda:0"
+    if name == "auto":
+        return "cpu"
+    build = f"torch {torch.__version__}, built for {torch.version.cuda or 'the CPU alone'}"
+    raise SettingsError(f"device cuda: {build}, sees no GPU here")
 
 
 def _dtype(name: str, device: str) -> torch.dtype:

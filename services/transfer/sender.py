@@ -247,6 +247,8 @@ class Sender:
             checksum=encoded.checksum,
             raw_bytes=encoded.raw_bytes,
         )
+        # From host to device this copy is synchronous: it returns after the codec's kernels before
+        # it, so that nothing is announced that a reader could not READ yet.
         frame_of(
             segment,
             epoch=self._epoch,
