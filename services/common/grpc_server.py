@@ -30,7 +30,7 @@ Handler = Any  # grpc.RpcMethodHandler, generic in the stubs and plain at run ti
 MessageStream = Any  # either side of a bidirectional call: its stubs know neither read() nor EOF
 
 
-class TokenInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
+class TokenInterceptor(aio.ServerInterceptor):
     """Refuses calls without the cluster token; health and reflection stay open."""
 
     def __init__(self, token: str) -> None:
@@ -120,4 +120,4 @@ def credentials(token: str | None) -> list[tuple[str, str]]:
 async def next_message(stream: MessageStream) -> Any | None:
     """The next message of a bidirectional call, or None at its end."""
     message = await stream.read()
-    return None if message is aio.EOF else message  # type: ignore[attr-defined]
+    return None if message is aio.EOF else message

@@ -161,5 +161,5 @@ async def _abort(context: Context, error: ServiceError) -> NoReturn:
         target.Pack(detail)
     number = error.grpc_status.value[0]
     status = status_pb2.Status(code=number, message=error.message, details=packed)
-    await context.abort_with_status(rpc_status.to_status(status))  # type: ignore[attr-defined]
+    await context.abort_with_status(rpc_status.to_status(status))
     raise AssertionError("abort raises")

@@ -25,7 +25,7 @@ async def generate(site: Site, **request: Any) -> list[pb.GenerateResponse]:
 
 
 def details(error: aio.AioRpcError) -> Any:
-    return rpc_status.from_call(error)  # type: ignore[arg-type]
+    return rpc_status.from_call(error)
 
 
 async def test_generate_from_text_tokens_and_chat(site: Site) -> None:
