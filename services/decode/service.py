@@ -128,6 +128,8 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
         """A stream ended, whichever way: nothing of it may stay."""
         if stream.expiry is not None:
             stream.expiry.cancel()
+        if stream.fetch is not None:
+            stream.fetch.closed = True  # before its pages go back: nothing writes to them after
         if stream.bringing is not None and stream.bringing is not asyncio.current_task():
             stream.bringing.cancel()
         if self.streams.pop(stream.key, None) is not None:
@@ -162,6 +164,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
                 on_first=lambda first: self._take_first(stream, first),
                 deadline_s=deadline_s,
             )
+            stream.fetch = fetch
             times = await self.receiver.fetch(fetch)
             digest = await self._digest(pages, len(start.tokens), wanted=times.segments > 0)
         except FetchFailed as failure:

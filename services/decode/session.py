@@ -13,6 +13,7 @@ from headrace.v1 import error_pb2
 from runtime.sequence import FinishReason, Request, SampledToken
 from services.common.grpc_server import MessageStream, next_message
 from services.common.wire import finish_to_message, sampling_from_message, token_to_message
+from services.transfer.receiver import Fetch
 
 log = structlog.get_logger()
 
@@ -31,6 +32,7 @@ class Stream:
     stages: pb.StageTimes = field(default_factory=pb.StageTimes)
     reserved: "asyncio.Future[tuple[int, ...]] | None" = None
     bringing: asyncio.Task[None] | None = None
+    fetch: Fetch | None = None
     expiry: asyncio.TimerHandle | None = None
     decoding_since: float = 0.0
 

@@ -159,13 +159,11 @@ class PrefillLinks:
             opening = asyncio.create_task(self._open(worker))
             self._links[key] = opening
         try:
-            link = await asyncio.shield(opening)
-        except FetchFailed:
-            self._links.pop(key, None)
-            raise
-        if not link.alive:
-            self._links.pop(key, None)
-        return link
+            return await asyncio.shield(opening)
+        finally:
+            failed = opening.done() and (opening.cancelled() or opening.exception() is not None)
+            if failed and self._links.get(key) is opening:
+                del self._links[key]
 
     async def close(self) -> None:
         for run in self._runs:

@@ -63,11 +63,12 @@ class _Progress:
     times: FetchTimes = field(default_factory=FetchTimes)
     expected: int | None = None
     announced: int = 0
+    started: bool = False  # the first tokens have come
     ended: bool = False
 
     @property
     def complete(self) -> bool:
-        return self.ended or (self.expected == self.announced)
+        return self.ended or (self.started and self.expected == self.announced)
 
 
 class Receiver:
@@ -159,6 +160,7 @@ class Receiver:
             case "first_tokens":
                 progress.times.queue = event.first_tokens.queue_s
                 progress.times.prefill = event.first_tokens.prefill_s
+                progress.started = True
                 progress.ended = fetch.on_first(event.first_tokens)
             case "segment":
                 if event.segment.index != progress.announced:
