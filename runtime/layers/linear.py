@@ -2,21 +2,19 @@
 
 On the CPU in fp32 the weights are kept in oneDNN's blocked layout. It is faster than MKL's sgemm
 where it matters here (2 to 32 rows), and a row's result does not depend on how many other rows are
-computed with it, which is what makes a token's KV and logits the same bits in any batch.
+computed with it, which is what makes a token's KV and logits the same bits in any batch. A few rows
+go through our own loops, which read less memory and give the same bits (`few_rows.py`).
 """
 
-import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from runtime.checkpoint.weights import Dense, FactorPair, Linear
-from runtime.compiled import Floats
-from runtime.layers.loops import BLOCK, K_ALIGNMENT, block_gemv
+from runtime.layers.few_rows import FewRows, blocked_rows, coded_rows
 
 _TYPICAL_ROWS = 64  # oneDNN packs for a row count; measured the same from 8 to 256
 _K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)  # as oneDNN was seen to choose them
@@ -41,26 +39,25 @@ class PlainProduct:
 class PackedProduct:
     """The product over oneDNN's blocked layout: rows are independent of one another, bit for bit.
 
-    oneDNN blocks the sum of a single row differently, and does not reach the memory's speed with
-    it. Where its layout and its order of summing several rows are the ones we know, a single row is
-    computed by our own loop over the same memory, to the same bits; else it is computed as two.
+    oneDNN blocks the sum of a single row differently, and does not reach the memory's speed with a
+    few rows. Where its order of summing several rows is one that we know, few rows are computed by
+    our own loops, to the same bits; else a single row is computed as two.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
         self._bias = bias
-        self._rows, self._columns = weight.shape
-        self._blocks, self._k_block = _blocks_of(self._weight, weight), 0
-        if self._blocks is not None:
-            self._k_block = self._match(self._blocks)
-            self._blocks = self._blocks if self._k_block else None
+        self._few: FewRows | None = coded_rows(weight) or blocked_rows(weight, self._weight)
+        if self._few is not None and not self._match(self._few, weight.shape[1]):
+            self._few = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(x) != 1:
-            return self._product(x)
-        if self._blocks is None:
+        if self._few is not None and 0 < len(x) <= self._few.most:
+            y = self._few(x)
+            return y if self._bias is None else y.add_(self._bias)
+        if len(x) == 1:
             return self._product(x.repeat(2, 1))[:1]
-        return self._single(x, self._blocks, self._k_block)
+        return self._product(x)
 
     def _product(self, x: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -68,29 +65,15 @@ class PackedProduct:
         )
         return product
 
-    def _single(self, x: Tensor, blocks: Floats, k_block: int) -> Tensor:
-        y = x.new_empty(1, self._rows)
-        block_gemv(blocks, x.numpy()[0], k_block, y.numpy()[0])
-        return y if self._bias is None else y.add_(self._bias)
-
-    def _match(self, blocks: Floats) -> int:
-        """The block of the sum with which our loop gives oneDNN's bits, or 0 where none does."""
-        probe = torch.randn(1, self._columns, generator=torch.Generator().manual_seed(0))
-        expected = self._product(probe.repeat(2, 1))[:1]
-        found = (k for k in _K_BLOCKS if torch.equal(self._single(probe, blocks, k), expected))
-        return next(found, 0)
-
-
-def _blocks_of(packed: Tensor, weight: Tensor) -> Floats | None:
-    """The packed weight's memory as `block_gemv` reads it; None where the layout is another."""
-    rows, columns = weight.shape
-    padded = functional.pad(weight, (0, -columns % K_ALIGNMENT, 0, -rows % BLOCK))
-    if torch.ops.mkldnn._nbytes(packed) != padded.nbytes:
-        return None
-    known = padded.view(-1, BLOCK, padded.shape[1]).transpose(1, 2).numpy()
-    memory = (ctypes.c_float * padded.numel()).from_address(torch.ops.mkldnn.data_ptr(packed))
-    blocks: Floats = np.ctypeslib.as_array(memory).reshape(known.shape)
-    return blocks if np.array_equal(blocks, known) else None
+    def _match(self, few: FewRows, columns: int) -> bool:
+        """Find the block of the sum with which ``few`` gives oneDNN's bits. False if none does."""
+        probe = torch.randn(2, columns, generator=torch.Generator().manual_seed(0))
+        expected = self._product(probe)
+        for few.k_block in _K_BLOCKS:
+            y = torch.cat([few(row[None]) for row in probe])
+            if torch.equal(y if self._bias is None else y + self._bias, expected):
+                return True
+        return False
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:

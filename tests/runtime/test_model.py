@@ -10,6 +10,7 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, resolve_model
 from runtime.errors import CheckpointError
 from runtime.kv.pages import pages_for
+from runtime.layers.few_rows import CodedRows, coded_rows
 from runtime.layers.linear import PackedProduct, PlainProduct, Projection
 from runtime.model import Model
 from tests.runtime.tiny import tiny_checkpoint, tiny_model
@@ -124,6 +125,46 @@ def test_packed_products_of_a_row_are_the_same_bits_in_any_batch(
         for first in (0, 1, 130 - rows):
             part = product(x[first : first + rows].contiguous())
             assert torch.equal(part, whole[first : first + rows]), (rows, first)
+
+
+def quantized(kind: str, rows: int, columns: int) -> torch.Tensor:
+    """Weights as a file's Q4_1 or Q8_0 blocks of 32 stand for."""
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(rows, columns // 32, 32, generator=generator)
+    if kind == "q8_0":
+        scale = (weight.abs().amax(-1, keepdim=True) / 127).half().float()
+        return (scale * (weight / scale).round()).flatten(1)
+    low, high = weight.amin(-1, keepdim=True).half().float(), weight.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).half().float()
+    codes = ((weight - low) / scale).round().clamp(0, 15)
+    codes[..., 0], codes[..., 1] = 0, 15
+    return (scale * codes + low).flatten(1)
+
+
+@pytest.mark.parametrize("kind", ["q4_1", "q8_0"])
+@pytest.mark.parametrize("shape", [(1, 32), (63, 96), (64, 576), (100, 1536)])
+def test_quantized_weights_are_read_as_codes_to_the_same_bits(
+    kind: str, shape: tuple[int, int]
+) -> None:
+    weight = quantized(kind, *shape)
+    weight[0, :32] = 0.0
+    bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(2))
+    product = PackedProduct(weight, bias)
+    assert isinstance(product._few, CodedRows)
+    x = torch.randn(40, shape[1], generator=torch.Generator().manual_seed(3))
+    whole = product(x)
+    torch.testing.assert_close(whole, functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+    for rows in (1, 2, 7, 8, 9, 17):
+        assert torch.equal(product(x[5 : 5 + rows].contiguous()), whole[5 : 5 + rows]), rows
+
+
+def test_weights_that_are_no_codes_are_not_read_as_such() -> None:
+    weight = quantized("q4_1", 64, 64)
+    weight[63, 63] = torch.nextafter(weight[63, 63], torch.tensor(torch.inf))
+    assert coded_rows(weight) is None
+    weight[63, 63] = torch.nan
+    assert coded_rows(weight) is None
+    assert coded_rows(torch.randn(8, 40)) is None, "groups have 32 columns"
 
 
 @pytest.mark.parametrize("ranks", [(None, None, None), (5, 9, 3), (5, None, 3), (None, 4, None)])
