@@ -90,8 +90,12 @@ class Model:
         """
         hidden = functional.embedding(batch.tokens, self._embedding)
         for index, layer in enumerate(self._layers):
-            hidden = layer(hidden, self._rope, self.kv_format, cache.layer(index), batch)
-        return self._lm_head(self._final_norm(hidden[batch.logit_rows])).float()
+            last = index == len(self._layers) - 1
+            planes = cache.layer(index)
+            hidden = layer(hidden, self._rope, self.kv_format, planes, batch, last=last)
+        if not len(hidden):
+            return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+        return self._lm_head(self._final_norm(hidden)).float()
 
 
 def _place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:

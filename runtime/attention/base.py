@@ -51,6 +51,20 @@ class Batch:
         """`page_table`, `starts` and `lengths` as a compiled loop takes them; on the CPU only."""
         return self.page_table.numpy(), self.starts.numpy(), self.lengths.numpy()
 
+    def where_logits(self) -> "Batch":
+        """The tokens after which logits are wanted, each as a sequence's only new one."""
+        rows = self.logit_rows
+        sequences = torch.searchsorted(self.starts[1:].long(), rows, right=True)
+        count = torch.arange(len(rows) + 1, device=rows.device)
+        return Batch(
+            tokens=self.tokens[rows],
+            positions=self.positions[rows],
+            page_table=self.page_table[sequences],
+            starts=count.int(),
+            lengths=self.positions[rows].int() + 1,
+            logit_rows=count[:-1],
+        )
+
     @staticmethod
     def of(slices: Sequence[SequenceSlice], device: torch.device | str = "cpu") -> "Batch":
         """The batch of some sequences, in their order."""

@@ -41,10 +41,20 @@ class DecoderLayer:
         kv_format: KVFormat,
         planes: tuple[Tensor, ...],
         batch: Batch,
+        *,
+        last: bool,
     ) -> Tensor:
-        """``[n, hidden]`` to the same; K and V of the batch go into ``planes``."""
+        """``[n, hidden]`` to the same; K and V of the batch go into ``planes``.
+
+        The last layer goes on with the tokens after which logits are wanted: ``[m, hidden]``.
+        """
         qkv = self._norm_heads(self._qkv(self._input_norm(hidden)))
         q = kv_format.append(qkv, rope, planes, batch)
+        if last and len(batch.logit_rows) < len(hidden):
+            q, hidden = q[batch.logit_rows], hidden[batch.logit_rows]
+            batch = batch.where_logits()
+        if not len(hidden):
+            return hidden
         hidden = self._o(kv_format.attend(q, planes, batch)).add_(hidden)
         inner = silu_mul(self._gate_up(self._post_norm(hidden)))
         return self._down(inner).add_(hidden)
