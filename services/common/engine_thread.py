@@ -140,4 +140,11 @@ class EngineThread:
             return
         output = self._engine.step(commands)
         self.load = self._measure()
-        self._post(self._on_output, output)
+        self._post(self._hand_out, output)
+
+    def _hand_out(self, output: StepOutput) -> None:
+        """On the event loop. Output that is lost would leave its requests without an answer."""
+        try:
+            self._on_output(output)
+        except Exception as error:  # noqa: BLE001 - reported: the process ends on it
+            self._on_fault(error)

@@ -83,9 +83,9 @@ async def live(
     )
     try:
         stopping = asyncio.create_task(stop.wait())
-        ends: set[asyncio.Future[Any]] = {stopping, worker.fault}
+        ends: set[asyncio.Future[Any]] = {stopping, worker.fault, tending}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if not worker.fault.done():
+        if stop.is_set() and not worker.fault.done():
             worker.draining = True
             await server.set_serving(False)
             await registrar.drain()
@@ -97,8 +97,9 @@ async def live(
         await server.stop(0.5)
         await worker.close()
         metrics_server.shutdown()
-    if worker.fault.done():
-        worker.fault.result()
+    for watched in (worker.fault, tending):
+        if watched.done() and not watched.cancelled():
+            watched.result()
 
 
 def stop_on_signals() -> asyncio.Event:
@@ -119,5 +120,5 @@ async def _tend(worker: Worker, period_s: float) -> None:
 async def _wait_until_idle(worker: Worker, limit_s: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
-            while not worker.idle:  # noqa: ASYNC110 - a poll is enough, once in a process's life
+            while not worker.idle and not worker.fault.done():  # noqa: ASYNC110 - a poll is enough, once in a process's life
                 await asyncio.sleep(0.05)

@@ -38,6 +38,7 @@ class Registrar:
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(2.0), trust_env=False)
         self._admitted: dict[str, deque[str]] = {url: deque(maxlen=MAX_UNTOLD) for url in routers}
+        self._turns = {url: asyncio.Lock() for url in routers}  # one beat at a time, in order
         self._tasks: list[asyncio.Task[None]] = []
         self.state: WorkerState = WorkerState.STARTING
 
@@ -80,7 +81,7 @@ class Registrar:
                     await self._register(url)
                     log.info("registered", router=url)
                 known, complained = await self._beat(url), False
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
                 if not complained:
                     log.warning("router does not answer", router=url, error=repr(error))
                 known, complained = False, True
@@ -96,6 +97,10 @@ class Registrar:
 
     async def _beat(self, url: str) -> bool:
         """One heartbeat; False where the router asks for a registration."""
+        async with self._turns[url]:
+            return await self._tell(url)
+
+    async def _tell(self, url: str) -> bool:
         load, told = self._engine.load, list(self._admitted[url])
         beat = Heartbeat(
             worker_id=self._registration.worker_id,

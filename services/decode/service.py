@@ -40,9 +40,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
         self._identity = loaded.identity
         self.metrics = WorkerMetrics()
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.engine = EngineThread(
-            loaded.engine, on_output=self._deliver, on_fault=self.fault.set_exception
-        )
+        self.engine = EngineThread(loaded.engine, on_output=self._deliver, on_fault=self._fail)
         hello = prefill_pb2.Hello(
             worker_id=loaded.identity.worker_id,
             epoch=loaded.identity.epoch,
@@ -67,6 +65,10 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
         self.streams: dict[str, Stream] = {}
         self._registrar: Registrar | None = None
         self.draining = False
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.fault.done():
+            self.fault.set_exception(error)
 
     @property
     def idle(self) -> bool:

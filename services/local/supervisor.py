@@ -17,6 +17,7 @@ log = structlog.get_logger()
 CANNOT_START = 2  # a service's exit code when its settings are wrong: a restart would not help
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0
 STABLE_S = 30.0  # a process that lived so long starts again without having to wait
+GRACE_S = 35.0  # a service's own `drain_s`, 30 s by default, and some more
 _PR_SET_PDEATHSIG = 1
 
 
@@ -121,11 +122,10 @@ class Supervisor:
     async def _stop_all(self) -> None:
         """The gateway first, so that nothing new comes; then the rest; who lingers is killed."""
         self._stopping = True
-        ordered = [spec.name for spec in self._specs if spec.service == "gateway"]
-        ordered += [spec.name for spec in self._specs if spec.service != "gateway"]
-        for name in ordered:
-            if process := self._processes.get(name):
-                await _stop(process, grace_s=10.0)
+        for first in (True, False):
+            names = [spec.name for spec in self._specs if (spec.service == "gateway") is first]
+            stopping = (self._processes[name] for name in names if name in self._processes)
+            await asyncio.gather(*(_stop(process, grace_s=GRACE_S) for process in stopping))
 
 
 async def _stop(process: asyncio.subprocess.Process, *, grace_s: float) -> None:

@@ -13,6 +13,7 @@ from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Engine, StepOutput
 from runtime.errors import InvalidRequest
 from services.common.engine_thread import EngineThread
+from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer, MessageStream, next_message
 from services.common.lifecycle import live
 from services.common.placement import Role
@@ -22,7 +23,6 @@ from services.common.worker_metrics import WorkerMetrics
 from services.prefill.session import Job, PrefillSession
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.frame import HEADER_BYTES
 from services.transfer.sender import CodecPlan, Sender
 from services.transfer.slab import Slab
 
@@ -43,9 +43,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
         self._slab = slab
         self.metrics = WorkerMetrics()
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.engine = EngineThread(
-            loaded.engine, on_output=self._deliver, on_fault=self.fault.set_exception
-        )
+        self.engine = EngineThread(loaded.engine, on_output=self._deliver, on_fault=self._fail)
         config = loaded.config
         self._max_sequences = settings.max_running + settings.max_waiting
         self.sender = Sender(
@@ -61,10 +59,19 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
             max_sequences=self._max_sequences,
             metrics=self.metrics,
         )
+        if settings.slot_bytes < self.sender.least_slot_bytes:
+            raise SettingsError(
+                f"slot_bytes {settings.slot_bytes} holds no page of a layer: "
+                f"at least {self.sender.least_slot_bytes}"
+            )
         self.jobs: dict[str, Job] = {}
         self._sessions: dict[str, PrefillSession] = {}
         self._registrar: Registrar | None = None
         self.draining = False
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.fault.done():
+            self.fault.set_exception(error)
 
     @property
     def idle(self) -> bool:
@@ -115,8 +122,11 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
         ]
         if hello.expected_epoch != self._identity.epoch:
             differing.append("epoch: this worker restarted")
-        if hello.slot_bytes <= HEADER_BYTES:
-            differing.append(f"slot_bytes: {hello.slot_bytes} holds no segment")
+        if hello.slot_bytes < self.sender.least_slot_bytes:
+            differing.append(
+                f"slot_bytes: {hello.slot_bytes} holds no page of a layer, "
+                f"which takes {self.sender.least_slot_bytes}"
+            )
         if differing:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(differing))
         welcome = pb.Welcome(

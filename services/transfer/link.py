@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -55,6 +56,9 @@ class Subscription:
         end = pb.ReleaseLease(sequence=self._start.sequence)
         self._link.send(pb.PrefillCommand(release=end))
 
+    def hang_up(self) -> None:
+        self._link.hang_up()
+
     async def next_event(self) -> pb.PrefillEvent:
         event = await self.events.get()
         if isinstance(event, FetchFailed):
@@ -72,6 +76,7 @@ class PrefillLink:
         self._subscriptions: dict[int, Subscription] = {}
         self._next_sequence = 1
         self._outbox: asyncio.Queue[pb.PrefillCommand] = asyncio.Queue()
+        self._call: MessageStream | None = None
 
     @contextmanager
     def subscribe(self, start: pb.StartPrefill) -> Iterator[Subscription]:
@@ -91,8 +96,14 @@ class PrefillLink:
         if self.alive:
             self._outbox.put_nowait(command)
 
+    def hang_up(self) -> None:
+        """Ends the session: NIXL has lost the peer, and only a new session reaches it again."""
+        if self._call is not None:
+            self._call.cancel()
+
     async def run(self, call: MessageStream) -> None:
         """Carries commands and events until the session ends; every sequence on it fails then."""
+        self._call = call
         writer = asyncio.create_task(self._write(call))
         try:
             while (event := await next_message(call)) is not None:
@@ -158,12 +169,13 @@ class PrefillLinks:
         if opening is None:
             opening = asyncio.create_task(self._open(worker))
             self._links[key] = opening
-        try:
-            return await asyncio.shield(opening)
-        finally:
-            failed = opening.done() and (opening.cancelled() or opening.exception() is not None)
-            if failed and self._links.get(key) is opening:
-                del self._links[key]
+            opening.add_done_callback(partial(self._forget_failed, key))
+        return await asyncio.shield(opening)
+
+    def _forget_failed(self, key: tuple[str, str], opening: asyncio.Task[PrefillLink]) -> None:
+        """The next request tries anew, whether or not anybody still waited for this one."""
+        if opening.cancelled() or opening.exception() is not None:
+            del self._links[key]
 
     async def close(self) -> None:
         for run in self._runs:
@@ -174,16 +186,21 @@ class PrefillLinks:
         channel = open_channel(worker.address)
         session: Any = PrefillStub(channel).Session  # without an iterator: the call is written to
         call: MessageStream = session(metadata=self._metadata)
+        welcome: pb.Welcome | None = None
         try:
             async with asyncio.timeout(self._handshake_s):
                 welcome = await self._shake_hands(call, worker)
                 await asyncio.wrap_future(
                     self._agent.add_peer(welcome.agent_name, welcome.agent_metadata)
                 )
-        except (aio.AioRpcError, TransferError, TimeoutError) as error:
+        except BaseException as error:
             call.cancel()
+            if welcome is not None:  # the peer may be there, though nobody waited for it
+                self._agent.remove_peer(welcome.agent_name)
             await channel.close(None)
-            raise _handshake_failure(error, worker.worker_id) from error
+            if isinstance(error, aio.AioRpcError | TransferError | TimeoutError):
+                raise _handshake_failure(error, worker.worker_id) from error
+            raise
         link = PrefillLink(worker, welcome)
         run = asyncio.create_task(self._run(link, call, channel))
         self._runs.add(run)

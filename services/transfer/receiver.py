@@ -160,6 +160,9 @@ class Receiver:
             case "first_tokens":
                 progress.times.queue = event.first_tokens.queue_s
                 progress.times.prefill = event.first_tokens.prefill_s
+                choices = sorted(token.choice for token in event.first_tokens.tokens)
+                if progress.started or choices != list(range(fetch.start.choices)):
+                    raise ForeignSegment(f"first tokens of choices {choices}")
                 progress.started = True
                 progress.ended = fetch.on_first(event.first_tokens)
             case "segment":
@@ -184,11 +187,9 @@ class Receiver:
         """One segment: READ it into a landing slot, verify, decode into pages, acknowledge."""
         welcome = subscription.welcome
         if not HEADER_BYTES < segment.length <= self._landing.slab.slot_bytes:
-            raise FetchFailed(
-                error_pb2.ERROR_CODE_INTEGRITY, f"a segment of {segment.length} bytes"
-            )
+            raise ForeignSegment(f"a segment of {segment.length} bytes")
         if segment.slot >= welcome.slots:
-            raise FetchFailed(error_pb2.ERROR_CODE_INTEGRITY, f"slot {segment.slot} does not exist")
+            raise ForeignSegment(f"slot {segment.slot} does not exist")
         pages = progress.coverage.add(
             segment.first_token, segment.num_tokens, segment.first_layer, segment.num_layers
         )
@@ -203,6 +204,9 @@ class Receiver:
                 lambda engine: self._decode_now(engine, segment, slot, pages, fetch, welcome)
             )
             await asyncio.shield(user)
+        except PeerLost:
+            subscription.hang_up()
+            raise
         except (codec.CodecError, FrameError):
             self._metrics.integrity_failures.inc()
             raise

@@ -100,6 +100,11 @@ class Sender:
     def slots_in_use(self) -> int:
         return self._slots.in_use
 
+    @property
+    def least_slot_bytes(self) -> int:
+        """A slot that is smaller does not hold the smallest segment: one page of one layer."""
+        return self._bound(1, self._page_size)
+
     def open(self, outgoing: Outgoing) -> None:
         self._outgoing[outgoing.key] = outgoing
 
@@ -199,6 +204,7 @@ class Sender:
         except Exception as error:
             log.exception("segment not encoded", request_id=outgoing.request_id)
             self._slots.release(ref)
+            self._pump()
             if not outgoing.closed:
                 outgoing.fail(pb_error.ERROR_CODE_INTERNAL, f"KV could not be encoded: {error}")
             return
