@@ -2,8 +2,10 @@
 
 ``python -m runtime.bench [--model NAME|PATH] [--json PATH]`` prints prefill of 512 tokens, decode
 of one stream and of eight, each as the best of several runs, ours and theirs alternating. The floor
-of a decode step is the time to read the weights once at the bandwidth that a plain sum over a large
-array reaches; that of a prefill is its multiplications at the rate of one large matrix product.
+of a decode step is the time to read fp32 weights once at the bandwidth that a plain sum over a large
+array reaches (weights that are read as exact codes go below it); that of a prefill is its
+multiplications at the rate of one large matrix product. The peer's time is that of its forward pass
+and an argmax, without ``generate``; ours is the whole engine's step.
 """
 
 import argparse
