@@ -1,11 +1,11 @@
 """How fast the engine is on this machine, beside transformers and the physical floor.
 
 ``python -m runtime.bench [--model NAME|PATH] [--json PATH]`` prints prefill of 512 tokens, decode
-of one stream and of eight, each as the best of several runs, ours and theirs alternating. The floor
-of a decode step is the time to read fp32 weights once at the bandwidth that a plain sum over a large
-array reaches (weights that are read as exact codes go below it); that of a prefill is its
-multiplications at the rate of one large matrix product. The peer's time is that of its forward pass
-and an argmax, without ``generate``; ours is the whole engine's step.
+of one stream and of eight, each as the best of several runs, ours and theirs alternating. The
+peer's time is that of its forward pass and an argmax, without ``generate``; ours is the engine's
+whole step. The floor of a decode step is the time to read fp32 weights once, at the bandwidth
+that a plain sum over a large array reaches (weights that are read as exact codes go below it);
+that of a prefill is its multiplications at the rate of one large matrix product.
 """
 
 import argparse
