@@ -192,7 +192,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
             stream.session.push(stream, token)
             self.metrics.generation_tokens.inc()
         for token in stream.first:
-            if reason := stream.ends_with(token):
+            if reason := stream.ends_with(token, self._identity.model.context_length):
                 stream.session.finish(stream, token.choice, reason)
         return not stream.unfinished
 

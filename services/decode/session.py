@@ -36,11 +36,13 @@ class Stream:
     expiry: asyncio.TimerHandle | None = None
     decoding_since: float = 0.0
 
-    def ends_with(self, token: SampledToken) -> FinishReason | None:
+    def ends_with(self, token: SampledToken, context_length: int) -> FinishReason | None:
         """Why a first token is its choice's last one, or None."""
         if token.token in self.request.stop_token_ids:
             return FinishReason.STOP
-        if token.index + 1 >= self.request.max_tokens:
+        outputs = token.index + 1
+        resident = self.request.prompt_tokens + outputs
+        if outputs >= self.request.max_tokens or resident >= context_length:
             return FinishReason.LENGTH
         return None
 

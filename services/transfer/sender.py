@@ -1,7 +1,8 @@
 """The prefill worker's half of a transfer: encode computed KV into the slab, segment by segment.
 
 A segment is encoded only when its reader has granted a credit for it, so whatever lies in the slab
-has landing space waiting and drains on its own: no sequence can block another by holding slots.
+has landing space waiting and drains on its own, unless its reader has stopped: what that one holds
+comes back when its session or its leases end.
 """
 
 import asyncio
