@@ -1,4 +1,8 @@
-"""One worker's engine: commands in, tokens and computed chunks out, one step at a time."""
+"""One worker's engine: commands in, tokens and computed chunks out, one step at a time.
+
+A step has two halves, so that what was decided can be told before its forward passes run: `plan`
+takes commands and decides, `compute` does what was planned.
+"""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -12,7 +16,7 @@ from runtime.model import Model
 from runtime.sampling import Draw, Row, sample
 from runtime.scheduler import Scheduler
 from runtime.sequence import FinishReason, Request, SampledToken
-from runtime.work import Aim, Chunk, Limits, Sequence, Work
+from runtime.work import Aim, Chunk, Limits, Plan, Sequence, Work
 
 __all__ = [
     "Add",
@@ -96,6 +100,7 @@ class StepOutput:
             reported again.
         reserved: request id and the pages of its tokens.
         refused: request id and why; nothing of it is left.
+        started: requests whose first chunk this step computes. One that was preempted starts again.
         ended: requests all of whose choices finished; their pages are returned unless held.
     """
 
@@ -104,15 +109,16 @@ class StepOutput:
     computed: list[Computed] = field(default_factory=list)
     reserved: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     refused: list[tuple[str, RuntimeFault]] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
 
 
 class Engine:
     """Runs a model over its own pages.
 
-    `step` is the whole interface: it has no thread and no clock, and the same commands in the same
-    steps give the same outputs. A step is up to two forward passes, one over chunks of prompts and
-    one over all running sequences.
+    `plan` and `compute`, in turns, are the whole interface; `step` is one of each. They have no
+    thread and no clock, and the same commands in the same steps give the same outputs. A step is up
+    to two forward passes, one over chunks of prompts and one over all running sequences.
     """
 
     def __init__(self, model: Model, *, num_pages: int, limits: Limits) -> None:
@@ -124,6 +130,7 @@ class Engine:
             page_size=model.page_size,
             context_length=model.context_length,
         )
+        self._planned: Plan | None = None
 
     @property
     def pages_total(self) -> int:
@@ -155,8 +162,12 @@ class Engine:
         return self._scheduler.has_work
 
     @torch.inference_mode()
-    def step(self, incoming: Items[Command]) -> StepOutput:
-        """Take commands, then compute one batch of chunks and one batch of running sequences.
+    def plan(self, incoming: Items[Command]) -> StepOutput:
+        """Take commands, and decide what `compute`, which comes next, is to do.
+
+        Returns:
+            What is known before anything is computed: ``refused``, ``reserved``, ``started``, and
+            as ``ended`` the requests that ended with the tokens they arrived with.
 
         Raises:
             ValueError: an id was added twice, or KV arrived that was not reserved. Nothing that a
@@ -165,13 +176,28 @@ class Engine:
         output = StepOutput()
         for command in incoming:
             self._take(command, output)
-        plan = self._scheduler.plan()
+        plan = self._planned = self._scheduler.plan()
         output.refused += plan.refused
         output.reserved += [(w.request.id, tuple(w.sequences[0].pages)) for w in plan.reserved]
-        if plan.chunks:
+        output.started += [chunk.work.request.id for chunk in plan.chunks if not chunk.first]
+        return output
+
+    @torch.inference_mode()
+    def compute(self) -> StepOutput:
+        """Compute what was planned last, once: a batch of chunks, a batch of running sequences."""
+        output = StepOutput()
+        plan, self._planned = self._planned, None
+        if plan and plan.chunks:
             self._prefill(plan.chunks, output)
-        if plan.decode:
+        if plan and plan.decode:
             self._decode(plan.decode, output)
+        return output
+
+    def step(self, incoming: Items[Command]) -> StepOutput:
+        """`plan`, then `compute`, as one output. Raises what they raise."""
+        planned, output = self.plan(incoming), self.compute()
+        output.refused, output.reserved = planned.refused, planned.reserved
+        output.started, output.ended = planned.started, planned.ended + output.ended
         return output
 
     def _take(self, command: Command, output: StepOutput) -> None:

@@ -13,6 +13,8 @@ from runtime.engine import Command, Engine, StepOutput
 
 T = TypeVar("T")
 
+_NOTHING = StepOutput()
+
 
 @dataclass(frozen=True)
 class EngineLoad:
@@ -33,8 +35,9 @@ class EngineThread:
     """Runs the engine's steps, and the codec's jobs between them.
 
     Commands go in through `submit`; each step's output comes out through ``on_output``, which is
-    called on the event loop. A fault inside a step is a bug: it is reported through ``on_fault``,
-    and the process is expected to end, since the state of the pages is unknown.
+    called on the event loop: first what was decided, before anything is computed, then what was
+    computed, each only where there is any. A fault inside a step is a bug: it is reported through
+    ``on_fault``, and the process is expected to end, since the state of the pages is unknown.
     """
 
     def __init__(
@@ -138,9 +141,14 @@ class EngineThread:
     def _step(self, commands: list[Command]) -> None:
         if not commands and not self._engine.has_work:
             return
-        output = self._engine.step(commands)
+        self._tell(self._engine.plan(commands))
+        output = self._engine.compute()
         self.load = self._measure()
-        self._post(self._hand_out, output)
+        self._tell(output)
+
+    def _tell(self, output: StepOutput) -> None:
+        if output != _NOTHING:
+            self._post(self._hand_out, output)
 
     def _hand_out(self, output: StepOutput) -> None:
         """On the event loop. Output that is lost would leave its requests without an answer."""

@@ -1,7 +1,6 @@
 """The prefill worker: computes prompts, answers with first tokens, leases out encoded KV."""
 
 import asyncio
-import time
 import uuid
 from typing import Any
 
@@ -159,10 +158,11 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
                 invalid = isinstance(fault, InvalidRequest)
                 code = error_pb2.ERROR_CODE_INVALID if invalid else error_pb2.ERROR_CODE_OVERLOADED
                 self._session_of(key).refuse(key, fault, code)
+        for key in output.started:
+            if key in self.jobs:
+                self._session_of(key).computing(key)
         for chunk in output.computed:
             if job := self.jobs.get(chunk.id):
-                if job.computing_since is None:
-                    job.computing_since = time.perf_counter()
                 job.pages += chunk.pages
                 if not job.ends_at_once:
                     self.sender.add_computed(chunk)

@@ -29,8 +29,8 @@ class Job:
     choices: int
     tokens: int
     ends_at_once: bool  # its first token is its last: no KV moves
-    started: float = field(default_factory=time.perf_counter)
-    computing_since: float | None = None
+    accepted: float = field(default_factory=time.perf_counter)
+    computing_since: float = 0.0  # once its first chunk is
     pages: tuple[int, ...] = ()
     first: list[SampledToken] = field(default_factory=list)
 
@@ -135,19 +135,21 @@ class PrefillSession:
         log.info("prefill admitted", request_id=start.request_id, tokens=len(request.tokens))
         self._outbox.put_nowait(pb.PrefillEvent(admitted=pb.Admitted(sequence=start.sequence)))
 
+    def computing(self, key: str) -> None:
+        """The first chunk is being computed from now on."""
+        self._jobs[key].computing_since = time.perf_counter()
+
     def sampled(self, key: str, token: SampledToken) -> bool:
         """One choice's first token; with the last of them all are sent, and it says True."""
         job = self._jobs[key]
         job.first.append(token)
         if len(job.first) < job.choices:
             return False
-        now = time.perf_counter()
-        began = job.computing_since or now
         first = pb.FirstTokens(
             sequence=job.outgoing.sequence,
             tokens=[token_to_message(t) for t in job.first],
-            queue_s=began - job.started,
-            prefill_s=now - began,
+            queue_s=job.computing_since - job.accepted,
+            prefill_s=time.perf_counter() - job.computing_since,
         )
         self._outbox.put_nowait(pb.PrefillEvent(first_tokens=first))
         self._sender.finish_computing(key)

@@ -7,7 +7,7 @@ import torch
 
 from runtime.checkpoint import Checkpoint
 from runtime.compress.forward import forward
-from runtime.engine import Add, Arrived, Cancel, Command, Engine, Release, Reserve
+from runtime.engine import Add, Arrived, Cancel, Command, Engine, Release, Reserve, StepOutput
 from runtime.errors import InvalidRequest, OutOfPages
 from runtime.model import Model
 from runtime.scheduler import QueueFull
@@ -157,6 +157,21 @@ def test_chunks_are_reported_page_by_page_while_they_are_computed(model: Model) 
     ]
     assert len({page for chunk in chunks for page in chunk.pages}) == 5
     assert record.steps[2].tokens[0][1].index == 0
+
+
+def test_what_is_planned_is_said_before_it_is_computed(model: Model) -> None:
+    engine = engine_of(model, step_tokens=64, chunk_tokens=32, pages=16)
+    held, reserved = request_of("held", 75), request_of("reserved", 20)
+    planned = engine.plan([Add(held, hold=True), Reserve(reserved), Reserve(request_of("no", 300))])
+    assert planned.started == ["held"]
+    assert [name for name, _ in planned.reserved] == ["reserved"]
+    assert [name for name, _ in planned.refused] == ["no"]
+    assert planned == replace(planned, computed=[], tokens=[], finished=[], ended=[])
+    computed = engine.compute()
+    assert computed.computed
+    assert computed == StepOutput(computed=computed.computed)
+    assert engine.compute() == StepOutput(), "a plan is computed once"
+    assert drive(engine).steps[0].started == [], "it started with its first chunk"
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
