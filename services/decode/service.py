@@ -159,8 +159,6 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
                     max_tokens=start.max_tokens,
                     stop_token_ids=start.stop_token_ids,
                     choices=start.choices,
-                    deadline_s=deadline_s,
-                    traceparent=start.traceparent,
                 ),
                 pages=pages,
                 on_first=lambda first: self._take_first(stream, first),

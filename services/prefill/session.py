@@ -133,11 +133,15 @@ class PrefillSession:
         self._engine.submit(Add(request, hold=True))
         self._on_admitted(start.placement_id)
         log.info("prefill admitted", request_id=start.request_id, tokens=len(request.tokens))
-        self._outbox.put_nowait(pb.PrefillEvent(admitted=pb.Admitted(sequence=start.sequence)))
 
     def computing(self, key: str) -> None:
-        """The first chunk is being computed from now on."""
-        self._jobs[key].computing_since = time.perf_counter()
+        """The first chunk is being computed from now on; where KV will come of it, the reader may
+        give it landing space."""
+        job = self._jobs[key]
+        job.computing_since = time.perf_counter()
+        if not job.ends_at_once:
+            computing = pb.Computing(sequence=job.outgoing.sequence)
+            self._outbox.put_nowait(pb.PrefillEvent(computing=computing))
 
     def sampled(self, key: str, token: SampledToken) -> bool:
         """One choice's first token; with the last of them all are sent, and it says True."""

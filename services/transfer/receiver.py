@@ -130,7 +130,6 @@ class Receiver:
             self._subscriptions[fetch.key] = subscription
             try:
                 subscription.send_start()
-                self._landing.join(fetch.key)
                 async with asyncio.TaskGroup() as pulls:
                     while not progress.complete:
                         event = await subscription.next_event()
@@ -157,6 +156,8 @@ class Receiver:
         pulls: asyncio.TaskGroup,
     ) -> None:
         match event.WhichOneof("event"):
+            case "computing":  # not before: what waits in a queue must not hold landing space
+                self._landing.join(fetch.key)
             case "first_tokens":
                 progress.times.queue = event.first_tokens.queue_s
                 progress.times.prefill = event.first_tokens.prefill_s

@@ -1,0 +1,14 @@
+"""Workers for the tests of what passes between them."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.services.workers import Site
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    opened = Site()
+    yield opened
+    await opened.close()

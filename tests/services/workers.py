@@ -1,0 +1,159 @@
+"""Real workers over a tiny model, in one process: gRPC on loopback, NIXL between their agents."""
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import codec
+from headrace.v1 import decode_pb2, prefill_pb2_grpc, sampling_pb2
+from headrace.v1 import prefill_pb2 as pb
+from services.common.grpc_server import GrpcServer
+from services.common.placement import Compatibility, ModelInfo
+from services.common.worker import PAGE_SIZE, Identity, Loaded
+from services.decode.service import DecodeWorker
+from services.decode.settings import DecodeSettings
+from services.prefill.service import SERVICE, PrefillWorker
+from services.prefill.settings import PrefillSettings
+from services.transfer.agent import TransferAgent
+from services.transfer.receiver import Fetch
+from services.transfer.slab import Slab
+from tests.runtime.tiny import CONFIG, engine_of, prompt_of, tiny_model
+
+LIMIT_S = 20.0  # for what takes milliseconds
+CHUNK = 32  # tokens, and so of one segment
+SLOT_BYTES = 1 << 14
+
+_numbers = itertools.count(1)
+
+
+def load(**limits: int) -> Loaded:
+    """What a worker has after start-up; all of them can work together."""
+    engine = engine_of(tiny_model(), chunk_tokens=CHUNK, **limits)
+    model = ModelInfo(
+        name="tiny",
+        context_length=CONFIG.context_length,
+        vocab_size=CONFIG.vocab_size,
+        model_hash="tiny",
+    )
+    compatibility = Compatibility(
+        model_hash="tiny",
+        kv_format="dense",
+        kv_format_hash="",
+        page_size=PAGE_SIZE,
+        codec_version=codec.WIRE_VERSION,
+        codec="raw",
+        codebook_id="",
+        kernel_plan="tiny",
+    )
+    identity = Identity(f"worker-{next(_numbers)}", uuid.uuid4().hex, model, compatibility)
+    return Loaded(engine, (None,) * (2 * CONFIG.num_layers), identity, CONFIG, "cpu")
+
+
+@dataclass
+class Prefill:
+    """A prefill worker that serves; its engine's thread is started by `Site.prefill`, or not."""
+
+    worker: PrefillWorker
+    server: GrpcServer
+    agent: TransferAgent
+    address: decode_pb2.WorkerAddress
+
+
+@dataclass
+class Decode:
+    """A decode worker, used in place: nothing of it listens."""
+
+    worker: DecodeWorker
+    loaded: Loaded
+    agent: TransferAgent
+
+    def planes(self) -> list[torch.Tensor]:
+        return list(self.loaded.engine.cache.planes)
+
+
+class Site:
+    """Starts workers, and ends them all."""
+
+    def __init__(self) -> None:
+        self._prefills: list[Prefill] = []
+        self._decodes: list[Decode] = []
+
+    async def prefill(self, *, started: bool = True, **changes: object) -> Prefill:
+        settings = PrefillSettings.model_validate(
+            {"codec": "raw", "slots": 4, "slot_bytes": SLOT_BYTES, **changes}
+        )
+        loaded, slab = load(), Slab(settings.slots, settings.slot_bytes)
+        agent = TransferAgent(f"prefill-{loaded.identity.epoch}")
+        agent.register(slab)
+        worker = PrefillWorker(settings, loaded, agent, slab)
+        server = GrpcServer("127.0.0.1:0", [SERVICE])
+        prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
+        await server.start()
+        address = decode_pb2.WorkerAddress(
+            worker_id=loaded.identity.worker_id,
+            epoch=loaded.identity.epoch,
+            address=f"127.0.0.1:{server.port}",
+        )
+        self._prefills.append(Prefill(worker, server, agent, address))
+        if started:
+            worker.engine.start()
+        return self._prefills[-1]
+
+    async def decode(
+        self, make_agent: Callable[[str], TransferAgent] = TransferAgent, **changes: object
+    ) -> Decode:
+        settings = DecodeSettings.model_validate(
+            {"codec": "raw", "slots": 2, "slot_bytes": SLOT_BYTES, **changes}
+        )
+        loaded, landing = load(), Slab(settings.slots, settings.slot_bytes)
+        agent = make_agent(f"decode-{loaded.identity.epoch}")
+        agent.register(landing)
+        worker = DecodeWorker(settings, loaded, agent, landing)
+        worker.engine.start()
+        self._decodes.append(Decode(worker, loaded, agent))
+        return self._decodes[-1]
+
+    async def close(self) -> None:
+        for decode in self._decodes:
+            await decode.worker.close()
+            await asyncio.to_thread(decode.agent.close)
+        for prefill in self._prefills:
+            await prefill.server.stop(0)
+            await prefill.worker.close()
+            await asyncio.to_thread(prefill.agent.close)
+
+
+def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPrefill:
+    return pb.StartPrefill(
+        sequence=sequence,
+        request_id=f"request-{next(_numbers)}",
+        placement_id="placement",
+        tokens=prompt_of(tokens),
+        prompt_tokens=tokens,
+        sampling=sampling_pb2.Sampling(top_p=1.0, repetition_penalty=1.0),
+        max_tokens=max_tokens,
+        choices=1,
+    )
+
+
+def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
+    """Into pages from ``first_page`` on."""
+    return Fetch(
+        key=f"sequence-{next(_numbers)}",
+        prefill=prefill.address,
+        start=start_of(tokens),
+        pages=tuple(range(first_page, first_page - (-tokens // PAGE_SIZE))),
+        on_first=lambda first: False,
+        deadline_s=LIMIT_S,
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Polls; what it waits for takes milliseconds."""
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 - of a test
+            await asyncio.sleep(0.005)
