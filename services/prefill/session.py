@@ -110,6 +110,7 @@ class PrefillSession:
             return
         outgoing = Outgoing(
             key=key,
+            reader=self._name,
             sequence=start.sequence,
             request_id=start.request_id,
             attempt=start.attempt,

@@ -2,7 +2,7 @@
 
 A segment is encoded only when its reader has granted a credit for it, so whatever lies in the slab
 has landing space waiting and drains on its own, unless its reader has stopped: what that one holds
-comes back when its session or its leases end.
+comes back when its session or its leases end, and is never all there is (`SharedSlots`).
 """
 
 import asyncio
@@ -22,7 +22,8 @@ from services.common.worker_metrics import WorkerMetrics
 from services.transfer.frame import HEADER_BYTES
 from services.transfer.lease import LeaseTable
 from services.transfer.manifest import SegmentPlan, frame_of, plan_segments
-from services.transfer.slab import Slab, SlotPool, SlotRef
+from services.transfer.shares import SharedSlots
+from services.transfer.slab import Slab, SlotRef
 
 log = structlog.get_logger()
 
@@ -32,6 +33,7 @@ class Outgoing:
     """One sequence whose KV a reader wants."""
 
     key: str  # the engine's id
+    reader: str  # whose sequence it is: the session
     sequence: int  # the session's
     request_id: str
     attempt: int
@@ -82,7 +84,7 @@ class Sender:
     ) -> None:
         self._engine = engine
         self._slab = slab
-        self._slots = SlotPool(slab.slots)
+        self._slots = SharedSlots(slab.slots)
         self._codec = codec_plan
         self._epoch = epoch
         self._kv_heads, self._dim = kv_heads, dim
@@ -183,9 +185,9 @@ class Sender:
         """Starts every encode that has a credit and a slot, oldest sequence first."""
         for outgoing in self._outgoing.values():
             while outgoing.planned and outgoing.credits:
-                ref = self._slots.acquire()
-                if ref is None:
-                    return
+                ref = self._slots.acquire(outgoing.reader)
+                if ref is None:  # for this reader: another one may still have its share
+                    break
                 outgoing.credits -= 1
                 outgoing.encoding += 1
                 index, outgoing.issued = outgoing.issued, outgoing.issued + 1

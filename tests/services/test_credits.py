@@ -5,15 +5,12 @@ import asyncio
 import pytest
 
 from headrace.v1 import prefill_pb2 as pb
-from headrace.v1.prefill_pb2_grpc import PrefillStub
-from services.common.grpc_server import next_message, open_channel
 from tests.services.workers import (
     LIMIT_S,
-    SLOT_BYTES,
-    Prefill,
     Site,
+    event_of,
     fetch_of,
-    load,
+    session_with,
     start_of,
     until,
 )
@@ -39,24 +36,6 @@ async def test_a_queued_prompt_holds_no_landing_slot_that_another_needs(site: Si
     assert receiver.slots_in_use == 0
 
 
-async def events_of(prefill: Prefill, start: pb.StartPrefill, count: int) -> list[pb.PrefillEvent]:
-    """The first events of a sequence whose reader grants no credit."""
-    hello = pb.Hello(
-        worker_id="reader",
-        epoch="0" * 32,
-        expected_epoch=prefill.address.epoch,
-        compatibility=load().identity.compatibility_message(),
-        slot_bytes=SLOT_BYTES,
-    )
-    async with open_channel(prefill.address.address) as channel:
-        call = PrefillStub(channel).Session()
-        for command in (pb.PrefillCommand(hello=hello), pb.PrefillCommand(start=start)):
-            await call.write(command)
-        events = [await asyncio.wait_for(next_message(call), LIMIT_S) for _ in range(count + 1)]
-        call.cancel()
-    return events[1:]  # type: ignore[return-value]
-
-
 @pytest.mark.parametrize(
     ("max_tokens", "expected"),
     [(8, ["computing", "first_tokens"]), (1, ["first_tokens", "done"])],
@@ -66,8 +45,24 @@ async def test_credits_are_asked_for_when_kv_will_follow(
     site: Site, max_tokens: int, expected: list[str]
 ) -> None:
     prefill = await site.prefill()
-    events = await events_of(prefill, start_of(20, max_tokens, sequence=1), 2)
+    async with session_with(prefill) as session:
+        await session.write(pb.PrefillCommand(start=start_of(20, max_tokens, sequence=1)))
+        events = [await event_of(session) for _ in range(2)]
     assert [event.WhichOneof("event") for event in events] == expected
     first = next(e.first_tokens for e in events if e.WhichOneof("event") == "first_tokens")
     assert first.prefill_s > 0
     assert first.queue_s > 0
+
+
+async def test_a_stopped_reader_leaves_slots_to_the_next(site: Site) -> None:
+    """It has granted credits, and acknowledges nothing."""
+    prefill, decode = await site.prefill(slots=4), await site.decode()
+    async with session_with(prefill) as stopped:
+        await stopped.write(pb.PrefillCommand(start=start_of(150, sequence=1)))
+        await stopped.write(pb.PrefillCommand(credit=pb.Credit(sequence=1, segments=100)))
+        while (await event_of(stopped)).WhichOneof("event") != "first_tokens":
+            pass
+        await until(lambda: prefill.worker.sender.slots_in_use == 3)
+        times = await decode.worker.receiver.fetch(fetch_of(prefill, TOKENS))
+        assert times.segments == 4
+    await until(lambda: prefill.worker.sender.slots_in_use == 0)

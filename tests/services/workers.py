@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,8 @@ import torch
 import codec
 from headrace.v1 import decode_pb2, prefill_pb2_grpc, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
-from services.common.grpc_server import GrpcServer
+from headrace.v1.prefill_pb2_grpc import PrefillStub
+from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
 from services.common.placement import Compatibility, ModelInfo
 from services.common.worker import PAGE_SIZE, Identity, Loaded
 from services.decode.service import DecodeWorker
@@ -58,6 +60,7 @@ class Prefill:
     """A prefill worker that serves; its engine's thread is started by `Site.prefill`, or not."""
 
     worker: PrefillWorker
+    loaded: Loaded
     server: GrpcServer
     agent: TransferAgent
     address: decode_pb2.WorkerAddress
@@ -98,7 +101,7 @@ class Site:
             epoch=loaded.identity.epoch,
             address=f"127.0.0.1:{server.port}",
         )
-        self._prefills.append(Prefill(worker, server, agent, address))
+        self._prefills.append(Prefill(worker, loaded, server, agent, address))
         if started:
             worker.engine.start()
         return self._prefills[-1]
@@ -150,6 +153,31 @@ def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
         on_first=lambda first: False,
         deadline_s=LIMIT_S,
     )
+
+
+@asynccontextmanager
+async def session_with(prefill: Prefill) -> AsyncIterator[MessageStream]:
+    """A reader's session, after the handshake, that does only what the test says."""
+    hello = pb.Hello(
+        worker_id="reader",
+        epoch="0" * 32,
+        expected_epoch=prefill.address.epoch,
+        compatibility=prefill.loaded.identity.compatibility_message(),
+        slot_bytes=SLOT_BYTES,
+    )
+    async with open_channel(prefill.address.address) as channel:
+        session: MessageStream = PrefillStub(channel).Session()
+        await session.write(pb.PrefillCommand(hello=hello))
+        assert (await event_of(session)).WhichOneof("event") == "welcome"
+        yield session
+        session.cancel()
+
+
+async def event_of(session: MessageStream) -> pb.PrefillEvent:
+    """The next event of a session."""
+    event: pb.PrefillEvent | None = await asyncio.wait_for(next_message(session), LIMIT_S)
+    assert event is not None
+    return event
 
 
 async def until(condition: Callable[[], bool]) -> None:
