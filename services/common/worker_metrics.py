@@ -14,8 +14,8 @@ class WorkerMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"headrace_{name}", text, labels, registry=self.registry)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"headrace_{name}", text, registry=self.registry)
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"headrace_{name}", text, labels, registry=self.registry)
 
         def seconds(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(
@@ -37,6 +37,8 @@ class WorkerMetrics:
         self.encode_seconds = seconds("kv_encode", "encode of one segment")
         self.decode_seconds = seconds("kv_decode", "verify and decode of one segment")
         self.escape_rate = gauge("kv_escape_rate", "share of values outside the codebook")
+        self.slab_slots = gauge("kv_slab_slots_in_use", "slots of encoded KV, not yet acknowledged")
+        self.landing_slots = gauge("kv_landing_slots", "landing slots that are not free", "state")
         self.leases = gauge("kv_lease_active", "leases held")
         self.leases_expired = counter("kv_lease_expired", "leases that expired")
         self.integrity_failures = counter("kv_integrity_failures", "segments not verified")

@@ -251,6 +251,9 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
             free=load.pages_free,
             total=self.engine.pages_total,
         )
+        landing = self.receiver.landing
+        self.metrics.landing_slots.labels("held").set(landing.held)
+        self.metrics.landing_slots.labels("quarantined").set(landing.quarantined)
 
     async def close(self) -> None:
         """Ends the sessions with prefill workers and the engine's thread."""

@@ -194,6 +194,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
             total=self.engine.pages_total,
         )
         self.sender.expire()
+        self.metrics.slab_slots.set(self.sender.slots_in_use)
 
     async def close(self) -> None:
         """Ends the engine's thread; the pages go with the process."""

@@ -25,9 +25,14 @@ class Landing:
         self._grant = grant
 
     @property
-    def in_use(self) -> int:
-        """Slots that hold a segment, or that a transfer may still write to."""
-        return self._slots.in_use + self._slots.quarantined
+    def held(self) -> int:
+        """Slots whose segment is being read or decoded."""
+        return self._slots.in_use
+
+    @property
+    def quarantined(self) -> int:
+        """Slots that nobody wants any more, and that something may still touch."""
+        return self._slots.quarantined
 
     def join(self, key: str) -> None:
         """A sequence wants landing space, after those that came before it."""

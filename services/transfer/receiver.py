@@ -94,17 +94,13 @@ class Receiver:
     ) -> None:
         self._engine = engine
         self._agent = agent
-        self._landing = Landing(landing, credits_per_sequence, self._grant)
+        self.landing = Landing(landing, credits_per_sequence, self._grant)
         self._links = links
         self._codec = codec_plan
         self._num_layers, self._page_size = num_layers, page_size
         self._read_timeout_s = read_timeout_s
         self._metrics = metrics
         self._subscriptions: dict[str, Subscription] = {}
-
-    @property
-    def slots_in_use(self) -> int:
-        return self._landing.in_use
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         """Brings a prompt's KV into ``fetch.pages``; returns when all of it has verified.
@@ -136,7 +132,7 @@ class Receiver:
                         self._apply(event, fetch, subscription, progress, pulls)
             finally:
                 fetch.closed = True
-                self._landing.leave(fetch.key)
+                self.landing.leave(fetch.key)
                 del self._subscriptions[fetch.key]
                 subscription.release()
         if not progress.ended and not progress.coverage.complete:
@@ -157,7 +153,7 @@ class Receiver:
     ) -> None:
         match event.WhichOneof("event"):
             case "computing":  # not before: what waits in a queue must not hold landing space
-                self._landing.join(fetch.key)
+                self.landing.join(fetch.key)
             case "first_tokens":
                 progress.times.queue = event.first_tokens.queue_s
                 progress.times.prefill = event.first_tokens.prefill_s
@@ -187,14 +183,14 @@ class Receiver:
     ) -> None:
         """One segment: READ it into a landing slot, verify, decode into pages, acknowledge."""
         welcome = subscription.welcome
-        if not HEADER_BYTES < segment.length <= self._landing.slab.slot_bytes:
+        if not HEADER_BYTES < segment.length <= self.landing.slab.slot_bytes:
             raise ForeignSegment(f"a segment of {segment.length} bytes")
         if segment.slot >= welcome.slots:
             raise ForeignSegment(f"slot {segment.slot} does not exist")
         pages = progress.coverage.add(
             segment.first_token, segment.num_tokens, segment.first_layer, segment.num_layers
         )
-        slot = self._landing.land(fetch.key)
+        slot = self.landing.land(fetch.key)
         user: asyncio.Future[Any] | None = None  # who may still touch the slot
         start = time.perf_counter()
         try:
@@ -212,7 +208,7 @@ class Receiver:
             self._metrics.integrity_failures.inc()
             raise
         finally:
-            self._landing.free_after(slot, fetch.key, user)
+            self.landing.free_after(slot, fetch.key, user)
         subscription.acknowledge(segment.index)
         self._count(progress.times, segment, read_s, time.perf_counter() - start - read_s)
 
@@ -223,7 +219,7 @@ class Receiver:
             welcome.agent_name,
             welcome.slab_address + segment.slot * welcome.slot_bytes,
             segment.length,
-            self._landing.slab.view(slot.slot, segment.length),
+            self.landing.slab.view(slot.slot, segment.length),
             kind=welcome.memory_kind,
             device=welcome.device,
             deadline_s=self._read_timeout_s,
@@ -241,7 +237,7 @@ class Receiver:
         """On the engine's thread. The pages are the sequence's as long as it is not closed."""
         if fetch.closed:
             return
-        frame = self._landing.slab.view(slot.slot, segment.length)
+        frame = self.landing.slab.view(slot.slot, segment.length)
         start = fetch.start
         expected = frame_of(
             segment, epoch=welcome.epoch, request_id=start.request_id, attempt=start.attempt

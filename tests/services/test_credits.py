@@ -33,7 +33,7 @@ async def test_a_queued_prompt_holds_no_landing_slot_that_another_needs(site: Si
     for plane in planes:
         assert plane[:7].any()
         assert plane[:6].equal(plane[10:16]), "the same prompt is the same KV, from either worker"
-    assert receiver.slots_in_use == 0
+    assert (receiver.landing.held, receiver.landing.quarantined) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,9 @@ async def test_a_stopped_reader_leaves_slots_to_the_next(site: Site) -> None:
         await until(lambda: prefill.worker.sender.slots_in_use == 3)
         times = await decode.worker.receiver.fetch(fetch_of(prefill, TOKENS))
         assert times.segments == 4
+        await until(lambda: prefill.worker.sender.slots_in_use == 3)  # its acknowledgements came
+        prefill.worker.observe()
+        assert prefill.metric("headrace_kv_slab_slots_in_use") == 3
     await until(lambda: prefill.worker.sender.slots_in_use == 0)
+    prefill.worker.observe()
+    assert prefill.metric("headrace_kv_slab_slots_in_use") == 0

@@ -65,6 +65,10 @@ class Prefill:
     agent: TransferAgent
     address: decode_pb2.WorkerAddress
 
+    def metric(self, name: str) -> float | None:
+        """As of the last `observe`."""
+        return self.worker.metrics.registry.get_sample_value(name)
+
 
 @dataclass
 class Decode:
@@ -76,6 +80,13 @@ class Decode:
 
     def planes(self) -> list[torch.Tensor]:
         return list(self.loaded.engine.cache.planes)
+
+    def landing_slots(self) -> dict[str, float | None]:
+        """What the gauge says now."""
+        self.worker.observe()
+        value = self.worker.metrics.registry.get_sample_value
+        states = ("held", "quarantined")
+        return {state: value("headrace_kv_landing_slots", {"state": state}) for state in states}
 
 
 class Site:

@@ -49,10 +49,10 @@ async def test_a_slot_is_withheld_while_its_user_runs(landing: Landing, granted:
     user: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     landing.free_after(slot, "a", user)
     landing.leave("a")
-    assert landing.in_use == 1
+    assert landing.quarantined == 1
     user.set_result(None)
     await asyncio.sleep(0)
-    assert landing.in_use == 0
+    assert landing.quarantined == 0
 
 
 async def test_a_timed_out_read_withholds_its_slot_until_it_has_drained(landing: Landing) -> None:
@@ -63,10 +63,10 @@ async def test_a_timed_out_read_withholds_its_slot_until_it_has_drained(landing:
     landing.free_after(slot, "a", user)
     user.set_exception(ReadTimeout("too long", drained))
     await asyncio.sleep(0.01)
-    assert landing.in_use == 1
+    assert landing.quarantined == 1
     drained.set_result(None)
     await asyncio.sleep(0.01)
-    assert landing.in_use == 0
+    assert landing.quarantined == 0
     landing.leave("a")
     landing.join("b")
     assert landing.land("b") != slot
