@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Floats = NDArray[np.float32]
+Halves = NDArray[np.uint16]
+Bytes = NDArray[np.uint8]
 _f, _u, _i = np.float32, np.uint32, np.int32
 
 

@@ -9,14 +9,12 @@ Arguments that recur:
     page_table: int32 `[s, p]`; starts: int32 `[s + 1]`; lengths: int32 `[s]`, see `base.Batch`.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.compiled import Floats, as_bits, as_float, compiled, exp, fma
+from runtime.compiled import Floats, Halves, as_bits, as_float, compiled, exp
+from runtime.tiles import LANES, accumulate, transpose
 
-Patterns = NDArray[np.uint16]
 Ints = NDArray[np.int32]
 _f, _u = np.float32, np.uint32
 
@@ -35,8 +33,8 @@ def write(
     qkv: Floats,
     cos: Floats,
     sin: Floats,
-    k_pages: Patterns,
-    v_pages: Patterns,
+    k_pages: Halves,
+    v_pages: Halves,
     page_table: Ints,
     starts: Ints,
     lengths: Ints,
@@ -72,104 +70,149 @@ def write(
                     v_pages[page, h, slot, d] = _to_bf16(qkv[row, heads + kv_heads + h, d])
 
 
-def attend_with(lanes: int) -> Callable[..., None]:
-    """The attention loop with ``lanes`` query rows side by side; more suit more rows a sequence."""
+@compiled
+def attend(
+    q: Floats,
+    k_pages: Halves,
+    v_pages: Halves,
+    page_table: Ints,
+    starts: Ints,
+    lengths: Ints,
+    scale: np.float32,
+    out: Floats,
+) -> None:
+    """Causal softmax(q·k·scale)·v with an online softmax, a page at a time.
 
-    def attend(
-        q: Floats,
-        k_pages: Patterns,
-        v_pages: Patterns,
-        page_table: Ints,
-        starts: Ints,
-        lengths: Ints,
-        scale: np.float32,
-        out: Floats,
-    ) -> None:
-        """Causal softmax(q·k·scale)·v with an online softmax, a page at a time.
+    LANES query rows are computed side by side.
 
-        Args:
-            q: `[n, heads, dim]`, dim a multiple of 4.
-            out: `[n, heads, dim]`, written.
-        """
-        kv_heads, size, dim = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
-        group = q.shape[1] // kv_heads
-        queries = np.empty((dim, lanes), np.float32)
-        mixed = np.empty((dim, lanes), np.float32)
-        weights = np.empty((size + 4, lanes), np.float32)
-        keys, values = np.empty((size, dim), np.float32), np.empty((size + 4, dim), np.float32)
-        peak, rescale = np.empty(lanes, np.float32), np.empty(lanes, np.float32)
-        total = np.empty(lanes, np.float32)
-        position = np.empty(lanes, np.int32)
-        for s in range(len(lengths)):
-            rows = (starts[s + 1] - starts[s]) * group
-            before = lengths[s] - (starts[s + 1] - starts[s])
-            for h in range(kv_heads):
-                for block in range(0, rows, lanes):
-                    for r in range(lanes):
-                        row = min(block + r, rows - 1)  # spare lanes repeat the last row
-                        token, head = starts[s] + row // group, h * group + row % group
-                        position[r] = before + row // group
-                        peak[r], total[r] = _f(-np.inf), _f(0.0)
+    Args:
+        q: `[n, heads, dim]`.
+        out: `[n, heads, dim]`, written.
+    """
+    kv_heads, size, dim = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
+    group = q.shape[1] // kv_heads
+    queries = np.empty((dim, LANES), np.float32)
+    mixed = np.empty((dim, LANES), np.float32)
+    weights = np.empty((size, LANES), np.float32)
+    keys, values = np.empty((size, dim), np.float32), np.empty((size, dim), np.float32)
+    peak, rescale = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    total = np.empty(LANES, np.float32)
+    position = np.empty(LANES, np.int32)
+    for s in range(len(lengths)):
+        rows = (starts[s + 1] - starts[s]) * group
+        before = lengths[s] - (starts[s + 1] - starts[s])
+        for h in range(kv_heads):
+            for block in range(0, rows, LANES):
+                for r in range(LANES):
+                    row = min(block + r, rows - 1)  # spare lanes repeat the last row
+                    token, head = starts[s] + row // group, h * group + row % group
+                    position[r] = before + row // group
+                    peak[r], total[r] = _f(-np.inf), _f(0.0)
+                    for d in range(dim):
+                        queries[d, r] = q[token, head, d] * scale
+                        mixed[d, r] = _f(0.0)
+                end = position[LANES - 1] + 1
+                for p in range((end + size - 1) // size):
+                    page, first = page_table[s, p], p * size
+                    count = min(size, end - first)
+                    for j in range(count):
                         for d in range(dim):
-                            queries[d, r] = q[token, head, d] * scale
-                            mixed[d, r] = _f(0.0)
-                    end = position[lanes - 1] + 1
-                    for p in range((end + size - 1) // size):
-                        page, first = page_table[s, p], p * size
-                        count = min(size, end - first)
-                        for j in range(count):
-                            for d in range(dim):
-                                keys[j, d] = as_float(_u(k_pages[page, h, j, d]) << _u(16))
-                            for d in range(dim):
-                                values[j, d] = as_float(_u(v_pages[page, h, j, d]) << _u(16))
-                            for r in range(lanes):
-                                weights[j, r] = _f(0.0)
-                        for j in range(count, count + 4):  # the products below go by fours
-                            for d in range(dim):
-                                values[j, d] = _f(0.0)
-                            for r in range(lanes):
-                                weights[j, r] = _f(0.0)
-                        for d in range(0, dim, 4):
-                            for j in range(count):
-                                k0, k1 = keys[j, d], keys[j, d + 1]
-                                k2, k3 = keys[j, d + 2], keys[j, d + 3]
-                                for r in range(lanes):
-                                    x = fma(k0, queries[d, r], weights[j, r])
-                                    x = fma(k1, queries[d + 1, r], x)
-                                    x = fma(k2, queries[d + 2, r], x)
-                                    weights[j, r] = fma(k3, queries[d + 3, r], x)
-                        for r in range(lanes):
-                            rescale[r] = peak[r]
-                        for j in range(count):
-                            for r in range(lanes):
-                                seen = first + j <= position[r]
-                                x = weights[j, r] if seen else _f(-np.inf)
-                                weights[j, r] = x
-                                peak[r] = x if x > peak[r] else peak[r]
-                        for r in range(lanes):
-                            rescale[r] = exp(rescale[r] - peak[r])
-                            total[r] *= rescale[r]
-                        for j in range(count):
-                            for r in range(lanes):
-                                x = exp(weights[j, r] - peak[r])
-                                weights[j, r] = x
-                                total[r] += x
+                            keys[j, d] = as_float(_u(k_pages[page, h, j, d]) << _u(16))
                         for d in range(dim):
-                            for r in range(lanes):
-                                mixed[d, r] *= rescale[r]
-                        for j in range(0, count, 4):
-                            for d in range(dim):
-                                v0, v1 = values[j, d], values[j + 1, d]
-                                v2, v3 = values[j + 2, d], values[j + 3, d]
-                                for r in range(lanes):
-                                    x = fma(v0, weights[j, r], mixed[d, r])
-                                    x = fma(v1, weights[j + 1, r], x)
-                                    x = fma(v2, weights[j + 2, r], x)
-                                    mixed[d, r] = fma(v3, weights[j + 3, r], x)
-                    for r in range(min(lanes, rows - block)):
-                        row = block + r
-                        token, head = starts[s] + row // group, h * group + row % group
-                        for d in range(dim):
-                            out[token, head, d] = mixed[d, r] / total[r]
+                            values[j, d] = as_float(_u(v_pages[page, h, j, d]) << _u(16))
+                        for r in range(LANES):
+                            weights[j, r] = _f(0.0)
+                    accumulate(weights[:count], keys, 0, queries, dim)
+                    for r in range(LANES):
+                        rescale[r] = peak[r]
+                    for j in range(count):
+                        for r in range(LANES):
+                            seen = first + j <= position[r]
+                            x = weights[j, r] if seen else _f(-np.inf)
+                            weights[j, r] = x
+                            peak[r] = x if x > peak[r] else peak[r]
+                    for r in range(LANES):
+                        rescale[r] = exp(rescale[r] - peak[r])
+                        total[r] *= rescale[r]
+                    for j in range(count):
+                        for r in range(LANES):
+                            x = exp(weights[j, r] - peak[r])
+                            weights[j, r] = x
+                            total[r] += x
+                    for d in range(dim):
+                        for r in range(LANES):
+                            mixed[d, r] *= rescale[r]
+                    accumulate(mixed, values.T, 0, weights, count)
+                for r in range(min(LANES, rows - block)):
+                    row = block + r
+                    token, head = starts[s] + row // group, h * group + row % group
+                    for d in range(dim):
+                        out[token, head, d] = mixed[d, r] / total[r]
 
-    return compiled(attend)
+
+@compiled
+def attend_last(
+    q: Floats,
+    k_pages: Halves,
+    v_pages: Halves,
+    page_table: Ints,
+    lengths: Ints,
+    scale: np.float32,
+    out: Floats,
+) -> None:
+    """`attend` where each sequence has one row, to the same bits: keys are the lanes of scores, and
+    dimensions those of the result.
+
+    Args:
+        k_pages, v_pages: of a page size that divides LANES.
+        q, out: `[s, heads, dim]`.
+    """
+    kv_heads, size, dim = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
+    group = q.shape[1] // kv_heads
+    strips = (dim + LANES - 1) // LANES
+    queries = np.empty((group, dim), np.float32)
+    keys = np.empty((dim, LANES), np.float32)
+    values = np.zeros((strips, size, LANES), np.float32)
+    scores = np.empty((group, LANES), np.float32)
+    mixed = np.empty((strips, group, LANES), np.float32)
+    peak, total = np.empty(group, np.float32), np.empty(group, np.float32)
+    for s in range(len(lengths)):
+        for h in range(kv_heads):
+            for g in range(group):
+                peak[g], total[g] = _f(-np.inf), _f(0.0)
+                for d in range(dim):
+                    queries[g, d] = q[s, h * group + g, d] * scale
+            mixed[:] = _f(0.0)
+            for start in range(0, lengths[s], LANES):
+                end = min(start + LANES, lengths[s])
+                for first in range(start, end, size):
+                    transpose(k_pages[page_table[s, first // size], h], keys, first - start)
+                scores[:] = _f(0.0)
+                accumulate(scores, queries, 0, keys, dim)
+                for first in range(start, end, size):
+                    count, at = min(size, end - first), first - start
+                    page = v_pages[page_table[s, first // size], h]
+                    for j in range(count):
+                        for strip in range(strips):
+                            for d in range(min(LANES, dim - strip * LANES)):
+                                bits = _u(page[j, strip * LANES + d]) << _u(16)
+                                values[strip, j, d] = as_float(bits)
+                    for g in range(group):
+                        top = peak[g]
+                        for j in range(at, at + count):
+                            top = scores[g, j] if scores[g, j] > top else top
+                        for j in range(at, at + count):
+                            scores[g, j] = exp(scores[g, j] - top)
+                        rescale = exp(peak[g] - top)
+                        together = total[g] * rescale
+                        for j in range(at, at + count):
+                            together += scores[g, j]
+                        peak[g], total[g] = top, together
+                        for strip in range(strips):
+                            for d in range(LANES):
+                                mixed[strip, g, d] *= rescale
+                    for strip in range(strips):
+                        accumulate(mixed[strip], scores, at, values[strip], count)
+            for g in range(group):
+                for d in range(dim):
+                    out[s, h * group + g, d] = mixed[d // LANES, g, d % LANES] / total[g]

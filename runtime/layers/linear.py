@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.checkpoint.weights import Dense, FactorPair, Linear
-from runtime.layers.few_rows import FewRows, blocked_rows, coded_rows
+from runtime.layers.few_rows import FewRows, few_rows
 
 _TYPICAL_ROWS = 64  # oneDNN packs for a row count; measured the same from 8 to 256
 _K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)  # as oneDNN was seen to choose them
@@ -47,7 +47,7 @@ class PackedProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
         self._bias = bias
-        self._few: FewRows | None = coded_rows(weight) or blocked_rows(weight, self._weight)
+        self._few = few_rows(weight, self._weight)
         if self._few is not None and not self._match(self._few, weight.shape[1]):
             self._few = None
 

@@ -4,102 +4,93 @@ As in `runtime.compiled`, a row's result is defined by the order of operations a
 the same bits in any batch.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
-from numpy.typing import NDArray
+from numba import types
+from numba.extending import overload
 
-from runtime.compiled import Floats, as_bits, as_float, compiled, exp, fma
+from runtime.compiled import Bytes, Floats, Halves, as_bits, as_float, compiled, exp, fma
+from runtime.tiles import LANES, accumulate, decode
 
-LANES = 16
-BLOCK, K_ALIGNMENT = 64, 16  # output rows of a block of oneDNN's layout; what columns are padded to
-GROUP = 32  # columns that share a scale and an offset
-Bytes = NDArray[np.uint8]
+GROUP = 32
+"""Columns that share a scale and an offset, and that are read at a time."""
+
+Source = tuple[Bytes, Floats, Floats] | tuple[Halves] | tuple[Floats]
+"""A weight `[out, in]` in blocks of LANES rows, of which the last is padded. Element
+``[b * LANES + l, k]`` is, of 8-bit codes, ``scales[b, g, l] · codes[b, k, l] + offsets[b, g, l]``,
+rounded once, with g = k // GROUP; or a bf16 pattern ``[b, k, l]``; or a float ``[b, k, l]``."""
+
+_SUMS = 16
 _f, _u = np.float32, np.uint32
 
 
-@compiled
-def block_gemv(blocks: Floats, x: Floats, k_block: int, y: Floats) -> None:
-    """``y = W x`` for one row, summed as oneDNN sums several: in order within blocks of k.
+def _read(source: Source, b: int, k: int, out: Floats, count: int) -> None:
+    """``count`` columns, GROUP at most, of block ``b`` from column ``k`` on."""
+    raise NotImplementedError("compiled code alone reads weights")
 
-    Args:
-        blocks: `[b, k, BLOCK]`, where `[b, k, l]` is ``W[b * BLOCK + l, k]``; out is padded to
-            whole blocks, and in to a multiple of K_ALIGNMENT.
-        x: `[in]`.
-        k_block: columns that are summed before they join the total.
-        y: `[out]`, written.
-    """
-    columns, rows = len(x), len(y)
-    part, total = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    for b in range(blocks.shape[0]):
-        for first in range(0, columns, k_block):
-            end = min(columns, first + k_block)
-            whole = first + (end - first) // 4 * 4
-            for lane in range(BLOCK):
-                part[lane] = _f(0.0)
-            for k in range(first, whole, 4):
-                x0, x1, x2, x3 = x[k], x[k + 1], x[k + 2], x[k + 3]
-                for lane in range(BLOCK):
-                    a = fma(blocks[b, k, lane], x0, part[lane])
-                    a = fma(blocks[b, k + 1, lane], x1, a)
-                    a = fma(blocks[b, k + 2, lane], x2, a)
-                    part[lane] = fma(blocks[b, k + 3, lane], x3, a)
-            for k in range(whole, end):
-                for lane in range(BLOCK):
-                    part[lane] = fma(blocks[b, k, lane], x[k], part[lane])
-            for lane in range(BLOCK):
-                total[lane] = part[lane] if first == 0 else total[lane] + part[lane]
-        for lane in range(min(BLOCK, rows - b * BLOCK)):
-            y[b * BLOCK + lane] = total[lane]
+
+def _choose_reader(source: Any, b: Any, k: Any, out: Any, count: Any) -> Callable[..., None]:  # noqa: ARG001 - `_read`'s arguments
+    """What `_read` is for this kind of source, when a caller of it is compiled."""
+
+    def read_codes(source: Any, b: Any, k: Any, out: Any, count: Any) -> None:
+        codes, scales, offsets = source
+        decode(codes, scales, offsets, b, k, k // GROUP, out, count)
+
+    def read_patterns(source: Any, b: Any, k: Any, out: Any, count: Any) -> None:
+        for step in range(count):
+            for lane in range(LANES):
+                out[step, lane] = as_float(_u(source[0][b, k + step, lane]) << _u(16))
+
+    def read_floats(source: Any, b: Any, k: Any, out: Any, count: Any) -> None:
+        for step in range(count):
+            for lane in range(LANES):
+                out[step, lane] = source[0][b, k + step, lane]
+
+    if len(source) == 3:
+        return read_codes
+    return read_patterns if source[0].dtype == types.uint16 else read_floats
+
+
+overload(_read)(_choose_reader)
 
 
 @compiled
-def coded_gemm(
-    codes: Bytes, scales: Floats, offsets: Floats, x: Floats, k_block: int, y: Floats
-) -> None:
-    """``y = x W^T`` for a few rows, in the order of `block_gemv`, W from its exact codes.
+def product(source: Source, x: Floats, k_block: int, y: Floats) -> None:
+    """``y = x W^T`` for a few rows, summed as oneDNN sums: in order within blocks of k.
 
     Args:
-        codes: u8 `[b, in, BLOCK]`; scales, offsets: `[b, in / GROUP, BLOCK]`, where ``W[b * BLOCK +
-            l, k]`` is ``scale · code + offset`` rounded once.
-        x: `[n, in]`, in a multiple of GROUP.
+        x: `[n, in]`.
         k_block: columns that are summed before they join the total, a multiple of GROUP.
         y: `[n, out]`, written.
     """
     rows, columns, outputs = x.shape[0], x.shape[1], y.shape[1]
-    part, total = np.empty((rows, BLOCK), np.float32), np.empty((rows, BLOCK), np.float32)
-    w = np.empty((8, BLOCK), np.float32)
-    for b in range(codes.shape[0]):
+    part, total = np.empty((rows, LANES), np.float32), np.empty((rows, LANES), np.float32)
+    weights = np.empty((GROUP, LANES), np.float32)
+    for b in range(len(source[0])):
         for first in range(0, columns, k_block):
-            end = min(columns, first + k_block)
             for r in range(rows):
-                for lane in range(BLOCK):
+                for lane in range(LANES):
                     part[r, lane] = _f(0.0)
-            for k in range(first, end, 8):
-                g = k // GROUP
-                for u in range(8):
-                    for lane in range(BLOCK):
-                        code = _f(codes[b, k + u, lane])
-                        w[u, lane] = fma(scales[b, g, lane], code, offsets[b, g, lane])
-                for r in range(rows):
-                    x0, x1, x2, x3 = x[r, k], x[r, k + 1], x[r, k + 2], x[r, k + 3]
-                    x4, x5, x6, x7 = x[r, k + 4], x[r, k + 5], x[r, k + 6], x[r, k + 7]
-                    for lane in range(BLOCK):
-                        a = fma(w[1, lane], x1, fma(w[0, lane], x0, part[r, lane]))
-                        a = fma(w[3, lane], x3, fma(w[2, lane], x2, a))
-                        a = fma(w[5, lane], x5, fma(w[4, lane], x4, a))
-                        part[r, lane] = fma(w[7, lane], x7, fma(w[6, lane], x6, a))
+            end = min(columns, first + k_block)
+            for k in range(first, end, GROUP):
+                count = min(GROUP, end - k)
+                _read(source, b, k, weights, count)
+                accumulate(part, x, k, weights, count)
             for r in range(rows):
-                for lane in range(BLOCK):
+                for lane in range(LANES):
                     total[r, lane] = part[r, lane] if first == 0 else total[r, lane] + part[r, lane]
         for r in range(rows):
-            for lane in range(min(BLOCK, outputs - b * BLOCK)):
-                y[r, b * BLOCK + lane] = total[r, lane]
+            for lane in range(min(LANES, outputs - b * LANES)):
+                y[r, b * LANES + lane] = total[r, lane]
 
 
 @compiled
 def find_codes(
     weight: Floats, levels: int, signed: bool, codes: Bytes, scales: Floats, offsets: Floats
 ) -> bool:
-    """Write the codes of a weight for `coded_gemm`; False as soon as one would not be exact.
+    """Write the codes of a weight for `product`; False as soon as one would not be exact.
 
     Args:
         weight: `[out, in]`, in a multiple of GROUP.
@@ -107,7 +98,7 @@ def find_codes(
             the magnitude that its largest element has, with 0 in the middle.
     """
     for row in range(weight.shape[0]):
-        b, lane = row // BLOCK, row % BLOCK
+        b, lane = row // LANES, row % LANES
         for g in range(weight.shape[1] // GROUP):
             low, high = weight[row, g * GROUP], weight[row, g * GROUP]
             for k in range(g * GROUP, (g + 1) * GROUP):
@@ -132,17 +123,17 @@ def find_codes(
 def rms_norm(x: Floats, weight: Floats, eps: np.float32, out: Floats) -> None:
     """``x / sqrt(mean(x²) + eps) · weight`` for each row of `[n, d]`, into ``out``."""
     width = x.shape[1]
-    whole = width // LANES * LANES
-    sums = np.empty(LANES, np.float32)
+    whole = width // _SUMS * _SUMS
+    sums = np.empty(_SUMS, np.float32)
     for row in range(x.shape[0]):
-        for lane in range(LANES):
+        for lane in range(_SUMS):
             sums[lane] = _f(0.0)
-        for first in range(0, whole, LANES):
-            for lane in range(LANES):
+        for first in range(0, whole, _SUMS):
+            for lane in range(_SUMS):
                 value = x[row, first + lane]
                 sums[lane] = fma(value, value, sums[lane])
         square = _f(0.0)
-        for lane in range(LANES):
+        for lane in range(_SUMS):
             square += sums[lane]
         for i in range(whole, width):
             square = fma(x[row, i], x[row, i], square)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.attention import loops
 from runtime.attention.base import Batch, DenseAttention, SequenceSlice
 from runtime.attention.cpu import CompiledAttention
 from runtime.attention.reference import ReferenceAttention
@@ -101,16 +100,23 @@ def test_write_is_the_reference_bit_for_bit(shape: tuple[int, int, int]) -> None
         assert bool(((expected.view(integers) == got.view(integers)) | both_nan).all())
 
 
-@pytest.mark.parametrize("lanes", [1, 3, 8, 64])
-def test_the_width_of_the_lanes_changes_no_bit(lanes: int) -> None:
-    lengths = [100, 17]
-    batch = batch_of(lengths, 30)
-    k, v = random_pages(lengths, 2, 16)
-    q = torch.randn(len(batch.tokens), 6, 16, generator=torch.Generator().manual_seed(7))
-    expected = CompiledAttention(6, 2, 16).attend(q, k, v, batch)
-    attention = CompiledAttention(6, 2, 16)
-    attention._prefill = loops.attend_with(lanes)
-    assert torch.equal(attention.attend(q, k, v, batch), expected)
+@pytest.mark.parametrize("shape", [*SHAPES, (6, 2, 80), (3, 1, 130)])
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+def test_a_token_is_attended_to_the_same_bits_alone_and_in_its_prompt(
+    shape: tuple[int, int, int], page_size: int
+) -> None:
+    heads, kv_heads, dim = shape
+    generator = torch.Generator().manual_seed(7)
+    k, v = (torch.randn(40, kv_heads, page_size, dim, generator=generator) for _ in "kv")
+    pages = torch.randperm(40, generator=generator).tolist()
+    attention = CompiledAttention(heads, kv_heads, dim)
+    for length in (1, 63, 64, 65, 150):
+        q = torch.randn(length, heads, dim, generator=generator)
+        whole = Batch.of([SequenceSlice([0] * length, 0, pages)])
+        last = Batch.of([SequenceSlice([0], length - 1, pages)])
+        prompt = attention.attend(q, k.bfloat16(), v.bfloat16(), whole)
+        alone = attention.attend(q[-1:].contiguous(), k.bfloat16(), v.bfloat16(), last)
+        assert torch.equal(alone[0], prompt[-1]), length
 
 
 def test_exponential_is_within_two_units_in_the_last_place() -> None:

@@ -10,7 +10,7 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, resolve_model
 from runtime.errors import CheckpointError
 from runtime.kv.pages import pages_for
-from runtime.layers.few_rows import CodedRows, coded_rows
+from runtime.layers import few_rows
 from runtime.layers.linear import PackedProduct, PlainProduct, Projection
 from runtime.model import Model
 from tests.runtime.tiny import tiny_checkpoint, tiny_model
@@ -141,16 +141,25 @@ def quantized(kind: str, rows: int, columns: int) -> torch.Tensor:
     return (scale * codes + low).flatten(1)
 
 
-@pytest.mark.parametrize("kind", ["q4_1", "q8_0"])
-@pytest.mark.parametrize("shape", [(1, 32), (63, 96), (64, 576), (100, 1536)])
-def test_quantized_weights_are_read_as_codes_to_the_same_bits(
+def kind_of(weight: torch.Tensor) -> str | None:
+    """As what a few rows read a weight."""
+    few = PackedProduct(weight, None)._few
+    return None if few is None else f"{few._source[0].dtype}"
+
+
+@pytest.mark.parametrize("kind", ["q4_1", "q8_0", "bf16"])
+@pytest.mark.parametrize("shape", [(2, 32), (63, 96), (64, 576), (100, 1536)])
+def test_weights_are_read_in_their_shortest_form_to_the_same_bits(
     kind: str, shape: tuple[int, int]
 ) -> None:
-    weight = quantized(kind, *shape)
-    weight[0, :32] = 0.0
+    if kind == "bf16":
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    else:
+        weight = quantized(kind, *shape)
+        weight[0, :32] = 0.0
+    assert kind_of(weight) == ("uint16" if kind == "bf16" else "uint8")
     bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(2))
     product = PackedProduct(weight, bias)
-    assert isinstance(product._few, CodedRows)
     x = torch.randn(40, shape[1], generator=torch.Generator().manual_seed(3))
     whole = product(x)
     torch.testing.assert_close(whole, functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
@@ -158,13 +167,14 @@ def test_quantized_weights_are_read_as_codes_to_the_same_bits(
         assert torch.equal(product(x[5 : 5 + rows].contiguous()), whole[5 : 5 + rows]), rows
 
 
-def test_weights_that_are_no_codes_are_not_read_as_such() -> None:
+def test_weights_are_never_read_in_a_form_that_loses_something() -> None:
     weight = quantized("q4_1", 64, 64)
     weight[63, 63] = torch.nextafter(weight[63, 63], torch.tensor(torch.inf))
-    assert coded_rows(weight) is None
+    assert kind_of(weight) == "float32"
     weight[63, 63] = torch.nan
-    assert coded_rows(weight) is None
-    assert coded_rows(torch.randn(8, 40)) is None, "groups have 32 columns"
+    assert few_rows._find_codes(weight) is None
+    assert few_rows._find_codes(torch.randn(8, 40)) is None, "groups have 32 columns"
+    assert kind_of(torch.randn(8, 40).bfloat16().float()) == "uint16"
 
 
 @pytest.mark.parametrize("ranks", [(None, None, None), (5, 9, 3), (5, None, 3), (None, 4, None)])
