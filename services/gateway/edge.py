@@ -8,6 +8,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, TypeVar
 
+import grpc
 import orjson
 import structlog
 from starlette.datastructures import Headers
@@ -16,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.errors import ClientGone, InternalFault, InvalidRequest, ServiceError, TooLarge
+from services.common.errors import ClientGone, InternalFault, ServiceError, TooLarge
 from services.gateway.gateway import request_id_from
 
 log = structlog.get_logger()
@@ -24,6 +25,13 @@ log = structlog.get_logger()
 _T = TypeVar("_T")
 
 _PROBES = frozenset({"/health", "/ready", "/metrics"})  # asked for every few seconds
+
+
+class RequestTimeout(ServiceError):
+    """A request that did not arrive in time. Its connection is not used further."""
+
+    status, kind, code = 408, "timeout_error", "request_timeout"
+    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class Edge:
@@ -86,6 +94,8 @@ def error_response(error: ServiceError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, RequestTimeout):
+        headers["connection"] = "close"
     return Response(
         orjson.dumps(error.body()),
         status_code=error.status,
@@ -111,7 +121,7 @@ async def read_body(request: Request, *, limit: int, timeout_s: float) -> bytes:
     """The body, read no further than ``limit`` bytes and waited for no longer than ``timeout_s``.
 
     Raises:
-        TooLarge, InvalidRequest, ClientGone: it is too long, too slow, or will not come.
+        TooLarge, RequestTimeout, ClientGone: it is too long, too slow, or will not come.
     """
     too_large = TooLarge(f"the body is larger than {limit} bytes")
     declared = request.headers.get("content-length", "")
@@ -130,7 +140,7 @@ async def read_body(request: Request, *, limit: int, timeout_s: float) -> bytes:
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        raise InvalidRequest(f"the body did not arrive within {timeout_s} s") from None
+        raise RequestTimeout(f"the body did not arrive within {timeout_s} s") from None
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:

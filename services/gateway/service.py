@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,8 +10,8 @@ import uvicorn
 import uvloop
 
 from headrace.v1 import inference_pb2_grpc
-from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer
+from services.gateway.connection import http_config, listen
 from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.http import build_app
 from services.gateway.keys import ApiKeys
@@ -23,8 +22,7 @@ log = structlog.get_logger()
 
 loop_factory = uvloop.new_event_loop
 
-_BACKLOG = 2048
-_LAST_ANSWERS_S = 2.0  # to write what is left after the drain
+_LAST_ANSWERS_S = 2.0  # to end the calls that are left after the drain
 _HEALTH_PERIOD_S = 1.0
 
 
@@ -45,18 +43,8 @@ async def serve(settings: GatewaySettings) -> None:
     keys = ApiKeys.load(settings.api_keys_file)
     model = await asyncio.to_thread(ServedModel.load, settings)
     gateway = Gateway(settings, model, keys)
-    listener = _listen(settings.host, settings.port)
-    http = _HttpServer(
-        uvicorn.Config(
-            build_app(gateway),
-            http="httptools",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=int(_LAST_ANSWERS_S),
-        )
-    )
+    listener = listen(settings.host, settings.port, write_timeout_s=settings.write_timeout_s)
+    http = _HttpServer(http_config(build_app(gateway), gateway))
     rpc = GrpcServer(f"{_bracketed(settings.host)}:{settings.grpc_port}", [SERVICE])
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), rpc.server)
     stop = _stop_on_signals()
@@ -87,14 +75,6 @@ async def _tell_health(gateway: Gateway, rpc: GrpcServer) -> None:
     while True:
         await rpc.set_serving(await gateway.ready())
         await asyncio.sleep(_HEALTH_PERIOD_S)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise SettingsError(f"cannot listen on {host}:{port}: {error}") from error
 
 
 def _bracketed(host: str) -> str:

@@ -36,6 +36,21 @@ class GatewaySettings(ServiceSettings):
         description="one 'sha256-of-key name' a line; without it no key is asked for",
     )
 
+    max_connections: int = Field(
+        4096, ge=1, le=1 << 20, description="HTTP connections at a time; more are refused"
+    )
+    max_header_bytes: int = Field(
+        1 << 16, ge=1024, le=1 << 20, description="request line and headers, bytes"
+    )
+    header_timeout_s: float = Field(
+        10.0, gt=0, le=3600, description="the headers must have arrived within, seconds"
+    )
+    keep_alive_s: int = Field(
+        75, ge=1, le=3600, description="an idle connection is kept, seconds; above a proxy's own"
+    )
+    write_timeout_s: float = Field(
+        60.0, ge=1, le=3600, description="a client that takes in nothing is given up, seconds"
+    )
     max_body_bytes: int = Field(
         1 << 20, ge=1024, le=1 << 30, description="largest request body, bytes"
     )

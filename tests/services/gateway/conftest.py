@@ -1,7 +1,6 @@
 """A whole gateway between a fake router and fake workers."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from grpc import aio
 
 from headrace.v1 import inference_pb2_grpc
 from services.common.grpc_server import GrpcServer
+from services.gateway.connection import http_config, listen
 from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.http import build_app
 from services.gateway.keys import ApiKeys
@@ -88,12 +88,9 @@ async def _site(
     gateway = Gateway(settings, model, keys or ApiKeys(), client)
     rpc = GrpcServer("127.0.0.1:0", [SERVICE])
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), rpc.server)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen("127.0.0.1", 0, write_timeout_s=settings.write_timeout_s)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(
-        build_app(gateway), lifespan="off", log_config=None, timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(http_config(build_app(gateway), gateway))
     async with running(*workers):
         await rpc.start()
         serving = asyncio.create_task(server._serve([listener]))
