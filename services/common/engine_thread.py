@@ -7,11 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import structlog
 import torch
 
 from runtime.engine import Command, Engine, StepOutput
 
 T = TypeVar("T")
+
+log = structlog.get_logger()
+
+STOP_S = 10.0  # for a step and the jobs before it, when the process ends
 
 _NOTHING = StepOutput()
 
@@ -88,9 +93,13 @@ class EngineThread:
         return future
 
     async def stop(self) -> None:
-        """Ends the thread after what was submitted before; a thread that failed has ended."""
+        """Ends the thread after what was submitted before. One that a device does not let go of is
+        left behind after `STOP_S`: it must not keep the process from ending."""
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, STOP_S)
+        if self._thread.is_alive():
+            log.error("the engine's thread does not end", waited_s=STOP_S)
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
         try:

@@ -2,50 +2,94 @@
 
 import asyncio
 import signal
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 from prometheus_client import start_http_server
 
+from runtime.engine import StepOutput
 from services.common.engine_thread import EngineThread
 from services.common.grpc_server import GrpcServer
 from services.common.placement import Registration, Role
 from services.common.registration import Registrar
-from services.common.worker import PAGE_SIZE, Identity
+from services.common.worker import PAGE_SIZE, Loaded
 from services.common.worker_metrics import WorkerMetrics
 from services.common.worker_settings import WorkerSettings
+from services.transfer.agent import TransferAgent
 
 log = structlog.get_logger()
 
 
-class Worker(Protocol):
-    """What `live` needs to know of a worker."""
+class Worker(ABC):
+    """What prefill and decode workers have in common: an engine's thread, metrics, an end.
 
-    engine: EngineThread
-    metrics: WorkerMetrics
-    fault: "asyncio.Future[None]"  # fails when the engine does: the process must end
-    draining: bool
+    Attributes:
+        fault: fails when the engine or the transfer does: the process must end.
+        draining: nothing new is accepted.
+    """
+
+    def __init__(self, loaded: Loaded, agent: TransferAgent) -> None:
+        loop = asyncio.get_running_loop()
+        self.identity = loaded.identity
+        self.metrics = WorkerMetrics()
+        self.fault: asyncio.Future[None] = loop.create_future()
+        self.engine = EngineThread(loaded.engine, on_output=self._deliver, on_fault=self._fail)
+        self.draining = False
+        self._registrar: Registrar | None = None
+
+        def transfer_died(thread: "Future[None]") -> None:
+            if error := thread.exception():
+                loop.call_soon_threadsafe(self._fail, error)
+
+        agent.fault.add_done_callback(transfer_died)
 
     @property
-    def idle(self) -> bool: ...
+    @abstractmethod
+    def idle(self) -> bool:
+        """Nothing of any request is left here."""
 
-    def join(self, registrar: Registrar) -> None: ...
+    @abstractmethod
+    def _deliver(self, output: StepOutput) -> None:
+        """What a step did, to whom it concerns."""
 
-    def observe(self) -> None: ...
+    def join(self, registrar: Registrar) -> None:
+        """From now on the routers hear which placements have arrived."""
+        self._registrar = registrar
 
-    async def close(self) -> None: ...
+    def observe(self) -> None:
+        """Refreshes the gauges; called once in a while."""
+        load = self.engine.load
+        self.metrics.observe_load(
+            running=load.running,
+            waiting=load.waiting,
+            queue_tokens=load.queue_tokens,
+            free=load.pages_free,
+            total=self.engine.pages_total,
+        )
+
+    async def close(self) -> None:
+        """Ends the engine's thread; the pages go with the process."""
+        await self.engine.stop()
+
+    def _admitted(self, placement_id: str) -> None:
+        if self._registrar is not None:
+            self._registrar.admit(placement_id)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.fault.done():
+            self.fault.set_exception(error)
 
 
-async def live(
-    worker: Worker, server: GrpcServer, settings: WorkerSettings, identity: Identity, role: Role
-) -> None:
+async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role) -> None:
     """Runs a worker until SIGTERM or SIGINT, then lets running work finish within ``drain_s``.
 
     Raises:
-        BaseException: what broke the engine, after everything else was shut.
+        BaseException: what broke the engine or the transfer, after everything else was shut.
     """
-    stop = stop_on_signals()
+    stop, identity = stop_on_signals(), worker.identity
     registration = Registration(
         worker_id=identity.worker_id,
         epoch=identity.epoch,

@@ -9,14 +9,11 @@ import structlog
 from headrace.v1 import decode_pb2_grpc, error_pb2, prefill_pb2
 from runtime.engine import Add, Arrived, Cancel, Reserve, StepOutput
 from runtime.errors import InvalidRequest, RuntimeFault
-from services.common.engine_thread import EngineThread
 from services.common.grpc_server import GrpcServer, MessageStream
-from services.common.lifecycle import live
+from services.common.lifecycle import Worker, live
 from services.common.placement import Role
-from services.common.registration import Registrar
 from services.common.wire import token_from_message
 from services.common.worker import PAGE_SIZE, Loaded, digest_pages, load_worker
-from services.common.worker_metrics import WorkerMetrics
 from services.decode.session import DecodeSession, Stream
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
@@ -30,17 +27,14 @@ log = structlog.get_logger()
 SERVICE = "headrace.v1.Decode"
 
 
-class DecodeWorker(decode_pb2_grpc.DecodeServicer):
+class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
     """The running worker: its engine thread, its receiver, and the gateways' sessions."""
 
     def __init__(
         self, settings: DecodeSettings, loaded: Loaded, agent: TransferAgent, landing: Slab
     ) -> None:
+        super().__init__(loaded, agent)
         self._settings = settings
-        self._identity = loaded.identity
-        self.metrics = WorkerMetrics()
-        self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.engine = EngineThread(loaded.engine, on_output=self._deliver, on_fault=self._fail)
         hello = prefill_pb2.Hello(
             worker_id=loaded.identity.worker_id,
             epoch=loaded.identity.epoch,
@@ -63,20 +57,10 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
             metrics=self.metrics,
         )
         self.streams: dict[str, Stream] = {}
-        self._registrar: Registrar | None = None
-        self.draining = False
-
-    def _fail(self, error: BaseException) -> None:
-        if not self.fault.done():
-            self.fault.set_exception(error)
 
     @property
     def idle(self) -> bool:
         return not self.streams
-
-    def join(self, registrar: Registrar) -> None:
-        """From now on the routers hear which placements have arrived."""
-        self._registrar = registrar
 
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
         self, _commands: object, context: MessageStream
@@ -88,8 +72,8 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
     def _open(self, stream: Stream) -> None:
         """Admission: everything that can be refused at once is refused here."""
         start, session = stream.start, stream.session
-        me = self._identity.worker_id
-        if start.epoch != self._identity.epoch:
+        me = self.identity.worker_id
+        if start.epoch != self.identity.epoch:
             session.fail(stream, error_pb2.ERROR_CODE_INCOMPATIBLE, "this worker restarted", me)
             return
         if self.draining:
@@ -123,8 +107,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
             stream.reserved = loop.create_future()
             self.engine.submit(Reserve(stream.request))
             stream.bringing = asyncio.create_task(self._bring(stream, deadline_s))
-        if self._registrar is not None:
-            self._registrar.admit(start.placement_id)
+        self._admitted(start.placement_id)
 
     def _drop(self, stream: Stream) -> None:
         """A stream ended, whichever way: nothing of it may stay."""
@@ -173,7 +156,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
             return
         except Exception as error:
             log.exception("fetch broke", request_id=start.request_id)
-            me = self._identity.worker_id
+            me = self.identity.worker_id
             session.fail(stream, error_pb2.ERROR_CODE_INTERNAL, f"fetch broke: {error!r}", me)
             return
         self._record(stream, times, time.perf_counter() - began, digest)
@@ -190,7 +173,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
             stream.session.push(stream, token)
             self.metrics.generation_tokens.inc()
         for token in stream.first:
-            if reason := stream.ends_with(token, self._identity.model.context_length):
+            if reason := stream.ends_with(token, self.identity.model.context_length):
                 stream.session.finish(stream, token.choice, reason)
         return not stream.unfinished
 
@@ -239,18 +222,11 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
     def _refuse(self, stream: Stream, fault: RuntimeFault) -> None:
         invalid = isinstance(fault, InvalidRequest)
         code = error_pb2.ERROR_CODE_INVALID if invalid else error_pb2.ERROR_CODE_OVERLOADED
-        stream.session.fail(stream, code, str(fault), self._identity.worker_id)
+        stream.session.fail(stream, code, str(fault), self.identity.worker_id)
 
     def observe(self) -> None:
         """Refreshes the gauges."""
-        load = self.engine.load
-        self.metrics.observe_load(
-            running=load.running,
-            waiting=load.waiting,
-            queue_tokens=load.queue_tokens,
-            free=load.pages_free,
-            total=self.engine.pages_total,
-        )
+        super().observe()
         landing = self.receiver.landing
         self.metrics.landing_slots.labels("held").set(landing.held)
         self.metrics.landing_slots.labels("quarantined").set(landing.quarantined)
@@ -258,7 +234,7 @@ class DecodeWorker(decode_pb2_grpc.DecodeServicer):
     async def close(self) -> None:
         """Ends the sessions with prefill workers and the engine's thread."""
         await self._links.close()
-        await self.engine.stop()
+        await super().close()
 
 
 async def serve(settings: DecodeSettings) -> None:
@@ -276,6 +252,6 @@ async def serve(settings: DecodeSettings) -> None:
     decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.server)
     role = Role.COLOCATED if settings.colocated else Role.DECODE
     try:
-        await live(worker, server, settings, loaded.identity, role)
+        await live(worker, server, settings, role)
     finally:
         await asyncio.to_thread(agent.close)

@@ -11,14 +11,11 @@ from headrace.v1 import error_pb2, prefill_pb2_grpc
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Engine, StepOutput
 from runtime.errors import InvalidRequest
-from services.common.engine_thread import EngineThread
 from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer, MessageStream, next_message
-from services.common.lifecycle import live
+from services.common.lifecycle import Worker, live
 from services.common.placement import Role
-from services.common.registration import Registrar
-from services.common.worker import PAGE_SIZE, Identity, Loaded, digest_pages, load_worker
-from services.common.worker_metrics import WorkerMetrics
+from services.common.worker import PAGE_SIZE, Loaded, digest_pages, load_worker
 from services.prefill.session import Job, PrefillSession
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
@@ -30,19 +27,16 @@ log = structlog.get_logger()
 SERVICE = "headrace.v1.Prefill"
 
 
-class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
+class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     """The running worker: its engine thread, its sender, and the sessions that use them."""
 
     def __init__(
         self, settings: PrefillSettings, loaded: Loaded, agent: TransferAgent, slab: Slab
     ) -> None:
+        super().__init__(loaded, agent)
         self._settings = settings
-        self._identity: Identity = loaded.identity
         self._agent_name, self._agent_metadata = agent.name, agent.metadata
         self._slab = slab
-        self.metrics = WorkerMetrics()
-        self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.engine = EngineThread(loaded.engine, on_output=self._deliver, on_fault=self._fail)
         config = loaded.config
         self._max_sequences = settings.max_running + settings.max_waiting
         self.sender = Sender(
@@ -65,21 +59,11 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
             )
         self.jobs: dict[str, Job] = {}
         self._sessions: dict[str, PrefillSession] = {}
-        self._registrar: Registrar | None = None
-        self.draining = False
-
-    def _fail(self, error: BaseException) -> None:
-        if not self.fault.done():
-            self.fault.set_exception(error)
 
     @property
     def idle(self) -> bool:
         """No sequence is being computed and none waits to be read."""
         return not self.jobs
-
-    def join(self, registrar: Registrar) -> None:
-        """From now on the routers hear which placements have arrived."""
-        self._registrar = registrar
 
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
         self,
@@ -112,14 +96,14 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
         if command is None or command.WhichOneof("command") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello comes first, and once")
         hello: pb.Hello = command.hello
-        mine = self._identity.compatibility_message()
+        mine = self.identity.compatibility_message()
         differing = [
             f"{field.name}: theirs {getattr(hello.compatibility, field.name)!r}, "
             f"ours {getattr(mine, field.name)!r}"
             for field in pb.Compatibility.DESCRIPTOR.fields
             if getattr(hello.compatibility, field.name) != getattr(mine, field.name)
         ]
-        if hello.expected_epoch != self._identity.epoch:
+        if hello.expected_epoch != self.identity.epoch:
             differing.append("epoch: this worker restarted")
         if hello.slot_bytes < self.sender.least_slot_bytes:
             differing.append(
@@ -129,8 +113,8 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
         if differing:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(differing))
         welcome = pb.Welcome(
-            worker_id=self._identity.worker_id,
-            epoch=self._identity.epoch,
+            worker_id=self.identity.worker_id,
+            epoch=self.identity.epoch,
             compatibility=mine,
             agent_name=self._agent_name,
             agent_metadata=self._agent_metadata,
@@ -143,10 +127,6 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
         )
         await context.write(pb.PrefillEvent(welcome=welcome))
         return hello
-
-    def _admitted(self, placement_id: str) -> None:
-        if self._registrar is not None:
-            self._registrar.admit(placement_id)
 
     def _session_of(self, key: str) -> PrefillSession:
         return self._sessions[key.partition("/")[0]]
@@ -185,20 +165,9 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServicer):
 
     def observe(self) -> None:
         """Refreshes the gauges, and ends leases whose time has come."""
-        load = self.engine.load
-        self.metrics.observe_load(
-            running=load.running,
-            waiting=load.waiting,
-            queue_tokens=load.queue_tokens,
-            free=load.pages_free,
-            total=self.engine.pages_total,
-        )
+        super().observe()
         self.sender.expire()
         self.metrics.slab_slots.set(self.sender.slots_in_use)
-
-    async def close(self) -> None:
-        """Ends the engine's thread; the pages go with the process."""
-        await self.engine.stop()
 
 
 async def serve(settings: PrefillSettings) -> None:
@@ -215,6 +184,6 @@ async def serve(settings: PrefillSettings) -> None:
     server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)
     prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
     try:
-        await live(worker, server, settings, loaded.identity, Role.PREFILL)
+        await live(worker, server, settings, Role.PREFILL)
     finally:
         await asyncio.to_thread(agent.close)

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 import torch
 
 from services.transfer.errors import TransferClosed, TransferError
@@ -20,6 +21,10 @@ from services.transfer.owner import Owner, ReadDone
 from services.transfer.slab import Slab
 
 __all__ = ["ReadDone", "TransferAgent"]
+
+log = structlog.get_logger()
+
+CLOSE_S = 10.0  # for taking NIXL down, beyond the READs' grace
 
 
 @dataclass(frozen=True)
@@ -36,19 +41,30 @@ class _Command:
             self.run(owner, self.future)
         except TransferError as error:
             self.future.set_exception(error)
-        except BaseException as error:  # a bug: the caller hears of it, the thread ends
-            self.future.set_exception(error)
+        except BaseException as error:  # a bug: the thread ends, and its `fault` says why
+            if not self.future.done():
+                self.future.set_exception(TransferClosed(f"the transfer broke: {error!r}"))
             raise
+
+    def refuse(self, name: str) -> None:
+        """Answers a command that nobody will run."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(TransferClosed(f"agent {name} is closed"))
 
 
 class TransferAgent:
     """This process's end of all transfers. Every method may be called from any thread.
 
     A future can be cancelled until its command has begun: a READ that runs cannot be taken back.
+    A bug that ends the owner thread closes the agent: every future fails with TransferClosed, and
+    the process is expected to end.
 
     Args:
         name: unique among all agents that ever meet: a role and the epoch.
         device: where the slabs will be, as torch names it.
+
+    Attributes:
+        fault: fails when the owner thread has ended of a bug; else it is never done.
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
@@ -56,6 +72,7 @@ class TransferAgent:
 
     def __init__(self, name: str, device: str = "cpu") -> None:
         self.name = name
+        self.fault: Future[None] = Future()
         self._device = device
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
@@ -129,14 +146,16 @@ class TransferAgent:
         """Waits up to ``grace_s`` for running READs, then ends everything; blocks. Idempotent.
 
         READs that have not ended by then fail with TransferClosed, after the agent is gone and
-        nothing can touch their landing slots.
+        nothing can touch their landing slots. A thread that NIXL does not let go of is left behind.
         """
         with self._gate:
             if not self._closed:
                 self._closed = True
                 self._grace_s = grace_s
                 self._commands.put(None)
-        self._thread.join()
+        self._thread.join(grace_s + CLOSE_S)
+        if self._thread.is_alive():
+            log.error("the transfer's thread does not end", waited_s=grace_s + CLOSE_S)
 
     def _call(self, run: "Callable[[Owner, Future[Any]], None]") -> "Future[Any]":
         future: Future[Any] = Future()
@@ -155,15 +174,24 @@ class TransferAgent:
             started.set_exception(error)
             return
         started.set_result(None)
+        fault: BaseException | None = None
+        for stage in (self._serve, self._end):
+            try:
+                stage(owner)
+            except BaseException as error:  # noqa: BLE001 - reported: the process ends on it
+                fault = fault or error
+        if fault is not None:
+            self.fault.set_exception(fault)
+
+    def _end(self, owner: Owner) -> None:
+        with self._gate:
+            self._closed = True
         try:
-            self._serve(owner)
-        finally:
-            with self._gate:
-                self._closed = True
             owner.close(self._grace_s)
+        finally:
             while not self._commands.empty():
                 if command := self._commands.get():
-                    command.future.set_exception(TransferClosed(f"agent {self.name} is closed"))
+                    command.refuse(self.name)
 
     def _serve(self, owner: Owner) -> None:
         while True:

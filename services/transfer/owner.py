@@ -1,6 +1,5 @@
 """What the owner thread of a transfer agent does: the only code that talks to NIXL."""
 
-import os
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from services.transfer.bindings import load_nixl
 from services.transfer.errors import (
     BadAddress,
     PeerLost,
@@ -24,13 +24,6 @@ _PROGRESS_TIMEOUT_US = 1000  # the progress thread wakes on events and this; wit
 _SPIN_S = 100e-6  # polls without a pause after something happened: small READs end within it
 _NAP_S = 150e-6  # between polls after that
 _DRAIN_NAP_S = 10e-3  # between polls where only READs past their deadlines are left
-
-_ENVIRONMENT = {
-    "NIXL_LOG_LEVEL": "FATAL",
-    "UCX_LOG_LEVEL": "fatal",
-    # Without it, GPUs that see no NVLink, not even a GPU and itself, READ through TCP.
-    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
-}
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class Owner:
         if torch.device(device).type == "cuda":
             torch.cuda.set_device(torch.device(device).index or 0)
             torch.empty(1, device=device)  # UCX looks for the thread's context when it starts
-        nixl = self._api = _load_nixl()
+        nixl = self._api = load_nixl()
         self._faults: tuple[type[Exception], ...] = tuple(
             getattr(nixl, error) for error in dir(nixl) if error.endswith("Error")
         )
@@ -197,11 +190,23 @@ class Owner:
         self._reads = running
 
     def close(self, grace_s: float) -> None:
-        """Lets READs end for so long, then takes NIXL down; whatever is left fails."""
-        end = time.monotonic() + grace_s
-        while self._reads and time.monotonic() < end:
-            time.sleep(_NAP_S)
-            self.poll()
+        """Lets READs end for so long, then takes NIXL down; whatever is left fails.
+
+        No future is left without an answer, even where this raises.
+        """
+        try:
+            end = time.monotonic() + grace_s
+            while self._reads and time.monotonic() < end:
+                time.sleep(_NAP_S)
+                self.poll()
+            self._take_down()
+        finally:
+            for read in self._reads:
+                self._answer(read)
+            for peer in self._peers.values():
+                _settle(peer.removals)
+
+    def _take_down(self) -> None:
         for read in self._reads:
             self._release(read.handle)
         for name in self._peers:
@@ -209,13 +214,14 @@ class Owner:
         for _, registration in self._slabs:
             self._nixl.deregisterMem(registration, self._ucx)
         del self._nixl  # only its end closes the connections, and with them the READs
-        for read in self._reads:
-            if read.drained is None:
-                read.future.set_exception(TransferClosed(f"agent {self._name} is closed"))
-            else:
+
+    def _answer(self, read: _Read) -> None:
+        """Of a READ that the agent's end has ended."""
+        if read.drained is not None:
+            if not read.drained.done():
                 read.drained.set_result(None)
-        for peer in self._peers.values():
-            _settle(peer.removals)
+        elif not read.future.done():
+            read.future.set_exception(TransferClosed(f"agent {self._name} is closed"))
 
     def _finish(self, read: _Read, error: TransferError | None) -> None:
         self._release(read.handle)
@@ -279,19 +285,3 @@ def _settle(futures: list["Future[None]"]) -> None:
     for future in futures:
         future.set_result(None)
     futures.clear()
-
-
-def _load_nixl() -> Any:
-    """NIXL's bindings. What it and UCX would print comes as exceptions instead.
-
-    The bindings and not the wrapper over them: that one has no way to let the progress thread
-    sleep, so that it burns a core in every idle process, and it keeps references that delay the
-    agent's end.
-    """
-    for variable, value in _ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
-    try:
-        from nixl import _bindings
-    except ImportError as error:
-        raise TransferUnavailable(f"NIXL does not load: {error}") from error
-    return _bindings

@@ -10,6 +10,7 @@ import torch
 from runtime.attention.base import Batch
 from runtime.engine import Add, Engine, Reserve, StepOutput
 from runtime.kv.cache import PagedCache
+from services.common import engine_thread
 from services.common.engine_thread import EngineThread
 from tests.runtime.tiny import engine_of, request_of, tiny_model
 
@@ -40,8 +41,8 @@ class Outputs:
         return await asyncio.wait_for(self.queue.get(), LIMIT_S)
 
 
-def _raise(error: BaseException) -> None:
-    raise error
+def _raise(said: object) -> None:
+    raise AssertionError(said)
 
 
 @pytest.fixture
@@ -92,3 +93,22 @@ async def test_output_that_nobody_takes_is_a_fault(start: Callable[..., EngineTh
     thread = start(engine_of(tiny_model()), lose, take)
     thread.submit(Reserve(request_of("r", 20)))
     assert isinstance(await asyncio.wait_for(fault, LIMIT_S), LookupError)
+
+
+async def test_the_end_does_not_wait_for_a_device_that_hangs(
+    start: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "STOP_S", 0.05)
+    engine, outputs = engine_of(tiny_model()), Outputs()
+    gate = Gate(engine, monkeypatch)
+    thread = start(engine, outputs.queue.put_nowait)
+    thread.submit(Add(request_of("r", 20)))
+    assert (await outputs.next()).started
+    await asyncio.wait_for(thread.stop(), LIMIT_S / 2)
+    assert outputs.queue.empty()
+    gate.open.set()
+    assert (await outputs.next()).computed
+
+
+async def test_a_thread_that_never_ran_can_be_stopped() -> None:
+    await EngineThread(engine_of(tiny_model()), on_output=_raise, on_fault=_raise).stop()

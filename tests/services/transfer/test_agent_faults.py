@@ -1,0 +1,79 @@
+"""A bug on the transfer's own thread: nobody waits for ever, and the worker hears of it."""
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from services.transfer.agent import TransferAgent
+from services.transfer.errors import TransferClosed
+from services.transfer.owner import Owner
+from services.transfer.slab import Slab
+from tests.services.workers import LIMIT_S, SLOT_BYTES, Site
+
+
+class Bug(Exception):
+    """What nobody expects."""
+
+
+def break_at(name: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Has the owner raise in one of its methods, once the event is set."""
+    fall = threading.Event()
+
+    def broken(*_: Any) -> None:
+        assert fall.wait(LIMIT_S)
+        raise Bug(name)
+
+    monkeypatch.setattr(Owner, name, broken)
+    return fall
+
+
+def reader_and_peer() -> tuple[TransferAgent, TransferAgent, Slab, Slab]:
+    reader, peer = TransferAgent("reader"), TransferAgent("peer")
+    landing, slab = Slab(2, SLOT_BYTES), Slab(2, SLOT_BYTES)
+    reader.register(landing)
+    peer.register(slab)
+    reader.add_peer("peer", peer.metadata).result(LIMIT_S)
+    return reader, peer, landing, slab
+
+
+@pytest.mark.parametrize("places", [["remove_peer"], ["poll"], ["poll", "_take_down"]])
+def test_every_future_fails_and_the_agent_says_why(
+    places: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, peer, landing, slab = reader_and_peer()
+    fall, *others = [break_at(place, monkeypatch) for place in places]
+    for other in others:
+        other.set()
+    local = landing.view(0, SLOT_BYTES)
+
+    def read() -> "Future[Any]":
+        return reader.read("peer", slab.address, SLOT_BYTES, local, deadline_s=LIMIT_S)
+
+    # The bug is in the first of them, or in polling for it; the others wait behind it.
+    waiting = [reader.remove_peer("x")] if places == ["remove_peer"] else [read()]
+    taken_back = read()
+    assert taken_back.cancel()
+    waiting += [read(), reader.remove_peer("peer")]
+    fall.set()
+    for future in waiting:
+        with pytest.raises(TransferClosed):
+            future.result(LIMIT_S)
+    assert isinstance(reader.fault.exception(LIMIT_S), Bug)
+    with pytest.raises(TransferClosed):
+        read().result(0)
+    reader.close()
+    peer.close()
+
+
+async def test_the_worker_ends_with_its_transfer(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = await site.prefill(), await site.decode()
+    break_at("remove_peer", monkeypatch).set()
+    for worker, agent in ((prefill.worker, prefill.agent), (decode.worker, decode.agent)):
+        assert isinstance(agent.remove_peer("anyone").exception(LIMIT_S), TransferClosed)
+        with pytest.raises(Bug):
+            await asyncio.wait_for(worker.fault, LIMIT_S)
