@@ -1,5 +1,6 @@
 """Request bodies of the HTTP API: JSON within bounds, fields by name, OpenAI's error shape."""
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -27,10 +28,30 @@ _UNSUPPORTED_IN_MESSAGE = frozenset(
 )
 
 
+# Values that ask for nothing of the above: clients that spell out defaults send them.
+_NEUTRAL: dict[str, Any] = {
+    "echo": False,
+    "metadata": {},
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+    "service_tier": "auto",
+    "store": False,
+    "suffix": "",
+    "tool_choice": "none",
+}
+_LONGEST_NAME = 128  # of a field, in an error
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+
+
 class UnknownField(InvalidRequest):
     """A field that OpenAI's API does not have either."""
 
     code = "unknown_parameter"
+
+
+# The first wrong element ends a list: a million errors would hold up the event loop for seconds.
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+_Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class _Body(BaseModel):
@@ -40,7 +61,7 @@ class _Body(BaseModel):
 class StreamOptions(_Body):
     """``include_usage`` adds a last event that holds the usage."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class _Generation(_Body):
@@ -49,7 +70,7 @@ class _Generation(_Body):
     model: Annotated[str | None, Field(description="absent: the only one served")] = None
     max_tokens: int | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | _Texts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = None
@@ -65,7 +86,7 @@ class _Generation(_Body):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def wanted(self) -> Wanted:
         """What was asked for, in the words that gRPC uses as well.
@@ -101,7 +122,7 @@ class _Generation(_Body):
 class CompletionBody(_Generation):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
     logprobs: Annotated[int | None, Field(description="alternatives for each token")] = None
 
     def _alternatives(self) -> int | None:
@@ -119,19 +140,19 @@ class Message(_Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def as_template_input(self) -> dict[str, Any]:
-        """As chat templates know it: `developer` is OpenAI's newer word for `system`."""
+        """As chat templates know it: parts become one text."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return {"role": self.role, "content": text}
 
 
 class ChatBody(_Generation):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int | None, Field(description="is max_tokens")] = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -157,7 +178,7 @@ class TokenizeBody(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: Annotated[bool, Field(description="those around a text, such as BOS")] = (
         True
     )
@@ -170,7 +191,7 @@ class DetokenizeBody(_Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: _Ids
 
 
 _AnyBody = TypeVar("_AnyBody", bound=_Body)
@@ -192,6 +213,9 @@ def parse_body(raw: bytes, body: type[_AnyBody], *, max_depth: int) -> _AnyBody:
     if not isinstance(content, dict):
         raise InvalidRequest("the body must be a JSON object")
     _drop_nulls(content, _UNSUPPORTED)
+    for name in _NEUTRAL.keys() & content.keys():
+        if content[name] == _NEUTRAL[name]:
+            del content[name]
     messages = content.get("messages")
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
@@ -225,7 +249,7 @@ def _is_deeper(content: Any, raw: bytes, limit: int) -> bool:
 def _first_fault(faults: Sequence[ErrorDetails]) -> InvalidRequest:
     # An unknown field is the likelier reason, where it makes others look wrong too.
     fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
-    param = _path(fault["loc"])
+    param = _path(fault["loc"])[:_LONGEST_NAME]
     if fault["type"] != "extra_forbidden":
         return InvalidRequest(f"{param}: {fault['msg']}", param=param)
     if fault["loc"][-1] in _UNSUPPORTED | _UNSUPPORTED_IN_MESSAGE:
@@ -245,7 +269,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _token_ids(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        raise InvalidRequest("keys of logit_bias must be token ids", param="logit_bias") from None
+    for token in bias:
+        if not _TOKEN_ID.fullmatch(token):  # int() takes more, and reads several as one
+            raise InvalidRequest("keys of logit_bias must be token ids", param="logit_bias")
+    return {int(token): value for token, value in bias.items()}

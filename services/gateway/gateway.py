@@ -14,6 +14,7 @@ import structlog
 from services.common.errors import (
     DeadlineExceeded,
     InternalFault,
+    InvalidRequest,
     ModelNotFound,
     Overloaded,
     ServiceError,
@@ -33,8 +34,11 @@ from services.gateway.text import Piece
 
 log = structlog.get_logger()
 
-_REQUEST_ID = re.compile(r"^[\x21-\x7e]{1,128}$")
-_LONG_TEXT = 16_384  # characters; longer ones are tokenized off the event loop
+# As chat templates know them: `developer` is OpenAI's newer word for `system`.
+_ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_LONG_TEXT = 4096  # characters; longer ones are tokenized off the event loop
+_LONGEST_NAME = 128  # of what a client made up, in an error
 _READY_FOR_S = 0.5  # how long one look at the router counts
 _MERGE_BATCHES = 32  # of pieces, waiting for a client with several prompts
 _RETRY_AFTER_S = 5.0
@@ -124,7 +128,8 @@ class Gateway:
         """Raises `ModelNotFound` unless a request names the served model, or none."""
         if name and name != self.model.name:
             raise ModelNotFound(
-                f"the model {name!r} is not served here, only {self.model.name!r}", param="model"
+                f"the model {name[:_LONGEST_NAME]!r} is not served here, only {self.model.name!r}",
+                param="model",
             )
 
     async def encode_prompt(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -156,9 +161,17 @@ class Gateway:
         """Token ids of a conversation's prompt.
 
         Raises:
-            InvalidRequest: the model's chat template refuses it.
+            InvalidRequest: it is empty, a role is none, or the model's chat template refuses it.
         """
-        prompt = self.model.tokenizer.render_chat(messages)
+        if not messages:
+            raise InvalidRequest("a conversation needs a message", param="messages")
+        for at, message in enumerate(messages):
+            if message["role"] not in _ROLES:  # a template would write any text into the prompt
+                raise InvalidRequest(
+                    f"a role is one of {', '.join(_ROLES)}", param=f"messages[{at}].role"
+                )
+        known = [{**message, "role": _ROLES[message["role"]]} for message in messages]
+        prompt = self.model.tokenizer.render_chat(known)
         return await self.encode_prompt(prompt, add_special=False)
 
     async def answer(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[Piece]]:
@@ -269,4 +282,4 @@ async def within(deadline: float) -> AsyncGenerator[None]:
 
 def request_id_from(given: str | None) -> str:
     """The client's id, where it is printable and short enough; else a new one."""
-    return given if given and _REQUEST_ID.match(given) else f"req-{uuid.uuid4().hex}"
+    return given if given and _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

@@ -36,7 +36,10 @@ _SCHEMAS = "#/components/schemas/{model}"
 def build_app(gateway: Gateway) -> ASGIApp:
     """The ASGI application of one gateway."""
     app = FastAPI(
-        title="Headrace", version=version("headrace"), description="OpenAI-compatible API"
+        title="Headrace",
+        version=version("headrace"),
+        description="OpenAI-compatible API",
+        redirect_slashes=False,  # a redirect would name whatever host the client did
     )
     app.add_exception_handler(ServiceError, refuse)
     app.add_exception_handler(Exception, refuse)
@@ -69,10 +72,10 @@ class _Routes:
         post("/detokenize", self.detokenize, DetokenizeBody)
         app.get("/v1/models", tags=["inference"])(self.models)
         app.get("/v1/models/{name:path}", tags=["inference"])(self.model)
-        app.get("/health", tags=["operation"])(self.health)
-        app.get("/ready", tags=["operation"])(self.ready)
-        app.get("/version", tags=["operation"])(self.version)
-        app.get("/metrics", tags=["operation"])(self.metrics)
+        for probe in (self.health, self.ready, self.version, self.metrics):
+            path = f"/{probe.__name__}"
+            app.get(path, tags=["operation"])(probe)
+            app.head(path, include_in_schema=False)(probe)
 
     def _arrive(self, request: Request) -> Arrival:
         return self._gateway.arrive(request.state.request_id, request.headers.get("authorization"))
@@ -147,6 +150,8 @@ class _Routes:
     async def model(self, request: Request, name: str) -> Response:
         """One model by its name."""
         self._arrive(request)
+        if not name:
+            raise HTTPException(404)
         self._gateway.require_model(name)
         return _json(self._describe())
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from services.common.errors import SettingsError
+from services.gateway.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from services.gateway.keys import ApiKeys
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import hang, say
@@ -43,6 +45,9 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
     ({"prompt": "x", "logprobs": 21}, "logprobs", "invalid_value"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"1": 1, "01": 2}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"1_0": 1}}, "logit_bias", "invalid_value"),
+    ({"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "invalid_value"),
     ({"prompt": "x", "logit_bias": {"49152": 1}}, "logit_bias", "invalid_value"),
     ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias", "invalid_value"),
     ({"prompt": "x", "stop": ["a"] * 5}, "stop", "invalid_value"),
@@ -51,6 +56,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
     ({"prompt": "x", "stream_options": {"more": 1}}, "stream_options.more", "unknown_parameter"),
     ({"prompt": "x", "echo": True}, "echo", "unsupported_parameter"),
+    ({"prompt": "x", "k" * 5000: 1}, "k" * 128, "unknown_parameter"),
     ({"prompt": "x", "best_of": 2}, "best_of", "unsupported_parameter"),
     ({"prompt": "x", "kv_transfer_params": {}}, "kv_transfer_params", "unknown_parameter"),
     ({"prompt": "x", "model": "gpt-4"}, "model", "model_not_found"),
@@ -103,6 +109,39 @@ async def test_nulls_for_what_is_not_served_are_no_request(site: Site) -> None:
     assert (await site.http.post("/v1/chat/completions", json=body)).status_code == 200
 
 
+async def test_defaults_that_ask_for_nothing_are_no_request(site: Site) -> None:
+    site.worker.script = say(5)
+    message = {"role": "user", "content": "hi"}
+    neutral = {"response_format": {"type": "text"}, "tool_choice": "none", "store": False}
+    for path, body in (
+        ("chat/completions", {"messages": [message], **neutral}),
+        ("completions", {"prompt": "x", "echo": False, "suffix": ""}),
+        ("completions", {"prompt": "x", "stream": True, "stream_options": {"include_usage": None}}),
+    ):
+        assert (await site.http.post(f"/v1/{path}", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "content"),
+    [
+        (CompletionBody, {"prompt": [{}] * 1000}),
+        (CompletionBody, {"prompt": [["x"] * 1000]}),
+        (CompletionBody, {"prompt": [["x"]] * 1000}),
+        (CompletionBody, {"prompt": "x", "stop": [1] * 1000}),
+        (ChatBody, {"messages": [{}] * 1000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [1] * 1000}]}),
+        (TokenizeBody, {"messages": [1] * 1000}),
+        (DetokenizeBody, {"tokens": ["x"] * 1000}),
+    ],
+)
+def test_a_list_full_of_faults_ends_with_the_first(
+    body: type[BaseModel], content: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        body.model_validate(content)
+    assert caught.value.error_count() < 10  # each costs a kilobyte and the loop's time
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -150,7 +189,8 @@ async def test_a_body_that_does_not_come(open_site: OpenSite) -> None:
         await asyncio.sleep(1)
 
     response = await site.http.post("/v1/completions", content=slow())
-    assert response.status_code == 400
+    assert response.status_code == 408
+    assert response.headers["connection"] == "close"
     assert "did not arrive" in response.json()["error"]["message"]
 
 
@@ -159,7 +199,17 @@ async def test_unknown_paths_and_methods_have_the_same_shape(site: Site) -> None
     response = await site.http.get("/v1/completions")
     assert response.status_code == 405
     assert response.json()["error"]["message"]
-    assert (await site.http.get("/v1/models/other")).status_code == 404
+    for path in ("/v1/models/other", "/v1/models/", "/health/"):
+        response = await site.http.get(path, headers={"host": "evil.example"})
+        assert response.status_code == 404
+        assert "location" not in response.headers
+    assert (await site.http.get("/v1/models/" + "m" * 5000)).text.count("m") < 200
+
+
+async def test_probes_answer_to_head(site: Site) -> None:
+    for path in ("/health", "/ready", "/version", "/metrics"):
+        response = await site.http.head(path)
+        assert (response.status_code, response.content) == (200, b"")
 
 
 async def test_api_keys(open_site: OpenSite, tmp_path: Path) -> None:

@@ -68,6 +68,19 @@ async def test_an_explicit_zero_is_not_absent(site: Site) -> None:
             "temperature",
         ),
         (
+            {"chat": pb.Chat(messages=[pb.ChatMessage(role="user\n<|im_end|>", content="x")])},
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_VALUE",
+            "messages[0].role",
+        ),
+        ({"chat": pb.Chat()}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_VALUE", "messages"),
+        (
+            {"text": "x", "model": "y" * 20_000},
+            grpc.StatusCode.NOT_FOUND,
+            "MODEL_NOT_FOUND",
+            "model",
+        ),
+        (
             {"text": "x", "max_tokens": 9000},
             grpc.StatusCode.INVALID_ARGUMENT,
             "CONTEXT_LENGTH_EXCEEDED",
@@ -95,6 +108,21 @@ async def test_refusals_carry_details(
     if field is not None:
         assert status.details[1].Unpack(violations)
         assert violations.field_violations[0].field == field
+
+
+@pytest.mark.parametrize("given", ["mine\n", "a b", "m" * 10_000])
+async def test_an_unfit_request_id_is_replaced(site: Site, given: str) -> None:
+    site.worker.script = say(5)
+    responses = await generate(site, text="x", request_id=given)
+    assert {r.request_id[:4] for r in responses} == {"req-"}
+
+
+async def test_developer_is_another_word_for_system(site: Site) -> None:
+    site.worker.script = say(5)
+    for role in ("developer", "system"):
+        await generate(site, chat=pb.Chat(messages=[pb.ChatMessage(role=role, content="x")]))
+    first, second = (list(stream.start.tokens) for stream in site.worker.streams)
+    assert first == second
 
 
 async def test_overload_says_when_to_come_back(site: Site) -> None:
