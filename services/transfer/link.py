@@ -73,6 +73,7 @@ class PrefillLink:
         self.worker = worker
         self.welcome = welcome
         self.alive = True
+        self.ended = asyncio.Event()  # nothing of it is left: another session may be opened
         self._subscriptions: dict[int, Subscription] = {}
         self._next_sequence = 1
         self._outbox: asyncio.Queue[pb.PrefillCommand] = asyncio.Queue()
@@ -98,6 +99,7 @@ class PrefillLink:
 
     def hang_up(self) -> None:
         """Ends the session: NIXL has lost the peer, and only a new session reaches it again."""
+        self.alive = False
         if self._call is not None:
             self._call.cancel()
 
@@ -165,12 +167,16 @@ class PrefillLinks:
             FetchFailed: INCOMPATIBLE where the handshake was refused, else PREFILL_LOST.
         """
         key = (worker.worker_id, worker.epoch)
-        opening = self._links.get(key)
-        if opening is None:
-            opening = asyncio.create_task(self._open(worker))
-            self._links[key] = opening
-            opening.add_done_callback(partial(self._forget_failed, key))
-        return await asyncio.shield(opening)
+        while True:
+            opening = self._links.get(key)
+            if opening is None:
+                opening = asyncio.create_task(self._open(worker))
+                self._links[key] = opening
+                opening.add_done_callback(partial(self._forget_failed, key))
+            link = await asyncio.shield(opening)
+            if link.alive:
+                return link
+            await link.ended.wait()
 
     def _forget_failed(self, key: tuple[str, str], opening: asyncio.Task[PrefillLink]) -> None:
         """The next request tries anew, whether or not anybody still waited for this one."""
@@ -235,6 +241,7 @@ class PrefillLinks:
         finally:
             self._links.pop((link.worker.worker_id, link.worker.epoch), None)
             self._agent.remove_peer(link.welcome.agent_name)
+            link.ended.set()
             await channel.close(None)
 
 
