@@ -110,7 +110,11 @@ class _Generation(_Body):
             repetition_penalty=self.repetition_penalty,
             logit_bias=_token_ids(self.logit_bias or {}),
             logprobs=self._alternatives(),
+            names=self._names(),
         )
+
+    def _names(self) -> dict[str, str]:
+        return {}
 
     def _limit(self) -> int | None:
         return self.max_tokens
@@ -171,6 +175,12 @@ class ChatBody(_Generation):
         if self.top_logprobs:
             raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
         return None
+
+    def _names(self) -> dict[str, str]:
+        newer = (
+            {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        )
+        return {"logprobs": "top_logprobs", **newer}
 
 
 class TokenizeBody(_Body):

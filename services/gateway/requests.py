@@ -40,6 +40,11 @@ class Wanted:
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)  # of fields that came under another
+
+    def name(self, field_name: str) -> str:
+        """What the client calls a field, for errors."""
+        return self.names.get(field_name, field_name)
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class Checker:
             request_id=arrival.request_id,
             prompt=tuple(prompt),
             sampling=self._sampling(wanted),
-            max_tokens=self._max_tokens(prompt, wanted.max_tokens, fill_context=fill_context),
+            max_tokens=self._max_tokens(prompt, wanted, fill_context=fill_context),
             choices=int(_within("n", wanted.n, 1, 1, self._settings.max_choices)),
             stop=self._stop(wanted.stop),
             tenant=arrival.tenant,
@@ -105,7 +110,7 @@ class Checker:
             deadline=arrival.deadline,
         )
 
-    def _max_tokens(self, prompt: Sequence[int], wanted: int | None, *, fill_context: bool) -> int:
+    def _max_tokens(self, prompt: Sequence[int], wanted: Wanted, *, fill_context: bool) -> int:
         context = self._context_length
         room = context - len(prompt)
         if not prompt:
@@ -122,17 +127,18 @@ class Checker:
                     f"token id {token} is outside the vocabulary of {self._vocab_size}",
                     param="prompt",
                 )
-        if wanted is None:
+        limit, name = wanted.max_tokens, wanted.name("max_tokens")
+        if limit is None:
             return room if fill_context else min(room, self._settings.default_max_tokens)
-        if wanted < 1:
-            raise InvalidRequest(f"max_tokens must be at least 1, not {wanted}", param="max_tokens")
-        if wanted > room:
+        if limit < 1:
+            raise InvalidRequest(f"{name} must be at least 1, not {limit}", param=name)
+        if limit > room:
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens: with max_tokens {wanted} it does not fit "
+                f"the prompt has {len(prompt)} tokens: with {name} {limit} it does not fit "
                 f"the model's context of {context}",
-                param="max_tokens",
+                param=name,
             )
-        return wanted
+        return limit
 
     def _stop(self, stop: Sequence[str]) -> tuple[str, ...]:
         limits = self._settings
@@ -159,7 +165,9 @@ class Checker:
             logit_bias=self._logit_bias(wanted.logit_bias),
             logprobs=None
             if wanted.logprobs is None
-            else int(_within("logprobs", wanted.logprobs, 0, 0, self._settings.max_logprobs)),
+            else int(
+                _within(wanted.name("logprobs"), wanted.logprobs, 0, 0, self._settings.max_logprobs)
+            ),
         )
 
     def _logit_bias(self, bias: Mapping[int, float]) -> Mapping[int, float]:

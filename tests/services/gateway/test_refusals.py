@@ -74,6 +74,15 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": CHAT, "tools": []}, "tools", "unsupported_parameter"),
     ({"messages": CHAT, "response_format": {}}, "response_format", "unsupported_parameter"),
+    ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"messages": CHAT, "logprobs": True, "top_logprobs": -1}, "top_logprobs", "invalid_value"),
+    ({"messages": CHAT, "max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
+    (
+        {"messages": CHAT, "max_completion_tokens": 10**6},
+        "max_completion_tokens",
+        "context_length_exceeded",
+    ),
     ({"messages": CHAT, "top_logprobs": 3}, "top_logprobs", "invalid_value"),
     (
         {"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 4},
