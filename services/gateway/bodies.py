@@ -214,10 +214,7 @@ def parse_body(raw: bytes, body: type[_AnyBody], *, max_depth: int) -> _AnyBody:
         InvalidRequest: not UTF-8, not JSON, nested too deeply, or a field is wrong or not served;
             ``param`` names it.
     """
-    try:
-        content = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON in UTF-8: {error}") from None
+    content = _loaded(raw)
     if _is_deeper(content, raw, max_depth):
         raise InvalidRequest(f"the body is nested deeper than {max_depth} levels")
     if not isinstance(content, dict):
@@ -233,7 +230,16 @@ def parse_body(raw: bytes, body: type[_AnyBody], *, max_depth: int) -> _AnyBody:
     try:
         return body.model_validate(content)
     except ValidationError as error:
-        raise _first_fault(error.errors(include_url=False, include_input=False)) from None
+        fault = _first_fault(error.errors(include_url=False, include_input=False))
+    raise fault  # out of the block: as its context, the other would keep the whole body
+
+
+def _loaded(raw: bytes) -> Any:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        fault = InvalidRequest(f"the body is not valid JSON in UTF-8: {error}")
+    raise fault  # out of the block, as above
 
 
 def _drop_nulls(fields: dict[str, Any], names: frozenset[str]) -> None:

@@ -9,6 +9,8 @@ from services.common.errors import InvalidRequest
 from services.gateway.settings import GatewaySettings
 
 _SEED_BITS = 64
+_LEAST_PENALTY = 0.01  # of repetition: it divides logits, and infinite ones have no distribution
+_LEAST_TOP_P = 1e-6  # a smaller one also keeps one token, until it underflows and keeps none
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -155,13 +157,15 @@ class Checker:
         top_k = -1 if wanted.top_k is None else wanted.top_k
         return sampling_pb2.Sampling(
             temperature=_within("temperature", wanted.temperature, 1.0, 0, 2),
-            top_p=_positive("top_p", wanted.top_p, 1.0, 1),
+            top_p=max(_LEAST_TOP_P, _positive("top_p", wanted.top_p, 1.0, 1)),
             top_k=max(0, int(_within("top_k", top_k, 0, -1, (1 << 31) - 1))),
             min_p=_within("min_p", wanted.min_p, 0.0, 0, 1),
             seed=_seed(wanted.seed),
             presence_penalty=_within("presence_penalty", wanted.presence_penalty, 0.0, -2, 2),
             frequency_penalty=_within("frequency_penalty", wanted.frequency_penalty, 0.0, -2, 2),
-            repetition_penalty=_positive("repetition_penalty", wanted.repetition_penalty, 1.0, 10),
+            repetition_penalty=_within(
+                "repetition_penalty", wanted.repetition_penalty, 1.0, _LEAST_PENALTY, 10
+            ),
             logit_bias=self._logit_bias(wanted.logit_bias),
             logprobs=None
             if wanted.logprobs is None

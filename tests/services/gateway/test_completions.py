@@ -137,6 +137,14 @@ async def test_every_sampling_field_reaches_the_worker(site: Site) -> None:
     assert start.max_tokens == 17
 
 
+async def test_a_vanishing_top_p_still_keeps_a_token(site: Site) -> None:
+    site.worker.script = say(5)
+    for top_p in (5e-324, 1e-300, 1e-6, 0.5):
+        await site.http.post("/v1/completions", json={"prompt": "x", "top_p": top_p})
+    sent = [stream.start.sampling.top_p for stream in site.worker.streams]
+    assert sent == [1e-6, 1e-6, 1e-6, 0.5]
+
+
 async def test_stop_string_across_tokens_ends_the_stream_on_the_worker(site: Site) -> None:
     ids = site.encode("one two three four five")
 

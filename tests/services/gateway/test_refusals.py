@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from services.common.errors import SettingsError
-from services.gateway.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from services.common.errors import InvalidRequest, SettingsError
+from services.gateway.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse_body,
+)
 from services.gateway.keys import ApiKeys
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import hang, say
@@ -43,6 +49,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "presence_penalty": 3}, "presence_penalty", "invalid_value"),
     ({"prompt": "x", "frequency_penalty": -3}, "frequency_penalty", "invalid_value"),
     ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    ({"prompt": "x", "repetition_penalty": 1e-300}, "repetition_penalty", "invalid_value"),
+    ({"prompt": "x", "repetition_penalty": 10.1}, "repetition_penalty", "invalid_value"),
     ({"prompt": "x", "logprobs": 21}, "logprobs", "invalid_value"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
     ({"prompt": "x", "logit_bias": {"1": 1, "01": 2}}, "logit_bias", "invalid_value"),
@@ -116,6 +124,13 @@ async def test_nulls_for_what_is_not_served_are_no_request(site: Site) -> None:
     message = {"role": "user", "content": "hi", "tool_calls": None, "refusal": None}
     body = {"messages": [message], "tools": None, "response_format": None, "seed": None}
     assert (await site.http.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("raw", [b'{"prompt": 7}', b'{"prompt": "x'])
+def test_an_error_does_not_keep_the_body(raw: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(raw, CompletionBody, max_depth=16)
+    assert caught.value.__context__ is None
 
 
 async def test_defaults_that_ask_for_nothing_are_no_request(site: Site) -> None:
