@@ -5,12 +5,21 @@ takes commands and decides, `compute` does what was planned.
 """
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 
 import torch
 
 from runtime.attention.base import Batch, SequenceSlice
-from runtime.errors import RuntimeFault
+from runtime.commands import (
+    Add,
+    Arrived,
+    Cancel,
+    Command,
+    Computed,
+    Release,
+    Reserve,
+    StepOutput,
+)
+from runtime.errors import NotFinite, RuntimeFault
 from runtime.kv.pages import pages_for
 from runtime.model import Model
 from runtime.sampling import Draw, Row, sample
@@ -30,87 +39,6 @@ __all__ = [
     "Reserve",
     "StepOutput",
 ]
-
-
-@dataclass(frozen=True)
-class Add:
-    """Prefill a request here, and decode it; or, with ``hold``, sample the first token of every
-    choice and keep the pages until `Release`."""
-
-    request: Request
-    hold: bool = False
-
-
-@dataclass(frozen=True)
-class Reserve:
-    """Give a request the pages of its tokens: their KV comes from another worker."""
-
-    request: Request
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """The KV of a reserved request is in its pages: decode every choice from its first token.
-
-    A choice that its first token ended is not run, and not reported as finished again.
-    """
-
-    id: str
-    first: tuple[SampledToken, ...]
-
-
-@dataclass(frozen=True)
-class Cancel:
-    """Forget a request and free its pages, at any time. Unknown ids are ignored."""
-
-    id: str
-
-
-@dataclass(frozen=True)
-class Release:
-    """Free the pages of a request that was held. Unknown ids are ignored."""
-
-    id: str
-
-
-Command = Add | Reserve | Arrived | Cancel | Release
-
-
-@dataclass(frozen=True)
-class Computed:
-    """A chunk whose KV is in the pages now.
-
-    ``first_token`` is a multiple of the page size; ``pages`` hold this chunk's tokens.
-    """
-
-    id: str
-    first_token: int
-    num_tokens: int
-    pages: tuple[int, ...]
-
-
-@dataclass
-class StepOutput:
-    """What one step did.
-
-    Attributes:
-        tokens: request id and token, in the order in which they were sampled.
-        finished: request id, choice and reason; a choice's last token is in ``tokens``.
-        computed: chunks whose KV is in the pages now. Those of a sequence that was preempted are
-            reported again.
-        reserved: request id and the pages of its tokens.
-        refused: request id and why; nothing of it is left.
-        started: requests whose first chunk this step computes. One that was preempted starts again.
-        ended: requests all of whose choices finished; their pages are returned unless held.
-    """
-
-    tokens: list[tuple[str, SampledToken]] = field(default_factory=list)
-    finished: list[tuple[str, int, FinishReason]] = field(default_factory=list)
-    computed: list[Computed] = field(default_factory=list)
-    reserved: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    refused: list[tuple[str, RuntimeFault]] = field(default_factory=list)
-    started: list[str] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
 
 
 class Engine:
@@ -196,8 +124,9 @@ class Engine:
     def step(self, incoming: Items[Command]) -> StepOutput:
         """`plan`, then `compute`, as one output. Raises what they raise."""
         planned, output = self.plan(incoming), self.compute()
-        output.refused, output.reserved = planned.refused, planned.reserved
-        output.started, output.ended = planned.started, planned.ended + output.ended
+        output.reserved, output.started = planned.reserved, planned.started
+        output.refused = planned.refused + output.refused
+        output.ended = planned.ended + output.ended
         return output
 
     def _take(self, command: Command, output: StepOutput) -> None:
@@ -284,9 +213,16 @@ class Engine:
                 [first.pages[last]] * len(others), [sequence.pages[last] for sequence in others]
             )
 
-    def _accept(self, sequence: Sequence, draw: Draw, output: StepOutput) -> bool:
+    def _accept(self, sequence: Sequence, draw: Draw | None, output: StepOutput) -> bool:
         """Append a token and report it. True if it is the choice's last one."""
         request = sequence.request
+        if draw is None and request.id in self._scheduler:
+            fault = NotFinite(f"the model's logits at token {len(sequence.tokens)} are not finite")
+            output.refused.append((request.id, fault))
+            self._scheduler.drop(request.id)
+        if draw is None or request.id not in self._scheduler:  # or it went with another choice
+            self._scheduler.discard(sequence)
+            return True
         index = len(sequence.tokens) - request.prompt_tokens
         token = SampledToken(sequence.choice, index, draw.token, draw.logprob, draw.top)
         output.tokens.append((request.id, token))

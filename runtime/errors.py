@@ -4,6 +4,8 @@ RuntimeFault
 ├── CheckpointError       a checkpoint cannot be read, or is of an unsupported kind
 ├── CompressionError      a factorization cannot be made
 ├── OutOfPages            a sequence does not fit the page pool, now or ever
+├── QueueFull             more sequences wait than the limits allow
+├── NotFinite             the model's logits are no numbers: there is nothing to draw from
 └── InvalidRequest        a sequence's parameters are outside the model's bounds
 """
 
@@ -22,6 +24,14 @@ class CompressionError(RuntimeFault):
 
 class OutOfPages(RuntimeFault):
     """The page pool cannot hold what was asked of it."""
+
+
+class QueueFull(RuntimeFault):
+    """More sequences wait than the limits allow."""
+
+
+class NotFinite(RuntimeFault):
+    """The model gave a sequence logits that are not finite."""
 
 
 class InvalidRequest(RuntimeFault):

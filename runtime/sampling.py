@@ -12,6 +12,8 @@ from torch import Tensor
 
 from runtime.sequence import Sampling
 
+_LARGEST = 1e30
+"""What a bias or a penalty may bring a logit to, so that sums of logits stay finite."""
 _CANDIDATES = 1024
 """How many of the most probable tokens are sorted before it is known whether they suffice."""
 
@@ -43,8 +45,9 @@ class Draw:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
-    """One token for each row of ``logits`` fp32 ``[len(rows), vocab]``."""
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw | None]:
+    """One token for each row of ``logits`` fp32 ``[len(rows), vocab]``; None where a row is not
+    finite."""
     if not any(row.sampling.reshapes for row in rows):
         shaped = logits
     else:
@@ -58,7 +61,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
         picked = _draw(shaped[drawn], [rows[number] for number in drawn])
         for number, token in zip(drawn, picked, strict=True):
             tokens[number] = token
-    return _with_logprobs(tokens, logits, rows)
+    finite = logits.sum(dim=-1).isfinite().tolist()
+    draws = _with_logprobs(tokens, logits, rows)
+    return [draw if fine else None for draw, fine in zip(draws, finite, strict=True)]
 
 
 def reshape(logits: Tensor, row: Row) -> None:
@@ -81,6 +86,7 @@ def reshape(logits: Tensor, row: Row) -> None:
     if output and (sampling.frequency_penalty or sampling.presence_penalty):
         seen, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
         logits[seen] -= counts * sampling.frequency_penalty + sampling.presence_penalty
+    logits.clamp_(-_LARGEST, _LARGEST)
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
@@ -151,6 +157,7 @@ def _pick(mass: Tensor, rows: Sequence[Row], vocab: int) -> tuple[Tensor, Tensor
     # min-p and top-k leave a distribution of their own total; without them the total is 1.
     total = torch.where(truncated, running[:, -1:], 1.0)
     nucleus = kept & ((running - mass < top_p * total) | (top_p == 1.0))
+    nucleus[:, 0] = True  # also where top_p times the total is too small for a number
     everything = count == vocab
     ended = ~nucleus[:, -1:] & (~kept[:, -1:] | ~truncated) | everything
     total = torch.where(ended, torch.where(nucleus, mass, 0.0).sum(dim=-1, keepdim=True), 1.0)

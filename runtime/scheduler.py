@@ -9,14 +9,10 @@ and admission is first come, first served.
 from bisect import insort
 from collections.abc import Iterable, Iterator
 
-from runtime.errors import InvalidRequest, OutOfPages, RuntimeFault
+from runtime.errors import InvalidRequest, OutOfPages, QueueFull, RuntimeFault
 from runtime.kv.pages import PagePool, pages_for
 from runtime.sequence import Request
 from runtime.work import Aim, Chunk, Limits, Plan, Sequence, Work
-
-
-class QueueFull(RuntimeFault):
-    """More sequences wait than the limits allow."""
 
 
 class Scheduler:
@@ -162,6 +158,10 @@ class Scheduler:
         if not held:
             del self._unfinished[request_id]
         return True
+
+    def discard(self, sequence: Sequence) -> None:
+        """Free the pages of a sequence that was in no queue when its request was dropped."""
+        self._release([sequence])
 
     def _grow(self) -> list[tuple[str, RuntimeFault]]:
         """Give every running sequence the slot of its last token, the oldest first.

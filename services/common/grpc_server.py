@@ -78,11 +78,25 @@ class GrpcServer:
         address: ``host:port``; port 0 takes a free one, `port` tells which.
         services: full names of what it serves, for health and reflection.
         token: the cluster token, or None for an open server.
+        max_message_bytes: a longer one is refused before it is parsed.
+        max_rpcs: at a time; more are refused.
     """
 
-    def __init__(self, address: str, services: Sequence[str], *, token: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        services: Sequence[str],
+        *,
+        token: str | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        max_rpcs: int | None = None,
+    ) -> None:
         interceptors = [TokenInterceptor(token)] if token else []
-        self.server = aio.server(options=_OPTIONS, interceptors=interceptors)
+        bound = ("grpc.max_receive_message_length", max_message_bytes)
+        options = [option for option in _OPTIONS if option[0] != bound[0]]
+        self.server = aio.server(
+            options=[*options, bound], interceptors=interceptors, maximum_concurrent_rpcs=max_rpcs
+        )
         self.port = self.server.add_insecure_port(address)
         self._services = tuple(services)
         self._health = HealthServicer()

@@ -1,6 +1,8 @@
 """Between the protocol's messages and the runtime's own types."""
 
+from headrace.v1 import error_pb2
 from headrace.v1 import sampling_pb2 as pb
+from runtime.errors import InvalidRequest, NotFinite, RuntimeFault
 from runtime.sequence import FinishReason, SampledToken, Sampling
 
 _FINISH = {
@@ -46,3 +48,12 @@ def token_from_message(message: pb.Token, *, with_logprobs: bool) -> SampledToke
 
 def finish_to_message(reason: FinishReason) -> "pb.FinishReason.ValueType":
     return _FINISH[reason]
+
+
+def fault_to_code(fault: RuntimeFault) -> "error_pb2.ErrorCode.ValueType":
+    """What the gateway decides by, where the engine refused a request."""
+    if isinstance(fault, InvalidRequest):
+        return error_pb2.ERROR_CODE_INVALID
+    if isinstance(fault, NotFinite):
+        return error_pb2.ERROR_CODE_INTERNAL
+    return error_pb2.ERROR_CODE_OVERLOADED

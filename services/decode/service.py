@@ -8,11 +8,11 @@ import structlog
 
 from headrace.v1 import decode_pb2_grpc, error_pb2, prefill_pb2
 from runtime.engine import Add, Arrived, Cancel, Reserve, StepOutput
-from runtime.errors import InvalidRequest, RuntimeFault
+from runtime.errors import RuntimeFault
 from services.common.grpc_server import GrpcServer, MessageStream
 from services.common.lifecycle import Worker, live
 from services.common.placement import Role
-from services.common.wire import token_from_message
+from services.common.wire import fault_to_code, token_from_message
 from services.common.worker import PAGE_SIZE, Loaded, digest_pages, load_worker
 from services.decode.session import DecodeSession, Stream
 from services.decode.settings import DecodeSettings
@@ -220,9 +220,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
                 stream.session.finish(stream, choice, reason)
 
     def _refuse(self, stream: Stream, fault: RuntimeFault) -> None:
-        invalid = isinstance(fault, InvalidRequest)
-        code = error_pb2.ERROR_CODE_INVALID if invalid else error_pb2.ERROR_CODE_OVERLOADED
-        stream.session.fail(stream, code, str(fault), self.identity.worker_id)
+        stream.session.fail(stream, fault_to_code(fault), str(fault), self.identity.worker_id)
 
     def observe(self) -> None:
         """Refreshes the gauges."""

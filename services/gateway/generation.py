@@ -38,6 +38,7 @@ _REFUSALS = (
     error_pb2.ERROR_CODE_OVERLOADED,
     error_pb2.ERROR_CODE_DRAINING,
 )
+_LOSSES = (error_pb2.ERROR_CODE_UNSPECIFIED, error_pb2.ERROR_CODE_PREFILL_LOST)
 _FINAL = {
     error_pb2.ERROR_CODE_INVALID: InvalidRequest,
     error_pb2.ERROR_CODE_DEADLINE: DeadlineExceeded,
@@ -78,7 +79,7 @@ class Generator:
         watch = _Stopwatch(request.arrived, self._metrics)
         self._metrics.prompt_tokens.inc(len(request.prompt))
         excluded: set[str] = set()
-        attempt = 0
+        attempt, lost = 0, 0
         while not text.done:
             placed = await self._place(request, progress, attempt, excluded)
             worker = placed.placement.decode
@@ -97,9 +98,9 @@ class Generator:
             except WorkerFailure as failure:
                 outcome = Outcome.REFUSED if failure.code in _REFUSALS else Outcome.FAILED
                 blame = _blamed(failure, placed)
-                attempt += 1
+                attempt, lost = attempt + 1, lost + (failure.code in _LOSSES)
                 if not progress.end():
-                    self._check_retry(failure, request, progress, attempt)
+                    self._check_retry(failure, request, progress, attempt, lost)
                 excluded.add(blame or worker.worker_id)
             finally:
                 if stream is not None:
@@ -152,6 +153,7 @@ class Generator:
         request: GenerationRequest,
         progress: Progress,
         attempts: int,
+        lost: int,
     ) -> None:
         """Returns where another attempt may follow.
 
@@ -170,6 +172,8 @@ class Generator:
             raise final(failure.message)
         if progress.started and request.choices > 1:
             raise Unavailable(f"{failure.message}; n > 1 cannot be continued elsewhere")
+        if lost >= self._settings.max_lost_workers:  # it may be what ends them
+            raise Unavailable(f"{lost} workers ended under this request: {failure.message}")
         if attempts >= self._settings.max_attempts:
             error = Overloaded if failure.code in _REFUSALS else Unavailable
             raise error(f"after {attempts} attempts: {failure.message}", retry_after_s=1.0)

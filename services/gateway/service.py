@@ -45,7 +45,12 @@ async def serve(settings: GatewaySettings) -> None:
     gateway = Gateway(settings, model, keys)
     listener = listen(settings.host, settings.port, write_timeout_s=settings.write_timeout_s)
     http = _HttpServer(http_config(build_app(gateway), gateway))
-    rpc = GrpcServer(f"{_bracketed(settings.host)}:{settings.grpc_port}", [SERVICE])
+    rpc = GrpcServer(
+        f"{_bracketed(settings.host)}:{settings.grpc_port}",
+        [SERVICE],
+        max_message_bytes=2 * settings.max_body_bytes,  # past the bound itself the refusal is ours
+        max_rpcs=settings.max_connections,
+    )
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), rpc.server)
     stop = _stop_on_signals()
     await rpc.start()

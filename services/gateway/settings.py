@@ -83,6 +83,9 @@ class GatewaySettings(ServiceSettings):
     max_attempts: int = Field(
         5, ge=1, le=64, description="placements of one request, the first counted in"
     )
+    max_lost_workers: int = Field(
+        2, ge=1, le=64, description="workers that may end under one request before it ends too"
+    )
     connect_timeout_s: float = Field(
         5.0, gt=0, le=60, description="to reach a router or a worker, seconds"
     )

@@ -7,10 +7,9 @@ from typing import Any
 import grpc
 import structlog
 
-from headrace.v1 import error_pb2, prefill_pb2_grpc
 from headrace.v1 import prefill_pb2 as pb
+from headrace.v1 import prefill_pb2_grpc
 from runtime.engine import Engine, StepOutput
-from runtime.errors import InvalidRequest
 from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer, MessageStream, next_message
 from services.common.lifecycle import Worker, live
@@ -135,9 +134,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         """What a step did, to whom it concerns; those who left meanwhile are not among the jobs."""
         for key, fault in output.refused:
             if key in self.jobs:
-                invalid = isinstance(fault, InvalidRequest)
-                code = error_pb2.ERROR_CODE_INVALID if invalid else error_pb2.ERROR_CODE_OVERLOADED
-                self._session_of(key).refuse(key, fault, code)
+                self._session_of(key).refuse(key, fault)
         for key in output.started:
             if key in self.jobs:
                 self._session_of(key).computing(key)

@@ -15,7 +15,7 @@ from runtime.errors import RuntimeFault
 from runtime.sequence import Request, SampledToken
 from services.common.engine_thread import EngineThread
 from services.common.grpc_server import MessageStream, next_message
-from services.common.wire import sampling_from_message, token_to_message
+from services.common.wire import fault_to_code, sampling_from_message, token_to_message
 from services.transfer.sender import Outgoing, Sender
 
 log = structlog.get_logger()
@@ -165,8 +165,8 @@ class PrefillSession:
         self._fail(job.outgoing.sequence, code, message)
         self.end(key)
 
-    def refuse(self, key: str, fault: RuntimeFault, code: "error_pb2.ErrorCode.ValueType") -> None:
-        self.fail(key, code, str(fault))
+    def refuse(self, key: str, fault: RuntimeFault) -> None:
+        self.fail(key, fault_to_code(fault), str(fault))
 
     def end(self, key: str) -> None:
         """Frees whatever the sequence still holds: engine work, pages, slots, lease. Idempotent."""

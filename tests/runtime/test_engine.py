@@ -8,9 +8,8 @@ import torch
 from runtime.checkpoint import Checkpoint
 from runtime.compress.forward import forward
 from runtime.engine import Add, Arrived, Cancel, Command, Engine, Release, Reserve, StepOutput
-from runtime.errors import InvalidRequest, OutOfPages
+from runtime.errors import InvalidRequest, NotFinite, OutOfPages, QueueFull
 from runtime.model import Model
-from runtime.scheduler import QueueFull
 from runtime.sequence import FinishReason, Request, SampledToken, Sampling
 from tests.runtime.tiny import (
     CONFIG,
@@ -355,3 +354,17 @@ def test_queue_tokens_count_what_is_accepted_and_not_finished(model: Model) -> N
     assert engine.queue_tokens == 0
     engine.step([Reserve(request_of("r", 50))])
     assert engine.queue_tokens == 50
+
+
+def test_logits_that_are_not_finite_end_their_own_sequence_alone() -> None:
+    requests = [request_of(str(n), 5 + n, 4, seed=n, choices=1 + n) for n in range(3)]
+    poison = next(iter(set(requests[1].tokens) - set(requests[0].tokens + requests[2].tokens)))
+    checkpoint = tiny_checkpoint()
+    embedding = checkpoint.embedding.clone()
+    embedding[poison] = torch.nan
+    engine = engine_of(Model(replace(checkpoint, embedding=embedding)))
+    pages = engine.pages_free
+    record = drive(engine, *(Add(request) for request in requests))
+    assert {name: type(fault) for name, fault in record.refused.items()} == {"1": NotFinite}
+    assert record.ended == ["0", "2"]
+    assert engine.pages_free == pages

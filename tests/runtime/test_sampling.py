@@ -5,10 +5,18 @@ import math
 import pytest
 import torch
 
-from runtime.sampling import Row, _mix64, reshape, sample, uniform
+from runtime.sampling import Draw, Row, _mix64, reshape, uniform
+from runtime.sampling import sample as sample_or_none
 from runtime.sequence import Sampling
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
+
+
+def sample(logits: torch.Tensor, rows: list[Row]) -> list[Draw]:
+    """Draws from logits that are all finite."""
+    draws = [draw for draw in sample_or_none(logits, rows) if draw is not None]
+    assert len(draws) == len(rows)
+    return draws
 
 
 def row(
@@ -156,3 +164,31 @@ def test_uniforms_are_a_fixed_hash_of_seed_choice_and_index() -> None:
     assert abs(series.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 4000)
     assert abs(series.square().mean() - 1 / 3) < 5 * math.sqrt(4 / 45 / 4000)
     assert abs(torch.corrcoef(torch.stack([series[:-1], series[1:]]))[0, 1]) < 5 / math.sqrt(4000)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_draws_nothing_and_no_other_is_touched(
+    temperature: float, broken: float
+) -> None:
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1))
+    rows = [Row(Sampling(temperature=temperature, seed=3), n, (0,), 1) for n in range(3)]
+    before = sample(logits, rows)
+    logits[1, 4321] = broken
+    assert sample_or_none(logits, rows) == [before[0], None, before[2]]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0, repetition_penalty=1e-300, seed=1),
+        Sampling(temperature=1.0, top_p=1e-320, min_p=1.0, seed=1),
+        Sampling(temperature=1.0, top_p=1e-320, top_k=1, seed=1),
+        Sampling(temperature=1e-6, logit_bias={1: 3e38, 2: -3e38}, seed=1),
+    ],
+    ids=["penalty", "min-p", "top-k", "bias"],
+)
+def test_extremes_that_underflow_or_overflow_still_draw_a_token(sampling: Sampling) -> None:
+    logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(2))
+    (draw,) = sample(logits, [row(sampling, tokens=(1, 2, 3), prompt=2)])
+    assert 0 <= draw.token < 5000

@@ -183,6 +183,18 @@ async def test_attempts_are_bounded(open_site: OpenSite, code: int, status: int)
     await site.router.settled()
 
 
+async def test_a_request_that_may_be_what_ends_workers_takes_few_with_it(
+    open_site: OpenSite,
+) -> None:
+    site: Site = await open_site(max_attempts=5, max_lost_workers=2)
+    site.worker.script = failing(error_pb2.ERROR_CODE_PREFILL_LOST)
+    answer = await completion(site)
+    assert answer.status_code == 503
+    assert "2 workers ended under this request" in answer.json()["error"]["message"]
+    assert len(site.worker.streams) == 2
+    await site.router.settled()
+
+
 @pytest.mark.parametrize("broken", ["repeated", "skipped", "choice", "reason"])
 async def test_a_worker_that_breaks_the_order_is_not_believed(
     open_site: OpenSite, broken: str
