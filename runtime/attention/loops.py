@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.compiled import Floats, Halves, as_bits, as_float, compiled, exp
-from runtime.tiles import LANES, accumulate, transpose
+from runtime.tiles import LANES, accumulate, prefetch, transpose
 
 Ints = NDArray[np.int32]
 _f, _u = np.float32, np.uint32
@@ -122,7 +122,7 @@ def attend(
                             values[j, d] = as_float(_u(v_pages[page, h, j, d]) << _u(16))
                         for r in range(LANES):
                             weights[j, r] = _f(0.0)
-                    accumulate(weights[:count], keys, 0, queries, dim)
+                    accumulate(weights[:count], keys, 0, queries, 0, dim)
                     for r in range(LANES):
                         rescale[r] = peak[r]
                     for j in range(count):
@@ -142,7 +142,7 @@ def attend(
                     for d in range(dim):
                         for r in range(LANES):
                             mixed[d, r] *= rescale[r]
-                    accumulate(mixed, values.T, 0, weights, count)
+                    accumulate(mixed, values.T, 0, weights, 0, count)
                 for r in range(min(LANES, rows - block)):
                     row = block + r
                     token, head = starts[s] + row // group, h * group + row % group
@@ -185,12 +185,22 @@ def attend_last(
             mixed[:] = _f(0.0)
             for start in range(0, lengths[s], LANES):
                 end = min(start + LANES, lengths[s])
+                # Where it goes on after this stretch: pages lie too far apart for the processor to
+                # find that out, so they are asked for one by one on the way.
+                then, then_head, then_start = s, h, end
+                if end == lengths[s]:
+                    then, then_head, then_start = s + (h + 1) // kv_heads, (h + 1) % kv_heads, 0
+                then_length = lengths[then] if then < len(lengths) else 0
                 for first in range(start, end, size):
                     transpose(k_pages[page_table[s, first // size], h], keys, first - start)
                 scores[:] = _f(0.0)
-                accumulate(scores, queries, 0, keys, dim)
+                accumulate(scores, queries, 0, keys, 0, dim)
                 for first in range(start, end, size):
                     count, at = min(size, end - first), first - start
+                    if then_start + at < then_length:
+                        soon = page_table[then, (then_start + at) // size]
+                        prefetch(k_pages, soon, then_head)
+                        prefetch(v_pages, soon, then_head)
                     page = v_pages[page_table[s, first // size], h]
                     for j in range(count):
                         for strip in range(strips):
@@ -212,7 +222,7 @@ def attend_last(
                             for d in range(LANES):
                                 mixed[strip, g, d] *= rescale
                     for strip in range(strips):
-                        accumulate(mixed[strip], scores, at, values[strip], count)
+                        accumulate(mixed[strip], scores, at, values[strip], 0, count)
             for g in range(group):
                 for d in range(dim):
                     out[s, h * group + g, d] = mixed[d // LANES, g, d % LANES] / total[g]

@@ -4,7 +4,6 @@ As in `runtime.compiled`, a row's result is defined by the order of operations a
 the same bits in any batch.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,52 +11,42 @@ from numba import types
 from numba.extending import overload
 
 from runtime.compiled import Bytes, Floats, Halves, as_bits, as_float, compiled, exp, fma
-from runtime.tiles import LANES, accumulate, decode
+from runtime.tiles import GROUP, LANES, accumulate
 
-GROUP = 32
-"""Columns that share a scale and an offset, and that are read at a time."""
-
-Source = tuple[Bytes, Floats, Floats] | tuple[Halves] | tuple[Floats]
-"""A weight `[out, in]` in blocks of LANES rows, of which the last is padded. Element
-``[b * LANES + l, k]`` is, of 8-bit codes, ``scales[b, g, l] · codes[b, k, l] + offsets[b, g, l]``,
-rounded once, with g = k // GROUP; or a bf16 pattern ``[b, k, l]``; or a float ``[b, k, l]``."""
+Source = Floats | Halves | tuple[Bytes, Floats, Floats]
+"""A weight `[out, in]` in blocks of LANES rows, of which the last is padded: floats or bf16
+patterns `[b, in, LANES]`, or 8-bit codes with scales and offsets `[b, in / GROUP, LANES]`. Each
+block is as `accumulate` takes it."""
 
 _SUMS = 16
 _f, _u = np.float32, np.uint32
 
 
-def _read(source: Source, b: int, k: int, out: Floats, count: int) -> None:
-    """``count`` columns, GROUP at most, of block ``b`` from column ``k`` on."""
-    raise NotImplementedError("compiled code alone reads weights")
+def _add_block(part: Floats, x: Floats, source: Source, b: int, first: int, end: int) -> None:
+    """Columns ``first … end - 1`` of the product with block ``b``, added to ``part``."""
+    raise NotImplementedError("compiled code alone multiplies")
 
 
-def _choose_reader(source: Any, b: Any, k: Any, out: Any, count: Any) -> Callable[..., None]:  # noqa: ARG001 - `_read`'s arguments
-    """What `_read` is for this kind of source, when a caller of it is compiled."""
+def _choose_block(part: Any, x: Any, source: Any, b: Any, first: Any, end: Any) -> Any:  # noqa: ARG001 - `_add_block`'s arguments
+    """What `_add_block` is for this kind of source, when a caller of it is compiled."""
 
-    def read_codes(source: Any, b: Any, k: Any, out: Any, count: Any) -> None:
+    def add_codes(part: Any, x: Any, source: Any, b: Any, first: Any, end: Any) -> None:
         codes, scales, offsets = source
-        decode(codes, scales, offsets, b, k, k // GROUP, out, count)
+        block = (codes[b], scales[b], offsets[b])
+        for k in range(first, end, GROUP):
+            accumulate(part, x, k, block, k, GROUP)
 
-    def read_patterns(source: Any, b: Any, k: Any, out: Any, count: Any) -> None:
-        for step in range(count):
-            for lane in range(LANES):
-                out[step, lane] = as_float(_u(source[0][b, k + step, lane]) << _u(16))
+    def add(part: Any, x: Any, source: Any, b: Any, first: Any, end: Any) -> None:
+        accumulate(part, x, first, source[b], first, end - first)
 
-    def read_floats(source: Any, b: Any, k: Any, out: Any, count: Any) -> None:
-        for step in range(count):
-            for lane in range(LANES):
-                out[step, lane] = source[0][b, k + step, lane]
-
-    if len(source) == 3:
-        return read_codes
-    return read_patterns if source[0].dtype == types.uint16 else read_floats
+    return add if isinstance(source, types.Array) else add_codes
 
 
-overload(_read)(_choose_reader)
+overload(_add_block)(_choose_block)
 
 
 @compiled
-def product(source: Source, x: Floats, k_block: int, y: Floats) -> None:
+def product(source: Source, blocks: int, x: Floats, k_block: int, y: Floats) -> None:
     """``y = x W^T`` for a few rows, summed as oneDNN sums: in order within blocks of k.
 
     Args:
@@ -67,17 +56,12 @@ def product(source: Source, x: Floats, k_block: int, y: Floats) -> None:
     """
     rows, columns, outputs = x.shape[0], x.shape[1], y.shape[1]
     part, total = np.empty((rows, LANES), np.float32), np.empty((rows, LANES), np.float32)
-    weights = np.empty((GROUP, LANES), np.float32)
-    for b in range(len(source[0])):
+    for b in range(blocks):
         for first in range(0, columns, k_block):
             for r in range(rows):
                 for lane in range(LANES):
                     part[r, lane] = _f(0.0)
-            end = min(columns, first + k_block)
-            for k in range(first, end, GROUP):
-                count = min(GROUP, end - k)
-                _read(source, b, k, weights, count)
-                accumulate(part, x, k, weights, count)
+            _add_block(part, x, source, b, first, min(columns, first + k_block))
             for r in range(rows):
                 for lane in range(LANES):
                     total[r, lane] = part[r, lane] if first == 0 else total[r, lane] + part[r, lane]

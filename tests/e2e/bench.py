@@ -32,7 +32,7 @@ from tests.e2e.deployment import Running, deployed
 if TYPE_CHECKING:  # it exists in the type stubs alone
     from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
 
-PREFILL_TOKENS, DECODE_PROMPT, DECODE_TOKENS, STREAMS, REPEATS = 512, 128, 48, 8, 3
+PREFILL_TOKENS, DECODE_PROMPT, DECODE_TOKENS, STREAMS, REPEATS = 512, 128, 48, 8, 7
 GATEWAY_GOAL = 5000.0  # tokens a second, on one core
 
 
