@@ -201,7 +201,7 @@ class CodedPlane:
     def digests(self, lengths: Tensor) -> Tensor:
         """int64 `[chunks]`, see `checksum.py`."""
         digests = (nh(self.signs, self.codes) * self.used).sum(dim=1)
-        halves = integers(self.slots.unflatten(1, (-1, 2, 4)))
+        halves = integers(self.slots.view(len(lengths), self.slots.shape[1] // 8, 2, 4))
         digests += nh(halves[..., 0], halves[..., 1], SLOT_KEY).sum(dim=1)
         word = torch.arange(WORDS, device=lengths.device)
         digests += (mix64_of(HIGH_TAG | word << 16 | self.high) * self.spilled).sum(dim=1)

@@ -47,7 +47,7 @@ def integers(data: Tensor) -> Tensor:
 
 def join_words(elements: Tensor, bits: int) -> Tensor:
     """`[chunks, CHUNK]` values of so many bits → words `[chunks, WORDS]`: e0, e2, e1, e3."""
-    e = elements.unflatten(1, (WORDS, WORD))
+    e = elements.view(len(elements), WORDS, WORD)
     return e[..., 0] | e[..., 2] << bits | e[..., 1] << 2 * bits | e[..., 3] << 3 * bits
 
 

@@ -123,6 +123,6 @@ def _to_chunks(content: Tensor, lengths: Tensor) -> Tensor:
 
 def _digest_raw(chunks: Tensor, lengths: Tensor) -> Tensor:
     """Digests of chunks stored raw, int64 `[chunks]`."""
-    e = chunks.unflatten(1, (WORDS, WORD))
+    e = chunks.view(len(chunks), WORDS, WORD)
     hashes = nh(e[..., 0] | e[..., 1] << 16, e[..., 2] | e[..., 3] << 16)
     return (hashes * inside(words_of(lengths), WORDS)).sum(dim=1)
