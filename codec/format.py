@@ -338,7 +338,7 @@ def _parse_planes(table: bytes) -> tuple[PlaneHeader, ...]:
     return tuple(planes)
 
 
-def max_payload_bytes(num_elements: int, slot_bytes: int = max(SLOT_SIZES)) -> int:
+def max_payload_bytes(num_elements: int, slot_bytes: int | None = None) -> int:
     """The largest payload of `codec.encode` for a tensor of `num_elements` elements, in bytes."""
     return max_segment_bytes(1, 1, 1, num_elements, max(num_elements, 1), slot_bytes)
 
@@ -349,7 +349,7 @@ def max_segment_bytes(
     dim: int,
     num_tokens: int,
     page_slots: int,
-    slot_bytes: int = max(SLOT_SIZES),
+    slot_bytes: int | None = None,
 ) -> int:
     """The largest segment of `codec.encode_pages`, in bytes, whatever the data and the modes.
 
@@ -357,4 +357,8 @@ def max_segment_bytes(
         slot_bytes: of the codebooks; the default bounds those of any size.
     """
     geometry = Geometry(kv_heads, dim, num_tokens, page_slots)
-    return max(Layout.of(geometry, [mode] * num_planes, slot_bytes).bound for mode in Mode)
+    return max(
+        Layout.of(geometry, [mode] * num_planes, size).bound
+        for mode in Mode
+        for size in ([slot_bytes] if slot_bytes else SLOT_SIZES)
+    )
