@@ -114,10 +114,10 @@ def calibrate(
     if dtype not in _DTYPE_NAMES:
         raise UnsupportedDtype(f"no codebooks for {dtype}")
     tensors = [sample] if isinstance(sample, Tensor) else list(sample)
-    codebook = Codebook(_most_frequent(tensors, dtype), dtype, slot_bytes or SLOT_SIZES[0])
+    codebook = Codebook(_most_frequent(tensors, dtype), dtype)
     if slot_bytes is None:
-        codebook = replace(codebook, slot_bytes=_cheapest([_slot_costs(tensors, codebook)]))
-    return codebook
+        slot_bytes = _cheapest([_slot_costs(tensors, codebook)])
+    return replace(codebook, slot_bytes=slot_bytes)
 
 
 def _exponents_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -150,15 +150,11 @@ def _slot_costs(tensors: Sequence[Tensor], codebook: Codebook) -> list[int]:
         has_code = torch.zeros(_EXPONENT_VALUES, dtype=torch.bool, device=tensor.device)
         has_code[list(codebook.exponents)] = True
         escaped = ~has_code[_exponents_of(tensor, codebook.dtype)]
-        for chunks in (
-            escaped[: len(escaped) // CHUNK * CHUNK],
-            escaped[len(escaped) // CHUNK * CHUNK :],
-        ):
-            length = min(CHUNK, len(chunks))
-            if length:
-                counts = chunks.view(-1, length).sum(dim=1)
-                for number, slot_bytes in enumerate(SLOT_SIZES):
-                    costs[number] += _bytes_with(slot_bytes, counts, -(-length // WORD))
+        cut = len(escaped) // CHUNK * CHUNK
+        for chunks, length in ((escaped[:cut], CHUNK), (escaped[cut:], len(escaped) - cut)):
+            counts = chunks.view(-1, max(length, 1)).sum(dim=1)
+            for number, slot_bytes in enumerate(SLOT_SIZES):
+                costs[number] += _bytes_with(slot_bytes, counts, -(-length // WORD))
     return costs
 
 

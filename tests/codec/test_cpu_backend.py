@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import codec
-from codec import loops
+from codec import loops, words
 from tests.codec.samples import make_pages
 
 
@@ -44,7 +44,7 @@ def test_without_a_place_for_the_cache_loops_compile_all_the_same(
     def double(values: Any) -> int:
         return int(2 * values[0])
 
-    assert loops._compiled(double)(np.array([21])) == 42
+    assert words.compiled(double)(np.array([21])) == 42
 
 
 def test_warm_up_leaves_nothing_to_compile(codebook: codec.Codebook) -> None:
