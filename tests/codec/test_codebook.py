@@ -87,7 +87,7 @@ def test_the_slot_size_is_the_one_that_takes_the_fewest_bytes(
 ) -> None:
     values = sample(escapes)
     assert codec.calibrate(values).slot_bytes == slot_bytes
-    sizes = {}
+    sizes: dict[int, int] = {}
     for size in (8, 16, 32):
         book = codec.calibrate(values, slot_bytes=size)
         assert book.slot_bytes == size

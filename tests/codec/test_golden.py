@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import codec
-from codec.checksum import mix64
 from codec.format import FULL, LISTED
+from codec.mix import mix64
 from codec.ops import Backend
 from tests.codec.plain import Segment, raw_digest, term
 from tests.codec.samples import BACKENDS, bits, from_bits
