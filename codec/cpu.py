@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from codec import loops
+from codec import loops, slots
 from codec.checksum import KEYS_HI, KEYS_LO
 from codec.chunks import chunk_table
 from codec.codebook import CODES, Codebook
@@ -18,9 +18,9 @@ from codec.format import SLOT_SIZES, Geometry, Layout, SegmentHeader
 from codec.words import Books
 
 _SLOT_ERRORS = {
-    loops.WRONG_COUNT: "a chunk has more escapes than it may, or lists too few",
-    loops.OUTSIDE: "a chunk's spilled bytes lie outside the segment",
-    loops.DISORDERED: "the positions of a chunk's escapes do not ascend within it",
+    slots.WRONG_COUNT: "a chunk has more escapes than it may, or lists too few",
+    slots.OUTSIDE: "a chunk's spilled bytes lie outside the segment",
+    slots.DISORDERED: "the positions of a chunk's escapes do not ascend within it",
 }
 
 
