@@ -10,7 +10,9 @@ compiler turns into vectors of words. Addresses need no alignment. Arguments tha
     high: address of a u16 for each word, the exponents' high nibbles.
 """
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
@@ -35,13 +37,23 @@ _FIELDS = 0x0001_0001_0001_0001
 """Times a number: that number in each field."""
 
 
+def _stamp_of(package: Path) -> str:
+    """Changes with any of a package's sources."""
+    sources = (source.read_bytes() for source in sorted(package.glob("*.py")))
+    return "_" + hashlib.blake2b(b"".join(sources), digest_size=8).hexdigest()
+
+
+_STAMP = _stamp_of(Path(__file__).parent)
+
+
 def compiled(function: _Function) -> _Function:
     """Compile on first use, without the interpreter's lock, cached on disk where that is possible.
 
     numba looks for a writable directory beside the source, then in the user's cache. Where neither
-    is, every process compiles for itself. The cache goes by a file's own date: touch `loops.py`
-    and `words.py` after changing a constant or a function that they import.
+    is, every process compiles for itself. It knows a cached function by its name and its own file;
+    the stamp in the name makes it know what that calls and imports from other files, too.
     """
+    function.__qualname__ += _STAMP
     try:
         made: _Function = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:
