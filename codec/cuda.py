@@ -142,6 +142,10 @@ class Plan:
         self._facts = zeros(4)
         self._counts = (chunks, total)
         self._grid, self._groups = (chunks, len(planes)), (groups,)
+        blocks = layout.blocks
+        self._blocks = (blocks[0], blocks[1] - blocks[0] if len(blocks) > 1 else 0)
+        raw = [book is None for book in codebooks]
+        self._modes = {"MIXED": len(set(raw)) > 1, "RAW": raw[0]}
         window = all(book is None or _is_window(book) for book in codebooks)
         self._kinds = {"SLOT": slot, "WINDOW": window, "ALIGNED": aligned, "num_warps": 1}
 
@@ -160,11 +164,13 @@ class Plan:
         source, tables = self._memory, self._tables[0]
         kernels.encode_kernel[self._grid](
             *source, tables, *self._where, *self._sizes, self._keys, *views,
-            streams.codes, streams.signs, self._digests, *self._spilled, **self._kinds,
+            *self._blocks, streams.codes, streams.signs, self._digests, *self._spilled,
+            **self._kinds, **self._modes,
         )  # fmt: skip
         kernels.seal_kernel[self._groups](
             *source, tables, *self._where, *self._sizes, self._keys, *views,
-            chunks, total, self._layout.spill, self._digests, *self._spilled, self._totals,
+            streams.codes, streams.signs, chunks, total, self._layout.spill,
+            self._digests, *self._spilled, self._totals,
             self._facts, **self._kinds,
         )  # fmt: skip
 
@@ -175,14 +181,16 @@ class Plan:
         """
         views = _views(payload)
         layout, (chunks, total) = self._layout, self._counts
+        header = self._static.view(torch.int32)
         kernels.decode_kernel[self._grid](
             *self._memory, self._tables[1], *self._where, *self._sizes, self._keys, *views,
-            self._static.view(torch.int32), layout.streams.codes, layout.streams.signs,
-            layout.spill, len(payload) - layout.spill, self._digests, self._totals, **self._kinds,
+            *self._blocks, layout.streams.codes, layout.streams.signs,
+            layout.spill, len(payload) - layout.spill, self._digests, self._totals,
+            **self._kinds, **self._modes,
         )  # fmt: skip
         kernels.verify_kernel[self._groups](
-            self._memory[2], *views[2:], chunks, total, len(payload), self._keys, self._digests,
-            self._totals, self._facts, *self._place, SLOT=self._kinds["SLOT"], num_warps=1,
+            self._memory[2], *views[2:], header, len(header), chunks, total, len(payload),
+            self._keys, self._digests, self._totals, self._facts, *self._place, SLOT=self._kinds["SLOT"], num_warps=1,
         )  # fmt: skip
 
     def digest(self) -> None:

@@ -46,6 +46,9 @@ _LENGTHS = [
     "payload_bytes",
     "chunks",
     "total",
+    "first_block",
+    "block_bytes",
+    "header_words",
 ]
 """What changes from prompt to prompt: kernels are not compiled anew for it."""
 
@@ -115,6 +118,16 @@ def _place(chunk, head_chunks, run_chunks, full_pages, run, rest, run_words, hea
 
 
 @triton.jit
+def _block(planes, plane, first_block, block_bytes, MIXED: tl.constexpr):
+    """Where a plane's block starts: in a row with all others, unless some are raw and some not."""
+    if MIXED:
+        block = tl.load(planes + 4 * plane + 1)
+    else:
+        block = plane.to(tl.int64) * block_bytes + first_block
+    return block
+
+
+@triton.jit
 def _load_words(x16, x64, at, w, length, ALIGNED: tl.constexpr):
     """A chunk's words, from element ``at`` on; zero past its length."""
     if length * ALIGNED == 1024:
@@ -159,28 +172,6 @@ def _pack_signs(lo, hi):
 
 
 @triton.jit
-def _store_entries(out8, at, lo, hi, f0, f1, w):
-    """The entries of a chunk's escapes from byte ``at`` on. Returns the sum of their hashes."""
-    n = f0 + f1
-    mine = (n & 0xFFFF) + (n >> 16)
-    flat = tl.reshape(mine, [256])
-    rank = tl.reshape(tl.cumsum(flat, axis=0) - flat, [4, 32, 2])
-    total = tl.zeros_like(rank).to(tl.int64)
-    for e in tl.static_range(4):
-        flag = (f0 if e < 2 else f1) >> (16 * (e % 2)) & 1
-        exponent = _shifted(lo if e < 2 else hi, 7 + 16 * (e % 2)) & 0xFF
-        position = 4 * w + e
-        entry = out8 + at + 3 * rank
-        tl.store(entry, (position & 0xFF).to(tl.uint8), mask=flag > 0)
-        tl.store(entry + 1, (position >> 8).to(tl.uint8), mask=flag > 0)
-        tl.store(entry + 2, exponent.to(tl.uint8), mask=flag > 0)
-        hashed = _mix64((rank.to(tl.int64) << 24) | ((exponent << 16) | position).to(tl.int64))
-        total += tl.where(flag > 0, hashed, 0)
-        rank += flag
-    return _all(total)
-
-
-@triton.jit
 def _coded(lo, hi, low, table, w, length, WINDOW: tl.constexpr):
     """A chunk's codes (0 for escapes) and escapes, `c0, c1, f0, f1` in 16-bit fields."""
     low2 = low | (low << 16)
@@ -195,6 +186,42 @@ def _coded(lo, hi, low, table, w, length, WINDOW: tl.constexpr):
         c0 &= v0 * 15
         c1 &= v1 * 15
     return c0, c1, f0, f1
+
+
+@triton.jit
+def _list_escapes(
+    x16, x64, at, length, low, table, out8, entries, WINDOW: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Reads a chunk again and lists its escapes from byte ``entries`` on.
+
+    Row by row, so that what few chunks need takes no registers from all of them. Returns the sum of
+    the entries' hashes.
+    """
+    column = tl.arange(0, 32)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    listed = 0
+    total = tl.zeros((), tl.int64)
+    for row in range(4):
+        w = row * 64 + column
+        x = _load_words(x16, x64, at, w, length, ALIGNED)
+        lo = x.to(tl.int32)
+        hi = (x >> 32).to(tl.int32)
+        _, _, f0, f1 = _coded(lo, hi, low, table, w, length, WINDOW)
+        n = f0 + f1
+        mine = tl.reshape((n & 0xFFFF) + (n >> 16), [64])
+        rank = listed + tl.reshape(tl.cumsum(mine, axis=0) - mine, [32, 2])
+        listed += tl.sum(mine, axis=0)
+        for e in tl.static_range(4):
+            flag = ((f0 if e < 2 else f1) >> (16 * (e % 2))) & 1
+            exponent = _shifted(lo if e < 2 else hi, 7 + 16 * (e % 2)) & 0xFF
+            position = 4 * w + e
+            entry = out8 + entries + 3 * rank
+            tl.store(entry, (position & 0xFF).to(tl.uint8), mask=flag > 0)
+            tl.store(entry + 1, (position >> 8).to(tl.uint8), mask=flag > 0)
+            tl.store(entry + 2, exponent.to(tl.uint8), mask=flag > 0)
+            hashed = _mix64((rank.to(tl.int64) << 24) | ((exponent << 16) | position).to(tl.int64))
+            total += tl.sum(tl.sum(tl.where(flag > 0, hashed, 0), axis=1), axis=0)
+            rank += flag
+    return total
 
 
 @triton.jit
@@ -214,8 +241,10 @@ def _pad(out8, end):
 def encode_kernel(
     x16, x64, planes, tables, page_ids, page_stride, head_stride,
     head_chunks, run_chunks, full_pages, run, rest, run_words, head_words,
-    keys, out8, out16, out32, out64, codes_at, signs_at, digests, groups, supers,
+    keys, out8, out16, out32, out64, first_block, block_bytes, codes_at, signs_at,
+    digests, groups, supers,
     SLOT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
+    MIXED: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Everything of a chunk but what depends on other chunks: tails, and slots that point to them."""
     chunk = tl.program_id(0)
@@ -223,7 +252,7 @@ def encode_kernel(
     head, page, start, length, word = _place(
         chunk, head_chunks, run_chunks, full_pages, run, rest, run_words, head_words
     )
-    block = tl.load(planes + 4 * plane + 1)
+    block = _block(planes, plane, first_block, block_bytes, MIXED)
     low = tl.load(planes + 4 * plane + 2).to(tl.int32)
     page_id = tl.load(page_ids + page).to(tl.int64)
     w = _word_numbers()
@@ -233,15 +262,16 @@ def encode_kernel(
     lo = x.to(tl.int32)
     hi = (x >> 32).to(tl.int32)
     number = plane.to(tl.int64) * tl.num_programs(0) + chunk
+    raw = low < 0 if MIXED else RAW
     if chunk == tl.num_programs(0) - 1:
         words_end = word + (length + 3) // 4
-        if low < 0:
+        if raw:
             _pad(out8, block + 8 * words_end)
         else:
             _pad(out8, block + (chunk + 1).to(tl.int64) * SLOT)
             _pad(out8, block + codes_at + 2 * words_end)
             _pad(out8, block + signs_at + 4 * words_end)
-    if low < 0:
+    if raw:
         tl.store(out64 + block // 8 + word + w, x, mask=used)
         d = _nh(lo, hi, keys, w)
     else:
@@ -274,35 +304,56 @@ def encode_kernel(
                 else:
                     first = FULL
                     units = (tl.maximum(2 * words - (SLOT - 8), 0) + 7) // 8
-                    low_nibbles = _nibbles(lo, hi, 7)
-                    tl.store(out16 + codes + w, low_nibbles.to(tl.int16), mask=used)
-                    d = _nh(s, low_nibbles, keys, w)
                 group = number // GROUP
                 tl.atomic_add(groups + group, units)
                 tl.atomic_add(supers + group // GROUP, units)
             tl.store(out32 + slot // 4 + j, tl.where(j == 0, first, 0))
             if n <= (SLOT - 1) // 3:
                 tl.debug_barrier()
-                _store_entries(out8, slot + 1, lo, hi, f0, f1, w)
+                table = tables + plane * 256
+                _list_escapes(x16, x64, at, length, low, table, out8, slot + 1, WINDOW, ALIGNED)
     if length < 1024:
         d = tl.where(used, d, 0)
     tl.store(digests + number, _all(d))
 
 
 @triton.jit
-def _store_full(out16, slot, spill, h, w, words, SLOT: tl.constexpr):
-    """High nibbles of a chunk stored in full. Returns the sum of the hashes of those that spill."""
-    held = (SLOT - 8) // 2
-    used = w < words
-    tl.store(out16 + slot // 2 + 4 + w, h.to(tl.int16), mask=_both(used, w < held))
-    spilled = _both(used, w >= held)
-    tl.store(out16 + spill // 2 + w - held, h.to(tl.int16), mask=spilled)
-    return _all(tl.where(spilled, _mix64(_full_tag(w, h)), 0))
+def _full_tag(w, h):
+    return (1 << 40) | (w.to(tl.int64) << 16) | h.to(tl.int64)
 
 
 @triton.jit
-def _full_tag(w, h):
-    return (1 << 40) | (w.to(tl.int64) << 16) | h.to(tl.int64)
+def _store_full(
+    x16, x64, at, length, low, table, keys, out16, out32, slot, spill, codes, signs,
+    SLOT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Stores a chunk in full: low nibbles for codes, high ones in its slot and its tail.
+
+    Returns its digest, and how many escapes it has.
+    """
+    held = (SLOT - 8) // 2
+    column = tl.arange(0, 32)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    digest = tl.zeros((), tl.int64)
+    escapes = 0
+    for row in range(4):
+        w = row * 64 + column
+        used = 4 * w < length
+        x = _load_words(x16, x64, at, w, length, ALIGNED)
+        lo = x.to(tl.int32)
+        hi = (x >> 32).to(tl.int32)
+        _, _, f0, f1 = _coded(lo, hi, low, table, w, length, WINDOW)
+        n = f0 + f1
+        escapes += tl.sum(tl.reshape((n & 0xFFFF) + (n >> 16), [64]), axis=0)
+        c = _nibbles(lo, hi, 7)
+        h = _nibbles(lo, hi, 11)
+        tl.store(out16 + codes + w, c.to(tl.int16), mask=used)
+        tl.store(out16 + slot // 2 + 4 + w, h.to(tl.int16), mask=_both(used, w < held))
+        far = _both(used, w >= held)
+        tl.store(out16 + spill // 2 + w - held, h.to(tl.int16), mask=far)
+        s = tl.load(out32 + signs + w, mask=used, other=0)
+        d = tl.where(used, _nh(s, c, keys, w), 0) + tl.where(far, _mix64(_full_tag(w, h)), 0)
+        digest += tl.sum(tl.reshape(d, [64]), axis=0)
+    return digest, escapes
 
 
 @triton.jit
@@ -367,8 +418,8 @@ def _seal(length, checksum, crc):
 def seal_kernel(
     x16, x64, planes, tables, page_ids, page_stride, head_stride,
     head_chunks, run_chunks, full_pages, run, rest, run_words, head_words,
-    keys, out8, out16, out32, out64, chunks, total, spill_at, digests, groups, supers, totals,
-    facts, SLOT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
+    keys, out8, out16, out32, out64, codes_at, signs_at, chunks, total, spill_at,
+    digests, groups, supers, totals, facts, SLOT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Writes the tails of a group's chunks; the last program writes the header's end.
 
@@ -379,48 +430,54 @@ def seal_kernel(
     lost = 0
     if tl.load(groups + g) > 0:
         before = _units_before(groups, supers, g)
-        w = _word_numbers()
-        for i in range(GROUP):
+        j = tl.arange(0, GROUP)
+        here = g.to(tl.int64) * GROUP + j
+        owner = here // chunks
+        inside = here < total
+        coded = tl.load(planes + 4 * owner + 2, mask=inside, other=-1) >= 0
+        slots = tl.load(planes + 4 * owner + 1, mask=inside, other=0)
+        slots += (here - owner * chunks) * SLOT
+        kinds = tl.load(out8 + slots, mask=_both(inside, coded), other=0).to(tl.int32)
+        spilled = (kinds >= LIST).to(tl.int32)
+        i = -1
+        for _ in range(tl.sum(spilled, axis=0)):
+            i = tl.min(tl.where(_both(spilled > 0, j > i), j, GROUP), axis=0)
             number = g.to(tl.int64) * GROUP + i
-            kind = 0
             plane = number // chunks
             chunk = (number - plane * chunks).to(tl.int32)
-            if number < total:
-                low = tl.load(planes + 4 * plane + 2).to(tl.int32)
-                slot = tl.load(planes + 4 * plane + 1) + chunk.to(tl.int64) * SLOT
-                if low >= 0:
-                    kind = tl.load(out8 + slot).to(tl.int32)
-                if kind >= LIST:
-                    head, page, start, length, word = _place(
-                        chunk, head_chunks, run_chunks, full_pages, run, rest, 0, 0
-                    )
-                    page_id = tl.load(page_ids + page).to(tl.int64)
-                    at = tl.load(planes + 4 * plane) + page_id * page_stride
-                    at += head * head_stride + start
-                    x = _load_words(x16, x64, at, w, length, ALIGNED)
-                    lo = x.to(tl.int32)
-                    hi = (x >> 32).to(tl.int32)
-                    table = tables + plane * 256
-                    c0, c1, f0, f1 = _coded(lo, hi, low, table, w, length, WINDOW)
-                    n = f0 + f1
-                    n = _all((n & 0xFFFF) + (n >> 16))
-                    words = (length + 3) // 4
-                    spill = spill_at + 8 * before
-                    if kind == LIST:
-                        filled = 3 * n
-                        hashed = _store_entries(out8, spill, lo, hi, f0, f1, w)
-                    else:
-                        filled = tl.maximum(2 * words - (SLOT - 8), 0)
-                        h = _nibbles(lo, hi, 11)
-                        hashed = _store_full(out16, slot, spill, h, w, words, SLOT)
-                        lost += n
-                    units = (filled + 7) // 8
-                    j = tl.arange(0, 8)
-                    zeros = tl.zeros((8,), tl.uint8)
-                    tl.store(out8 + spill + filled + j, zeros, mask=filled + j < 8 * units)
-                    tl.store(out32 + slot // 4 + 1, before.to(tl.int32))
-                    tl.store(digests + number, tl.load(digests + number) + hashed)
-                    before += units
+            low = tl.load(planes + 4 * plane + 2).to(tl.int32)
+            slot = tl.load(planes + 4 * plane + 1) + chunk.to(tl.int64) * SLOT
+            kind = tl.load(out8 + slot).to(tl.int32)
+            head, page, start, length, word = _place(
+                chunk, head_chunks, run_chunks, full_pages, run, rest, run_words, head_words
+            )
+            page_id = tl.load(page_ids + page).to(tl.int64)
+            at = tl.load(planes + 4 * plane) + page_id * page_stride
+            at += head * head_stride + start
+            words = (length + 3) // 4
+            spill = spill_at + 8 * before
+            if kind == LIST:
+                filled = 3 * (tl.load(out16 + slot // 2 + 1).to(tl.int32) & 0xFFFF)
+                hashed = _list_escapes(
+                    x16, x64, at, length, low, tables + plane * 256, out8, spill, WINDOW, ALIGNED
+                )
+            else:
+                filled = tl.maximum(2 * words - (SLOT - 8), 0)
+                block = tl.load(planes + 4 * plane + 1)
+                streams = (block + codes_at) // 2 + word, (block + signs_at) // 4 + word
+                changed, n = _store_full(
+                    x16, x64, at, length, low, tables + plane * 256, keys,
+                    out16, out32, slot, spill, streams[0], streams[1], SLOT, WINDOW, ALIGNED,
+                )  # fmt: skip
+                hashed = changed - tl.load(digests + number)
+                lost += n
+            units = (filled + 7) // 8
+            k = tl.arange(0, 8)
+            zeros = tl.zeros((8,), tl.uint8)
+            tl.store(out8 + spill + filled + k, zeros, mask=filled + k < 8 * units)
+            tl.store(out32 + slot // 4 + 1, before.to(tl.int32))
+            tl.store(digests + number, tl.load(digests + number) + hashed)
+            before += units
         tl.debug_barrier()
     term, escapes = _terms(
         g, total, chunks, planes, out32, keys, digests,
@@ -488,13 +545,17 @@ def _store_words(x16, x64, at, w, x, length, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _foreign(payload32, expected, plane):
-    """Whether the header's fields that both sides know differ, for this plane."""
-    j = tl.arange(0, 16)
-    field = tl.where(j < 10, j, 16 + 4 * plane + j - 10)
-    theirs = tl.load(payload32 + field, mask=j < 14, other=0)
-    ours = tl.load(expected + field, mask=j < 14, other=0)
-    return tl.max(tl.where(theirs == ours, 0, 1), axis=0)
+def _foreign(payload32, expected, header_words):
+    """How many words of the header differ from what both sides know of it."""
+    i = tl.arange(0, 64)
+    differing = 0
+    for first in range(0, header_words, 64):
+        word = first + i
+        known = _both(word < header_words, tl.where(word < 10, 1, word >= 16) > 0)
+        theirs = tl.load(payload32 + word, mask=known, other=0)
+        ours = tl.load(expected + word, mask=known, other=0)
+        differing += tl.sum(tl.where(theirs == ours, 0, 1), axis=0)
+    return differing
 
 
 @triton.jit
@@ -534,9 +595,10 @@ def _patch(x16, at, payload8, signs, entries, n, length, LISTED: tl.constexpr):
 def decode_kernel(
     x16, x64, planes, books, page_ids, page_stride, head_stride,
     head_chunks, run_chunks, full_pages, run, rest, run_words, head_words,
-    keys, payload8, payload16, payload32, payload64, expected, codes_at, signs_at,
-    spill_at, spill_bytes, digests, totals,
+    keys, payload8, payload16, payload32, payload64, first_block, block_bytes,
+    codes_at, signs_at, spill_at, spill_bytes, digests, totals,
     SLOT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
+    MIXED: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """A chunk into its page. Never reads or writes out of bounds, whatever the payload holds."""
     chunk = tl.program_id(0)
@@ -544,16 +606,15 @@ def decode_kernel(
     head, page, start, length, word = _place(
         chunk, head_chunks, run_chunks, full_pages, run, rest, run_words, head_words
     )
-    block = tl.load(planes + 4 * plane + 1)
+    block = _block(planes, plane, first_block, block_bytes, MIXED)
     low = tl.load(planes + 4 * plane + 2).to(tl.int32)
     page_id = tl.load(page_ids + page).to(tl.int64)
     w = _word_numbers()
     used = 4 * w < length
     at = tl.load(planes + 4 * plane) + page_id * page_stride + head * head_stride + start
     number = plane.to(tl.int64) * tl.num_programs(0) + chunk
-    if _foreign(payload32, expected, plane) > 0:
-        tl.atomic_or(totals + ERRORS, tl.full((), FOREIGN, tl.int64))
-    elif low < 0:
+    raw = low < 0 if MIXED else RAW
+    if raw:
         x = tl.load(payload64 + block // 8 + word + w, mask=used, other=0)
         _store_words(x16, x64, at, w, x, length, ALIGNED)
         d = _nh(x.to(tl.int32), (x >> 32).to(tl.int32), keys, w)
@@ -628,7 +689,8 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def verify_kernel(
-    planes, payload32, payload64, chunks, total, payload_bytes, keys, digests, totals, facts,
+    planes, payload32, payload64, expected, header_words, chunks, total, payload_bytes,
+    keys, digests, totals, facts,
     head_chunks, run_chunks, full_pages, run, rest, SLOT: tl.constexpr,
 ):  # fmt: skip
     """Sums the checksum; ``facts`` int64 `[4]`: length, checksum found, that announced, errors."""
@@ -643,7 +705,8 @@ def verify_kernel(
         announced = tl.load(payload64 + 6)
         seal = _seal(length, announced, _unsigned(tl.load(payload32 + 5)))
         errors = tl.load(totals + ERRORS, volatile=True)
-        foreign = (length != payload_bytes).to(tl.int32)
+        foreign = _foreign(payload32, expected, header_words)
+        foreign += (length != payload_bytes).to(tl.int32)
         foreign += (seal != tl.load(payload64 + 7)).to(tl.int32)
         if foreign > 0:
             errors |= 1
