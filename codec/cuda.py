@@ -189,8 +189,10 @@ class Plan:
             **self._kinds, **self._modes,
         )  # fmt: skip
         kernels.verify_kernel[self._groups](
-            self._memory[2], *views[2:], header, len(header), chunks, total, len(payload),
-            self._keys, self._digests, self._totals, self._facts, *self._place, SLOT=self._kinds["SLOT"], num_warps=1,
+            *self._memory, *self._where, *self._sizes, self._keys, *views, header, len(header),
+            layout.streams.codes, layout.streams.signs, layout.spill, len(payload) - layout.spill,
+            chunks, total, len(payload), self._digests, self._totals, self._facts,
+            SLOT=self._kinds["SLOT"], ALIGNED=self._kinds["ALIGNED"], num_warps=1,
         )  # fmt: skip
 
     def digest(self) -> None:

@@ -395,6 +395,19 @@ def _terms(
 
 
 @triton.jit
+def _kinds(g, total, chunks, planes, payload8, SLOT: tl.constexpr):
+    """Of a group's chunks: their numbers in it, and their slots' first bytes, 0 for a raw one."""
+    j = tl.arange(0, GROUP)
+    number = g.to(tl.int64) * GROUP + j
+    here = number < total
+    plane = number // chunks
+    coded = tl.load(planes + 4 * plane + 2, mask=here, other=-1) >= 0
+    slots = tl.load(planes + 4 * plane + 1, mask=here, other=0) + (number - plane * chunks) * SLOT
+    kinds = tl.load(payload8 + slots, mask=_both(here, coded), other=0).to(tl.int32)
+    return j, kinds
+
+
+@triton.jit
 def _finished(totals, g, term):
     """Adds a group's terms. Returns whether this was the last program, and then the checksum."""
     tl.atomic_add(totals + g % SUMS, term)
@@ -430,14 +443,7 @@ def seal_kernel(
     lost = 0
     if tl.load(groups + g) > 0:
         before = _units_before(groups, supers, g)
-        j = tl.arange(0, GROUP)
-        here = g.to(tl.int64) * GROUP + j
-        owner = here // chunks
-        inside = here < total
-        coded = tl.load(planes + 4 * owner + 2, mask=inside, other=-1) >= 0
-        slots = tl.load(planes + 4 * owner + 1, mask=inside, other=0)
-        slots += (here - owner * chunks) * SLOT
-        kinds = tl.load(out8 + slots, mask=_both(inside, coded), other=0).to(tl.int32)
+        j, kinds = _kinds(g, total, chunks, planes, out8, SLOT)
         spilled = (kinds >= LIST).to(tl.int32)
         i = -1
         for _ in range(tl.sum(spilled, axis=0)):
@@ -531,6 +537,16 @@ def _exponents(c, low2, book, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _words(s, e0, e1):
+    """Words of packed signs and of exponents in 16-bit fields."""
+    s0 = s & 0x00FF00FF
+    s1 = _shifted(s, 8) & 0x00FF00FF
+    lo = (s0 & 0x007F007F) | ((s0 & 0x00800080) << 8) | (e0 << 7)
+    hi = (s1 & 0x007F007F) | ((s1 & 0x00800080) << 8) | (e1 << 7)
+    return _unsigned(lo) | (hi.to(tl.int64) << 32)
+
+
+@triton.jit
 def _store_words(x16, x64, at, w, x, length, ALIGNED: tl.constexpr):
     """A chunk's words to element ``at`` and on, and nothing past its length."""
     if length * ALIGNED == 1024:
@@ -559,7 +575,7 @@ def _foreign(payload32, expected, header_words):
 
 
 @triton.jit
-def _patch(x16, at, payload8, signs, entries, n, length, LISTED: tl.constexpr):
+def _patch(x16, at, payload8, signs, entries, n, length, kind):
     """Writes the elements that ``n`` entries name.
 
     Returns the sum of the entries' hashes if they are a list's, and whether they are in order.
@@ -585,7 +601,7 @@ def _patch(x16, at, payload8, signs, entries, n, length, LISTED: tl.constexpr):
         sign = tl.load(payload8 + signs + byte, mask=inside, other=0).to(tl.int32)
         value = (sign & 0x7F) | ((sign & 0x80) << 8) | (exponent << 7)
         tl.store(x16 + at + position, value.to(tl.int16), mask=inside)
-        if LISTED:
+        if kind == LIST:
             tag = (j.to(tl.int64) << 24) | ((exponent << 16) | position).to(tl.int64)
             hashed += tl.sum(tl.where(here, _mix64(tag), 0), axis=0)
     return hashed, wrong
@@ -653,48 +669,85 @@ def decode_kernel(
             entries = spill_at + offset
         if wrong > 0:
             n = 0
-        if wrong + (kind != FULL).to(tl.int32) == 0:
-            held = (SLOT - 8) // 2
-            near = _both(used, w < held)
-            h = tl.load(payload16 + slot // 2 + 4 + w, mask=near, other=0).to(tl.int32)
-            far = _both(used, w >= held)
-            tail = tl.load(payload16 + entries // 2 + w - held, mask=far, other=0).to(tl.int32)
-            h = (h | tail) & 0xFFFF
-            digest += _all(tl.where(far, _mix64(_full_tag(w, h)), 0))
-            h0, h1 = _unpack(h)
-            e0 = c0 | (h0 << 4)
-            e1 = c1 | (h1 << 4)
-        else:
-            e0 = _exponents(c0, low2, book, WINDOW)
-            e1 = _exponents(c1, low2, book, WINDOW)
-        s0 = s & 0x00FF00FF
-        s1 = _shifted(s, 8) & 0x00FF00FF
-        lo = (s0 & 0x007F007F) | ((s0 & 0x00800080) << 8) | (e0 << 7)
-        hi = (s1 & 0x007F007F) | ((s1 & 0x00800080) << 8) | (e1 << 7)
-        x = _unsigned(lo) | (hi.to(tl.int64) << 32)
+        e0 = _exponents(c0, low2, book, WINDOW)
+        e1 = _exponents(c1, low2, book, WINDOW)
+        x = _words(s, e0, e1)
         _store_words(x16, x64, at, w, x, length, ALIGNED)
         if n > 0:
             tl.debug_barrier()
             sign_bytes = block + signs_at + 4 * word
-            if kind == LIST:
-                hashed, disorder = _patch(x16, at, payload8, sign_bytes, entries, n, length, True)
-                digest += hashed
-            else:
-                _, disorder = _patch(x16, at, payload8, sign_bytes, entries, n, length, False)
+            hashed, disorder = _patch(x16, at, payload8, sign_bytes, entries, n, length, kind)
+            digest += hashed
             wrong += disorder
         if wrong > 0:
             tl.atomic_or(totals + ERRORS, tl.full((), BAD_SLOT, tl.int64))
         tl.store(digests + number, digest)
 
 
+@triton.jit
+def _load_full(
+    x16, x64, at, length, payload16, payload32, slot, spill, codes, signs,
+    SLOT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Writes a chunk that is stored in full. Returns the hashes of what lies in its tail."""
+    held = (SLOT - 8) // 2
+    column = tl.arange(0, 32)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    hashed = tl.zeros((), tl.int64)
+    for row in range(4):
+        w = row * 64 + column
+        used = 4 * w < length
+        near = _both(used, w < held)
+        far = _both(used, w >= held)
+        h = tl.load(payload16 + slot // 2 + 4 + w, mask=near, other=0).to(tl.int32)
+        h |= tl.load(payload16 + spill // 2 + w - held, mask=far, other=0).to(tl.int32)
+        h &= 0xFFFF
+        c = tl.load(payload16 + codes + w, mask=used, other=0).to(tl.int32) & 0xFFFF
+        s = tl.load(payload32 + signs + w, mask=used, other=0)
+        c0, c1 = _unpack(c)
+        h0, h1 = _unpack(h)
+        x = _words(s, c0 | (h0 << 4), c1 | (h1 << 4))
+        _store_words(x16, x64, at, w, x, length, ALIGNED)
+        hashed += tl.sum(tl.reshape(tl.where(far, _mix64(_full_tag(w, h)), 0), [64]), axis=0)
+    return hashed
+
+
 @triton.jit(do_not_specialize=_LENGTHS)
 def verify_kernel(
-    planes, payload32, payload64, expected, header_words, chunks, total, payload_bytes,
-    keys, digests, totals, facts,
-    head_chunks, run_chunks, full_pages, run, rest, SLOT: tl.constexpr,
+    x16, x64, planes, page_ids, page_stride, head_stride,
+    head_chunks, run_chunks, full_pages, run, rest, run_words, head_words,
+    keys, payload8, payload16, payload32, payload64, expected, header_words,
+    codes_at, signs_at, spill_at, spill_bytes, chunks, total, payload_bytes,
+    digests, totals, facts, SLOT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Sums the checksum; ``facts`` int64 `[4]`: length, checksum found, that announced, errors."""
+    """Brings a group's chunks that are stored in full, and sums the checksum.
+
+    ``facts`` int64 `[4]`: length, checksum found, that announced, errors.
+    """
     g = tl.program_id(0)
+    j, kinds = _kinds(g, total, chunks, planes, payload8, SLOT)
+    stored = (kinds == FULL).to(tl.int32)
+    i = -1
+    for _ in range(tl.sum(stored, axis=0)):
+        i = tl.min(tl.where(_both(stored > 0, j > i), j, GROUP), axis=0)
+        number = g.to(tl.int64) * GROUP + i
+        plane = number // chunks
+        chunk = (number - plane * chunks).to(tl.int32)
+        head, page, start, length, word = _place(
+            chunk, head_chunks, run_chunks, full_pages, run, rest, run_words, head_words
+        )
+        page_id = tl.load(page_ids + page).to(tl.int64)
+        at = tl.load(planes + 4 * plane) + page_id * page_stride + head * head_stride + start
+        block = tl.load(planes + 4 * plane + 1)
+        slot = block + chunk.to(tl.int64) * SLOT
+        offset = _unsigned(tl.load(payload32 + slot // 4 + 1)) * 8
+        size = tl.maximum(2 * ((length + 3) // 4) - (SLOT - 8), 0)
+        if offset + size <= spill_bytes:
+            hashed = _load_full(
+                x16, x64, at, length, payload16, payload32, slot, spill_at + offset,
+                (block + codes_at) // 2 + word, (block + signs_at) // 4 + word, SLOT, ALIGNED,
+            )  # fmt: skip
+            tl.store(digests + number, tl.load(digests + number) + hashed)
+    tl.debug_barrier()
     term, _ = _terms(
         g, total, chunks, planes, payload32, keys, digests,
         head_chunks, run_chunks, full_pages, run, rest, SLOT,
