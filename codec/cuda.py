@@ -1,9 +1,9 @@
 """The GPU backend: the reference's bytes in two launches, without a word from the host in between.
 
-A `Plan` is one segment's geometry on a device: where planes, pages and streams are, in tensors that
-its kernels read. `Plan.encode` and `Plan.decode` only launch; lengths, checksum and errors come back
-by a copy that the caller waits for, or not, so both can be captured in a CUDA graph. Kernels go to
-the current stream of the current device, which is the planes'.
+A `Plan` is one segment's geometry on a device: where planes, pages and streams are, in tensors
+that its kernels read. `Plan.encode` and `Plan.decode` only launch; lengths, checksum and errors
+come back by a copy that the caller waits for, or not, so both can be captured in a CUDA graph.
+Kernels go to the current stream of the current device, which is the planes'.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,6 @@ from codec.format import (
 from codec.mix import MASK64
 
 _GROUP = int(kernels.GROUP)
-_TOTALS = 67
 _ERRORS = (
     "the header is not that of this geometry and these codebooks",
     "a slot names more escapes, or others, than its chunk can have",
@@ -56,7 +55,7 @@ class Facts:
             return cls(facts, None)
         numbers = torch.empty(4, dtype=torch.int64, pin_memory=True)
         numbers.copy_(facts, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return cls(numbers, event)
 
@@ -92,58 +91,38 @@ class Plan:
         device = planes[0].device
         sizes = (book.slot_bytes for book in codebooks if book is not None)
         slot = slot_bytes or next(sizes, SLOT_SIZES[0])
-        first = min(planes, key=Tensor.data_ptr)
-        offsets = [(plane.data_ptr() - first.data_ptr()) // 2 for plane in planes]
-        strides = (planes[0].stride(0), planes[0].stride(1))
-        run = geometry.page_slots * geometry.dim
-        rest, full_pages = geometry.rest_slots * geometry.dim, geometry.full_pages
-        run_words, rest_words = -(-run // WORD), -(-rest // WORD)
-        chunks = geometry.num_chunks
-        total = len(planes) * chunks
-        groups = -(-total // _GROUP)
-
-        def on_device(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device)
-
-        def zeros(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        table = [
-            (offset, block, -1 if book is None else book.exponents[0], 0)
-            for offset, block, book in zip(offsets, layout.blocks, codebooks, strict=True)
-        ]
         headers = [
             PlaneHeader(Mode.RAW, 0) if book is None else PlaneHeader(Mode.TOP16, book.number)
             for book in codebooks
         ]
         static = pack_static(geometry, headers, slot)
-        self._static = on_device(list(static), torch.uint8)
+        self._static = torch.frombuffer(bytearray(static), dtype=torch.uint8).to(device)
         self._layout, self._held = layout, tuple(planes)
+        first = min(planes, key=Tensor.data_ptr)
+        lowest_of = [-1 if book is None else book.exponents[0] for book in codebooks]
+        table = [
+            ((plane.data_ptr() - first.data_ptr()) // 2, block, lowest, 0)
+            for plane, block, lowest in zip(planes, layout.blocks, lowest_of, strict=True)
+        ]
+        aligned = _is_aligned(planes, geometry)
         source = first.as_strided((1,), (1,))  # an address: kernels go on from there
-        aligned = (
-            all((plane.data_ptr() | stride * 2) % 16 == 0 for plane in planes for stride in strides)
-            and run_words % 8 == 0
-            and rest_words % 8 == 0
-        ) or (geometry.kv_heads * len(pages) == 1 and first.data_ptr() % 16 == 0)
-        words = _as_words(source) if aligned else zeros(1)
-        encoding, decoding = _tables(tuple(codebooks), device)
-        place = (
-            *(max(chunks // geometry.kv_heads, 1), max(-(-max(run, rest) // CHUNK), 1)),
-            *(full_pages, run, rest),
-        )
-        words_of = (run_words, full_pages * run_words + rest_words)
-        self._memory = (source.view(torch.int16), words, on_device(table))
-        self._tables = encoding, decoding
-        self._where = (pages.to(device), *strides, *place)
-        self._sizes, self._place = words_of, place
+        words = _as_words(source) if aligned else source.new_zeros(1, dtype=torch.int64)
+        self._memory = (source.view(torch.int16), words, torch.tensor(table).to(device))
+        self._tables = _tables(tuple(codebooks), device)
+        self._place, self._sizes = _place(geometry)
+        self._where = (pages.to(device), planes[0].stride(0), planes[0].stride(1), *self._place)
+        self._blocks = (layout.blocks[0], layout.blocks[-1] - layout.blocks[-2] if table[1:] else 0)
         self._keys = _keys(device)
-        self._digests, self._totals = zeros(total), zeros(_TOTALS)
+        self._counts = (geometry.num_chunks, len(planes) * geometry.num_chunks)
+        groups = -(-self._counts[1] // _GROUP)
+        self._grid, self._groups = (geometry.num_chunks, len(planes)), (groups,)
+
+        def zeros(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self._digests, self._totals = zeros(self._counts[1]), zeros(kernels.TOTALS)
         self._spilled = zeros(groups, torch.int32), zeros(-(-groups // _GROUP), torch.int32)
         self._facts = zeros(4)
-        self._counts = (chunks, total)
-        self._grid, self._groups = (chunks, len(planes)), (groups,)
-        blocks = layout.blocks
-        self._blocks = (blocks[0], blocks[1] - blocks[0] if len(blocks) > 1 else 0)
         raw = [book is None for book in codebooks]
         self._modes = {"MIXED": len(set(raw)) > 1, "RAW": raw[0]}
         window = all(book is None or _is_window(book) for book in codebooks)
@@ -258,6 +237,27 @@ def check(errors: int) -> None:
             raise FormatError(message)
 
 
+def _place(geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``head_chunks`` to ``rest``, and ``run_words`` and ``head_words``, as kernels take them."""
+    run, rest = geometry.page_slots * geometry.dim, geometry.rest_slots * geometry.dim
+    head_chunks = max(geometry.num_chunks // geometry.kv_heads, 1)
+    run_chunks = max(-(-(run if geometry.full_pages else rest) // CHUNK), 1)
+    run_words, rest_words = -(-run // WORD), -(-rest // WORD)
+    place = (head_chunks, run_chunks, geometry.full_pages, run, rest)
+    return place, (run_words, geometry.full_pages * run_words + rest_words)
+
+
+def _is_aligned(planes: Sequence[Tensor], geometry: Geometry) -> bool:
+    """Whether full chunks start at multiples of 16 bytes, in pages and in all streams."""
+    if any(plane.data_ptr() % 16 for plane in planes):
+        return False
+    if geometry.kv_heads * geometry.num_pages == 1 and geometry.page_slots == planes[0].shape[2]:
+        return planes[0].shape[0] * planes[0].shape[1] == 1 or not planes[0].stride(0) % 8
+    runs = (geometry.page_slots * geometry.dim, geometry.rest_slots * geometry.dim)
+    strides = (planes[0].stride(0), planes[0].stride(1))
+    return all(run % 32 == 0 for run in runs) and all(stride % 8 == 0 for stride in strides)
+
+
 def _views(segment: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The bytes of a segment as they are, and as int16, int32 and int64.
 
@@ -282,9 +282,7 @@ def _is_window(book: Codebook) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _tables(
-    codebooks: tuple[Codebook | None, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _tables(codebooks: tuple[Codebook | None, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """u8 `[planes, 256]` from exponents to codes, `CODES` for none, and `[planes, 16]` back."""
     codes = b"".join(bytes(256) if book is None else book.code_table for book in codebooks)
     back = b"".join(bytes(CODES) if book is None else bytes(book.exponents) for book in codebooks)
