@@ -85,7 +85,7 @@ def measure(shape: Shape, backend: Backend | None, repeats: int, device: torch.d
     codebooks = [codec.calibrate(torch.randn(1 << 16, generator=generator))] * shape.planes
     ids = torch.randperm(2 * pages, generator=generator).tolist()
     source, target, tokens = ids[:pages], ids[pages:], shape.tokens
-    bound = codec.max_segment_bytes(shape.planes, shape.heads, shape.dim, tokens)
+    bound = codec.max_segment_bytes(shape.planes, shape.heads, shape.dim, tokens, shape.slots)
     out = torch.empty(bound, dtype=torch.uint8, device=device)
 
     def encode() -> codec.Encoded:

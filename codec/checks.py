@@ -9,11 +9,12 @@ from codec.codebook import Codebook
 from codec.errors import (
     CodebookMismatch,
     InvalidBuffer,
+    InvalidCodebook,
     InvalidPages,
     InvalidPlanes,
     UnsupportedDtype,
 )
-from codec.format import Geometry, Mode, SegmentHeader
+from codec.format import SLOT_SIZES, Geometry, Mode, SegmentHeader
 
 PageIds = Sequence[int] | Tensor
 
@@ -62,6 +63,14 @@ def check_bytes(payload: Tensor, device: torch.device) -> None:
         raise InvalidBuffer(f"payloads are uint8, 1-D, contiguous and on {device}")
 
 
+def check_slot_bytes(codebooks: Sequence[Codebook | None]) -> int:
+    """The slot size that all codebooks of a segment have, in bytes; the smallest without any."""
+    sizes = {codebook.slot_bytes for codebook in codebooks if codebook}
+    if len(sizes) > 1:
+        raise InvalidCodebook(f"a segment's codebooks have one slot size, not {sorted(sizes)}")
+    return sizes.pop() if sizes else SLOT_SIZES[0]
+
+
 def check_codebooks(header: SegmentHeader, codebooks: Sequence[Codebook | None]) -> None:
     """Every plane that has codes is given the codebook that it was encoded with."""
     for number, (entry, codebook) in enumerate(zip(header.planes, codebooks, strict=True)):
@@ -71,4 +80,8 @@ def check_codebooks(header: SegmentHeader, codebooks: Sequence[Codebook | None])
         if codebook is None or codebook.number != entry.codebook:
             raise CodebookMismatch(
                 f"plane {number} was encoded with codebook {entry.codebook:016x}, given: {given}"
+            )
+        if codebook.slot_bytes != header.slot_bytes:
+            raise CodebookMismatch(
+                f"slots of {header.slot_bytes} bytes, codebook {given} has {codebook.slot_bytes}"
             )

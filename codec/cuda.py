@@ -1,115 +1,190 @@
-"""The GPU backend: the reference's bytes from Triton kernels, for planes that lie on the device.
+"""The GPU backend: the reference's bytes in two launches, without a word from the host in between.
 
-An encode surveys all planes (escapes and digests of each chunk), reads the blocks' lengths back
-once, and writes the blocks where they then belong. A decode reads its streams' errors back once,
-before it writes, and its checksum after. Kernels go to the current stream of the current device,
-which is the planes'.
+A `Plan` is one segment's geometry on a device: where planes, pages and streams are, in tensors
+that its kernels read. `Plan.encode` and `Plan.decode` only launch; lengths, checksum and errors
+come back by a copy that the caller waits for, or not, so both can be captured in a CUDA graph.
+Kernels go to the current stream of the current device, which is the planes'.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from codec import kernels
-from codec.checksum import KEYS_HI, KEYS_LO, MASK64, combine
-from codec.chunks import chunk_table
-from codec.codebook import Codebook
-from codec.errors import FormatError
+from codec.checksum import KEYS_HI, KEYS_LO
+from codec.codebook import CODES, Codebook
+from codec.errors import FormatError, InvalidBuffer
 from codec.format import (
-    ESCAPE_BYTES,
-    RAW_CHUNK,
+    CHUNK,
+    SLOT_SIZES,
+    WORD,
     Geometry,
+    Layout,
     Mode,
     PlaneHeader,
     SegmentHeader,
-    Streams,
-    align,
-    header_bytes,
+    pack_static,
+)
+from codec.mix import MASK64
+
+_GROUP = int(kernels.GROUP)
+_ERRORS = (
+    "the header is not that of this geometry and these codebooks",
+    "a slot names more escapes, or others, than its chunk can have",
 )
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """What the kernels need to know about a segment's chunks, on its device.
+class Facts:
+    """What a launch found, on its way to the host.
 
-    Attributes:
-        chunks: int64 `[chunks, 4]`, see `chunk_table`.
-        half: int64 `[chunks]`, bytes of a chunk's codes, and of its tail if stored in full.
-        code_starts, sign_starts: int64 `[chunks]`, from the block's start.
-        raw_starts: int64 `[chunks]`, where a chunk starts in a raw block.
-        keys: int64 `[2, words]`, the checksum's.
+    Args:
+        numbers: int64 `[4]`, pinned host memory once `event` has passed; see the kernels.
     """
 
-    geometry: Geometry
-    streams: Streams
-    chunks: Tensor
-    half: Tensor
-    code_starts: Tensor
-    sign_starts: Tensor
-    raw_starts: Tensor
-    keys: Tensor
+    numbers: Tensor
+    event: "torch.cuda.Event | None"
 
     @classmethod
-    def of(cls, pages: Tensor, geometry: Geometry, device: torch.device) -> "_Layout":
-        streams = Streams.of(geometry)
-        chunks = torch.from_numpy(chunk_table(pages, geometry)).to(device)
-        lengths = chunks[:, 3]
-        half = (lengths + 1) // 2
-        starts = lengths.cumsum(0) - lengths
-        keys = torch.from_numpy(np.stack((KEYS_LO, KEYS_HI)).astype(np.int64)).to(device)
-        return cls(
-            geometry, streams, chunks, half,
-            code_starts=streams.codes + half.cumsum(0) - half,
-            sign_starts=streams.signs + starts,
-            raw_starts=2 * starts,
-            keys=keys,
+    def of(cls, facts: Tensor) -> "Facts":
+        if not facts.is_cuda:
+            return cls(facts, None)
+        numbers = torch.empty(4, dtype=torch.int64, pin_memory=True)
+        numbers.copy_(facts, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return cls(numbers, event)
+
+    def read(self) -> tuple[int, int, int, int]:
+        """Waits for the launch, and for nothing after it."""
+        if self.event is not None:
+            self.event.synchronize()
+        first, second, third, fourth = self.numbers.tolist()
+        return first, second, third, fourth
+
+
+class Plan:
+    """One segment's way between pages and bytes, ready to be launched any number of times.
+
+    Args:
+        planes: bf16 `[page, kv_head, slot, dim]`, on one device, a head's slots contiguous.
+        codebooks: one for each plane, of one slot size; None for a plane that is stored raw.
+        pages: int64 `[pages]`, in token order, on any device.
+        geometry, layout: of the segment. A segment without tokens has nothing to launch.
+        slot_bytes: of the segment, if none of its planes tells.
+    """
+
+    def __init__(
+        self,
+        planes: Sequence[Tensor],
+        codebooks: Sequence[Codebook | None],
+        pages: Tensor,
+        geometry: Geometry,
+        layout: Layout,
+        *,
+        slot_bytes: int | None = None,
+    ) -> None:
+        device = planes[0].device
+        sizes = (book.slot_bytes for book in codebooks if book is not None)
+        slot = slot_bytes or next(sizes, SLOT_SIZES[0])
+        headers = [
+            PlaneHeader(Mode.RAW, 0) if book is None else PlaneHeader(Mode.TOP16, book.number)
+            for book in codebooks
+        ]
+        static = pack_static(geometry, headers, slot)
+        self._static = torch.frombuffer(bytearray(static), dtype=torch.uint8).to(device)
+        self._layout, self._held = layout, tuple(planes)
+        first = min(planes, key=Tensor.data_ptr)
+        lowest_of = [-1 if book is None else book.exponents[0] for book in codebooks]
+        table = [
+            ((plane.data_ptr() - first.data_ptr()) // 2, block, lowest, 0)
+            for plane, block, lowest in zip(planes, layout.blocks, lowest_of, strict=True)
+        ]
+        aligned = _is_aligned(planes, geometry)
+        source = first.as_strided((1,), (1,))  # an address: kernels go on from there
+        words = _as_words(source) if aligned else source.new_zeros(1, dtype=torch.int64)
+        self._memory = (source.view(torch.int16), words, torch.tensor(table).to(device))
+        self._tables = _tables(tuple(codebooks), device)
+        self._place, self._sizes = _place(geometry)
+        self._where = (pages.to(device), planes[0].stride(0), planes[0].stride(1), *self._place)
+        self._blocks = (layout.blocks[0], layout.blocks[-1] - layout.blocks[-2] if table[1:] else 0)
+        self._keys = _keys(device)
+        self._counts = (geometry.num_chunks, len(planes) * geometry.num_chunks)
+        groups = -(-self._counts[1] // _GROUP)
+        self._grid, self._groups = (geometry.num_chunks, len(planes)), (groups,)
+
+        def zeros(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self._digests, self._totals = zeros(self._counts[1]), zeros(kernels.TOTALS)
+        self._spilled = zeros(groups, torch.int32), zeros(-(-groups // _GROUP), torch.int32)
+        self._facts = zeros(4)
+        raw = [book is None for book in codebooks]
+        self._modes = {"MIXED": len(set(raw)) > 1, "RAW": raw[0]}
+        window = all(book is None or _is_window(book) for book in codebooks)
+        self._kinds = {"SLOT": slot, "WINDOW": window, "ALIGNED": aligned, "num_warps": 1}
+
+    def facts(self) -> "Facts":
+        """Sends what the last launch found to the host."""
+        return Facts.of(self._facts)
+
+    def encode(self, out: Tensor) -> None:
+        """Launches: a whole segment into ``out``, u8, 16-byte aligned, of the layout's bound.
+
+        Facts: the segment's length in bytes, its checksum, its escapes, and its spill units.
+        """
+        views = _views(out)
+        streams, (chunks, total) = self._layout.streams, self._counts
+        out[: len(self._static)].copy_(self._static)
+        source, tables = self._memory, self._tables[0]
+        kernels.encode_kernel[self._grid](
+            *source, tables, *self._where, *self._sizes, self._keys, *views,
+            *self._blocks, streams.codes, streams.signs, self._digests, *self._spilled,
+            **self._kinds, **self._modes,
+        )  # fmt: skip
+        kernels.seal_kernel[self._groups](
+            *source, tables, *self._where, *self._sizes, self._keys, *views,
+            streams.codes, streams.signs, chunks, total, self._layout.spill,
+            self._digests, *self._spilled, self._totals,
+            self._facts, **self._kinds,
         )  # fmt: skip
 
-    @property
-    def grid(self) -> tuple[int]:
-        return (len(self.chunks),)
+    def decode(self, payload: Tensor) -> None:
+        """Launches: a segment, exactly ``payload``, into the pages.
 
-    def tail_sizes(self, counts: Tensor) -> Tensor:
-        """Bytes of each chunk's tail; int32 counts, `RAW_CHUNK` for one stored in full."""
-        return torch.where(counts == RAW_CHUNK, self.half, ESCAPE_BYTES * counts.long())
+        Facts: its length, the checksum found, the checksum announced, and errors, for `check`.
+        """
+        views = _views(payload)
+        layout, (chunks, total) = self._layout, self._counts
+        header = self._static.view(torch.int32)
+        kernels.decode_kernel[self._grid](
+            *self._memory, self._tables[1], *self._where, *self._sizes, self._keys, *views,
+            *self._blocks, layout.streams.codes, layout.streams.signs,
+            layout.spill, len(payload) - layout.spill, self._digests, self._totals,
+            **self._kinds, **self._modes,
+        )  # fmt: skip
+        kernels.verify_kernel[self._groups](
+            *self._memory, *self._where, *self._sizes, self._keys, *views, header, len(header),
+            layout.streams.codes, layout.streams.signs, layout.spill, len(payload) - layout.spill,
+            chunks, total, len(payload), self._digests, self._totals, self._facts,
+            SLOT=self._kinds["SLOT"], ALIGNED=self._kinds["ALIGNED"], num_warps=1,
+        )  # fmt: skip
 
-    def starts(self, tail_sizes: Tensor) -> Tensor:
-        """int64 `[chunks, 3]`, as the kernels take it."""
-        tails = self.streams.tails + tail_sizes.cumsum(0) - tail_sizes
-        return torch.stack((self.code_starts, self.sign_starts, tails), dim=1)
-
-    def checksum(self, digests: Tensor) -> Tensor:
-        """int64 0-d, from the digests `[planes, chunks]` of all planes."""
-        lengths = self.chunks[:, 3].repeat(len(digests))
-        return combine(digests.reshape(-1), lengths, 0)
-
-
-def _view(plane: Tensor) -> tuple[Tensor, int, int]:
-    """A plane as the kernels take it: int16 pointer and strides of page and head."""
-    return plane.view(torch.int16), plane.stride(0), plane.stride(1)
-
-
-def _code_table(codebook: Codebook | None, device: torch.device) -> Tensor:
-    table = codebook.code_table if codebook else bytes(256)
-    return torch.frombuffer(bytearray(table), dtype=torch.uint8).to(device)
-
-
-def _survey(
-    planes: Sequence[Tensor], tables: Sequence[Tensor], layout: _Layout
-) -> tuple[Tensor, Tensor]:
-    """Escapes int32 and digests int64, `[planes, chunks]`."""
-    shape, device = (len(planes), len(layout.chunks)), layout.chunks.device
-    counts = torch.zeros(shape, dtype=torch.int32, device=device)
-    digests = torch.zeros(shape, dtype=torch.int64, device=device)
-    for number, (plane, table) in enumerate(zip(planes, tables, strict=True)):
-        if layout.geometry.elements:
-            kernels.survey_kernel[layout.grid](
-                *_view(plane), layout.chunks, table, *layout.keys, counts[number], digests[number]
-            )
-    return counts, digests
+    def digest(self) -> None:
+        """Launches: the checksum of the pages' content."""
+        chunks, total = self._counts
+        kernels.digest_kernel[self._grid](
+            *self._memory, *self._where, self._keys, self._digests,
+            ALIGNED=self._kinds["ALIGNED"], num_warps=1,
+        )  # fmt: skip
+        kernels.sum_kernel[self._groups](
+            self._memory[2], chunks, total, self._keys, self._digests, self._totals, self._facts,
+            *self._place, num_warps=1,
+        )  # fmt: skip
 
 
 def encode_planes(
@@ -117,111 +192,105 @@ def encode_planes(
     codebooks: Sequence[Codebook | None],
     pages: Tensor,
     geometry: Geometry,
+    layout: Layout,
     out: Tensor,
-) -> tuple[list[PlaneHeader], int, int]:
+) -> tuple[int, int, int]:
     """See `reference.encode_planes`."""
-    layout = _Layout.of(pages, geometry, out.device)
-    tables = [_code_table(codebook, out.device) for codebook in codebooks]
-    escapes, digests = _survey(planes, tables, layout)
-    counts = torch.where(ESCAPE_BYTES * escapes > layout.half, RAW_CHUNK, escapes)
-    tail_sizes = layout.tail_sizes(counts)
-    facts = torch.cat((tail_sizes.sum(1), escapes.sum(1), layout.checksum(digests)[None]))
-    *numbers, checksum = facts.tolist()
-    tails, escaped = numbers[: len(planes)], numbers[len(planes) :]
-
-    headers: list[PlaneHeader] = []
-    offset, total = header_bytes(len(planes)), 0
-    for number, (plane, codebook) in enumerate(zip(planes, codebooks, strict=True)):
-        length = layout.streams.tails + tails[number]
-        if codebook and layout.streams.tails < geometry.raw_bytes:
-            total += escaped[number]
-        if codebook and length < geometry.raw_bytes:
-            header = PlaneHeader(Mode.TOP16, codebook.number, offset, length)
-            block = out[offset : offset + length]
-            block[: layout.streams.tails] = 0
-            kernels.encode_kernel[layout.grid](
-                *_view(plane), layout.chunks, layout.starts(tail_sizes[number]),
-                tables[number], counts[number], block,
-            )  # fmt: skip
-        else:
-            header = PlaneHeader(Mode.RAW, 0, offset, geometry.raw_bytes)
-            if geometry.elements:
-                kernels.pack_raw_kernel[layout.grid](
-                    *_view(plane), layout.chunks, layout.raw_starts, out[offset:]
-                )
-        headers.append(header)
-        offset = align(header.offset + header.length)
-        out[header.offset + header.length : offset] = 0
-    return headers, total, checksum & MASK64
-
-
-def _read_counts(block: Tensor, layout: _Layout) -> Tensor:
-    pairs = block[: 2 * len(layout.chunks)].view(-1, 2).to(torch.int32)
-    return pairs[:, 0] | pairs[:, 1] << 8
-
-
-def _scan(block: Tensor, layout: _Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """A coded block's counts, its starts, and bool `[3]`: which stream errors it has."""
-    counts = _read_counts(block, layout)
-    tail_sizes = layout.tail_sizes(counts)
-    too_many = (tail_sizes > layout.half).any()
-    disagree = tail_sizes.sum() != len(block) - layout.streams.tails
-    # Positions lie where the counts say, so wrong counts must not be followed.
-    followed = torch.where(too_many | disagree, 0, counts)
-    starts = layout.starts(layout.tail_sizes(followed))
-    disorder = torch.zeros_like(counts)
-    kernels.scan_kernel[layout.grid](layout.chunks, starts, followed, block, disorder)
-    return counts, starts, torch.stack((too_many, disagree, disorder.any()))
-
-
-_STREAM_ERRORS = (
-    "a chunk has more escapes than it may",
-    "the escape counts do not add up to the block's length",
-    "the positions of a chunk's escapes do not ascend within it",
-)
+    plan = Plan(planes, codebooks, pages, geometry, layout)
+    plan.encode(out)
+    _, checksum, escapes, units = plan.facts().read()
+    return units, checksum & MASK64, escapes
 
 
 def decode_planes(
     payload: Tensor,
     header: SegmentHeader,
+    layout: Layout,
     planes: Sequence[Tensor],
     codebooks: Sequence[Codebook | None],
     pages: Tensor,
 ) -> int:
-    """See `reference.decode_planes`."""
-    layout = _Layout.of(pages, header.geometry, payload.device)
-    blocks = [payload[entry.offset : entry.offset + entry.length] for entry in header.planes]
-    scans = {
-        number: _scan(blocks[number], layout)
-        for number, entry in enumerate(header.planes)
-        if entry.mode is Mode.TOP16
-    }
-    if scans:
-        flags = torch.stack([errors for _, _, errors in scans.values()]).tolist()
-        for number, errors in zip(scans, flags, strict=True):
-            if any(errors):
-                raise FormatError(f"plane {number}: {_STREAM_ERRORS[errors.index(True)]}")
-
-    shape = (len(planes), len(layout.chunks))
-    digests = torch.zeros(shape, dtype=torch.int64, device=payload.device)
-    for number, (plane, codebook) in enumerate(zip(planes, codebooks, strict=True)):
-        tail = (blocks[number], *layout.keys, digests[number])
-        if number in scans and codebook:
-            counts, starts, _ = scans[number]
-            book = torch.tensor(codebook.exponents, dtype=torch.int32, device=payload.device)
-            kernels.decode_kernel[layout.grid](
-                *_view(plane), layout.chunks, starts, book, counts, *tail
-            )
-        elif header.geometry.elements:
-            kernels.unpack_raw_kernel[layout.grid](
-                *_view(plane), layout.chunks, layout.raw_starts, *tail
-            )
-    return int(layout.checksum(digests)) & MASK64
+    """See `reference.decode_planes`; but slots are found wrong while the pages are written."""
+    books = [
+        book if plane.mode is Mode.TOP16 else None
+        for plane, book in zip(header.planes, codebooks, strict=True)
+    ]
+    plan = Plan(planes, books, pages, header.geometry, layout, slot_bytes=header.slot_bytes)
+    plan.decode(payload)
+    _, checksum, _, errors = plan.facts().read()
+    check(errors)
+    return checksum & MASK64
 
 
 def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry) -> int:
     """See `reference.checksum_planes`."""
-    layout = _Layout.of(pages, geometry, planes[0].device)
-    tables = [_code_table(None, planes[0].device)] * len(planes)
-    _, digests = _survey(planes, tables, layout)
-    return int(layout.checksum(digests)) & MASK64
+    layout = Layout.of(geometry, [Mode.RAW] * len(planes), SLOT_SIZES[0])
+    plan = Plan(planes, [None] * len(planes), pages, geometry, layout)
+    plan.digest()
+    return plan.facts().read()[1] & MASK64
+
+
+def check(errors: int) -> None:
+    """Raises `FormatError` for what a decode's facts report."""
+    for bit, message in enumerate(_ERRORS):
+        if errors >> bit & 1:
+            raise FormatError(message)
+
+
+def _place(geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``head_chunks`` to ``rest``, and ``run_words`` and ``head_words``, as kernels take them."""
+    run, rest = geometry.page_slots * geometry.dim, geometry.rest_slots * geometry.dim
+    head_chunks = max(geometry.num_chunks // geometry.kv_heads, 1)
+    run_chunks = max(-(-(run if geometry.full_pages else rest) // CHUNK), 1)
+    run_words, rest_words = -(-run // WORD), -(-rest // WORD)
+    place = (head_chunks, run_chunks, geometry.full_pages, run, rest)
+    return place, (run_words, geometry.full_pages * run_words + rest_words)
+
+
+def _is_aligned(planes: Sequence[Tensor], geometry: Geometry) -> bool:
+    """Whether full chunks start at multiples of 16 bytes, in pages and in all streams."""
+    if any(plane.data_ptr() % 16 for plane in planes):
+        return False
+    if geometry.kv_heads * geometry.num_pages == 1 and geometry.page_slots == planes[0].shape[2]:
+        return planes[0].shape[0] * planes[0].shape[1] == 1 or not planes[0].stride(0) % 8
+    runs = (geometry.page_slots * geometry.dim, geometry.rest_slots * geometry.dim)
+    strides = (planes[0].stride(0), planes[0].stride(1))
+    return all(run % 32 == 0 for run in runs) and all(stride % 8 == 0 for stride in strides)
+
+
+def _views(segment: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The bytes of a segment as they are, and as int16, int32 and int64.
+
+    Raises `InvalidBuffer` if they are not aligned to 16.
+    """
+    if segment.data_ptr() % 16:
+        raise InvalidBuffer("a segment on a GPU starts at a multiple of 16 bytes")
+    whole = segment[: len(segment) // 8 * 8]
+    return segment, whole.view(torch.int16), whole.view(torch.int32), whole.view(torch.int64)
+
+
+def _as_words(source: Tensor) -> Tensor:
+    """An int64 tensor at the address of ``source``."""
+    words = torch.empty(0, dtype=torch.int64, device=source.device)
+    offset = source.storage_offset() * source.element_size()
+    return words.set_(source.untyped_storage(), offset // 8, (1,), (1,))
+
+
+def _is_window(book: Codebook) -> bool:
+    """Whether the sixteen exponents follow one another, so that codes need no table."""
+    return book.exponents[-1] - book.exponents[0] == CODES - 1
+
+
+@lru_cache(maxsize=256)
+def _tables(codebooks: tuple[Codebook | None, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """u8 `[planes, 256]` from exponents to codes, `CODES` for none, and `[planes, 16]` back."""
+    codes = b"".join(bytes(256) if book is None else book.code_table for book in codebooks)
+    back = b"".join(bytes(CODES) if book is None else bytes(book.exponents) for book in codebooks)
+    encoding = torch.frombuffer(bytearray(codes), dtype=torch.uint8)
+    return encoding.to(device), torch.frombuffer(bytearray(back), dtype=torch.uint8).to(device)
+
+
+@lru_cache(maxsize=16)
+def _keys(device: torch.device) -> Tensor:
+    """int32 `[2, words]`, the checksum's."""
+    return torch.from_numpy(np.stack((KEYS_LO, KEYS_HI)).view(np.int32)).to(device)

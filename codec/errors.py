@@ -2,10 +2,10 @@
 
 CodecError
 ├── PayloadError          the bytes are not what they should be
-│   ├── FormatError       a header field, an offset or a stream is invalid
+│   ├── FormatError       a header field or a slot is invalid
 │   │   └── TruncatedPayload   fewer bytes than the header announces
 │   ├── CodebookMismatch  encoded with another codebook, or with none
-│   └── ChecksumMismatch  everything parsed, but the content differs from what was encoded
+│   └── ChecksumMismatch  everything parsed, but is not what was encoded
 ├── ArgumentError         the caller's tensors do not fit the call
 │   ├── UnsupportedDtype  an element type that the codec does not carry
 │   ├── InvalidPlanes     shapes, strides, devices or counts of planes
@@ -13,7 +13,8 @@ CodecError
 │   └── InvalidBuffer     a payload or output of another kind than the call needs
 │       └── BufferTooSmall     the output cannot hold the largest payload
 └── CodebookError
-    ├── InvalidCodebook   not sixteen distinct exponents, an empty sample, a damaged artifact
+    ├── InvalidCodebook   not sixteen ascending exponents, an empty sample, a damaged artifact,
+    │                     codebooks of several slot sizes together
     └── CodebookMissing   the artifact has no codebook for a (layer, plane)
 
 A `PayloadError` blames the sender or the wire and may be retried; the other two blame the caller.
@@ -29,7 +30,7 @@ class PayloadError(CodecError):
 
 
 class FormatError(PayloadError):
-    """A header field, an offset or a stream is invalid. Nothing was written."""
+    """A header field or a slot is invalid. Nothing was written."""
 
 
 class TruncatedPayload(FormatError):
@@ -41,7 +42,7 @@ class CodebookMismatch(PayloadError):
 
 
 class ChecksumMismatch(PayloadError):
-    """The decoded content is not what was encoded.
+    """The payload is not what was encoded.
 
     The destination was written by then: it holds garbage, and the caller discards it.
     """
@@ -76,7 +77,7 @@ class CodebookError(CodecError):
 
 
 class InvalidCodebook(CodebookError):
-    """Not sixteen distinct exponents, an empty sample, or a damaged artifact."""
+    """Not sixteen ascending exponents, an empty sample, a damaged artifact, or mixed slot sizes."""
 
 
 class CodebookMissing(CodebookError):

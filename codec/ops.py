@@ -1,7 +1,8 @@
 """The public calls: check every argument, choose the backend by device, keep the header's promises.
 
 A backend (`reference`, `cpu`, `cuda`) is three functions, `encode_planes`, `decode_planes` and
-`checksum_planes`, which find everything checked but a payload's streams.
+`checksum_planes`, which find everything checked but a payload's slots, and write everything but the
+header.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from codec.checks import PageIds, check_bytes, check_codebooks, check_pages, check_planes
+from codec.checks import (
+    PageIds,
+    check_bytes,
+    check_codebooks,
+    check_pages,
+    check_planes,
+    check_slot_bytes,
+)
 from codec.codebook import Codebook
 from codec.errors import (
     BufferTooSmall,
@@ -21,17 +29,21 @@ from codec.errors import (
 )
 from codec.format import (
     SEGMENT_HEADER_BYTES,
-    ElementType,
     Geometry,
+    Layout,
+    Mode,
     PlaneHeader,
     SegmentHeader,
-    align,
+    header_bytes,
     max_payload_bytes,
-    max_segment_bytes,
-    pack_header,
+    pack_static,
     parse_header,
     peek_header_bytes,
+    seal,
 )
+
+_FIRST_READ = header_bytes(256)
+"""What is read of a payload at first: for nearly every segment its whole header, in one copy."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ class Encoded:
         raw_bytes: bytes of the valid slots as they lie in the pages.
         escapes: elements whose exponent has no code, in planes with a codebook. A rising rate is
             a drift from the calibration.
-        checksum: 64-bit checksum of the content; the header carries it too.
+        checksum: 64-bit checksum of the segment; the header carries it too.
     """
 
     length: int
@@ -70,13 +82,15 @@ class Backend(Protocol):
         codebooks: Sequence[Codebook | None],
         pages: Tensor,
         geometry: Geometry,
+        layout: Layout,
         out: Tensor,
-    ) -> tuple[list[PlaneHeader], int, int]: ...
+    ) -> tuple[int, int, int]: ...
 
     def decode_planes(
         self,
         payload: Tensor,
         header: SegmentHeader,
+        layout: Layout,
         planes: Sequence[Tensor],
         codebooks: Sequence[Codebook | None],
         pages: Tensor,
@@ -101,26 +115,34 @@ def encode_pages(
     Args:
         planes: bf16 `[page, kv_head, slot, dim]` each, of one shape and device; a head's slots are
             contiguous within a page, pages and heads may be strided.
-        codebooks: one for each plane; `None` stores the plane raw.
+        codebooks: one for each plane, all of one slot size; `None` stores the plane raw.
         page_ids: the pages that hold the tokens, in token order; any ids, each once.
         num_tokens: valid tokens from the first slot of the first page. Other slots are not read.
         out: u8, 1-D, contiguous, same device, at least `max_segment_bytes(...)` long.
         backend: an implementation other than the device's own; tests and benchmarks pass it.
 
-    Raises an `ArgumentError` before anything is written.
+    Raises an `ArgumentError` or `InvalidCodebook` before anything is written.
     """
     geometry = check_planes(planes, codebooks, num_tokens)
+    slot_bytes = check_slot_bytes(codebooks)
     pages = check_pages(page_ids, planes[0].shape[0], geometry)
     check_bytes(out, planes[0].device)
-    bound = max_segment_bytes(len(planes), geometry.kv_heads, geometry.dim, num_tokens)
-    if out.numel() < bound:
-        raise BufferTooSmall(f"the segment may take {bound} bytes, the output has {out.numel()}")
+    entries = [
+        PlaneHeader(Mode.TOP16, codebook.number) if codebook else PlaneHeader(Mode.RAW, 0)
+        for codebook in codebooks
+    ]
+    layout = Layout.of(geometry, [entry.mode for entry in entries], slot_bytes)
+    if out.numel() < layout.bound:
+        raise BufferTooSmall(
+            f"the segment may take {layout.bound} bytes, the output has {out.numel()}"
+        )
     backend = backend or _backend_of(out.device)
-    entries, escapes, checksum = backend.encode_planes(planes, codebooks, pages, geometry, out)
-    length = align(entries[-1].offset + entries[-1].length)
-    header = SegmentHeader(ElementType.BF16, geometry, length, checksum, tuple(entries))
-    packed = torch.frombuffer(bytearray(pack_header(header)), dtype=torch.uint8)
-    out[: len(packed)] = packed.to(out.device)
+    units, checksum, escapes = backend.encode_planes(
+        planes, codebooks, pages, geometry, layout, out
+    )
+    length = layout.length(units)
+    header = bytearray(seal(pack_static(geometry, entries, slot_bytes), length, checksum))
+    out[: len(header)] = torch.frombuffer(header, dtype=torch.uint8).to(out.device)
     return Encoded(length, geometry.raw_bytes * len(planes), escapes, checksum)
 
 
@@ -146,9 +168,11 @@ def decode_pages(
     all errors but one leave the pages as they were: after `ChecksumMismatch` the pages hold
     garbage. They must not join a page table; the caller frees them.
 
-    Raises `ArgumentError`, `FormatError`, `CodebookMismatch`, `ChecksumMismatch`.
+    Raises `ArgumentError`, `InvalidCodebook`, `FormatError`, `CodebookMismatch`,
+    `ChecksumMismatch`.
     """
     geometry = check_planes(planes, codebooks, num_tokens)
+    check_slot_bytes(codebooks)
     pages = check_pages(page_ids, planes[0].shape[0], geometry)
     check_bytes(payload, planes[0].device)
     header = read_header(payload)
@@ -159,7 +183,7 @@ def decode_pages(
         )
     check_codebooks(header, codebooks)
     backend = backend or _backend_of(payload.device)
-    checksum = backend.decode_planes(payload, header, planes, codebooks, pages)
+    checksum = backend.decode_planes(payload, header, header.layout, planes, codebooks, pages)
     if checksum != header.checksum:
         raise ChecksumMismatch(f"decoded {checksum:016x}, encoded {header.checksum:016x}")
     return Decoded(header.length, geometry.raw_bytes * len(planes), checksum)
@@ -172,7 +196,7 @@ def checksum_pages(
     *,
     backend: Backend | None = None,
 ) -> int:
-    """The checksum that a segment of these pages has, straight from the pages.
+    """The checksum of the content alone: that of the segment of these pages, all stored raw.
 
     Args as for `encode_pages`. Equal content in other pages has an equal checksum.
     """
@@ -189,7 +213,8 @@ def encode(tensor: Tensor, codebook: Codebook | None) -> Tensor:
     head and as many slots as elements. Shape is not part of it. Raises `UnsupportedDtype`.
     """
     plane = _as_plane(tensor.contiguous())
-    out = torch.empty(max_payload_bytes(tensor.numel()), dtype=torch.uint8, device=tensor.device)
+    bound = max_payload_bytes(tensor.numel(), check_slot_bytes([codebook]))
+    out = torch.empty(bound, dtype=torch.uint8, device=tensor.device)
     encoded = encode_pages([plane], [codebook], _one_page(tensor), tensor.numel(), out)
     return out[: encoded.length]
 
@@ -235,9 +260,11 @@ def read_header(payload: Tensor) -> SegmentHeader:
     """
     check_bytes(payload, payload.device)
     size = payload.numel()
-    start = bytes(payload[:SEGMENT_HEADER_BYTES].tolist())
-    length = peek_header_bytes(start, size)
-    return parse_header(bytes(payload[:length].cpu().numpy()), size)
+    start = bytes(payload[:_FIRST_READ].cpu().numpy())
+    length = peek_header_bytes(start[:SEGMENT_HEADER_BYTES], size)
+    if length > len(start):
+        start = bytes(payload[:length].cpu().numpy())
+    return parse_header(start[:length], size)
 
 
 def warm_up() -> None:

@@ -14,7 +14,7 @@ from services.common.model_source import model_name, resolve_model
 from services.local.options import UpOptions
 from services.local.state import cache_dir
 
-RECIPE = 3  # of the artifacts; a change of how they are made, or of METHOD, makes them anew
+RECIPE = 4  # of the artifacts; a change of how they are made, or of METHOD, makes them anew
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,8 @@ class Sender:
                 outgoing.fail(pb_error.ERROR_CODE_LEASE_EXPIRED, "the KV was not read in time")
 
     def _bound(self, layers: int, tokens: int) -> int:
-        payload = codec.max_segment_bytes(2 * layers, self._kv_heads, self._dim, tokens)
-        return HEADER_BYTES + payload
+        shape = (2 * layers, self._kv_heads, self._dim, tokens, self._page_size)
+        return HEADER_BYTES + codec.max_segment_bytes(*shape)
 
     def _pump(self) -> None:
         """Starts every encode that has a credit and a slot, oldest sequence first."""

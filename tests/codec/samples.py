@@ -34,8 +34,14 @@ class Pages:
 
     @property
     def bound(self) -> int:
-        _, heads, _, dim = self.planes[0].shape
-        return codec.max_segment_bytes(len(self.planes), heads, dim, self.num_tokens)
+        """Of a segment with codebooks of any slot size."""
+        return self.bound_with(None)
+
+    def bound_with(self, slot_bytes: int | None) -> int:
+        _, heads, slots, dim = self.planes[0].shape
+        return codec.max_segment_bytes(
+            len(self.planes), heads, dim, self.num_tokens, slots, slot_bytes
+        )
 
     def content(self) -> Tensor:
         """Patterns `[plane, kv_head, token, dim]`."""
@@ -57,24 +63,40 @@ def make_pages(
     kv_heads: int = 3,
     slots: int = 16,
     dim: int = 64,
-    kind: str = "normal",
+    kind: str | float = "normal",
 ) -> Pages:
-    """Random pages; `kind` is `normal`, `random` patterns, or `mixed` by page and head."""
+    """Random pages.
+
+    Args:
+        kind: `normal`, `random` patterns, `mixed` of both by page and head, or how many elements
+            have an exponent outside 114 to 129.
+    """
     generator = torch.Generator().manual_seed(num_tokens * 1009 + dim)
     needed = -(-num_tokens // slots)
     shape = (needed + 3, kv_heads, slots, dim)
     ids = torch.randperm(shape[0], generator=generator)[:needed].tolist()
     planes = []
     for _ in range(num_planes):
-        normal = torch.randn(shape, generator=generator).bfloat16()
-        random = torch.randint(-(2**15), 2**15, shape, generator=generator)
-        plane = {"normal": normal, "random": from_bits(random)}.get(kind)
-        if plane is None:
-            wild = torch.rand((shape[0], kv_heads, 1, 1), generator=generator) < 0.3
-            plane = torch.where(wild, from_bits(random), normal)
+        plane = _content(shape, kind, generator)
         stale = from_bits(torch.full_like(bits(plane), STALE))
         for number, page in enumerate(ids):
             used = min(slots, num_tokens - number * slots)
             stale[page, :, :used] = plane[page, :, :used]
         planes.append(stale)
     return Pages(planes, ids, num_tokens, generator)
+
+
+def _content(shape: tuple[int, ...], kind: str | float, generator: torch.Generator) -> Tensor:
+    random = from_bits(torch.randint(-(2**15), 2**15, shape, generator=generator))
+    if kind == "random":
+        return random
+    if isinstance(kind, float):
+        inside = torch.randint(114, 130, shape, generator=generator)
+        outside = torch.randint(0, 240, shape, generator=generator)
+        outside += 16 * (outside >= 114)
+        escaped = torch.rand(shape, generator=generator) < kind
+        exponents = torch.where(escaped, outside, inside)
+        return from_bits(bits(random).to(torch.int64) & 0x807F | exponents << 7)
+    normal = torch.randn(shape, generator=generator).bfloat16()
+    wild = torch.rand((*shape[:2], 1, 1), generator=generator) < 0.3
+    return normal if kind == "normal" else torch.where(wild, random, normal)

@@ -1,6 +1,7 @@
 """What the compiled loops promise beside their bytes: threads, and life without a cache."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import codec
-from codec import loops
+from codec import loops, words
 from tests.codec.samples import make_pages
 
 
@@ -44,7 +45,17 @@ def test_without_a_place_for_the_cache_loops_compile_all_the_same(
     def double(values: Any) -> int:
         return int(2 * values[0])
 
-    assert loops._compiled(double)(np.array([21])) == 42
+    assert words.compiled(double)(np.array([21])) == 42
+
+
+def test_compiled_loops_are_known_by_all_sources_that_they_may_come_from(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("A = 1")
+    (tmp_path / "b.py").write_text("B = 1")
+    before = words._stamp_of(tmp_path)
+    assert words._stamp_of(tmp_path) == before
+    (tmp_path / "b.py").write_text("B = 2")
+    assert words._stamp_of(tmp_path) != before
+    assert loops.encode_segment.__qualname__.endswith(words._STAMP)
 
 
 def test_warm_up_leaves_nothing_to_compile(codebook: codec.Codebook) -> None:
