@@ -4,7 +4,9 @@ Loops that use these and no fast-math compute what is written, operation by oper
 a result then depends on its own inputs alone, not on what else is in the batch.
 """
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
@@ -20,8 +22,22 @@ Bytes = NDArray[np.uint8]
 _f, _u, _i = np.float32, np.uint32, np.int32
 
 
+def _stamp_of(package: Path) -> str:
+    """Changes with any of a package's sources."""
+    sources = (source.read_bytes() for source in sorted(package.rglob("*.py")))
+    return "_" + hashlib.blake2b(b"".join(sources), digest_size=8).hexdigest()
+
+
+_STAMP = _stamp_of(Path(__file__).parent)
+
+
 def compiled(function: _Function) -> _Function:
-    """Compile on first use, to run without the interpreter's lock; cached on disk if possible."""
+    """Compile on first use, to run without the interpreter's lock; cached on disk if possible.
+
+    numba knows a cached function by its name and its own file. The stamp in the name makes it know
+    what that calls and imports from other files, too.
+    """
+    function.__qualname__ += _STAMP
     try:
         made: _Function = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # no writable directory for the cache
