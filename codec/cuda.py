@@ -32,6 +32,8 @@ from codec.format import (
 from codec.mix import MASK64
 
 _GROUP = int(kernels.GROUP)
+_REGISTERS = 64
+"""For a thread of a one-warp program, so that as many as an SM holds can run on it."""
 _ERRORS = (
     "the header is not that of this geometry and these codebooks",
     "a slot names more escapes, or others, than its chunk can have",
@@ -110,12 +112,13 @@ class Plan:
         self._memory = (source.view(torch.int16), words, torch.tensor(table).to(device))
         self._tables = _tables(tuple(codebooks), device)
         self._place, self._sizes = _place(geometry)
-        self._where = (pages.to(device), planes[0].stride(0), planes[0].stride(1), *self._place)
+        self._where = (pages.to(device), planes[0].stride(0), planes[0].stride(1))
         self._blocks = (layout.blocks[0], layout.blocks[-1] - layout.blocks[-2] if table[1:] else 0)
         self._keys = _keys(device)
         self._counts = (geometry.num_chunks, len(planes) * geometry.num_chunks)
         groups = -(-self._counts[1] // _GROUP)
-        self._grid, self._groups = (geometry.num_chunks, len(planes)), (groups,)
+        self._grid = (geometry.num_chunks // geometry.kv_heads, geometry.kv_heads, len(planes))
+        self._groups = (groups,)
 
         def zeros(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -124,7 +127,7 @@ class Plan:
         self._spilled = zeros(groups, torch.int32), zeros(-(-groups // _GROUP), torch.int32)
         self._facts = zeros(4)
         raw = [book is None for book in codebooks]
-        self._modes = {"MIXED": len(set(raw)) > 1, "RAW": raw[0]}
+        self._modes = {"MIXED": len(set(raw)) > 1, "RAW": raw[0], "PAGES": _pages_kind(geometry)}
         window = all(book is None or _is_window(book) for book in codebooks)
         self._kinds = {"SLOT": slot, "WINDOW": window, "ALIGNED": aligned, "num_warps": 1}
 
@@ -142,12 +145,12 @@ class Plan:
         out[: len(self._static)].copy_(self._static)
         source, tables = self._memory, self._tables[0]
         kernels.encode_kernel[self._grid](
-            *source, tables, *self._where, *self._sizes, self._keys, *views,
+            *source, tables, *self._where, *self._place[1:], *self._sizes, self._keys, *views,
             *self._blocks, streams.codes, streams.signs, self._digests, *self._spilled,
-            **self._kinds, **self._modes,
+            **self._kinds, **self._modes, maxnreg=_REGISTERS,
         )  # fmt: skip
         kernels.seal_kernel[self._groups](
-            *source, tables, *self._where, *self._sizes, self._keys, *views,
+            *source, tables, *self._where, *self._place, *self._sizes, self._keys, *views,
             streams.codes, streams.signs, chunks, total, self._layout.spill,
             self._digests, *self._spilled, self._totals,
             self._facts, **self._kinds,
@@ -162,13 +165,15 @@ class Plan:
         layout, (chunks, total) = self._layout, self._counts
         header = self._static.view(torch.int32)
         kernels.decode_kernel[self._grid](
-            *self._memory, self._tables[1], *self._where, *self._sizes, self._keys, *views,
+            *self._memory, self._tables[1], *self._where, *self._place[1:], *self._sizes,
+            self._keys, *views,
             *self._blocks, layout.streams.codes, layout.streams.signs,
             layout.spill, len(payload) - layout.spill, self._digests, self._totals,
-            **self._kinds, **self._modes,
+            **self._kinds, **self._modes, maxnreg=_REGISTERS,
         )  # fmt: skip
         kernels.verify_kernel[self._groups](
-            *self._memory, *self._where, *self._sizes, self._keys, *views, header, len(header),
+            *self._memory, *self._where, *self._place, *self._sizes, self._keys, *views,
+            header, len(header),
             layout.streams.codes, layout.streams.signs, layout.spill, len(payload) - layout.spill,
             chunks, total, len(payload), self._digests, self._totals, self._facts,
             SLOT=self._kinds["SLOT"], ALIGNED=self._kinds["ALIGNED"], num_warps=1,
@@ -178,7 +183,7 @@ class Plan:
         """Launches: the checksum of the pages' content."""
         chunks, total = self._counts
         kernels.digest_kernel[self._grid](
-            *self._memory, *self._where, self._keys, self._digests,
+            *self._memory, *self._where, *self._place[1:], self._keys, self._digests,
             ALIGNED=self._kinds["ALIGNED"], num_warps=1,
         )  # fmt: skip
         kernels.sum_kernel[self._groups](
@@ -245,6 +250,13 @@ def _place(geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...]]:
     run_words, rest_words = -(-run // WORD), -(-rest // WORD)
     place = (head_chunks, run_chunks, geometry.full_pages, run, rest)
     return place, (run_words, geometry.full_pages * run_words + rest_words)
+
+
+def _pages_kind(geometry: Geometry) -> int:
+    """How kernels find a chunk's page; see `kernels.words.place_in_head`."""
+    if geometry.num_pages <= 1:
+        return 0
+    return 1 if geometry.page_slots * geometry.dim <= CHUNK else 2
 
 
 def _is_aligned(planes: Sequence[Tensor], geometry: Geometry) -> bool:

@@ -76,17 +76,18 @@ def reshape(logits: Tensor, row: Row) -> None:
     sampling = row.sampling
     if sampling.logit_bias:
         biased = torch.tensor(list(sampling.logit_bias), device=logits.device)
-        logits[biased] += torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
+        bias = torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
+        logits[biased] = (logits[biased] + bias).clamp_(-_LARGEST, _LARGEST)
     if sampling.repetition_penalty != 1.0:
         seen = torch.unique(torch.tensor(row.tokens, device=logits.device))
         values = logits[seen]
         penalty = sampling.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        penalized = torch.where(values > 0, values / penalty, values * penalty)
+        logits[seen] = penalized.clamp_(-_LARGEST, _LARGEST)
     output = row.tokens[row.prompt_tokens :]
     if output and (sampling.frequency_penalty or sampling.presence_penalty):
         seen, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
         logits[seen] -= counts * sampling.frequency_penalty + sampling.presence_penalty
-    logits.clamp_(-_LARGEST, _LARGEST)
 
 
 def uniform(seed: int, choice: int, index: int) -> float:

@@ -10,6 +10,7 @@ from codec.kernels.words import (
     LIST,
     both,
     load_words,
+    place_in_head,
     place_of,
     shifted,
     unsigned,
@@ -116,20 +117,21 @@ def seal_of(length, checksum, crc):
 @triton.jit(do_not_specialize=LENGTHS)
 def digest_kernel(
     x16, x64, planes, page_ids, page_stride, head_stride,
-    head_chunks, run_chunks, full_pages, run, rest, keys, digests, ALIGNED: tl.constexpr,
+    run_chunks, full_pages, run, rest, keys, digests, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Digests of chunks as if they were stored raw."""
-    chunk = tl.program_id(0)
-    plane = tl.program_id(1)
-    head, page, start, length, _ = place_of(
-        chunk, head_chunks, run_chunks, full_pages, run, rest, 0, 0
+    i, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    chunk = head * tl.num_programs(0) + i
+    chunks = tl.num_programs(0) * tl.num_programs(1)
+    head, page, start, length, _ = place_in_head(
+        head, i, run_chunks, full_pages, run, rest, 0, 0, 2
     )
     page_id = tl.load(page_ids + page).to(tl.int64)
     w = word_numbers()
     at = tl.load(planes + 4 * plane) + page_id * page_stride + head * head_stride + start
     x = load_words(x16, x64, at, w, length, ALIGNED)
     d = nh(x.to(tl.int32), (x >> 32).to(tl.int32), keys, w)
-    number = plane.to(tl.int64) * tl.num_programs(0) + chunk
+    number = plane.to(tl.int64) * chunks + chunk
     tl.store(digests + number, chunk_sum(tl.where(4 * w < length, d, 0)))
 
 

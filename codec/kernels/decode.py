@@ -25,6 +25,7 @@ from codec.kernels.words import (
     both,
     exponents,
     joined_words,
+    place_in_head,
     place_of,
     store_words,
     unpack,
@@ -83,17 +84,18 @@ def patch(x16, at, payload8, signs, entries, n, length, kind):
 @triton.jit(do_not_specialize=LENGTHS)
 def decode_kernel(
     x16, x64, planes, books, page_ids, page_stride, head_stride,
-    head_chunks, run_chunks, full_pages, run, rest, run_words, head_words,
+    run_chunks, full_pages, run, rest, run_words, head_words,
     keys, payload8, payload16, payload32, payload64, first_block, block_bytes,
     codes_at, signs_at, spill_at, spill_bytes, digests, totals,
     SLOT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
-    MIXED: tl.constexpr, RAW: tl.constexpr,
+    MIXED: tl.constexpr, RAW: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
     """A chunk into its page. Never reads or writes out of bounds, whatever the payload holds."""
-    chunk = tl.program_id(0)
-    plane = tl.program_id(1)
-    head, page, start, length, word = place_of(
-        chunk, head_chunks, run_chunks, full_pages, run, rest, run_words, head_words
+    i, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    chunk = head * tl.num_programs(0) + i
+    chunks = tl.num_programs(0) * tl.num_programs(1)
+    head, page, start, length, word = place_in_head(
+        head, i, run_chunks, full_pages, run, rest, run_words, head_words, PAGES
     )
     block = block_start(planes, plane, first_block, block_bytes, MIXED)
     low = tl.load(planes + 4 * plane + 2).to(tl.int32)
@@ -101,7 +103,7 @@ def decode_kernel(
     w = word_numbers()
     used = 4 * w < length
     at = tl.load(planes + 4 * plane) + page_id * page_stride + head * head_stride + start
-    number = plane.to(tl.int64) * tl.num_programs(0) + chunk
+    number = plane.to(tl.int64) * chunks + chunk
     raw = low < 0 if MIXED else RAW
     if raw:
         x = tl.load(payload64 + block // 8 + word + w, mask=used, other=0)

@@ -27,6 +27,7 @@ from codec.kernels.words import (
     nibbles,
     pack_codes,
     pack_signs,
+    place_in_head,
     place_of,
     shifted,
     unsigned,
@@ -80,17 +81,18 @@ def pad(out8, end):
 @triton.jit(do_not_specialize=LENGTHS)
 def encode_kernel(
     x16, x64, planes, tables, page_ids, page_stride, head_stride,
-    head_chunks, run_chunks, full_pages, run, rest, run_words, head_words,
+    run_chunks, full_pages, run, rest, run_words, head_words,
     keys, out8, out16, out32, out64, first_block, block_bytes, codes_at, signs_at,
     digests, groups, supers,
     SLOT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
-    MIXED: tl.constexpr, RAW: tl.constexpr,
+    MIXED: tl.constexpr, RAW: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
     """All of a chunk but what depends on others: its tail, and the slot that points to it."""
-    chunk = tl.program_id(0)
-    plane = tl.program_id(1)
-    head, page, start, length, word = place_of(
-        chunk, head_chunks, run_chunks, full_pages, run, rest, run_words, head_words
+    i, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    chunk = head * tl.num_programs(0) + i
+    chunks = tl.num_programs(0) * tl.num_programs(1)
+    head, page, start, length, word = place_in_head(
+        head, i, run_chunks, full_pages, run, rest, run_words, head_words, PAGES
     )
     block = block_start(planes, plane, first_block, block_bytes, MIXED)
     low = tl.load(planes + 4 * plane + 2).to(tl.int32)
@@ -101,9 +103,9 @@ def encode_kernel(
     x = load_words(x16, x64, at, w, length, ALIGNED)
     lo = x.to(tl.int32)
     hi = (x >> 32).to(tl.int32)
-    number = plane.to(tl.int64) * tl.num_programs(0) + chunk
+    number = plane.to(tl.int64) * chunks + chunk
     raw = low < 0 if MIXED else RAW
-    if chunk == tl.num_programs(0) - 1:
+    if chunk == chunks - 1:
         words_end = word + (length + 3) // 4
         if raw:
             pad(out8, block + 8 * words_end)
@@ -145,8 +147,8 @@ def encode_kernel(
                     first = FULL
                     units = (tl.maximum(2 * words - (SLOT - 8), 0) + 7) // 8
                 group = number // GROUP
-                tl.atomic_add(groups + group, units)
-                tl.atomic_add(supers + group // GROUP, units)
+                tl.atomic_add(groups + group, units, sem="relaxed")
+                tl.atomic_add(supers + group // GROUP, units, sem="relaxed")
             tl.store(out32 + slot // 4 + j, tl.where(j == 0, first, 0))
             if n <= (SLOT - 1) // 3:
                 tl.debug_barrier()

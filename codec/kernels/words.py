@@ -77,8 +77,31 @@ def word_numbers():
 def place_of(chunk, head_chunks, run_chunks, full_pages, run, rest, run_words, head_words):
     """Of a chunk of a plane: head, page, first element in its run, length, first word."""
     head = chunk // head_chunks
-    i = chunk - head * head_chunks
-    page = tl.minimum(i // run_chunks, full_pages)
+    return place_in_head(
+        head,
+        chunk - head * head_chunks,
+        run_chunks,
+        full_pages,
+        run,
+        rest,
+        run_words,
+        head_words,
+        2,
+    )
+
+
+@triton.jit
+def place_in_head(
+    head, i, run_chunks, full_pages, run, rest, run_words, head_words, PAGES: tl.constexpr
+):  # fmt: skip
+    """The same of chunk ``i`` of a head. PAGES spares a division: 0 if there is one page at most, 1
+    if a run is one chunk at most."""
+    if PAGES == 0:
+        page = i * 0
+    elif PAGES == 1:
+        page = i
+    else:
+        page = tl.minimum(i // run_chunks, full_pages)
     start = (i - page * run_chunks).to(tl.int64) * 1024
     length = tl.minimum(1024, tl.where(page == full_pages, rest, run) - start).to(tl.int32)
     word = head.to(tl.int64) * head_words + page.to(tl.int64) * run_words + start // 4

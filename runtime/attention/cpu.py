@@ -19,6 +19,7 @@ class CompiledAttention:
     version = 1
 
     def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
+        self._scale = np.float32(1.0 / math.sqrt(dim))
         self._compile(heads, kv_heads, dim)
 
     def _compile(self, heads: int, kv_heads: int, dim: int) -> None:
@@ -62,19 +63,15 @@ class CompiledAttention:
     def _attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
         out = torch.empty_like(q)
         k, v = _patterns(k_pages), _patterns(v_pages)
-        loops.attend(q.numpy(), k, v, *batch.tables, _scale(q), out.numpy())
+        loops.attend(q.numpy(), k, v, *batch.tables, self._scale, out.numpy())
         return out.flatten(1)
 
     def _attend_last(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
         out = torch.empty_like(q)
         k, v = _patterns(k_pages), _patterns(v_pages)
         page_table, _, lengths = batch.tables
-        loops.attend_last(q.numpy(), k, v, page_table, lengths, _scale(q), out.numpy())
+        loops.attend_last(q.numpy(), k, v, page_table, lengths, self._scale, out.numpy())
         return out.flatten(1)
-
-
-def _scale(q: Tensor) -> np.float32:
-    return np.float32(1.0 / math.sqrt(q.shape[-1]))
 
 
 def _patterns(pages: Tensor) -> Halves:

@@ -5,6 +5,7 @@ import time
 import uuid
 
 import structlog
+import uvloop
 
 from headrace.v1 import decode_pb2_grpc, error_pb2, prefill_pb2
 from runtime.engine import Add, Arrived, Cancel, Reserve, StepOutput
@@ -25,6 +26,8 @@ from services.transfer.slab import Slab
 log = structlog.get_logger()
 
 SERVICE = "headrace.v1.Decode"
+
+loop_factory = uvloop.new_event_loop
 
 
 class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
@@ -214,7 +217,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         for key, token in output.tokens:
             if stream := self.streams.get(key):
                 stream.session.push(stream, token)
-                self.metrics.generation_tokens.inc()
+        self.metrics.generation_tokens.inc(len(output.tokens))
         for key, choice, reason in output.finished:
             if stream := self.streams.get(key):
                 stream.session.finish(stream, choice, reason)

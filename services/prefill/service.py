@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import structlog
+import uvloop
 
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1 import prefill_pb2_grpc
@@ -24,6 +25,8 @@ from services.transfer.slab import Slab
 log = structlog.get_logger()
 
 SERVICE = "headrace.v1.Prefill"
+
+loop_factory = uvloop.new_event_loop
 
 
 class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
