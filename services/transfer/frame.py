@@ -20,7 +20,7 @@ the two belong together. Little-endian, 96 bytes, so that the payload stays alig
 |     68 |     4 | zero                                                    |
 |     72 |     8 | generation of the sender's slot                         |
 |     80 |     8 | length of the payload, bytes                            |
-|     88 |     8 | checksum of the decoded content                         |
+|     88 |     8 | checksum of the payload, as its own header has it       |
 """
 
 import hashlib

@@ -252,7 +252,7 @@ class Receiver:
             segment.num_tokens,
         )
         if decoded.checksum != segment.checksum:
-            raise ForeignSegment("the content's checksum is not the manifest's")
+            raise ForeignSegment("the segment's checksum is not the manifest's")
 
     def _grant(self, key: str, segments: int) -> None:
         self._subscriptions[key].credit(segments)
