@@ -136,11 +136,12 @@ class Plan:
         return Facts.of(self._facts)
 
     def encode(self, out: Tensor) -> None:
-        """Launches: a whole segment into ``out``, u8, 16-byte aligned, of the layout's bound.
+        """Launches: a whole segment into ``out``, u8, 16-byte aligned, of the layout's bound or
+        longer.
 
         Facts: the segment's length in bytes, its checksum, its escapes, and its spill units.
         """
-        views = _views(out)
+        views = _views(out, self._layout.bound)
         streams, (chunks, total) = self._layout.streams, self._counts
         out[: len(self._static)].copy_(self._static)
         source, tables = self._memory, self._tables[0]
@@ -161,7 +162,7 @@ class Plan:
 
         Facts: its length, the checksum found, the checksum announced, and errors, for `check`.
         """
-        views = _views(payload)
+        views = _views(payload, self._layout.spill)
         layout, (chunks, total) = self._layout, self._counts
         header = self._static.view(torch.int32)
         kernels.decode_kernel[self._grid](
@@ -270,11 +271,13 @@ def _is_aligned(planes: Sequence[Tensor], geometry: Geometry) -> bool:
     return all(run % 32 == 0 for run in runs) and all(stride % 8 == 0 for stride in strides)
 
 
-def _views(segment: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _views(segment: Tensor, least: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The bytes of a segment as they are, and as int16, int32 and int64.
 
-    Raises `InvalidBuffer` if they are not aligned to 16.
+    Raises `InvalidBuffer` if they are fewer than ``least``, or not aligned to 16.
     """
+    if len(segment) < least:
+        raise InvalidBuffer(f"{len(segment)} bytes, where kernels touch {least}")
     if segment.data_ptr() % 16:
         raise InvalidBuffer("a segment on a GPU starts at a multiple of 16 bytes")
     whole = segment[: len(segment) // 8 * 8]

@@ -164,9 +164,9 @@ def decode_pages(
             the receiver's own. Slots past `num_tokens` are not written. A codebook is needed only
             for a plane that is not stored raw.
 
-    Every header field, offset, count and escape position is validated before the first write, so
-    all errors but one leave the pages as they were: after `ChecksumMismatch` the pages hold
-    garbage. They must not join a page table; the caller frees them.
+    Every header field is validated before the first write; on the CPU every slot and escape
+    position as well. After `ChecksumMismatch`, and on a GPU after any `FormatError`, the pages may
+    hold garbage. They must not join a page table; the caller frees them.
 
     Raises `ArgumentError`, `InvalidCodebook`, `FormatError`, `CodebookMismatch`,
     `ChecksumMismatch`.

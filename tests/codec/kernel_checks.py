@@ -8,6 +8,7 @@ import torch
 
 import codec
 from codec import cuda, reference
+from codec.format import Geometry, Layout, Mode
 from codec.ops import Backend
 from tests.codec.samples import Pages, bits, make_pages
 
@@ -72,6 +73,20 @@ def test_kernels_write_and_read_the_reference_bytes(
     assert codec.checksum_pages(here.planes, here.ids, tokens, backend=cuda) == (
         codec.checksum_pages(source.planes, source.ids, tokens, backend=reference)
     )
+
+
+def test_no_kernel_is_given_less_than_it_touches() -> None:
+    pages = on_device(make_pages(17, num_planes=1, kv_heads=1))
+    geometry = Geometry(1, 64, 17, 16)
+    layout = Layout.of(geometry, [Mode.TOP16], 8)
+    plan = cuda.Plan(
+        pages.planes, [codec.Codebook(WINDOW)], torch.tensor(pages.ids), geometry, layout
+    )
+    short = torch.zeros(layout.bound - 1, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(codec.InvalidBuffer):
+        plan.encode(short)
+    with pytest.raises(codec.InvalidBuffer):
+        plan.decode(short[: layout.spill - 1])
 
 
 @pytest.mark.parametrize("damage", [(0, 200), (0, 255), (1, 255), (2, 255), (600, 1)])

@@ -1,0 +1,48 @@
+"""What a gRPC server refuses before a handler hears of it."""
+
+import asyncio
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from services.common.grpc_server import GrpcServer
+
+
+async def code_of(call: aio.UnaryUnaryCall[object, object]) -> grpc.StatusCode:
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    return caught.value.code()
+
+
+async def test_a_message_past_the_bound_is_refused_unparsed() -> None:
+    server = GrpcServer("127.0.0.1:0", [], max_message_bytes=1000)
+    await server.start()
+    try:
+        async with aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            stub = HealthStub(channel)
+            long = health_pb2.HealthCheckRequest(service="x" * 1000)
+            assert await code_of(stub.Check(long)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            short = health_pb2.HealthCheckRequest(service="x" * 900)
+            assert await code_of(stub.Check(short)) is grpc.StatusCode.NOT_FOUND
+    finally:
+        await server.stop(0)
+
+
+async def test_calls_past_the_bound_are_refused() -> None:
+    server = GrpcServer("127.0.0.1:0", [], max_rpcs=1)
+    await server.start()
+    try:
+        async with aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            stub = HealthStub(channel)
+            watch = stub.Watch(health_pb2.HealthCheckRequest())
+            await watch.read()
+            call = stub.Check(health_pb2.HealthCheckRequest())
+            assert await code_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            watch.cancel()
+            await asyncio.sleep(0.1)
+            await stub.Check(health_pb2.HealthCheckRequest())
+    finally:
+        await server.stop(0)
