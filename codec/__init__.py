@@ -4,7 +4,8 @@
 back into other pages, verified; `encode` and `decode` do the same for a tensor. See `README.md`.
 """
 
-from codec.codebook import Codebook, Codebooks, calibrate
+from codec.calibrate import calibrate, calibrate_model
+from codec.codebook import Codebook, Codebooks
 from codec.errors import (
     ArgumentError,
     BufferTooSmall,
@@ -22,7 +23,7 @@ from codec.errors import (
     TruncatedPayload,
     UnsupportedDtype,
 )
-from codec.format import WIRE_VERSION, max_payload_bytes, max_segment_bytes
+from codec.format import WIRE_VERSION, Mode, max_payload_bytes, max_segment_bytes
 from codec.ops import (
     Decoded,
     Encoded,
@@ -53,10 +54,12 @@ __all__ = [
     "InvalidCodebook",
     "InvalidPages",
     "InvalidPlanes",
+    "Mode",
     "PayloadError",
     "TruncatedPayload",
     "UnsupportedDtype",
     "calibrate",
+    "calibrate_model",
     "checksum_pages",
     "decode",
     "decode_pages",

@@ -6,42 +6,46 @@ import torch
 from torch import Tensor
 
 from codec.codebook import Codebook
+from codec.elements import ElementType, element_of
 from codec.errors import (
     CodebookMismatch,
+    FormatError,
     InvalidBuffer,
     InvalidCodebook,
     InvalidPages,
     InvalidPlanes,
-    UnsupportedDtype,
 )
-from codec.format import SLOT_SIZES, Geometry, Mode, SegmentHeader
+from codec.format import Geometry, Mode, SegmentHeader
 
 PageIds = Sequence[int] | Tensor
 
 
 def check_planes(
     planes: Sequence[Tensor], codebooks: Sequence[Codebook | None], num_tokens: int
-) -> Geometry:
-    """The geometry of a segment of these planes; they fit one another, and the codebooks them."""
+) -> tuple[ElementType, Geometry]:
+    """What a segment of these planes holds; they fit one another, and the codebooks them."""
     if not planes or len(planes) != len(codebooks):
         raise InvalidPlanes(f"{len(planes)} planes and {len(codebooks)} codebooks")
     first = planes[0]
     if first.ndim != 4:
         raise InvalidPlanes(f"a plane is [page, kv_head, slot, dim], not {tuple(first.shape)}")
+    element = element_of(first.dtype)
     _, kv_heads, slots, dim = first.shape
     for plane in planes:
-        if plane.dtype != torch.bfloat16:
-            raise UnsupportedDtype(f"planes are bf16, not {plane.dtype}")
-        if plane.shape != first.shape or plane.device != first.device:
-            raise InvalidPlanes("all planes of a segment have one shape and one device")
+        kind = (plane.dtype, plane.shape, plane.device)
+        if kind != (first.dtype, first.shape, first.device):
+            raise InvalidPlanes("all planes of a segment have one dtype, one shape and one device")
         if (dim > 1 and plane.stride(3) != 1) or (slots > 1 and plane.stride(2) != dim):
             raise InvalidPlanes(f"a head's slots must be contiguous: strides {plane.stride()}")
+    for codebook in codebooks:
+        if codebook is not None and codebook.dtype != first.dtype:
+            raise InvalidCodebook(f"a codebook of {codebook.dtype} for planes of {first.dtype}")
     if num_tokens < 0:
         raise InvalidPages(f"{num_tokens} tokens")
     geometry = Geometry(kv_heads, dim, num_tokens, max(slots, 1))
     if not (kv_heads and dim and (slots or not num_tokens)):
         raise InvalidPlanes(f"a plane without elements: {tuple(first.shape)}")
-    return geometry
+    return element, geometry
 
 
 def check_pages(page_ids: PageIds, pages_in_plane: int, geometry: Geometry) -> Tensor:
@@ -63,25 +67,17 @@ def check_bytes(payload: Tensor, device: torch.device) -> None:
         raise InvalidBuffer(f"payloads are uint8, 1-D, contiguous and on {device}")
 
 
-def check_slot_bytes(codebooks: Sequence[Codebook | None]) -> int:
-    """The slot size that all codebooks of a segment have, in bytes; the smallest without any."""
-    sizes = {codebook.slot_bytes for codebook in codebooks if codebook}
-    if len(sizes) > 1:
-        raise InvalidCodebook(f"a segment's codebooks have one slot size, not {sorted(sizes)}")
-    return sizes.pop() if sizes else SLOT_SIZES[0]
-
-
 def check_codebooks(header: SegmentHeader, codebooks: Sequence[Codebook | None]) -> None:
     """Every plane that has codes is given the codebook that it was encoded with."""
     for number, (entry, codebook) in enumerate(zip(header.planes, codebooks, strict=True)):
-        if entry.mode is not Mode.TOP16:
+        if entry.mode is Mode.RAW:
             continue
         given = codebook.id if codebook else "none"
         if codebook is None or codebook.number != entry.codebook:
             raise CodebookMismatch(
                 f"plane {number} was encoded with codebook {entry.codebook:016x}, given: {given}"
             )
-        if codebook.slot_bytes != header.slot_bytes:
-            raise CodebookMismatch(
-                f"slots of {header.slot_bytes} bytes, codebook {given} has {codebook.slot_bytes}"
+        if codebook.mode is not entry.mode:
+            raise FormatError(
+                f"plane {number} is in mode {entry.mode.name}, codebook {given} is of another"
             )

@@ -1,39 +1,29 @@
-"""Codebooks: the sixteen exponents that have a short code, for one plane and for a model.
+"""Codebooks: which exponents have a code, for one plane and for a model.
 
-SplitZip (arXiv 2605.01708) calibrates one top-16 codebook offline. Here each layer's K and V have
-their own, and every codebook has an id that is the hash of its content, which payloads carry.
+SplitZip (arXiv 2605.01708) has sixteen codes for a whole model. Here each layer's K and V have
+their own codebook and their own mode, whichever stores them in the fewest bits, and every codebook
+has an id that is the hash of its content, which payloads carry.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from codec.errors import CodebookMissing, InvalidCodebook, UnsupportedDtype
-from codec.format import (
-    CHUNK,
-    CODE_BYTES,
-    ESCAPE_BYTES,
-    SLOT_SIZES,
-    SPILL_UNIT,
-    WORD,
-    largest_list,
-    slot_capacity,
-    slot_high_words,
-)
+from codec.elements import BY_NAME, ElementType, element_of
+from codec.errors import CodebookMissing, InvalidCodebook
+from codec.format import Mode
 
-CODES = 16
+SECOND_CODES = 15
+"""Second-level codes; the sixteenth says that an exponent has neither."""
 _EXPONENT_VALUES = 256
-_DTYPE_NAMES = {torch.bfloat16: "bf16"}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _ARTIFACT = "headrace-codebooks"
-_ARTIFACT_VERSION = 2
+_ARTIFACT_VERSION = 3
 
 
 def _content_hash(*parts: bytes) -> str:
@@ -45,140 +35,89 @@ def _content_hash(*parts: bytes) -> str:
 
 @dataclass(frozen=True)
 class Codebook:
-    """Sixteen biased exponents of one element type; code `i` means `exponents[i]`.
+    """The exponents of one plane that have a code; code `i` means `exponents[i]`.
 
     Attributes:
-        exponents: they ascend, so that equal sets are equal codebooks.
+        exponents: biased, as many as the mode has codes; they ascend, so that equal sets are equal
+            codebooks.
+        mode: any but `Mode.RAW`.
+        second: of a mode with an escape code, up to fifteen other exponents, likewise: an escape
+            with one of these takes four bits more, any other a word.
         dtype: the element type.
-        slot_bytes: what each chunk has for its escapes in place: 8, 16 or 32. The codebooks of one
-            segment have one size.
+        escape_rate: the share of the sample's elements whose exponent has no code. Not part of
+            what a codebook is: of what its values should look like.
 
     Raises `UnsupportedDtype` and `InvalidCodebook`.
     """
 
     exponents: tuple[int, ...]
+    mode: Mode = Mode.TOP16
+    second: tuple[int, ...] = ()
     dtype: torch.dtype = torch.bfloat16
-    slot_bytes: int = SLOT_SIZES[0]
+    escape_rate: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
-        if self.dtype not in _DTYPE_NAMES:
-            raise UnsupportedDtype(f"no codebooks for {self.dtype}")
-        if len(self.exponents) != CODES or list(self.exponents) != sorted(set(self.exponents)):
-            raise InvalidCodebook(f"{CODES} ascending exponents are needed: {self.exponents}")
-        if not set(self.exponents) <= set(range(_EXPONENT_VALUES)):
-            raise InvalidCodebook(f"exponents lie in [0, {_EXPONENT_VALUES}): {self.exponents}")
-        if self.slot_bytes not in SLOT_SIZES:
-            raise InvalidCodebook(f"slots of {self.slot_bytes} bytes, one of {SLOT_SIZES}")
+        element = element_of(self.dtype)
+        if self.mode is Mode.RAW or self.mode.code_bits >= element.exponent_bits:
+            raise InvalidCodebook(f"no codebooks for {element.name} in mode {self.mode.name}")
+        if len(self.exponents) != self.mode.codes:
+            raise InvalidCodebook(f"{self.mode.name} has {self.mode.codes}: {self.exponents}")
+        if len(self.second) > SECOND_CODES * self.mode.has_escape_code:
+            raise InvalidCodebook(f"too many second-level exponents: {self.second}")
+        for numbers in (self.exponents, self.second):
+            if list(numbers) != sorted(set(numbers) & set(range(element.exponents))):
+                raise InvalidCodebook(f"exponents ascend in [0, {element.exponents}): {numbers}")
+        if not 0 <= self.escape_rate <= 1:
+            raise InvalidCodebook(f"an escape rate of {self.escape_rate}")
+        if set(self.exponents) & set(self.second):
+            raise InvalidCodebook(f"an exponent has two codes: {self.exponents}, {self.second}")
+
+    @property
+    def element(self) -> ElementType:
+        return element_of(self.dtype)
 
     @cached_property
     def id(self) -> str:
         """64-bit content hash, sixteen hex digits."""
-        content = (bytes(self.exponents), bytes([self.slot_bytes]))
-        return _content_hash(_DTYPE_NAMES[self.dtype].encode(), *content)
+        names = self.element.name.encode(), self.mode.name.encode()
+        return _content_hash(*names, bytes(self.exponents), bytes(self.second))
 
     @property
     def number(self) -> int:
         """The id as the integer that headers carry."""
         return int(self.id, 16)
 
+    @property
+    def is_window(self) -> bool:
+        """Whether the exponents are consecutive, so that a subtraction finds a code."""
+        return self.exponents[-1] - self.exponents[0] == len(self.exponents) - 1
+
     @cached_property
     def code_table(self) -> bytes:
-        """256 bytes: the code of each exponent, `CODES` for one that has none."""
-        table = bytearray([CODES] * _EXPONENT_VALUES)
+        """256 bytes: the code of each exponent; of one that has none, 16 and the low four bits of
+        its distance from the lowest, which `Mode.TOP16` stores in a code's place."""
+        lowest = self.exponents[0]
+        table = bytearray(16 | exponent - lowest & 15 for exponent in range(_EXPONENT_VALUES))
         for code, exponent in enumerate(self.exponents):
             table[exponent] = code
         return bytes(table)
 
-
-def calibrate(
-    sample: Tensor | Sequence[Tensor],
-    dtype: torch.dtype = torch.bfloat16,
-    slot_bytes: int | None = None,
-) -> Codebook:
-    """The codebook of the sixteen most frequent exponents of a sample.
-
-    Args:
-        sample: values of any shape, or several such tensors, on any device. Tensors of another
-            floating dtype are rounded to `dtype` first.
-        dtype: the element type that will be encoded.
-        slot_bytes: 8, 16 or 32; `None` takes the size that the sample, flattened and cut into
-            chunks, takes the fewest bytes with.
-
-    Of equally frequent exponents the smaller one is taken. If fewer than sixteen occur, the codes
-    that are left go to 0, which zeros have, and then to the exponents nearest to the most frequent
-    one, where unseen values are likeliest. Two samples with the same sixteen and the same slot size
-    give the same id. No sync for each value.
-
-    Raises `InvalidCodebook` for an empty sample, `UnsupportedDtype` for a dtype without codebooks.
-    """
-    if dtype not in _DTYPE_NAMES:
-        raise UnsupportedDtype(f"no codebooks for {dtype}")
-    tensors = [sample] if isinstance(sample, Tensor) else list(sample)
-    codebook = Codebook(_most_frequent(tensors, dtype), dtype)
-    if slot_bytes is None:
-        slot_bytes = _cheapest([_slot_costs(tensors, codebook)])
-    return replace(codebook, slot_bytes=slot_bytes)
-
-
-def _exponents_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The biased exponents of a tensor's elements, int32 `[elements]`."""
-    if not tensor.is_floating_point():
-        raise UnsupportedDtype(f"a sample of {tensor.dtype} has no exponents")
-    bits = tensor.detach().to(dtype).reshape(-1).view(torch.int16).to(torch.int32)
-    return bits.bitwise_right_shift(7).bitwise_and(0xFF)
-
-
-def _most_frequent(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[int, ...]:
-    counts = torch.zeros(_EXPONENT_VALUES, dtype=torch.int64)
-    for tensor in tensors:
-        exponents = _exponents_of(tensor, dtype)
-        counts += torch.bincount(exponents, minlength=_EXPONENT_VALUES).cpu()
-    frequency = counts.tolist()
-    if not any(frequency):
-        raise InvalidCodebook("an empty sample calibrates nothing")
-    seen = [exponent for exponent in range(_EXPONENT_VALUES) if frequency[exponent]]
-    seen.sort(key=lambda exponent: (-frequency[exponent], exponent))
-    unseen = [exponent for exponent in range(_EXPONENT_VALUES) if not frequency[exponent]]
-    unseen.sort(key=lambda exponent: (exponent != 0, abs(exponent - seen[0]), exponent))
-    return tuple(sorted((seen + unseen)[:CODES]))
-
-
-def _slot_costs(tensors: Sequence[Tensor], codebook: Codebook) -> list[int]:
-    """Bytes of the slots and the spilled ranges of a sample, for each of `SLOT_SIZES`."""
-    costs = [0] * len(SLOT_SIZES)
-    for tensor in tensors:
-        has_code = torch.zeros(_EXPONENT_VALUES, dtype=torch.bool, device=tensor.device)
-        has_code[list(codebook.exponents)] = True
-        escaped = ~has_code[_exponents_of(tensor, codebook.dtype)]
-        cut = len(escaped) // CHUNK * CHUNK
-        for chunks, length in ((escaped[:cut], CHUNK), (escaped[cut:], len(escaped) - cut)):
-            counts = chunks.view(-1, max(length, 1)).sum(dim=1)
-            for number, slot_bytes in enumerate(SLOT_SIZES):
-                costs[number] += _bytes_with(slot_bytes, counts, -(-length // WORD))
-    return costs
-
-
-def _bytes_with(slot_bytes: int, counts: Tensor, words: int) -> int:
-    """What chunks of so many escapes and words take in slots of this size and in the spill area."""
-    full = CODE_BYTES * max(0, words - slot_high_words(slot_bytes))
-    spilled = torch.where(counts <= largest_list(words), ESCAPE_BYTES * counts, full)
-    spilled = spilled.masked_fill(counts <= slot_capacity(slot_bytes), 0)
-    units = (spilled + SPILL_UNIT - 1) // SPILL_UNIT
-    return slot_bytes * len(counts) + SPILL_UNIT * int(units.sum())
-
-
-def _cheapest(costs: Sequence[Sequence[int]]) -> int:
-    """The slot size of the smallest sum of several `_slot_costs`; of equal ones the smaller."""
-    return min(zip(map(sum, zip(*costs, strict=True)), SLOT_SIZES, strict=True))[1]
+    @cached_property
+    def second_table(self) -> bytes:
+        """256 bytes: the second-level code of each exponent, 15 for one that has none."""
+        table = bytearray([SECOND_CODES] * _EXPONENT_VALUES)
+        for code, exponent in enumerate(self.second):
+            table[exponent] = code
+        return bytes(table)
 
 
 @dataclass(frozen=True)
 class Codebooks:
     """The codebooks of a model, one for each (layer, plane): `codebooks[3, "k"]`.
 
-    `entries` is sorted by layer and plane, so equal content has equal ids; all have one slot size,
-    since any of them may meet in a segment. Raises `InvalidCodebook` if it is empty, unsorted, has
-    a key twice or two slot sizes.
+    `entries` is sorted by layer and plane, so equal content has equal ids; all have one element
+    type, since any of them may meet in a segment. Raises `InvalidCodebook` if it is empty,
+    unsorted, has a key twice or two element types.
     """
 
     entries: tuple[tuple[int, str, Codebook], ...]
@@ -187,30 +126,13 @@ class Codebooks:
         keys = [(layer, plane) for layer, plane, _ in self.entries]
         if not keys or keys != sorted(set(keys)):
             raise InvalidCodebook("codebooks are sorted by (layer, plane), at least one, each once")
-        sizes = {codebook.slot_bytes for _, _, codebook in self.entries}
-        if len(sizes) > 1:
-            raise InvalidCodebook(f"a model's codebooks have one slot size, not {sorted(sizes)}")
+        if len({codebook.dtype for _, _, codebook in self.entries}) > 1:
+            raise InvalidCodebook("a model's codebooks have one element type")
 
     @classmethod
     def of(cls, codebooks: Mapping[tuple[int, str], Codebook]) -> "Codebooks":
         """From a mapping (layer, plane) → codebook, in any order."""
         return cls(tuple((*key, codebooks[key]) for key in sorted(codebooks)))
-
-    @classmethod
-    def calibrate(
-        cls, planes_samples: Mapping[tuple[int, str], Tensor | Sequence[Tensor]]
-    ) -> "Codebooks":
-        """Calibrate each (layer, plane) from its own sample, with one slot size for all of them.
-
-        See `codec.calibrate`.
-        """
-        codebooks, costs = {}, []
-        for key, sample in planes_samples.items():
-            tensors = [sample] if isinstance(sample, Tensor) else list(sample)
-            codebooks[key] = calibrate(tensors, slot_bytes=SLOT_SIZES[0])
-            costs.append(_slot_costs(tensors, codebooks[key]))
-        size = _cheapest(costs) if costs else SLOT_SIZES[0]
-        return cls.of({key: replace(book, slot_bytes=size) for key, book in codebooks.items()})
 
     @cached_property
     def id(self) -> str:
@@ -244,9 +166,11 @@ class Codebooks:
                 {
                     "layer": layer,
                     "plane": plane,
-                    "dtype": _DTYPE_NAMES[codebook.dtype],
-                    "slot_bytes": codebook.slot_bytes,
+                    "dtype": codebook.element.name,
+                    "mode": codebook.mode.name.lower(),
                     "exponents": list(codebook.exponents),
+                    "second": list(codebook.second),
+                    "escape_rate": codebook.escape_rate,
                 }
                 for layer, plane, codebook in self
             ],
@@ -270,6 +194,11 @@ class Codebooks:
 
 
 def _entry(item: dict[str, Any]) -> tuple[int, str, Codebook]:
-    exponents = tuple(int(exponent) for exponent in item["exponents"])
-    codebook = Codebook(exponents, _DTYPES[item["dtype"]], int(item["slot_bytes"]))
+    codebook = Codebook(
+        tuple(int(exponent) for exponent in item["exponents"]),
+        Mode[item["mode"].upper()],
+        tuple(int(exponent) for exponent in item["second"]),
+        BY_NAME[item["dtype"]].dtype,
+        float(item["escape_rate"]),
+    )
     return int(item["layer"]), str(item["plane"]), codebook

@@ -1,209 +1,247 @@
-"""The reference's `TOP16` block: how it is written, and what it says when it is read."""
+"""The reference's planes with codes: from elements to words and entries, and back."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from codec.checksum import HIGH_TAG, SLOT_KEY, mix64_of, nh
-from codec.codebook import CODES, Codebook
+from codec import checksum
+from codec.codebook import SECOND_CODES, Codebook
 from codec.errors import FormatError
-from codec.format import (
-    CODE_BYTES,
-    ESCAPE_BYTES,
-    FULL,
-    LISTED,
-    SIGN_BYTES,
-    SPILL_UNIT,
-    WORDS,
-    Layout,
-    slot_capacity,
-    slot_high_words,
-)
-from codec.packing import (
-    get,
-    inside,
-    integers,
-    join_words,
-    put,
-    read_values,
-    split_words,
-    starts_of,
-    words_of,
-    write_values,
-)
+from codec.format import CHUNK, COLUMN, MAX_NIBBLES, MAX_SECOND, Mode, spilled_words, stream_widths
+from codec.packing import Columns, join_rest, pack, ranks, split_rest, starts_of, unpack
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where a plane's `TOP16` block starts, and what else says where its parts lie."""
-
-    block: int
-    layout: Layout
-    slot_bytes: int
-
-    @property
-    def codes(self) -> int:
-        return self.block + self.layout.streams.codes
-
-    @property
-    def signs(self) -> int:
-        return self.block + self.layout.streams.signs
-
-    def slots(self, chunks: int, device: torch.device) -> Tensor:
-        """Where each chunk's slot lies in the segment, int64 `[chunks]`."""
-        return self.block + self.slot_bytes * torch.arange(chunks, device=device)
-
-    def spilled(self, units: Tensor) -> Tensor:
-        """Where each chunk's range of the spill area lies in the segment, from its offset."""
-        return self.layout.spill + SPILL_UNIT * units
-
-    def high(self, units: Tensor) -> Tensor:
-        """Where the high nibbles of each word of each chunk stored in full lie, `[chunks, WORDS]`.
-
-        Those of the first words lie in the slot, the others in the spill area.
-        """
-        word, room = torch.arange(WORDS, device=units.device), slot_high_words(self.slot_bytes)
-        in_slot = self.slots(len(units), units.device)[:, None] + 8 + CODE_BYTES * word
-        in_spill = self.spilled(units)[:, None] + CODE_BYTES * (word - room)
-        return torch.where(word < room, in_slot, in_spill)
-
-
-def encode_plane(
-    chunks: Tensor, lengths: Tensor, codebook: Codebook, place: Place, units: int, out: Tensor
-) -> tuple[int, int]:
-    """Write a plane's block and its part of the spill area, which starts `units` into it.
-
-    A chunk with more escapes than its slot holds lists them in the spill area, unless that takes
-    more than two bytes for each word; then it stores its exponents in full instead, the low nibbles
-    in the place of the codes, the high ones in the slot and the spill area.
-
-    Returns the units that it spilled, and its escapes.
-    """
-    table = torch.tensor(list(codebook.code_table), device=chunks.device)
-    words, valid, exponents = words_of(lengths), inside(lengths), chunks >> 7 & 0xFF
-    escaped = (table[exponents] == CODES) & valid
-    count = escaped.sum(dim=1)
-    outside = count > slot_capacity(place.slot_bytes)
-    full = outside & (ESCAPE_BYTES * count > CODE_BYTES * words)
-    listed = outside & ~full
-    spilled_words = (words - slot_high_words(place.slot_bytes)).clamp(min=0)
-    sizes = CODE_BYTES * spilled_words * full + ESCAPE_BYTES * count * listed
-    sizes = (sizes + SPILL_UNIT - 1) // SPILL_UNIT
-    offsets = units + starts_of(sizes)
-    total = int(sizes.sum())
-    out[place.layout.length(units) : place.layout.length(units + total)] = 0
-
-    slots = place.slots(len(lengths), chunks.device)
-    kind = count.masked_fill(listed, LISTED).masked_fill(full, FULL)
-    put(out, slots, kind, 1)
-    put(out, slots[listed] + 2, count[listed], 2)
-    put(out, slots[outside] + 4, offsets[outside], 4)
-
-    entry = escaped & ~full[:, None]
-    chunk, position = entry.nonzero(as_tuple=True)
-    rank = entry.cumsum(dim=1)[entry] - 1
-    start = torch.where(listed, place.spilled(offsets), slots + 1)
-    put(out, start[chunk] + ESCAPE_BYTES * rank, position | exponents[entry] << 16, ESCAPE_BYTES)
-
-    codes = table[exponents].masked_fill(escaped | ~valid, 0)
-    codes = torch.where(full[:, None], exponents & 0xF, codes)
-    used = inside(words, WORDS)
-    put(
-        out,
-        place.high(offsets)[full][used[full]],
-        join_words(exponents >> 4, 4)[full][used[full]],
-        2,
-    )
-    write_values(out, place.codes, used, join_words(codes, 4), CODE_BYTES)
-    write_values(
-        out, place.signs, used, join_words(chunks >> 8 & 0x80 | chunks & 0x7F, 8), SIGN_BYTES
-    )
-    return total, int(count.sum())
+_NO_CODE = 16
+"""The bit of `Codebook.code_table` that says that an exponent has no code."""
+_NIBBLES = 8
+"""Second-level codes in a word."""
 
 
 @dataclass(frozen=True)
 class CodedPlane:
-    """A `TOP16` plane as a segment says it, all int64 or bool.
+    """What the block of a plane with codes says, and its part of the entries. All int64.
 
     Attributes:
-        slots: bytes `[chunks, slot_bytes]`.
-        codes, signs, high: words `[chunks, WORDS]`; `high` of the chunks stored in full.
-        used: which words there are; `spilled`: which `high` ones lie in the spill area.
-        chunk, rank, position, exponent, listed: `[escapes]`, of each one in a slot or a list.
+        words: `[columns, words]`, of each column, in its streams' order.
+        units: `[chunks]`, how many entries each chunk has.
+        entries: `[sum of units]`, the words of all of them.
     """
 
-    slots: Tensor
-    codes: Tensor
-    signs: Tensor
-    high: Tensor
-    used: Tensor
-    spilled: Tensor
-    full: Tensor
+    words: Tensor
+    units: Tensor
+    entries: Tensor
+
+
+@dataclass(frozen=True)
+class _Escapes:
+    """The elements without a code, chunk by chunk in the order of their positions. All int64.
+
+    Attributes:
+        chunk, position, exponent, nibble: `[escapes]`; the nibble is the code at the second level.
+        nibbles, words: `[chunks]`, how many second-level codes and how many words list them.
+    """
+
     chunk: Tensor
-    rank: Tensor
     position: Tensor
     exponent: Tensor
-    listed: Tensor
+    nibble: Tensor
+    nibbles: Tensor
+    words: Tensor
 
     @classmethod
-    def read(cls, data: Tensor, lengths: Tensor, place: Place) -> "CodedPlane":
-        """Take a plane of the segment `data` apart. Raises `FormatError`."""
-        at, words = place.slots(len(lengths), data.device), words_of(lengths)
-        capacity, room = slot_capacity(place.slot_bytes), slot_high_words(place.slot_bytes)
-        kind, offsets = get(data, at, 1), get(data, at + 4, 4)
-        full, listed = kind == FULL, kind == LISTED
-        outside = full | listed
-        count = torch.where(listed, get(data, at + 2, 2), kind).masked_fill(full, 0)
-        most = torch.where(listed, CODE_BYTES * words // ESCAPE_BYTES, capacity)
-        if bool(((count > most) | listed & (count <= capacity)).any()):
-            raise FormatError("a chunk has more escapes than it may, or lists too few")
-        size = ESCAPE_BYTES * count + CODE_BYTES * (words - room).clamp(min=0) * full
-        if bool((outside & (place.spilled(offsets) + size > len(data))).any()):
-            raise FormatError("a chunk's spilled bytes lie outside the segment")
+    def of(
+        cls, exponents: Tensor, escaped: Tensor, columns: Columns, codebook: Codebook
+    ) -> "_Escapes":
+        chunk, position = _positions(escaped, columns)
+        exponent, chunks = exponents[escaped], len(columns.widths)
+        nibble = _table(codebook.second_table, exponent)[exponent]
+        # In top16, which has no second level, all are words and none a nibble.
+        nibbles = _per_chunk(chunk, chunks) * codebook.mode.has_escape_code
+        words = _per_chunk(chunk[nibble == SECOND_CODES], chunks)
+        return cls(chunk, position, exponent, nibble, nibbles, words)
 
-        chunk = torch.arange(len(lengths), device=data.device).repeat_interleave(count)
-        rank = torch.arange(len(chunk), device=data.device) - starts_of(count)[chunk]
-        start = torch.where(listed, place.spilled(offsets), at + 1)[chunk]
-        position = get(data, start + ESCAPE_BYTES * rank, 2)
-        ascending = (position[1:] > position[:-1]) | (chunk[1:] != chunk[:-1])
-        if bool((position >= lengths[chunk]).any()) or not bool(ascending.all()):
-            raise FormatError("the positions of a chunk's escapes do not ascend within it")
+    @property
+    def nibble_words(self) -> Tensor:
+        return (self.nibbles + _NIBBLES - 1) // _NIBBLES
 
-        used = inside(words, WORDS)
-        high = torch.zeros(used.shape, dtype=torch.int64, device=data.device)
-        high[used & full[:, None]] = get(data, place.high(offsets)[used & full[:, None]], 2)
-        return cls(
-            slots=get(data, at[:, None] + torch.arange(place.slot_bytes, device=data.device), 1),
-            codes=read_values(data, place.codes, used, CODE_BYTES),
-            signs=read_values(data, place.signs, used, SIGN_BYTES),
-            high=high,
-            used=used,
-            spilled=used & full[:, None] & (torch.arange(WORDS, device=data.device) >= room),
-            full=full,
-            chunk=chunk,
-            rank=rank,
-            position=position,
-            exponent=get(data, start + ESCAPE_BYTES * rank + 2, 1),
-            listed=listed[chunk],
-        )
+    def write(self, entries: Tensor, start: Tensor, lists: Tensor) -> None:
+        """Into `entries`, zeros, from each chunk's start on; only of the chunks that have lists."""
+        if bool(self.nibbles.any()):
+            rank = ranks(self.chunk, self.nibbles)
+            at, shift = start[self.chunk] + rank // _NIBBLES, 4 * (rank % _NIBBLES)
+            listed = lists[self.chunk]
+            entries.index_add_(0, at[listed], (self.nibble << shift)[listed])
+        word = self.nibble == SECOND_CODES
+        chunk = self.chunk[word]
+        at, listed = (start + self.nibble_words)[chunk] + ranks(chunk, self.words), lists[chunk]
+        entries[at[listed]] = (self.exponent << 16 | self.position)[word][listed]
 
-    def patterns(self, codebook: Codebook) -> Tensor:
-        """The elements, `[chunks, CHUNK]`."""
-        codes, signs = split_words(self.codes, 4), split_words(self.signs, 8)
-        exponents = torch.tensor(codebook.exponents, device=codes.device)[codes]
-        exponents = torch.where(
-            self.full[:, None], codes | split_words(self.high, 4) << 4, exponents
-        )
-        exponents[self.chunk, self.position] = self.exponent
-        return (signs & 0x80) << 8 | exponents << 7 | signs & 0x7F
 
-    def digests(self, lengths: Tensor) -> Tensor:
-        """int64 `[chunks]`, see `checksum.py`."""
-        digests = (nh(self.signs, self.codes) * self.used).sum(dim=1)
-        halves = integers(self.slots.view(len(lengths), self.slots.shape[1] // 8, 2, 4))
-        digests += nh(halves[..., 0], halves[..., 1], SLOT_KEY).sum(dim=1)
-        word = torch.arange(WORDS, device=lengths.device)
-        digests += (mix64_of(HIGH_TAG | word << 16 | self.high) * self.spilled).sum(dim=1)
-        entries = mix64_of(self.rank << 24 | self.exponent << 16 | self.position)
-        return digests.index_add(0, self.chunk, entries * self.listed)
+def encode_plane(patterns: Tensor, columns: Columns, codebook: Codebook) -> tuple[CodedPlane, int]:
+    """Encode elements `[columns, 32]`, padded; returns how many exponents had no code, too."""
+    element, mode = codebook.element, codebook.mode
+    exponents = patterns >> element.mantissa_bits & element.exponents - 1
+    codes = _table(codebook.code_table, patterns)[exponents]
+    escaped = codes >= _NO_CODE
+    codes = codes.masked_fill(escaped, mode.codes) if mode.has_escape_code else codes & 0xF
+    values = [codes, *split_rest(_rests_of(patterns, codebook), element)]
+    widths = stream_widths(element, mode)
+    coded = torch.cat([pack(v, bits) for v, bits in zip(values, widths, strict=True)], dim=1)
+
+    spilled = spilled_words(element, mode)
+    escapes = _Escapes.of(exponents, escaped, columns, codebook)
+    units, most = escapes.nibble_words + escapes.words, spilled * columns.widths
+    full = units >= most
+    if mode.has_escape_code:
+        full |= (escapes.nibbles > MAX_NIBBLES) | (escapes.words > MAX_SECOND)
+    units = torch.where(full, most, units)
+    entries, start = units.new_zeros(int(units.sum())), starts_of(units)
+    escapes.write(entries, start, ~full)
+    in_full, column_full = pack(patterns, 8 * element.size, raw=True), full[columns.chunk]
+    entries[_spilled_at(columns, start, spilled)[column_full]] = in_full[column_full, -spilled:]
+    words = torch.where(column_full[:, None], in_full[:, :-spilled], coded)
+    return CodedPlane(words, units, entries), len(escapes.chunk)
+
+
+def checksum_of(plane: CodedPlane, number: int, columns: Columns, codebook: Codebook) -> int:
+    """What a plane adds to the checksum, as the segment's plane of this number."""
+    spilled = spilled_words(codebook.element, codebook.mode)
+    full, first = plane.units == spilled * columns.widths, number * len(columns.widths)
+    at = _spilled_at(columns, starts_of(plane.units), spilled)
+    beyond = plane.words.new_zeros(at.shape)
+    beyond[full[columns.chunk]] = plane.entries[at[full[columns.chunk]]]
+    words = torch.cat([plane.words, beyond], dim=1)
+    units = plane.units[columns.chunk]
+    total = int(checksum.columns(words, first + columns.chunk, columns.column, units))
+    owner = _owners(plane.units)
+    listed, rank = ~full[owner], ranks(owner, plane.units)
+    entries = checksum.entries(plane.entries[listed], first + owner[listed], rank[listed])
+    return total + int(entries)
+
+
+def decode_plane(plane: CodedPlane, columns: Columns, codebook: Codebook) -> Tensor:
+    """The elements, patterns `[columns, 32]`. Raises `FormatError` if an entry is invalid."""
+    element, mode = codebook.element, codebook.mode
+    spilled = spilled_words(element, mode)
+    most = spilled * columns.widths
+    if bool((plane.units > most).any()):
+        raise FormatError("a chunk has more entries than it may")
+    full = plane.units == most
+
+    first, parts = 0, []
+    for bits in stream_widths(element, mode):
+        parts.append(unpack(plane.words[:, first : first + bits]))
+        first += bits
+    codes, rests = parts[0], join_rest(parts[1:], element)
+    exponents = torch.tensor([*codebook.exponents, 0], device=codes.device)[codes]
+    if mode is Mode.TOP16:
+        _read_list(exponents, plane, columns, codebook, full)
+    else:
+        _read_levels(exponents, codes == mode.codes, plane, columns, codebook, full)
+    sign, mantissa = rests >> element.mantissa_bits, rests & (1 << element.mantissa_bits) - 1
+    coded = (sign << element.exponent_bits | exponents) << element.mantissa_bits | mantissa
+
+    column_full = full[columns.chunk]
+    at = _spilled_at(columns, starts_of(plane.units), spilled)[column_full]
+    in_full = torch.cat([plane.words[column_full], plane.entries[at]], dim=1)
+    coded[column_full] = unpack(in_full, raw=True)
+    return coded
+
+
+def _read_list(
+    exponents: Tensor, plane: CodedPlane, columns: Columns, codebook: Codebook, full: Tensor
+) -> None:
+    """Put the exponents that `TOP16` lists, words of position and exponent, at their places."""
+    chunk = _owners(plane.units)
+    short = ~full[chunk]
+    chunk, entry = chunk[short], plane.entries[short]
+    position, exponent = _parsed(entry, codebook)
+    column, place = position // COLUMN, position % COLUMN
+    inside = column < columns.widths[chunk]
+    row = (starts_of(columns.widths)[chunk] + column)[inside]
+    if not bool(inside.all()) or not bool(columns.valid(codebook.element)[row, place].all()):
+        raise FormatError("an entry's position lies outside its chunk")
+    if not bool(((position[1:] > position[:-1]) | (chunk[1:] != chunk[:-1])).all()):
+        raise FormatError("the positions of a chunk's entries do not ascend")
+    exponents[row, place] = exponent
+
+
+def _read_levels(
+    exponents: Tensor,
+    escaped: Tensor,
+    plane: CodedPlane,
+    columns: Columns,
+    codebook: Codebook,
+    full: Tensor,
+) -> None:
+    """Put exponents at the places of the escape codes: by second-level codes, or from words."""
+    escaped = escaped & ~full[columns.chunk, None]
+    chunk, position = _positions(escaped, columns)
+    count = _per_chunk(chunk, len(full))
+    nibble_words = (count + _NIBBLES - 1) // _NIBBLES
+    units = plane.units.masked_fill(full, 0)
+    if bool((count > MAX_NIBBLES).any()) or bool((nibble_words > units).any()):
+        raise FormatError("a chunk has more escapes than it may")
+
+    start, owner = starts_of(plane.units), _owners(nibble_words)
+    number, in_word = ranks(owner, nibble_words), torch.arange(_NIBBLES, device=owner.device)
+    nibbles = plane.entries[start[owner] + number, None] >> 4 * in_word & 0xF
+    used = _NIBBLES * number[:, None] + in_word < count[owner, None]
+    if bool(nibbles[~used].any()):
+        raise FormatError("unused second-level codes are not zero")
+    nibble = nibbles[used]
+    listed = nibble == SECOND_CODES
+    if bool((nibble[~listed] >= len(codebook.second)).any()):
+        raise FormatError("the codebook has no such second-level code")
+    second = _per_chunk(chunk[listed], len(full))
+    if bool((second > MAX_SECOND).any()) or bool((nibble_words + second != units).any()):
+        raise FormatError("a chunk's entries are not as many as its escapes need")
+
+    at = (start + nibble_words)[chunk[listed]] + ranks(chunk[listed], second)
+    announced, exponent = _parsed(plane.entries[at], codebook)
+    if not torch.equal(announced, position[listed]):
+        raise FormatError("an entry's position is not its escape's")
+    found = torch.tensor([*codebook.second, *[0] * 16], device=nibble.device)[nibble]
+    found[listed] = exponent
+    exponents[escaped] = found
+
+
+def _parsed(entry: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
+    """Positions and exponents of entries that are words."""
+    position, exponent = entry & CHUNK - 1, entry >> 16
+    if bool((exponent >= codebook.element.exponents).any()):
+        raise FormatError(f"an entry's exponent is none of {codebook.element.name}")
+    if not torch.equal(exponent << 16 | position, entry):
+        raise FormatError("an entry's unused bits are not zero")
+    return position, exponent
+
+
+def _rests_of(patterns: Tensor, codebook: Codebook) -> Tensor:
+    """Sign above mantissa."""
+    element = codebook.element
+    sign = patterns >> element.exponent_bits + element.mantissa_bits
+    return sign << element.mantissa_bits | patterns & (1 << element.mantissa_bits) - 1
+
+
+def _spilled_at(columns: Columns, start: Tensor, spilled: int) -> Tensor:
+    """Which entries a column's last words are, if its chunk is full: `[columns, spilled]`."""
+    word = torch.arange(spilled, device=start.device) * columns.widths[columns.chunk, None]
+    return start[columns.chunk, None] + word + columns.column[:, None]
+
+
+def _positions(marked: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
+    """Chunk and position of each marked element of `[columns, 32]`, in their order."""
+    row, place = marked.nonzero(as_tuple=True)
+    return columns.chunk[row], COLUMN * columns.column[row] + place
+
+
+def _per_chunk(chunk: Tensor, chunks: int) -> Tensor:
+    return torch.bincount(chunk, minlength=chunks)
+
+
+def _owners(sizes: Tensor) -> Tensor:
+    return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+
+
+def _table(table: bytes, like: Tensor) -> Tensor:
+    return torch.tensor(list(table), device=like.device)

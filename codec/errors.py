@@ -2,7 +2,7 @@
 
 CodecError
 ├── PayloadError          the bytes are not what they should be
-│   ├── FormatError       a header field or a slot is invalid
+│   ├── FormatError       a header field, a start or an entry is invalid
 │   │   └── TruncatedPayload   fewer bytes than the header announces
 │   ├── CodebookMismatch  encoded with another codebook, or with none
 │   └── ChecksumMismatch  everything parsed, but is not what was encoded
@@ -13,8 +13,8 @@ CodecError
 │   └── InvalidBuffer     a payload or output of another kind than the call needs
 │       └── BufferTooSmall     the output cannot hold the largest payload
 └── CodebookError
-    ├── InvalidCodebook   not sixteen ascending exponents, an empty sample, a damaged artifact,
-    │                     codebooks of several slot sizes together
+    ├── InvalidCodebook   exponents that do not fit the mode, an empty sample, a damaged artifact,
+    │                     codebooks of several element types together
     └── CodebookMissing   the artifact has no codebook for a (layer, plane)
 
 A `PayloadError` blames the sender or the wire and may be retried; the other two blame the caller.
@@ -30,7 +30,7 @@ class PayloadError(CodecError):
 
 
 class FormatError(PayloadError):
-    """A header field or a slot is invalid. Nothing was written."""
+    """A header field, a start or an entry is invalid. Nothing was written."""
 
 
 class TruncatedPayload(FormatError):
@@ -77,7 +77,7 @@ class CodebookError(CodecError):
 
 
 class InvalidCodebook(CodebookError):
-    """Not sixteen ascending exponents, an empty sample, a damaged artifact, or mixed slot sizes."""
+    """Exponents that do not fit the mode, an empty sample, a damaged artifact, or mixed types."""
 
 
 class CodebookMissing(CodebookError):

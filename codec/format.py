@@ -1,8 +1,9 @@
 """The wire format: where every byte of a segment lies, and what its header says. Pure Python.
 
-A segment is a header, one block for each plane, and a spill area for what does not fit the blocks.
-All but the spill area's length follows from the geometry, before anything is encoded. `README.md`
-draws the bytes; this module is the only one that knows where they are. Integers are little-endian.
+A segment is a header, a table of where each chunk's entries start, one block for each plane, and
+the entries. All but the entries' length follows from the geometry, before anything is encoded.
+`README.md` draws the bytes; this module is the only one that knows where they are. Integers are
+little-endian.
 """
 
 import struct
@@ -12,29 +13,24 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
+from codec.elements import BF16, BY_NUMBER, ElementType
 from codec.errors import FormatError, TruncatedPayload
 from codec.mix import mix64
 
-WIRE_VERSION: int = 2
+WIRE_VERSION: int = 3
 MAGIC = b"HRSZ"
 CHUNK = 1024
 """Elements of a full chunk: positions in a chunk fit 10 bits."""
-WORD = 4
-"""Elements of a word; a run's last word is padded with zero elements."""
-WORDS = CHUNK // WORD
-"""Words of a full chunk."""
-WORD_BYTES, CODE_BYTES, SIGN_BYTES = 8, 2, 4
-"""Of one word: in a raw block, in the stream of codes, in that of signs."""
+COLUMN = 32
+"""Elements of a column; a run's last column is padded. A stream of b bits takes b words of each."""
+COLUMNS = CHUNK // COLUMN
+"""Columns of a full chunk."""
+WORD_BYTES = 4
+"""Of the words that all streams and entries consist of."""
 ALIGNMENT = 16
-"""Blocks and streams start at multiples of this, in bytes from the segment's start."""
-ESCAPE_BYTES = 3
-"""One escape: u16 position in the chunk, u8 exponent."""
-SLOT_SIZES = (8, 16, 32)
-"""Bytes that a chunk may have for its escapes within its block."""
-SPILL_UNIT = 8
-"""Spill ranges start at multiples of this, in bytes from the spill area's start."""
-LISTED, FULL = 254, 255
-"""A slot's first byte, if its escapes are listed in the spill area, or the chunk stored in full."""
+"""Blocks, streams and entries start at multiples of this, in bytes from the segment's start."""
+MAX_NIBBLES, MAX_SECOND = 256, 64
+"""Escapes that a chunk may list by their second-level codes, and those that have none of these."""
 
 _SEGMENT = struct.Struct("<4sHBBIIIIQQQQQ")
 _PLANE = struct.Struct("<B7sQ")
@@ -49,12 +45,23 @@ class Mode(IntEnum):
 
     RAW = 0
     TOP16 = 1
+    INBAND = 2
+    THREE_BIT = 3
 
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code; 0 if there are none."""
+        return (0, 4, 4, 3)[self]
 
-class ElementType(IntEnum):
-    """What the elements are. fp16 and fp8 have their numbers to come."""
+    @property
+    def has_escape_code(self) -> bool:
+        """Whether the highest code says that the exponent has none."""
+        return self in (Mode.INBAND, Mode.THREE_BIT)
 
-    BF16 = 1
+    @property
+    def codes(self) -> int:
+        """How many exponents have a code."""
+        return (1 << self.code_bits) - self.has_escape_code if self else 0
 
 
 def align(offset: int) -> int:
@@ -62,29 +69,14 @@ def align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def slot_capacity(slot_bytes: int) -> int:
-    """How many escapes a slot holds."""
-    return (slot_bytes - 1) // ESCAPE_BYTES
-
-
-def slot_high_words(slot_bytes: int) -> int:
-    """How many words' high nibbles lie in the slot of a chunk that is stored in full."""
-    return (slot_bytes - 8) // CODE_BYTES
-
-
-def largest_list(words: int) -> int:
-    """The most escapes that a chunk of so many words lists; with more it is stored in full."""
-    return CODE_BYTES * words // ESCAPE_BYTES
-
-
 @dataclass(frozen=True)
 class Geometry:
     """The content of one plane of a segment: `[kv_head, token, dim]`, cut into chunks.
 
-    The tokens of one head in one page are a *run*; they lie together in memory. A run is cut into
-    words of `WORD` elements, the last one padded, and every `CHUNK` elements into chunks, so that
-    no chunk crosses a head or a page; the last chunk of a run may be short. Words and chunks are
-    numbered head by head, within a head page by page.
+    The tokens of one head in one page are a *run*; they lie together in memory. A run is cut every
+    `CHUNK` elements into chunks, so that no chunk crosses a head or a page; the last chunk of a run
+    may be short. A chunk has as many columns as its elements need, the last one padded. Columns and
+    chunks are numbered head by head, within a head page by page.
     """
 
     kv_heads: int
@@ -110,10 +102,6 @@ class Geometry:
         return self.kv_heads * self.num_tokens * self.dim
 
     @property
-    def raw_bytes(self) -> int:
-        return 2 * self.elements
-
-    @property
     def head_runs(self) -> list[int]:
         """Lengths of one head's runs, page by page, in elements."""
         rest = [self.rest_slots * self.dim] if self.rest_slots else []
@@ -124,22 +112,13 @@ class Geometry:
         head = [min(CHUNK, run - start) for run in self.head_runs for start in range(0, run, CHUNK)]
         return head * self.kv_heads
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         return self._sum(lambda run: -(-run // CHUNK))
 
-    @property
-    def num_words(self) -> int:
-        return self._sum(lambda run: -(-run // WORD))
-
-    def max_spill_units(self, slot_bytes: int) -> int:
-        """The most that the chunks of a plane can spill, in units of `SPILL_UNIT` bytes."""
-
-        def of_run(run: int) -> int:
-            full, rest = divmod(run, CHUNK)
-            return full * _max_spill(CHUNK, slot_bytes) + _max_spill(rest, slot_bytes)
-
-        return self._sum(of_run)
+    @cached_property
+    def num_columns(self) -> int:
+        return self._sum(lambda run: -(-run // COLUMN))
 
     def _sum(self, of_run: Callable[[int], int]) -> int:
         """Over all runs, of a function of their length."""
@@ -147,64 +126,67 @@ class Geometry:
         return self.kv_heads * (full + of_run(self.rest_slots * self.dim))
 
 
-def _max_spill(length: int, slot_bytes: int) -> int:
-    """The most units that a chunk of `length` elements spills."""
-    words = -(-length // WORD)
-    listed = min(length, largest_list(words))
-    size = ESCAPE_BYTES * listed if listed > slot_capacity(slot_bytes) else 0
-    if length > max(slot_capacity(slot_bytes), largest_list(words)):
-        size = max(size, CODE_BYTES * (words - slot_high_words(slot_bytes)))
-    return -(-size // SPILL_UNIT)
+def stream_widths(element: ElementType, mode: Mode) -> tuple[int, ...]:
+    """The streams of a block, in their order: bits of an element in each."""
+    return (mode.code_bits, *element.rest_widths) if mode else (8 * element.size,)
+
+
+def spilled_words(element: ElementType, mode: Mode) -> int:
+    """Words of a column that find no place in the streams, if its chunk is stored in full."""
+    return element.words - sum(stream_widths(element, mode))
 
 
 @dataclass(frozen=True)
-class Streams:
-    """Where the streams of a `TOP16` block start and the block ends, from the block's start."""
+class Block:
+    """Where a plane's block starts, and where its streams do, in bytes from the segment's start."""
 
-    slots: int
-    codes: int
-    signs: int
+    start: int
+    streams: tuple[int, ...]
     end: int
 
     @classmethod
-    def of(cls, geometry: Geometry, slot_bytes: int) -> "Streams":
-        codes = align(slot_bytes * geometry.num_chunks)
-        signs = align(codes + CODE_BYTES * geometry.num_words)
-        return cls(0, codes, signs, align(signs + SIGN_BYTES * geometry.num_words))
+    def of(cls, start: int, geometry: Geometry, element: ElementType, mode: Mode) -> "Block":
+        streams, end = [], start
+        for width in stream_widths(element, mode):
+            streams.append(end)
+            end = align(end + WORD_BYTES * width * geometry.num_columns)
+        return cls(start, tuple(streams), end)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything in a segment lies, in bytes.
+    """Where everything in a segment lies, in bytes from its start.
 
     Attributes:
-        blocks: where each plane's block starts.
-        streams: of every `TOP16` block, from the block's start.
-        spill: where the spill area starts, and the last block ends.
+        starts: the table of starts, u32, one for each chunk of a plane with codes and one more.
+        coded_chunks: how many chunks those are, of all planes together.
+        blocks: one for each plane.
+        entries: where the entries start, and the last block ends.
         bound: the most that the segment can take, whatever the data.
     """
 
-    blocks: tuple[int, ...]
-    streams: Streams
-    spill: int
+    starts: int
+    coded_chunks: int
+    blocks: tuple[Block, ...]
+    entries: int
     bound: int
 
     @classmethod
-    def of(cls, geometry: Geometry, modes: Sequence[Mode], slot_bytes: int) -> "Layout":
+    def of(cls, geometry: Geometry, element: ElementType, modes: Sequence[Mode]) -> "Layout":
         """Of a segment whose planes are stored in these modes."""
-        streams = Streams.of(geometry, slot_bytes)
-        raw = align(WORD_BYTES * geometry.num_words)
-        blocks, end = [], header_bytes(len(modes))
+        starts = header_bytes(len(modes))
+        coded = geometry.num_chunks * sum(mode is not Mode.RAW for mode in modes)
+        end = starts + (align(WORD_BYTES * (coded + 1)) if coded else 0)
+        blocks = []
         for mode in modes:
-            blocks.append(end)
-            end += streams.end if mode is Mode.TOP16 else raw
-        coded = sum(mode is Mode.TOP16 for mode in modes)
-        units = coded * geometry.max_spill_units(slot_bytes)
-        return cls(tuple(blocks), streams, end, align(end + SPILL_UNIT * units))
+            blocks.append(Block.of(end, geometry, element, mode))
+            end = blocks[-1].end
+        spilled = sum(spilled_words(element, mode) for mode in modes) * geometry.num_columns
+        return cls(starts, coded, tuple(blocks), end, align(end + WORD_BYTES * spilled))
 
-    def length(self, spill_units: int) -> int:
-        """Of a segment that has spilled so many units."""
-        return align(self.spill + SPILL_UNIT * spill_units)
+    def length(self, units: int) -> int:
+        """Of a segment whose entries take so many words."""
+        return align(self.entries + WORD_BYTES * units)
 
 
 @dataclass(frozen=True)
@@ -219,8 +201,7 @@ class PlaneHeader:
 class SegmentHeader:
     """The whole header. `length` is the whole segment's, in bytes."""
 
-    element_type: ElementType
-    slot_bytes: int
+    element: ElementType
     geometry: Geometry
     planes: tuple[PlaneHeader, ...]
     length: int
@@ -228,7 +209,7 @@ class SegmentHeader:
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout.of(self.geometry, [plane.mode for plane in self.planes], self.slot_bytes)
+        return Layout.of(self.geometry, self.element, [plane.mode for plane in self.planes])
 
 
 def header_bytes(num_planes: int) -> int:
@@ -236,12 +217,12 @@ def header_bytes(num_planes: int) -> int:
     return SEGMENT_HEADER_BYTES + num_planes * PLANE_HEADER_BYTES
 
 
-def pack_static(geometry: Geometry, planes: Sequence[PlaneHeader], slot_bytes: int) -> bytes:
+def pack_static(geometry: Geometry, element: ElementType, planes: Sequence[PlaneHeader]) -> bytes:
     """What of the header is known before encoding; zeros where `seal` writes."""
     shape = (geometry.kv_heads, geometry.dim)
     tokens = (geometry.num_tokens, geometry.page_slots)
     fixed = _SEGMENT.pack(
-        MAGIC, WIRE_VERSION, ElementType.BF16, slot_bytes, len(planes), *shape, 0, *tokens, 0, 0, 0
+        MAGIC, WIRE_VERSION, element.number, 0, len(planes), *shape, 0, *tokens, 0, 0, 0
     )
     table = b"".join(_PLANE.pack(plane.mode, bytes(7), plane.codebook) for plane in planes)
     header = bytearray(fixed + table)
@@ -294,10 +275,10 @@ def parse_header(header: bytes, payload_bytes: int) -> SegmentHeader:
 
     `header` is its first `peek_header_bytes(...)` bytes. Every field is checked, and the length
     against the geometry: what is returned can be indexed without further checks, except for what
-    the slots say. Raises `TruncatedPayload` or `FormatError`.
+    the table of starts and the entries say. Raises `TruncatedPayload` or `FormatError`.
     """
     fields = _SEGMENT.unpack_from(header)
-    _, _, element_type, slot_bytes, num_planes, kv_heads, dim, crc = fields[:8]
+    _, _, element_number, reserved, num_planes, kv_heads, dim, crc = fields[:8]
     num_tokens, page_slots, length, checksum, announced = fields[8:]
     if crc != static_crc(header):
         raise FormatError("the header's CRC-32 does not match")
@@ -307,29 +288,29 @@ def parse_header(header: bytes, payload_bytes: int) -> SegmentHeader:
         raise TruncatedPayload(f"the segment has {length} bytes, the payload {payload_bytes}")
     if length < payload_bytes:
         raise FormatError(f"{payload_bytes - length} bytes follow the segment's {length}")
-    if element_type not in ElementType.__members__.values():
-        raise FormatError(f"unknown element type {element_type}")
+    if element_number not in BY_NUMBER:
+        raise FormatError(f"unknown element type {element_number}")
+    if reserved:
+        raise FormatError("the header's reserved byte is not zero")
     if not (num_planes and kv_heads and dim and page_slots):
         raise FormatError("a segment has at least one plane, head, dimension and slot")
-    planes = _parse_planes(header[SEGMENT_HEADER_BYTES:])
-    coded = any(plane.mode is Mode.TOP16 for plane in planes)
-    if slot_bytes not in (SLOT_SIZES if coded else SLOT_SIZES[:1]):
-        raise FormatError(f"slots of {slot_bytes} bytes")
+    element = BY_NUMBER[element_number]
+    planes = _parse_planes(header[SEGMENT_HEADER_BYTES:], element)
     geometry = Geometry(kv_heads, dim, num_tokens, page_slots)
-    parsed = SegmentHeader(
-        ElementType(element_type), slot_bytes, geometry, planes, length, checksum
-    )
+    parsed = SegmentHeader(element, geometry, planes, length, checksum)
     layout = parsed.layout
-    if not layout.spill <= length <= layout.bound or length % ALIGNMENT:
-        raise FormatError(f"{length} bytes, not {layout.spill} to {layout.bound}, or unaligned")
+    if not layout.entries <= length <= layout.bound or length % ALIGNMENT:
+        raise FormatError(f"{length} bytes, not {layout.entries} to {layout.bound}, or unaligned")
     return parsed
 
 
-def _parse_planes(table: bytes) -> tuple[PlaneHeader, ...]:
+def _parse_planes(table: bytes, element: ElementType) -> tuple[PlaneHeader, ...]:
     planes = []
     for number, (mode, reserved, codebook) in enumerate(_PLANE.iter_unpack(table)):
         if mode not in Mode.__members__.values():
             raise FormatError(f"plane {number}: unknown mode {mode}")
+        if Mode(mode).code_bits >= element.exponent_bits:
+            raise FormatError(f"plane {number}: mode {mode} saves nothing of {element.name}")
         if any(reserved):
             raise FormatError(f"plane {number}: reserved bytes are not zero")
         if mode == Mode.RAW and codebook:
@@ -338,9 +319,9 @@ def _parse_planes(table: bytes) -> tuple[PlaneHeader, ...]:
     return tuple(planes)
 
 
-def max_payload_bytes(num_elements: int, slot_bytes: int | None = None) -> int:
+def max_payload_bytes(num_elements: int, element: ElementType = BF16) -> int:
     """The largest payload of `codec.encode` for a tensor of `num_elements` elements, in bytes."""
-    return max_segment_bytes(1, 1, 1, num_elements, max(num_elements, 1), slot_bytes)
+    return max_segment_bytes(1, 1, 1, num_elements, max(num_elements, 1), element)
 
 
 def max_segment_bytes(
@@ -349,16 +330,9 @@ def max_segment_bytes(
     dim: int,
     num_tokens: int,
     page_slots: int,
-    slot_bytes: int | None = None,
+    element: ElementType = BF16,
 ) -> int:
-    """The largest segment of `codec.encode_pages`, in bytes, whatever the data and the modes.
-
-    Args:
-        slot_bytes: of the codebooks; the default bounds those of any size.
-    """
+    """The largest segment of `codec.encode_pages`, in bytes, whatever the data and the modes."""
     geometry = Geometry(kv_heads, dim, num_tokens, page_slots)
-    return max(
-        Layout.of(geometry, [mode] * num_planes, size).bound
-        for mode in Mode
-        for size in ([slot_bytes] if slot_bytes else SLOT_SIZES)
-    )
+    modes = (mode for mode in Mode if mode.code_bits < element.exponent_bits)
+    return max(Layout.of(geometry, element, [mode] * num_planes).bound for mode in modes)

@@ -1,8 +1,8 @@
 """The public calls: check every argument, choose the backend by device, keep the header's promises.
 
 A backend (`reference`, `cpu`, `cuda`) is three functions, `encode_planes`, `decode_planes` and
-`checksum_planes`, which find everything checked but a payload's slots, and write everything but the
-header.
+`checksum_planes`, which find everything checked but a payload's starts and entries, and write
+everything but the header.
 """
 
 from collections.abc import Sequence
@@ -12,21 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from codec.checks import (
-    PageIds,
-    check_bytes,
-    check_codebooks,
-    check_pages,
-    check_planes,
-    check_slot_bytes,
-)
+from codec.checks import PageIds, check_bytes, check_codebooks, check_pages, check_planes
 from codec.codebook import Codebook
-from codec.errors import (
-    BufferTooSmall,
-    ChecksumMismatch,
-    FormatError,
-    InvalidBuffer,
-)
+from codec.elements import element_of
+from codec.errors import BufferTooSmall, ChecksumMismatch, FormatError, InvalidBuffer
 from codec.format import (
     SEGMENT_HEADER_BYTES,
     Geometry,
@@ -113,9 +102,9 @@ def encode_pages(
     """Encode the tokens of some pages, of all planes, into one self-describing segment.
 
     Args:
-        planes: bf16 `[page, kv_head, slot, dim]` each, of one shape and device; a head's slots are
-            contiguous within a page, pages and heads may be strided.
-        codebooks: one for each plane, all of one slot size; `None` stores the plane raw.
+        planes: `[page, kv_head, slot, dim]` each, of one dtype, shape and device; a head's slots
+            are contiguous within a page, pages and heads may be strided.
+        codebooks: one for each plane; `None` stores it raw.
         page_ids: the pages that hold the tokens, in token order; any ids, each once.
         num_tokens: valid tokens from the first slot of the first page. Other slots are not read.
         out: u8, 1-D, contiguous, same device, at least `max_segment_bytes(...)` long.
@@ -123,15 +112,14 @@ def encode_pages(
 
     Raises an `ArgumentError` or `InvalidCodebook` before anything is written.
     """
-    geometry = check_planes(planes, codebooks, num_tokens)
-    slot_bytes = check_slot_bytes(codebooks)
+    element, geometry = check_planes(planes, codebooks, num_tokens)
     pages = check_pages(page_ids, planes[0].shape[0], geometry)
     check_bytes(out, planes[0].device)
     entries = [
-        PlaneHeader(Mode.TOP16, codebook.number) if codebook else PlaneHeader(Mode.RAW, 0)
+        PlaneHeader(codebook.mode, codebook.number) if codebook else PlaneHeader(Mode.RAW, 0)
         for codebook in codebooks
     ]
-    layout = Layout.of(geometry, [entry.mode for entry in entries], slot_bytes)
+    layout = Layout.of(geometry, element, [entry.mode for entry in entries])
     if out.numel() < layout.bound:
         raise BufferTooSmall(
             f"the segment may take {layout.bound} bytes, the output has {out.numel()}"
@@ -141,9 +129,9 @@ def encode_pages(
         planes, codebooks, pages, geometry, layout, out
     )
     length = layout.length(units)
-    header = bytearray(seal(pack_static(geometry, entries, slot_bytes), length, checksum))
+    header = bytearray(seal(pack_static(geometry, element, entries), length, checksum))
     out[: len(header)] = torch.frombuffer(header, dtype=torch.uint8).to(out.device)
-    return Encoded(length, geometry.raw_bytes * len(planes), escapes, checksum)
+    return Encoded(length, raw_bytes(planes, geometry), escapes, checksum)
 
 
 def decode_pages(
@@ -164,29 +152,28 @@ def decode_pages(
             the receiver's own. Slots past `num_tokens` are not written. A codebook is needed only
             for a plane that is not stored raw.
 
-    Every header field is validated before the first write; on the CPU every slot and escape
-    position as well. After `ChecksumMismatch`, and on a GPU after any `FormatError`, the pages may
+    Every header field is validated before the first write; on the CPU the table of starts and all
+    entries as well. After `ChecksumMismatch`, and on a GPU after any `FormatError`, the pages may
     hold garbage. They must not join a page table; the caller frees them.
 
     Raises `ArgumentError`, `InvalidCodebook`, `FormatError`, `CodebookMismatch`,
     `ChecksumMismatch`.
     """
-    geometry = check_planes(planes, codebooks, num_tokens)
-    check_slot_bytes(codebooks)
+    element, geometry = check_planes(planes, codebooks, num_tokens)
     pages = check_pages(page_ids, planes[0].shape[0], geometry)
     check_bytes(payload, planes[0].device)
     header = read_header(payload)
-    if len(header.planes) != len(planes) or header.geometry != geometry:
+    if (len(header.planes), header.element, header.geometry) != (len(planes), element, geometry):
         raise FormatError(
-            f"the segment holds {len(header.planes)} planes of {header.geometry}, "
-            f"the call names {len(planes)} of {geometry}"
+            f"the segment holds {len(header.planes)} planes of {header.element.name} and "
+            f"{header.geometry}, the call names {len(planes)} of {element.name} and {geometry}"
         )
     check_codebooks(header, codebooks)
     backend = backend or _backend_of(payload.device)
     checksum = backend.decode_planes(payload, header, header.layout, planes, codebooks, pages)
     if checksum != header.checksum:
         raise ChecksumMismatch(f"decoded {checksum:016x}, encoded {header.checksum:016x}")
-    return Decoded(header.length, geometry.raw_bytes * len(planes), checksum)
+    return Decoded(header.length, raw_bytes(planes, geometry), checksum)
 
 
 def checksum_pages(
@@ -200,20 +187,20 @@ def checksum_pages(
 
     Args as for `encode_pages`. Equal content in other pages has an equal checksum.
     """
-    geometry = check_planes(planes, [None] * len(planes), num_tokens)
+    _, geometry = check_planes(planes, [None] * len(planes), num_tokens)
     pages = check_pages(page_ids, planes[0].shape[0], geometry)
     backend = backend or _backend_of(planes[0].device)
     return backend.checksum_planes(planes, pages, geometry)
 
 
 def encode(tensor: Tensor, codebook: Codebook | None) -> Tensor:
-    """Encode a bf16 tensor of any shape; `codebook=None` stores it raw.
+    """Encode a tensor of any shape; `codebook=None` stores it raw.
 
     Returns a u8 tensor `[length]` on the same device: a segment of one plane with one page, one
     head and as many slots as elements. Shape is not part of it. Raises `UnsupportedDtype`.
     """
     plane = _as_plane(tensor.contiguous())
-    bound = max_payload_bytes(tensor.numel(), check_slot_bytes([codebook]))
+    bound = max_payload_bytes(tensor.numel(), element_of(tensor.dtype))
     out = torch.empty(bound, dtype=torch.uint8, device=tensor.device)
     encoded = encode_pages([plane], [codebook], _one_page(tensor), tensor.numel(), out)
     return out[: encoded.length]
@@ -226,14 +213,14 @@ def decode(
     shape: Sequence[int] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Decode what `encode` returned: bf16, 1-D unless a shape or an output is given.
+    """Decode what `encode` returned: 1-D unless a shape or an output is given.
 
     Args:
         payload: u8 `[length]`, contiguous.
         codebook: the one it was encoded with; not needed for a raw payload.
         shape: shape of the result, of as many elements as the payload has.
-        out: contiguous bf16 tensor to write into and return; it holds garbage after
-            `ChecksumMismatch`, and is as it was after any other error.
+        out: contiguous tensor of the payload's dtype to write into and return; it holds garbage
+            after `ChecksumMismatch`, and is as it was after any other error.
 
     Raises `ArgumentError`, `FormatError`, `CodebookMismatch`, `ChecksumMismatch`.
     """
@@ -243,7 +230,7 @@ def decode(
         raise FormatError("this segment was encoded from pages; decode it with decode_pages")
     if out is None:
         check_codebooks(header, [codebook])
-        out = torch.empty(count, dtype=torch.bfloat16, device=payload.device)
+        out = torch.empty(count, dtype=header.element.dtype, device=payload.device)
         out = out if shape is None else _reshaped(out, shape)
     elif shape is not None and tuple(shape) != tuple(out.shape):
         raise InvalidBuffer(f"the output has shape {tuple(out.shape)}, not {tuple(shape)}")
@@ -270,9 +257,15 @@ def read_header(payload: Tensor) -> SegmentHeader:
 def warm_up() -> None:
     """Compile the CPU backend now, so that the first request does not wait for it."""
     sample = torch.linspace(-1, 1, 64, dtype=torch.bfloat16)
-    codebook = Codebook(tuple(range(112, 128)))
-    decode(encode(sample, codebook), codebook)
+    for mode in (Mode.TOP16, Mode.INBAND, Mode.THREE_BIT):
+        codebook = Codebook(tuple(range(112, 112 + mode.codes)), mode)
+        decode(encode(sample, codebook), codebook)
     checksum_pages([_as_plane(sample)], _one_page(sample), sample.numel())
+
+
+def raw_bytes(planes: Sequence[Tensor], geometry: Geometry) -> int:
+    """Bytes of the valid slots of all planes."""
+    return len(planes) * geometry.elements * planes[0].element_size()
 
 
 def _backend_of(device: torch.device) -> Backend:

@@ -15,6 +15,7 @@ from services.local.options import UpOptions
 from services.local.state import cache_dir
 
 RECIPE = 4  # of the artifacts; a change of how they are made, or of METHOD, makes them anew
+CODEBOOKS = 3  # the version of their artifact, see codec/codebook.py
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ def prepare(options: UpOptions, console: Console) -> Artifacts:
                 *("compress", "--model", str(source), "--keep", str(options.keep)),
                 *("--out", str(checkpoint)),
             )
-    if options.wire_codec == "splitzip":
-        codebooks = folder / "codebooks.json"
+    if options.codec != "raw":
+        codebooks = folder / f"codebooks-{CODEBOOKS}.json"
         if not codebooks.exists():
             console.print(f"calibrating the codec for {source.name} (once)")
             _make(

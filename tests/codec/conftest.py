@@ -2,7 +2,7 @@ import pytest
 
 import codec
 from codec.ops import Backend
-from tests.codec.samples import BACKENDS
+from tests.codec.samples import BACKENDS, BOOK
 
 
 @pytest.fixture(params=sorted(BACKENDS))
@@ -12,5 +12,5 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture(scope="session")
 def codebook() -> codec.Codebook:
-    """The sixteen exponents of values near one, as N(0, 1) has them."""
-    return codec.Codebook(tuple(range(114, 130)))
+    """Sixteen codes for the exponents of values near one."""
+    return BOOK

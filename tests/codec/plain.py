@@ -1,11 +1,20 @@
-"""A decoder of wire version 2 in plain Python, written from `codec/README.md` and nothing else."""
+"""A decoder of wire version 3 in plain Python, written from `codec/README.md` and `checksum.py`."""
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
+TYPES = {1: (8, 7, [8]), 2: (5, 10, [8, 3]), 3: (5, 2, [3]), 4: (4, 3, [4])}
+"""Of each element type: bits of exponent and mantissa, and its streams of the rest."""
+CODE_BITS = {1: 4, 2: 4, 3: 3}
+ESCAPE = {2: 15, 3: 7}
+
+Book = tuple[Sequence[int], Sequence[int]]
+"""The exponents of a codebook and those of its second level."""
 
 
 def mix64(z: int) -> int:
@@ -14,118 +23,203 @@ def mix64(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def nh(x: int, y: int, k: int) -> int:
-    key = mix64((k + 1) * GOLDEN & MASK)
-    return ((x + key) % 2**32 + 1) * ((y + (key >> 32)) % 2**32 + 1) - 1
+KEYS = [mix64((k + 1) * GOLDEN & MASK) >> 32 | 1 for k in range(16)]
 
 
-def term(digest: int, number: int, length: int) -> int:
-    return mix64((digest + mix64(number << 11 | length)) & MASK)
+def fold(z: int) -> int:
+    z &= MASK
+    y = (z ^ z >> 32) * GOLDEN & MASK
+    return y ^ y >> 32
 
 
-def raw_digest(elements: list[int]) -> int:
-    """Of a chunk stored raw, its elements padded to whole words."""
-    return sum(
-        nh(e0 | e1 << 16, e2 | e3 << 16, w)
-        for w, (e0, e1, e2, e3) in enumerate(zip(*[iter(elements)] * 4, strict=True))
-    )
+def column_term(words: Sequence[int], chunk: int, column: int, units: int) -> int:
+    digest = sum(word * key for word, key in zip(words, KEYS, strict=False))
+    return fold(digest + ((32 * chunk + column) << 8 | units) * GOLDEN)
+
+
+def entry_term(word: int, chunk: int, number: int) -> int:
+    return word * (fold((chunk << 8 | number) * GOLDEN) | 1)
 
 
 def padded(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def nibbles(word: int) -> list[int]:
-    """Of e0, e1, e2, e3."""
-    return [word >> shift & 0xF for shift in (0, 8, 4, 12)]
+def seat(number: int, columns: int, size: int) -> tuple[int, int, int, int]:
+    """Column, row, pair and side of an element of a chunk."""
+    row, column = divmod(number // 8, columns)
+    if size == 2:
+        return column, row, number % 8 // 2, number % 2
+    return column, row, number % 8 // 4 * 2 + number % 2, number % 4 // 2
+
+
+def bits_at(words: Sequence[int], width: int, row: int, pair: int, side: int) -> int:
+    """The bits of an element in a column's words of a stream of this width."""
+    h, half = 4 * row + pair, 16 * side
+    if width != 3 or h < 15:
+        return words[h % width] >> (width * (h // width) + half) & (1 << width) - 1
+    return sum((words[k] >> (15 + half) & 1) << k for k in range(3))
+
+
+def raw_bits_at(words: Sequence[int], size: int, row: int, pair: int, side: int) -> int:
+    """An element of a column's words as they lie in memory."""
+    h, half = 4 * row + pair, 16 * side
+    if size == 2:
+        return words[h] >> half & 0xFFFF
+    return words[h // 2] >> (8 * (h % 2) + half) & 0xFF
 
 
 @dataclass
 class Segment:
-    """What a segment says: its chunks' lengths and, of each plane, its elements and slot kinds."""
+    """What a segment says.
+
+    Attributes:
+        planes: of each plane its elements' patterns, `[kv_head, token, dim]`.
+        units: of each plane with codes, how many entries each chunk has.
+    """
 
     data: bytes
-    exponents: list[int]
-    lengths: list[int] = field(default_factory=list)
+    books: Sequence[Book | None]
     planes: list[list[int]] = field(default_factory=list)
-    kinds: list[list[int]] = field(default_factory=list)
+    units: list[list[int]] = field(default_factory=list)
     checksum: int = 0
 
     def __post_init__(self) -> None:
         data = self.data
-        magic, version, element, self.slot, count, heads, dim, crc = struct.unpack_from(
+        magic, version, element, zero, count, heads, dim, crc = struct.unpack_from(
             "<4sHBBIIII", data
         )
         tokens, slots, length, checksum, seal = struct.unpack_from("<5Q", data, 24)
-        assert (magic, version, element, length) == (b"HRSZ", 2, 1, len(data))
+        assert (magic, version, zero, length) == (b"HRSZ", 3, 0, len(data))
         assert crc == zlib.crc32(data[:20] + data[24:40] + data[64 : 64 + 16 * count])
         assert seal == mix64(length ^ mix64(checksum ^ crc))
+        self.exponent_bits, self.mantissa_bits, self.rest = TYPES[element]
+        self.size = (1 + self.exponent_bits + self.mantissa_bits) // 8
         runs = [min(slots, tokens - first) * dim for first in range(0, tokens, slots)] * heads
         self.lengths = [min(1024, run - at) for run in runs for at in range(0, run, 1024)]
-        self.words = [-(-length // 4) for length in self.lengths]
         modes = [data[64 + 16 * plane] for plane in range(count)]
-        coded = padded(self.slot * len(self.lengths)) + padded(2 * sum(self.words))
-        sizes = [coded + padded(4 * sum(self.words)), padded(8 * sum(self.words))]
-        self.spill = 64 + 16 * count + sum(sizes[mode == 0] for mode in modes)
-        block = 64 + 16 * count
+        widths = [[CODE_BITS[mode], *self.rest] if mode else [8 * self.size] for mode in modes]
+        columns = sum(-(-length // 32) for length in self.lengths)
+
+        table = at = 64 + 16 * count
+        coded = len(self.lengths) * sum(mode > 0 for mode in modes)
+        at += padded(4 * (coded + 1)) if coded else 0
+        blocks = []
+        for streams in widths:
+            blocks.append(
+                [at := at + padded(size) for size in [0, *(4 * b * columns for b in streams)]]
+            )
+            at = blocks[-1][-1]
+        starts = list(struct.unpack_from(f"<{coded + 1}I", data, table)) if coded else [0]
+        assert starts[0] == 0
+        assert starts == sorted(starts)
+        assert len(data) == at + padded(4 * starts[-1])
+        self.entries = struct.unpack_from(f"<{starts[-1]}I", data, at)
+        self.checksum = 0
         for plane, mode in enumerate(modes):
-            (self._coded if mode else self._raw)(plane, block)
-            block += sizes[mode == 0]
+            own = [0] * (len(self.lengths) + 1)
+            if mode:
+                own, starts = starts[: len(own)], starts[len(own) - 1 :]
+                self.units.append([end - start for start, end in pairwise(own)])
+            self._plane(plane, mode, blocks[plane], widths[plane], own)
         assert self.checksum & MASK == checksum
 
-    def _raw(self, plane: int, at: int) -> None:
+    def _plane(
+        self, plane: int, mode: int, streams: list[int], widths: list[int], starts: list[int]
+    ) -> None:
         self.planes.append([])
-        self.kinds.append([])
-        for chunk, (length, words) in enumerate(zip(self.lengths, self.words, strict=True)):
-            elements = list(struct.unpack_from(f"<{4 * words}H", self.data, at))
-            self.planes[plane] += elements[:length]
-            number = plane * len(self.lengths) + chunk
-            self.checksum += term(raw_digest(elements), number, length)
-            at += 8 * words
-
-    def _coded(self, plane: int, at: int) -> None:
-        codes = at + padded(self.slot * len(self.lengths))
-        signs = codes + padded(2 * sum(self.words))
-        self.planes.append([])
-        self.kinds.append([])
-        for chunk, (length, words) in enumerate(zip(self.lengths, self.words, strict=True)):
-            c = struct.unpack_from(f"<{words}H", self.data, codes)
-            s = struct.unpack_from(f"<{words}I", self.data, signs)
-            slot = self.data[at : at + self.slot]
-            exponents, extra = self._exponents(slot, list(c))
-            tops = [word >> shift & 0xFF for word in s for shift in (0, 16, 8, 24)]
-            elements = [
-                (top & 0x80) << 8 | exponent << 7 | top & 0x7F
-                for top, exponent in zip(tops, exponents, strict=True)
+        before = 0
+        for chunk, length in enumerate(self.lengths):
+            columns = -(-length // 32)
+            words = [
+                [
+                    self._word(stream + 4 * width * before, w, width, column, columns, mode)
+                    for stream, width in zip(streams, widths, strict=False)
+                    for w in range(width)
+                ]
+                for column in range(columns)
             ]
-            self.planes[plane] += elements[:length]
-            self.kinds[plane].append(slot[0])
-            digest = extra + sum(nh(s[w], c[w], w) for w in range(words))
-            halves = struct.unpack(f"<{self.slot // 4}I", slot)
-            digest += sum(
-                nh(halves[2 * j], halves[2 * j + 1], 256 + j) for j in range(self.slot // 8)
-            )
-            self.checksum += term(digest, plane * len(self.lengths) + chunk, length)
-            at, codes, signs = at + self.slot, codes + 2 * words, signs + 4 * words
+            entries = self.entries[starts[chunk] : starts[chunk + 1]]
+            number = plane * len(self.lengths) + chunk
+            self.checksum += self._term(words, entries, number, 8 * self.size - sum(widths))
+            self.planes[plane] += self._elements(length, words, widths, mode, entries, plane)
+            before += columns
 
-    def _exponents(self, slot: bytes, codes: list[int]) -> tuple[list[int], int]:
-        """A chunk's exponents, and what its spilled bytes add to the digest."""
-        spilled = self.spill + 8 * struct.unpack_from("<I", slot, 4)[0]
-        if slot[0] == 255:
-            room = (self.slot - 8) // 2
-            high = list(struct.unpack_from(f"<{min(room, len(codes))}H", slot, 8))
-            high += struct.unpack_from(f"<{len(codes) - len(high)}H", self.data, spilled)
-            low = [nibble for word in codes for nibble in nibbles(word)]
-            top = [nibble for word in high for nibble in nibbles(word)]
-            extra = sum(mix64(1 << 40 | w << 16 | high[w]) for w in range(room, len(high)))
-            return [h << 4 | n for h, n in zip(top, low, strict=True)], extra
-        exponents = [self.exponents[code] for word in codes for code in nibbles(word)]
-        count, entries = slot[0], slot[1:]
-        if slot[0] == 254:
-            count, entries = int.from_bytes(slot[2:4], "little"), self.data[spilled:]
-        extra = 0
-        for i in range(count):
-            position, exponent = struct.unpack_from("<HB", entries, 3 * i)
-            exponents[position] = exponent
-            extra += mix64(i << 24 | exponent << 16 | position) if slot[0] == 254 else 0
-        return exponents, extra
+    def _term(
+        self, words: list[list[int]], entries: Sequence[int], chunk: int, spilled: int
+    ) -> int:
+        """What a chunk adds to the checksum, of columns that spill so many words in full."""
+        columns, units = len(words), len(entries)
+        full = spilled > 0 and units == spilled * columns
+        total = 0 if full else sum(entry_term(w, chunk, j) for j, w in enumerate(entries))
+        for column, own in enumerate(words):
+            beyond = [entries[j * columns + column] for j in range(spilled)] if full else []
+            total += column_term([*own, *beyond], chunk, column, units)
+        return total
+
+    def _word(self, at: int, w: int, width: int, column: int, columns: int, mode: int) -> int:
+        """Word w of a column, of a chunk whose words start at byte `at`."""
+        together = {8: 4, 4: 4, 3: 1}[width] if mode else 2 * self.size
+        index = together * columns * (w // together) + together * column + w % together
+        return int.from_bytes(self.data[at + 4 * index : at + 4 * index + 4], "little")
+
+    def _elements(
+        self,
+        length: int,
+        words: list[list[int]],
+        widths: list[int],
+        mode: int,
+        entries: Sequence[int],
+        plane: int,
+    ) -> list[int]:
+        columns, spilled = len(words), 8 * self.size - sum(widths)
+        assert len(entries) <= spilled * columns
+        seats = [seat(number, columns, self.size) for number in range(length)]
+        if len(entries) == spilled * columns:
+            full = [own + list(entries[column::columns]) for column, own in enumerate(words)]
+            return [raw_bits_at(full[column], self.size, *rest) for column, *rest in seats]
+        book = self.books[plane]
+        assert book is not None
+        codes, rests = [], []
+        for column, *where in seats:
+            own, values = words[column], []
+            for width in widths:
+                values.append(bits_at(own, width, *where))
+                own = own[width:]
+            codes.append(values[0])
+            rests.append(values[1] | (values[2] << 8 if len(values) > 2 else 0))
+        positions = [32 * column + 16 * side + 4 * row + pair for column, row, pair, side in seats]
+        escapes = sorted(
+            p for p, code in zip(positions, codes, strict=True) if code == ESCAPE.get(mode)
+        )
+        found = self._escapes(entries, escapes, book[1]) if mode > 1 else self._listed(entries)
+        assert set(found) <= set(positions)
+        exponents = [
+            found[p] if p in found else book[0][code]
+            for p, code in zip(positions, codes, strict=True)
+        ]
+        return [
+            (rest >> self.mantissa_bits << self.exponent_bits | exponent) << self.mantissa_bits
+            | rest & (1 << self.mantissa_bits) - 1
+            for exponent, rest in zip(exponents, rests, strict=True)
+        ]
+
+    def _listed(self, entries: Sequence[int]) -> dict[int, int]:
+        """Position → exponent."""
+        found = {word % 2**16: word >> 16 for word in entries}
+        assert list(found) == sorted(found)
+        assert len(found) == len(entries)
+        return found
+
+    def _escapes(
+        self, entries: Sequence[int], positions: list[int], second: Sequence[int]
+    ) -> dict[int, int]:
+        packed = -(-len(positions) // 8)
+        nibbles = [entries[i // 8] >> 4 * (i % 8) & 15 for i in range(8 * packed)]
+        assert not any(nibbles[len(positions) :])
+        named = dict(zip(positions, nibbles, strict=False))
+        listed = self._listed(entries[packed:])
+        assert list(listed) == [position for position, nibble in named.items() if nibble == 15]
+        assert len(positions) <= 256
+        assert len(listed) <= 64
+        return {p: listed[p] if nibble == 15 else second[nibble] for p, nibble in named.items()}

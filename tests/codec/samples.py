@@ -1,4 +1,4 @@
-"""Pages full of tokens, and bits instead of numbers, for the codec's tests."""
+"""Codebooks, pages full of tokens, and bits instead of numbers, for the codec's tests."""
 
 from dataclasses import dataclass, field
 
@@ -7,20 +7,63 @@ from torch import Tensor
 
 import codec
 from codec import cpu, reference
+from codec.elements import BY_NAME, ELEMENT_TYPES, ElementType, element_of
+from codec.format import Mode
 from codec.ops import Backend
 
 BACKENDS: dict[str, Backend] = {"reference": reference, "cpu": cpu}
-STALE = 0x7FC1
-"""The pattern, a NaN, of slots that hold no token."""
+STALE = {1: 0x7F, 2: 0x7FC1}
+"""Of an element's size: the pattern, a NaN, of slots that hold no token."""
+
+
+def modes_of(element: ElementType) -> list[Mode]:
+    """The modes that have codes for this type."""
+    return [mode for mode in Mode if mode and mode.code_bits < element.exponent_bits]
+
+
+def window(element: ElementType, mode: Mode) -> codec.Codebook:
+    """Exponents of values near one, as N(0, 1) has them; at the second level those below."""
+    top = element.exponents // 2 + 2
+    first = top - mode.codes
+    second = range(max(0, first - 15), first) if mode.has_escape_code else ()
+    return codec.Codebook(tuple(range(first, top)), mode, tuple(second), element.dtype)
+
+
+def gaps(element: ElementType, mode: Mode) -> codec.Codebook:
+    """The first exponent, some around one, and the last; only three at the second level."""
+    top = element.exponents // 2 + 2
+    exponents = (0, *range(top - mode.codes + 2, top), element.exponents - 1)
+    second = (1, 2, top) if mode.has_escape_code else ()
+    return codec.Codebook(exponents, mode, second, element.dtype)
+
+
+BOOKS = {
+    f"{element.name}-{mode.name.lower()}-{kind.__name__}": kind(element, mode)
+    for element in ELEMENT_TYPES
+    for mode in modes_of(element)
+    for kind in (window, gaps)
+}
+BOOK = BOOKS["bf16-top16-window"]
+EVERY: dict[str, codec.Codebook | None] = {**BOOKS, **dict.fromkeys(BY_NAME)}
+"""Every way to store a plane; without a codebook, raw, under the name of the element type."""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Of a name in `EVERY`."""
+    return BY_NAME[name.split("-")[0]].dtype
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The patterns of a bf16 tensor: NaNs compare too."""
-    return tensor.contiguous().view(torch.int16)
+    """The patterns of a tensor, i16 or u8: NaNs compare too."""
+    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
 
 
-def from_bits(patterns: Tensor) -> Tensor:
-    return patterns.to(torch.int16).view(torch.bfloat16)
+def from_bits(patterns: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return patterns.to(torch.int16 if dtype.itemsize == 2 else torch.uint8).view(dtype)
+
+
+def stale_like(plane: Tensor) -> Tensor:
+    return from_bits(torch.full_like(bits(plane), STALE[plane.element_size()]), plane.dtype)
 
 
 @dataclass(frozen=True)
@@ -34,24 +77,21 @@ class Pages:
 
     @property
     def bound(self) -> int:
-        """Of a segment with codebooks of any slot size."""
-        return self.bound_with(None)
-
-    def bound_with(self, slot_bytes: int | None) -> int:
         _, heads, slots, dim = self.planes[0].shape
+        element = element_of(self.planes[0].dtype)
         return codec.max_segment_bytes(
-            len(self.planes), heads, dim, self.num_tokens, slots, slot_bytes
+            len(self.planes), heads, dim, self.num_tokens, slots, element
         )
 
     def content(self) -> Tensor:
         """Patterns `[plane, kv_head, token, dim]`."""
         _, heads, _, dim = self.planes[0].shape
-        tokens = [bits(plane[self.ids]).transpose(0, 1) for plane in self.planes]
+        tokens = [bits(plane)[self.ids].transpose(0, 1) for plane in self.planes]
         return torch.stack([t.reshape(heads, -1, dim)[:, : self.num_tokens] for t in tokens])
 
     def empty_like(self) -> "Pages":
         """Other pages of the same pool size, all stale, under other ids."""
-        planes = [from_bits(torch.full_like(bits(plane), STALE)) for plane in self.planes]
+        planes = [stale_like(plane) for plane in self.planes]
         order = torch.randperm(len(self.planes[0]), generator=self.generator).tolist()
         return Pages(planes, order[: len(self.ids)], self.num_tokens, self.generator)
 
@@ -64,12 +104,15 @@ def make_pages(
     slots: int = 16,
     dim: int = 64,
     kind: str | float = "normal",
+    book: codec.Codebook = BOOK,
+    dtype: torch.dtype | None = None,
 ) -> Pages:
     """Random pages.
 
     Args:
         kind: `normal`, `random` patterns, `mixed` of both by page and head, or how many elements
-            have an exponent outside 114 to 129.
+            have no code in the codebook, half of them one at its second level.
+        dtype: the codebook's, unless it is named.
     """
     generator = torch.Generator().manual_seed(num_tokens * 1009 + dim)
     needed = -(-num_tokens // slots)
@@ -77,26 +120,45 @@ def make_pages(
     ids = torch.randperm(shape[0], generator=generator)[:needed].tolist()
     planes = []
     for _ in range(num_planes):
-        plane = _content(shape, kind, generator)
-        stale = from_bits(torch.full_like(bits(plane), STALE))
+        plane = bits(_content(shape, kind, book, dtype or book.dtype, generator))
+        stale = torch.full_like(plane, STALE[plane.element_size()])
         for number, page in enumerate(ids):
             used = min(slots, num_tokens - number * slots)
             stale[page, :, :used] = plane[page, :, :used]
-        planes.append(stale)
+        planes.append(from_bits(stale, dtype or book.dtype))
     return Pages(planes, ids, num_tokens, generator)
 
 
-def _content(shape: tuple[int, ...], kind: str | float, generator: torch.Generator) -> Tensor:
-    random = from_bits(torch.randint(-(2**15), 2**15, shape, generator=generator))
-    if kind == "random":
-        return random
+def _content(
+    shape: tuple[int, ...],
+    kind: str | float,
+    book: codec.Codebook,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Tensor:
+    random = torch.randint(0, 1 << 8 * dtype.itemsize, shape, generator=generator)
     if isinstance(kind, float):
-        inside = torch.randint(114, 130, shape, generator=generator)
-        outside = torch.randint(0, 240, shape, generator=generator)
-        outside += 16 * (outside >= 114)
-        escaped = torch.rand(shape, generator=generator) < kind
-        exponents = torch.where(escaped, outside, inside)
-        return from_bits(bits(random).to(torch.int64) & 0x807F | exponents << 7)
-    normal = torch.randn(shape, generator=generator).bfloat16()
+        return with_escapes(random, kind, book, generator)
+    if kind == "random":
+        return from_bits(random, dtype)
+    normal = bits(torch.randn(shape, generator=generator).to(dtype))
     wild = torch.rand((*shape[:2], 1, 1), generator=generator) < 0.3
-    return normal if kind == "normal" else torch.where(wild, random, normal)
+    return from_bits(normal if kind == "normal" else torch.where(wild, random, normal), dtype)
+
+
+def with_escapes(
+    patterns: Tensor, share: float, book: codec.Codebook, generator: torch.Generator
+) -> Tensor:
+    """Elements with the signs and mantissas of these patterns, so many of them without a code."""
+    element = book.element
+    others = sorted(set(range(element.exponents)) - set(book.exponents))
+    others += list(book.second) * (len(others) // max(len(book.second), 1))
+
+    def drawn(exponents: list[int]) -> Tensor:
+        index = torch.randint(0, len(exponents), patterns.shape, generator=generator)
+        return torch.tensor(exponents)[index]
+
+    escaped = torch.rand(patterns.shape, generator=generator) < share
+    exponents = torch.where(escaped, drawn(others), drawn([*book.exponents]))
+    rests = patterns & ~(element.exponents - 1 << element.mantissa_bits)
+    return from_bits(rests | exponents << element.mantissa_bits, book.dtype)

@@ -7,112 +7,200 @@ import pytest
 import torch
 
 import codec
-from tests.codec.samples import from_bits
+from codec import Mode
+from codec.calibrate import Histogram
+from codec.elements import BF16, BY_NAME, E4M3, E5M2, FP16, ElementType
+from tests.codec.samples import BOOKS, from_bits, modes_of
 
 
-def with_counts(counts: dict[int, int]) -> torch.Tensor:
+def with_counts(counts: dict[int, int], element: ElementType = BF16) -> torch.Tensor:
     exponents = [exponent for exponent, count in counts.items() for _ in range(count)]
-    return from_bits(torch.tensor(exponents) << 7 | 0x55)
+    return from_bits(torch.tensor(exponents) << element.mantissa_bits | 1, element.dtype)
 
 
-def test_the_sixteen_most_frequent_are_taken_and_ties_go_to_the_smaller() -> None:
+def histogram(counts: dict[int, int], element: ElementType = BF16) -> Histogram:
+    return Histogram.of(with_counts(counts, element), element.dtype)
+
+
+def test_the_most_frequent_are_taken_and_ties_go_to_the_smaller() -> None:
     counts = dict.fromkeys(range(100, 110), 9) | dict.fromkeys(range(200, 220), 3) | {7: 1}
-    book = codec.calibrate(with_counts(counts))
+    sample = with_counts(counts)
+    book = codec.calibrate(sample, mode=Mode.TOP16)
     assert book.exponents == (*range(100, 110), *range(200, 206))
+    book = codec.calibrate(sample, mode=Mode.INBAND)
+    assert book.exponents == (*range(100, 110), *range(200, 205))
+    assert book.second == tuple(range(205, 220))
+    book = codec.calibrate(sample, mode=Mode.THREE_BIT)
+    assert book.exponents == tuple(range(100, 107))
+    assert book.second == (107, 108, 109, *range(200, 212))
 
 
 def test_codes_that_are_left_go_to_zero_and_to_the_neighbours() -> None:
-    book = codec.calibrate(with_counts({120: 5, 121: 2}))
-    assert book.exponents == (0, *range(113, 128))
+    sample = with_counts({120: 5, 121: 2})
+    assert codec.calibrate(sample, mode=Mode.TOP16).exponents == tuple(range(112, 128))
+    book = codec.calibrate(sample, mode=Mode.INBAND)
+    assert book.exponents == tuple(range(113, 128))
+    assert book.second == (0, *range(106, 113), *range(128, 135))
+
+
+@pytest.mark.parametrize(("outside", "is_window"), [(2, True), (200, False)])
+def test_codes_are_a_window_unless_that_costs_much(outside: int, is_window: bool) -> None:
+    """The window has to list 2 or 200 elements instead of one: 0.002 or 0.4 bits more of 12."""
+    counts = dict.fromkeys(range(100, 115), 1000) | {115: 1, 200: outside}
+    book = codec.calibrate(with_counts(counts), mode=Mode.TOP16)
+    assert book.is_window == is_window
+    assert book.exponents == (*range(100, 115), 115 if is_window else 200)
+
+
+@pytest.mark.parametrize(
+    ("counts", "mode"),
+    [
+        # Bits in the modes' order: 12, 12.25, 13.25; 12, 12, 11; 12.19, 12.03, 13.2.
+        (dict.fromkeys(range(100, 116), 10), Mode.TOP16),
+        (dict.fromkeys(range(100, 107), 10), Mode.THREE_BIT),
+        (dict.fromkeys(range(100, 115), 100) | dict.fromkeys(range(115, 125), 1), Mode.INBAND),
+    ],
+)
+def test_the_mode_is_the_one_of_the_fewest_bits(counts: dict[int, int], mode: Mode) -> None:
+    assert codec.calibrate(with_counts(counts)).mode is mode
+
+
+def test_bits_are_codes_rests_and_escapes() -> None:
+    """Of 100 elements, four have another exponent than about 120."""
+    counts = histogram({120: 90, 121: 6, 130: 4})
+    three, fifteen, sixteen = (tuple(range(114, 114 + n)) for n in (7, 15, 16))
+    assert counts.bits(codec.Codebook(sixteen)) == pytest.approx(4 + 8 + 32 * 4 / 100)
+    inband = codec.Codebook(fifteen, Mode.INBAND, (130,))
+    assert counts.bits(inband) == pytest.approx(4 + 8 + 4 * 4 / 100)
+    listing = codec.Codebook(fifteen, Mode.INBAND)
+    assert counts.bits(listing) == pytest.approx(4 + 8 + (4 + 32) * 4 / 100)
+    three_bit = codec.Codebook(three, Mode.THREE_BIT, (121, 130))
+    assert counts.bits(three_bit) == pytest.approx(3 + 8 + 4 * 10 / 100)
+
+
+def test_bits_count_the_rest_of_each_type() -> None:
+    for element, rest in ((BF16, 8), (FP16, 11), (E5M2, 3), (E4M3, 4)):
+        counts = histogram({3: 1, 4: 1}, element)
+        book = counts.codebook(Mode.THREE_BIT)
+        assert counts.bits(book) == 3 + rest
+        assert counts.entropy_bits() == 1 + rest
+
+
+def test_entropy_is_that_of_the_exponents_and_the_rest() -> None:
+    """A half, a quarter, two eighths: 1/2 + 2/4 + 3/8 + 3/8."""
+    assert histogram({1: 4, 7: 2, 3: 1, 9: 1}).entropy_bits() == pytest.approx(1.75 + 8)
+    assert histogram({5: 3}, E4M3).entropy_bits() == 4
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_bits_are_what_a_payload_takes(name: str) -> None:
+    """Ten chunks with eight escapes each, so that no nibble is unused; 4 bytes a chunk more."""
+    book = BOOKS[name]
+    third = next(e for e in range(book.element.exponents) if e not in book.exponents + book.second)
+    exponents = torch.full((10, 1024), book.exponents[2])
+    exponents[:, ::128] = third
+    exponents[:, 0] = book.second[0] if book.second else third
+    sample = from_bits(exponents << book.element.mantissa_bits, book.dtype).flatten()
+    payload = codec.encode(sample, book)
+    blocks = codec.read_header(payload).layout.blocks[0]
+    expected = Histogram.of(sample, book.dtype).bits(book) * 10240 / 8
+    assert 0 <= len(payload) - blocks.start - expected < 16
 
 
 def test_several_tensors_shapes_and_dtypes_make_one_sample() -> None:
     sample = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    whole = codec.calibrate(sample.bfloat16())
-    assert codec.calibrate([sample[:10], sample[10:].double()]) == whole
-    assert codec.calibrate(sample.t()).id == whole.id
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        whole = codec.calibrate(sample.to(dtype), dtype)
+        assert whole.dtype == dtype
+        assert codec.calibrate([sample[:10], sample[10:].double()], dtype) == whole
+        assert codec.calibrate(sample.t(), dtype).id == whole.id
 
 
-def test_a_sample_without_values_calibrates_nothing() -> None:
-    with pytest.raises(codec.InvalidCodebook):
-        codec.calibrate(torch.empty(0))
-    with pytest.raises(codec.InvalidCodebook):
-        codec.calibrate([])
+def test_what_has_no_values_or_no_such_mode_calibrates_nothing() -> None:
+    ones, nothing = torch.ones(4), torch.empty(0)
+    for sample in (nothing, [nothing], list[torch.Tensor]()):
+        with pytest.raises(codec.InvalidCodebook):
+            codec.calibrate(sample)
     with pytest.raises(codec.UnsupportedDtype):
-        codec.calibrate(torch.ones(4, dtype=torch.int32))
+        codec.calibrate(ones.int())
     with pytest.raises(codec.UnsupportedDtype):
-        codec.calibrate(torch.ones(4), dtype=torch.float16)
+        codec.calibrate(ones, torch.float32)
+    with pytest.raises(codec.InvalidCodebook):
+        codec.calibrate(ones, mode=Mode.RAW)
+    for mode in (Mode.TOP16, Mode.INBAND):
+        with pytest.raises(codec.InvalidCodebook):
+            codec.calibrate(ones, torch.float8_e4m3fn, mode)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_each_type_and_mode_has_its_codebook(name: str) -> None:
+    element = BY_NAME[name]
+    sample = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    for mode in modes_of(element):
+        book = codec.calibrate(sample, element.dtype, mode)
+        assert (book.mode, book.dtype, len(book.exponents)) == (mode, element.dtype, mode.codes)
+        rounded = sample.to(element.dtype)
+        decoded = codec.decode(codec.encode(rounded, book), book)
+        assert torch.equal(decoded.float(), rounded.float())
 
 
 @pytest.mark.parametrize(
     "exponents",
     [range(15), range(17), [0, *range(15)], [*range(15), 256], [-1, *range(15)], range(15, -1, -1)],
 )
-def test_a_codebook_has_sixteen_ascending_exponents(exponents: range | list[int]) -> None:
+def test_a_codebook_has_ascending_exponents(exponents: range | list[int]) -> None:
     with pytest.raises(codec.InvalidCodebook):
         codec.Codebook(tuple(exponents))
 
 
-@pytest.mark.parametrize("slot_bytes", [0, 4, 12, 64, -8])
-def test_slots_have_one_of_three_sizes(slot_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("exponents", "mode", "second", "dtype"),
+    [
+        (16, Mode.INBAND, (), torch.bfloat16),
+        (8, Mode.THREE_BIT, (), torch.bfloat16),
+        (0, Mode.RAW, (), torch.bfloat16),
+        (16, Mode.TOP16, (20,), torch.bfloat16),
+        (15, Mode.INBAND, range(20, 36), torch.bfloat16),
+        (15, Mode.INBAND, (14,), torch.bfloat16),
+        (15, Mode.INBAND, (30, 20), torch.bfloat16),
+        (15, Mode.INBAND, (20, 256), torch.bfloat16),
+        (15, Mode.INBAND, (20, 32), torch.float16),
+        (7, Mode.THREE_BIT, (16,), torch.float8_e4m3fn),
+        (16, Mode.TOP16, (), torch.float8_e4m3fn),
+        (15, Mode.INBAND, (), torch.float8_e4m3fn),
+    ],
+)
+def test_a_codebook_fits_its_mode_and_its_type(
+    exponents: int, mode: Mode, second: range | tuple[int, ...], dtype: torch.dtype
+) -> None:
     with pytest.raises(codec.InvalidCodebook):
-        codec.Codebook(tuple(range(16)), slot_bytes=slot_bytes)
-    with pytest.raises(codec.InvalidCodebook):
-        codec.calibrate(torch.ones(4), slot_bytes=slot_bytes)
+        codec.Codebook(tuple(range(exponents)), mode, tuple(second), dtype)
+
+
+def test_a_codebook_of_another_type_is_none() -> None:
+    with pytest.raises(codec.UnsupportedDtype):
+        codec.Codebook(tuple(range(16)), dtype=torch.float32)
 
 
 def test_the_id_is_the_content() -> None:
-    book = codec.Codebook(tuple(range(114, 130)))
-    assert book.id == "58cfb478c2bd59fa", "ids are on the wire: they never change"
-    assert book.id == codec.Codebook(tuple(range(114, 130))).id
-    assert book.id != codec.Codebook(tuple(range(113, 129))).id
-    assert book.id != codec.Codebook(tuple(range(114, 130)), slot_bytes=16).id
-
-
-def sample(escapes: int, chunks: int = 8) -> torch.Tensor:
-    """Chunks of sixteen exponents and so many others, each of those once."""
-    chunk = torch.arange(1024) % 16 + 100
-    chunk[:escapes] = torch.arange(escapes) % 64
-    return from_bits(chunk << 7).repeat(chunks)
-
-
-@pytest.mark.parametrize(
-    ("escapes", "slot_bytes"),
-    # Bytes of a chunk with slots of 8, 16, 32: 8 16 32, 8 16 32, 24 16 32, 24 16 32, 32 40 32,
-    # 40 48 32, 40 48 64, 520 528 544, 520 520 520.
-    [(0, 8), (2, 8), (3, 16), (5, 16), (6, 8), (10, 32), (11, 8), (170, 8), (600, 8)],
-)
-def test_the_slot_size_is_the_one_that_takes_the_fewest_bytes(
-    escapes: int, slot_bytes: int
-) -> None:
-    values = sample(escapes)
-    assert codec.calibrate(values).slot_bytes == slot_bytes
-    sizes: dict[int, int] = {}
-    for size in (8, 16, 32):
-        book = codec.calibrate(values, slot_bytes=size)
-        assert book.slot_bytes == size
-        sizes[size] = codec.encode(values, book).numel()
-    assert sizes[slot_bytes] == min(sizes.values())
-
-
-def test_a_short_sample_counts_as_its_one_chunk() -> None:
-    assert codec.calibrate(sample(10)[:500]).slot_bytes == 32
-    assert codec.calibrate([sample(3)[:64], sample(3)[:64]]).slot_bytes == 16
-
-
-def test_a_model_has_one_slot_size() -> None:
-    few, many = sample(0, chunks=1), sample(10)
-    assert codec.calibrate(few).slot_bytes == 8
-    books = codec.Codebooks.calibrate({(0, "k"): few, (0, "v"): [many, few]})
-    assert [book.slot_bytes for _, _, book in books] == [32, 32]
-    assert books[0, "k"].exponents == codec.calibrate(few).exponents
-    with pytest.raises(codec.InvalidCodebook):
-        codec.Codebooks.of({(0, "k"): codec.calibrate(few), (0, "v"): codec.calibrate(many)})
+    codes = tuple(range(2, 17))
+    books = [
+        codec.Codebook(tuple(range(114, 130))),
+        codec.Codebook(tuple(range(113, 129))),
+        codec.Codebook(codes, Mode.INBAND),
+        codec.Codebook(codes, Mode.INBAND, (20,)),
+        codec.Codebook(codes, Mode.INBAND, (21,)),
+        codec.Codebook(codes, Mode.INBAND, (21,), torch.float16),
+        codec.Codebook(codes, Mode.INBAND, (21,), torch.float8_e5m2),
+    ]
+    assert books[0].id == "eac8dc0a287ff416", "ids are on the wire: they never change"
+    assert books[0].id == codec.Codebook(tuple(range(114, 130))).id
+    assert len({book.id for book in books}) == len(books)
 
 
 def model() -> codec.Codebooks:
     scales = {(layer, plane): 2.0**layer for layer in (10, 0, 2) for plane in ("v", "k")}
-    return codec.Codebooks.calibrate(
+    return codec.calibrate_model(
         {key: torch.linspace(-scale, scale, 999) for key, scale in scales.items()}
     )
 
@@ -129,6 +217,17 @@ def test_codebooks_are_found_by_layer_and_plane() -> None:
         codec.Codebooks(())
 
 
+def test_planes_of_a_model_have_their_own_modes_but_one_type() -> None:
+    few, many = with_counts({100: 1}), with_counts(dict.fromkeys(range(100, 116), 1))
+    books = codec.calibrate_model({(0, "k"): few, (0, "v"): [many, many]})
+    assert [book.mode for _, _, book in books] == [Mode.THREE_BIT, Mode.TOP16]
+    books = codec.calibrate_model({(0, "k"): few, (0, "v"): many}, torch.float16, Mode.INBAND)
+    assert {book.mode for _, _, book in books} == {Mode.INBAND}
+    assert {book.dtype for _, _, book in books} == {torch.float16}
+    with pytest.raises(codec.InvalidCodebook):
+        codec.Codebooks.of({(0, "k"): books[0, "k"], (0, "v"): codec.calibrate(many)})
+
+
 def test_the_artifact_survives_a_file_and_damage_shows(tmp_path: Path) -> None:
     books, path = model(), tmp_path / "codebooks.json"
     books.save(path)
@@ -139,10 +238,19 @@ def test_the_artifact_survives_a_file_and_damage_shows(tmp_path: Path) -> None:
     artifact["codebooks"][0]["layer"] = -1
     damaged = [
         "", "[]", "{}", text[:-20], json.dumps(artifact),
-        text.replace('"version": 2', '"version": 1'), text.replace("bf16", "fp4"),
-        text.replace('"slot_bytes": 8', '"slot_bytes": 9'), text.replace("slot_bytes", "bytes"),
+        text.replace('"version": 3', '"version": 2'), text.replace("bf16", "fp4"),
+        text.replace("bf16", "fp16"), text.replace("three_bit", "two_bit"),
+        text.replace("three_bit", "inband"), text.replace("second", "third"),
     ]  # fmt: skip
     for content in damaged:
+        assert content != text
         path.write_text(content)
         with pytest.raises(codec.InvalidCodebook):
             codec.Codebooks.load(path)
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_the_artifact_keeps_every_kind_of_codebook(tmp_path: Path, name: str) -> None:
+    books = codec.Codebooks.of({(0, "k"): BOOKS[name]})
+    books.save(tmp_path / "codebooks.json")
+    assert codec.Codebooks.load(tmp_path / "codebooks.json") == books

@@ -1,73 +1,159 @@
-"""Golden vectors: bytes that this and every later codec of wire version 2 writes and reads.
+"""Golden vectors: bytes that this and every later codec of wire version 3 writes and reads.
 
 Content is a function of the element's number, so that another implementation can make it too.
 A vector changes only together with `WIRE_VERSION`.
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 import codec
-from codec.format import FULL, LISTED
+from codec import checksum
+from codec.elements import BF16, E4M3, E5M2, FP16, ElementType, element_of
+from codec.format import Mode
 from codec.mix import mix64
 from codec.ops import Backend
-from tests.codec.plain import Segment, raw_digest, term
-from tests.codec.samples import BACKENDS, bits, from_bits
+from tests.codec.plain import KEYS, Segment, column_term
+from tests.codec.samples import bits, from_bits
 
-EXPONENTS = tuple(range(114, 130))
 GOLDEN = Path(__file__).parent / "golden"
+GAPS = (0, *range(3, 17), 31)
+BOOKS = {
+    "top16": codec.Codebook(tuple(range(114, 130))),
+    "gaps": codec.Codebook((3, *range(114, 128), 250)),
+    "in-band": codec.Codebook(tuple(range(115, 130)), Mode.INBAND, (0, *range(101, 115))),
+    "three-bit": codec.Codebook(tuple(range(122, 129)), Mode.THREE_BIT, (0, 119, 120, 121, 129)),
+    "fp16-top16": codec.Codebook(tuple(range(2, 18)), dtype=FP16.dtype),
+    "fp16-in-band": codec.Codebook(tuple(range(3, 18)), Mode.INBAND, (0, 1, 2), FP16.dtype),
+    "fp16-three-bit": codec.Codebook(
+        (0, *range(12, 18)), Mode.THREE_BIT, tuple(range(1, 12)), FP16.dtype
+    ),
+    "e5m2-top16": codec.Codebook(GAPS, dtype=E5M2.dtype),
+    "e5m2-in-band": codec.Codebook(tuple(range(3, 18)), Mode.INBAND, (0, 1, 2), E5M2.dtype),
+    "e5m2-three-bit": codec.Codebook(
+        tuple(range(11, 18)), Mode.THREE_BIT, tuple(range(1, 11)), E5M2.dtype
+    ),
+    "e4m3-three-bit": codec.Codebook(
+        tuple(range(3, 10)), Mode.THREE_BIT, (0, 1, 2, 10), E4M3.dtype
+    ),
+}
+FLAT: dict[str, tuple[str | ElementType, int, int]] = {
+    # a codebook, or the type of a raw vector; elements; every which one is an escape
+    "empty": ("top16", 0, 29),
+    "flat": ("top16", 77, 29),
+    "list": ("top16", 1100, 29),
+    "full": ("top16", 98, 4),
+    "gaps": ("gaps", 100, 9),
+    "in-band": ("in-band", 300, 11),
+    "three-bit": ("three-bit", 300, 9),
+    "many-escapes": ("three-bit", 1100, 5),
+    "fp16-top16": ("fp16-top16", 500, 41),
+    "fp16-in-band": ("fp16-in-band", 500, 23),
+    "fp16-three-bit": ("fp16-three-bit", 200, 17),
+    "e5m2-top16": ("e5m2-top16", 500, 47),
+    "e5m2-in-band": ("e5m2-in-band", 500, 23),
+    "e5m2-three-bit": ("e5m2-three-bit", 300, 17),
+    "e4m3-three-bit": ("e4m3-three-bit", 300, 41),
+    "fp16-full": ("fp16-top16", 98, 4),
+    "e5m2-full": ("e5m2-three-bit", 98, 2),
+    "e4m3-full": ("e4m3-three-bit", 98, 4),
+    "raw": (BF16, 77, 29),
+    "raw-fp16": (FP16, 77, 29),
+    "raw-e5m2": (E5M2, 77, 29),
+    "raw-e4m3": (E4M3, 77, 29),
+}
 CHECKSUMS = {
-    "flat": 0xF5005D53954F166B,
-    "list": 0x36FD08BB11A1D2B0,
-    "full": 0xE6A7ADFCDFC6F8B7,
-    "paged": 0x3866C684AB7A870B,
-    "slot16": 0x504A49F928694605,
-    "slot32": 0xBAC3F4377B49D761,
-    "raw": 0xF0A92951C3138118,
+    "empty": 0x0000000000000000,
+    "flat": 0xEA1C6BDF46A3F0BB,
+    "list": 0x6C75970FE172515E,
+    "full": 0x62580F7D8DDE8AD3,
+    "gaps": 0xB1D5B88D044D6262,
+    "in-band": 0x8794499432CA7F80,
+    "three-bit": 0x0D9AB044FCF27154,
+    "many-escapes": 0x62B3394ABA74D942,
+    "fp16-top16": 0xDBF4018D71B2B77E,
+    "fp16-in-band": 0xAA8DCD10B2D00743,
+    "fp16-three-bit": 0x79267DBF84B16D96,
+    "e5m2-top16": 0x87C60A0C4C9371CD,
+    "e5m2-in-band": 0xD741C11A0C1BE561,
+    "e5m2-three-bit": 0x8214FA63FBF15D81,
+    "e4m3-three-bit": 0x0A99FE898EBD3FCA,
+    "fp16-full": 0xF0191E6FC248C41F,
+    "e5m2-full": 0xFB74C2C07C37AB48,
+    "e4m3-full": 0xFA727CC0D6188006,
+    "raw": 0xCD3D8345A9CEBCB7,
+    "raw-fp16": 0xD67D7E705826AEB5,
+    "raw-e5m2": 0x9C99E3778A642E8E,
+    "raw-e4m3": 0x0855A93FAC7B7D8E,
+    "paged": 0x506730370E51FAF4,
 }
-LARGE_SHA256 = "444884fcb82f5e55ec492dae5de3d760e7257f39f95e1f79a1bb2dbfb387c55b"
-KINDS = {
+UNITS: dict[str, list[list[int]]] = {
+    "empty": [[]],
     "flat": [[2]],
-    "list": [[LISTED]],
-    "full": [[FULL]],
-    "paged": [[LISTED, 1, LISTED, 1], [LISTED, FULL, LISTED, 1]],
-    "slot16": [[3, 1, 3, 1], [4, FULL, 4, 1]],
-    "slot32": [[3, 1, 3, 1], [4, FULL, 4, 1]],
-    "raw": [[], []],
+    "list": [[31, 2]],
+    "full": [[16]],
+    "gaps": [[11]],
+    "in-band": [[27]],
+    "three-bit": [[36]],
+    "many-escapes": [[160, 15]],
+    "fp16-top16": [[6]],
+    "fp16-in-band": [[10]],
+    "fp16-three-bit": [[5]],
+    "e5m2-top16": [[5]],
+    "e5m2-in-band": [[10]],
+    "e5m2-three-bit": [[9]],
+    "e4m3-three-bit": [[3]],
+    "fp16-full": [[4]],
+    "e5m2-full": [[8]],
+    "e4m3-full": [[4]],
+    "raw": [],
+    "raw-fp16": [],
+    "raw-e5m2": [],
+    "raw-e4m3": [],
+    "paged": [[3, 1, 3, 1], [16, 2, 9, 2]],
 }
-"""The first byte of each plane's slots."""
+"""How many entries each chunk of each plane with codes has."""
+LARGE_SHA256 = "d5401015f53025b035733b4b5f87e637a92e482d977fc01a7b8e4c56350446e1"
 
 
-def content(elements: int) -> torch.Tensor:
-    """Element i: mantissa and sign from i * 37, exponent 114 + i * i mod 16, every 29th 3 * i."""
+def content(
+    elements: int, element: ElementType, exponents: Sequence[int], every: int
+) -> torch.Tensor:
+    """Element i: sign and mantissa are i * 37, the exponent is the one number i * i mod how many
+    there are; the last of every so many has exponent 3 * i instead."""
     i = torch.arange(elements)
-    exponent = torch.where(i % 29 == 28, 3 * i & 0xFF, 114 + (i * i & 0xF))
-    return from_bits((i * 37 & 0x80) << 8 | exponent << 7 | (i * 37 & 0x7F))
+    exponent = torch.tensor(exponents)[i * i % len(exponents)]
+    exponent = torch.where(i % every == every - 1, 3 * i % element.exponents, exponent)
+    sign, mantissa = i * 37 >> element.mantissa_bits & 1, i * 37 & (1 << element.mantissa_bits) - 1
+    patterns = (sign << element.exponent_bits | exponent) << element.mantissa_bits | mantissa
+    return from_bits(patterns, element.dtype)
 
 
-def bits_of_all(elements: int) -> torch.Tensor:
-    """Element i: sign, exponent and mantissa from i * 2,687."""
-    return from_bits(torch.arange(elements) * 2687 & 0xFFFF)
-
-
-def planes() -> list[torch.Tensor]:
-    """Two planes of 3 pages, 2 heads, 16 slots, 8 dims; the second has one head of zeros."""
-    first = content(3 * 2 * 16 * 8).view(3, 2, 16, 8)
+def paged() -> list[torch.Tensor]:
+    """Three planes of 3 pages, 2 heads, 16 slots, 8 dims; one page of the second has zeros."""
+    first = content(3 * 2 * 16 * 8, BF16, BOOKS["top16"].exponents, 29).view(3, 2, 16, 8)
     second = first.flip(0).clone()
-    second[1, 0] = 0
-    return [first, second]
+    second[2, 0] = 0
+    return [first, second, first.flip(1)]
 
 
-def vector(name: str) -> tuple[list[torch.Tensor], list[codec.Codebook | None], list[int], int]:
+def vector(
+    name: str,
+) -> tuple[list[torch.Tensor], list[codec.Codebook | None], list[int], int]:
     """Planes, codebooks, page ids and tokens of a vector."""
-    book = codec.Codebook(EXPONENTS, slot_bytes={"slot16": 16, "slot32": 32}.get(name, 8))
-    flat = {"flat": content(77), "list": content(321), "full": bits_of_all(98)}.get(name)
-    if flat is not None:
-        return [flat.view(1, 1, len(flat), 1)], [book], [0], len(flat)
-    return planes(), [None if name == "raw" else book] * 2, [2, 1], 19
+    if name == "paged":
+        return paged(), [BOOKS["top16"], BOOKS["in-band"], None], [2, 1], 19
+    coded, elements, every = FLAT[name]
+    if isinstance(coded, str):
+        book: codec.Codebook | None = BOOKS[coded]
+        flat = content(elements, BOOKS[coded].element, BOOKS[coded].exponents, every)
+    else:
+        book, flat = None, content(elements, coded, range(coded.exponents), every)
+    return [flat.view(1, 1, elements, 1)], [book], [0] if elements else [], elements
 
 
 def golden(name: str) -> bytes:
@@ -78,7 +164,8 @@ def golden(name: str) -> bytes:
 def test_golden_vectors_are_written_and_read(name: str, backend: Backend) -> None:
     tensors, books, pages, tokens = vector(name)
     _, heads, slots, dim = tensors[0].shape
-    bound = codec.max_segment_bytes(len(tensors), heads, dim, tokens, slots)
+    element = element_of(tensors[0].dtype)
+    bound = codec.max_segment_bytes(len(tensors), heads, dim, tokens, max(slots, 1), element)
     out = torch.empty(bound, dtype=torch.uint8)
     encoded = codec.encode_pages(tensors, books, pages, tokens, out, backend=backend)
     assert out[: encoded.length].numpy().tobytes() == golden(name)
@@ -94,39 +181,53 @@ def test_golden_vectors_are_written_and_read(name: str, backend: Backend) -> Non
 def valid(plane: torch.Tensor, pages: list[int], tokens: int) -> torch.Tensor:
     """The patterns of the valid slots, `[kv_head, token, dim]`."""
     _, heads, _, dim = plane.shape
-    return bits(plane[pages]).transpose(0, 1).reshape(heads, -1, dim)[:, :tokens]
+    patterns = bits(plane)[pages].transpose(0, 1).reshape(heads, -1, dim)[:, :tokens]
+    return patterns.to(torch.int64) & (1 << 8 * plane.element_size()) - 1
+
+
+def read_plainly(payload: bytes, books: list[codec.Codebook | None]) -> Segment:
+    return Segment(payload, [(book.exponents, book.second) if book else None for book in books])
 
 
 @pytest.mark.parametrize("name", CHECKSUMS)
 def test_a_decoder_written_from_the_text_agrees(name: str) -> None:
-    tensors, _, pages, tokens = vector(name)
-    segment = Segment(golden(name), list(EXPONENTS))
-    assert segment.kinds == KINDS[name]
+    tensors, books, pages, tokens = vector(name)
+    segment = read_plainly(golden(name), books)
+    assert segment.units == UNITS[name]
     assert segment.checksum % 2**64 == CHECKSUMS[name]
     for plane, elements in zip(tensors, segment.planes, strict=True):
-        assert [e & 0xFFFF for e in valid(plane, pages, tokens).flatten().tolist()] == elements
+        assert valid(plane, pages, tokens).flatten().tolist() == elements
 
 
 def test_a_large_payload_has_its_hash() -> None:
-    payload = codec.encode(content(100_003), codec.Codebook(EXPONENTS))
-    assert hashlib.sha256(payload.numpy().tobytes()).hexdigest() == LARGE_SHA256
-    Segment(payload.numpy().tobytes(), list(EXPONENTS))
+    book = BOOKS["top16"]
+    payload = codec.encode(content(100_003, BF16, book.exponents, 29), book).numpy().tobytes()
+    assert hashlib.sha256(payload).hexdigest() == LARGE_SHA256
+    read_plainly(payload, [book])
 
 
-@pytest.mark.parametrize("elements", [1, 3, 4, 5, 1024, 1025, 2500])
-def test_the_checksum_of_content_is_its_definition(elements: int) -> None:
-    patterns = [p & 0xFFFF for p in bits(content(elements)).tolist()]
+@pytest.mark.parametrize("elements", [1, 31, 32, 33, 1024, 1025, 2500])
+def test_the_checksum_of_content_is_its_definition(elements: int, backend: Backend) -> None:
+    """Word k of a column of bf16 holds two elements of its row k // 4."""
+    tensor = content(elements, BF16, range(256), 29).view(1, 1, elements, 1)
+    patterns = [pattern & 0xFFFF for pattern in bits(tensor).flatten().tolist()]
     total = 0
-    for number, start in enumerate(range(0, elements, 1024)):
-        chunk = patterns[start : start + 1024]
-        total += term(raw_digest(chunk + [0] * (-len(chunk) % 4)), number, len(chunk))
-    tensor = content(elements).view(1, 1, elements, 1)
-    for backend in BACKENDS.values():
-        assert codec.checksum_pages([tensor], [0], elements, backend=backend) == total % 2**64
+    for chunk, start in enumerate(range(0, elements, 1024)):
+        own = patterns[start : start + 1024]
+        columns = -(-len(own) // 32)
+        own += [0] * (32 * columns - len(own))
+        pairs = [low | high << 16 for low, high in zip(own[::2], own[1::2], strict=True)]
+        for column in range(columns):
+            words = [pairs[4 * (r * columns + column) + i] for r in range(4) for i in range(4)]
+            total += column_term(words, chunk, column, 0)
+    checksum = codec.checksum_pages([tensor], [0], elements, backend=backend)
+    assert checksum == total % 2**64
 
 
-def test_mix64_is_splitmix64() -> None:
+def test_mix64_is_splitmix64_and_gives_the_keys() -> None:
     """First outputs of SplitMix64 from seed 0, as its authors publish them."""
     golden = 0x9E3779B97F4A7C15
     assert mix64(golden) == 0xE220A8397B1DCDAF
     assert mix64(2 * golden % 2**64) == 0x6E789E6AA1B965F4
+    assert checksum.KEYS[:2] == (0xE220A839, 0x6E789E6B)
+    assert list(checksum.KEYS) == KEYS

@@ -3,26 +3,27 @@
 import random
 import struct
 import zlib
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
 
 import codec
-from codec.errors import ArgumentError, PayloadError
-from codec.format import FULL, LISTED
+from codec.errors import CodecError, PayloadError
+from codec.format import Layout, Mode
 from codec.mix import mix64
 from codec.ops import Backend
-from tests.codec.samples import BACKENDS, Pages, bits, make_pages
+from tests.codec.samples import BACKENDS, BOOKS, Pages, bits, from_bits, make_pages
 
 HEADER = 96
 """Bytes of the header of two planes."""
 FIELDS = {
     "magic": ("<4s", 0, b"HRSX"),
-    "version": ("<H", 4, 1),
+    "version": ("<H", 4, 2),
     "element type": ("<B", 6, 9),
-    "slot bytes": ("<B", 7, 12),
-    "no slot bytes": ("<B", 7, 0),
-    "larger slots": ("<B", 7, 32),
+    "another element type": ("<B", 6, 2),
+    "reserved": ("<B", 7, 8),
     "planes": ("<I", 8, 1),
     "no planes": ("<I", 8, 0),
     "many planes": ("<I", 8, 2**32 - 1),
@@ -38,11 +39,20 @@ FIELDS = {
     "shorter": ("<Q", 40, 4096),
     "longer": ("<Q", 40, 2**40),
     "checksum": ("<Q", 48, 1),
-    "mode": ("<B", 64, 0),
-    "unknown mode": ("<B", 64, 2),
+    "no mode": ("<B", 64, 0),
+    "another mode": ("<B", 64, 2),
+    "unknown mode": ("<B", 64, 4),
     "plane reserved": ("<B", 70, 1),
     "codebook": ("<Q", 72, 1),
 }
+LISTS = ["bf16-top16-window", "fp16-top16-gaps", "e5m2-top16-window"]
+LEVELS = ["bf16-inband-window", "bf16-three_bit-gaps", "fp16-three_bit-gaps", "e4m3-three_bit-gaps"]
+
+
+def encoded(source: Pages, books: list[codec.Codebook | None]) -> torch.Tensor:
+    out = torch.empty(source.bound, dtype=torch.uint8)
+    written = codec.encode_pages(source.planes, books, source.ids, source.num_tokens, out)
+    return out[: written.length].clone()
 
 
 @pytest.fixture
@@ -52,9 +62,22 @@ def source() -> Pages:
 
 @pytest.fixture
 def payload(source: Pages, codebook: codec.Codebook) -> torch.Tensor:
-    out = torch.empty(source.bound, dtype=torch.uint8)
-    encoded = codec.encode_pages(source.planes, [codebook] * 2, source.ids, 17, out)
-    return out[: encoded.length].clone()
+    return encoded(source, [codebook] * 2)
+
+
+def layout_of(payload: torch.Tensor) -> Layout:
+    return codec.read_header(payload).layout
+
+
+def words_of(payload: torch.Tensor, start: int, end: int) -> list[int]:
+    data = payload[start:end].numpy().tobytes()
+    return list(struct.unpack(f"<{len(data) // 4}I", data))
+
+
+def with_words(payload: torch.Tensor, start: int, words: list[int]) -> torch.Tensor:
+    data = bytearray(payload.numpy().tobytes())
+    struct.pack_into(f"<{len(words)}I", data, start, *words)
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def signed(payload: torch.Tensor) -> torch.Tensor:
@@ -124,35 +147,41 @@ def test_the_header_is_bound_to_its_crc_and_its_seal(
     assert isinstance(refused(payload, source, codebook, backend), codec.FormatError)
 
 
-@pytest.mark.parametrize("slot_bytes", [8, 16, 32])
-def test_a_flipped_bit_shows_unless_it_is_padding(slot_bytes: int) -> None:
-    codebook = codec.Codebook(tuple(range(114, 130)), slot_bytes=slot_bytes)
-    source = make_pages(17, num_planes=1, kv_heads=2, dim=17, kind=0.0)
-    plane = source.planes[0].view(torch.int16)
-    plane[source.ids[0], 0, 3, :2] = 7
-    plane[source.ids[0], 1].view(-1)[::20] = 7
-    plane[source.ids[1], 1, 0] = torch.arange(17, dtype=torch.int16) << 10
-    out = torch.empty(source.bound, dtype=torch.uint8)
-    encoded = codec.encode_pages(source.planes, [codebook], source.ids, 17, out)
-    layout = codec.read_header(out[: encoded.length]).layout
-    start, streams = layout.blocks[0], layout.streams
-    listed, full = 3 * 14, 2 * max(0, 5 - (slot_bytes - 8) // 2)
-    kinds = out[start : start + 4 * slot_bytes : slot_bytes].tolist()
-    assert kinds == [2, 0, LISTED, FULL]
-    words = 2 * (68 + 5)
-    padding = {
-        *range(start + 4 * slot_bytes, start + streams.codes),
-        *range(start + streams.codes + 2 * words, start + streams.signs),
-        *range(start + streams.signs + 4 * words, layout.spill),
-        *range(layout.spill + listed, layout.spill + 48),
-        *range(layout.spill + 48 + full, encoded.length),
-    }
-    for at in range(encoded.length):
+@pytest.mark.parametrize("mode", [1, 2])
+def test_a_mode_that_saves_nothing_is_no_mode(mode: int) -> None:
+    book = BOOKS["e4m3-three_bit-window"]
+    payload = codec.encode(torch.ones(5, dtype=book.dtype), book)
+    payload[64] = mode
+    with pytest.raises(codec.FormatError, match="saves nothing"):
+        codec.decode(signed(payload), book)
+
+
+@pytest.mark.parametrize("name", ["bf16-top16-gaps", *LEVELS])
+def test_a_flipped_bit_shows_unless_it_is_padding(name: str) -> None:
+    """Every 7th byte is damaged for the reference too."""
+    codebook = BOOKS[name]
+    source = make_pages(5, num_planes=1, kv_heads=2, slots=4, dim=17, kind=0.03, book=codebook)
+    bits(source.planes[0])[source.ids[0], 1] = 3 << codebook.element.mantissa_bits
+    payload = encoded(source, [codebook])
+    layout = layout_of(payload)
+    coded, columns = layout.coded_chunks, 2 * (3 + 1)
+    ends = [(80 + 4 * (coded + 1), layout.blocks[0].start)]
+    streams = (*layout.blocks[0].streams, layout.entries)
+    widths = [codebook.mode.code_bits, *codebook.element.rest_widths]
+    for start, end, width in zip(streams, streams[1:], widths, strict=False):
+        ends.append((start + 4 * width * columns, end))
+    units = words_of(payload, layout.starts, layout.starts + 4 * (coded + 1))[-1]
+    assert units
+    ends.append((layout.entries + 4 * units, len(payload)))
+    padding = {at for start, end in ends for at in range(start, end)}
+    assert padding
+    for at in range(len(payload)):
         for flip in (1, 0x10, 0x80, 0xFF):
-            damaged = out[: encoded.length].clone()
+            damaged = payload.clone()
             damaged[at] ^= flip
-            errors = [refused(damaged, source, codebook, b) for b in BACKENDS.values()]
-            assert len({type(error) for error in errors}) == 1
+            names = BACKENDS if at % 7 == 0 else ["cpu"]
+            errors = [refused(damaged, source, codebook, BACKENDS[name]) for name in names]
+            assert len({type(error) for error in errors}) == 1, (at, errors)
             assert (errors[0] is None) == (at in padding), at
 
 
@@ -169,75 +198,126 @@ def test_every_truncation_is_told_apart(
     assert isinstance(refused(longer, source, codebook, BACKENDS["cpu"]), codec.FormatError)
 
 
-@pytest.mark.parametrize("more", [8, 16, 1 << 20])
-def test_a_segment_is_aligned_and_bounded(
+@pytest.mark.parametrize("more", [-16, 8, 16, 1 << 20])
+def test_a_segment_has_the_length_that_its_entries_give_it(
     payload: torch.Tensor, source: Pages, codebook: codec.Codebook, backend: Backend, more: int
 ) -> None:
-    """16 bytes more might be spilled ones, which only the checksum could tell."""
-    longer = torch.cat([payload, torch.zeros(more, dtype=torch.uint8)])
+    longer = torch.cat([payload, torch.zeros(max(more, 0), dtype=torch.uint8)])
+    longer = longer[: len(payload) + more].clone()
     longer[40:48] = torch.tensor(list(len(longer).to_bytes(8, "little")))
-    error = refused(signed(longer), source, codebook, backend)
-    assert error is None if more == 16 else isinstance(error, codec.FormatError)
+    assert isinstance(refused(signed(longer), source, codebook, backend), codec.FormatError)
 
 
 def test_another_codebook_is_refused(
     payload: torch.Tensor, source: Pages, codebook: codec.Codebook
 ) -> None:
     other = codec.Codebook((*codebook.exponents[1:], 130))
-    larger = codec.Codebook(codebook.exponents, slot_bytes=16)
-    for books in ([other, other], [codebook, other], [codebook, None], [larger, larger]):
+    another_mode = codec.Codebook(codebook.exponents[:15], Mode.INBAND)
+    for books in ([other, other], [codebook, other], [codebook, None], [another_mode] * 2):
         with pytest.raises(codec.CodebookMismatch):
             codec.decode_pages(payload, source.planes, books, source.ids, 17)
 
 
-def test_a_slot_size_that_is_not_the_codebook_s_is_refused(codebook: codec.Codebook) -> None:
-    """One chunk's slot of 8 or 16 bytes leaves all else where it is."""
-    payload = codec.encode(torch.ones(100, dtype=torch.bfloat16), codebook)
-    payload[7] = 16
-    with pytest.raises(codec.CodebookMismatch):
-        codec.decode(signed(payload), codebook)
-
-
-# Slots of 8 bytes hold two escapes; the first chunk has 256 words, and so lists 170 at most.
-SLOTS = {
-    "three in a slot": [3, 1, 0, 9, 2, 0, 9, 0],
-    "no such kind": [253] + [0] * 7,
-    "beyond the chunk": [1, 0, 4, 9, 0, 0, 0, 0],
-    "far beyond": [1, 255, 255, 9, 0, 0, 0, 0],
-    "twice": [2, 5, 0, 9, 5, 0, 9, 0],
-    "descending": [2, 6, 0, 9, 5, 0, 9, 0],
-    "too few listed": [LISTED, 0, 2, 0, 0, 0, 0, 0],
-    "none listed": [LISTED, 0, 0, 0, 0, 0, 0, 0],
-    "too many listed": [LISTED, 0, 171, 0, 0, 0, 0, 0],
-    "far too many": [LISTED, 0, 255, 255, 0, 0, 0, 0],
-    "a list past the end": [LISTED, 0, 3, 0, 63, 0, 0, 0],
-    "a list far away": [LISTED, 0, 3, 0, 255, 255, 255, 255],
-    "a list of zeros": [LISTED, 0, 3, 0, 20, 0, 0, 0],
-    "full past the end": [FULL, 0, 0, 0, 1, 0, 0, 0],
-    "full far away": [FULL, 0, 0, 0, 255, 255, 255, 127],
+STARTS: dict[str, Callable[[list[int]], list[int]]] = {
+    "not from zero": lambda s: [1, *s[1:]],
+    "descending": lambda s: [*s[:2], s[1] - 1, *s[3:]],
+    "a chunk before zero": lambda s: [*s[:3], 2**32 - 1, *s[4:]],
+    "more than there are": lambda s: [*s[:-1], s[-1] + 4],
+    "fewer than there are": lambda s: [*s[:-1], s[-1] - 4],
+    "far more": lambda s: [*s[:-1], 2**32 - 1],
+    "all in one chunk": lambda s: [0] * (len(s) - 1) + s[-1:],
+    "all in the first": lambda s: [0] + s[-1:] * (len(s) - 1),
 }
 
 
-@pytest.mark.parametrize("name", SLOTS)
-def test_slots_are_validated_before_anything_is_written(
-    codebook: codec.Codebook, backend: Backend, name: str
+@pytest.mark.parametrize("damage", STARTS)
+@pytest.mark.parametrize("name", ["bf16-top16-window", "fp16-inband-gaps", "e4m3-three_bit-gaps"])
+def test_starts_are_validated_before_anything_is_written(
+    name: str, backend: Backend, damage: str
 ) -> None:
-    """The last chunk of the last plane is stored in full, in 64 units; all others are in order."""
-    source = make_pages(16, kv_heads=2, kind=0.0)
-    plane = source.planes[1].view(torch.int16)
-    plane[source.ids[0], 1] = 7 << 7
-    out = torch.zeros(source.bound, dtype=torch.uint8)
-    encoded = codec.encode_pages(source.planes, [codebook] * 2, source.ids, 16, out)
-    payload = out[: encoded.length].clone()
-    layout = codec.read_header(payload).layout
-    assert encoded.length == layout.spill + 512
-    payload[-8:] = torch.tensor([1, 0, 9, 2, 0, 9, 3, 0])
-    last = layout.blocks[1] + 8
-    for start in (layout.blocks[0], last):
-        damaged = payload.clone()
-        damaged[start : start + 8] = torch.tensor(SLOTS[name], dtype=torch.uint8)
-        error = refused(damaged, source, codebook, backend)
-        assert type(error) is codec.FormatError, name
+    book = BOOKS[name]
+    source = make_pages(17, kind="random", book=book)
+    payload = encoded(source, [book] * 2)
+    layout = layout_of(payload)
+    starts = words_of(payload, layout.starts, layout.starts + 4 * (layout.coded_chunks + 1))
+    assert min(b - a for a, b in pairwise(starts)) > 0
+    damaged = with_words(payload, layout.starts, STARTS[damage](starts))
+    assert type(refused(damaged, source, book, backend)) is codec.FormatError
+
+
+def chunk_with_escapes(book: codec.Codebook) -> tuple[Pages, torch.Tensor, int]:
+    """300 elements, ten columns, of which three are escapes at no level; where entries start."""
+    third = next(e for e in range(book.element.exponents) if e not in book.exponents + book.second)
+    patterns = torch.full((300,), book.exponents[3] << book.element.mantissa_bits)
+    patterns[[3, 150, 299]] = third << book.element.mantissa_bits
+    plane = from_bits(patterns, book.dtype).view(1, 1, 300, 1)
+    source = Pages([plane], [0], 300, torch.Generator())
+    payload = encoded(source, [book])
+    return source, payload, layout_of(payload).entries
+
+
+WORDS: dict[str, Callable[[list[int], int], list[int]]] = {
+    "an unused bit": lambda w, bits: [w[0] | 1 << 10, *w[1:]],
+    "the highest bit": lambda w, bits: [*w[:2], w[2] | 1 << 31],
+    "no such exponent": lambda w, bits: [w[0], w[1] | 1 << 16 + bits, w[2]],
+    "twice": lambda w, bits: [w[0], w[0], w[2]],
+    "descending": lambda w, bits: [w[1], w[0], w[2]],
+    "beyond the columns": lambda w, bits: [*w[:2], w[2] & ~1023 | 320],
+    "in the padding": lambda w, bits: [*w[:2], w[2] & ~1023 | 319],
+    "far beyond": lambda w, bits: [*w[:2], w[2] | 1023],
+    "zeros": lambda w, bits: [0, 0, 0],
+    "ones": lambda w, bits: [2**32 - 1] * 3,
+}
+
+
+@pytest.mark.parametrize("damage", WORDS)
+@pytest.mark.parametrize("name", LISTS + LEVELS)
+def test_positions_and_exponents_are_validated_before_anything_is_written(
+    name: str, backend: Backend, damage: str
+) -> None:
+    book = BOOKS[name]
+    source, payload, at = chunk_with_escapes(book)
+    at += 4 * (book.mode is not Mode.TOP16)
+    words = WORDS[damage](words_of(payload, at, at + 12), book.element.exponent_bits)
+    error = refused(with_words(payload, at, words), source, book, backend)
+    assert type(error) is codec.FormatError
+
+
+@pytest.mark.parametrize("nibbles", [0x1FFF, 0xF0000FFF, 0xFF, 0x2FF, 0xEFF, 0, 0xFFFF])
+@pytest.mark.parametrize("name", LEVELS)
+def test_second_level_codes_are_validated_before_anything_is_written(
+    name: str, backend: Backend, nibbles: int
+) -> None:
+    """All three are 15, and each has its word: 0xFFF."""
+    book = BOOKS[name]
+    source, payload, at = chunk_with_escapes(book)
+    assert words_of(payload, at, at + 4) == [0xFFF]
+    error = refused(with_words(payload, at, [nibbles]), source, book, backend)
+    assert type(error) is codec.FormatError
+
+
+@pytest.mark.parametrize("name", [name for name in LEVELS if name.endswith("gaps")])
+def test_a_second_level_code_without_an_exponent_is_refused(name: str, backend: Backend) -> None:
+    book = BOOKS[name]
+    plane = torch.full((300,), book.exponents[3] << book.element.mantissa_bits)
+    plane[70] = book.second[0] << book.element.mantissa_bits
+    source = Pages([from_bits(plane, book.dtype).view(1, 1, 300, 1)], [0], 300, torch.Generator())
+    payload = encoded(source, [book])
+    at = layout_of(payload).entries
+    for nibble in range(1, 16):
+        error = refused(with_words(payload, at, [nibble]), source, book, backend)
+        known = nibble < len(book.second)
+        assert type(error) is (codec.ChecksumMismatch if known else codec.FormatError), nibble
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_escape_codes_without_entries_are_refused(name: str, backend: Backend) -> None:
+    """All codes of a chunk are escapes, more than 256 or than it has entries for."""
+    book = BOOKS[name]
+    source, payload, _ = chunk_with_escapes(book)
+    start = layout_of(payload).blocks[0].streams[0]
+    ones = with_words(payload, start, [2**32 - 1] * 10 * book.mode.code_bits)
+    assert type(refused(ones, source, book, backend)) is codec.FormatError
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -247,36 +327,46 @@ def test_garbage_streams_behind_a_valid_header(
     generator = torch.Generator().manual_seed(seed)
     garbage = torch.randint(0, 256, payload.shape, dtype=torch.uint8, generator=generator)
     damaged = payload.clone()
-    somewhere = int(torch.randint(HEADER, len(payload), (1,), generator=generator))
-    start = HEADER if seed % 2 else somewhere
+    table = layout_of(payload).blocks[0].start
+    somewhere = int(torch.randint(table, len(payload), (1,), generator=generator))
+    start = HEADER if seed % 3 == 0 else table if seed % 3 == 1 else somewhere
     damaged[start:] = garbage[start:]
-    if seed % 3 == 0:
-        damaged[HEADER : HEADER + 48] = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7] * 6)
     errors = [refused(damaged, source, codebook, backend) for backend in BACKENDS.values()]
     assert isinstance(errors[0], PayloadError)
     assert type(errors[0]) is type(errors[1])
 
 
-def small_segment() -> tuple[Pages, codec.Codebook, bytes]:
-    """A few hundred bytes with a chunk of every kind, and one raw plane."""
-    codebook = codec.Codebook(tuple(range(114, 130)), slot_bytes=8)
-    source = make_pages(5, num_planes=2, kv_heads=2, slots=4, dim=20, kind=0.0)
-    plane = source.planes[0].view(torch.int16)
-    plane[source.ids[0], 0].view(-1)[[3, 50]] = 9 << 7
-    plane[source.ids[0], 1].view(-1)[::10] = 9 << 7
-    plane[source.ids[1], 1, 0] = 9 << 7
-    out = torch.empty(source.bound, dtype=torch.uint8)
-    encoded = codec.encode_pages(source.planes, [codebook, None], source.ids, 5, out)
-    return source, codebook, out[: encoded.length].numpy().tobytes()
+FUZZED = [
+    "bf16-top16-window", "bf16-top16-gaps", "bf16-inband-window", "bf16-three_bit-window",
+    "bf16-three_bit-gaps", "fp16-top16-window", "fp16-inband-gaps", "e5m2-top16-gaps",
+    "e5m2-inband-window", "e4m3-three_bit-window",
+]  # fmt: skip
 
 
-def mutated(data: bytes, rng: random.Random) -> bytes:
-    """A few of: other bytes, bits, interesting values, moved, swapped and cut ranges."""
+def small_segment(book: codec.Codebook) -> tuple[Pages, list[codec.Codebook | None], bytes]:
+    """A few hundred bytes: two planes with codes, with entries and in full, and one raw plane."""
+    source = make_pages(5, num_planes=3, kv_heads=2, slots=4, dim=20, kind=0.04, book=book)
+    first = source.planes[0].view(torch.int16 if book.element.size == 2 else torch.uint8)
+    first[source.ids[0], 1] = torch.arange(80).view(4, 20) << 3
+    books = [book, None, book]
+    return source, books, encoded(source, books).numpy().tobytes()
+
+
+def swapped(data: bytearray, first: int, second: int, size: int) -> None:
+    data[first : first + size], data[second : second + size] = (
+        data[second : second + size],
+        data[first : first + size],
+    )
+
+
+def mutated(data: bytes, parts: list[tuple[int, int]], rng: random.Random) -> bytes:
+    """A few of: other bytes, bits, interesting values; moved, swapped and cut ranges; starts,
+    columns and entries swapped within a part, and blocks of two planes."""
     damaged = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5))):
         start, size = rng.randrange(len(damaged)), rng.choice((1, 2, 4, 8, 16, 40))
         other = rng.randrange(len(damaged))
-        match rng.randrange(7):
+        match rng.randrange(9):
             case 0:
                 damaged[start] ^= 1 << rng.randrange(8)
             case 1:
@@ -285,16 +375,21 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
                 damaged[start] = rng.choice((0, 1, 2, 3, 4, 16, 32, 127, 253, 254, 255))
             case 3:
                 damaged[start : start + size] = damaged[other : other + size]
-            case 4:
-                start, other = sorted((start, other))
-                size = min(size, other - start, len(damaged) - other)
-                first, second = damaged[start : start + size], damaged[other : other + size]
-                damaged[start : start + size], damaged[other : other + size] = second, first
-            case 5:
-                at = HEADER + 8 * rng.randrange(4)
-                kind = rng.choice((0, 1, 2, 3, LISTED, FULL))
-                damaged[at : at + 4] = bytes([kind, 0, rng.randrange(40), 0])
-            case 6 if rng.random() < 0.2:
+            case 4 if max(start, other) + size <= len(damaged):
+                swapped(damaged, start, other, size)
+            case 5 if len(damaged) == len(data):
+                begin, end = rng.choice(parts)
+                first, second = (rng.randrange(begin, end, 4) for _ in range(2))
+                swapped(damaged, first, second, rng.choice((4, 4, 16)))
+            case 6 if len(damaged) == len(data):
+                begin, end = rng.choice(parts)
+                at = rng.randrange(begin, end, 4)
+                word = rng.choice((0, 1, 2, rng.randrange(200), rng.getrandbits(26), 2**32 - 1))
+                damaged[at : at + 4] = word.to_bytes(4, "little")
+            case 7 if len(damaged) == len(data):
+                begin, end = parts[1]
+                swapped(damaged, begin, parts[2][0], end - begin)
+            case 8 if rng.random() < 0.2:
                 del damaged[rng.randrange(1, len(damaged)) :]
     return bytes(damaged)
 
@@ -302,17 +397,21 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_hundred_thousand_mutations_end_in_an_error_or_the_content(seed: int) -> None:
     """10,000 for each seed; every 50th meets the reference too, which agrees."""
-    source, codebook, data = small_segment()
+    source, books, data = small_segment(book := BOOKS[FUZZED[seed]])
+    layout = layout_of(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    first, _, last = layout.blocks
+    table = (layout.starts, layout.starts + 4 * (layout.coded_chunks + 1))
+    parts = [table, (first.start, first.end), (last.start, last.end), (layout.entries, len(data))]
     rng, met = random.Random(seed), set()
     for number in range(10_000):
-        damaged = torch.frombuffer(bytearray(mutated(data, rng)), dtype=torch.uint8)
+        damaged = torch.frombuffer(bytearray(mutated(data, parts, rng)), dtype=torch.uint8)
         if rng.random() < 0.7:
             damaged = signed(damaged)
-        error = refused(damaged, source, codebook, BACKENDS["cpu"], [codebook, None])
+        error = refused(damaged, source, book, BACKENDS["cpu"], books)
         met.add(type(error))
         if number % 50 == 0:
-            same = refused(damaged, source, codebook, BACKENDS["reference"], [codebook, None])
-            assert type(same) is type(error)
+            same = refused(damaged, source, book, BACKENDS["reference"], books)
+            assert type(same) is type(error), (number, error, same)
     assert met >= {
         type(None), codec.FormatError, codec.TruncatedPayload, codec.CodebookMismatch,
         codec.ChecksumMismatch,
@@ -323,7 +422,7 @@ def test_garbage_of_any_length(source: Pages, codebook: codec.Codebook) -> None:
     generator = torch.Generator().manual_seed(0)
     for length in [*range(200), 4096]:
         garbage = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator)
-        for start in (b"", b"HRSZ", b"HRSZ\x02\x00\x01\x08"):
+        for start in (b"", b"HRSZ", b"HRSZ\x03\x00\x01\x00"):
             head = torch.tensor(list(start[:length]), dtype=torch.uint8)
             damaged = torch.cat([head, garbage[len(head) :]])
             error = refused(damaged, source, codebook, BACKENDS["cpu"])
@@ -332,37 +431,55 @@ def test_garbage_of_any_length(source: Pages, codebook: codec.Codebook) -> None:
                 codec.decode(damaged, codebook)
 
 
-@pytest.mark.parametrize("coded", [True, False])
-def test_swapped_planes_show(codebook: codec.Codebook, backend: Backend, coded: bool) -> None:
+@pytest.mark.parametrize("book", [*BOOKS.values(), None])
+def test_swapped_planes_show(book: codec.Codebook | None, backend: Backend) -> None:
     """Every byte is valid, only the checksum knows."""
-    source = make_pages(16, kind=0.001)
-    books = [codebook if coded else None] * 2
-    out = torch.empty(source.bound, dtype=torch.uint8)
-    encoded = codec.encode_pages(source.planes, books, source.ids, 16, out)
-    blocks = out[HEADER : encoded.length].view(2, -1)
-    swapped = torch.cat([out[:HEADER], blocks.flip(0).reshape(-1)])
-    error = refused(swapped, source, codebook, backend)
+    source = make_pages(16, kind=0.0, book=book or BOOKS["bf16-top16-window"])
+    payload = encoded(source, [book] * 2)
+    layout = layout_of(payload)
+    start, end = layout.blocks[0].start, layout.entries
+    blocks = payload[start:end].view(2, -1)
+    payload[start:end] = blocks.flip(0).reshape(-1)
+    books: list[codec.Codebook | None] = [book] * 2
+    error = refused(payload, source, BOOKS["bf16-top16-window"], backend, books)
     assert isinstance(error, codec.ChecksumMismatch)
 
 
-def test_swapped_chunks_show(codebook: codec.Codebook, backend: Backend) -> None:
-    source = make_pages(16, num_planes=1, kind=0.001)
-    out = torch.empty(source.bound, dtype=torch.uint8)
-    encoded = codec.encode_pages(source.planes, [codebook], source.ids, 16, out)
-    payload = out[: encoded.length].clone()
-    layout = codec.read_header(payload).layout
-    streams, sizes = layout.streams, (8, 512, 1024)
-    for start, size in zip((streams.slots, streams.codes, streams.signs), sizes, strict=True):
-        parts = payload[layout.blocks[0] + start :][: 3 * size].view(3, size)
-        parts[:2] = parts[:2].flip(0).clone()
-    error = refused(payload, source, codebook, backend)
-    assert isinstance(error, codec.ChecksumMismatch)
+@pytest.mark.parametrize("other", [(0, 1), (1, 0), (2, 31)])
+@pytest.mark.parametrize("name", BOOKS)
+def test_swapped_columns_show(name: str, backend: Backend, other: tuple[int, int]) -> None:
+    """The first column and another, of this chunk or of another one, exchange all their words."""
+    book = BOOKS[name]
+    source = make_pages(16, num_planes=1, kind=0.0, book=book)
+    payload = encoded(source, [book])
+    widths = [book.mode.code_bits, *book.element.rest_widths]
+    for start, width in zip(layout_of(payload).blocks[0].streams, widths, strict=True):
+        together = 1 if width == 3 else 4
+        chunks = payload[start : start + 3 * 32 * 4 * width].view(3, -1, 32, 4 * together)
+        first, second = chunks[0, :, 0], chunks[other[0], :, other[1]]
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
+    assert isinstance(refused(payload, source, book, backend), codec.ChecksumMismatch)
+
+
+def test_swapped_entries_of_two_chunks_show(codebook: codec.Codebook, backend: Backend) -> None:
+    """Both chunks have one entry, at the same place."""
+    source = make_pages(16, num_planes=1, kind=0.0)
+    patterns = bits(source.planes[0])
+    patterns[source.ids[0], :, 0, 0] = torch.tensor([7, 8, 9], dtype=torch.int16) << 7
+    payload = encoded(source, [codebook])
+    at = layout_of(payload).entries
+    words = words_of(payload, at, at + 12)
+    swapped = with_words(payload, at, [words[1], words[0], words[2]])
+    assert isinstance(refused(swapped, source, codebook, backend), codec.ChecksumMismatch)
 
 
 def test_a_small_output_is_refused_before_it_is_written(
     source: Pages, codebook: codec.Codebook, backend: Backend
 ) -> None:
-    out = torch.full((source.bound_with(8) - 1,), 0xA5, dtype=torch.uint8)
+    layout = layout_of(encoded(source, [codebook] * 2))
+    out = torch.full((layout.bound - 1,), 0xA5, dtype=torch.uint8)
     with pytest.raises(codec.BufferTooSmall):
         codec.encode_pages(source.planes, [codebook] * 2, source.ids, 17, out, backend=backend)
     assert bool((out == 0xA5).all())
@@ -383,15 +500,16 @@ def test_arguments_that_do_not_fit_are_named(source: Pages, codebook: codec.Code
         codec.encode_pages(**(arguments | changed))  # type: ignore[arg-type]
 
     first = source.planes[0]
-    wrong: list[tuple[type[ArgumentError], dict[str, object]]] = [
+    wrong: list[tuple[type[CodecError], dict[str, object]]] = [
         (codec.InvalidPlanes, {"planes": []}),
         (codec.InvalidPlanes, {"codebooks": books[:1]}),
         (codec.InvalidPlanes, {"planes": [first, first[:2]]}),
         (codec.InvalidPlanes, {"planes": [first[0], first[0]]}),
         (codec.InvalidPlanes, {"planes": [first[..., ::2], first[..., ::2]]}),
         (codec.InvalidPlanes, {"planes": [first.transpose(1, 2)] * 2}),
-        (codec.UnsupportedDtype, {"planes": [first.half()] * 2}),
-        (codec.UnsupportedDtype, {"planes": [first, first.float()]}),
+        (codec.InvalidPlanes, {"planes": [first, first.float()]}),
+        (codec.InvalidCodebook, {"planes": [first.half()] * 2}),
+        (codec.UnsupportedDtype, {"planes": [first.float()] * 2}),
         (codec.InvalidPages, {"page_ids": source.ids[:1]}),
         (codec.InvalidPages, {"page_ids": [0, 0]}),
         (codec.InvalidPages, {"page_ids": [0, len(first)]}),
@@ -418,5 +536,9 @@ def test_flat_decode_refuses_what_does_not_fit(
         codec.decode(flat, codebook, out=torch.empty(13, dtype=torch.bfloat16))
     with pytest.raises(codec.UnsupportedDtype):
         codec.decode(flat, codebook, out=torch.empty(12))
+    with pytest.raises(codec.InvalidCodebook):
+        codec.decode(flat, codebook, out=torch.empty(12, dtype=torch.float16))
+    with pytest.raises(codec.FormatError):
+        codec.decode(flat, None, out=torch.empty(12, dtype=torch.float16))
     with pytest.raises(codec.UnsupportedDtype):
         codec.encode(torch.ones(12), codebook)

@@ -32,8 +32,11 @@ SLOT_BYTES = 1 << 14
 _numbers = itertools.count(1)
 
 
-def load(**limits: int) -> Loaded:
-    """What a worker has after start-up; all of them can work together."""
+def load(*, codebooks: bool = False, **limits: int) -> Loaded:
+    """What a worker has after start-up; all of them that have codebooks, or not, can work together.
+
+    The codebooks are those of normally distributed numbers, and the same for all planes.
+    """
     engine = engine_of(tiny_model(), chunk_tokens=CHUNK, **limits)
     model = ModelInfo(
         name="tiny",
@@ -47,12 +50,18 @@ def load(**limits: int) -> Loaded:
         kv_format_hash="",
         page_size=PAGE_SIZE,
         codec_version=codec.WIRE_VERSION,
-        codec="raw",
-        codebook_id="",
+        codec="splitzip" if codebooks else "raw",
+        codebook_id="normal" if codebooks else "",
         kernel_plan="tiny",
     )
     identity = Identity(f"worker-{next(_numbers)}", uuid.uuid4().hex, model, compatibility)
-    return Loaded(engine, (None,) * (2 * CONFIG.num_layers), identity, CONFIG, "cpu")
+    planes = (_normal_codebook() if codebooks else None,) * (2 * CONFIG.num_layers)
+    return Loaded(engine, planes, identity, CONFIG, "cpu")
+
+
+def _normal_codebook() -> codec.Codebook:
+    numbers = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0))
+    return codec.calibrate(numbers.bfloat16())
 
 
 @dataclass
@@ -100,7 +109,8 @@ class Site:
         settings = PrefillSettings.model_validate(
             {"codec": "raw", "slots": 4, "slot_bytes": SLOT_BYTES, **changes}
         )
-        loaded, slab = load(), Slab(settings.slots, settings.slot_bytes)
+        loaded = load(codebooks=settings.codec != "raw")
+        slab = Slab(settings.slots, settings.slot_bytes)
         agent = TransferAgent(f"prefill-{loaded.identity.epoch}")
         agent.register(slab)
         worker = PrefillWorker(settings, loaded, agent, slab)
@@ -123,7 +133,8 @@ class Site:
         settings = DecodeSettings.model_validate(
             {"codec": "raw", "slots": 2, "slot_bytes": SLOT_BYTES, **changes}
         )
-        loaded, landing = load(), Slab(settings.slots, settings.slot_bytes)
+        loaded = load(codebooks=settings.codec != "raw")
+        landing = Slab(settings.slots, settings.slot_bytes)
         agent = make_agent(f"decode-{loaded.identity.epoch}")
         agent.register(landing)
         worker = DecodeWorker(settings, loaded, agent, landing)
