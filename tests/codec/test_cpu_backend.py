@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import codec
-from codec import loops, words
-from tests.codec.samples import make_pages
+from codec import compiled, cpu, loops, reference
+from tests.codec.samples import BOOK, EVERY, dtype_of, make_pages
+
+ENTRY_POINTS = ("encode_segment", "scan_segment", "decode_segment", "checksum_segment")
 
 
 def test_threads_encode_and_decode_side_by_side(codebook: codec.Codebook) -> None:
@@ -30,6 +32,24 @@ def test_threads_encode_and_decode_side_by_side(codebook: codec.Codebook) -> Non
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("columns", [1, 2, 7, 31, 32, 33])
+def test_chunks_of_any_number_of_columns_have_the_reference_bytes(name: str, columns: int) -> None:
+    book, dim = EVERY[name], 32 * columns - columns % 3
+    for kind in ("normal", "random", 0.1, 0.4) if book else ("random",):
+        source = make_pages(
+            1, slots=1, kv_heads=2, dim=dim, kind=kind, book=book or BOOK, dtype=dtype_of(name)
+        )
+        segments = []
+        for backend in (reference, cpu):
+            out = torch.empty(source.bound, dtype=torch.uint8)
+            encoded = codec.encode_pages(
+                source.planes, [book, None], source.ids, 1, out, backend=backend
+            )
+            segments.append((encoded, out[: encoded.length].tolist()))
+        assert segments[0] == segments[1]
+
+
 def test_without_a_place_for_the_cache_loops_compile_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -45,26 +65,26 @@ def test_without_a_place_for_the_cache_loops_compile_all_the_same(
     def double(values: Any) -> int:
         return int(2 * values[0])
 
-    assert words.compiled(double)(np.array([21])) == 42
+    assert compiled.compiled(double)(np.array([21])) == 42
 
 
 def test_compiled_loops_are_known_by_all_sources_that_they_may_come_from(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("A = 1")
     (tmp_path / "b.py").write_text("B = 1")
-    before = words._stamp_of(tmp_path)
-    assert words._stamp_of(tmp_path) == before
+    before = compiled._stamp_of(tmp_path)
+    assert compiled._stamp_of(tmp_path) == before
     (tmp_path / "b.py").write_text("B = 2")
-    assert words._stamp_of(tmp_path) != before
-    assert loops.encode_segment.__qualname__.endswith(words._STAMP)
+    assert compiled._stamp_of(tmp_path) != before
+    assert loops.encode_segment.__qualname__.endswith(compiled._STAMP)
 
 
-def test_warm_up_leaves_nothing_to_compile(codebook: codec.Codebook) -> None:
+def test_warm_up_leaves_nothing_to_compile_for_any_type_and_mode() -> None:
     codec.warm_up()
-    entry_points = ("encode_segment", "scan_segment", "decode_segment", "checksum_segment")
-    before = {name: len(getattr(loops, name).signatures) for name in entry_points}
+    before = {name: len(getattr(loops, name).signatures) for name in ENTRY_POINTS}
     assert all(count == 1 for count in before.values())
-    source = make_pages(17, kind="mixed")
-    out = torch.empty(source.bound, dtype=torch.uint8)
-    encoded = codec.encode_pages(source.planes, [codebook, None], source.ids, 17, out)
-    codec.decode_pages(out[: encoded.length], source.planes, [codebook, None], source.ids, 17)
-    assert before == {name: len(getattr(loops, name).signatures) for name in entry_points}
+    for name, book in EVERY.items():
+        source = make_pages(17, kind="mixed", dtype=dtype_of(name))
+        out = torch.empty(source.bound, dtype=torch.uint8)
+        encoded = codec.encode_pages(source.planes, [book, None], source.ids, 17, out)
+        codec.decode_pages(out[: encoded.length], source.planes, [book, None], source.ids, 17)
+    assert before == {name: len(getattr(loops, name).signatures) for name in ENTRY_POINTS}
