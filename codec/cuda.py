@@ -1,4 +1,4 @@
-"""The GPU backend: the reference's bytes in two launches, without a word from the host in between.
+"""The GPU backend: the reference's bytes in few launches, without a word from the host in between.
 
 A `Plan` is one segment's geometry on a device: where planes, pages and streams are, in tensors
 that its kernels read. `Plan.encode` and `Plan.decode` only launch; lengths, checksum and errors
@@ -6,22 +6,24 @@ come back by a copy that the caller waits for, or not, so both can be captured i
 Kernels go to the current stream of the current device, which is the planes'.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from codec import kernels
-from codec.checksum import KEYS_HI, KEYS_LO
-from codec.codebook import CODES, Codebook
+from codec.checksum import KEYS
+from codec.codebook import Codebook
+from codec.elements import element_of
 from codec.errors import FormatError, InvalidBuffer
 from codec.format import (
     CHUNK,
-    SLOT_SIZES,
-    WORD,
+    COLUMN,
+    COLUMNS,
+    WORD_BYTES,
     Geometry,
     Layout,
     Mode,
@@ -29,14 +31,20 @@ from codec.format import (
     SegmentHeader,
     pack_static,
 )
+from codec.groups import groups_of
 from codec.mix import MASK64
 
-_GROUP = int(kernels.GROUP)
+_PACK = int(kernels.PACK)
+_SCRATCH = (int(kernels.MAX_NIBBLES) // 4) + int(kernels.MAX_SECOND)
+"""Words that a chunk's entries take before they are packed, if it has any at a second level."""
+_SUMMED_DIRECTLY = 1 << 13
+"""Up to so many chunks every program that packs adds up the sizes of all before its own; of more, a
+launch of its own adds up theirs first."""
 _REGISTERS = 64
 """For a thread of a one-warp program, so that as many as an SM holds can run on it."""
 _ERRORS = (
     "the header is not that of this geometry and these codebooks",
-    "a slot names more escapes, or others, than its chunk can have",
+    "a start or an entry lies outside of what its chunk can have",
 )
 
 
@@ -73,11 +81,16 @@ class Plan:
     """One segment's way between pages and bytes, ready to be launched any number of times.
 
     Args:
-        planes: bf16 `[page, kv_head, slot, dim]`, on one device, a head's slots contiguous.
-        codebooks: one for each plane, of one slot size; None for a plane that is stored raw.
+        planes: `[page, kv_head, slot, dim]`, of one dtype and device, a head's slots contiguous.
+        codebooks: one for each plane; None for a plane that is stored raw.
         pages: int64 `[pages]`, in token order, on any device.
         geometry, layout: of the segment. A segment without tokens has nothing to launch.
-        slot_bytes: of the segment, if none of its planes tells.
+
+        aside: a stream for what ends an encode or a decode: small kernels that the next segment's
+            need not wait for. `facts` then follows these; whoever reads the output waits for the
+            stream, and so does this plan's own next call.
+
+    Encoding keeps a workspace of a quarter to a third of the raw bytes.
     """
 
     def __init__(
@@ -88,73 +101,108 @@ class Plan:
         geometry: Geometry,
         layout: Layout,
         *,
-        slot_bytes: int | None = None,
+        aside: "torch.cuda.Stream | None" = None,
     ) -> None:
-        device = planes[0].device
-        sizes = (book.slot_bytes for book in codebooks if book is not None)
-        slot = slot_bytes or next(sizes, SLOT_SIZES[0])
+        self._aside = aside
+        device, element = planes[0].device, element_of(planes[0].dtype)
         headers = [
-            PlaneHeader(Mode.RAW, 0) if book is None else PlaneHeader(Mode.TOP16, book.number)
+            PlaneHeader(Mode.RAW, 0) if book is None else PlaneHeader(book.mode, book.number)
             for book in codebooks
         ]
-        static = pack_static(geometry, headers, slot)
-        self._static = torch.frombuffer(bytearray(static), dtype=torch.uint8).to(device)
+        static = pack_static(geometry, element, headers)
+        self._static = torch.frombuffer(bytearray(static), dtype=torch.int32).to(device)
         self._layout, self._held = layout, tuple(planes)
         first = min(planes, key=Tensor.data_ptr)
-        lowest_of = [-1 if book is None else book.exponents[0] for book in codebooks]
-        table = [
-            ((plane.data_ptr() - first.data_ptr()) // 2, block, lowest, 0)
-            for plane, block, lowest in zip(planes, layout.blocks, lowest_of, strict=True)
-        ]
-        aligned = _is_aligned(planes, geometry)
         source = first.as_strided((1,), (1,))  # an address: kernels go on from there
-        words = _as_words(source) if aligned else source.new_zeros(1, dtype=torch.int64)
-        self._memory = (source.view(torch.int16), words, torch.tensor(table).to(device))
-        self._tables = _tables(tuple(codebooks), device)
-        self._place, self._sizes = _place(geometry)
-        self._where = (pages.to(device), planes[0].stride(0), planes[0].stride(1))
-        self._blocks = (layout.blocks[0], layout.blocks[-1] - layout.blocks[-2] if table[1:] else 0)
-        self._keys = _keys(device)
-        self._counts = (geometry.num_chunks, len(planes) * geometry.num_chunks)
-        groups = -(-self._counts[1] // _GROUP)
-        self._grid = (geometry.num_chunks // geometry.kv_heads, geometry.kv_heads, len(planes))
-        self._groups = (groups,)
+        aligned = _is_aligned(planes)
+        words = _as_words(source) if aligned else torch.zeros(1, dtype=torch.int32, device=device)
+        elements = source.view(torch.int16 if element.size == 2 else torch.int8)
+        self._memory = (elements, words)
+        self._where = (
+            pages.to(device), planes[0].stride(0), planes[0].stride(1), *_place(geometry)
+        )  # fmt: skip
+        paged = len(planes[0]) > 1 or pages.is_cuda
+        self._options = {
+            "SIZE": element.size, "ALIGNED": aligned, "PAGED": paged, "KEYS": KEYS, "num_warps": 1
+        }  # fmt: skip
+        self._grid = (geometry.num_chunks // geometry.kv_heads, geometry.kv_heads)
+        page = 0 if paged or not len(pages) else int(pages[0]) * planes[0].stride(0)
+        starts = [page + (p.data_ptr() - first.data_ptr()) // element.size for p in planes]
+        self._groups = groups_of(starts, codebooks, geometry, layout, device)
+        self._totals = torch.zeros(kernels.TOTALS, dtype=torch.int64, device=device)
+        self._facts = torch.zeros(4, dtype=torch.int64, device=device)
 
-        def zeros(size: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        self._digests, self._totals = zeros(self._counts[1]), zeros(kernels.TOTALS)
-        self._spilled = zeros(groups, torch.int32), zeros(-(-groups // _GROUP), torch.int32)
-        self._facts = zeros(4)
-        raw = [book is None for book in codebooks]
-        self._modes = {"MIXED": len(set(raw)) > 1, "RAW": raw[0], "PAGES": _pages_kind(geometry)}
-        window = all(book is None or _is_window(book) for book in codebooks)
-        self._kinds = {"SLOT": slot, "WINDOW": window, "ALIGNED": aligned, "num_warps": 1}
-
-    def facts(self) -> "Facts":
+    def facts(self) -> Facts:
         """Sends what the last launch found to the host."""
-        return Facts.of(self._facts)
+        with self._ending():
+            return Facts.of(self._facts)
+
+    @contextmanager
+    def _ending(self, after: bool = False) -> Iterator[None]:
+        """On the stream for what ends a call, after what was launched on the current one."""
+        if self._aside is None:
+            yield
+            return
+        if after:
+            self._aside.wait_stream(torch.cuda.current_stream(self._aside.device))
+        with torch.cuda.stream(self._aside):
+            yield
+
+    @cached_property
+    def _workspace(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of encoding: sizes of chunks, sums of these, and scratch."""
+        chunks, device = self._layout.coded_chunks, self._facts.device
+        stride = self._stride * chunks
+        sizes = (chunks, -(-chunks // _PACK), stride)
+        made = [torch.zeros(max(n, 2), dtype=torch.int32, device=device) for n in sizes]
+        return made[0], made[1], made[2]
+
+    @property
+    def _stride(self) -> int:
+        """Words of scratch of a chunk."""
+        options = [group.options for group in self._groups if group.options]
+        needed = [COLUMNS * int(of_group["SPILLED"]) for of_group in options]
+        needed += [_SCRATCH for of_group in options if of_group["ESCAPES"]]
+        return max(needed, default=0)
 
     def encode(self, out: Tensor) -> None:
         """Launches: a whole segment into ``out``, u8, 16-byte aligned, of the layout's bound or
         longer.
 
-        Facts: the segment's length in bytes, its checksum, its escapes, and its spill units.
+        Facts: the segment's length in bytes, its checksum, its escapes, and words of entries.
         """
-        views = _views(out, self._layout.bound)
-        streams, (chunks, total) = self._layout.streams, self._counts
-        out[: len(self._static)].copy_(self._static)
-        source, tables = self._memory, self._tables[0]
-        kernels.encode_kernel[self._grid](
-            *source, tables, *self._where, *self._place[1:], *self._sizes, self._keys, *views,
-            *self._blocks, streams.codes, streams.signs, self._digests, *self._spilled,
-            **self._kinds, **self._modes, maxnreg=_REGISTERS,
-        )  # fmt: skip
-        kernels.seal_kernel[self._groups](
-            *source, tables, *self._where, *self._place, *self._sizes, self._keys, *views,
-            streams.codes, streams.signs, chunks, total, self._layout.spill,
-            self._digests, *self._spilled, self._totals,
-            self._facts, **self._kinds,
+        _, out32, out64 = _views(out, self._layout.bound)
+        sizes, sums, scratch = self._workspace
+        for group in self._groups:
+            grid = (*self._grid, group.planes)
+            if not group.encoding:
+                kernels.raw_kernel[grid](
+                    *self._memory, group.rows, *group.start, *self._where, out32, self._totals,
+                    STORE=True, EVEN=group.even, **self._options,
+                )  # fmt: skip
+                continue
+            kernels.encode_kernel[grid](
+                *self._memory, group.rows, *group.start, *group.encoding, *self._where, out32,
+                sizes, scratch.view(torch.uint8), scratch, self._totals,
+                EVEN=group.even, STRIDE=self._stride, maxnreg=_REGISTERS,
+                **group.options, **self._options,
+            )  # fmt: skip
+        with self._ending(after=True):
+            self._pack(out32, out64, sizes, sums, scratch)
+
+    def _pack(
+        self, out32: Tensor, out64: Tensor, sizes: Tensor, sums: Tensor, scratch: Tensor
+    ) -> None:
+        chunks = self._layout.coded_chunks
+        programs = max(-(-chunks // _PACK), 1)
+        partials: tuple[Tensor, int, int] = (sizes, 1, 0xFF)
+        if chunks > _SUMMED_DIRECTLY:
+            kernels.sum_kernel[(programs,)](sizes, sums, chunks, num_warps=4)
+            partials = (sums, _PACK, -1)
+        kernels.pack_kernel[(programs,)](
+            sizes, *partials, scratch, out32, out64, self._layout.starts // WORD_BYTES,
+            self._layout.entries // WORD_BYTES, chunks, self._static, len(self._static),
+            self._totals, self._facts, STRIDE=self._stride, num_warps=4,
         )  # fmt: skip
 
     def decode(self, payload: Tensor) -> None:
@@ -162,34 +210,39 @@ class Plan:
 
         Facts: its length, the checksum found, the checksum announced, and errors, for `check`.
         """
-        views = _views(payload, self._layout.spill)
-        layout, (chunks, total) = self._layout, self._counts
-        header = self._static.view(torch.int32)
-        kernels.decode_kernel[self._grid](
-            *self._memory, self._tables[1], *self._where, *self._place[1:], *self._sizes,
-            self._keys, *views,
-            *self._blocks, layout.streams.codes, layout.streams.signs,
-            layout.spill, len(payload) - layout.spill, self._digests, self._totals,
-            **self._kinds, **self._modes, maxnreg=_REGISTERS,
-        )  # fmt: skip
-        kernels.verify_kernel[self._groups](
-            *self._memory, *self._where, *self._place, *self._sizes, self._keys, *views,
-            header, len(header),
-            layout.streams.codes, layout.streams.signs, layout.spill, len(payload) - layout.spill,
-            chunks, total, len(payload), self._digests, self._totals, self._facts,
-            SLOT=self._kinds["SLOT"], ALIGNED=self._kinds["ALIGNED"], num_warps=1,
-        )  # fmt: skip
+        in8, in32, in64 = _views(payload, self._layout.entries)
+        starts, entries = self._layout.starts // WORD_BYTES, self._layout.entries // WORD_BYTES
+        words = len(payload) // WORD_BYTES - entries
+        for group in self._groups:
+            grid = (*self._grid, group.planes)
+            if not group.decoding:
+                kernels.raw_decode_kernel[grid](
+                    *self._memory, group.rows, *group.start, group.streams[0], group.streams[-1],
+                    *self._where, in32, self._totals, EVEN=group.even, **self._options,
+                )  # fmt: skip
+                continue
+            kernels.decode_kernel[grid](
+                *self._memory, group.rows, *group.start, *group.streams, *group.decoding,
+                *self._where, in8, in32, starts, entries, words, self._totals,
+                EVEN=group.even, maxnreg=_REGISTERS,
+                **group.options, **self._options,
+            )  # fmt: skip
+        with self._ending(after=True):
+            kernels.verify_kernel[(1,)](
+                in32, in64, starts, self._layout.coded_chunks, words, len(payload),
+                self._static, len(self._static), self._totals, self._facts, num_warps=4,
+            )  # fmt: skip
 
     def digest(self) -> None:
-        """Launches: the checksum of the pages' content."""
-        chunks, total = self._counts
-        kernels.digest_kernel[self._grid](
-            *self._memory, *self._where, *self._place[1:], self._keys, self._digests,
-            ALIGNED=self._kinds["ALIGNED"], num_warps=1,
-        )  # fmt: skip
-        kernels.sum_kernel[self._groups](
-            self._memory[2], chunks, total, self._keys, self._digests, self._totals, self._facts,
-            *self._place, num_warps=1,
+        """Launches: the checksum of the pages' content, of a plan without codebooks."""
+        for group in self._groups:
+            kernels.raw_kernel[(*self._grid, group.planes)](
+                *self._memory, group.rows, *group.start, *self._where, self._static, self._totals,
+                STORE=False, EVEN=group.even, **self._options,
+            )  # fmt: skip
+        kernels.verify_kernel[(1,)](
+            self._static, self._totals, 0, 0, 0, 0, self._static, 0, self._totals, self._facts,
+            num_warps=4,
         )  # fmt: skip
 
 
@@ -202,6 +255,9 @@ def encode_planes(
     out: Tensor,
 ) -> tuple[int, int, int]:
     """See `reference.encode_planes`."""
+    if not geometry.num_tokens:
+        out[layout.starts : layout.entries] = 0
+        return 0, 0, 0
     plan = Plan(planes, codebooks, pages, geometry, layout)
     plan.encode(out)
     _, checksum, escapes, units = plan.facts().read()
@@ -216,12 +272,14 @@ def decode_planes(
     codebooks: Sequence[Codebook | None],
     pages: Tensor,
 ) -> int:
-    """See `reference.decode_planes`; but slots are found wrong while the pages are written."""
+    """See `reference.decode_planes`; but what lies is found while the pages are written."""
+    if not header.geometry.num_tokens:
+        return 0
     books = [
-        book if plane.mode is Mode.TOP16 else None
+        None if plane.mode is Mode.RAW else book
         for plane, book in zip(header.planes, codebooks, strict=True)
     ]
-    plan = Plan(planes, books, pages, header.geometry, layout, slot_bytes=header.slot_bytes)
+    plan = Plan(planes, books, pages, header.geometry, layout)
     plan.decode(payload)
     _, checksum, _, errors = plan.facts().read()
     check(errors)
@@ -230,7 +288,10 @@ def decode_planes(
 
 def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry) -> int:
     """See `reference.checksum_planes`."""
-    layout = Layout.of(geometry, [Mode.RAW] * len(planes), SLOT_SIZES[0])
+    if not geometry.num_tokens:
+        return 0
+    element = element_of(planes[0].dtype)
+    layout = Layout.of(geometry, element, [Mode.RAW] * len(planes))
     plan = Plan(planes, [None] * len(planes), pages, geometry, layout)
     plan.digest()
     return plan.facts().read()[1] & MASK64
@@ -243,36 +304,27 @@ def check(errors: int) -> None:
             raise FormatError(message)
 
 
-def _place(geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """``head_chunks`` to ``rest``, and ``run_words`` and ``head_words``, as kernels take them."""
+def _place(geometry: Geometry) -> tuple[int, ...]:
+    """``run_chunks`` to ``head_columns``, as kernels take them."""
     run, rest = geometry.page_slots * geometry.dim, geometry.rest_slots * geometry.dim
-    head_chunks = max(geometry.num_chunks // geometry.kv_heads, 1)
     run_chunks = max(-(-(run if geometry.full_pages else rest) // CHUNK), 1)
-    run_words, rest_words = -(-run // WORD), -(-rest // WORD)
-    place = (head_chunks, run_chunks, geometry.full_pages, run, rest)
-    return place, (run_words, geometry.full_pages * run_words + rest_words)
+    run_columns, rest_columns = -(-run // COLUMN), -(-rest // COLUMN)
+    head_columns = geometry.full_pages * run_columns + rest_columns
+    return run_chunks, geometry.full_pages, run, rest, run_columns, head_columns
 
 
-def _pages_kind(geometry: Geometry) -> int:
-    """How kernels find a chunk's page; see `kernels.words.place_in_head`."""
-    if geometry.num_pages <= 1:
-        return 0
-    return 1 if geometry.page_slots * geometry.dim <= CHUNK else 2
-
-
-def _is_aligned(planes: Sequence[Tensor], geometry: Geometry) -> bool:
-    """Whether full chunks start at multiples of 16 bytes, in pages and in all streams."""
+def _is_aligned(planes: Sequence[Tensor]) -> bool:
+    """Whether full chunks start at multiples of eight elements, of 16 bytes if they have two."""
     if any(plane.data_ptr() % 16 for plane in planes):
         return False
-    if geometry.kv_heads * geometry.num_pages == 1 and geometry.page_slots == planes[0].shape[2]:
-        return planes[0].shape[0] * planes[0].shape[1] == 1 or not planes[0].stride(0) % 8
-    runs = (geometry.page_slots * geometry.dim, geometry.rest_slots * geometry.dim)
-    strides = (planes[0].stride(0), planes[0].stride(1))
-    return all(run % 32 == 0 for run in runs) and all(stride % 8 == 0 for stride in strides)
+    shape, strides = planes[0].shape, planes[0].stride()
+    return all(
+        size == 1 or stride % 8 == 0 for size, stride in zip(shape[:2], strides[:2], strict=True)
+    )
 
 
-def _views(segment: Tensor, least: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The bytes of a segment as they are, and as int16, int32 and int64.
+def _views(segment: Tensor, least: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The bytes of a segment as they are, and as int32 and int64.
 
     Raises `InvalidBuffer` if they are fewer than ``least``, or not aligned to 16.
     """
@@ -281,31 +333,11 @@ def _views(segment: Tensor, least: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
     if segment.data_ptr() % 16:
         raise InvalidBuffer("a segment on a GPU starts at a multiple of 16 bytes")
     whole = segment[: len(segment) // 8 * 8]
-    return segment, whole.view(torch.int16), whole.view(torch.int32), whole.view(torch.int64)
+    return segment, whole.view(torch.int32), whole.view(torch.int64)
 
 
 def _as_words(source: Tensor) -> Tensor:
-    """An int64 tensor at the address of ``source``."""
-    words = torch.empty(0, dtype=torch.int64, device=source.device)
+    """An int32 tensor at the address of ``source``."""
+    words = torch.empty(0, dtype=torch.int32, device=source.device)
     offset = source.storage_offset() * source.element_size()
-    return words.set_(source.untyped_storage(), offset // 8, (1,), (1,))
-
-
-def _is_window(book: Codebook) -> bool:
-    """Whether the sixteen exponents follow one another, so that codes need no table."""
-    return book.exponents[-1] - book.exponents[0] == CODES - 1
-
-
-@lru_cache(maxsize=256)
-def _tables(codebooks: tuple[Codebook | None, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """u8 `[planes, 256]` from exponents to codes, `CODES` for none, and `[planes, 16]` back."""
-    codes = b"".join(bytes(256) if book is None else book.code_table for book in codebooks)
-    back = b"".join(bytes(CODES) if book is None else bytes(book.exponents) for book in codebooks)
-    encoding = torch.frombuffer(bytearray(codes), dtype=torch.uint8)
-    return encoding.to(device), torch.frombuffer(bytearray(back), dtype=torch.uint8).to(device)
-
-
-@lru_cache(maxsize=16)
-def _keys(device: torch.device) -> Tensor:
-    """int32 `[2, words]`, the checksum's."""
-    return torch.from_numpy(np.stack((KEYS_LO, KEYS_HI)).view(np.int32)).to(device)
+    return words.set_(source.untyped_storage(), offset // 4, (1,), (1,))

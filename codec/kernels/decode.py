@@ -1,245 +1,270 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Decoding: `decode_kernel` in one pass, then `verify_kernel` for the rest and the sum."""
+# mypy: disable-error-code="assignment"
+"""Decoding: a chunk in one pass, then what has no code is written over; then the verdict."""
 
 import triton
 import triton.language as tl
 
-from codec.kernels.checksum import (
-    BAD_SLOT,
-    ERRORS,
-    chunk_sum,
-    finished,
-    full_tag,
-    mix64,
-    nh,
-    seal_of,
-    slot_kinds,
-    terms,
-)
-from codec.kernels.words import (
-    FULL,
-    GROUP,
-    LENGTHS,
-    LIST,
-    block_start,
-    both,
-    exponents,
-    joined_words,
-    place_in_head,
+from codec.kernels.columns import (
+    element_at,
+    joined,
+    load_stream,
+    marked_in,
+    of_plane,
+    page_start,
     place_of,
-    store_words,
+    store_columns,
     unpack,
+    words_of,
+)
+from codec.kernels.parameters import LENGTHS, MAX_NIBBLES, ROW
+from codec.kernels.words import (
+    ERRORS,
+    LANES,
+    SUMS,
+    any_lane,
+    digest_of,
+    entry_key,
+    hashed_column,
+    lowest_one,
+    ones,
+    ranks,
+    seal_of,
     unsigned,
-    word_numbers,
 )
 
 
 @triton.jit
-def foreign(payload32, expected, header_words):
-    """How many words of the header differ from what both sides know of it."""
-    i = tl.arange(0, 64)
-    differing = 0
-    for first in range(0, header_words, 64):
-        word = first + i
-        known = both(word < header_words, tl.where(word < 10, 1, word >= 16) > 0)
-        theirs = tl.load(payload32 + word, mask=known, other=0)
-        ours = tl.load(expected + word, mask=known, other=0)
-        differing += tl.sum(tl.where(theirs == ours, 0, 1), axis=0)
-    return differing
+def exponents_of(codes, lowest, book, SHIFT: tl.constexpr, WINDOW: tl.constexpr):
+    """Of 16 halves of codes: the exponents, in their place in an element."""
+    found = ()
+    for h in tl.static_range(16):
+        if WINDOW:
+            e = codes[h] * (1 << SHIFT) + ((lowest * 0x10001) << SHIFT)
+        else:
+            e = tl.load(book + (codes[h] & 0xFFFF)).to(tl.int32)
+            e |= tl.load(book + (codes[h] >> 16)).to(tl.int32) << 16
+            e = e << SHIFT
+        found = found + (e,)
+    return found
 
 
 @triton.jit
-def patch(x16, at, payload8, signs, entries, n, length, kind):
-    """Writes the elements that ``n`` entries name.
+def rest_at(
+    ye, at, rests8, place, lane, lanes, here,
+    SIZE: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """The element at this place, without its exponent.
 
-    Returns the sum of the entries' hashes if they are a list's, and whether they are in order.
+    Of bf16 it is a byte of a stream, which the cache still has; of any other type it is read back
+    from where the element was just written.
     """
-    hashed = tl.zeros((), tl.int64)
-    wrong = 0
-    for first in range(0, n, 32):
-        j = first + tl.arange(0, 32)
-        here = j < n
-        entry = payload8 + entries + 3 * j
-        low = tl.load(entry, mask=here, other=0).to(tl.int32)
-        position = low | (tl.load(entry + 1, mask=here, other=0).to(tl.int32) << 8)
-        exponent = tl.load(entry + 2, mask=here, other=0).to(tl.int32)
-        after = both(here, j > 0)
-        low = tl.load(entry - 3, mask=after, other=0).to(tl.int32)
-        previous = low | (tl.load(entry - 2, mask=after, other=0).to(tl.int32) << 8)
-        previous = tl.where(j > 0, previous, -1)
-        bad = (position <= previous).to(tl.int32) | (position >= length).to(tl.int32)
-        wrong += tl.sum(tl.where(here, bad, 0), axis=0)
-        inside = both(here, position < length)
-        e = position & 3
-        byte = (position - e) + tl.where(e == 1, 2, tl.where(e == 2, 1, e))
-        sign = tl.load(payload8 + signs + byte, mask=inside, other=0).to(tl.int32)
-        value = (sign & 0x7F) | ((sign & 0x80) << 8) | (exponent << 7)
-        tl.store(x16 + at + position, value.to(tl.int16), mask=inside)
-        if kind == LIST:
-            tag = (j.to(tl.int64) << 24) | ((exponent << 16) | position).to(tl.int64)
-            hashed += tl.sum(tl.where(here, mix64(tag), 0), axis=0)
-    return hashed, wrong
+    if SHIFT == 7:
+        byte = (place & 4) * 4 * lanes + lane * 16 + (place & 3) * 4 + (place >> 3)
+        rest = tl.load(rests8 + byte, mask=here, other=0).to(tl.int32)
+        rest = (rest & 0x7F) | ((rest & 0x80) << 8)
+    else:
+        target = ye + at + element_at(place, lane, lanes, SIZE)
+        rest = tl.load(target, mask=here, other=0).to(tl.int32) & ~(MASK << SHIFT)
+    return rest
+
+
+@triton.jit
+def store_element(ye, at, place, lane, lanes, element, here, SIZE: tl.constexpr):
+    target = ye + at + element_at(place, lane, lanes, SIZE)
+    tl.store(target, element.to(ye.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def nibbles_from(entries, rank, packed, here):
+    """The next eight nibbles of each lane, from number ``rank`` on, in an int64."""
+    word = rank >> 3
+    low = tl.load(entries + word, mask=here, other=0)
+    high = tl.load(entries + word + 1, mask=here & (word + 1 < packed), other=0)
+    both = unsigned(low) | (unsigned(high) << 32)
+    return (both.to(tl.uint64, bitcast=True) >> (4 * (rank & 7)).to(tl.uint64)).to(tl.int32)
+
+
+@triton.jit
+def places_inside(lane, lanes, length, SIZE: tl.constexpr):
+    """The mask of a column's places whose elements a chunk has."""
+    inside = tl.zeros_like(lane)
+    for place in range(32):
+        here = element_at(tl.full((LANES,), place, tl.int32), lane, lanes, SIZE) < length
+        inside |= here.to(tl.int32) << place
+    return inside
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def decode_kernel(
-    x16, x64, planes, books, page_ids, page_stride, head_stride,
-    run_chunks, full_pages, run, rest, run_words, head_words,
-    keys, payload8, payload16, payload32, payload64, first_block, block_bytes,
-    codes_at, signs_at, spill_at, spill_bytes, digests, totals,
-    SLOT: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
-    MIXED: tl.constexpr, RAW: tl.constexpr, PAGES: tl.constexpr,
+    ye, y32, rows, first_start, start_step, codes_at, rests_at, others_at, block_step,
+    books, seconds, page_ids, page_stride, head_stride,
+    run_chunks, full_pages, run, rest, run_columns, head_columns,
+    in8, in32, starts_at, entries_at, entry_words, totals,
+    SIZE: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr, RESTS: tl.constexpr,
+    BITS: tl.constexpr, ESCAPES: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr, PAGED: tl.constexpr, SPILLED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk into its page. Never reads or writes out of bounds, whatever the payload holds."""
+    """Writes a chunk's elements and adds its part of the checksum to ``totals``.
+
+    Nothing is read outside of the payload or written outside of the chunk, whatever it says.
+    """
     i, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    chunk = head * tl.num_programs(0) + i
-    chunks = tl.num_programs(0) * tl.num_programs(1)
-    head, page, start, length, word = place_in_head(
-        head, i, run_chunks, full_pages, run, rest, run_words, head_words, PAGES
+    row = rows + ROW * plane
+    lane = tl.arange(0, LANES)
+    page, start, length, column = place_of(
+        i, head, run_chunks, full_pages, run, rest, run_columns, head_columns, PAGED
     )
-    block = block_start(planes, plane, first_block, block_bytes, MIXED)
-    low = tl.load(planes + 4 * plane + 2).to(tl.int32)
-    page_id = tl.load(page_ids + page).to(tl.int64)
-    w = word_numbers()
-    used = 4 * w < length
-    at = tl.load(planes + 4 * plane) + page_id * page_stride + head * head_stride + start
-    number = plane.to(tl.int64) * chunks + chunk
-    raw = low < 0 if MIXED else RAW
-    if raw:
-        x = tl.load(payload64 + block // 8 + word + w, mask=used, other=0)
-        store_words(x16, x64, at, w, x, length, ALIGNED)
-        d = nh(x.to(tl.int32), (x >> 32).to(tl.int32), keys, w)
-        tl.store(digests + number, chunk_sum(tl.where(used, d, 0)))
-    else:
-        codes = (block + codes_at) // 2 + word
-        signs = (block + signs_at) // 4 + word
-        if length * ALIGNED == 1024:
-            c = tl.load(payload16 + tl.multiple_of(codes, 8) + w).to(tl.int32) & 0xFFFF
-            s = tl.load(payload32 + tl.multiple_of(signs, 4) + w)
-        else:
-            c = tl.load(payload16 + codes + w, mask=used, other=0).to(tl.int32) & 0xFFFF
-            s = tl.load(payload32 + signs + w, mask=used, other=0)
-        slot = block + chunk.to(tl.int64) * SLOT
-        kind = tl.load(payload8 + slot).to(tl.int32)
-        low2 = low | (low << 16)
-        c0, c1 = unpack(c)
-        book = books + plane * 16
-        d = nh(s, c, keys, w)
-        if length < 1024:
-            d = tl.where(used, d, 0)
-        digest = chunk_sum(d)
-        n = kind
-        words = (length + 3) // 4
-        entries = slot + 1
-        wrong = both(kind > (SLOT - 1) // 3, kind < LIST).to(tl.int32)
-        if kind >= LIST:
-            offset = unsigned(tl.load(payload32 + slot // 4 + 1)) * 8
-            n = tl.load(payload16 + slot // 2 + 1).to(tl.int32) & 0xFFFF
-            n = tl.where(kind == LIST, n, 0)
-            held = (SLOT - 8) // 2
-            size = tl.where(kind == LIST, 3 * n, tl.maximum(2 * (words - held), 0))
-            wrong = (offset + size > spill_bytes).to(tl.int32)
-            if kind == LIST:
-                wrong |= (3 * n > 2 * words).to(tl.int32) | (n <= (SLOT - 1) // 3).to(tl.int32)
-            entries = spill_at + offset
-        if wrong > 0:
-            n = 0
-        e0 = exponents(c0, low2, book, WINDOW)
-        e1 = exponents(c1, low2, book, WINDOW)
-        x = joined_words(s, e0, e1)
-        store_words(x16, x64, at, w, x, length, ALIGNED)
-        if n > 0:
+    chunk = head * tl.num_programs(0) + i
+    coded = tl.load(row + 3) + chunk
+    lanes = (length + 31) // 32
+    first = tl.load(in32 + starts_at + coded)
+    units = tl.load(in32 + starts_at + coded + 1) - first
+    p = in32 + of_plane(row, 4, plane, codes_at, block_step, EVEN)
+    G: tl.constexpr = 1 if BITS == 3 else 4
+    streams = load_stream(tl.multiple_of(p, 16) + column * BITS, lanes, BITS, G)
+    p = in32 + of_plane(row, 5, plane, rests_at, block_step, EVEN)
+    streams = streams + load_stream(
+        tl.multiple_of(p, 16) + column * RESTS[0], lanes, RESTS[0], 1 if RESTS[0] == 3 else 4
+    )
+    if len(RESTS) == 2:
+        p = in32 + of_plane(row, 6, plane, others_at, block_step, EVEN)
+        streams = streams + load_stream(p + column * 3, lanes, 3, 1)
+    lowest = tl.load(row + 1).to(tl.int32)
+    at = of_plane(row, 0, plane, first_start, start_step, EVEN)
+    at += page_start(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
+    codes = unpack(streams, BITS)
+    exponents = exponents_of(codes, lowest, books + plane * 16, SHIFT, WINDOW)
+    words = words_of(joined(exponents, streams[BITS : len(streams)], RESTS, SHIFT), SIZE)
+    most = SPILLED * lanes
+    beyond = (entry_words - units).to(tl.uint32, bitcast=True)
+    wrong = units.to(tl.uint32, bitcast=True) > most.to(tl.uint32, bitcast=True)
+    wrong = wrong | (first.to(tl.uint32, bitcast=True) > beyond)
+    entries = in32 + entries_at + first.to(tl.int64)
+    digest = digest_of(streams, KEYS, 0)
+    if (units == most) & (wrong == 0):
+        spilled = load_stream(entries, lanes, SPILLED, 1)
+        digest += digest_of(spilled, KEYS, len(streams))
+        words = streams + spilled
+    store_columns(ye, y32, at, words, lanes, length, SIZE, ALIGNED)
+    number = tl.load(row + 2) + chunk
+    hashed = tl.where(lane < lanes, hashed_column(digest, number, lane, units), 0)
+    if units != 0:
+        if (units < most) & (wrong == 0):
             tl.debug_barrier()
-            sign_bytes = block + signs_at + 4 * word
-            hashed, disorder = patch(x16, at, payload8, sign_bytes, entries, n, length, kind)
-            digest += hashed
-            wrong += disorder
-        if wrong > 0:
-            tl.atomic_or(totals + ERRORS, tl.full((), BAD_SLOT, tl.int64))
-        tl.store(digests + number, digest)
+            rests8 = in8 + 4 * (tl.load(row + 5) + column * RESTS[0])
+            listed = units
+            if ESCAPES:
+                mask = marked_in(streams, BITS)
+                counts = ones(mask)
+                rank, n = ranks(counts)
+                packed = (n + 7) // 8
+                listed = units - packed
+                if length < 1024:
+                    wrong = any_lane((mask & ~places_inside(lane, lanes, length, SIZE)) != 0)
+                if (listed < 0) | (n > MAX_NIBBLES) | wrong:
+                    wrong = True
+                    listed = 0
+                else:
+                    second = tl.load(seconds + plane * 16 + (lane & 15)).to(tl.int32) << SHIFT
+                    word = tl.load(entries + lane, mask=lane < packed, other=0)
+                    hashed += unsigned(word) * entry_key(number, lane)
+                    rounds = tl.max(counts, axis=0)
+                    for done in range(0, rounds, 8):
+                        nibbles = nibbles_from(entries, rank, packed, mask != 0)
+                        for _ in range(done, tl.minimum(done + 8, rounds)):
+                            place = lowest_one(mask)
+                            here = mask != 0
+                            x = rest_at(ye, at, rests8, place, lane, lanes, here, SIZE, SHIFT, MASK)
+                            x |= tl.gather(second, nibbles & 15, 0)
+                            store_element(ye, at, place, lane, lanes, x, here, SIZE)
+                            nibbles = nibbles >> 4
+                            mask &= mask - 1
+                        rank += 8
+                    entries += packed
+                    tl.debug_barrier()
+            for first in range(0, listed, LANES):
+                here = first + lane < listed
+                word = tl.load(entries + first + lane, mask=here, other=0)
+                hashed += unsigned(word) * entry_key(number, units - listed + first + lane)
+                other = (word >> 5) & 31
+                place = word & 31
+                inside = (other < lanes) & (element_at(place, other, lanes, SIZE) < length)
+                inside = inside & ((word & ~(0x3FF | (MASK << 16))) == 0)
+                if any_lane(here & (inside == 0)):
+                    wrong = True
+                here = here & inside
+                x = rest_at(ye, at, rests8, place, other, lanes, here, SIZE, SHIFT, MASK)
+                x |= (word >> 16) << SHIFT
+                store_element(ye, at, place, other, lanes, x, here, SIZE)
+        if wrong:
+            tl.atomic_or(totals + ERRORS, 2, sem="relaxed")
+    tl.atomic_add(totals + number % SUMS, tl.sum(hashed, axis=0), sem="relaxed")
 
 
-@triton.jit
-def load_full(
-    x16, x64, at, length, payload16, payload32, slot, spill, codes, signs,
-    SLOT: tl.constexpr, ALIGNED: tl.constexpr,
+@triton.jit(do_not_specialize=LENGTHS)
+def raw_decode_kernel(
+    ye, y32, rows, first_start, start_step, codes_at, block_step,
+    page_ids, page_stride, head_stride,
+    run_chunks, full_pages, run, rest, run_columns, head_columns, in32, totals,
+    SIZE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, PAGED: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a chunk that is stored in full. Returns the hashes of what lies in its tail."""
-    held = (SLOT - 8) // 2
-    column = tl.arange(0, 32)[:, None] * 2 + tl.arange(0, 2)[None, :]
-    hashed = tl.zeros((), tl.int64)
-    for row in range(4):
-        w = row * 64 + column
-        used = 4 * w < length
-        near = both(used, w < held)
-        far = both(used, w >= held)
-        h = tl.load(payload16 + slot // 2 + 4 + w, mask=near, other=0).to(tl.int32)
-        h |= tl.load(payload16 + spill // 2 + w - held, mask=far, other=0).to(tl.int32)
-        h &= 0xFFFF
-        c = tl.load(payload16 + codes + w, mask=used, other=0).to(tl.int32) & 0xFFFF
-        s = tl.load(payload32 + signs + w, mask=used, other=0)
-        c0, c1 = unpack(c)
-        h0, h1 = unpack(h)
-        x = joined_words(s, c0 | (h0 << 4), c1 | (h1 << 4))
-        store_words(x16, x64, at, w, x, length, ALIGNED)
-        hashed += tl.sum(tl.reshape(tl.where(far, mix64(full_tag(w, h)), 0), [64]), axis=0)
-    return hashed
+    """The same of planes without codes."""
+    i, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = rows + ROW * plane
+    lane = tl.arange(0, LANES)
+    page, start, length, column = place_of(
+        i, head, run_chunks, full_pages, run, rest, run_columns, head_columns, PAGED
+    )
+    lanes = (length + 31) // 32
+    at = of_plane(row, 0, plane, first_start, start_step, EVEN)
+    at += page_start(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
+    p = in32 + of_plane(row, 4, plane, codes_at, block_step, EVEN)
+    words = load_stream(tl.multiple_of(p, 16) + column * (8 * SIZE), lanes, 8 * SIZE, 2 * SIZE)
+    store_columns(ye, y32, at, words, lanes, length, SIZE, ALIGNED)
+    number = tl.load(row + 2) + head * tl.num_programs(0) + i
+    hashed = hashed_column(digest_of(words, KEYS, 0), number, lane, 0)
+    hashed = tl.where(lane < lanes, hashed, 0)
+    tl.atomic_add(totals + number % SUMS, tl.sum(hashed, axis=0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def verify_kernel(
-    x16, x64, planes, page_ids, page_stride, head_stride,
-    head_chunks, run_chunks, full_pages, run, rest, run_words, head_words,
-    keys, payload8, payload16, payload32, payload64, expected, header_words,
-    codes_at, signs_at, spill_at, spill_bytes, chunks, total, payload_bytes,
-    digests, totals, facts, SLOT: tl.constexpr, ALIGNED: tl.constexpr,
+    in32, in64, starts_at, chunks, entry_words, payload_bytes, header, header_words, totals, facts,
 ):  # fmt: skip
-    """Brings a group's chunks that are stored in full, and sums the checksum.
+    """The checksum, and whether the header is what both sides know of it. One program.
 
-    ``facts`` int64 `[4]`: length, checksum found, that announced, errors.
+    ``facts`` int64 `[4]`: length, checksum, the checksum announced, errors. ``totals`` is zero
+    again at the end. Everything is loaded before anything is added up: a load takes longer than all
+    the rest. Without a payload (0 bytes) the checksum alone counts; the segment may be any memory.
     """
-    g = tl.program_id(0)
-    j, kinds = slot_kinds(g, total, chunks, planes, payload8, SLOT)
-    stored = (kinds == FULL).to(tl.int32)
-    i = -1
-    for _ in range(tl.sum(stored, axis=0)):
-        i = tl.min(tl.where(both(stored > 0, j > i), j, GROUP), axis=0)
-        number = g.to(tl.int64) * GROUP + i
-        plane = number // chunks
-        chunk = (number - plane * chunks).to(tl.int32)
-        head, page, start, length, word = place_of(
-            chunk, head_chunks, run_chunks, full_pages, run, rest, run_words, head_words
-        )
-        page_id = tl.load(page_ids + page).to(tl.int64)
-        at = tl.load(planes + 4 * plane) + page_id * page_stride + head * head_stride + start
-        block = tl.load(planes + 4 * plane + 1)
-        slot = block + chunk.to(tl.int64) * SLOT
-        offset = unsigned(tl.load(payload32 + slot // 4 + 1)) * 8
-        size = tl.maximum(2 * ((length + 3) // 4) - (SLOT - 8), 0)
-        if offset + size <= spill_bytes:
-            hashed = load_full(
-                x16, x64, at, length, payload16, payload32, slot, spill_at + offset,
-                (block + codes_at) // 2 + word, (block + signs_at) // 4 + word, SLOT, ALIGNED,
-            )  # fmt: skip
-            tl.store(digests + number, tl.load(digests + number) + hashed)
-    tl.debug_barrier()
-    term, _ = terms(
-        g, total, chunks, planes, payload32, keys, digests,
-        head_chunks, run_chunks, full_pages, run, rest, SLOT,
-    )  # fmt: skip
-    last, checksum = finished(totals, g, term)
-    if last:
-        length = tl.load(payload64 + 5)
-        announced = tl.load(payload64 + 6)
-        seal = seal_of(length, announced, unsigned(tl.load(payload32 + 5)))
-        errors = tl.load(totals + ERRORS, volatile=True)
-        differing = foreign(payload32, expected, header_words)
-        differing += (length != payload_bytes).to(tl.int32)
-        differing += (seal != tl.load(payload64 + 7)).to(tl.int32)
-        if differing > 0:
+    i = tl.arange(0, SUMS)
+    sums = tl.load(totals + i)
+    errors = tl.load(totals + ERRORS)
+    length = tl.load(in64 + 5)
+    announced = tl.load(in64 + 6)
+    seal = tl.load(in64 + 7)
+    crc = tl.load(in32 + 5)
+    first = tl.load(in32 + starts_at)
+    end = tl.load(in32 + starts_at + chunks)
+    differing = tl.zeros((256,), tl.int32)
+    for word in range(0, header_words, 256):
+        j = word + tl.arange(0, 256)
+        known = (j < header_words) & ((j < 10) | (j > 15))
+        theirs = tl.load(in32 + j, mask=known, other=0)
+        differing |= (theirs != tl.load(header + j, mask=known, other=0)).to(tl.int32)
+    checksum = tl.sum(sums, axis=0)
+    if payload_bytes > 0:
+        wrong = (length != payload_bytes) | (seal != seal_of(length, announced, unsigned(crc)))
+        if wrong | (tl.max(differing, axis=0) > 0):
             errors |= 1
-        tl.store(facts, length)
-        tl.store(facts + 1, checksum)
-        tl.store(facts + 2, announced)
-        tl.store(facts + 3, errors)
-        tl.store(totals + ERRORS, tl.zeros((), tl.int64))
+        if chunks > 0:
+            if (first != 0) | ((end + 3) // 4 * 4 != entry_words):
+                errors |= 2
+    tl.store(facts, length)
+    tl.store(facts + 1, checksum)
+    tl.store(facts + 2, announced)
+    tl.store(facts + 3, errors)
+    tl.store(totals + i, tl.zeros((SUMS,), tl.int64))
+    tl.store(totals + ERRORS, tl.zeros((), tl.int64))

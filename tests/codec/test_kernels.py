@@ -15,7 +15,7 @@ def run_checks(environment: dict[str, str]) -> None:
     """Run `kernel_checks.py` in a process, since importing triton decides on the interpreter."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CHECKS)]
     done = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=240
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 

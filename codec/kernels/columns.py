@@ -1,0 +1,317 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
+"""A chunk in registers: one column to a lane, one word of it to a register.
+
+Every value is a tensor `[32]`, and a column a tuple of these: what a thread does is what is written
+here, whatever layouts the compiler would choose. `words` are a column's as they lie in memory,
+`halves` 16 registers of two elements in fields of 16 bits, in the order of places (`README.md`).
+What an element type is made of is given at compile time: SIZE in bytes, SHIFT (bits of the
+mantissa), MASK (of the exponent), RESTS (widths of the streams of the rest).
+"""
+
+import triton
+import triton.language as tl
+
+from codec.kernels.words import LANES, shifted
+
+
+@triton.jit
+def place_of(
+    i, head, run_chunks, full_pages, run, rest, run_columns, head_columns, PAGED: tl.constexpr
+):  # fmt: skip
+    """Of chunk ``i`` of a head: its page, first element in its run, length, and first column."""
+    page = tl.minimum(i // run_chunks, full_pages) if PAGED else 0 * i
+    start = (i - page * run_chunks).to(tl.int64) * 1024
+    length = tl.minimum(1024, tl.where(page == full_pages, rest, run) - start).to(tl.int32)
+    column = head.to(tl.int64) * head_columns + page.to(tl.int64) * run_columns + start // 32
+    return page, start, length, column
+
+
+@triton.jit
+def of_plane(row, NUMBER: tl.constexpr, plane, first, step, EVEN: tl.constexpr):
+    """A number of a plane's row, or of evenly spaced planes without a load to wait for."""
+    if EVEN:
+        value = first + plane.to(tl.int64) * step
+    else:
+        value = tl.load(row + NUMBER)
+    return value
+
+
+@triton.jit
+def page_start(page_ids, page, page_stride, PAGED: tl.constexpr):
+    """Where a page starts, in elements; 0 if there is but one, with which the plane starts."""
+    if PAGED:
+        start = tl.load(page_ids + page).to(tl.int64) * page_stride
+    else:
+        start = tl.zeros((), tl.int64)
+    return start
+
+
+@triton.jit
+def element_at(place, lane, lanes, SIZE: tl.constexpr):
+    """Which element of its chunk has this place in this column."""
+    row = (place & 12) * 2 * lanes + lane * 8
+    if SIZE == 2:
+        inside = ((place & 3) << 1) | (place >> 4)
+    else:
+        inside = ((place & 2) << 1) | (place & 1) | ((place >> 4) << 1)
+    return row + inside
+
+
+@triton.jit
+def apart(v, G: tl.constexpr):
+    """`[32, G]` as G registers."""
+    if G == 4:
+        even, odd = tl.split(tl.reshape(v, [LANES, 2, 2]))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        parts = (a, b, c, d)
+    elif G == 2:
+        parts = tl.split(v)
+    else:
+        parts = (tl.reshape(v, [LANES]),)
+    return parts
+
+
+@triton.jit
+def together(words, FIRST: tl.constexpr, G: tl.constexpr):
+    """G registers, from number FIRST on, as `[32, G]`."""
+    if G == 4:
+        even = tl.join(words[FIRST], words[FIRST + 2])
+        odd = tl.join(words[FIRST + 1], words[FIRST + 3])
+        v = tl.reshape(tl.join(even, odd), [LANES, 4])
+    elif G == 2:
+        v = tl.join(words[FIRST], words[FIRST + 1])
+    else:
+        v = tl.reshape(words[FIRST], [LANES, 1])
+    return v
+
+
+@triton.jit
+def load_stream(p, lanes, COUNT: tl.constexpr, G: tl.constexpr):
+    """COUNT words of each column; G of them lie together."""
+    lane = tl.arange(0, LANES)[:, None]
+    words = ()
+    for g in tl.static_range(COUNT // G):
+        at = p + g * G * lanes + (lane * G + tl.arange(0, G)[None, :])
+        words = words + apart(tl.load(at, mask=lane < lanes, other=0), G)
+    return words
+
+
+@triton.jit
+def store_stream(p, lanes, words, G: tl.constexpr):
+    lane = tl.arange(0, LANES)[:, None]
+    for g in tl.static_range(len(words) // G):
+        at = p + g * G * lanes + (lane * G + tl.arange(0, G)[None, :])
+        tl.store(at, together(words, g * G, G), mask=lane < lanes)
+
+
+@triton.jit
+def load_columns(
+    xe, x32, at, lanes, length, pad, SIZE: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """A chunk's words, from element ``at`` on; elements ``pad`` past its length."""
+    if ALIGNED and length == 1024:
+        p = x32 + tl.multiple_of(at * SIZE // 4, 2 * SIZE)
+        words = load_stream(p, LANES, 8 * SIZE, 2 * SIZE)
+    else:
+        words = ()
+        lane = tl.arange(0, LANES)
+        for w in tl.static_range(8 * SIZE):
+            first = ((w // (2 * SIZE)) * lanes + lane) * 8 + (w % (2 * SIZE)) * (4 // SIZE)
+            word = tl.zeros((LANES,), tl.int32)
+            for k in tl.static_range(4 // SIZE):
+                here = (first + k < length) & (lane < lanes)
+                e = tl.load(xe + at + first + k, mask=here, other=0).to(tl.int32)
+                e = tl.where(here, e & (0xFFFF if SIZE == 2 else 0xFF), pad)
+                word |= e << (8 * SIZE * k)
+            words = words + (word,)
+    return words
+
+
+@triton.jit
+def store_columns(
+    ye, y32, at, words, lanes, length, SIZE: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """A chunk's words to element ``at`` and on, and nothing past its length."""
+    if ALIGNED and length == 1024:
+        store_stream(y32 + tl.multiple_of(at * SIZE // 4, 2 * SIZE), LANES, words, 2 * SIZE)
+    else:
+        lane = tl.arange(0, LANES)
+        for w in tl.static_range(8 * SIZE):
+            first = ((w // (2 * SIZE)) * lanes + lane) * 8 + (w % (2 * SIZE)) * (4 // SIZE)
+            for k in tl.static_range(4 // SIZE):
+                e = words[w] >> (8 * SIZE * k)
+                here = (first + k < length) & (lane < lanes)
+                tl.store(ye + at + first + k, e.to(ye.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def halves_of(words, SIZE: tl.constexpr):
+    if SIZE == 2:
+        halves = words
+    else:
+        halves = ()
+        for w in tl.static_range(8):
+            halves = halves + (words[w] & 0x00FF00FF, shifted(words[w], 8) & 0x00FF00FF)
+    return halves
+
+
+@triton.jit
+def words_of(halves, SIZE: tl.constexpr):
+    """The inverse of `halves_of`."""
+    if SIZE == 2:
+        words = halves
+    else:
+        words = ()
+        for w in tl.static_range(8):
+            words = words + (halves[2 * w] | (halves[2 * w + 1] << 8),)
+    return words
+
+
+@triton.jit
+def pack(v, BITS: tl.constexpr):
+    """16 halves of so many bits in each field → as many words."""
+    words = ()
+    for w in tl.static_range(BITS):
+        word = v[w]
+        for k in tl.static_range(1, 15 // BITS + (BITS != 3)):
+            word |= v[w + BITS * k] << (BITS * k)
+        if BITS == 3:
+            word |= (v[15] & (0x10001 << w)) << (15 - w)
+        words = words + (word,)
+    return words
+
+
+@triton.jit
+def unpack(words, BITS: tl.constexpr):
+    """The inverse of `pack`."""
+    field: tl.constexpr = ((1 << BITS) - 1) * 0x10001
+    v = ()
+    for h in tl.static_range(15 + (BITS != 3)):
+        v = v + (shifted(words[h % BITS], BITS * (h // BITS)) & field,)
+    if BITS == 3:
+        last = shifted(words[0], 15) & 0x00010001
+        last |= shifted(words[1], 14) & 0x00020002
+        v = v + (last | (shifted(words[2], 13) & 0x00040004),)
+    return v
+
+
+@triton.jit
+def marked_in(words, BITS: tl.constexpr):
+    """Of packed codes: the mask of a column's places whose code is the escape code."""
+    mask = tl.zeros_like(words[0])
+    for w in tl.static_range(BITS):
+        all_ones = words[w] & shifted(words[w], 1) & shifted(words[w], 2)
+        if BITS == 4:
+            mask |= (all_ones & shifted(words[w], 3) & 0x11111111) << w
+        else:
+            mask |= (all_ones & 0x12491249) << w
+    if BITS == 3:
+        mask |= words[0] & words[1] & words[2] & -2147450880
+    return mask
+
+
+@triton.jit
+def rests_of(halves, RESTS: tl.constexpr, SHIFT: tl.constexpr):
+    """Words of the streams of the rest."""
+    if SHIFT == 7:
+        words = ()
+        for w in tl.static_range(8):
+            a = halves[w]
+            b = halves[w + 8]
+            word = (a & 0x007F007F) | (shifted(a, 8) & 0x00800080)
+            words = words + (word | ((b << 8) & 0x7F007F00) | (b & -2147450880),)
+    elif SHIFT == 10:
+        low = ()
+        high = ()
+        for h in tl.static_range(16):
+            low = low + (halves[h] & 0x00FF00FF,)
+            high = high + ((shifted(halves[h], 8) & 0x30003) | (shifted(halves[h], 13) & 0x40004),)
+        words = pack(low, 8) + pack(high, 3)
+    else:
+        top: tl.constexpr = 0x10001 << SHIFT
+        rests = ()
+        for h in tl.static_range(16):
+            sign = shifted(halves[h], 7 - SHIFT) & top
+            rests = rests + ((halves[h] & (top - 0x10001)) | sign,)
+        words = pack(rests, RESTS[0])
+    return words
+
+
+@triton.jit
+def joined(exponents, words, RESTS: tl.constexpr, SHIFT: tl.constexpr):
+    """16 halves of exponents, already in their place, and the words of their rests → halves."""
+    halves = ()
+    if SHIFT == 7:
+        for h in tl.static_range(16):
+            word = words[h % 8]
+            if h < 8:
+                half = (exponents[h] | (word & 0x007F007F)) | ((word << 8) & -2147450880)
+            else:
+                half = (exponents[h] | (shifted(word, 8) & 0x007F007F)) | (word & -2147450880)
+            halves = halves + (half,)
+    elif SHIFT == 10:
+        low = unpack(words[0:8], 8)
+        high = unpack(words[8:11], 3)
+        for h in tl.static_range(16):
+            half = exponents[h] | low[h] | ((high[h] & 0x30003) << 8)
+            halves = halves + (half | ((high[h] & 0x40004) << 13),)
+    else:
+        top: tl.constexpr = 0x10001 << SHIFT
+        rests = unpack(words, RESTS[0])
+        for h in tl.static_range(16):
+            sign = (rests[h] & top) << (7 - SHIFT)
+            halves = halves + (exponents[h] | (rests[h] & (top - 0x10001)) | sign,)
+    return halves
+
+
+@triton.jit
+def distances(halves, lowest, table, SHIFT: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr):
+    """Of 16 halves: the code in each field, or what is above all codes; below 512."""
+    found = ()
+    for h in tl.static_range(16):
+        e = shifted(halves[h], SHIFT) & (MASK * 0x10001)
+        if WINDOW:
+            t = (e + (256 - lowest) * 0x10001) ^ 0x01000100
+        else:
+            t = tl.load(table + (e & MASK)).to(tl.int32)
+            t |= tl.load(table + shifted(e, 16)).to(tl.int32) << 16
+        found = found + (t,)
+    return found
+
+
+@triton.jit
+def flagged(t, CODES: tl.constexpr):
+    """1 in a field that is no code."""
+    return shifted(t + (0x8000 - CODES) * 0x10001, 15) & 0x00010001
+
+
+@triton.jit
+def codes_of(found, CODES: tl.constexpr, ESCAPES: tl.constexpr):
+    codes = ()
+    for h in tl.static_range(16):
+        if ESCAPES:
+            code = (found[h] | (flagged(found[h], CODES) * CODES)) & (CODES * 0x10001)
+        else:
+            code = found[h] & 0x000F000F
+        codes = codes + (code,)
+    return codes
+
+
+@triton.jit
+def union_of(found):
+    """The bits that any of 16 halves has."""
+    bits = found[0]
+    for h in tl.static_range(1, 16):
+        bits |= found[h]
+    return bits
+
+
+@triton.jit
+def escapes_of(found, CODES: tl.constexpr):
+    """The mask of a column's places without a code."""
+    mask = flagged(found[0], CODES)
+    for h in tl.static_range(1, 16):
+        mask |= flagged(found[h], CODES) << h
+    return mask
