@@ -143,6 +143,19 @@ def calibrate(
 
 
 @app.command()
+def kv_statistics(
+    out: Annotated[Path, typer.Option(help="folder of the JSON, the table and the plot")],
+    model: Annotated[str, typer.Option(help="name or path of a checkpoint")] = "smollm2-135m",
+    tokenizer: Annotated[str | None, typer.Option(help="where it differs from the model")] = None,
+) -> None:
+    """Measure exponents and compression ratios, layer by layer, on a model's own KV."""
+    from services.local.kv_statistics import kv_statistics as make
+
+    with _refusals("kv-statistics"):
+        make(model, tokenizer or model, out)
+
+
+@app.command()
 def compress(
     out: Annotated[Path, typer.Option(help="folder of the new checkpoint")],
     keep: Annotated[float, typer.Option(min=0.05, max=0.999, help="share of parameters kept")],
