@@ -10,7 +10,7 @@ GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/
 KEEP   ?= 0.9
 UP     ?=
 
-.PHONY: up down test check equality bench install clean
+.PHONY: up down test check equality bench link-policy install clean
 
 up: $(VENV)/.ready        ## set up, then start everything on loopback
 	$(BIN)/headrace up --keep $(KEEP) $(UP)
@@ -32,6 +32,9 @@ equality: $(VENV)/.ready-dev ## 50 prompts, disaggregated against colocated
 
 bench: $(VENV)/.ready-dev    ## speed on one core, against transformers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.bench
+
+link-policy: $(VENV)/.ready-dev ## KV transfer by codec setting, on throttled links
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.link_policy
 
 install: $(VENV)/.ready
 

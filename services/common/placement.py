@@ -103,7 +103,7 @@ class Compatibility(_Message):
     kv_format_hash: Label
     page_size: Annotated[int, Field(ge=1, le=4096)]  # tokens
     codec_version: Annotated[int, Field(ge=0, le=1 << 16)]
-    codec: Label  # "raw" or "splitzip"
+    codec: Label  # what it understands: "raw", or "splitzip" and raw
     codebook_id: Label
     kernel_plan: Label
 

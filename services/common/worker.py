@@ -89,7 +89,7 @@ def load_worker(settings: WorkerSettings) -> Loaded:
             kv_format_hash=engine.cache.format.artifact_hash,
             page_size=PAGE_SIZE,
             codec_version=codec.WIRE_VERSION,
-            codec=settings.codec,
+            codec="splitzip" if codebook_id else "raw",
             codebook_id=codebook_id,
             kernel_plan=model.kernel_plan,
         ),
@@ -123,10 +123,10 @@ def _codebooks(
     settings: WorkerSettings, num_layers: int
 ) -> tuple[tuple[codec.Codebook | None, ...], str]:
     """One codebook for each plane in the engine's order, and the id that the handshake compares."""
-    if settings.codec == "raw":
-        return (None,) * (2 * num_layers), ""
     if settings.codebooks is None:
-        raise SettingsError("codec splitzip needs codebooks: `headrace calibrate` makes them")
+        if settings.codec == "splitzip":
+            raise SettingsError("codec splitzip needs codebooks: `headrace calibrate` makes them")
+        return (None,) * (2 * num_layers), ""
     books = codec.Codebooks.load(Path(settings.codebooks))
     planes = tuple(books[layer, name] for layer in range(num_layers) for name in ("k", "v"))
     return planes, books.id

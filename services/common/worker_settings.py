@@ -47,9 +47,15 @@ class WorkerSettings(ServiceSettings):
     chunk_tokens: int = Field(
         512, ge=16, le=1 << 20, description="largest prefill chunk of one sequence, tokens"
     )
-    codec: Literal["raw", "splitzip"] = Field("splitzip", description="of KV on the wire")
+    codec: Literal["auto", "raw", "splitzip"] = Field(
+        "auto",
+        description="of KV that this worker sends; auto: what is faster on each link, as measured; "
+        "raw where there are no codebooks",
+    )
     codebooks: Path | None = Field(
-        None, description="calibrated codebooks; needed where codec is splitzip"
+        None,
+        description="calibrated codebooks, the same for all workers, whatever their codec; "
+        "splitzip needs them",
     )
     kv_digest: bool = Field(
         False, description="log a digest of each sequence's pages, so that tests can compare them"

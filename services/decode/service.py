@@ -18,9 +18,9 @@ from services.common.worker import PAGE_SIZE, Loaded, digest_pages, load_worker
 from services.decode.session import DecodeSession, Stream
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
+from services.transfer.codec_plan import CodecPlan
 from services.transfer.link import FetchFailed, PrefillLinks
 from services.transfer.receiver import Fetch, FetchTimes, Receiver
-from services.transfer.sender import CodecPlan
 from services.transfer.slab import Slab
 
 log = structlog.get_logger()

@@ -34,7 +34,3 @@ class UpOptions:
         ports = (self.port, self.grpc_port, self.router_port)
         if len(set(ports)) < len(ports):
             raise SettingsError(f"the ports {ports} must differ")
-
-    @property
-    def wire_codec(self) -> str:
-        return "splitzip" if self.codec == "auto" else self.codec

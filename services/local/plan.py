@@ -61,7 +61,7 @@ def _worker(
         *("--model", str(artifacts.checkpoint)),
         *("--served-model-name", artifacts.served_name),
         *("--device", options.device),
-        *("--codec", options.wire_codec),
+        *("--codec", options.codec),
     )
     if artifacts.codebooks is not None:
         arguments += ("--codebooks", str(artifacts.codebooks))

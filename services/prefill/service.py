@@ -19,7 +19,9 @@ from services.common.worker import PAGE_SIZE, Loaded, digest_pages, load_worker
 from services.prefill.session import Job, PrefillSession
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.sender import CodecPlan, Sender
+from services.transfer.codec_plan import CodecPlan
+from services.transfer.policy import LinkPolicy
+from services.transfer.sender import Sender
 from services.transfer.slab import Slab
 
 log = structlog.get_logger()
@@ -45,6 +47,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             self.engine,
             slab,
             CodecPlan(loaded.codebooks),
+            LinkPolicy.of(settings.codec, has_codebooks=any(loaded.codebooks)),
             epoch=loaded.identity.epoch,
             kv_heads=config.num_kv_heads,
             dim=config.head_dim,
@@ -77,6 +80,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         name = uuid.uuid4().hex[:12]
         session = PrefillSession(
             name,
+            hello.worker_id,
             self.engine,
             self.sender,
             self.jobs,
@@ -91,7 +95,14 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             await session.run(context)
         finally:
             del self._sessions[name]
+            self._forget_link(hello.worker_id)
             log.info("decode session ended", worker=hello.worker_id, epoch=hello.epoch)
+
+    def _forget_link(self, peer: str) -> None:
+        """Of a decode worker that has left; one that restarted may be back already."""
+        if not any(session.peer == peer for session in self._sessions.values()):
+            self.sender.policy.forget(peer)
+            self.metrics.forget_link(peer)
 
     async def _shake_hands(self, context: MessageStream) -> pb.Hello:
         command: Any = await next_message(context)
@@ -168,6 +179,8 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         super().observe()
         self.sender.expire()
         self.metrics.slab_slots.set(self.sender.slots_in_use)
+        for peer, link in self.sender.policy.links().items():
+            self.metrics.observe_link(peer, link)
 
 
 async def serve(settings: PrefillSettings) -> None:

@@ -16,6 +16,7 @@ from runtime.sequence import Request, SampledToken
 from services.common.engine_thread import EngineThread
 from services.common.grpc_server import MessageStream, next_message
 from services.common.wire import fault_to_code, sampling_from_message, token_to_message
+from services.transfer.policy import SegmentTiming
 from services.transfer.sender import Outgoing, Sender
 
 log = structlog.get_logger()
@@ -41,6 +42,7 @@ class PrefillSession:
     def __init__(
         self,
         name: str,
+        peer: str,
         engine: EngineThread,
         sender: Sender,
         jobs: dict[str, Job],
@@ -51,6 +53,7 @@ class PrefillSession:
         on_admitted: Callable[[str], None],
     ) -> None:
         self._name = name
+        self.peer = peer  # the decode worker's id
         self._engine = engine
         self._sender = sender
         self._jobs = jobs  # of the whole worker, by engine id: the engine's output finds them there
@@ -88,7 +91,10 @@ class PrefillSession:
                 self._sender.credit(self._key(command.credit.sequence), command.credit.segments)
             case "acknowledge":
                 done = command.acknowledge
-                self._sender.acknowledge(self._key(done.sequence), done.index)
+                timing = None
+                if done.HasField("timing"):
+                    timing = SegmentTiming(done.timing.read_s, done.timing.decode_s)
+                self._sender.acknowledge(self._key(done.sequence), done.index, timing)
             case "release":
                 self.end(self._key(command.release.sequence))
             case _:
@@ -111,6 +117,7 @@ class PrefillSession:
         outgoing = Outgoing(
             key=key,
             reader=self._name,
+            peer=self.peer,
             sequence=start.sequence,
             request_id=start.request_id,
             attempt=start.attempt,

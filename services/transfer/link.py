@@ -48,8 +48,10 @@ class Subscription:
         credit = pb.Credit(sequence=self._start.sequence, segments=segments)
         self._link.send(pb.PrefillCommand(credit=credit))
 
-    def acknowledge(self, index: int) -> None:
-        done = pb.Acknowledge(sequence=self._start.sequence, index=index)
+    def acknowledge(self, index: int, read_s: float, decode_s: float) -> None:
+        """The segment is here; the seconds are those of `pb.SegmentTiming`."""
+        timing = pb.SegmentTiming(read_s=read_s, decode_s=decode_s)
+        done = pb.Acknowledge(sequence=self._start.sequence, index=index, timing=timing)
         self._link.send(pb.PrefillCommand(acknowledge=done))
 
     def release(self) -> None:

@@ -28,14 +28,22 @@ _DRAIN_NAP_S = 10e-3  # between polls where only READs past their deadlines are 
 
 @dataclass(frozen=True)
 class ReadDone:
-    """A READ has arrived, whole. ``seconds``: from its start to its end."""
+    """A READ has arrived, whole.
+
+    Attributes:
+        seconds: from its start to its end.
+        busy_s: since its start or, where that was later, since the last end of a READ from this
+            peer: READs in flight together share the link, and the sum of these is its busy time.
+    """
 
     seconds: float
+    busy_s: float
 
 
 @dataclass
 class _Peer:
     reads: int = 0
+    last_end: float = 0.0  # of its READs
     removals: list["Future[None]"] = field(default_factory=list)  # not empty: it is leaving
 
 
@@ -225,14 +233,16 @@ class Owner:
 
     def _finish(self, read: _Read, error: TransferError | None) -> None:
         self._release(read.handle)
-        self._last_event = time.monotonic()
+        self._last_event = now = time.monotonic()
+        peer = self._peers[read.peer]
+        busy_s = now - max(read.started, peer.last_end)
+        peer.last_end = now
         if read.drained is not None:
             read.drained.set_result(None)
         elif error is not None:
             read.future.set_exception(error)
         else:
-            read.future.set_result(ReadDone(self._last_event - read.started))
-        peer = self._peers[read.peer]
+            read.future.set_result(ReadDone(now - read.started, busy_s))
         peer.reads -= 1
         self._remove_if_idle(read.peer, peer)
 

@@ -19,13 +19,13 @@ from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Engine
 from services.common.engine_thread import EngineThread
 from services.common.worker_metrics import WorkerMetrics
-from services.transfer.agent import TransferAgent
+from services.transfer.agent import ReadDone, TransferAgent
+from services.transfer.codec_plan import CodecPlan
 from services.transfer.errors import ForeignSegment, FrameError, PeerLost, TransferError
 from services.transfer.frame import HEADER_BYTES, FrameHeader, verify
 from services.transfer.landing import Landing
 from services.transfer.link import FetchFailed, PrefillLink, PrefillLinks, Subscription
 from services.transfer.manifest import Coverage, frame_of
-from services.transfer.sender import CodecPlan
 from services.transfer.slab import Slab, SlotRef
 
 log = structlog.get_logger()
@@ -192,15 +192,16 @@ class Receiver:
         )
         slot = self.landing.land(fetch.key)
         user: asyncio.Future[Any] | None = None  # who may still touch the slot
+        busy_s = codec_s = 0.0
         start = time.perf_counter()
         try:
             user = asyncio.wrap_future(self._read(segment, slot, welcome))
-            await asyncio.shield(user)
+            busy_s = (await asyncio.shield(user)).busy_s
             read_s = time.perf_counter() - start
             user = self._engine.run(
                 lambda engine: self._decode_now(engine, segment, slot, pages, fetch, welcome)
             )
-            await asyncio.shield(user)
+            codec_s = await asyncio.shield(user)
         except PeerLost:
             subscription.hang_up()
             raise
@@ -209,12 +210,12 @@ class Receiver:
             raise
         finally:
             self.landing.free_after(slot, fetch.key, user)
-        subscription.acknowledge(segment.index)
+        subscription.acknowledge(segment.index, busy_s, codec_s)
         self._count(progress.times, segment, read_s, time.perf_counter() - start - read_s)
 
     def _read(
         self, segment: pb.Segment, slot: SlotRef, welcome: pb.Welcome
-    ) -> "concurrent.futures.Future[Any]":
+    ) -> "concurrent.futures.Future[ReadDone]":
         return self._agent.read(
             welcome.agent_name,
             welcome.slab_address + segment.slot * welcome.slot_bytes,
@@ -233,10 +234,13 @@ class Receiver:
         pages: range,
         fetch: Fetch,
         welcome: pb.Welcome,
-    ) -> None:
-        """On the engine's thread. The pages are the sequence's as long as it is not closed."""
+    ) -> float:
+        """On the engine's thread. The pages are the sequence's as long as it is not closed.
+
+        Returns the seconds that the codec took.
+        """
         if fetch.closed:
-            return
+            return 0.0
         frame = self.landing.slab.view(slot.slot, segment.length)
         start = fetch.start
         expected = frame_of(
@@ -244,6 +248,7 @@ class Receiver:
         )
         verify(expected, FrameHeader.unpack(frame))
         first, count = segment.first_layer, segment.num_layers
+        begun = time.perf_counter()
         decoded = codec.decode_pages(
             frame[HEADER_BYTES:],
             engine.cache.planes[2 * first : 2 * (first + count)],
@@ -253,6 +258,7 @@ class Receiver:
         )
         if decoded.checksum != segment.checksum:
             raise ForeignSegment("the segment's checksum is not the manifest's")
+        return time.perf_counter() - begun
 
     def _grant(self, key: str, segments: int) -> None:
         self._subscriptions[key].credit(segments)

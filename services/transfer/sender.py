@@ -8,7 +8,7 @@ comes back when its session or its leases end, and is never all there is (`Share
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
@@ -19,9 +19,12 @@ from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Computed, Engine
 from services.common.engine_thread import EngineThread
 from services.common.worker_metrics import WorkerMetrics
+from services.transfer.codec_plan import CodecPlan
+from services.transfer.drift import Escapes
 from services.transfer.frame import HEADER_BYTES
 from services.transfer.lease import LeaseTable
 from services.transfer.manifest import SegmentPlan, frame_of, plan_segments
+from services.transfer.policy import LinkPolicy, SegmentTiming, WireMode
 from services.transfer.shares import SharedSlots
 from services.transfer.slab import Slab, SlotRef
 
@@ -34,6 +37,7 @@ class Outgoing:
 
     key: str  # the engine's id
     reader: str  # whose sequence it is: the session
+    peer: str  # the decode worker's id: one end of the link that the policy measures
     sequence: int  # the session's
     request_id: str
     attempt: int
@@ -42,21 +46,26 @@ class Outgoing:
     fail: Callable[["pb_error.ErrorCode.ValueType", str], None]
     credits: int = 0
     planned: deque[SegmentPlan] = field(default_factory=deque)
-    unacknowledged: dict[int, SlotRef] = field(default_factory=dict)
+    unacknowledged: dict[int, "_Sent"] = field(default_factory=dict)
     issued: int = 0
     encoding: int = 0
     computed: bool = False
     closed: bool = False
 
+    @property
+    def outstanding(self) -> int:
+        """Segments that are known of and not acknowledged."""
+        return len(self.planned) + self.encoding + len(self.unacknowledged)
+
 
 @dataclass(frozen=True)
-class CodecPlan:
-    """How this worker's KV is encoded: one codebook for each plane; None sends it raw."""
+class _Sent:
+    """A segment in a slot, as its acknowledgement will be booked."""
 
-    codebooks: tuple[codec.Codebook | None, ...]
-
-    def layers(self, first: int, count: int) -> Sequence[codec.Codebook | None]:
-        return self.codebooks[2 * first : 2 * (first + count)]
+    ref: SlotRef
+    mode: WireMode
+    raw_bytes: int
+    wire_bytes: int
 
 
 class Sender:
@@ -72,6 +81,7 @@ class Sender:
         engine: EngineThread,
         slab: Slab,
         codec_plan: CodecPlan,
+        policy: LinkPolicy,
         *,
         epoch: str,
         kv_heads: int,
@@ -86,6 +96,7 @@ class Sender:
         self._slab = slab
         self._slots = SharedSlots(slab.slots)
         self._codec = codec_plan
+        self.policy = policy
         self._epoch = epoch
         self._kv_heads, self._dim = kv_heads, dim
         self._page_size, self._num_layers = page_size, num_layers
@@ -144,14 +155,16 @@ class Sender:
             self._leases.renew(key, time.monotonic())
             self._pump()
 
-    def acknowledge(self, key: str, index: int) -> None:
+    def acknowledge(self, key: str, index: int, timing: SegmentTiming | None = None) -> None:
         """The reader has the segment: its slot serves the next one."""
         outgoing = self._outgoing.get(key)
-        ref = outgoing.unacknowledged.pop(index, None) if outgoing else None
-        if outgoing is None or ref is None:
+        sent = outgoing.unacknowledged.pop(index, None) if outgoing else None
+        if outgoing is None or sent is None:
             log.warning("acknowledgement of an unknown segment", key=key, index=index)
             return
-        self._slots.release(ref)
+        if timing is not None:
+            self.policy.arrived(outgoing.peer, sent.mode, sent.raw_bytes, sent.wire_bytes, timing)
+        self._slots.release(sent.ref)
         self._leases.renew(key, time.monotonic())
         self._pump()
 
@@ -162,8 +175,8 @@ class Sender:
             return
         outgoing.closed = True
         outgoing.planned.clear()
-        for ref in outgoing.unacknowledged.values():
-            self._slots.release(ref)
+        for sent in outgoing.unacknowledged.values():
+            self._slots.release(sent.ref)
         outgoing.unacknowledged.clear()
         self._leases.release(key)
         self._metrics.leases.set(self._leases.active)
@@ -181,6 +194,10 @@ class Sender:
         shape = (2 * layers, self._kv_heads, self._dim, tokens, self._page_size)
         return HEADER_BYTES + codec.max_segment_bytes(*shape)
 
+    def _raw_bytes(self, plan: SegmentPlan) -> int:
+        """Of KV, bf16."""
+        return 2 * 2 * plan.num_layers * self._kv_heads * self._dim * plan.num_tokens
+
     def _pump(self) -> None:
         """Starts every encode that has a credit and a slot, oldest sequence first."""
         for outgoing in self._outgoing.values():
@@ -192,17 +209,20 @@ class Sender:
                 outgoing.encoding += 1
                 index, outgoing.issued = outgoing.issued, outgoing.issued + 1
                 plan = outgoing.planned.popleft()
-                task = asyncio.create_task(self._encode(outgoing, index, plan, ref))
+                mode = self.policy.choose(
+                    outgoing.peer, self._raw_bytes(plan), outgoing.outstanding
+                )
+                task = asyncio.create_task(self._encode(outgoing, index, plan, ref, mode))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
     async def _encode(
-        self, outgoing: Outgoing, index: int, plan: SegmentPlan, ref: SlotRef
+        self, outgoing: Outgoing, index: int, plan: SegmentPlan, ref: SlotRef, mode: WireMode
     ) -> None:
         start = time.perf_counter()
         try:
             encoded = await self._engine.run(
-                lambda engine: self._encode_now(engine, outgoing, index, plan, ref)
+                lambda engine: self._encode_now(engine, outgoing, index, plan, ref, mode)
             )
         except Exception as error:
             log.exception("segment not encoded", request_id=outgoing.request_id)
@@ -217,32 +237,43 @@ class Sender:
             self._slots.release(ref)
             self._pump()
             return
-        outgoing.unacknowledged[index] = ref
-        segment, escapes = encoded
+        segment, escapes, codec_s = encoded
         segment.encode_s = time.perf_counter() - start
-        wire_bytes = segment.length
-        self._metrics.encoded(segment.raw_bytes, wire_bytes, escapes, segment.encode_s)
+        raw_bytes, wire_bytes = segment.raw_bytes, segment.length
+        outgoing.unacknowledged[index] = _Sent(ref, mode, raw_bytes, wire_bytes)
+        self.policy.encoded(mode, raw_bytes, wire_bytes, codec_s)
+        found = Escapes(escapes, self._codec.escape_rate(plan.first_layer, plan.num_layers))
+        self._metrics.encoded(mode, raw_bytes, wire_bytes, found, segment.encode_s)
         outgoing.emit(pb.PrefillEvent(segment=segment))
         self._settle(outgoing)
 
     def _encode_now(
-        self, engine: Engine, outgoing: Outgoing, index: int, plan: SegmentPlan, ref: SlotRef
-    ) -> tuple[pb.Segment, int] | None:
+        self,
+        engine: Engine,
+        outgoing: Outgoing,
+        index: int,
+        plan: SegmentPlan,
+        ref: SlotRef,
+        mode: WireMode,
+    ) -> tuple[pb.Segment, int, float] | None:
         """On the engine's thread. The pages are the sequence's as long as it is not closed.
 
-        Returns the manifest entry and the number of escapes, or None for a closed sequence.
+        Returns the manifest entry, the number of escapes and the seconds that the codec took, or
+        None for a closed sequence.
         """
         if outgoing.closed:
             return None
         frame = self._slab.view(ref.slot, self._slab.slot_bytes)
         first, count = plan.first_layer, plan.num_layers
+        begun = time.perf_counter()
         encoded = codec.encode_pages(
             engine.cache.planes[2 * first : 2 * (first + count)],
-            self._codec.layers(first, count),
+            self._codec.layers(first, count, mode),
             plan.pages,
             plan.num_tokens,
             frame[HEADER_BYTES:],
         )
+        codec_s = time.perf_counter() - begun
         segment = pb.Segment(
             sequence=outgoing.sequence,
             index=index,
@@ -264,7 +295,7 @@ class Sender:
             request_id=outgoing.request_id,
             attempt=outgoing.attempt,
         ).pack_into(frame)
-        return segment, encoded.escapes
+        return segment, encoded.escapes, codec_s
 
     def _settle(self, outgoing: Outgoing) -> None:
         """Says how many segments there are, once the last of them has been announced."""

@@ -34,7 +34,8 @@ class Slab:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.nbytes = slots * slot_bytes
-        padded = torch.zeros(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
+        # Written, unlike what `zeros` returns: else the first use of each slot pays page faults.
+        padded = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device).zero_()
         start = -padded.data_ptr() % _ALIGNMENT
         self._buffer = padded[start : start + self.nbytes]
 

@@ -22,7 +22,7 @@ QUESTION = "What is the capital of France? Answer with one word."
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with deployed() as deployment:
+    with deployed("--codec", "splitzip") as deployment:  # auto may prefer raw on one machine
         yield deployment
 
 

@@ -15,7 +15,7 @@ def test_sources_rise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_DECODE_MAX_RUNNING", "4")
     settings = DecodeSettings.load([f"--config={file}", "--max-running", "5"])
     assert (settings.slots, settings.port, settings.max_running) == (9, 6, 5)
-    assert settings.codec == "splitzip"
+    assert settings.codec == "auto"
 
 
 def test_the_cluster_token_is_one_for_all_services(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,17 @@ def test_sixteen_reads_in_flight(pair: tuple[Reader, Peer]) -> None:
         assert torch.equal(reader.landing.view(slot, SLOT_BYTES), content(slot))
 
 
+def test_the_busy_times_of_reads_in_flight_together_do_not_overlap(
+    pair: tuple[Reader, Peer],
+) -> None:
+    reader, peer = pair
+    begun = time.monotonic()
+    done = [read.result(10) for read in [reader.read(peer, slot) for slot in range(SLOTS)]]
+    elapsed = time.monotonic() - begun
+    assert all(0 <= each.busy_s <= each.seconds for each in done)
+    assert 0 < sum(each.busy_s for each in done) <= elapsed
+
+
 def test_bad_ranges_are_typed_errors_and_harmless(pair: tuple[Reader, Peer]) -> None:
     reader, peer = pair
     end = peer.address + SLOTS * SLOT_BYTES

@@ -1,0 +1,138 @@
+"""A real prefill worker whose one prompt was computed beforehand: only its transfer takes time.
+
+``python -m tests.e2e.kept_prompt --codec auto --codebooks FILE`` computes a prompt of real text
+with the real engine, then serves `headrace.v1.Prefill`, answering every request with that KV, chunk
+by chunk. It prints one line of JSON when it is ready, and one for each line that it reads.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import uvloop
+
+from headrace.v1 import prefill_pb2_grpc
+from runtime.compress import documentation
+from runtime.engine import Add, Command, Computed, Engine, StepOutput
+from runtime.sequence import Request, SampledToken, Sampling
+from services.common.grpc_server import GrpcServer
+from services.common.logging import configure_logging
+from services.common.model_source import resolve_model
+from services.common.tokenizer import load_tokenizer
+from services.common.worker import PAGE_SIZE, digest_pages, load_worker
+from services.prefill.service import SERVICE, PrefillWorker
+from services.prefill.settings import PrefillSettings
+from services.transfer.agent import TransferAgent
+from services.transfer.slab import Slab
+
+TOKENS = 4096
+CHUNK = 512
+
+
+def prompt() -> tuple[int, ...]:
+    """Real text that no codebook was calibrated on."""
+    tokens = load_tokenizer(resolve_model("smollm2-135m")).encode(documentation()[1])
+    return tuple(tokens[:TOKENS])
+
+
+class KeptPrompt(Engine):
+    """An engine that has computed its prompt, and answers every request with those pages."""
+
+    def __init__(self, engine: Engine) -> None:
+        vars(self).update(vars(engine))
+        self._asked: list[str] = []
+        self.pages = self._prefill_once()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._asked)
+
+    def plan(self, incoming: Sequence[Command]) -> StepOutput:
+        asked = [command.request.id for command in incoming if isinstance(command, Add)]
+        self._asked += asked
+        return StepOutput(started=asked)
+
+    def compute(self) -> StepOutput:
+        output, token = StepOutput(), SampledToken(choice=0, index=0, token=1)
+        for key in self._asked:
+            for first in range(0, TOKENS, CHUNK):
+                pages = self.pages[first // PAGE_SIZE : (first + CHUNK) // PAGE_SIZE]
+                output.computed.append(Computed(key, first, CHUNK, pages))
+            output.tokens.append((key, token))
+        self._asked.clear()
+        return output
+
+    def _prefill_once(self) -> tuple[int, ...]:
+        request = Request("kept", prompt(), TOKENS, Sampling(), max_tokens=2)
+        pages: tuple[int, ...] = ()
+        commands: list[Command] = [Add(request, hold=True)]
+        while len(pages) < TOKENS // PAGE_SIZE:
+            Engine.plan(self, commands)
+            for chunk in Engine.compute(self).computed:
+                pages += chunk.pages
+            commands = []
+        return pages
+
+
+async def serve(settings: PrefillSettings) -> None:
+    """Until stdin ends."""
+    loaded = load_worker(settings)
+    engine = KeptPrompt(loaded.engine)
+    slab = Slab(settings.slots, settings.slot_bytes)
+    agent = TransferAgent(f"prefill-{loaded.identity.epoch}")
+    agent.register(slab)
+    worker = PrefillWorker(settings, replace(loaded, engine=engine), agent, slab)
+    server = GrpcServer(settings.endpoint, [SERVICE])
+    prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
+    worker.engine.start()
+    await server.start()
+    ready = {
+        "worker_id": loaded.identity.worker_id,
+        "epoch": loaded.identity.epoch,
+        "address": f"127.0.0.1:{server.port}",
+        "digest": digest_pages(engine, engine.pages, TOKENS),
+    }
+    print(json.dumps(ready), flush=True)  # noqa: T201
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(_report(worker)), flush=True)  # noqa: T201
+    await server.stop(0)
+    await worker.close()
+    agent.close()
+
+
+def _report(worker: PrefillWorker) -> dict[str, object]:
+    """The metrics of the policy, as an operator sees them."""
+    worker.observe()
+    names = ("kv_segments", "kv_wire_mode", "kv_link", "kv_encode_bytes", "kv_decode_bytes")
+    return {
+        " ".join([sample.name, *sample.labels.values()]): sample.value
+        for family in worker.metrics.registry.collect()
+        if family.name.startswith(tuple(f"headrace_{name}" for name in names))
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--codec", required=True)
+    parser.add_argument("--codebooks", required=True)
+    arguments = parser.parse_args()
+    configure_logging(f"prefill-{arguments.codec}", level="warning")
+    settings = PrefillSettings.model_validate(
+        {
+            "codec": arguments.codec,
+            "codebooks": arguments.codebooks,
+            "device": "cpu",
+            "kv_tokens": TOKENS + PAGE_SIZE,
+            "worker_id": f"prefill-{arguments.codec}",
+        }
+    )
+    uvloop.run(serve(settings))
+
+
+if __name__ == "__main__":
+    main()

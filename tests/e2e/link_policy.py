@@ -1,0 +1,221 @@
+"""Is the link policy's KV transfer within 10 % of the better forced choice, on every link?
+
+``OMP_NUM_THREADS=1 python -m tests.e2e.link_policy [--json FILE] [--links NAME,…] [--rounds N]``
+
+One real decode worker fetches the KV of one prompt, 4,096 tokens of SmolLM2-135M (94 MB in bf16),
+from three real prefill workers in turn: ``codec`` raw, splitzip and auto. Every part of a transfer
+is that of a deployment: gRPC sessions, credits, codec, NIXL READs, verification, acknowledgements.
+Only the prompt was computed beforehand (`tests.e2e.kept_prompt`), so that nothing but the transfer
+takes time. A time is that of `Receiver.fetch`, from asking for the prompt to its last verified
+page; rounds are interleaved, and the table has medians.
+
+**What is throttled, and how.** For the 100 Mbit/s and 1 Gbit/s links all four processes run in a
+network namespace of their own, in which there is nothing but a loopback interface whose egress a
+token bucket of the kernel (``tc qdisc … tbf``) limits: UCX's TCP, and gRPC, too, share that rate in
+both directions, with headers, acknowledgements and queueing (at most 20 ms) as on a real link. It
+needs iproute2 and either root or user namespaces. The unthrottled links are loopback TCP as it is,
+and shared memory as UCX chooses it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from headrace.v1 import decode_pb2, sampling_pb2
+from headrace.v1 import prefill_pb2 as pb
+from services.common.logging import configure_logging
+from services.common.worker import PAGE_SIZE, digest_pages, load_worker
+from services.decode.service import DecodeWorker
+from services.decode.settings import DecodeSettings
+from services.local.calibrate import calibrate
+from services.transfer.agent import TransferAgent
+from services.transfer.receiver import Fetch
+from services.transfer.slab import Slab
+from tests.e2e.kept_prompt import TOKENS, prompt
+
+CODECS = ("raw", "splitzip", "auto")
+GOAL = 1.10  # auto against the better forced choice
+
+
+@dataclass(frozen=True)
+class Link:
+    """What is between the workers. ``rate`` as tc writes it; None: not throttled."""
+
+    name: str
+    rate: str | None
+    transports: str | None
+    rounds: int
+
+    def command(self, inside: list[str]) -> list[str]:
+        """Runs ``inside`` behind this link."""
+        if self.rate is None:
+            return inside
+        shape = f"tc qdisc add dev lo root tbf rate {self.rate} burst 256kb latency 20ms"
+        script = f"ip link set lo up && {shape} && exec {shlex.join(inside)}"
+        return ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", script]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        chosen = {"UCX_TLS": self.transports} if self.transports else {}
+        return {**os.environ, "OMP_NUM_THREADS": "1", **chosen}
+
+
+LINKS = (
+    Link("100 Mbit/s", "100mbit", "tcp,self", 3),
+    Link("1 Gbit/s", "1gbit", "tcp,self", 9),
+    Link("loopback TCP", None, "tcp,self", 41),
+    Link("shared memory", None, None, 41),
+)
+
+
+class Prefill:
+    """One process of `tests.e2e.kept_prompt`."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        ready = self._read()
+        self.digest = str(ready.pop("digest"))
+        self.address = decode_pb2.WorkerAddress(**ready)
+
+    def report(self) -> dict[str, Any]:
+        """The policy's metrics."""
+        if self._process.stdin is None:
+            raise RuntimeError("the prefill worker has no stdin")
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@contextmanager
+def prefill_worker(codec: str, codebooks: str) -> Iterator[Prefill]:
+    command = [sys.executable, "-m", "tests.e2e.kept_prompt", "--codec", codec]
+    command += ["--codebooks", codebooks]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        yield Prefill(process)
+        process.communicate()
+
+
+async def measure(codebooks: str, rounds: int) -> dict[str, Any]:
+    """Seconds of every fetch, by codec, and what each prefill worker says at the end."""
+    settings = DecodeSettings.model_validate(
+        {"codebooks": codebooks, "device": "cpu", "kv_tokens": TOKENS + PAGE_SIZE}
+    )
+    loaded = load_worker(settings)
+    landing = Slab(settings.slots, settings.slot_bytes)
+    agent = TransferAgent(f"decode-{loaded.identity.epoch}")
+    agent.register(landing)
+    worker = DecodeWorker(settings, loaded, agent, landing)
+    worker.engine.start()
+    seconds: dict[str, list[float]] = {codec: [] for codec in CODECS}
+    with ExitStack() as stack:
+        workers = {c: stack.enter_context(prefill_worker(c, codebooks)) for c in CODECS}
+        for turn in range(rounds):
+            for codec in CODECS[turn % 3 :] + CODECS[: turn % 3]:
+                fetch = fetch_of(workers[codec], f"{codec}-{turn}")
+                for plane in loaded.engine.cache.planes:
+                    plane.zero_()
+                begun = time.perf_counter()
+                await worker.receiver.fetch(fetch)
+                seconds[codec].append(time.perf_counter() - begun)
+                found = digest_pages(loaded.engine, fetch.pages, TOKENS)
+                if found != workers[codec].digest:
+                    raise RuntimeError(f"{codec}: the KV that arrived is not the KV that was sent")
+        reports = {codec: workers[codec].report() for codec in CODECS}
+        await worker.close()
+        agent.close()
+    return {"seconds": seconds, "reports": reports}
+
+
+def fetch_of(prefill: Prefill, name: str) -> Fetch:
+    start = pb.StartPrefill(
+        request_id=name,
+        placement_id=name,
+        tokens=prompt(),
+        prompt_tokens=TOKENS,
+        sampling=sampling_pb2.Sampling(top_p=1.0, repetition_penalty=1.0),
+        max_tokens=8,
+        choices=1,
+    )
+    pages = tuple(range(TOKENS // PAGE_SIZE))
+    return Fetch(name, prefill.address, start, pages, lambda first: False, deadline_s=120.0)
+
+
+def behind(link: Link, codebooks: Path, rounds: int) -> dict[str, Any]:
+    """Everything of one link, in processes of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        inside = [sys.executable, "-m", "tests.e2e.link_policy", "--inside", str(out)]
+        inside += ["--codebooks", str(codebooks), "--rounds", str(rounds)]
+        subprocess.run(link.command(inside), env=link.environment, check=True)
+        result: dict[str, Any] = json.loads(out.read_text())
+    medians = {codec: statistics.median(times) for codec, times in result["seconds"].items()}
+    best = min(medians["raw"], medians["splitzip"])
+    return {
+        "link": link.name,
+        "rounds": rounds,
+        **{f"{codec}_s": median for codec, median in medians.items()},
+        "first_auto_s": result["seconds"]["auto"][0],
+        "auto_to_best": medians["auto"] / best,
+        **result,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--links", help="names, separated by commas; default: all")
+    parser.add_argument("--rounds", type=int, help="fetches from each worker")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--codebooks", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        configure_logging("decode", level="warning")
+        result = uvloop.run(measure(arguments.codebooks, arguments.rounds))
+        arguments.inside.write_text(json.dumps(result))
+        return 0
+    wanted = arguments.links.split(",") if arguments.links else [link.name for link in LINKS]
+    table = Table("link", "raw", "splitzip", "auto", "auto, first", "auto / best")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        codebooks = Path(folder) / "codebooks.json"
+        calibrate("smollm2-135m", "smollm2-135m", codebooks)
+        for link in LINKS:
+            if link.name in wanted:
+                row = behind(link, codebooks, arguments.rounds or link.rounds)
+                rows.append(row)
+                times = (row[key] for key in ("raw_s", "splitzip_s", "auto_s", "first_auto_s"))
+                table.add_row(
+                    link.name, *(f"{t:.3f} s" for t in times), f"{row['auto_to_best']:.3f}"
+                )
+    Console(width=100).print(table)
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    record = json.dumps({"machine": machine, "tokens": TOKENS, "rows": rows}, indent=1)
+    if arguments.json:
+        arguments.json.write_text(record)
+    return 0 if all(row["auto_to_best"] <= GOAL for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""The link policy between real workers: what is measured, sent, shown and forgotten."""
+
+import pytest
+
+from headrace.v1 import prefill_pb2 as pb
+from tests.services.workers import (
+    Decode,
+    Prefill,
+    Site,
+    event_of,
+    fetch_of,
+    session_with,
+    start_of,
+    until,
+)
+
+TOKENS = 100  # four segments
+MODES = ("raw", "splitzip")
+
+
+def segments(prefill: Prefill) -> dict[str, float]:
+    value = prefill.worker.metrics.registry.get_sample_value
+    return {mode: value("headrace_kv_segments_total", {"mode": mode}) or 0.0 for mode in MODES}
+
+
+def link_metrics(prefill: Prefill) -> dict[str, float]:
+    """What is shown of links, now, by name and mode."""
+    prefill.worker.observe()
+    return {
+        ".".join([sample.name, sample.labels.get("mode", "")]).rstrip("."): sample.value
+        for family in prefill.worker.metrics.registry.collect()
+        for sample in family.samples
+        if "peer" in sample.labels
+    }
+
+
+async def fetch_twice(prefill: Prefill, decode: Decode) -> None:
+    receiver = decode.worker.receiver
+    for first_page in (0, 10):
+        await receiver.fetch(fetch_of(prefill, TOKENS, first_page))
+    for plane in decode.planes():
+        assert plane[:7].any()
+        assert plane[:6].equal(plane[10:16]), "the same prompt is the same KV, however it came"
+
+
+async def test_auto_probes_both_modes_and_shows_what_it_measured(site: Site) -> None:
+    prefill = await site.prefill(codec="auto")
+    decode = await site.decode(codec="auto")
+    await fetch_twice(prefill, decode)
+    sent = segments(prefill)
+    assert sum(sent.values()) == 8
+    assert min(sent.values()) >= 2, "two probes in each mode"
+    shown = link_metrics(prefill)
+    assert shown["headrace_kv_link_bytes_per_second"] > 0
+    for mode in MODES:
+        assert shown[f"headrace_kv_decode_bytes_per_second.{mode}"] > 0
+    assert sum(shown[f"headrace_kv_wire_mode.{mode}"] for mode in MODES) == 1
+    encode = prefill.worker.metrics.registry.get_sample_value
+    for mode in MODES:
+        assert (encode("headrace_kv_encode_bytes_per_second", {"mode": mode}) or 0) > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_forced_mode_is_all_there_is(site: Site, mode: str) -> None:
+    prefill = await site.prefill(codec=mode)
+    decode = await site.decode(codec=mode)
+    await fetch_twice(prefill, decode)
+    assert segments(prefill) == {"raw": 0.0, "splitzip": 0.0} | {mode: 8.0}
+    assert link_metrics(prefill)[f"headrace_kv_wire_mode.{mode}"] == 1
+
+
+async def test_an_acknowledgement_without_a_timing_is_one_all_the_same(site: Site) -> None:
+    """As a decode worker of an earlier version sends it."""
+    prefill = await site.prefill(codec="auto")
+    async with session_with(prefill) as session:
+        await session.write(pb.PrefillCommand(start=start_of(20, sequence=1)))
+        await session.write(pb.PrefillCommand(credit=pb.Credit(sequence=1, segments=1)))
+        while (await event_of(session)).WhichOneof("event") != "segment":
+            pass
+        assert prefill.worker.sender.slots_in_use == 1
+        await session.write(pb.PrefillCommand(acknowledge=pb.Acknowledge(sequence=1, index=0)))
+        await until(lambda: prefill.worker.sender.slots_in_use == 0)
+        assert "headrace_kv_link_bytes_per_second" not in link_metrics(prefill)
+
+
+async def test_a_peer_that_leaves_takes_its_labels_along(site: Site) -> None:
+    prefill = await site.prefill(codec="auto")
+    decode = await site.decode(codec="auto")
+    await fetch_twice(prefill, decode)
+    assert link_metrics(prefill)
+    await decode.worker._links.close()
+    await until(lambda: not link_metrics(prefill))
