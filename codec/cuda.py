@@ -18,7 +18,7 @@ from codec import kernels
 from codec.checksum import KEYS
 from codec.codebook import Codebook
 from codec.elements import element_of
-from codec.errors import FormatError, InvalidBuffer
+from codec.errors import FormatError, InvalidBuffer, InvalidPlanes
 from codec.format import (
     CHUNK,
     COLUMN,
@@ -85,12 +85,12 @@ class Plan:
         codebooks: one for each plane; None for a plane that is stored raw.
         pages: int64 `[pages]`, in token order, on any device.
         geometry, layout: of the segment. A segment without tokens has nothing to launch.
-
         aside: a stream for what ends an encode or a decode: small kernels that the next segment's
             need not wait for. `facts` then follows these; whoever reads the output waits for the
-            stream, and so does this plan's own next call.
+            stream, and so do this plan's own next call and its end.
 
-    Encoding keeps a workspace of a quarter to a third of the raw bytes.
+    Encoding keeps a workspace of a quarter to a third of the raw bytes. Raises `InvalidPlanes` for
+    planes of different strides.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Plan:
         *,
         aside: "torch.cuda.Stream | None" = None,
     ) -> None:
+        _check_strides(planes)
         self._aside = aside
         device, element = planes[0].device, element_of(planes[0].dtype)
         headers = [
@@ -311,6 +312,17 @@ def _place(geometry: Geometry) -> tuple[int, ...]:
     run_columns, rest_columns = -(-run // COLUMN), -(-rest // COLUMN)
     head_columns = geometry.full_pages * run_columns + rest_columns
     return run_chunks, geometry.full_pages, run, rest, run_columns, head_columns
+
+
+def _check_strides(planes: Sequence[Tensor]) -> None:
+    """Kernels go through pages and heads of all planes by the strides of the first."""
+    shape = planes[0].shape
+    kinds = {
+        tuple(stride for stride, size in zip(plane.stride(), shape, strict=True) if size > 1)
+        for plane in planes
+    }
+    if len(kinds) > 1:
+        raise InvalidPlanes(f"on a GPU all planes of a segment have the same strides: {kinds}")
 
 
 def _is_aligned(planes: Sequence[Tensor]) -> bool:

@@ -77,7 +77,7 @@ def store_element(ye, at, place, lane, lanes, element, here, SIZE: tl.constexpr)
 
 @triton.jit
 def nibbles_from(entries, rank, packed, here):
-    """The next eight nibbles of each lane, from number ``rank`` on, in an int64."""
+    """The next eight nibbles of each lane, from number ``rank`` on, the lowest first."""
     word = rank >> 3
     low = tl.load(entries + word, mask=here, other=0)
     high = tl.load(entries + word + 1, mask=here & (word + 1 < packed), other=0)
@@ -118,8 +118,8 @@ def decode_kernel(
     chunk = head * tl.num_programs(0) + i
     coded = tl.load(row + 3) + chunk
     lanes = (length + 31) // 32
-    first = tl.load(in32 + starts_at + coded)
-    units = tl.load(in32 + starts_at + coded + 1) - first
+    begin = unsigned(tl.load(in32 + starts_at + coded))
+    units = (unsigned(tl.load(in32 + starts_at + coded + 1)) - begin).to(tl.int32)
     p = in32 + of_plane(row, 4, plane, codes_at, block_step, EVEN)
     G: tl.constexpr = 1 if BITS == 3 else 4
     streams = load_stream(tl.multiple_of(p, 16) + column * BITS, lanes, BITS, G)
@@ -137,10 +137,8 @@ def decode_kernel(
     exponents = exponents_of(codes, lowest, books + plane * 16, SHIFT, WINDOW)
     words = words_of(joined(exponents, streams[BITS : len(streams)], RESTS, SHIFT), SIZE)
     most = SPILLED * lanes
-    beyond = (entry_words - units).to(tl.uint32, bitcast=True)
-    wrong = units.to(tl.uint32, bitcast=True) > most.to(tl.uint32, bitcast=True)
-    wrong = wrong | (first.to(tl.uint32, bitcast=True) > beyond)
-    entries = in32 + entries_at + first.to(tl.int64)
+    wrong = (units < 0) | (units > most) | (begin + units > entry_words)
+    entries = in32 + entries_at + begin
     digest = digest_of(streams, KEYS, 0)
     if (units == most) & (wrong == 0):
         spilled = load_stream(entries, lanes, SPILLED, 1)
@@ -247,7 +245,7 @@ def verify_kernel(
     seal = tl.load(in64 + 7)
     crc = tl.load(in32 + 5)
     first = tl.load(in32 + starts_at)
-    end = tl.load(in32 + starts_at + chunks)
+    end = unsigned(tl.load(in32 + starts_at + chunks))
     differing = tl.zeros((256,), tl.int32)
     for word in range(0, header_words, 256):
         j = word + tl.arange(0, 256)

@@ -101,6 +101,31 @@ def test_no_kernel_is_given_less_than_it_touches() -> None:
         plan.decode(short[: layout.entries - 1])
 
 
+def test_starts_that_lead_out_of_the_payload_are_not_followed() -> None:
+    """A single chunk, said to have more entries than there are; what follows it looks like one."""
+    book = BOOKS["bf16-top16-window"]
+    source = Pages([from_bits(torch.full((1, 1, 1024, 1), 120 << 7))], [0], 1024, torch.Generator())
+    _, payload = encode(source, reference, [book])
+    payload[codec.read_header(payload).layout.starts + 4] = 100
+    memory = torch.cat([payload.view(torch.int32), torch.full((256,), 200 << 16 | 7)]).int()
+    inside = memory.to(DEVICE).view(torch.uint8)[: len(payload)]
+    target = on_device(source.empty_like())
+    with pytest.raises(codec.FormatError):
+        codec.decode_pages(inside, target.planes, [book], [0], 1024, backend=cuda)
+    assert set(bits(target.planes[0]).flatten().tolist()) == {120 << 7}
+
+
+def test_planes_of_different_strides_are_refused() -> None:
+    planes = [
+        torch.zeros(4, 2, 16, 64).bfloat16(),
+        torch.zeros(2, 4, 16, 64).bfloat16().transpose(0, 1),
+    ]
+    planes = [plane.to(DEVICE) for plane in planes]
+    out = torch.zeros(codec.max_segment_bytes(2, 2, 64, 16, 16), dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(codec.InvalidPlanes):
+        codec.encode_pages(planes, [None, None], [0], 16, out, backend=cuda)
+
+
 @pytest.mark.parametrize("name", ["bf16-top16-window", "bf16-three_bit-window"])
 @pytest.mark.parametrize("part", ["starts", "codes", "entries"])
 @pytest.mark.parametrize("value", [0, 1, 255])
