@@ -29,6 +29,8 @@ WORD_BYTES = 4
 """Of the words that all streams and entries consist of."""
 ALIGNMENT = 16
 """Blocks, streams and entries start at multiples of this, in bytes from the segment's start."""
+MAX_ENTRY_WORDS = (1 << 32) - 1
+"""Of a segment: starts are u32. Sixteen GiB of random bf16 fill a quarter of it."""
 MAX_NIBBLES, MAX_SECOND = 256, 64
 """Escapes that a chunk may list by their second-level codes, and those that have none of these."""
 

@@ -15,9 +15,17 @@ from torch import Tensor
 from codec.checks import PageIds, check_bytes, check_codebooks, check_pages, check_planes
 from codec.codebook import Codebook
 from codec.elements import element_of
-from codec.errors import BufferTooSmall, ChecksumMismatch, FormatError, InvalidBuffer
+from codec.errors import (
+    BufferTooSmall,
+    ChecksumMismatch,
+    FormatError,
+    InvalidBuffer,
+    InvalidPlanes,
+)
 from codec.format import (
+    MAX_ENTRY_WORDS,
     SEGMENT_HEADER_BYTES,
+    WORD_BYTES,
     Geometry,
     Layout,
     Mode,
@@ -120,6 +128,8 @@ def encode_pages(
         for codebook in codebooks
     ]
     layout = Layout.of(geometry, element, [entry.mode for entry in entries])
+    if layout.bound - layout.entries > WORD_BYTES * MAX_ENTRY_WORDS:
+        raise InvalidPlanes("more KV than a segment's table of starts can count: cut it in two")
     if out.numel() < layout.bound:
         raise BufferTooSmall(
             f"the segment may take {layout.bound} bytes, the output has {out.numel()}"
