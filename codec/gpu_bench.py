@@ -113,7 +113,8 @@ class Bench:
                 plan.encode(out)
 
         encode()
-        lengths = [plan.facts().read()[0] for plan, _ in plans]
+        facts = [plan.facts().read() for plan, _ in plans]
+        lengths = [length for length, *_ in facts]
         payloads = [out[:length] for (_, out), length in zip(plans, lengths, strict=True)]
 
         def decode() -> None:
@@ -125,7 +126,8 @@ class Bench:
         if not all(torch.equal(_bits(x), _bits(y)) for x, y in zip(segments, back, strict=True)):
             raise AssertionError(f"{name}: what was decoded is not what was encoded")
         floor = self.copied / (1 + sum(lengths) / raw)
-        return GpuRow(name, raw, raw / sum(lengths), 0.0, speeds[0], speeds[1], floor)
+        escapes = sum(found for _, _, found, _ in facts) / sum(x.numel() for x in segments)
+        return GpuRow(name, raw, raw / sum(lengths), escapes, speeds[0], speeds[1], floor)
 
     def _peer(self, plane: Tensor) -> tuple[float, float]:
         flat, coder = plane.view(-1), self.peer()
@@ -136,7 +138,8 @@ class Bench:
 
 
 Kv = dict[str, list[Tensor]]
-"""Planes `[page, kv_head, slot, dim]` under "calibration" and "test"."""
+"""Planes `[page, kv_head, slot, dim]` under "calibration" and "test", as `headrace kv-statistics
+--keep-kv` writes them."""
 
 
 def real_rows(bench: Bench, kv: Kv) -> Iterator[GpuRow]:

@@ -147,12 +147,13 @@ def kv_statistics(
     out: Annotated[Path, typer.Option(help="folder of the JSON, the table and the plot")],
     model: Annotated[str, typer.Option(help="name or path of a checkpoint")] = "smollm2-135m",
     tokenizer: Annotated[str | None, typer.Option(help="where it differs from the model")] = None,
+    keep_kv: Annotated[bool, typer.Option(help="write the KV itself, too: kv.pt")] = False,
 ) -> None:
     """Measure exponents and compression ratios, layer by layer, on a model's own KV."""
     from services.local.kv_statistics import kv_statistics as make
 
     with _refusals("kv-statistics"):
-        make(model, tokenizer or model, out)
+        make(model, tokenizer or model, out, keep_kv=keep_kv)
 
 
 @app.command()

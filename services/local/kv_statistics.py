@@ -85,8 +85,10 @@ class KVStatistics:
     total: dict[str, Coding]
 
 
-def kv_statistics(model: str, tokenizer: str, out: Path) -> KVStatistics:
+def kv_statistics(model: str, tokenizer: str, out: Path, *, keep_kv: bool = False) -> KVStatistics:
     """Measures on held-out text; writes ``statistics.json``, ``table.md`` and ``kv_ratio.svg``.
+
+    With ``keep_kv`` also ``kv.pt``, the planes in bf16, which the codec's benchmark can take.
 
     Raises:
         PlottingMissing: before anything is computed.
@@ -108,6 +110,8 @@ def kv_statistics(model: str, tokenizer: str, out: Path) -> KVStatistics:
     (out / "statistics.json").write_text(json.dumps(asdict(statistics), indent=1) + "\n")
     (out / "table.md").write_text(tables(statistics))
     draw(statistics, out / "kv_ratio.svg")
+    if keep_kv:
+        torch.save({"calibration": _rounded(calibration), "test": _rounded(test)}, out / "kv.pt")
     console.print(f"wrote {out}/statistics.json, table.md, kv_ratio.svg")
     return statistics
 
@@ -126,7 +130,7 @@ def measure(calibration: Planes, test: Planes) -> KVStatistics:
         name: [codec.calibrate(calibration[key], mode=mode) for key in test]
         for name, mode in (*MODES.items(), (PICKED, None))
     }
-    tensors = [tensor.to(torch.bfloat16) for tensor in test.values()]
+    tensors = _rounded(test)
     histograms = [Histogram.of(tensor, torch.bfloat16) for tensor in tensors]
     names = {mode: name for name, mode in MODES.items()}
     planes = tuple(
@@ -147,6 +151,10 @@ def measure(calibration: Planes, test: Planes) -> KVStatistics:
         _ELEMENT_BITS / mean_bits,
         {name: _coding(tensors, histograms, of_mode) for name, of_mode in books.items()},
     )
+
+
+def _rounded(planes: Planes) -> list[Tensor]:
+    return [plane.to(torch.bfloat16) for plane in planes.values()]
 
 
 def _tokens(planes: Planes) -> int:
