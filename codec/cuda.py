@@ -40,8 +40,9 @@ _SCRATCH = (int(kernels.MAX_NIBBLES) // 4) + int(kernels.MAX_SECOND)
 _SUMMED_DIRECTLY = 1 << 13
 """Up to so many chunks every program that packs adds up the sizes of all before its own; of more, a
 launch of its own adds up theirs first."""
-_REGISTERS = 64
-"""For a thread of a one-warp program, so that as many as an SM holds can run on it."""
+_DECODING, _ENCODING, _LISTING = 48, 64, 56
+"""Registers for a thread of a one-warp program: of 64 an SM holds as many programs as it can run,
+of fewer the next ones need not wait for theirs; measured best, the last with an escape code."""
 _ERRORS = (
     "the header is not that of this geometry and these codebooks",
     "a start or an entry lies outside of what its chunk can have",
@@ -185,7 +186,8 @@ class Plan:
             kernels.encode_kernel[grid](
                 *self._memory, group.rows, *group.start, *group.encoding, *self._where, out32,
                 sizes, scratch.view(torch.uint8), scratch, self._totals,
-                EVEN=group.even, STRIDE=self._stride, maxnreg=_REGISTERS,
+                EVEN=group.even, STRIDE=self._stride,
+                maxnreg=_LISTING if group.options["ESCAPES"] else _ENCODING,
                 **group.options, **self._options,
             )  # fmt: skip
         with self._ending(after=True):
@@ -225,7 +227,7 @@ class Plan:
             kernels.decode_kernel[grid](
                 *self._memory, group.rows, *group.start, *group.streams, *group.decoding,
                 *self._where, in8, in32, starts, entries, words, self._totals,
-                EVEN=group.even, maxnreg=_REGISTERS,
+                EVEN=group.even, maxnreg=_DECODING,
                 **group.options, **self._options,
             )  # fmt: skip
         with self._ending(after=True):

@@ -88,6 +88,15 @@ def together(words, FIRST: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
+def first_word(stream, column, BITS: tl.constexpr, G: tl.constexpr):
+    """Where a column's words of a stream start, G of them in one access.
+
+    The compiler is told so here: on what a function took or returned such a hint would be lost.
+    """
+    return tl.multiple_of(stream + column * BITS, G)
+
+
+@triton.jit
 def load_stream(p, lanes, COUNT: tl.constexpr, G: tl.constexpr):
     """COUNT words of each column; G of them lie together."""
     lane = tl.arange(0, LANES)[:, None]
@@ -240,29 +249,54 @@ def rests_of(halves, RESTS: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def joined(exponents, words, RESTS: tl.constexpr, SHIFT: tl.constexpr):
-    """16 halves of exponents, already in their place, and the words of their rests → halves."""
+def fours_of(words, BITS: tl.constexpr):
+    """Packed codes → 8 registers of four: byte b of number w is the code of place 8 b + w."""
+    fours = ()
+    for w in tl.static_range(8):
+        if BITS == 4:
+            four = shifted(words[w % 4], 4 * (w // 4)) & 0x0F0F0F0F
+        elif w == 0:
+            four = (words[0] & 0x00070007) | ((words[2] << 2) & 0x07000700)
+        else:
+            four = shifted(words[w % 3], 3 * (w // 3)) & 0x00070007
+            if w < 7:
+                four |= shifted(words[(w + 8) % 3], 3 * ((w + 8) // 3) - 8) & 0x07000700
+            else:
+                four |= shifted(words[0], 7) & 0x01000100
+                four |= shifted(words[1], 6) & 0x02000200
+                four |= shifted(words[2], 5) & 0x04000400
+        fours = fours + (four,)
+    return fours
+
+
+@triton.jit
+def joined(fours, words, RESTS: tl.constexpr, SHIFT: tl.constexpr):
+    """8 registers of four exponents, and the words of their rests → halves."""
     halves = ()
     if SHIFT == 7:
         for h in tl.static_range(16):
             word = words[h % 8]
             if h < 8:
-                half = (exponents[h] | (word & 0x007F007F)) | ((word << 8) & -2147450880)
+                half = (fours[h] << 7) & 0x7F807F80
+                half |= (word & 0x007F007F) | ((word << 8) & -2147450880)
             else:
-                half = (exponents[h] | (shifted(word, 8) & 0x007F007F)) | (word & -2147450880)
+                half = shifted(fours[h - 8], 1) & 0x7F807F80
+                half |= (shifted(word, 8) & 0x007F007F) | (word & -2147450880)
             halves = halves + (half,)
-    elif SHIFT == 10:
-        low = unpack(words[0:8], 8)
-        high = unpack(words[8:11], 3)
-        for h in tl.static_range(16):
-            half = exponents[h] | low[h] | ((high[h] & 0x30003) << 8)
-            halves = halves + (half | ((high[h] & 0x40004) << 13),)
     else:
+        if SHIFT == 10:
+            low = unpack(words[0:8], 8)
+            high = unpack(words[8:11], 3)
+        else:
+            rests = unpack(words, RESTS[0])
         top: tl.constexpr = 0x10001 << SHIFT
-        rests = unpack(words, RESTS[0])
         for h in tl.static_range(16):
-            sign = (rests[h] & top) << (7 - SHIFT)
-            halves = halves + (exponents[h] | (rests[h] & (top - 0x10001)) | sign,)
+            half = ((fours[h] if h < 8 else shifted(fours[h - 8], 8)) & 0x00FF00FF) << SHIFT
+            if SHIFT == 10:
+                half |= low[h] | ((high[h] & 0x30003) << 8) | ((high[h] & 0x40004) << 13)
+            else:
+                half |= (rests[h] & (top - 0x10001)) | ((rests[h] & top) << (7 - SHIFT))
+            halves = halves + (half,)
     return halves
 
 

@@ -7,6 +7,8 @@ import triton.language as tl
 
 from codec.kernels.columns import (
     element_at,
+    first_word,
+    fours_of,
     joined,
     load_stream,
     marked_in,
@@ -14,7 +16,6 @@ from codec.kernels.columns import (
     page_start,
     place_of,
     store_columns,
-    unpack,
     words_of,
 )
 from codec.kernels.parameters import LENGTHS, MAX_NIBBLES, ROW
@@ -26,27 +27,40 @@ from codec.kernels.words import (
     digest_of,
     entry_key,
     hashed_column,
-    lowest_one,
     ones,
     ranks,
     seal_of,
+    shifted,
     unsigned,
 )
 
 
 @triton.jit
-def exponents_of(codes, lowest, book, SHIFT: tl.constexpr, WINDOW: tl.constexpr):
-    """Of 16 halves of codes: the exponents, in their place in an element."""
-    found = ()
-    for h in tl.static_range(16):
+def exponents_of(codes, lowest, book, WINDOW: tl.constexpr):
+    """The exponents of 8 registers of four codes."""
+    exponents = ()
+    for w in tl.static_range(8):
         if WINDOW:
-            e = codes[h] * (1 << SHIFT) + ((lowest * 0x10001) << SHIFT)
+            four = codes[w] + lowest * 0x01010101
         else:
-            e = tl.load(book + (codes[h] & 0xFFFF)).to(tl.int32)
-            e |= tl.load(book + (codes[h] >> 16)).to(tl.int32) << 16
-            e = e << SHIFT
-        found = found + (e,)
-    return found
+            four = tl.load(book + (codes[w] & 0xFF)).to(tl.int32)
+            for b in tl.static_range(1, 4):
+                four |= tl.load(book + (shifted(codes[w], 8 * b) & 0xFF)).to(tl.int32) << (8 * b)
+        exponents = exponents + (four,)
+    return exponents
+
+
+@triton.jit
+def added(exponents, place, difference):
+    """Exponents with a difference added to the one at a place, given as the bit of a mask.
+
+    Registers have no index: each asks whether the place is one of its four. If the exponent was
+    above 255 for a moment, what it carried into the next one goes back with the difference.
+    """
+    sums = ()
+    for w in tl.static_range(8):
+        sums = sums + (exponents[w] + (shifted(place, w) & 0x01010101) * difference,)
+    return sums
 
 
 @triton.jit
@@ -120,83 +134,82 @@ def decode_kernel(
     lanes = (length + 31) // 32
     begin = unsigned(tl.load(in32 + starts_at + coded))
     units = (unsigned(tl.load(in32 + starts_at + coded + 1)) - begin).to(tl.int32)
-    p = in32 + of_plane(row, 4, plane, codes_at, block_step, EVEN)
     G: tl.constexpr = 1 if BITS == 3 else 4
-    streams = load_stream(tl.multiple_of(p, 16) + column * BITS, lanes, BITS, G)
-    p = in32 + of_plane(row, 5, plane, rests_at, block_step, EVEN)
-    streams = streams + load_stream(
-        tl.multiple_of(p, 16) + column * RESTS[0], lanes, RESTS[0], 1 if RESTS[0] == 3 else 4
-    )
+    p = of_plane(row, 4, plane, codes_at, block_step, EVEN)
+    streams = load_stream(in32 + first_word(p, column, BITS, G), lanes, BITS, G)
+    R: tl.constexpr = 1 if RESTS[0] == 3 else 4
+    p = of_plane(row, 5, plane, rests_at, block_step, EVEN)
+    p = in32 + first_word(p, column, RESTS[0], R)
+    streams = streams + load_stream(p, lanes, RESTS[0], R)
     if len(RESTS) == 2:
-        p = in32 + of_plane(row, 6, plane, others_at, block_step, EVEN)
-        streams = streams + load_stream(p + column * 3, lanes, 3, 1)
+        p = of_plane(row, 6, plane, others_at, block_step, EVEN)
+        streams = streams + load_stream(in32 + first_word(p, column, 3, 1), lanes, 3, 1)
     lowest = tl.load(row + 1).to(tl.int32)
     at = of_plane(row, 0, plane, first_start, start_step, EVEN)
     at += page_start(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
-    codes = unpack(streams, BITS)
-    exponents = exponents_of(codes, lowest, books + plane * 16, SHIFT, WINDOW)
-    words = words_of(joined(exponents, streams[BITS : len(streams)], RESTS, SHIFT), SIZE)
+    exponents = exponents_of(fours_of(streams, BITS), lowest, books + plane * 16, WINDOW)
     most = SPILLED * lanes
     wrong = (units < 0) | (units > most) | (begin + units > entry_words)
+    listed = tl.where(wrong | (units == most), 0, units)
     entries = in32 + entries_at + begin
+    number = tl.load(row + 2) + chunk
+    hashed = tl.zeros((LANES,), tl.int64)
+    if ESCAPES:
+        if listed > 0:
+            mask = marked_in(streams, BITS)
+            counts = ones(mask)
+            rank, n = ranks(counts)
+            packed = (n + 7) // 8
+            listed = units - packed
+            if length < 1024:
+                wrong = any_lane((mask & ~places_inside(lane, lanes, length, SIZE)) != 0)
+            if (listed < 0) | (n > MAX_NIBBLES) | wrong:
+                wrong = True
+                listed = 0
+            else:
+                escape = lowest + ((1 << BITS) - 1)
+                if not WINDOW:
+                    escape = tl.load(books + plane * 16 + ((1 << BITS) - 1)).to(tl.int32)
+                second = tl.load(seconds + plane * 16 + (lane & 15)).to(tl.int32) - escape
+                word = tl.load(entries + lane, mask=lane < packed, other=0)
+                hashed += unsigned(word) * entry_key(number, lane)
+                rounds = tl.max(counts, axis=0)
+                for done in range(0, rounds, 8):
+                    nibbles = nibbles_from(entries, rank, packed, mask != 0)
+                    for _ in range(done, tl.minimum(done + 8, rounds)):
+                        place = mask & -mask
+                        exponents = added(exponents, place, tl.gather(second, nibbles & 15, 0))
+                        nibbles = nibbles >> 4
+                        mask ^= place
+                    rank += 8
+    words = words_of(joined(exponents, streams[BITS : len(streams)], RESTS, SHIFT), SIZE)
     digest = digest_of(streams, KEYS, 0)
     if (units == most) & (wrong == 0):
         spilled = load_stream(entries, lanes, SPILLED, 1)
         digest += digest_of(spilled, KEYS, len(streams))
         words = streams + spilled
+    hashed += tl.where(lane < lanes, hashed_column(digest, number, lane, units), 0)
     store_columns(ye, y32, at, words, lanes, length, SIZE, ALIGNED)
-    number = tl.load(row + 2) + chunk
-    hashed = tl.where(lane < lanes, hashed_column(digest, number, lane, units), 0)
-    if units != 0:
-        if (units < most) & (wrong == 0):
-            tl.debug_barrier()
-            rests8 = in8 + 4 * (tl.load(row + 5) + column * RESTS[0])
-            listed = units
-            if ESCAPES:
-                mask = marked_in(streams, BITS)
-                counts = ones(mask)
-                rank, n = ranks(counts)
-                packed = (n + 7) // 8
-                listed = units - packed
-                if length < 1024:
-                    wrong = any_lane((mask & ~places_inside(lane, lanes, length, SIZE)) != 0)
-                if (listed < 0) | (n > MAX_NIBBLES) | wrong:
-                    wrong = True
-                    listed = 0
-                else:
-                    second = tl.load(seconds + plane * 16 + (lane & 15)).to(tl.int32) << SHIFT
-                    word = tl.load(entries + lane, mask=lane < packed, other=0)
-                    hashed += unsigned(word) * entry_key(number, lane)
-                    rounds = tl.max(counts, axis=0)
-                    for done in range(0, rounds, 8):
-                        nibbles = nibbles_from(entries, rank, packed, mask != 0)
-                        for _ in range(done, tl.minimum(done + 8, rounds)):
-                            place = lowest_one(mask)
-                            here = mask != 0
-                            x = rest_at(ye, at, rests8, place, lane, lanes, here, SIZE, SHIFT, MASK)
-                            x |= tl.gather(second, nibbles & 15, 0)
-                            store_element(ye, at, place, lane, lanes, x, here, SIZE)
-                            nibbles = nibbles >> 4
-                            mask &= mask - 1
-                        rank += 8
-                    entries += packed
-                    tl.debug_barrier()
-            for first in range(0, listed, LANES):
-                here = first + lane < listed
-                word = tl.load(entries + first + lane, mask=here, other=0)
-                hashed += unsigned(word) * entry_key(number, units - listed + first + lane)
-                other = (word >> 5) & 31
-                place = word & 31
-                inside = (other < lanes) & (element_at(place, other, lanes, SIZE) < length)
-                inside = inside & ((word & ~(0x3FF | (MASK << 16))) == 0)
-                if any_lane(here & (inside == 0)):
-                    wrong = True
-                here = here & inside
-                x = rest_at(ye, at, rests8, place, other, lanes, here, SIZE, SHIFT, MASK)
-                x |= (word >> 16) << SHIFT
-                store_element(ye, at, place, other, lanes, x, here, SIZE)
-        if wrong:
-            tl.atomic_or(totals + ERRORS, 2, sem="relaxed")
+    if listed > 0:
+        tl.debug_barrier()
+        rests8 = in8 + 4 * (tl.load(row + 5) + column * RESTS[0])
+        entries += units - listed
+        for first in range(0, listed, LANES):
+            here = first + lane < listed
+            word = tl.load(entries + first + lane, mask=here, other=0)
+            hashed += unsigned(word) * entry_key(number, units - listed + first + lane)
+            other = (word >> 5) & 31
+            place = word & 31
+            inside = (other < lanes) & (element_at(place, other, lanes, SIZE) < length)
+            inside = inside & ((word & ~(0x3FF | (MASK << 16))) == 0)
+            if any_lane(here & (inside == 0)):
+                wrong = True
+            here = here & inside
+            x = rest_at(ye, at, rests8, place, other, lanes, here, SIZE, SHIFT, MASK)
+            x |= (word >> 16) << SHIFT
+            store_element(ye, at, place, other, lanes, x, here, SIZE)
+    if wrong:
+        tl.atomic_or(totals + ERRORS, 2, sem="relaxed")
     tl.atomic_add(totals + number % SUMS, tl.sum(hashed, axis=0), sem="relaxed")
 
 
@@ -218,8 +231,9 @@ def raw_decode_kernel(
     lanes = (length + 31) // 32
     at = of_plane(row, 0, plane, first_start, start_step, EVEN)
     at += page_start(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
-    p = in32 + of_plane(row, 4, plane, codes_at, block_step, EVEN)
-    words = load_stream(tl.multiple_of(p, 16) + column * (8 * SIZE), lanes, 8 * SIZE, 2 * SIZE)
+    p = of_plane(row, 4, plane, codes_at, block_step, EVEN)
+    p = in32 + first_word(p, column, 8 * SIZE, 2 * SIZE)
+    words = load_stream(p, lanes, 8 * SIZE, 2 * SIZE)
     store_columns(ye, y32, at, words, lanes, length, SIZE, ALIGNED)
     number = tl.load(row + 2) + head * tl.num_programs(0) + i
     hashed = hashed_column(digest_of(words, KEYS, 0), number, lane, 0)

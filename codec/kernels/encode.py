@@ -10,6 +10,7 @@ from codec.kernels.columns import (
     distances,
     element_at,
     escapes_of,
+    first_word,
     halves_of,
     load_columns,
     marked_in,
@@ -152,24 +153,24 @@ def encode_kernel(
         tl.atomic_add(totals + ESCAPE_COUNTS + number % SUMS, n.to(tl.int64), sem="relaxed")
     tl.store(sizes + coded, size)
     last = chunk == tl.num_programs(0) * tl.num_programs(1) - 1
-    p = out32 + tl.load(row + 4)
+    p = tl.load(row + 4)
     G: tl.constexpr = 1 if BITS == 3 else 4
-    store_stream(tl.multiple_of(p, 16) + column * BITS, lanes, streams[0:BITS], G)
+    store_stream(out32 + first_word(p, column, BITS, G), lanes, streams[0:BITS], G)
     if BITS == 3:
         if last:
-            zero_to_multiple(p, (column + lanes) * 3)
+            zero_to_multiple(out32 + p, (column + lanes) * 3)
     FIRST: tl.constexpr = BITS + RESTS[0]
     R: tl.constexpr = 1 if RESTS[0] == 3 else 4
-    p = out32 + tl.load(row + 5)
-    store_stream(tl.multiple_of(p, 16) + column * RESTS[0], lanes, streams[BITS:FIRST], R)
+    p = tl.load(row + 5)
+    store_stream(out32 + first_word(p, column, RESTS[0], R), lanes, streams[BITS:FIRST], R)
     if RESTS[0] == 3:
         if last:
-            zero_to_multiple(p, (column + lanes) * 3)
+            zero_to_multiple(out32 + p, (column + lanes) * 3)
     if len(RESTS) == 2:
-        p = out32 + tl.load(row + 6)
-        store_stream(p + column * 3, lanes, streams[FIRST : FIRST + 3], 1)
+        p = tl.load(row + 6)
+        store_stream(out32 + first_word(p, column, 3, 1), lanes, streams[FIRST : FIRST + 3], 1)
         if last:
-            zero_to_multiple(p, (column + lanes) * 3)
+            zero_to_multiple(out32 + p, (column + lanes) * 3)
     hashed += tl.where(lane < lanes, hashed_column(digest, number, lane, size & 0xFF), 0)
     tl.atomic_add(totals + number % SUMS, tl.sum(hashed, axis=0), sem="relaxed")
 
@@ -193,8 +194,8 @@ def raw_kernel(
     at += page_start(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
     words = load_columns(xe, x32, at, lanes, length, 0, SIZE, ALIGNED)
     if STORE:
-        p = out32 + tl.load(row + 4)
-        store_stream(tl.multiple_of(p, 16) + column * (8 * SIZE), lanes, words, 2 * SIZE)
+        p = out32 + first_word(tl.load(row + 4), column, 8 * SIZE, 2 * SIZE)
+        store_stream(p, lanes, words, 2 * SIZE)
     number = tl.load(row + 2) + head * tl.num_programs(0) + i
     hashed = hashed_column(digest_of(words, KEYS, 0), number, lane, 0)
     hashed = tl.where(lane < lanes, hashed, 0)
