@@ -35,6 +35,7 @@ from codec.ops import (
     read_header,
     warm_up,
 )
+from codec.paged import PagedCodec, Pending, paged
 
 __all__ = [
     "WIRE_VERSION",
@@ -55,7 +56,9 @@ __all__ = [
     "InvalidPages",
     "InvalidPlanes",
     "Mode",
+    "PagedCodec",
     "PayloadError",
+    "Pending",
     "TruncatedPayload",
     "UnsupportedDtype",
     "calibrate",
@@ -67,6 +70,7 @@ __all__ = [
     "encode_pages",
     "max_payload_bytes",
     "max_segment_bytes",
+    "paged",
     "read_header",
     "warm_up",
 ]

@@ -8,6 +8,8 @@ from torch import Tensor
 from codec.codebook import Codebook
 from codec.elements import ElementType, element_of
 from codec.errors import (
+    BufferTooSmall,
+    ChecksumMismatch,
     CodebookMismatch,
     FormatError,
     InvalidBuffer,
@@ -15,7 +17,14 @@ from codec.errors import (
     InvalidPages,
     InvalidPlanes,
 )
-from codec.format import Geometry, Mode, SegmentHeader
+from codec.format import (
+    MAX_ENTRY_WORDS,
+    WORD_BYTES,
+    Geometry,
+    Layout,
+    Mode,
+    SegmentHeader,
+)
 
 PageIds = Sequence[int] | Tensor
 
@@ -65,6 +74,40 @@ def check_bytes(payload: Tensor, device: torch.device) -> None:
     kind = (payload.dtype, payload.ndim, payload.device)
     if kind != (torch.uint8, 1, device) or not payload.is_contiguous():
         raise InvalidBuffer(f"payloads are uint8, 1-D, contiguous and on {device}")
+
+
+def check_output(out: Tensor, layout: Layout) -> None:
+    """An output must have the bytes that this segment may take, and its starts must count them."""
+    if layout.bound - layout.entries > WORD_BYTES * MAX_ENTRY_WORDS:
+        raise InvalidPlanes("more KV than a segment's table of starts can count: cut it in two")
+    if out.numel() < layout.bound:
+        raise BufferTooSmall(
+            f"the segment may take {layout.bound} bytes, the output has {out.numel()}"
+        )
+
+
+def check_header(
+    header: SegmentHeader,
+    size: int,
+    element: ElementType,
+    geometry: Geometry,
+    codebooks: Sequence[Codebook | None],
+) -> None:
+    """A segment of so many bytes must hold what the call names."""
+    if header.length != size:
+        raise FormatError(f"the header is of {header.length} bytes, the payload has {size}")
+    if (len(header.planes), header.element, header.geometry) != (len(codebooks), element, geometry):
+        raise FormatError(
+            f"the segment holds {len(header.planes)} planes of {header.element.name} and "
+            f"{header.geometry}, the call names {len(codebooks)} of {element.name} and {geometry}"
+        )
+    check_codebooks(header, codebooks)
+
+
+def check_checksum(found: int, header: SegmentHeader) -> None:
+    """What was decoded must be what was encoded."""
+    if found != header.checksum:
+        raise ChecksumMismatch(f"decoded {found:016x}, encoded {header.checksum:016x}")
 
 
 def check_codebooks(header: SegmentHeader, codebooks: Sequence[Codebook | None]) -> None:

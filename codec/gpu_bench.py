@@ -18,9 +18,9 @@ from torch import Tensor
 from triton.testing import do_bench
 
 import codec
-from codec.cuda import Plan
 from codec.elements import BF16, ELEMENT_TYPES, ElementType
 from codec.format import Geometry, Layout, Mode
+from codec.plan import Plan
 
 MIB = 1 << 20
 _PEER_CLASS = "ChunkLocalSplitZipGPU"
@@ -82,21 +82,22 @@ class Bench:
         against_peer: bool = False,
     ) -> GpuRow:
         """Encode some pages of all planes, decode into others; checked before it is timed."""
-        encoding, out = _plan(planes, books, ids, tokens)
-        encoding.encode(out)
+        encoding, out = _plan(planes, books, tokens)
+        pages = torch.tensor(ids, device="cuda")
+        encoding.encode(pages, out)
         length, checksum, escapes, _ = encoding.facts().read()
         payload = out[:length]
         back = [torch.zeros_like(plane) for plane in planes]
-        decoding, _ = _plan(back, books, ids, tokens)
-        decoding.decode(payload)
+        decoding, _ = _plan(back, books, tokens)
+        decoding.decode(pages, payload)
         _, found, announced, errors = decoding.facts().read()
         if errors or not checksum == found == announced or not _same(planes, back, ids):
             raise AssertionError(f"{name}: what was decoded is not what was encoded")
         _, heads, _, dim = planes[0].shape
         elements = len(planes) * heads * tokens * dim
         raw = elements * planes[0].element_size()
-        encode = raw / _milliseconds(lambda: encoding.encode(out)) / 1e6
-        decode = raw / _milliseconds(lambda: decoding.decode(payload)) / 1e6
+        encode = raw / _milliseconds(lambda: encoding.encode(pages, out)) / 1e6
+        decode = raw / _milliseconds(lambda: decoding.decode(pages, payload)) / 1e6
         peer = self._peer(planes[0]) if against_peer and self.peer else (0.0, 0.0)
         floor = self.copied / (1 + length / raw)
         return GpuRow(name, raw, raw / length, escapes / elements, encode, decode, floor, *peer)
@@ -104,13 +105,14 @@ class Bench:
     def graph_row(self, name: str, segments: list[Tensor], book: codec.Codebook) -> GpuRow:
         """Flat segments one after another in a CUDA graph, what ends each aside."""
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        plans = [_plan([_flat(x)], book, [0], x.numel(), aside) for x in segments]
+        page = torch.zeros(1, dtype=torch.int64, device="cuda")
+        plans = [_plan([_flat(x)], book, x.numel(), aside) for x in segments]
         back = [torch.zeros_like(x) for x in segments]
-        decodes = [_plan([_flat(x)], book, [0], x.numel(), aside)[0] for x in back]
+        decodes = [_plan([_flat(x)], book, x.numel(), aside)[0] for x in back]
 
         def encode() -> None:
             for plan, out in plans:
-                plan.encode(out)
+                plan.encode(page, out)
 
         encode()
         facts = [plan.facts().read() for plan, _ in plans]
@@ -119,7 +121,7 @@ class Bench:
 
         def decode() -> None:
             for plan, payload in zip(decodes, payloads, strict=True):
-                plan.decode(payload)
+                plan.decode(page, payload)
 
         raw = sum(x.numel() * x.element_size() for x in segments)
         speeds = [raw / _milliseconds(_captured(f, aside).replay) / 1e6 for f in (encode, decode)]
@@ -207,7 +209,6 @@ def _calibrated(mode: Mode, element: ElementType = BF16) -> codec.Codebook:
 def _plan(
     planes: list[Tensor],
     books: codec.Codebook | list[codec.Codebook],
-    ids: list[int],
     tokens: int,
     aside: torch.cuda.Stream | None = None,
 ) -> tuple[Plan, Tensor]:
@@ -216,7 +217,7 @@ def _plan(
     geometry = Geometry(heads, dim, tokens, slots)
     books = books if isinstance(books, list) else [books] * len(planes)
     layout = Layout.of(geometry, books[0].element, [book.mode for book in books])
-    plan = Plan(planes, books, torch.tensor(ids), geometry, layout, aside=aside)
+    plan = Plan(planes, books, geometry, layout, aside=aside)
     return plan, torch.empty(layout.bound, dtype=torch.uint8, device="cuda")
 
 

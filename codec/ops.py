@@ -12,20 +12,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from codec.checks import PageIds, check_bytes, check_codebooks, check_pages, check_planes
+from codec.checks import (
+    PageIds,
+    check_bytes,
+    check_checksum,
+    check_codebooks,
+    check_header,
+    check_output,
+    check_pages,
+    check_planes,
+)
 from codec.codebook import Codebook
 from codec.elements import element_of
 from codec.errors import (
-    BufferTooSmall,
-    ChecksumMismatch,
     FormatError,
     InvalidBuffer,
-    InvalidPlanes,
 )
 from codec.format import (
-    MAX_ENTRY_WORDS,
     SEGMENT_HEADER_BYTES,
-    WORD_BYTES,
     Geometry,
     Layout,
     Mode,
@@ -128,12 +132,7 @@ def encode_pages(
         for codebook in codebooks
     ]
     layout = Layout.of(geometry, element, [entry.mode for entry in entries])
-    if layout.bound - layout.entries > WORD_BYTES * MAX_ENTRY_WORDS:
-        raise InvalidPlanes("more KV than a segment's table of starts can count: cut it in two")
-    if out.numel() < layout.bound:
-        raise BufferTooSmall(
-            f"the segment may take {layout.bound} bytes, the output has {out.numel()}"
-        )
+    check_output(out, layout)
     backend = backend or _backend_of(out.device)
     units, checksum, escapes = backend.encode_planes(
         planes, codebooks, pages, geometry, layout, out
@@ -151,6 +150,7 @@ def decode_pages(
     page_ids: PageIds,
     num_tokens: int,
     *,
+    header: SegmentHeader | None = None,
     backend: Backend | None = None,
 ) -> Decoded:
     """Decode a segment into pages and verify its checksum.
@@ -161,6 +161,7 @@ def decode_pages(
         planes, codebooks, page_ids, num_tokens, backend: as for `encode_pages`; the page ids are
             the receiver's own. Slots past `num_tokens` are not written. A codebook is needed only
             for a plane that is not stored raw.
+        header: the payload's, if it has been read already.
 
     Every header field is validated before the first write; on the CPU the table of starts and all
     entries as well. After `ChecksumMismatch`, and on a GPU after any `FormatError`, the pages may
@@ -172,17 +173,11 @@ def decode_pages(
     element, geometry = check_planes(planes, codebooks, num_tokens)
     pages = check_pages(page_ids, planes[0].shape[0], geometry)
     check_bytes(payload, planes[0].device)
-    header = read_header(payload)
-    if (len(header.planes), header.element, header.geometry) != (len(planes), element, geometry):
-        raise FormatError(
-            f"the segment holds {len(header.planes)} planes of {header.element.name} and "
-            f"{header.geometry}, the call names {len(planes)} of {element.name} and {geometry}"
-        )
-    check_codebooks(header, codebooks)
+    header = header or read_header(payload)
+    check_header(header, payload.numel(), element, geometry, codebooks)
     backend = backend or _backend_of(payload.device)
     checksum = backend.decode_planes(payload, header, header.layout, planes, codebooks, pages)
-    if checksum != header.checksum:
-        raise ChecksumMismatch(f"decoded {checksum:016x}, encoded {header.checksum:016x}")
+    check_checksum(checksum, header)
     return Decoded(header.length, raw_bytes(planes, geometry), checksum)
 
 

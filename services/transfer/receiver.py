@@ -20,7 +20,7 @@ from runtime.engine import Engine
 from services.common.engine_thread import EngineThread
 from services.common.worker_metrics import WorkerMetrics
 from services.transfer.agent import ReadDone, TransferAgent
-from services.transfer.codec_plan import CodecPlan
+from services.transfer.codec_plan import CodecPlan, outcome_of
 from services.transfer.errors import ForeignSegment, FrameError, PeerLost, TransferError
 from services.transfer.frame import HEADER_BYTES, FrameHeader, verify
 from services.transfer.landing import Landing
@@ -198,9 +198,7 @@ class Receiver:
             user = asyncio.wrap_future(self._read(segment, slot, welcome))
             busy_s = (await asyncio.shield(user)).busy_s
             read_s = time.perf_counter() - start
-            user = self._engine.run(
-                lambda engine: self._decode_now(engine, segment, slot, pages, fetch, welcome)
-            )
+            user = asyncio.ensure_future(self._decode(segment, slot, pages, fetch, welcome))
             codec_s = await asyncio.shield(user)
         except PeerLost:
             subscription.hang_up()
@@ -226,7 +224,24 @@ class Receiver:
             deadline_s=self._read_timeout_s,
         )
 
-    def _decode_now(
+    async def _decode(
+        self,
+        segment: pb.Segment,
+        slot: SlotRef,
+        pages: range,
+        fetch: Fetch,
+        welcome: pb.Welcome,
+    ) -> float:
+        """Verifies what was read and decodes it; returns the seconds that the codec took."""
+        decoding = await self._engine.run(
+            lambda engine: self._start_decode(engine, segment, slot, pages, fetch, welcome)
+        )
+        if decoding is None:
+            return 0.0
+        await outcome_of(decoding)
+        return decoding.seconds
+
+    def _start_decode(
         self,
         engine: Engine,
         segment: pb.Segment,
@@ -234,31 +249,24 @@ class Receiver:
         pages: range,
         fetch: Fetch,
         welcome: pb.Welcome,
-    ) -> float:
-        """On the engine's thread. The pages are the sequence's as long as it is not closed.
-
-        Returns the seconds that the codec took.
-        """
+    ) -> codec.Pending[codec.Decoded] | None:
+        """On the engine's thread; None for a closed sequence. Of pages see `Sender._start`."""
         if fetch.closed:
-            return 0.0
+            return None
         frame = self.landing.slab.view(slot.slot, segment.length)
+        payload = frame[HEADER_BYTES:]
         start = fetch.start
         expected = frame_of(
             segment, epoch=welcome.epoch, request_id=start.request_id, attempt=start.attempt
         )
-        verify(expected, FrameHeader.unpack(frame))
-        first, count = segment.first_layer, segment.num_layers
-        begun = time.perf_counter()
-        decoded = codec.decode_pages(
-            frame[HEADER_BYTES:],
-            engine.cache.planes[2 * first : 2 * (first + count)],
-            self._codec.layers(first, count),
-            fetch.pages[pages.start : pages.stop],
-            segment.num_tokens,
-        )
-        if decoded.checksum != segment.checksum:
+        with self.landing.slab.aside():
+            verify(expected, FrameHeader.unpack(frame))
+            header = codec.read_header(payload)
+        if header.checksum != segment.checksum:
             raise ForeignSegment("the segment's checksum is not the manifest's")
-        return time.perf_counter() - begun
+        layers = self._codec.of(engine.cache.planes, segment.first_layer, segment.num_layers)
+        page_ids = fetch.pages[pages.start : pages.stop]
+        return layers.decode(payload, header, page_ids, segment.num_tokens)
 
     def _grant(self, key: str, segments: int) -> None:
         self._subscriptions[key].credit(segments)

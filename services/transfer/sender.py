@@ -19,7 +19,7 @@ from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Computed, Engine
 from services.common.engine_thread import EngineThread
 from services.common.worker_metrics import WorkerMetrics
-from services.transfer.codec_plan import CodecPlan
+from services.transfer.codec_plan import CodecPlan, outcome_of
 from services.transfer.drift import Escapes
 from services.transfer.frame import HEADER_BYTES
 from services.transfer.lease import LeaseTable
@@ -207,23 +207,28 @@ class Sender:
                     break
                 outgoing.credits -= 1
                 outgoing.encoding += 1
-                index, outgoing.issued = outgoing.issued, outgoing.issued + 1
                 plan = outgoing.planned.popleft()
                 mode = self.policy.choose(
                     outgoing.peer, self._raw_bytes(plan), outgoing.outstanding
                 )
-                task = asyncio.create_task(self._encode(outgoing, index, plan, ref, mode))
+                task = asyncio.create_task(self._encode(outgoing, plan, ref, mode))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
     async def _encode(
-        self, outgoing: Outgoing, index: int, plan: SegmentPlan, ref: SlotRef, mode: WireMode
+        self, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, mode: WireMode
     ) -> None:
         start = time.perf_counter()
         try:
-            encoded = await self._engine.run(
-                lambda engine: self._encode_now(engine, outgoing, index, plan, ref, mode)
+            encoding = await self._engine.run(
+                lambda engine: self._start(engine, outgoing, plan, ref, mode)
             )
+            encoded = await outcome_of(encoding) if encoding else None
+            if outgoing.closed or encoding is None or encoded is None:
+                self._slots.release(ref)
+                self._pump()
+                return
+            segment = self._framed(outgoing, plan, ref, encoded)
         except Exception as error:
             log.exception("segment not encoded", request_id=outgoing.request_id)
             self._slots.release(ref)
@@ -233,69 +238,57 @@ class Sender:
             return
         finally:
             outgoing.encoding -= 1
-        if outgoing.closed or encoded is None:
-            self._slots.release(ref)
-            self._pump()
-            return
-        segment, escapes, codec_s = encoded
         segment.encode_s = time.perf_counter() - start
         raw_bytes, wire_bytes = segment.raw_bytes, segment.length
-        outgoing.unacknowledged[index] = _Sent(ref, mode, raw_bytes, wire_bytes)
-        self.policy.encoded(mode, raw_bytes, wire_bytes, codec_s)
-        found = Escapes(escapes, self._codec.escape_rate(plan.first_layer, plan.num_layers))
+        outgoing.unacknowledged[segment.index] = _Sent(ref, mode, raw_bytes, wire_bytes)
+        self.policy.encoded(mode, raw_bytes, wire_bytes, encoding.seconds)
+        found = Escapes(encoded.escapes, self._codec.escape_rate(plan.first_layer, plan.num_layers))
         self._metrics.encoded(mode, raw_bytes, wire_bytes, found, segment.encode_s)
         outgoing.emit(pb.PrefillEvent(segment=segment))
         self._settle(outgoing)
 
-    def _encode_now(
-        self,
-        engine: Engine,
-        outgoing: Outgoing,
-        index: int,
-        plan: SegmentPlan,
-        ref: SlotRef,
-        mode: WireMode,
-    ) -> tuple[pb.Segment, int, float] | None:
-        """On the engine's thread. The pages are the sequence's as long as it is not closed.
+    def _start(
+        self, engine: Engine, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, mode: WireMode
+    ) -> codec.Pending[codec.Encoded] | None:
+        """On the engine's thread. None for a closed sequence.
 
-        Returns the manifest entry, the number of escapes and the seconds that the codec took, or
-        None for a closed sequence.
+        The pages are the sequence's as long as it is not closed, and on a GPU, where the engine's
+        stream has this work before anything that could write to them, for long enough after that.
         """
         if outgoing.closed:
             return None
         frame = self._slab.view(ref.slot, self._slab.slot_bytes)
-        first, count = plan.first_layer, plan.num_layers
-        begun = time.perf_counter()
-        encoded = codec.encode_pages(
-            engine.cache.planes[2 * first : 2 * (first + count)],
-            self._codec.layers(first, count, mode),
-            plan.pages,
-            plan.num_tokens,
-            frame[HEADER_BYTES:],
-        )
-        codec_s = time.perf_counter() - begun
+        layers = self._codec.of(engine.cache.planes, plan.first_layer, plan.num_layers, mode)
+        return layers.encode(plan.pages, plan.num_tokens, frame[HEADER_BYTES:])
+
+    def _framed(
+        self, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, encoded: codec.Encoded
+    ) -> pb.Segment:
+        """Writes the frame in front of a payload; returns the manifest entry. Segments are counted
+        as they come out of the codec: on a GPU several are in it."""
+        index, outgoing.issued = outgoing.issued, outgoing.issued + 1
         segment = pb.Segment(
             sequence=outgoing.sequence,
             index=index,
             first_token=plan.first_token,
             num_tokens=plan.num_tokens,
-            first_layer=first,
-            num_layers=count,
+            first_layer=plan.first_layer,
+            num_layers=plan.num_layers,
             slot=ref.slot,
             generation=ref.generation,
             length=HEADER_BYTES + encoded.length,
             checksum=encoded.checksum,
             raw_bytes=encoded.raw_bytes,
         )
-        # From host to device this copy is synchronous: it returns after the codec's kernels before
-        # it, so that nothing is announced that a reader could not READ yet.
-        frame_of(
+        frame = frame_of(
             segment,
             epoch=self._epoch,
             request_id=outgoing.request_id,
             attempt=outgoing.attempt,
-        ).pack_into(frame)
-        return segment, encoded.escapes, codec_s
+        )
+        with self._slab.aside():
+            frame.pack_into(self._slab.view(ref.slot, HEADER_BYTES))
+        return segment
 
     def _settle(self, outgoing: Outgoing) -> None:
         """Says how many segments there are, once the last of them has been announced."""

@@ -1,6 +1,8 @@
 """A registered memory region cut into equal slots, and the bookkeeping of who holds which slot."""
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +40,7 @@ class Slab:
         padded = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device).zero_()
         start = -padded.data_ptr() % _ALIGNMENT
         self._buffer = padded[start : start + self.nbytes]
+        self._aside = torch.cuda.Stream(padded.device) if padded.is_cuda else None  # type: ignore[no-untyped-call]
 
     @property
     def address(self) -> int:
@@ -66,6 +69,16 @@ class Slab:
             raise SlabError(f"{length} bytes of a slot of {self.slot_bytes}")
         start = slot * self.slot_bytes
         return self._buffer[start : start + length]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is copied here waits for no work of the device, and is done at the end."""
+        if self._aside is None:
+            yield
+            return
+        with torch.cuda.stream(self._aside):
+            yield
+        self._aside.synchronize()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from codec import cuda, reference
 from codec.codebook import Codebook
 from codec.format import Geometry, Layout, Mode
 from codec.ops import Backend
+from codec.plan import Plan
+from codec.planned import PlannedCodec
 from tests.codec.samples import BOOKS, Pages, bits, from_bits, make_pages
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,12 +95,51 @@ def test_no_kernel_is_given_less_than_it_touches() -> None:
     pages = on_device(make_pages(17, num_planes=1, kv_heads=1))
     geometry = Geometry(1, 64, 17, 16)
     layout = Layout.of(geometry, book.element, [Mode.TOP16])
-    plan = cuda.Plan(pages.planes, [book], torch.tensor(pages.ids), geometry, layout)
+    plan, ids = Plan(pages.planes, [book], geometry, layout), torch.tensor(pages.ids)
     short = torch.zeros(layout.bound - 1, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(codec.InvalidBuffer):
-        plan.encode(short)
+        plan.encode(ids, short)
     with pytest.raises(codec.InvalidBuffer):
-        plan.decode(short[: layout.entries - 1])
+        plan.decode(ids, short[: layout.entries - 1])
+
+
+def test_plans_are_kept_and_their_outcome_comes_later() -> None:
+    """Segments of several lengths, of pages in another order each time, in any mode."""
+    books: list[Codebook | None] = [BOOKS["bf16-three_bit-window"], BOOKS["bf16-top16-gaps"], None]
+    source = on_device(make_pages(80, num_planes=3, kv_heads=2, kind=0.02))
+    target = on_device(source.empty_like())
+    coded, raw = PlannedCodec(source.planes, books), PlannedCodec(source.planes, [None] * 3)
+    reader = PlannedCodec(target.planes, books)
+    started = []
+    for sender, first, tokens in [(coded, 0, 32), (raw, 2, 32), (coded, 4, 9), (coded, 1, 16)]:
+        ids = source.ids[first : first + -(-tokens // 16)]
+        out = torch.zeros(source.bound, dtype=torch.uint8, device=DEVICE)
+        started.append((ids, tokens, out, sender.encode(ids, tokens, out)))
+    decoded = []
+    for ids, tokens, out, encoding in started:
+        encoded = encoding.result()
+        assert encoding.done
+        assert encoding.seconds >= 0
+        payload = out[: encoded.length]
+        header = codec.read_header(payload)
+        assert encoded.checksum == header.checksum
+        decoded.append(reader.decode(payload, header, ids, tokens))
+    assert [d.result().checksum for d in decoded] == [e.result().checksum for *_, e in started]
+    for mine, theirs in zip(source.planes, target.planes, strict=True):
+        assert torch.equal(bits(mine)[source.ids[:4]], bits(theirs)[source.ids[:4]])
+        last = source.ids[4]
+        assert torch.equal(bits(mine)[last][:, :9], bits(theirs)[last][:, :9])
+    header = codec.read_header(started[0][2][: started[0][3].result().length])
+    with pytest.raises(codec.CodebookMismatch):
+        PlannedCodec(target.planes, [None] * 3).decode(
+            started[0][2][: header.length], header, source.ids[:2], 32
+        )
+    with pytest.raises(codec.FormatError):
+        reader.decode(started[0][2][: header.length], header, source.ids[:3], 33)
+    with pytest.raises(codec.InvalidPages):
+        coded.encode([], 0, started[0][2])
+    with pytest.raises(codec.BufferTooSmall):
+        coded.encode(source.ids[:2], 32, started[0][2][:64])
 
 
 def test_starts_that_lead_out_of_the_payload_are_not_followed() -> None:
