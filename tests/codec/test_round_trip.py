@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import codec
-from codec import ops
+from codec import checks
 from codec.elements import ELEMENT_TYPES, element_of
 from codec.format import Mode, spilled_words
 from codec.ops import Backend
@@ -318,6 +318,6 @@ def test_any_values_any_codebook_any_geometry(
 def test_more_entries_than_starts_can_count_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_pages(17)
     out = torch.empty(source.bound, dtype=torch.uint8)
-    monkeypatch.setattr(ops, "MAX_ENTRY_WORDS", 100)
+    monkeypatch.setattr(checks, "MAX_ENTRY_WORDS", 100)
     with pytest.raises(codec.InvalidPlanes):
         codec.encode_pages(source.planes, [BOOK] * 2, source.ids, 17, out)
