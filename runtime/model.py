@@ -16,7 +16,7 @@ from runtime.kv.cache import PagedCache
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import KVFormat
 from runtime.layers.decoder import DecoderLayer
-from runtime.layers.linear import packs, product
+from runtime.layers.linear import Packed, packs, product
 from runtime.layers.pointwise import RmsNorm
 from runtime.rope import cos_sin_table
 
@@ -41,10 +41,11 @@ class Model:
         self.config = checkpoint.config
         self.page_size = page_size
         self.device, self.dtype = torch.device(device), dtype
-        checkpoint = _place(checkpoint, self.device, dtype)
+        checkpoint = _place(checkpoint, self.device, dtype, {})
+        packed: Packed = {}
         self.kv_format: KVFormat = DenseFormat(dense_attention(self.config, self.device, dtype))
         self._embedding = checkpoint.embedding
-        self._layers = [DecoderLayer(self.config, layer) for layer in checkpoint.layers]
+        self._layers = [DecoderLayer(self.config, layer, packed) for layer in checkpoint.layers]
         self._final_norm = RmsNorm(checkpoint.final_norm, self.config.rms_norm_eps)
         self._lm_head = product(checkpoint.lm_head)
         cos, sin = cos_sin_table(self.config, self.config.context_length)
@@ -98,13 +99,16 @@ class Model:
         return self._lm_head(self._final_norm(hidden)).float()
 
 
-def _place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The same weights, on ``device`` as ``dtype``; nothing is copied that is so already."""
+def _place(value: Any, device: torch.device, dtype: torch.dtype, placed: dict[int, Tensor]) -> Any:
+    """The same weights, on ``device`` as ``dtype``; nothing is copied that is so already, and what
+    was one tensor is one again."""
     if isinstance(value, Tensor):
-        return value.to(device, dtype)
+        return placed.setdefault(id(value), value.to(device, dtype))
     if isinstance(value, tuple):
-        return tuple(_place(item, device, dtype) for item in value)
+        return tuple(_place(item, device, dtype, placed) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        moved = {f.name: _place(getattr(value, f.name), device, dtype) for f in fields(value)}
+        moved = {
+            f.name: _place(getattr(value, f.name), device, dtype, placed) for f in fields(value)
+        }
         return replace(value, **moved)
     return value

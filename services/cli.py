@@ -161,12 +161,34 @@ def compress(
     out: Annotated[Path, typer.Option(help="folder of the new checkpoint")],
     keep: Annotated[float, typer.Option(min=0.05, max=0.999, help="share of parameters kept")],
     model: Annotated[str, typer.Option(help="name or path of a checkpoint")] = "smollm2-135m",
+    method: Annotated[
+        str, typer.Option(help="fisher, svd-llm, svd-llm-v2 or basis-sharing")
+    ] = "fisher",
+    ranks: Annotated[
+        str | None, typer.Option(help="uniform, loss or log-loss, if not the method's own")
+    ] = None,
 ) -> None:
     """Factorize a model by truncation-aware SVD, and report perplexity before and after."""
     from services.local.compress import compress as make
 
     with _refusals("compress"):
-        make(model, keep, out)
+        make(model, keep, out, method, ranks)
+
+
+@app.command()
+def convert(
+    model: Annotated[str, typer.Option(help="a checkpoint of any family: file or folder")],
+    out: Annotated[Path, typer.Option(help="folder of the new checkpoint")],
+    tokenizer: Annotated[str | None, typer.Option(help="if it is not beside the model")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+) -> None:
+    """Convert SVD-LLM, Dobi-SVD, ASVD, Basis Sharing, Hugging Face or GGUF to Headrace's form."""
+    from services.local.convert import convert as make
+
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise typer.BadParameter("auto, float32, bfloat16 or float16", param_hint="--dtype")
+    with _refusals("convert"):
+        make(model, out, tokenizer, dtype)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """The canonical factorized checkpoint: a directory of ``model.safetensors`` and ``headrace.json``.
 
 The JSON holds the config in Hugging Face's words, the rank of each factorized projection (those it
-does not name are dense), ``keep``, the model hash, and how the factorization was made. Tensors have
-Hugging Face's names; a factor pair is ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]``.
+does not name are dense), ``keep``, the model hash, how the factorization was made, and which
+projections share a V, which the file then has under the first one's name. Tensors have Hugging
+Face's names; a factor pair is ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]``.
 """
 
 import json
@@ -26,6 +27,7 @@ from runtime.checkpoint.assemble import (
 from runtime.checkpoint.hashing import hash_tensors
 from runtime.checkpoint.huggingface_config import parse_config, to_huggingface
 from runtime.checkpoint.safetensors_file import SINGLE, SafetensorsDirectory, read_json
+from runtime.checkpoint.sharing import Aliased, Groups, basis_groups, with_shared_bases
 from runtime.checkpoint.weights import Checkpoint, Factorization, FactorPair
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
@@ -52,7 +54,13 @@ def write_checkpoint(checkpoint: Checkpoint, directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        tensors = {name: tensor.contiguous() for name, tensor in named_tensors(checkpoint)}
+        groups = basis_groups(checkpoint)
+        again = {f"{name}.v.weight" for _, *others in groups for name in others}
+        tensors = {
+            name: tensor.contiguous()
+            for name, tensor in named_tensors(checkpoint)
+            if name not in again
+        }
         save_file(tensors, scratch / SINGLE)
         (scratch / FACTS).write_text(json.dumps(_facts(checkpoint), indent=1), encoding="utf-8")
         scratch.chmod(0o755)
@@ -72,7 +80,8 @@ def load_canonical(directory: Path, dtype: torch.dtype, device: torch.device | s
             f"{directory / FACTS} has format {facts.get('format')!r}, this version reads {FORMAT}"
         )
     config = parse_config(_object(facts, "config"), {})
-    source = SafetensorsDirectory(directory)
+    groups = _groups(facts)
+    source = Aliased.of(SafetensorsDirectory(directory), groups)
     stored_hash = hash_tensors(
         _config_text(config), ((name, source.read(name)) for name in sorted(source.names()))
     )
@@ -80,6 +89,7 @@ def load_canonical(directory: Path, dtype: torch.dtype, device: torch.device | s
         raise CheckpointError(f"{directory} was altered: its content does not have its model_hash")
     biases = Biases.present(source.names())
     checkpoint = assemble(config, source, biases, stored_hash, dtype, device)
+    checkpoint = with_shared_bases(checkpoint, groups)
     if _ranks(checkpoint) != facts.get("ranks"):
         raise CheckpointError(f"{directory / FACTS} gives ranks that its tensors do not have")
     return replace(
@@ -118,7 +128,18 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
         "factorization": None if factorization is None else asdict(factorization),
         "config": to_huggingface(checkpoint.config),
         "ranks": _ranks(checkpoint),
+        "shared_bases": basis_groups(checkpoint),
     }
+
+
+def _groups(facts: Mapping[str, Any]) -> Groups:
+    value = facts.get("shared_bases", [])
+    if isinstance(value, list) and all(
+        isinstance(group, list) and len(group) > 1 and all(isinstance(n, str) for n in group)
+        for group in value
+    ):
+        return tuple(map(tuple, value))
+    raise CheckpointError(f"{FACTS} has malformed shared_bases")
 
 
 def _object(facts: Mapping[str, Any], key: str) -> dict[str, Any]:

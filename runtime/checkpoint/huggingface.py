@@ -26,11 +26,14 @@ def load_huggingface(directory: Path, dtype: torch.dtype, device: torch.device |
     pickled weights.
     """
     facts = read_json(directory / CONFIG)
-    generation: Mapping[str, Any] = {}
-    if (directory / _GENERATION).is_file():
-        generation = read_json(directory / _GENERATION)
-    config = parse_config(facts, generation)
+    config = parse_config(facts, read_generation(directory))
     biases: Biases = parse_biases(facts)
     source = SafetensorsDirectory(directory)
     model_hash = hash_files([directory / CONFIG, *source.files])
     return assemble(config, source, biases, model_hash, dtype, device)
+
+
+def read_generation(directory: Path) -> Mapping[str, Any]:
+    """``generation_config.json``, empty if there is none."""
+    path = directory / _GENERATION
+    return read_json(path) if path.is_file() else {}

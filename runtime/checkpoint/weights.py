@@ -4,7 +4,8 @@ A linear layer is `Dense` (``y = W x + b``) or a `FactorPair` (``y = U (V x) + b
 projection of every layer may be either, with any rank.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -84,3 +85,30 @@ class Checkpoint:
     model_hash: str
     keep: float = 1.0
     factorization: Factorization | None = None
+
+
+def linears_of(layer: LayerWeights) -> Iterator[tuple[str, Linear]]:
+    """The projections of a layer by their field's name."""
+    for field in fields(layer):
+        value = getattr(layer, field.name)
+        if isinstance(value, Dense | FactorPair):
+            yield field.name, value
+
+
+def parameters_kept(checkpoint: Checkpoint) -> float:
+    """The fraction of the dense projections' parameters that a checkpoint's projections have; a
+    shared V counts once."""
+    kept = total = 0
+    counted: set[int] = set()
+    for layer in checkpoint.layers:
+        for _, linear in linears_of(layer):
+            if isinstance(linear, Dense):
+                kept += linear.weight.numel()
+                total += linear.weight.numel()
+                continue
+            kept += linear.u.numel()
+            total += linear.u.shape[0] * linear.v.shape[1]
+            if id(linear.v) not in counted:
+                counted.add(id(linear.v))
+                kept += linear.v.numel()
+    return kept / total

@@ -1,22 +1,23 @@
 """Makes factorized checkpoints, and measures what they cost in quality."""
 
+from runtime.checkpoint.weights import parameters_kept
 from runtime.compress.factorize import (
-    METHOD,
     CompressionReport,
     DecomposedModel,
     artifact_key,
     compress,
     decompose_model,
-    parameters_kept,
     truncate_model,
 )
+from runtime.compress.methods import Allocation, Method
 from runtime.compress.perplexity import Progress, perplexity
 from runtime.compress.text import cut_rows, documentation
 
 __all__ = [
-    "METHOD",
+    "Allocation",
     "CompressionReport",
     "DecomposedModel",
+    "Method",
     "Progress",
     "artifact_key",
     "compress",

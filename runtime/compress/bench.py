@@ -29,12 +29,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from runtime.checkpoint import Checkpoint, load_checkpoint, resolve_model
-from runtime.compress.factorize import (
-    decompose_model,
-    parameters_kept,
-    ranks_of,
-    truncate_model,
-)
+from runtime.checkpoint.weights import parameters_kept
+from runtime.compress.factorize import decompose_model, ranks_of, truncate_model
 from runtime.compress.perplexity import perplexity
 from runtime.compress.text import cut_rows, documentation
 

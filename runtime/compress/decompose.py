@@ -26,6 +26,8 @@ GRADIENT_DAMPING = 0.2
 Gradients are noisier than inputs: less damping fits the calibration text's noise, more forgets what
 the gradients say. Text of the same kind was served best by 0.1, text of another kind by more.
 """
+_LEAST_DAMPING = 1e-6
+"""What a moment gets, beyond its most negative eigenvalue, if it has no root as it is."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +65,27 @@ def largest_rank(out: int, inner: int) -> int:
     return (out * inner - 1) // (out + inner)
 
 
-def decompose(dense: Dense, inputs: Tensor, gradients: Tensor) -> Decomposition:
-    """Decompose ``W`` ``[out, in]`` under the moments C ``[in, in]`` and G ``[out, out]``, in fp64.
+def decompose(
+    dense: Dense, inputs: Tensor, gradients: Tensor | None, damping: float = INPUT_DAMPING
+) -> Decomposition:
+    """Decompose ``W`` ``[out, in]`` under the moments C ``[in, in]`` and G ``[out, out]``, in fp64;
+    without gradients G is the identity. ``damping`` is that of C.
 
     Raises `CompressionError` if weights or moments are not finite.
     """
     W = dense.weight.double()
-    if not all(bool(matrix.isfinite().all()) for matrix in (W, inputs, gradients)):
+    known = [W, inputs] if gradients is None else [W, inputs, gradients]
+    if not all(bool(matrix.isfinite().all()) for matrix in known):
         raise CompressionError("a projection or its activations are not finite")
-    L, R = _root(inputs, INPUT_DAMPING), _root(gradients, GRADIENT_DAMPING)
-    left = R.t() @ W
+    L = _root(inputs, damping)
+    R = None if gradients is None else _root(gradients, GRADIENT_DAMPING)
+    left = W if R is None else R.t() @ W
     M = left @ L
     rank = largest_rank(*W.shape)
     if W.shape[0] <= W.shape[1]:
         loss, vectors = _leading_eigenvectors(M @ M.t())
         P = vectors[:, :rank]
-        u = torch.linalg.solve_triangular(R.t(), P, upper=True)
+        u = P if R is None else torch.linalg.solve_triangular(R.t(), P, upper=True)
         v = P.t() @ left
     else:
         loss, vectors = _leading_eigenvectors(M.t() @ M)
@@ -104,7 +111,8 @@ def _root(moment: Tensor, damping: float) -> Tensor:
     root, failed = torch.linalg.cholesky_ex(matrix + ridge * diagonal)
     if failed:
         lowest = torch.linalg.eigvalsh(matrix)[0].clamp_max(0.0)
-        root = torch.linalg.cholesky(matrix + (ridge - lowest) * diagonal)
+        least = (_LEAST_DAMPING * matrix.diagonal().mean()).clamp_min(1e-30)
+        root = torch.linalg.cholesky(matrix + (ridge.clamp_min(least) - lowest) * diagonal)
     return root
 
 

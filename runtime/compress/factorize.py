@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,17 +11,20 @@ from torch import Tensor
 
 from runtime.checkpoint.assemble import PROJECTIONS
 from runtime.checkpoint.canonical import canonical_hash
-from runtime.checkpoint.weights import Checkpoint, Dense, Factorization, FactorPair, Linear
+from runtime.checkpoint.weights import (
+    Checkpoint,
+    Dense,
+    Factorization,
+    FactorPair,
+    Linear,
+    parameters_kept,
+)
 from runtime.compress.decompose import Decomposition, decompose
+from runtime.compress.methods import Allocation, Method
 from runtime.compress.moments import INPUT_OF, LayerMoments, collect_moments
 from runtime.compress.perplexity import Progress
-from runtime.compress.ranks import Choice, allocate_ranks
+from runtime.compress.ranks import Choice, allocate_ranks, log_loss_ranks, uniform_ranks
 from runtime.errors import CompressionError
-
-METHOD = "fisher-svd-2"
-"""Truncation-aware SVD weighted by inputs and by output gradients, ranks allocated over the whole
-model by estimated loss, factors in bf16. The number changes when the same inputs would give other
-factors."""
 
 RANK_MULTIPLE = 8
 """Rows of U in bf16 then start at multiples of 16 bytes."""
@@ -46,14 +49,20 @@ class CompressionReport:
 
 
 @dataclass(frozen=True)
-class DecomposedModel:
-    """A model whose projections can be truncated to any ``keep``: what takes the time, done once.
+class Part:
+    """Projections, by layer and field, that are factorized together: their W stacked by rows."""
 
-    ``parts`` are in the order of layers and, within one, of `PROJECTIONS`.
-    """
+    members: tuple[tuple[int, str], ...]
+    decomposition: Decomposition
+
+
+@dataclass(frozen=True)
+class DecomposedModel:
+    """A model that can be truncated to any ``keep``: what takes the time, done once."""
 
     dense: Checkpoint
-    parts: tuple[Decomposition, ...]
+    method: Method
+    parts: tuple[Part, ...]
     calibration_hash: str
     calibration_tokens: int
 
@@ -64,9 +73,12 @@ def calibration_hash(tokens: Tensor) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def artifact_key(model_hash: str, keep: float, calibration_tokens: Tensor) -> str:
+def artifact_key(
+    model_hash: str, keep: float, calibration_tokens: Tensor, method: Method = Method.FISHER
+) -> str:
     """What names the result of `compress` before it is made: 32 hexadecimal digits."""
-    facts = f"{METHOD} {model_hash} {float(keep)!r} {calibration_hash(calibration_tokens)}"
+    label = method.label(method.allocation)
+    facts = f"{label} {model_hash} {float(keep)!r} {calibration_hash(calibration_tokens)}"
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
 
 
@@ -76,6 +88,9 @@ def compress(
     keep: float,
     progress: Progress | None = None,
     rank_multiple: int = RANK_MULTIPLE,
+    *,
+    method: Method = Method.FISHER,
+    allocation: Allocation | None = None,
 ) -> tuple[Checkpoint, CompressionReport]:
     """Factorize the projections of a dense fp32 checkpoint to at most ``keep`` of their parameters.
 
@@ -85,6 +100,7 @@ def compress(
         keep: the fraction of the projections' parameters to keep; 1.0 is the dense model itself.
         progress: told "calibrating" and "factorizing", and the fraction of the whole that is done.
         rank_multiple: ranks are multiples of it.
+        method, allocation: how; None is the method's own allocation of ranks.
 
     Raises `CompressionError` for a ``keep`` that is out of (0, 1] or cannot be reached, for a
     checkpoint that is factorized already, and for tokens that are none of the model's.
@@ -93,71 +109,127 @@ def compress(
     _check_keep(keep)
     if keep == 1.0:
         return checkpoint, _report(checkpoint, keep, started)
-    model = decompose_model(checkpoint, calibration_tokens, progress)
-    made = truncate_model(model, keep, rank_multiple)
+    model = decompose_model(checkpoint, calibration_tokens, progress, method=method)
+    made = truncate_model(model, keep, rank_multiple, allocation=allocation)
     return made, _report(made, keep, started)
 
 
 @torch.no_grad()
 def decompose_model(
-    checkpoint: Checkpoint, calibration_tokens: Tensor, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    calibration_tokens: Tensor,
+    progress: Progress | None = None,
+    *,
+    method: Method = Method.FISHER,
 ) -> DecomposedModel:
     """Calibrate and decompose, as `compress` does. Takes the memory of twice the projections."""
     _check_model(checkpoint, calibration_tokens)
     told = progress or (lambda _stage, _fraction: None)
     moments = collect_moments(
-        checkpoint, calibration_tokens, _SEED, lambda stage, done: told(stage, 0.8 * done)
+        checkpoint,
+        calibration_tokens,
+        _SEED,
+        lambda stage, done: told(stage, 0.8 * done),
+        gradients=method.uses_gradients,
     )
-    parts: list[Decomposition] = []
-    for part in _decompositions(checkpoint, moments):
-        parts.append(part)
-        told("factorizing", 0.8 + 0.2 * len(parts) / (len(moments) * len(PROJECTIONS)))
+    groups = list(method.groups(len(moments)))
+    parts: list[Part] = []
+    for members in groups:
+        parts.append(Part(members, _decomposition(checkpoint, moments, members, method)))
+        told("factorizing", 0.8 + 0.2 * len(parts) / len(groups))
     return DecomposedModel(
-        checkpoint, tuple(parts), calibration_hash(calibration_tokens), calibration_tokens.numel()
+        checkpoint,
+        method,
+        tuple(parts),
+        calibration_hash(calibration_tokens),
+        calibration_tokens.numel(),
     )
 
 
 def truncate_model(
-    model: DecomposedModel, keep: float, rank_multiple: int = RANK_MULTIPLE
+    model: DecomposedModel,
+    keep: float,
+    rank_multiple: int = RANK_MULTIPLE,
+    *,
+    allocation: Allocation | None = None,
 ) -> Checkpoint:
     """The factorized checkpoint at ``keep``. Errors as of `compress`."""
     _check_keep(keep)
-    checkpoint = model.dense
-    choices = [Choice(*part.shape, part.loss.cpu().numpy()) for part in model.parts]
-    ranks = allocate_ranks(choices, keep, rank_multiple)
-    linears = map(_rounded, map(Decomposition.truncate, model.parts, ranks))
+    checkpoint, allocation = model.dense, allocation or model.method.allocation
+    ranks = _ranks(model.parts, keep, rank_multiple, allocation)
+    made: dict[tuple[int, str], Any] = {}
+    for part, rank in zip(model.parts, ranks, strict=True):
+        made |= _truncated(checkpoint, part, rank)
     layers = tuple(
-        replace(layer, **{projection: next(linears) for projection in PROJECTIONS})
-        for layer in checkpoint.layers
+        replace(layer, **{projection: made[index, projection] for projection in PROJECTIONS})
+        for index, layer in enumerate(checkpoint.layers)
     )
     factorization = Factorization(
-        method=METHOD,
+        method=model.method.label(allocation),
         source_hash=checkpoint.model_hash,
         calibration_hash=model.calibration_hash,
         calibration_tokens=model.calibration_tokens,
     )
-    made = replace(checkpoint, layers=layers, keep=keep, factorization=factorization)
-    return replace(made, model_hash=canonical_hash(made))
+    result = replace(checkpoint, layers=layers, keep=keep, factorization=factorization)
+    return replace(result, model_hash=canonical_hash(result))
 
 
-def _rounded(linear: Linear) -> Any:
-    """Factors as bf16 has them, whatever they are computed in: half the memory to read."""
-    if isinstance(linear, Dense):
-        return linear
-    u, v = (factor.bfloat16().to(factor.dtype) for factor in (linear.u, linear.v))
-    return replace(linear, u=u, v=v)
+def _ranks(
+    parts: Sequence[Part], keep: float, multiple: int, allocation: Allocation
+) -> list[int | None]:
+    choices = [
+        Choice(*part.decomposition.shape, part.decomposition.loss.cpu().numpy()) for part in parts
+    ]
+    match allocation:
+        case Allocation.UNIFORM:
+            return uniform_ranks(choices, keep, multiple)
+        case Allocation.LOSS:
+            return allocate_ranks(choices, keep, multiple)
+        case Allocation.LOG_LOSS:
+            kinds = [(part.members[0][1], len(part.members)) for part in parts]
+            return log_loss_ranks(choices, kinds, keep, multiple)
 
 
-def _decompositions(
-    checkpoint: Checkpoint, moments: tuple[LayerMoments, ...]
-) -> Iterator[Decomposition]:
-    for layer, moment in zip(checkpoint.layers, moments, strict=True):
-        for projection in PROJECTIONS:
-            yield decompose(
-                getattr(layer, projection),
-                moment.inputs[INPUT_OF[projection]],
-                moment.gradients[projection],
-            )
+def _truncated(
+    checkpoint: Checkpoint, part: Part, rank: int | None
+) -> dict[tuple[int, str], Linear]:
+    """The projections of a part; pairs share V, and factors are as bf16 has them, whatever they are
+    computed in: half the memory to read."""
+    dense = {member: _dense(checkpoint, *member) for member in part.members}
+    pair = part.decomposition.truncate(rank)
+    if isinstance(pair, Dense):
+        return dict(dense)
+    u, v = (factor.bfloat16().to(factor.dtype) for factor in (pair.u, pair.v))
+    pairs: dict[tuple[int, str], Linear] = {}
+    end = 0
+    for member, linear in dense.items():
+        start, end = end, end + len(linear.weight)
+        pairs[member] = FactorPair(u[start:end].clone(), v, linear.bias)
+    return pairs
+
+
+def _decomposition(
+    checkpoint: Checkpoint,
+    moments: tuple[LayerMoments, ...],
+    members: tuple[tuple[int, str], ...],
+    method: Method,
+) -> Decomposition:
+    """Of projections together: their inputs' moments add up."""
+    inputs = [moments[index].inputs[INPUT_OF[projection]] for index, projection in members]
+    first, projection = members[0]
+    weights = [_dense(checkpoint, *member).weight for member in members]
+    return decompose(
+        Dense(weights[0] if len(weights) == 1 else torch.cat(weights)),
+        inputs[0] if len(inputs) == 1 else torch.stack(inputs).sum(0),
+        moments[first].gradients[projection] if method.uses_gradients else None,
+        method.input_damping,
+    )
+
+
+def _dense(checkpoint: Checkpoint, index: int, projection: str) -> Dense:
+    linear = getattr(checkpoint.layers[index], projection)
+    assert isinstance(linear, Dense)  # `_check_model` has seen to it
+    return linear
 
 
 def _check_keep(keep: float) -> None:
@@ -183,19 +255,6 @@ def ranks_of(checkpoint: Checkpoint) -> tuple[dict[str, int | None], ...]:
         }
         for layer in _linears(checkpoint)
     )
-
-
-def parameters_kept(checkpoint: Checkpoint) -> float:
-    """The fraction of the dense projections' parameters that a checkpoint's projections have."""
-    kept = total = 0
-    for linear in (linear for layer in _linears(checkpoint) for linear in layer.values()):
-        if isinstance(linear, FactorPair):
-            kept += linear.u.numel() + linear.v.numel()
-            total += linear.u.shape[0] * linear.v.shape[1]
-        else:
-            kept += linear.weight.numel()
-            total += linear.weight.numel()
-    return kept / total
 
 
 def _linears(checkpoint: Checkpoint) -> list[dict[str, Linear]]:

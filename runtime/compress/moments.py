@@ -34,16 +34,22 @@ INPUT_OF = {
 @dataclass(frozen=True)
 class LayerMoments:
     """Means over tokens, fp32: ``inputs`` ``[in, in]`` by the values of `INPUT_OF`, ``gradients``
-    ``[out, out]`` by projection."""
+    ``[out, out]`` by projection, if they were asked for."""
 
     inputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
 
 
 def collect_moments(
-    checkpoint: Checkpoint, tokens: Tensor, seed: int, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    tokens: Tensor,
+    seed: int,
+    progress: Progress | None = None,
+    *,
+    gradients: bool = True,
 ) -> tuple[LayerMoments, ...]:
-    """Moments of every layer over ``tokens`` ``[n, length]``, one forward and backward a row.
+    """Moments of every layer over ``tokens`` ``[n, length]``, one forward and backward a row, or
+    those of the inputs alone, without the backward pass.
 
     They take ``Σ in² + Σ out²`` floats: 0.7 times the fp32 projections for SmolLM2, and more for
     wider models.
@@ -55,15 +61,16 @@ def collect_moments(
     observers = [_accumulate(layer) for layer in moments]
     rope = rope_rows(config, tokens.shape[1], checkpoint.embedding)
     for done, row in enumerate(tokens.to(device)):
-        with torch.enable_grad():
-            embedded = functional.embedding(row[None], checkpoint.embedding).requires_grad_()
-            hidden = embedded
+        with torch.set_grad_enabled(gradients):
+            embedded = functional.embedding(row[None], checkpoint.embedding)
+            hidden = embedded.requires_grad_(gradients)
             for layer, observe in zip(checkpoint.layers, observers, strict=True):
                 hidden = forward_layer(config, layer, hidden, rope, observe)
-            predicted = logits(checkpoint, hidden)[0].float()
-            drawn = _draw(predicted.detach(), generator)
-            loss = functional.cross_entropy(predicted, drawn, reduction="sum")
-            torch.autograd.grad(loss, embedded)
+            if gradients:
+                predicted = logits(checkpoint, hidden)[0].float()
+                drawn = _draw(predicted.detach(), generator)
+                loss = functional.cross_entropy(predicted, drawn, reduction="sum")
+                torch.autograd.grad(loss, embedded)
         if progress is not None:
             progress("calibrating", (done + 1) / tokens.shape[0])
     for moment in moments:
@@ -87,8 +94,9 @@ def _accumulate(layer: LayerMoments) -> Observer:
     def observe(projection: str, x: Tensor, y: Tensor) -> None:
         if INPUT_OF[projection] == projection:
             _add(layer.inputs, projection, x.detach())
-        add: Callable[[Tensor], None] = partial(_add, layer.gradients, projection)
-        y.register_hook(add)  # type: ignore[no-untyped-call]
+        if y.requires_grad:
+            add: Callable[[Tensor], None] = partial(_add, layer.gradients, projection)
+            y.register_hook(add)  # type: ignore[no-untyped-call]
 
     return observe
 

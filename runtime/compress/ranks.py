@@ -1,5 +1,6 @@
 """Which rank each projection gets: pure bookkeeping over losses and parameter counts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,69 @@ def allocate_ranks(choices: Sequence[Choice], keep: float, multiple: int) -> lis
         else:
             low = middle
     return [option.ranks[option.best(high)] for option in options]
+
+
+def uniform_ranks(choices: Sequence[Choice], keep: float, multiple: int) -> list[int | None]:
+    """The largest ranks with at most ``keep`` of each projection's parameters."""
+    return [_rank(choice, keep, multiple) for choice in choices]
+
+
+def log_loss_ranks(
+    choices: Sequence[Choice], kinds: Sequence[object], keep: float, multiple: int
+) -> list[int | None]:
+    """Among the projections of one kind, what is removed goes as 1 / log(loss).
+
+    As in SVD-LLM v2 (arXiv 2503.12340, section 3.1), the loss being the norm of what the uniform
+    rank would drop. Losses are taken relative to the smallest of their kind, times e: their scale
+    means nothing, and their logarithms stay positive. Where a projection would be removed whole,
+    or grow, the others of its kind make up for it.
+    """
+    ranks: list[int | None] = [None] * len(choices)
+    for kind in set(kinds):
+        members = [number for number, other in enumerate(kinds) if other == kind]
+        uniform = uniform_ranks([choices[number] for number in members], keep, multiple)
+        dropped = [
+            float(np.sqrt(choices[number].loss[rank or len(choices[number].loss) :].sum()))
+            for number, rank in zip(members, uniform, strict=True)
+        ]
+        least = max(min(dropped), np.finfo(np.float64).tiny)
+        weights = np.array([1 / (1 + math.log(max(loss / least, 1.0))) for loss in dropped])
+        sizes = np.array([choices[number].out * choices[number].inner for number in members])
+        for number, removed in zip(members, _removed(weights, sizes, 1 - keep), strict=True):
+            ranks[number] = _rank(choices[number], 1 - removed, multiple)
+    return ranks
+
+
+_MOST_REMOVED = 0.95
+
+
+def _removed(
+    weights: NDArray[np.float64], sizes: NDArray[np.int64], target: float
+) -> NDArray[np.float64]:
+    """Fractions in proportion to the weights, none above `_MOST_REMOVED`, that remove ``target``
+    of all parameters."""
+    bound = max(_MOST_REMOVED, target)
+    low, high = 0.0, bound / float(weights.min())
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        removed = np.minimum(middle * weights, bound)
+        low, high = (
+            (middle, high) if (removed * sizes).sum() < target * sizes.sum() else (low, middle)
+        )
+    return np.minimum(high * weights, bound)
+
+
+def _rank(choice: Choice, keep: float, multiple: int) -> int | None:
+    """The largest rank, a multiple, with at most ``keep`` of the parameters; None is dense."""
+    size, cost = choice.out * choice.inner, choice.out + choice.inner
+    if keep >= 1.0:
+        return None
+    rank = int(size * keep / cost) // multiple * multiple
+    if rank < multiple:
+        raise CompressionError(
+            f"ranks of at least {multiple} cannot keep as little as {keep:.3f} of a projection"
+        )
+    return rank
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,17 @@ from runtime.attention.base import Batch
 from runtime.checkpoint.weights import LayerWeights
 from runtime.config import ModelConfig
 from runtime.kv.format import KVFormat
-from runtime.layers.linear import Projection
+from runtime.layers.linear import Packed, Projection
 from runtime.layers.pointwise import RmsNorm, silu_mul
 
 
 class DecoderLayer:
-    """Weights of one layer, packed: q|k|v and gate|up are one projection each."""
+    """Weights of one layer, packed: q|k|v and gate|up are one projection each.
 
-    def __init__(self, config: ModelConfig, weights: LayerWeights) -> None:
+    ``packed`` goes from layer to layer, for bases that they share.
+    """
+
+    def __init__(self, config: ModelConfig, weights: LayerWeights, packed: Packed) -> None:
         self._config = config
 
         def norm(weight: Tensor) -> RmsNorm:
@@ -24,10 +27,10 @@ class DecoderLayer:
         self._head_norms = None
         if weights.q_norm is not None and weights.k_norm is not None:
             self._head_norms = norm(weights.q_norm), norm(weights.k_norm)
-        self._qkv = Projection([weights.q, weights.k, weights.v])
-        self._o = Projection([weights.o])
-        self._gate_up = Projection([weights.gate, weights.up])
-        self._down = Projection([weights.down])
+        self._qkv = Projection([weights.q, weights.k, weights.v], packed)
+        self._o = Projection([weights.o], packed)
+        self._gate_up = Projection([weights.gate, weights.up], packed)
+        self._down = Projection([weights.down], packed)
 
     @property
     def factorized(self) -> bool:

@@ -87,14 +87,19 @@ def product(weight: Tensor, bias: Tensor | None = None) -> Product:
     return kind(weight, bias)
 
 
+Packed = dict[tuple[int, ...], Product]
+"""Products by the tensors that are stacked in them, while these live."""
+
+
 class Projection:
     """Linear layers that read the same input, as few products: ``[n, in]`` to ``[n, sum(out)]``.
 
     All dense: one product over the stacked weights. Otherwise the first product stacks V of the
     factor pairs and W of the dense ones, and each pair's U takes its slice: the ranks may differ.
+    What ``packed`` has already is not stacked again.
     """
 
-    def __init__(self, linears: Sequence[Linear]) -> None:
+    def __init__(self, linears: Sequence[Linear], packed: Packed | None = None) -> None:
         self.factorized = any(isinstance(linear, FactorPair) for linear in linears)
         if not self.factorized:
             weights = [linear.weight for linear in linears if isinstance(linear, Dense)]
@@ -104,7 +109,11 @@ class Projection:
             linear.v if isinstance(linear, FactorPair) else linear.weight for linear in linears
         ]
         biases = [None if isinstance(linear, FactorPair) else linear.bias for linear in linears]
-        self._first = product(torch.cat(inner), _stack(biases, [len(rows) for rows in inner]))
+        key = tuple(id(part) for part in (*inner, *biases) if part is not None)
+        packed = {} if packed is None else packed
+        if key not in packed:
+            packed[key] = product(torch.cat(inner), _stack(biases, [len(rows) for rows in inner]))
+        self._first = packed[key]
         self._sizes = [len(rows) for rows in inner]
         self._second = [
             product(linear.u, linear.bias) if isinstance(linear, FactorPair) else None

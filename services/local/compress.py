@@ -1,7 +1,8 @@
 """`headrace compress`: a factorized checkpoint, and what it costs in perplexity."""
 
-import os
+from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import Progress
@@ -9,21 +10,36 @@ from rich.table import Table
 from torch import Tensor
 
 from runtime import compress as factorization
-from runtime.checkpoint import load_checkpoint, write_checkpoint
+from runtime.checkpoint import load_checkpoint
+from runtime.compress import Allocation, Method
+from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
+from services.local.model_folder import refuse_existing, write_model
+
+Choice = TypeVar("Choice", bound=StrEnum)
 
 ROW_TOKENS, CALIBRATION_ROWS, HELD_OUT_ROWS = 512, 32, 16
 
 
-def compress(model: str, keep: float, out: Path) -> None:
+def compress(
+    model: str, keep: float, out: Path, method: str = "fisher", ranks: str | None = None
+) -> None:
     """Factorizes ``model`` to ``keep`` of its projections' parameters and writes it to ``out``.
 
     Calibrates on one part of Python's documentation and reports perplexity on another.
 
+    Args:
+        method: one of `runtime.compress.Method`.
+        ranks: one of `runtime.compress.Allocation`; None is the method's own.
+
     Raises:
+        SettingsError: there is no such method, no such allocation, or something at ``out``.
         CompressionError, CheckpointError: it cannot be made, read or written.
     """
+    way = named(Method, method)
+    allocation = named(Allocation, ranks) if ranks else None
+    refuse_existing(out)
     source = resolve_model(model)
     tokenizer = load_tokenizer(source)
     calibration, held_out = (
@@ -35,7 +51,12 @@ def compress(model: str, keep: float, out: Path) -> None:
     with Progress(console=Console(stderr=True)) as progress:
         dense = load_checkpoint(source)
         factorized, report = factorization.compress(
-            dense, calibration, keep, _shown_by(progress, f"factorizing at keep {keep:g}")
+            dense,
+            calibration,
+            keep,
+            _shown_by(progress, f"factorizing at keep {keep:g}"),
+            method=way,
+            allocation=allocation,
         )
         before, after = (
             factorization.perplexity(
@@ -43,11 +64,16 @@ def compress(model: str, keep: float, out: Path) -> None:
             )
             for name, checkpoint in (("dense", dense), ("factorized", factorized))
         )
-    draft = out.with_name(f"{out.name}.draft-{os.getpid()}")
-    write_checkpoint(factorized, draft)
-    tokenizer.save(draft)
-    draft.rename(out)
+    write_model(factorized, tokenizer, out)
     _show(report, held_out, before, after)
+
+
+def named(kind: type[Choice], name: str) -> Choice:
+    """The value of this name. Raises SettingsError if there is none."""
+    try:
+        return kind(name)
+    except ValueError:
+        raise SettingsError(f"{name!r} is none of {', '.join(kind)}") from None
 
 
 def _shown_by(progress: Progress, name: str) -> "factorization.Progress":

@@ -13,7 +13,6 @@ from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, w
 from runtime.checkpoint.assemble import PROJECTIONS, projection_shape
 from runtime.checkpoint.weights import LayerWeights
 from runtime.compress import (
-    METHOD,
     artifact_key,
     compress,
     cut_rows,
@@ -151,7 +150,7 @@ def test_the_result_is_reproducible_and_survives_the_file(tmp_path: Path) -> Non
     assert (read.model_hash, read.keep) == (first.model_hash, 0.7)
     assert read.factorization is not None
     assert read.factorization == first.factorization
-    assert read.factorization.method == METHOD
+    assert read.factorization.method == "fisher-svd-2"
     assert read.factorization.source_hash == MODEL.model_hash
     assert read.factorization.calibration_tokens == TOKENS.numel()
     assert torch.equal(forward(read, TOKENS[:2]), forward(first, TOKENS[:2]))
