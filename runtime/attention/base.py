@@ -36,7 +36,9 @@ class Batch:
         page_table: int32 `[s, p]`, the pages of each sequence, padded with 0.
         starts: int32 `[s + 1]`, where each sequence's tokens start in `tokens`.
         lengths: int32 `[s]`, tokens of each sequence in its pages after this pass.
+        sequences: int32 `[n]`, which sequence each token belongs to.
         logit_rows: int64 `[m]`, the tokens after which logits are wanted.
+        single: whether every sequence has one token.
     """
 
     tokens: Tensor
@@ -44,7 +46,9 @@ class Batch:
     page_table: Tensor
     starts: Tensor
     lengths: Tensor
+    sequences: Tensor
     logit_rows: Tensor
+    single: bool
 
     @cached_property
     def tables(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
@@ -54,15 +58,16 @@ class Batch:
     def where_logits(self) -> "Batch":
         """The tokens after which logits are wanted, each as a sequence's only new one."""
         rows = self.logit_rows
-        sequences = torch.searchsorted(self.starts[1:].long(), rows, right=True)
         count = torch.arange(len(rows) + 1, device=rows.device)
         return Batch(
             tokens=self.tokens[rows],
             positions=self.positions[rows],
-            page_table=self.page_table[sequences],
+            page_table=self.page_table[self.sequences[rows]],
             starts=count.int(),
             lengths=self.positions[rows].int() + 1,
+            sequences=count[:-1].int(),
             logit_rows=count[:-1],
+            single=True,
         )
 
     @staticmethod
@@ -70,12 +75,14 @@ class Batch:
         """The batch of some sequences, in their order."""
         tokens: list[int] = []
         positions: list[int] = []
+        sequences: list[int] = []
         starts, lengths, rows = [0], [], []
         width = max(len(piece.pages) for piece in slices)
         table = [[*piece.pages, *[0] * (width - len(piece.pages))] for piece in slices]
-        for piece in slices:
+        for number, piece in enumerate(slices):
             end = piece.first + len(piece.tokens)
             tokens += piece.tokens
+            sequences += [number] * len(piece.tokens)
             positions += range(piece.first, end)
             starts.append(len(tokens))
             lengths.append(end)
@@ -91,6 +98,8 @@ class Batch:
             page_table=ints(table, torch.int32),
             starts=ints(starts, torch.int32),
             lengths=ints(lengths, torch.int32),
+            sequences=ints(sequences, torch.int32),
+            single=len(tokens) == len(slices),
             logit_rows=ints(rows, torch.int64),
         )
 

@@ -26,7 +26,16 @@ class CompiledAttention:
         """Run everything over no sequence at all, so that no request waits for it."""
         nothing = torch.zeros(0, dtype=torch.int32)
         starts = torch.zeros(1, dtype=torch.int32)
-        batch = Batch(nothing.long(), nothing.long(), nothing[None], starts, nothing, nothing)
+        batch = Batch(
+            tokens=nothing.long(),
+            positions=nothing.long(),
+            page_table=nothing[None],
+            starts=starts,
+            lengths=nothing,
+            sequences=nothing,
+            logit_rows=nothing.long(),
+            single=False,
+        )
         pages = torch.empty(0, kv_heads, LANES, dim, dtype=torch.bfloat16)
         rope = (torch.empty(0, dim // 2), torch.empty(0, dim // 2))
         q = self.write(torch.empty(0, (heads + 2 * kv_heads) * dim), rope, pages, pages, batch)

@@ -18,6 +18,7 @@ import argparse
 import csv
 import importlib
 import inspect
+import itertools
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ from torch import Tensor
 from runtime.checkpoint import Checkpoint, load_checkpoint, resolve_model
 from runtime.checkpoint.weights import parameters_kept
 from runtime.compress.factorize import decompose_model, ranks_of, truncate_model
+from runtime.compress.methods import Allocation, Method
 from runtime.compress.perplexity import perplexity
 from runtime.compress.text import cut_rows, documentation
 
@@ -52,6 +54,7 @@ class Row:
     """One measurement. Perplexities are of held-out documentation and of docstrings, ``seconds``
     are the processor time of `compress`: on one thread and an idle machine, the time it takes."""
 
+    method: str
     keep: float
     parameters_kept: float
     factorized: int
@@ -74,19 +77,22 @@ def main() -> None:
         f"{path.name}: {torch.get_num_threads()} thread(s) on {os.cpu_count()} CPUs, calibration "
         f"{calibration.numel()} tokens, perplexity on {texts[0].numel()} and {texts[1].numel()}"
     )
-    rows = [Row(1.0, 1.0, 0, *_perplexities(checkpoint, texts), 0.0)]
+    rows = [Row("dense", 1.0, 1.0, 0, *_perplexities(checkpoint, texts), 0.0)]
     _show(rows[0], rows[0])
-    started = time.process_time()
-    model = decompose_model(checkpoint, calibration)
-    decomposing = time.process_time() - started
-    for keep in arguments.keep:
+    for method in arguments.method:
         started = time.process_time()
-        made = truncate_model(model, keep)
-        seconds = decomposing + time.process_time() - started
-        ranks = [rank for layer in ranks_of(made) for rank in layer.values() if rank is not None]
-        row = Row(keep, parameters_kept(made), len(ranks), *_perplexities(made, texts), seconds)
-        rows.append(row)
-        _show(row, rows[0])
+        model = decompose_model(checkpoint, calibration, method=method)
+        decomposing = time.process_time() - started
+        for keep, allocation in itertools.product(arguments.keep, arguments.ranks or [None]):
+            started = time.process_time()
+            made = truncate_model(model, keep, allocation=allocation)
+            seconds = decomposing + time.process_time() - started
+            ranks = [r for layer in ranks_of(made) for r in layer.values() if r is not None]
+            label = method.label(allocation or method.allocation)
+            kept = parameters_kept(made)
+            row = Row(label, keep, kept, len(ranks), *_perplexities(made, texts), seconds)
+            rows.append(row)
+            _show(row, rows[0])
     if arguments.csv is not None:
         with arguments.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
@@ -98,6 +104,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2-135m", help="a name or a path")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.95, 0.9, 0.8])
+    parser.add_argument(
+        "--method", type=Method, nargs="+", default=[Method.FISHER], choices=list(Method)
+    )
+    parser.add_argument(
+        "--ranks", type=Allocation, nargs="+", choices=list(Allocation), help="default: its own"
+    )
     parser.add_argument("--rows", type=int, default=32, help="calibration rows of 512 tokens")
     parser.add_argument("--csv", type=Path, help="where to write the table")
     return parser.parse_args()
@@ -110,7 +122,8 @@ def _perplexities(checkpoint: Checkpoint, texts: list[Tensor]) -> tuple[float, f
 
 def _show(row: Row, dense: Row) -> None:
     print(
-        f"keep {row.keep:.2f} ({row.parameters_kept:.4f}, {row.factorized:3d} factor pairs): "
+        f"{row.method}, keep {row.keep:.2f} ({row.parameters_kept:.4f}, "
+        f"{row.factorized:3d} factor pairs): "
         f"held out {row.held_out:.3f} ({row.held_out / dense.held_out - 1:+.1%}), "
         f"docstrings {row.docstrings:.3f} ({row.docstrings / dense.docstrings - 1:+.1%}), "
         f"made in {row.seconds:.0f} s of CPU",

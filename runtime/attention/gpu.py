@@ -1,0 +1,126 @@
+"""Attention by Triton kernels: decode split over the length, prefill in blocks of queries."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from runtime.attention.base import Batch
+from runtime.kernels.decode_attention import decode_kernel
+from runtime.kernels.heads import turn_and_write_kernel
+from runtime.kernels.prefill_attention import prefill_kernel
+
+_ROWS = 8
+"""Heads that a program of `turn_and_write_kernel` turns."""
+_TOKENS = 64
+"""Keys of a block."""
+_QUERIES = 128
+"""Queries of a prefill block."""
+_PROGRAMS = 528
+"""Decode aims at so many: four to an SM of an H200."""
+_MOST_SPLITS = 64
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass
+class _Space:
+    """What decode's programs tell one another. Grows; a CUDA graph keeps what it was captured with.
+
+    ``arrived`` int32 is zeros between launches.
+    """
+
+    sums: Tensor
+    peaks: Tensor
+    totals: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def of(
+        cls, sequences: int, heads: int, dim: int, splits: int, device: torch.device
+    ) -> "_Space":
+        parts = sequences * heads * splits
+        sums = torch.empty(parts * dim, dtype=torch.float32, device=device)
+        peaks, totals = torch.empty(2, parts, dtype=torch.float32, device=device)
+        arrived = torch.zeros(sequences * heads, dtype=torch.int32, device=device)
+        return cls(sums, peaks, totals, arrived)
+
+
+class TritonAttention:
+    """See `runtime.attention.base.DenseAttention`. Queries are bf16 or fp32, K and V bf16."""
+
+    name = "triton"
+    version = 1
+
+    def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
+        self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
+        self._scale = _LOG2_E / math.sqrt(dim)
+        self._width = max(16, triton.next_power_of_2(dim))
+        self._spaces: dict[tuple[int, int], _Space] = {}
+
+    def write(
+        self,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: Batch,
+    ) -> Tensor:
+        q = qkv.new_empty(len(qkv), self._heads, self._dim)
+        if not len(qkv):
+            return q
+        heads = self._heads + 2 * self._kv_heads
+        turn_and_write_kernel[(len(qkv), triton.cdiv(heads, _ROWS))](
+            qkv, *rope, batch.positions, batch.sequences, batch.page_table,
+            batch.page_table.stride(0), q, k_pages, v_pages, *k_pages.stride()[:2],
+            HEADS=self._heads, KV_HEADS=self._kv_heads, DIM=self._dim, PAGE=k_pages.shape[2],
+            ROWS=_ROWS, HALF=triton.next_power_of_2(self._dim // 2), num_warps=2,
+        )  # fmt: skip
+        return q
+
+    def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
+        out = q.new_empty(len(q), self._heads * self._dim)
+        if not len(q):
+            return out
+        if batch.single:
+            self._decode(q, k_pages, v_pages, batch, out)
+        else:
+            self._prefill(q, k_pages, v_pages, batch, out)
+        return out
+
+    def splits(self, sequences: int) -> int:
+        """Parts of a sequence's length, a power of two; the same for a batch of any lengths."""
+        wanted = _PROGRAMS // (sequences * self._kv_heads)
+        return min(_MOST_SPLITS, max(1, 1 << max(0, wanted).bit_length() - 1)) if wanted else 1
+
+    def _decode(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, out: Tensor
+    ) -> None:
+        sequences, group = len(q), self._heads // self._kv_heads
+        splits = self.splits(sequences)
+        key = sequences, splits
+        if key not in self._spaces:
+            self._spaces[key] = _Space.of(sequences, self._heads, self._dim, splits, q.device)
+        space = self._spaces[key]
+        decode_kernel[(sequences, self._kv_heads, splits)](
+            q, k_pages, v_pages, *k_pages.stride()[:2], batch.page_table,
+            batch.page_table.stride(0), batch.lengths, space.sums, space.peaks, space.totals,
+            space.arrived, out, self._scale,
+            KV_HEADS=self._kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
+            DIM=self._dim, WIDTH=self._width, PAGE=k_pages.shape[2], BLOCK=_TOKENS, SPLITS=splits,
+            num_warps=4, num_stages=3,
+        )  # fmt: skip
+
+    def _prefill(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, out: Tensor
+    ) -> None:
+        sequences = len(batch.lengths)
+        blocks = len(q) // _QUERIES + sequences
+        prefill_kernel[(blocks, self._heads)](
+            q, k_pages, v_pages, *k_pages.stride()[:2], batch.page_table,
+            batch.page_table.stride(0), batch.starts, batch.lengths, sequences, out, self._scale,
+            HEADS=self._heads, KV_HEADS=self._kv_heads, DIM=self._dim, WIDTH=self._width,
+            PAGE=k_pages.shape[2], BLOCK_Q=_QUERIES, BLOCK=_TOKENS,
+            num_warps=8 if self._width > 64 else 4, num_stages=3,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Triton kernels of the runtime. Callers prepare shapes and strides; references stand beside."""
