@@ -2,7 +2,6 @@
 
 import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,7 +155,7 @@ def truncate_model(
     """The factorized checkpoint at ``keep``. Errors as of `compress`."""
     _check_keep(keep)
     checkpoint, allocation = model.dense, allocation or model.method.allocation
-    ranks = _ranks(model.parts, keep, rank_multiple, allocation)
+    ranks = _ranks(model, keep, rank_multiple, allocation)
     made: dict[tuple[int, str], Any] = {}
     for part, rank in zip(model.parts, ranks, strict=True):
         made |= _truncated(checkpoint, part, rank)
@@ -175,10 +174,11 @@ def truncate_model(
 
 
 def _ranks(
-    parts: Sequence[Part], keep: float, multiple: int, allocation: Allocation
+    model: DecomposedModel, keep: float, multiple: int, allocation: Allocation
 ) -> list[int | None]:
     choices = [
-        Choice(*part.decomposition.shape, part.decomposition.loss.cpu().numpy()) for part in parts
+        Choice(*part.decomposition.shape, part.decomposition.loss.cpu().numpy())
+        for part in model.parts
     ]
     match allocation:
         case Allocation.UNIFORM:
@@ -186,8 +186,8 @@ def _ranks(
         case Allocation.LOSS:
             return allocate_ranks(choices, keep, multiple)
         case Allocation.LOG_LOSS:
-            kinds = [(part.members[0][1], len(part.members)) for part in parts]
-            return log_loss_ranks(choices, kinds, keep, multiple)
+            kinds = [(part.members[0][1], len(part.members)) for part in model.parts]
+            return log_loss_ranks(choices, kinds, keep, multiple, model.calibration_tokens)
 
 
 def _truncated(

@@ -56,25 +56,23 @@ def uniform_ranks(choices: Sequence[Choice], keep: float, multiple: int) -> list
 
 
 def log_loss_ranks(
-    choices: Sequence[Choice], kinds: Sequence[object], keep: float, multiple: int
+    choices: Sequence[Choice], kinds: Sequence[object], keep: float, multiple: int, tokens: int
 ) -> list[int | None]:
     """Among the projections of one kind, what is removed goes as 1 / log(loss).
 
-    As in SVD-LLM v2 (arXiv 2503.12340, section 3.1), the loss being the norm of what the uniform
-    rank would drop. Losses are taken relative to the smallest of their kind, times e: their scale
-    means nothing, and their logarithms stay positive. Where a projection would be removed whole,
-    or grow, the others of its kind make up for it.
+    As in SVD-LLM v2 (arXiv 2503.12340, section 3.1), the loss being the norm, over all ``tokens``
+    of the calibration, of what the uniform rank would drop. A loss below e counts as e. Where a
+    projection would be removed nearly whole, the others of its kind make up for it.
     """
     ranks: list[int | None] = [None] * len(choices)
     for kind in set(kinds):
         members = [number for number, other in enumerate(kinds) if other == kind]
         uniform = uniform_ranks([choices[number] for number in members], keep, multiple)
         dropped = [
-            float(np.sqrt(choices[number].loss[rank or len(choices[number].loss) :].sum()))
+            math.sqrt(tokens * choices[number].loss[rank or len(choices[number].loss) :].sum())
             for number, rank in zip(members, uniform, strict=True)
         ]
-        least = max(min(dropped), np.finfo(np.float64).tiny)
-        weights = np.array([1 / (1 + math.log(max(loss / least, 1.0))) for loss in dropped])
+        weights = np.array([1 / max(1.0, math.log(max(loss, 1.0))) for loss in dropped])
         sizes = np.array([choices[number].out * choices[number].inner for number in members])
         for number, removed in zip(members, _removed(weights, sizes, 1 - keep), strict=True):
             ranks[number] = _rank(choices[number], 1 - removed, multiple)

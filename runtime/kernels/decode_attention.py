@@ -23,20 +23,13 @@ def tokens_at(
 
 
 @triton.jit
-def decode_kernel(
-    q, k_pages, v_pages, page_stride, head_stride, page_table, table_stride, lengths,
-    sums, peaks, totals, arrived, out, scale,
+def attend_part(
+    sequence, kv_head, split, q, k_pages, v_pages, page_stride, head_stride, page_table,
+    table_stride, lengths, sums, peaks, totals, arrived, out, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A program has the GROUP query heads of one KV head, and a part of the tokens.
-
-    Grid `(sequences, KV_HEADS, SPLITS)`. ``q`` and ``out`` `[s, KV_HEADS * GROUP, DIM]`; ROWS and
-    WIDTH are powers of two, from GROUP and DIM on, at least 16. ``sums`` fp32
-    `[s, KV_HEADS, GROUP, SPLITS, DIM]`, ``peaks`` and ``totals`` `[s, KV_HEADS, GROUP, SPLITS]`;
-    ``arrived`` int32 `[s, KV_HEADS]`, zeros before and after. ``scale`` has log2(e) in it.
-    """
-    sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One part of a sequence's length, of the GROUP query heads of one KV head."""
     length = tl.load(lengths + sequence)
     table = page_table + sequence * table_stride
     each = (length + BLOCK * SPLITS - 1) // (BLOCK * SPLITS) * BLOCK
@@ -45,7 +38,7 @@ def decode_kernel(
 
     row = tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
-    head = (sequence * KV_HEADS + kv_head).to(tl.int64) * GROUP + row
+    head = ((sequence * KV_HEADS + kv_head) * GROUP + row).to(tl.int64)
     here = (row < GROUP)[:, None] & (d < DIM)[None, :]
     queries = tl.load(q + head[:, None] * DIM + d[None, :], mask=here, other=0.0)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -80,17 +73,38 @@ def decode_kernel(
         if tl.atomic_add(place, 1, sem="acq_rel") == SPLITS - 1:
             i = tl.arange(0, SPLITS)
             for g in range(GROUP):
-                first_head = (sequence * KV_HEADS + kv_head).to(tl.int64) * GROUP + g
-                part = first_head * SPLITS + i
-                own = tl.load(peaks + part, cache_modifier=".cg")
+                own_head = (sequence * KV_HEADS + kv_head) * GROUP + g
+                each_part = (own_head * SPLITS + i).to(tl.int64)
+                own = tl.load(peaks + each_part, cache_modifier=".cg")
                 share = tl.exp2(own - tl.max(own, axis=0))
-                whole = tl.sum(share * tl.load(totals + part, cache_modifier=".cg"), axis=0)
+                whole = tl.sum(share * tl.load(totals + each_part, cache_modifier=".cg"), axis=0)
                 found = tl.load(
-                    sums + part[:, None] * DIM + d[None, :],
+                    sums + each_part[:, None] * DIM + d[None, :],
                     mask=(d < DIM)[None, :],
                     other=0.0,
                     cache_modifier=".cg",
                 )
                 result = tl.sum(found * share[:, None], axis=0) / whole
-                tl.store(out + first_head * DIM + d, result.to(kind), mask=d < DIM)
+                tl.store(out + own_head * DIM + d, result.to(kind), mask=d < DIM)
             tl.store(place, 0)
+
+
+@triton.jit
+def decode_kernel(
+    q, k_pages, v_pages, page_stride, head_stride, page_table, table_stride, lengths,
+    sums, peaks, totals, arrived, out, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """A program has the GROUP query heads of one KV head, and a part of the tokens.
+
+    Grid `(sequences, KV_HEADS, SPLITS)`. ``q`` and ``out`` `[s, KV_HEADS * GROUP, DIM]`; ROWS and
+    WIDTH are powers of two, from GROUP and DIM on, at least 16. ``sums`` fp32
+    `[s, KV_HEADS, GROUP, SPLITS, DIM]`, ``peaks`` and ``totals`` `[s, KV_HEADS, GROUP, SPLITS]`;
+    ``arrived`` int32 `[s, KV_HEADS]`, zeros before and after. ``scale`` has log2(e) in it.
+    """
+    attend_part(
+        tl.program_id(0), tl.program_id(1), tl.program_id(2), q, k_pages, v_pages, page_stride,
+        head_stride, page_table, table_stride, lengths, sums, peaks, totals, arrived, out, scale,
+        KV_HEADS, GROUP, ROWS, DIM, WIDTH, PAGE, BLOCK, SPLITS,
+    )  # fmt: skip

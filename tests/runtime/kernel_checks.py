@@ -9,6 +9,10 @@ import torch
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.attention.gpu import TritonAttention
 from runtime.attention.reference import ReferenceAttention
+from runtime.decode_step import DecodeStep, Packed
+from runtime.model import Model
+from runtime.rope import cos_sin_table
+from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 16
@@ -119,3 +123,67 @@ def test_write_is_the_reference(shape: tuple[int, int, int], new: int, dtype: to
             got.float(), expected.float(), rtol=8e-3, atol=1e-5, equal_nan=True
         )
         assert torch.equal(got.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "bias"),
+    [
+        ((None,) * 7, True),
+        ((9, 5, 8, 12, 17, 11, 24), True),
+        ((9, None, 8, None, 17, None, 24), False),
+    ],
+)
+@pytest.mark.parametrize("positions", [(0,), (37, 16), (130, 1, 63)])
+def test_a_step_is_the_models(
+    ranks: tuple[int | None, ...], bias: bool, positions: tuple[int, ...]
+) -> None:
+    """Logits, and K and V in the pages, of dense, factorized and mixed layers."""
+    checkpoint = tiny_checkpoint(ranks=ranks, bias=bias)
+    model = Model(checkpoint, device=DEVICE, dtype=torch.float32)
+    cache = model.new_cache(32)
+    pages = pages_of([position + 1 for position in positions])
+    texts = [
+        [(7 * number + 3 * at) % CONFIG.vocab_size for at in range(position + 1)]
+        for number, position in enumerate(positions)
+    ]
+    before = [
+        SequenceSlice(text[:-1], 0, own, want_logits=False)
+        for text, own in zip(texts, pages, strict=True)
+        if len(text) > 1
+    ]
+    if before:
+        model.forward(Batch.of(before, DEVICE), cache)
+    rope = cos_sin_table(CONFIG, CONFIG.context_length)
+    step = DecodeStep(
+        CONFIG,
+        Packed.of(checkpoint, DEVICE),
+        checkpoint.embedding.bfloat16().to(DEVICE),
+        checkpoint.lm_head.bfloat16().to(DEVICE),
+        checkpoint.final_norm.to(DEVICE),
+        cache.planes,
+        (rope[0].to(DEVICE), rope[1].to(DEVICE)),
+        batch=len(positions),
+        most_pages=max(map(len, pages)),
+        programs=3 if DEVICE.type == "cpu" else 132,
+        columns=64,
+    )
+    step.tokens.copy_(torch.tensor([text[-1] for text in texts]))
+    step.positions.copy_(torch.tensor(positions))
+    step.lengths.copy_(torch.tensor(positions) + 1)
+    for row, own in enumerate(pages):
+        step.page_table[row, : len(own)] = torch.tensor(own)
+    written = []
+    for launch in [step.launch_stages] + [step.launch, step.launch] * (DEVICE.type == "cuda"):
+        launch()
+        written.append((step.logits.clone(), [plane.clone() for plane in cache.planes]))
+    last = [
+        SequenceSlice(text[-1:], len(text) - 1, own) for text, own in zip(texts, pages, strict=True)
+    ]
+    expected = model.forward(Batch.of(last, DEVICE), cache)
+    for logits, planes in written:
+        # Weights are bf16 here and fp32 there.
+        torch.testing.assert_close(
+            logits, expected, rtol=0, atol=0.01 * float(expected.abs().max())
+        )
+        for plane, other in zip(planes, cache.planes, strict=True):
+            torch.testing.assert_close(plane, other, rtol=0, atol=0.04)

@@ -132,7 +132,7 @@ def choice(out: int, inner: int, scale: float) -> Choice:
 def test_what_loses_more_keeps_more() -> None:
     choices = [choice(64, 48, scale) for scale in (1.0, 10.0, 100.0)] + [choice(64, 48, 7.0)]
     kinds = ["q", "q", "q", "k"]
-    ranks = log_loss_ranks(choices, kinds, 0.6, 1)
+    ranks = log_loss_ranks(choices, kinds, 0.6, 1, tokens=1000)
     uniform = uniform_ranks(choices, 0.6, 1)
     assert all(isinstance(rank, int) for rank in ranks)
     found = [rank or 0 for rank in ranks]
@@ -145,7 +145,7 @@ def test_what_loses_more_keeps_more() -> None:
 
 def test_a_loss_far_above_the_others_takes_no_more_than_there_is() -> None:
     choices = [choice(64, 48, scale) for scale in (1.0, 1.0, 1e12)]
-    ranks = log_loss_ranks(choices, ["q"] * 3, 0.3, 1)
+    ranks = log_loss_ranks(choices, ["q"] * 3, 0.3, 1, tokens=1000)
     kept = sum((rank or 0) * (64 + 48) for rank in ranks)
     assert 0.3 * 64 * 48 * 3 - 3 * 112 <= kept <= 0.3 * 64 * 48 * 3
     assert min(rank or 0 for rank in ranks) > 0
