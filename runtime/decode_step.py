@@ -113,6 +113,7 @@ class DecodeStep:
         rope: cosines and sines, fp32 `[context, dim / 2]`.
         most_pages: of one sequence.
         programs: that run at the same time on the device.
+        rows, columns, warps: of a tile of weights, and who reads it.
 
     Attributes:
         tokens, positions: int64 `[batch]`; ``lengths`` int32 `[batch]`, positions + 1.
@@ -135,6 +136,7 @@ class DecodeStep:
         programs: int,
         rows: int = 4,
         columns: int = 2048,
+        warps: int = 8,
     ) -> None:
         device, dim = planes[0].device, config.head_dim
         self._programs, self._layers = programs, config.num_layers
@@ -169,7 +171,7 @@ class DecodeStep:
             "HEADS": config.num_heads, "KV_HEADS": config.num_kv_heads, "DIM": dim,
             "PAGE": planes[0].shape[2], "BN": rows, "BK": columns, "BLOCK": _BLOCK,
             "SPLITS": splits, "ROWS": max(16, triton.next_power_of_2(group)),
-            "WIDTH": max(16, triton.next_power_of_2(dim)), "num_warps": 8,
+            "WIDTH": max(16, triton.next_power_of_2(dim)), "num_warps": warps,
         }  # fmt: skip
 
     def launch(self) -> None:

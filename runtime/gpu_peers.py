@@ -1,0 +1,98 @@
+"""transformers with the weights of a checkpoint, as the peer of the GPU benchmarks.
+
+A decode step over a `StaticCache`, as it is and under `torch.compile(mode="reduce-overhead")`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.checkpoint.assemble import PROJECTIONS
+from runtime.checkpoint.weights import Checkpoint, Dense, linears_of
+
+
+def build(checkpoint: Checkpoint) -> Any:
+    """A Llama of transformers that has the checkpoint's own tensors, factor pairs as two layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = checkpoint.config
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config.vocab_size,
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                num_hidden_layers=config.num_layers,
+                num_attention_heads=config.num_heads,
+                num_key_value_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.context_length,
+                rms_norm_eps=config.rms_norm_eps,
+                rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+                tie_word_embeddings=False,
+            )
+        )
+    device = checkpoint.embedding.device
+    model.model.embed_tokens.weight = _parameter(checkpoint.embedding)
+    model.model.norm.weight = _parameter(checkpoint.final_norm)
+    model.lm_head.weight = _parameter(checkpoint.lm_head)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    for layer, weights in zip(model.model.layers, checkpoint.layers, strict=True):
+        layer.input_layernorm.weight = _parameter(weights.input_norm)
+        layer.post_attention_layernorm.weight = _parameter(weights.post_norm)
+        for name, linear in linears_of(weights):
+            parent, _, child = PROJECTIONS[name].rpartition(".")
+            if isinstance(linear, Dense):
+                made: nn.Module = _linear(linear.weight)
+            else:
+                made = nn.Sequential(_linear(linear.v), _linear(linear.u))
+            setattr(layer.get_submodule(parent), child, made)
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class PeerStep:
+    """A decode step of transformers, and what makes the next one start where it did."""
+
+    run: Callable[[], Tensor]
+    reset: Callable[[], None]
+
+
+def decode_step(model: Any, context: int, batch: int, *, compiled: bool) -> PeerStep:
+    """A step of ``batch`` sequences that have ``context`` tokens."""
+    from transformers import StaticCache
+
+    device = model.lm_head.weight.device
+    cache = StaticCache(config=model.config, max_cache_len=context + 8)
+    prompt = torch.ones(batch, context, dtype=torch.int64, device=device)
+    forward = torch.compile(model, mode="reduce-overhead") if compiled else model
+    token = torch.ones(batch, 1, dtype=torch.int64, device=device)
+    position = torch.full((batch, 1), context, device=device)
+    model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def run() -> Tensor:
+        found = forward(token, past_key_values=cache, position_ids=position, use_cache=True)
+        chosen: Tensor = found.logits[:, -1].argmax(-1)
+        return chosen
+
+    def reset() -> None:
+        for layer in cache.layers:
+            length = getattr(layer, "cumulative_length", None)  # newer ones count for themselves
+            if isinstance(length, Tensor):
+                length.fill_(context)
+
+    return PeerStep(run, reset)
+
+
+def _parameter(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    with torch.device("meta"):
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    made.weight = _parameter(weight)
+    return made
