@@ -141,9 +141,9 @@ class StepBench:
     def floor_ms(self, batch: int, context: int, copied: float) -> float:
         """``copied``: bytes per millisecond."""
         config = self.config
-        weights = self.packed.weights.nbytes + self.checkpoint.lm_head.nbytes
+        weights = int(self.packed.weights.nbytes + self.checkpoint.lm_head.nbytes)
         kv = 4 * config.num_layers * config.num_kv_heads * config.head_dim * batch * (context + 1)
-        return float(weights + kv) / copied
+        return (weights + kv) / copied
 
 
 def milliseconds(

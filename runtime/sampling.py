@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runtime.sequence import Sampling
 
-_LARGEST = 1e30
+LARGEST = 1e30
 """What a bias or a penalty may bring a logit to, so that sums of logits stay finite."""
 _CANDIDATES = 1024
 """How many of the most probable tokens are sorted before it is known whether they suffice."""
@@ -45,6 +45,47 @@ class Draw:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How rows are drawn from, a number of each `[m, 1]`.
+
+    Attributes:
+        temperature: fp64, above 0.
+        min_p, top_p: fp64.
+        top_k: int64, the whole vocabulary where it is off.
+        uniform: fp64, the row's random number.
+    """
+
+    temperature: Tensor
+    min_p: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    uniform: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], vocab: int, device: torch.device) -> "Settings":
+        def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        samplings = [row.sampling for row in rows]
+        return cls(
+            column([s.temperature for s in samplings]),
+            column([s.min_p for s in samplings]),
+            column([s.top_p for s in samplings]),
+            column([s.top_k or vocab for s in samplings], torch.int64),
+            column([uniform(r.sampling.seed, r.choice, r.index) for r in rows]),
+        )
+
+    def where(self, numbers: list[int]) -> "Settings":
+        """Those of some rows."""
+        return Settings(
+            *(
+                column[numbers]
+                for column in (self.temperature, self.min_p, self.top_p, self.top_k, self.uniform)
+            )
+        )
+
+
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw | None]:
     """One token for each row of ``logits`` fp32 ``[len(rows), vocab]``; None where a row is not
     finite."""
@@ -58,8 +99,8 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw | None]:
     tokens = shaped.argmax(dim=-1).tolist()
     drawn = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
     if drawn:
-        picked = _draw(shaped[drawn], [rows[number] for number in drawn])
-        for number, token in zip(drawn, picked, strict=True):
+        settings = Settings.of([rows[number] for number in drawn], logits.shape[-1], logits.device)
+        for number, token in zip(drawn, _drawn(shaped[drawn], settings), strict=True):
             tokens[number] = token
     finite = logits.sum(dim=-1).isfinite().tolist()
     draws = _with_logprobs(tokens, logits, rows)
@@ -77,13 +118,13 @@ def reshape(logits: Tensor, row: Row) -> None:
     if sampling.logit_bias:
         biased = torch.tensor(list(sampling.logit_bias), device=logits.device)
         bias = torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
-        logits[biased] = (logits[biased] + bias).clamp_(-_LARGEST, _LARGEST)
+        logits[biased] = (logits[biased] + bias).clamp_(-LARGEST, LARGEST)
     if sampling.repetition_penalty != 1.0:
         seen = torch.unique(torch.tensor(row.tokens, device=logits.device))
         values = logits[seen]
         penalty = sampling.repetition_penalty
         penalized = torch.where(values > 0, values / penalty, values * penalty)
-        logits[seen] = penalized.clamp_(-_LARGEST, _LARGEST)
+        logits[seen] = penalized.clamp_(-LARGEST, LARGEST)
     output = row.tokens[row.prompt_tokens :]
     if output and (sampling.frequency_penalty or sampling.presence_penalty):
         seen, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
@@ -111,34 +152,46 @@ def _mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _draw(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """Inverse-CDF draws from the filtered distributions of rows ``[m, vocab]``.
-
-    The CDF runs from the most probable token down. A few candidates decide most rows; for the rest
-    the whole vocabulary is sorted.
-    """
-    vocab = logits.shape[-1]
-    temperatures = _column(logits, [row.sampling.temperature for row in rows])
-    peak = logits.amax(dim=-1, keepdim=True)
-    log_total = ((logits - peak).double() / temperatures).logsumexp(dim=-1, keepdim=True)
-
-    def masses(values: Tensor, numbers: slice | list[int]) -> Tensor:
-        scaled = (values - peak[numbers]).double() / temperatures[numbers]
-        return (scaled - log_total[numbers]).exp()
-
-    values, indices = logits.topk(min(_CANDIDATES, vocab), dim=-1)
-    picks, decided = _pick(masses(values, slice(None)), rows, vocab)
-    tokens: list[int] = indices.gather(1, picks[:, None])[:, 0].tolist()
+def _drawn(logits: Tensor, settings: Settings) -> list[int]:
+    tokens, decided = draw(logits, settings)
+    found: list[int] = tokens.tolist()
     missing = [number for number, known in enumerate(decided.tolist()) if not known]
     if missing:
-        values, indices = logits[missing].sort(dim=-1, descending=True, stable=True)
-        picks, _ = _pick(masses(values, missing), [rows[number] for number in missing], vocab)
-        for number, token in zip(missing, indices.gather(1, picks[:, None])[:, 0], strict=True):
-            tokens[number] = int(token)
-    return tokens
+        rest = draw_from_all(logits[missing], settings.where(missing))
+        for number, token in zip(missing, rest.tolist(), strict=True):
+            found[number] = token
+    return found
 
 
-def _pick(mass: Tensor, rows: Sequence[Row], vocab: int) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Inverse-CDF draws from the filtered distributions of rows ``[m, vocab]``.
+
+    The CDF runs from the most probable token down, and a few candidates decide most rows.
+
+    Returns:
+        int64 `[m]`, the tokens, and bool `[m]`, whether the candidates were enough: if not, the
+        token is what `draw_from_all` says.
+    """
+    values, indices = logits.topk(min(_CANDIDATES, logits.shape[-1]), dim=-1)
+    picks, decided = _pick(_masses(values, logits, settings), settings, logits.shape[-1])
+    return indices.gather(1, picks[:, None])[:, 0], decided
+
+
+def draw_from_all(logits: Tensor, settings: Settings) -> Tensor:
+    """The same over the whole vocabulary, sorted: int64 `[m]`."""
+    values, indices = logits.sort(dim=-1, descending=True, stable=True)
+    picks, _ = _pick(_masses(values, logits, settings), settings, logits.shape[-1])
+    return indices.gather(1, picks[:, None])[:, 0]
+
+
+def _masses(values: Tensor, logits: Tensor, settings: Settings) -> Tensor:
+    """fp64 probabilities of some logits of each row, after the temperature."""
+    peak = logits.amax(dim=-1, keepdim=True)
+    total = ((logits - peak).double() / settings.temperature).logsumexp(dim=-1, keepdim=True)
+    return ((values - peak).double() / settings.temperature - total).exp()
+
+
+def _pick(mass: Tensor, settings: Settings, vocab: int) -> tuple[Tensor, Tensor]:
     """Filter, then draw.
 
     Args:
@@ -147,14 +200,12 @@ def _pick(mass: Tensor, rows: Sequence[Row], vocab: int) -> tuple[Tensor, Tensor
     Returns:
         int64 `[m]`, the rank drawn, and bool `[m]`, whether the candidates were enough to know it.
     """
-    samplings = [row.sampling for row in rows]
     count = mass.shape[-1]
-    min_p = _column(mass, [s.min_p for s in samplings])
-    top_k = _column(mass, [s.top_k or vocab for s in samplings])
-    top_p = _column(mass, [s.top_p for s in samplings])
-    kept = (mass >= mass[:, :1] * min_p) & (torch.arange(count, device=mass.device) < top_k)
+    min_p, top_p = settings.min_p, settings.top_p
+    rank = torch.arange(count, device=mass.device)
+    kept = (mass >= mass[:, :1] * min_p) & (rank < settings.top_k)
     running = torch.where(kept, mass, 0.0).cumsum(dim=-1)
-    truncated = (min_p > 0) | (top_k < vocab)
+    truncated = (min_p > 0) | (settings.top_k < vocab)
     # min-p and top-k leave a distribution of their own total; without them the total is 1.
     total = torch.where(truncated, running[:, -1:], 1.0)
     nucleus = kept & ((running - mass < top_p * total) | (top_p == 1.0))
@@ -162,16 +213,10 @@ def _pick(mass: Tensor, rows: Sequence[Row], vocab: int) -> tuple[Tensor, Tensor
     everything = count == vocab
     ended = ~nucleus[:, -1:] & (~kept[:, -1:] | ~truncated) | everything
     total = torch.where(ended, torch.where(nucleus, mass, 0.0).sum(dim=-1, keepdim=True), 1.0)
-    uniforms = _column(mass, [uniform(r.sampling.seed, r.choice, r.index) for r in rows])
-    threshold = uniforms * total
-    ranks = ((running <= threshold) & nucleus).sum(dim=-1, keepdim=True)
+    ranks = ((running <= settings.uniform * total) & nucleus).sum(dim=-1, keepdim=True)
     size = nucleus.sum(dim=-1, keepdim=True)
     decided = ended | (~truncated & (top_p == 1.0) & (ranks < size))
     return torch.minimum(ranks, size - 1)[:, 0], decided[:, 0]
-
-
-def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
 
 
 def _with_logprobs(tokens: list[int], logits: Tensor, rows: Sequence[Row]) -> list[Draw]:

@@ -1,0 +1,183 @@
+"""Sampling without the host: `sampling.sample` over tensors that stay, step after step.
+
+A batch has a fixed number of rows. `StaticSampler.load` says whose logits a row is; from then on
+each call draws a token for every row, counts it, and goes on to the next random number, all on the
+device, so that a CUDA graph can hold it. The tokens are those of `sampling.sample`, bit for bit.
+"""
+
+import torch
+from torch import Tensor
+
+from runtime.sampling import LARGEST, Row, Settings, draw, draw_from_all
+from runtime.sequence import Sampling
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+
+
+class StaticSampler:
+    """What a batch's rows are drawn by.
+
+    Args:
+        rows, vocab: of the logits.
+        reshaped: whether a row may have a bias or penalties, which takes nine bytes for each logit.
+        top: how many of the most probable tokens are found beside each one; 0 finds neither these
+            nor the token's own log probability.
+
+    Attributes:
+        tokens: int64 `[rows]`, drawn last.
+        finite: bool `[rows]`: whether there was anything to draw from.
+        decided: bool `[rows]`: if not, the row is flat beyond its best thousand logits, and
+            `redraw` finds its token.
+        logprobs: fp32 `[rows]`; ``top_logprobs`` fp32 and ``top_tokens`` int64 `[rows, top]`.
+    """
+
+    def __init__(
+        self, rows: int, vocab: int, device: torch.device, *, reshaped: bool = True, top: int = 0
+    ) -> None:
+        self._vocab, self._device, self._top = vocab, device, top
+
+        def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.tokens = numbers(rows, dtype=torch.int64)
+        self.finite = numbers(rows, dtype=torch.bool)
+        self.decided = numbers(rows, dtype=torch.bool)
+        self.logprobs = numbers(rows, dtype=torch.float32)
+        self.top_logprobs = numbers(rows, top, dtype=torch.float32)
+        self.top_tokens = numbers(rows, top, dtype=torch.int64)
+        self._greedy = numbers(rows, dtype=torch.bool)
+        self._drawn_by = numbers(3, rows, 1, dtype=torch.float64)  # temperature, min-p, top-p
+        self._top_k = numbers(rows, 1, dtype=torch.int64)
+        self._counter = numbers(3, rows, dtype=torch.int64)  # seed, choice, output index
+        self._shaped: _Shapes | None = None
+        if reshaped:
+            self._shaped = _Shapes(
+                bias=numbers(rows, vocab, dtype=torch.float32),
+                outputs=numbers(rows, vocab, dtype=torch.int32),
+                seen=numbers(rows, vocab, dtype=torch.bool),
+                penalties=numbers(3, rows, 1, dtype=torch.float32),
+            )
+        self._last = numbers(rows, vocab, dtype=torch.float32)
+        for row in range(rows):
+            self.load(row, Row(Sampling(), 0, (), 0))
+
+    def load(self, number: int, row: Row) -> None:
+        """From now on the logits of this number are that row's."""
+        sampling = row.sampling
+        self._greedy[number] = sampling.temperature == 0
+        drawn_by = (sampling.temperature or 1.0, sampling.min_p, sampling.top_p)
+        self._drawn_by[:, number, 0] = torch.tensor(drawn_by, dtype=torch.float64)
+        self._top_k[number, 0] = sampling.top_k or self._vocab
+        words = [_signed(word) for word in (sampling.seed, row.choice, row.index)]
+        self._counter[:, number] = torch.tensor(words)
+        if self._shaped is not None:
+            self._shaped.load(number, row)
+        elif sampling.reshapes:
+            raise ValueError("this sampler was made for rows without bias and penalties")
+
+    def __call__(self, logits: Tensor) -> None:
+        """Draw from fp32 `[rows, vocab]`, which stay as they are."""
+        shaped = logits if self._shaped is None else self._shaped.apply(logits)
+        self._last.copy_(shaped)
+        drawn, decided = draw(shaped, self._settings())
+        self.tokens.copy_(torch.where(self._greedy, shaped.argmax(dim=-1), drawn))
+        self.decided.copy_(decided | self._greedy)
+        self.finite.copy_(logits.sum(dim=-1).isfinite())
+        if self._top:
+            logprobs = logits.log_softmax(dim=-1)
+            self.logprobs.copy_(logprobs.gather(1, self.tokens[:, None])[:, 0])
+            values, indices = logprobs.topk(self._top)
+            self.top_logprobs.copy_(values)
+            self.top_tokens.copy_(indices)
+        self._count(1)
+
+    def redraw(self, logits: Tensor) -> None:
+        """Find the tokens of the last call that were not decided. Not for a graph: it looks."""
+        missing = (~self.decided).nonzero()[:, 0]
+        if not len(missing):
+            return
+        self._count(-1)
+        settings = self._settings().where(missing.tolist())
+        self.tokens[missing] = draw_from_all(self._last[missing], settings)
+        if self._top:
+            logprobs = logits.log_softmax(dim=-1)
+            self.logprobs.copy_(logprobs.gather(1, self.tokens[:, None])[:, 0])
+        self.decided.fill_(True)
+        self._count(1)
+
+    def _settings(self) -> Settings:
+        temperature, min_p, top_p = self._drawn_by
+        drawn = uniforms(*self._counter)[:, None]
+        return Settings(temperature, min_p, top_p, self._top_k, drawn)
+
+    def _count(self, step: int) -> None:
+        """The tokens are output: penalties know them, and the next draw is another one."""
+        self._counter[2] += step
+        if self._shaped is not None:
+            self._shaped.count(self.tokens, step)
+
+
+class _Shapes:
+    """Bias and penalties of all rows, as `sampling.reshape` applies them."""
+
+    def __init__(self, bias: Tensor, outputs: Tensor, seen: Tensor, penalties: Tensor) -> None:
+        self._bias, self._outputs, self._seen = bias, outputs, seen
+        self._penalties = penalties  # repetition, frequency, presence
+
+    def load(self, number: int, row: Row) -> None:
+        sampling, device = row.sampling, self._bias.device
+        self._bias[number] = 0.0
+        if sampling.logit_bias:
+            biased = torch.tensor(list(sampling.logit_bias), device=device)
+            self._bias[number, biased] = torch.tensor(
+                list(sampling.logit_bias.values()), dtype=torch.float32, device=device
+            )
+        self._penalties[:, number, 0] = torch.tensor(
+            [sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty]
+        )
+        tokens = torch.tensor(row.tokens, dtype=torch.int64, device=device)
+        self._seen[number] = False
+        self._seen[number, tokens[: row.prompt_tokens]] = True
+        output = tokens[row.prompt_tokens :]
+        self._outputs[number] = torch.bincount(output, minlength=self._bias.shape[1])
+
+    def apply(self, logits: Tensor) -> Tensor:
+        repetition, frequency, presence = self._penalties
+        biased = (logits + self._bias).clamp(-LARGEST, LARGEST)
+        logits = torch.where(self._bias != 0, biased, logits)
+        penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
+        known = (self._seen | (self._outputs > 0)) & (repetition != 1)
+        logits = torch.where(known, penalized.clamp(-LARGEST, LARGEST), logits)
+        lowered = logits - (self._outputs * frequency + presence)
+        return torch.where(self._outputs > 0, lowered, logits)
+
+    def count(self, tokens: Tensor, step: int) -> None:
+        steps = torch.full_like(tokens, step, dtype=self._outputs.dtype)[:, None]
+        self._outputs.scatter_add_(1, tokens[:, None], steps)
+
+
+def uniforms(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:
+    """`sampling.uniform` of each row: int64 words to fp64 in [0, 1)."""
+    state = torch.zeros_like(seed)
+    for word in (seed, choice, index):
+        state = _mix64(state ^ word)
+    return _shifted(state, 11).double() * 2.0**-53
+
+
+def _mix64(value: Tensor) -> Tensor:
+    value = value + _GOLDEN
+    value = (value ^ _shifted(value, 30)) * _FIRST
+    value = (value ^ _shifted(value, 27)) * _SECOND
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: Tensor, count: int) -> Tensor:
+    """Shifted right without its sign."""
+    return (value >> count) & ((1 << 64 - count) - 1)
+
+
+def _signed(word: int) -> int:
+    """64 bits as torch holds them."""
+    word &= (1 << 64) - 1
+    return word - (1 << 64) if word >> 63 else word

@@ -1,0 +1,115 @@
+"""The sampler that a graph can hold draws the tokens of the one that asks the host."""
+
+import pytest
+import torch
+
+from runtime.sampling import Draw, Row, sample, uniform
+from runtime.sequence import Sampling
+from runtime.static_sampling import StaticSampler, uniforms
+
+VOCAB = 1500
+CPU = torch.device("cpu")
+KINDS = [
+    Sampling(),
+    Sampling(temperature=0.7, seed=1),
+    Sampling(temperature=1.3, top_p=0.9, seed=2**63 + 5),
+    Sampling(temperature=1.0, top_k=40, seed=3),
+    Sampling(temperature=1.0, min_p=0.05, top_p=0.8, seed=2**64 - 1),
+    Sampling(temperature=0.9, presence_penalty=0.7, frequency_penalty=0.4, seed=4),
+    Sampling(repetition_penalty=1.3, logit_bias={3: 4.0, 700: -100.0}),
+    Sampling(temperature=1.0, repetition_penalty=0.8, logit_bias={5: 2.5}, seed=6),
+    Sampling(temperature=50.0, seed=7),  # flat: the candidates do not decide it
+]
+
+
+def logits_of(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(len(KINDS), VOCAB, generator=generator) * 3
+
+
+def draws(logits: torch.Tensor, rows: list[Row]) -> list[Draw]:
+    found = [draw for draw in sample(logits, rows) if draw is not None]
+    assert len(found) == len(rows)
+    return found
+
+
+@pytest.mark.parametrize("choice", [0, 3])
+def test_many_steps_give_the_same_tokens(choice: int) -> None:
+    texts = [[7, 9, 700, 3, number] for number in range(len(KINDS))]
+    sampler = StaticSampler(len(KINDS), VOCAB, CPU)
+    for number, sampling in enumerate(KINDS):
+        sampler.load(number, Row(sampling, choice, texts[number], 4))
+    undecided = 0
+    for step in range(40):
+        logits = logits_of(step)
+        rows = [Row(s, choice, text, 4) for s, text in zip(KINDS, texts, strict=True)]
+        expected = [draw.token for draw in draws(logits, rows)]
+        sampler(logits)
+        undecided += int((~sampler.decided).sum())
+        sampler.redraw(logits)
+        assert sampler.tokens.tolist() == expected, step
+        assert bool(sampler.finite.all())
+        for text, token in zip(texts, expected, strict=True):
+            text.append(token)
+    assert undecided > 0
+
+
+def test_a_row_may_become_another_sequences() -> None:
+    sampler = StaticSampler(2, VOCAB, CPU)
+    for step, (first, second) in enumerate([(5, 1), (2, 6), (7, 0)]):
+        rows = [
+            Row(KINDS[first], 0, [1, 2, 3, step], 2),
+            Row(KINDS[second], 1, [9] * (step + 1), step + 1),
+        ]
+        for number, row in enumerate(rows):
+            sampler.load(number, row)
+        logits = logits_of(step)[:2]
+        sampler(logits)
+        sampler.redraw(logits)
+        assert sampler.tokens.tolist() == [draw.token for draw in draws(logits, rows)]
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    sampler = StaticSampler(len(KINDS), VOCAB, CPU, top=3)
+    asked = [
+        Row(
+            Sampling(temperature=s.temperature, seed=s.seed, logprobs=3, logit_bias={9: 8.0}),
+            0,
+            (),
+            0,
+        )
+        for s in KINDS
+    ]
+    for number, row in enumerate(asked):
+        sampler.load(number, row)
+    logits = logits_of(0)
+    sampler(logits)
+    sampler.redraw(logits)
+    for number, draw in enumerate(draws(logits, asked)):
+        assert int(sampler.tokens[number]) == draw.token
+        assert float(sampler.logprobs[number]) == draw.logprob
+        assert sampler.top_tokens[number].tolist() == [token for token, _ in draw.top]
+        assert sampler.top_logprobs[number].tolist() == [value for _, value in draw.top]
+
+
+def test_what_is_not_finite_is_said() -> None:
+    sampler = StaticSampler(3, VOCAB, CPU, reshaped=False)
+    logits = torch.zeros(3, VOCAB)
+    logits[1, 7] = torch.nan
+    logits[2, 9] = torch.inf
+    sampler(logits)
+    assert sampler.finite.tolist() == [True, False, False]
+
+
+def test_a_sampler_without_penalties_refuses_them() -> None:
+    sampler = StaticSampler(1, VOCAB, CPU, reshaped=False)
+    with pytest.raises(ValueError, match="without bias and penalties"):
+        sampler.load(0, Row(Sampling(presence_penalty=1.0), 0, (), 0))
+
+
+def test_random_numbers_are_those_of_the_host() -> None:
+    words = [0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15]
+    signed = torch.tensor([word - (1 << 64) if word >> 63 else word for word in words])
+    for choice, index in ((0, 0), (3, 17), (2**40, 5)):
+        got = uniforms(signed, torch.full_like(signed, choice), torch.full_like(signed, index))
+        assert got.tolist() == [uniform(word, choice, index) for word in words]
