@@ -150,7 +150,7 @@ def milliseconds(
     call: Callable[[], object], before: Callable[[], None] | None = None, runs: int = 30
 ) -> float:
     """The median of several runs after a few, ``before`` not counted."""
-    found = []
+    found: list[float] = []
     for run in range(runs + 5):
         if before:
             before()
@@ -160,7 +160,7 @@ def milliseconds(
         end.record()
         end.synchronize()
         if run >= 5:
-            found.append(start.elapsed_time(end))
+            found.append(float(start.elapsed_time(end)))
     return median(found)
 
 

@@ -5,6 +5,9 @@ each call draws a token for every row, counts it, and goes on to the next random
 device, so that a CUDA graph can hold it. The tokens are those of `sampling.sample`, bit for bit.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,14 +18,33 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What some row of a batch needs beyond the largest logit."""
+
+    draws: bool
+    shapes: bool
+    logprobs: bool
+
+    @classmethod
+    def of(cls, samplings: Iterable[Sampling]) -> "Needs":
+        draws = shapes = logprobs = False
+        for sampling in samplings:
+            draws |= sampling.temperature > 0
+            shapes |= sampling.reshapes
+            logprobs |= sampling.logprobs is not None
+        return cls(draws, shapes, logprobs)
+
+
+EVERYTHING = Needs(draws=True, shapes=True, logprobs=True)
+
+
 class StaticSampler:
     """What a batch's rows are drawn by.
 
     Args:
-        rows, vocab: of the logits.
-        reshaped: whether a row may have a bias or penalties, which takes nine bytes for each logit.
-        top: how many of the most probable tokens are found beside each one; 0 finds neither these
-            nor the token's own log probability.
+        rows, vocab: of the logits; thirteen bytes are kept for each.
+        top: how many of the most probable tokens can be found beside each one.
 
     Attributes:
         tokens: int64 `[rows]`, drawn last.
@@ -32,10 +54,8 @@ class StaticSampler:
         logprobs: fp32 `[rows]`; ``top_logprobs`` fp32 and ``top_tokens`` int64 `[rows, top]`.
     """
 
-    def __init__(
-        self, rows: int, vocab: int, device: torch.device, *, reshaped: bool = True, top: int = 0
-    ) -> None:
-        self._vocab, self._device, self._top = vocab, device, top
+    def __init__(self, rows: int, vocab: int, device: torch.device, *, top: int = 0) -> None:
+        self._vocab, self._top = vocab, top
 
         def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -50,14 +70,12 @@ class StaticSampler:
         self._drawn_by = numbers(3, rows, 1, dtype=torch.float64)  # temperature, min-p, top-p
         self._top_k = numbers(rows, 1, dtype=torch.int64)
         self._counter = numbers(3, rows, dtype=torch.int64)  # seed, choice, output index
-        self._shaped: _Shapes | None = None
-        if reshaped:
-            self._shaped = _Shapes(
-                bias=numbers(rows, vocab, dtype=torch.float32),
-                outputs=numbers(rows, vocab, dtype=torch.int32),
-                seen=numbers(rows, vocab, dtype=torch.bool),
-                penalties=numbers(3, rows, 1, dtype=torch.float32),
-            )
+        self._shapes = _Shapes(
+            bias=numbers(rows, vocab, dtype=torch.float32),
+            outputs=numbers(rows, vocab, dtype=torch.int32),
+            seen=numbers(rows, vocab, dtype=torch.bool),
+            penalties=numbers(3, rows, 1, dtype=torch.float32),
+        )
         self._last = numbers(rows, vocab, dtype=torch.float32)
         for row in range(rows):
             self.load(row, Row(Sampling(), 0, (), 0))
@@ -71,51 +89,54 @@ class StaticSampler:
         self._top_k[number, 0] = sampling.top_k or self._vocab
         words = [_signed(word) for word in (sampling.seed, row.choice, row.index)]
         self._counter[:, number] = torch.tensor(words)
-        if self._shaped is not None:
-            self._shaped.load(number, row)
-        elif sampling.reshapes:
-            raise ValueError("this sampler was made for rows without bias and penalties")
+        self._shapes.load(number, row)
 
-    def __call__(self, logits: Tensor) -> None:
-        """Draw from fp32 `[rows, vocab]`, which stay as they are."""
-        shaped = logits if self._shaped is None else self._shaped.apply(logits)
-        self._last.copy_(shaped)
-        drawn, decided = draw(shaped, self._settings())
-        self.tokens.copy_(torch.where(self._greedy, shaped.argmax(dim=-1), drawn))
-        self.decided.copy_(decided | self._greedy)
-        self.finite.copy_(logits.sum(dim=-1).isfinite())
-        if self._top:
+    def __call__(self, logits: Tensor, needs: Needs = EVERYTHING) -> None:
+        """Draw for the first `m` rows, from fp32 `[m, vocab]`, which stay as they are.
+
+        What no row ``needs`` is left out: then the tokens are the same, at less work.
+        """
+        rows = slice(len(logits))
+        shaped = self._shapes.apply(logits, rows) if needs.shapes else logits
+        tokens = shaped.argmax(dim=-1)
+        if needs.draws:
+            drawn, decided = draw(shaped, self._settings(rows))
+            tokens = torch.where(self._greedy[rows], tokens, drawn)
+            self.decided[rows] = decided | self._greedy[rows]
+            self._last[rows] = shaped
+        else:
+            self.decided[rows] = True
+        self.tokens[rows] = tokens
+        self.finite[rows] = logits.sum(dim=-1).isfinite()
+        if needs.logprobs:
             logprobs = logits.log_softmax(dim=-1)
-            self.logprobs.copy_(logprobs.gather(1, self.tokens[:, None])[:, 0])
-            values, indices = logprobs.topk(self._top)
-            self.top_logprobs.copy_(values)
-            self.top_tokens.copy_(indices)
-        self._count(1)
+            self.logprobs[rows] = logprobs.gather(1, tokens[:, None])[:, 0]
+            self.top_logprobs[rows], self.top_tokens[rows] = logprobs.topk(self._top)
+        self._count(rows, 1)
 
     def redraw(self, logits: Tensor) -> None:
         """Find the tokens of the last call that were not decided. Not for a graph: it looks."""
-        missing = (~self.decided).nonzero()[:, 0]
+        rows = slice(len(logits))
+        missing = (~self.decided[rows]).nonzero()[:, 0]
         if not len(missing):
             return
-        self._count(-1)
-        settings = self._settings().where(missing.tolist())
+        self._count(rows, -1)
+        settings = self._settings(rows).where(missing.tolist())
         self.tokens[missing] = draw_from_all(self._last[missing], settings)
-        if self._top:
-            logprobs = logits.log_softmax(dim=-1)
-            self.logprobs.copy_(logprobs.gather(1, self.tokens[:, None])[:, 0])
-        self.decided.fill_(True)
-        self._count(1)
+        logprobs = logits[missing].log_softmax(dim=-1)
+        self.logprobs[missing] = logprobs.gather(1, self.tokens[missing, None])[:, 0]
+        self.decided[rows] = True
+        self._count(rows, 1)
 
-    def _settings(self) -> Settings:
-        temperature, min_p, top_p = self._drawn_by
-        drawn = uniforms(*self._counter)[:, None]
-        return Settings(temperature, min_p, top_p, self._top_k, drawn)
+    def _settings(self, rows: slice) -> Settings:
+        temperature, min_p, top_p = self._drawn_by[:, rows]
+        drawn = uniforms(*self._counter[:, rows])[:, None]
+        return Settings(temperature, min_p, top_p, self._top_k[rows], drawn)
 
-    def _count(self, step: int) -> None:
+    def _count(self, rows: slice, step: int) -> None:
         """The tokens are output: penalties know them, and the next draw is another one."""
-        self._counter[2] += step
-        if self._shaped is not None:
-            self._shaped.count(self.tokens, step)
+        self._counter[2, rows] += step
+        self._shapes.count(self.tokens[rows], rows, step)
 
 
 class _Shapes:
@@ -142,19 +163,18 @@ class _Shapes:
         output = tokens[row.prompt_tokens :]
         self._outputs[number] = torch.bincount(output, minlength=self._bias.shape[1])
 
-    def apply(self, logits: Tensor) -> Tensor:
-        repetition, frequency, presence = self._penalties
-        biased = (logits + self._bias).clamp(-LARGEST, LARGEST)
-        logits = torch.where(self._bias != 0, biased, logits)
+    def apply(self, logits: Tensor, rows: slice) -> Tensor:
+        repetition, frequency, presence = self._penalties[:, rows]
+        bias, outputs = self._bias[rows], self._outputs[rows]
+        logits = torch.where(bias != 0, (logits + bias).clamp(-LARGEST, LARGEST), logits)
         penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
-        known = (self._seen | (self._outputs > 0)) & (repetition != 1)
+        known = (self._seen[rows] | (outputs > 0)) & (repetition != 1)
         logits = torch.where(known, penalized.clamp(-LARGEST, LARGEST), logits)
-        lowered = logits - (self._outputs * frequency + presence)
-        return torch.where(self._outputs > 0, lowered, logits)
+        return torch.where(outputs > 0, logits - (outputs * frequency + presence), logits)
 
-    def count(self, tokens: Tensor, step: int) -> None:
+    def count(self, tokens: Tensor, rows: slice, step: int) -> None:
         steps = torch.full_like(tokens, step, dtype=self._outputs.dtype)[:, None]
-        self._outputs.scatter_add_(1, tokens[:, None], steps)
+        self._outputs[rows].scatter_add_(1, tokens[:, None], steps)
 
 
 def uniforms(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:

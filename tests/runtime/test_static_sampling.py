@@ -5,7 +5,7 @@ import torch
 
 from runtime.sampling import Draw, Row, sample, uniform
 from runtime.sequence import Sampling
-from runtime.static_sampling import StaticSampler, uniforms
+from runtime.static_sampling import EVERYTHING, Needs, StaticSampler, uniforms
 
 VOCAB = 1500
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_log_probabilities_are_the_models_own() -> None:
 
 
 def test_what_is_not_finite_is_said() -> None:
-    sampler = StaticSampler(3, VOCAB, CPU, reshaped=False)
+    sampler = StaticSampler(3, VOCAB, CPU)
     logits = torch.zeros(3, VOCAB)
     logits[1, 7] = torch.nan
     logits[2, 9] = torch.inf
@@ -101,10 +101,23 @@ def test_what_is_not_finite_is_said() -> None:
     assert sampler.finite.tolist() == [True, False, False]
 
 
-def test_a_sampler_without_penalties_refuses_them() -> None:
-    sampler = StaticSampler(1, VOCAB, CPU, reshaped=False)
-    with pytest.raises(ValueError, match="without bias and penalties"):
-        sampler.load(0, Row(Sampling(presence_penalty=1.0), 0, (), 0))
+@pytest.mark.parametrize("kinds", [[0, 0], [0, 1], [6, 0], [1, 5, 8]])
+def test_what_no_row_needs_makes_no_difference(kinds: list[int]) -> None:
+    """And rows of the sampler that no logits come for stay as they are."""
+    rows = [Row(KINDS[kind], 0, [4, 700, 3], 2) for kind in kinds]
+    needs = Needs.of(row.sampling for row in rows)
+    assert needs != EVERYTHING
+    samplers = [StaticSampler(4, VOCAB, CPU) for _ in range(2)]
+    for sampler in samplers:
+        for number, row in enumerate(rows):
+            sampler.load(number, row)
+    for step in range(5):
+        logits = logits_of(step)[: len(rows)]
+        for sampler, wanted in zip(samplers, (needs, EVERYTHING), strict=True):
+            sampler(logits, wanted)
+            sampler.redraw(logits)
+        assert torch.equal(samplers[0].tokens, samplers[1].tokens)
+        assert samplers[0].tokens[len(rows) :].tolist() == [0] * (4 - len(rows))
 
 
 def test_random_numbers_are_those_of_the_host() -> None:
