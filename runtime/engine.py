@@ -22,6 +22,7 @@ from runtime.commands import (
 from runtime.errors import NotFinite, RuntimeFault
 from runtime.kv.pages import pages_for
 from runtime.model import Model
+from runtime.replay import DecodeReplay
 from runtime.sampling import Draw, Row, sample
 from runtime.scheduler import Scheduler
 from runtime.sequence import FinishReason, Request, SampledToken
@@ -47,11 +48,17 @@ class Engine:
     `plan` and `compute`, in turns, are the whole interface; `step` is one of each. They have no
     thread and no clock, and the same commands in the same steps give the same outputs. A step is up
     to two forward passes, one over chunks of prompts and one over all running sequences.
+
+    Args:
+        replay: decode by `DecodeReplay`, for a device that is faster than its host.
     """
 
-    def __init__(self, model: Model, *, num_pages: int, limits: Limits) -> None:
+    def __init__(
+        self, model: Model, *, num_pages: int, limits: Limits, replay: bool = False
+    ) -> None:
         self.model = model
-        self.cache = model.new_cache(num_pages)
+        self.cache = model.new_cache(num_pages + replay)  # one is nobody's, see `DecodeReplay`
+        self._replay = DecodeReplay(model, self.cache, limits.max_running) if replay else None
         self._scheduler = Scheduler(
             limits,
             num_pages=num_pages,
@@ -181,14 +188,20 @@ class Engine:
                         self._scheduler.run(sequence)
 
     def _decode(self, sequences: list[Sequence], output: StepOutput) -> None:
+        if self._replay is not None and self._replay.takes(sequences):
+            draws = self._replay.step(sequences)
+        else:
+            draws = self._decode_once(sequences)
+        for sequence, draw in zip(sequences, draws, strict=True):
+            self._accept(sequence, draw, output)
+
+    def _decode_once(self, sequences: list[Sequence]) -> list[Draw | None]:
         slices = [
             SequenceSlice(sequence.tokens[-1:], len(sequence.tokens) - 1, sequence.pages)
             for sequence in sequences
         ]
         logits = self.model.forward(Batch.of(slices, self.model.device), self.cache)
-        draws = sample(logits, [_row(sequence) for sequence in sequences])
-        for sequence, draw in zip(sequences, draws, strict=True):
-            self._accept(sequence, draw, output)
+        return sample(logits, [_row(sequence) for sequence in sequences])
 
     def _start_received(
         self, work: Work, first: tuple[SampledToken, ...], output: StepOutput

@@ -80,6 +80,11 @@ class StaticSampler:
         for row in range(rows):
             self.load(row, Row(Sampling(), 0, (), 0))
 
+    @property
+    def state(self) -> list[Tensor]:
+        """What a call changes and the next one reads."""
+        return [self._counter, self._shapes.outputs]
+
     def load(self, number: int, row: Row) -> None:
         """From now on the logits of this number are that row's."""
         sampling = row.sampling
@@ -143,7 +148,7 @@ class _Shapes:
     """Bias and penalties of all rows, as `sampling.reshape` applies them."""
 
     def __init__(self, bias: Tensor, outputs: Tensor, seen: Tensor, penalties: Tensor) -> None:
-        self._bias, self._outputs, self._seen = bias, outputs, seen
+        self._bias, self.outputs, self._seen = bias, outputs, seen
         self._penalties = penalties  # repetition, frequency, presence
 
     def load(self, number: int, row: Row) -> None:
@@ -161,11 +166,11 @@ class _Shapes:
         self._seen[number] = False
         self._seen[number, tokens[: row.prompt_tokens]] = True
         output = tokens[row.prompt_tokens :]
-        self._outputs[number] = torch.bincount(output, minlength=self._bias.shape[1])
+        self.outputs[number] = torch.bincount(output, minlength=self._bias.shape[1])
 
     def apply(self, logits: Tensor, rows: slice) -> Tensor:
         repetition, frequency, presence = self._penalties[:, rows]
-        bias, outputs = self._bias[rows], self._outputs[rows]
+        bias, outputs = self._bias[rows], self.outputs[rows]
         logits = torch.where(bias != 0, (logits + bias).clamp(-LARGEST, LARGEST), logits)
         penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
         known = (self._seen[rows] | (outputs > 0)) & (repetition != 1)
@@ -173,8 +178,8 @@ class _Shapes:
         return torch.where(outputs > 0, logits - (outputs * frequency + presence), logits)
 
     def count(self, tokens: Tensor, rows: slice, step: int) -> None:
-        steps = torch.full_like(tokens, step, dtype=self._outputs.dtype)[:, None]
-        self._outputs[rows].scatter_add_(1, tokens[:, None], steps)
+        steps = torch.full_like(tokens, step, dtype=self.outputs.dtype)[:, None]
+        self.outputs[rows].scatter_add_(1, tokens[:, None], steps)
 
 
 def uniforms(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:
