@@ -15,6 +15,8 @@ from runtime.kernels import step as kernels
 _BLOCK = 64
 _ALIGNED = 64
 """Elements, of which matrices start at multiples."""
+_WORTH = 0.08
+"""A taller tile is worth so large a share of the programs without work."""
 _GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 
 
@@ -113,7 +115,8 @@ class DecodeStep:
         rope: cosines and sines, fp32 `[context, dim / 2]`.
         most_pages: of one sequence.
         programs: that run at the same time on the device.
-        rows, columns, warps: of a tile of weights, and who reads it.
+        tile_bytes, columns: of weights that a program reads at a time, at most.
+        warps: of a program.
 
     Attributes:
         tokens, positions: int64 `[batch]`; ``lengths`` int32 `[batch]`, positions + 1.
@@ -134,7 +137,7 @@ class DecodeStep:
         batch: int,
         most_pages: int,
         programs: int,
-        rows: int = 4,
+        tile_bytes: int = 1 << 15,
         columns: int = 2048,
         warps: int = 8,
     ) -> None:
@@ -169,7 +172,8 @@ class DecodeStep:
             "B": batch, "HIDDEN_SIZE": config.hidden_size, "GATED": config.intermediate_size,
             "INNER_MOST": packed.inner_most, "VOCAB": config.vocab_size,
             "HEADS": config.num_heads, "KV_HEADS": config.num_kv_heads, "DIM": dim,
-            "PAGE": planes[0].shape[2], "BN": rows, "BK": columns, "BLOCK": _BLOCK,
+            "PAGE": planes[0].shape[2], "BLOCK": _BLOCK,
+            "TILES": _tiles(config, packed, programs, tile_bytes, columns),
             "SPLITS": splits, "ROWS": max(16, triton.next_power_of_2(group)),
             "WIDTH": max(16, triton.next_power_of_2(dim)), "num_warps": warps,
         }  # fmt: skip
@@ -196,6 +200,50 @@ class DecodeStep:
         kernels.stage_kernel[(self._programs,)](
             layer, *self._arguments, STAGE=stage, **self._options
         )
+
+
+def _tiles(
+    config: ModelConfig, packed: Packed, programs: int, tile_bytes: int, columns: int
+) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of a tile of each stage, chosen by the first layer's shapes."""
+    row = packed.table[0].tolist()
+    half = config.head_dim // 2
+    heads, hidden = config.num_heads * config.head_dim, config.hidden_size
+    turned = (config.num_heads + 2 * config.num_kv_heads) * half
+
+    def tile(rows: int, inner: int, matrices: int = 1, most: int = 64) -> tuple[int, int]:
+        wide = max(16, min(columns, triton.next_power_of_2(inner)))
+        tall = max(1, min(most, tile_bytes // (2 * matrices * wide)))
+        options = [1 << n for n in range(tall.bit_length())]
+        shares = [_working(rows, height, programs) for height in options]
+        good = [h for h, share in zip(options, shares, strict=True) if share > max(shares) - _WORTH]
+        return max(good), wide
+
+    def segment(group: int) -> int:
+        """K of a group's first segment."""
+        return int(row[group + int(kernels.GROUP_FIELDS) + 1])
+
+    qkv, out = int(kernels.QKV), int(kernels.OUT)
+    gate_up, down = int(kernels.GATE_UP), int(kernels.DOWN)
+    return (
+        tile(row[qkv + 1], hidden),
+        tile(turned, segment(qkv), 2, triton.next_power_of_2(half)),
+        (1, 16),
+        tile(row[out + 1], heads),
+        tile(hidden, segment(out)),
+        tile(row[gate_up + 1], hidden),
+        tile(config.intermediate_size, segment(gate_up), 2),
+        tile(row[down + 1], config.intermediate_size),
+        tile(hidden, segment(down)),
+        tile(config.vocab_size, hidden),
+        (1, 1024),
+    )
+
+
+def _working(rows: int, height: int, programs: int) -> float:
+    """The share of the programs that have a tile, on average."""
+    groups = -(-rows // height)
+    return groups / max(1, -(-groups // programs) * programs)
 
 
 def _up(number: int, multiple: int) -> int:

@@ -105,7 +105,7 @@ class StepBench:
         self._planes: list[Tensor] = []
 
     def step(
-        self, batch: int, context: int, programs: int, rows: int, columns: int, warps: int
+        self, batch: int, context: int, programs: int, tile_bytes: int, columns: int, warps: int
     ) -> DecodeStep:
         """Of sequences that have ``context`` tokens, their pages in random order."""
         config = self.config
@@ -128,7 +128,7 @@ class StepBench:
             batch=batch,
             most_pages=each,
             programs=programs,
-            rows=rows,
+            tile_bytes=tile_bytes,
             columns=columns,
             warps=warps,
         )
@@ -195,11 +195,11 @@ def figures(
     for keep in keeps:
         bench = StepBench(shape, keep)
         for (batch, context), tile in product(cases, tiles):
-            programs, rows, columns, warps = tile
+            programs, size, columns, warps = tile
             name = f"{bench.name}, batch {batch}, context {context}"
             floor = bench.floor_ms(batch, context, copied)
             try:
-                step = bench.step(batch, context, programs, rows, columns, warps)
+                step = bench.step(batch, context, programs, size, columns, warps)
                 took = milliseconds(captured(step.launch))
             except RuntimeError as error:  # a tile that does not fit: the others go on
                 print(f"{name}, tile {tile}: {error}")
@@ -224,14 +224,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--context", type=int, nargs="+", default=[512])
     parser.add_argument("--programs", type=int, nargs="+", default=[132])
-    parser.add_argument("--rows", type=int, nargs="+", default=[4])
+    parser.add_argument("--tile-bytes", type=int, nargs="+", default=[1 << 15])
     parser.add_argument("--columns", type=int, nargs="+", default=[2048])
     parser.add_argument("--warps", type=int, nargs="+", default=[8])
     parser.add_argument("--peers", action="store_true", help="transformers as well")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     arguments = parser.parse_args()
     cases = list(product(arguments.batch, arguments.context))
-    tiles = list(product(arguments.programs, arguments.rows, arguments.columns, arguments.warps))
+    tiles = list(
+        product(arguments.programs, arguments.tile_bytes, arguments.columns, arguments.warps)
+    )
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'milliseconds':64} {'step':>8} {'floor':>8}")
     found = []

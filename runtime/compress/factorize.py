@@ -29,6 +29,7 @@ RANK_MULTIPLE = 8
 """Rows of U in bf16 then start at multiples of 16 bytes."""
 
 _SEED = 0
+_TINY = 1e-300
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,8 @@ def _ranks(
         case Allocation.UNIFORM:
             return uniform_ranks(choices, keep, multiple)
         case Allocation.LOSS:
+            if not model.method.uses_gradients:  # an error of the output: a share of its power
+                choices = [replace(c, loss=c.loss / max(c.loss.sum(), _TINY)) for c in choices]
             return allocate_ranks(choices, keep, multiple)
         case Allocation.LOG_LOSS:
             kinds = [(part.members[0][1], len(part.members)) for part in model.parts]

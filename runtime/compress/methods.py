@@ -11,7 +11,8 @@ class Allocation(StrEnum):
     """Which rank a projection gets."""
 
     UNIFORM = "uniform"  # each keeps the same fraction of its parameters
-    LOSS = "loss"  # those that lose least for the whole model, see `ranks.allocate_ranks`
+    LOSS = "loss"  # least loss over the whole model, see `ranks.allocate_ranks`: of the model, by
+    # gradients, or without them each projection's share of its output's power
     LOG_LOSS = "log-loss"  # among projections of one kind, see `ranks.log_loss_ranks`
 
 

@@ -230,8 +230,8 @@ QKV, OUT = tl.constexpr(2), tl.constexpr(20)
 GATE_UP, DOWN = tl.constexpr(28), tl.constexpr(41)
 LAYER_FIELDS = tl.constexpr(49)
 """Of a layer's row of the table: where its norms are in ``vectors``, and its groups."""
-EMBED, LOGITS = tl.constexpr(-1), tl.constexpr(9)
-"""Stages before the first and after the last layer; a layer has nine, from 0 on."""
+LOGITS, EMBED = tl.constexpr(9), tl.constexpr(10)
+"""Stages after the last and before the first layer; a layer has nine, from 0 on."""
 
 
 @triton.jit
@@ -241,11 +241,14 @@ def run_stage(
     cos, sin, hidden, inner, q, attended, gated, logits, sums, peaks, totals, arrived, scale,
     STAGE: tl.constexpr, B: tl.constexpr, HIDDEN_SIZE: tl.constexpr, GATED: tl.constexpr,
     INNER_MOST: tl.constexpr, VOCAB: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DIM: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One stage of one layer, by all programs."""
+    """One stage of one layer, by all programs. TILES are rows and columns of weights that a
+    program reads at a time, by stage."""
     row = table + layer * LAYER_FIELDS
+    BN: tl.constexpr = TILES[STAGE][0]
+    BK: tl.constexpr = TILES[STAGE][1]
     if STAGE == EMBED:
         for part in range(pid, B * HIDDEN_SIZE // BK + B, programs):
             i = part * BK + tl.arange(0, BK)
@@ -314,7 +317,7 @@ def stage_kernel(
     cos, sin, hidden, inner, q, attended, gated, logits, sums, peaks, totals, arrived, scale,
     STAGE: tl.constexpr, B: tl.constexpr, HIDDEN_SIZE: tl.constexpr, GATED: tl.constexpr,
     INNER_MOST: tl.constexpr, VOCAB: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DIM: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One stage as a launch of its own, for a device without a grid barrier: the interpreter."""
@@ -323,7 +326,7 @@ def stage_kernel(
         pid, programs, layer, table, weights, vectors, embedding, head, final_norm, eps, tokens,
         positions, lengths, page_table, table_stride, planes, page_stride, head_stride, cos, sin,
         hidden, inner, q, attended, gated, logits, sums, peaks, totals, arrived, scale, STAGE, B,
-        HIDDEN_SIZE, GATED, INNER_MOST, VOCAB, HEADS, KV_HEADS, DIM, PAGE, BN, BK, BLOCK, SPLITS,
+        HIDDEN_SIZE, GATED, INNER_MOST, VOCAB, HEADS, KV_HEADS, DIM, PAGE, TILES, BLOCK, SPLITS,
         ROWS, WIDTH,
     )  # fmt: skip
 
@@ -335,7 +338,7 @@ def step_kernel(
     cos, sin, hidden, inner, q, attended, gated, logits, sums, peaks, totals, arrived, scale,
     B: tl.constexpr, HIDDEN_SIZE: tl.constexpr, GATED: tl.constexpr,
     INNER_MOST: tl.constexpr, VOCAB: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DIM: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The whole step. All programs must run at the same time: a cooperative launch.
@@ -351,7 +354,7 @@ def step_kernel(
         pid, programs, 0, table, weights, vectors, embedding, head, final_norm, eps, tokens,
         positions, lengths, page_table, table_stride, planes, page_stride, head_stride, cos, sin,
         hidden, inner, q, attended, gated, logits, sums, peaks, totals, arrived, scale, EMBED, B,
-        HIDDEN_SIZE, GATED, INNER_MOST, VOCAB, HEADS, KV_HEADS, DIM, PAGE, BN, BK, BLOCK, SPLITS,
+        HIDDEN_SIZE, GATED, INNER_MOST, VOCAB, HEADS, KV_HEADS, DIM, PAGE, TILES, BLOCK, SPLITS,
         ROWS, WIDTH,
     )  # fmt: skip
     grid_barrier(counter, programs)
@@ -374,13 +377,13 @@ def step_kernel(
                     eps, tokens, positions, lengths, page_table, table_stride, planes,
                     page_stride, head_stride, cos, sin, hidden, inner, q, attended, gated, logits,
                     sums, peaks, totals, arrived, scale, stage, B, HIDDEN_SIZE, GATED, INNER_MOST,
-                    VOCAB, HEADS, KV_HEADS, DIM, PAGE, BN, BK, BLOCK, SPLITS, ROWS, WIDTH,
+                    VOCAB, HEADS, KV_HEADS, DIM, PAGE, TILES, BLOCK, SPLITS, ROWS, WIDTH,
                 )  # fmt: skip
                 grid_barrier(counter, programs)
     run_stage(
         pid, programs, 0, table, weights, vectors, embedding, head, final_norm, eps, tokens,
         positions, lengths, page_table, table_stride, planes, page_stride, head_stride, cos, sin,
         hidden, inner, q, attended, gated, logits, sums, peaks, totals, arrived, scale, LOGITS, B,
-        HIDDEN_SIZE, GATED, INNER_MOST, VOCAB, HEADS, KV_HEADS, DIM, PAGE, BN, BK, BLOCK, SPLITS,
+        HIDDEN_SIZE, GATED, INNER_MOST, VOCAB, HEADS, KV_HEADS, DIM, PAGE, TILES, BLOCK, SPLITS,
         ROWS, WIDTH,
     )  # fmt: skip

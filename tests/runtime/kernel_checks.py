@@ -165,6 +165,7 @@ def test_a_step_is_the_models(
         batch=len(positions),
         most_pages=max(map(len, pages)),
         programs=3 if DEVICE.type == "cpu" else 132,
+        tile_bytes=1024,
         columns=64,
     )
     step.tokens.copy_(torch.tensor([text[-1] for text in texts]))
