@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from runtime.checkpoint.assemble import (
     PROJECTIONS,
@@ -56,11 +57,14 @@ def write_checkpoint(checkpoint: Checkpoint, directory: Path) -> None:
     try:
         groups = basis_groups(checkpoint)
         again = {f"{name}.v.weight" for _, *others in groups for name in others}
-        tensors = {
-            name: tensor.contiguous()
-            for name, tensor in named_tensors(checkpoint)
-            if name not in again
-        }
+        tensors: dict[str, Tensor] = {}
+        stored: set[int] = set()
+        for name, tensor in named_tensors(checkpoint):
+            if name not in again:
+                whole = tensor.contiguous()
+                shared = whole.untyped_storage().data_ptr() in stored  # which the file cannot say
+                tensors[name] = whole.clone() if shared else whole
+                stored.add(whole.untyped_storage().data_ptr())
         save_file(tensors, scratch / SINGLE)
         (scratch / FACTS).write_text(json.dumps(_facts(checkpoint), indent=1), encoding="utf-8")
         scratch.chmod(0o755)

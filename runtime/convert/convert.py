@@ -12,20 +12,23 @@ from runtime.checkpoint.assemble import Biases, assemble
 from runtime.checkpoint.canonical import FACTS, canonical_hash
 from runtime.checkpoint.hashing import hash_tensors
 from runtime.checkpoint.huggingface import CONFIG, read_generation
-from runtime.checkpoint.huggingface_config import parse_config
+from runtime.checkpoint.huggingface_config import ARCHITECTURES, parse_config
 from runtime.checkpoint.load import load_checkpoint
-from runtime.checkpoint.safetensors_file import SafetensorsDirectory, is_pickle, read_json
+from runtime.checkpoint.safetensors_file import (
+    INDEX,
+    SINGLE,
+    SafetensorsDirectory,
+    is_pickle,
+    read_json,
+)
 from runtime.checkpoint.sharing import Groups, with_shared_bases
 from runtime.checkpoint.weights import Checkpoint, parameters_kept
 from runtime.convert.families import Family, to_canonical
 from runtime.convert.pickled import Stub, read_pickled, tensors_of
 from runtime.errors import CheckpointError
 
-_ARCHITECTURES = {
-    "ASVDLlamaForCausalLM": "LlamaForCausalLM",
-    "ShareLlamaForCausalLM": "LlamaForCausalLM",
-    "ShareMistralForCausalLM": "MistralForCausalLM",
-}
+_PREFIXES = ("ASVD", "Share")
+"""What the codes put before the name of the architecture that they change."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,21 @@ def convert(path: Path, dtype: torch.dtype | None = None) -> tuple[Checkpoint, S
         return found, Source(Family.DENSE, torch.float32)
     if (path / FACTS).is_file():
         raise CheckpointError(f"{path} is a canonical checkpoint already")
+    try:
+        return _convert(path, dtype)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is malformed: {type(error).__name__}") from error
+    except RuntimeError as error:  # torch's, and a recursion without end
+        raise CheckpointError(f"{path} is malformed: {type(error).__name__}") from error
+
+
+def _convert(path: Path, dtype: torch.dtype | None) -> tuple[Checkpoint, Source]:
     facts, generation, tensors = _read_directory(path) if path.is_dir() else _read_model(path)
     named = to_canonical(tensors)
-    stored = _stored_dtype(tensors)
+    stored = _stored_dtype(named.tensors)
     config = parse_config(_understood(facts), generation)
+    if named.head_was_factorized:
+        config = replace(config, tied_embeddings=False)
     biases = Biases.present(named.tensors)
     made = assemble(config, _Tensors(named.tensors), biases, "", dtype or stored, "cpu")
     made = with_shared_bases(made, _groups(named.tensors, named.family))
@@ -80,7 +94,7 @@ def _groups(tensors: Mapping[str, Tensor], family: Family) -> Groups:
     owners: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
         if name.endswith(".v.weight"):
-            key: object = tensor.data_ptr()
+            key: object = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             if family is Family.BASIS_SHARING:
                 key = hash_tensors("", [("", tensor)])
             owners.setdefault(key, []).append(name.removesuffix(".v.weight"))
@@ -100,11 +114,19 @@ def _read_model(path: Path) -> Content:
     config = model.state.get("config")
     if not isinstance(config, Stub):
         raise CheckpointError(f"the model in {path} has no config")
-    facts = {key: value for key, value in config.state.items() if not isinstance(value, Stub)}
+    facts = _plain_facts(config)
     if not facts.get("architectures"):
         family = type(config).__name__.removesuffix("Config")
         facts["architectures"] = [f"{family}ForCausalLM"]
-    return facts, {}, tensors_of(model)
+    generation = model.state.get("generation_config")
+    said = _plain_facts(generation) if isinstance(generation, Stub) else {}
+    return facts, said, tensors_of(model)
+
+
+def _plain_facts(config: Stub) -> dict[str, Any]:
+    """What a pickled config says in JSON's types."""
+    plain = (str, int, float, list, dict, type(None))
+    return {key: value for key, value in config.state.items() if isinstance(value, plain)}
 
 
 def _read_directory(directory: Path) -> Content:
@@ -125,8 +147,8 @@ def _read_directory(directory: Path) -> Content:
 
 
 def _pickles(directory: Path) -> list[Path]:
-    """The weights of a directory without safetensors: one file, or its shards."""
-    if any(directory.glob("*.safetensors")):
+    """The weights of a directory without a model in safetensors: one file, or its shards."""
+    if (directory / SINGLE).is_file() or (directory / INDEX).is_file():
         return []
     index = directory / "pytorch_model.bin.index.json"
     if index.is_file():
@@ -145,10 +167,20 @@ def _understood(facts: Mapping[str, Any]) -> dict[str, Any]:
     named = facts.get("architectures")
     if not isinstance(named, list):
         return dict(facts)
-    return {**facts, "architectures": [_ARCHITECTURES.get(str(name), name) for name in named]}
+    return {**facts, "architectures": [_without_prefix(str(name)) for name in named]}
+
+
+def _without_prefix(architecture: str) -> str:
+    for prefix in _PREFIXES:
+        if architecture.startswith(prefix) and architecture[len(prefix) :] in ARCHITECTURES:
+            return architecture[len(prefix) :]
+    return architecture
 
 
 def _stored_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The one type of all weights, or fp32 if they have several."""
+    """The one type of all weights, or fp32 if they have several, or one that is not served."""
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-    return kinds.pop() if len(kinds) == 1 else torch.float32
+    if any(kind.itemsize == 1 for kind in kinds):
+        raise CheckpointError("quantized weights are not read")
+    kind = kinds.pop() if len(kinds) == 1 else torch.float32
+    return kind if kind in (torch.float16, torch.bfloat16) else torch.float32

@@ -36,6 +36,7 @@ _PATTERNS = {
     ),
     Family.BASIS_SHARING: re.compile(rf"{_OF_LAYER}{_PROJECTION}_(?P<factor>basis){_END}"),
 }
+_HEAD = LM_HEAD.removesuffix(".weight")
 _BASIS_COPY = re.compile(rf"model\.{_PROJECTION}_basis\.(?P<number>\d+)\.weight")
 _IGNORED = re.compile(r".*\.rotary_emb\..*")
 _OTHERS = {
@@ -52,6 +53,7 @@ class Named:
 
     family: Family
     tensors: dict[str, Tensor]
+    head_was_factorized: bool = False
 
 
 def to_canonical(tensors: Mapping[str, Tensor]) -> Named:
@@ -64,10 +66,14 @@ def to_canonical(tensors: Mapping[str, Tensor]) -> Named:
         if any(mark in name for name in tensors):
             raise CheckpointError(f"{whose} is not supported")
     family = _family_of(tensors)
-    renamed = dict(_renamed(family, tensors))
-    if family is Family.LINEAR_PAIR:
-        renamed = _by_shape(renamed)
-    return Named(family, renamed)
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in _renamed(family, tensors):
+        if name in renamed:
+            raise CheckpointError(f"{name} is there twice, under different names")
+        renamed[name] = tensor
+    if family is not Family.LINEAR_PAIR:
+        return Named(family, renamed)
+    return Named(family, _by_shape(renamed), f"{_HEAD}.A.weight" in renamed)
 
 
 def _family_of(names: Mapping[str, Tensor]) -> Family:
@@ -90,7 +96,7 @@ def _renamed(family: Family, tensors: Mapping[str, Tensor]) -> Iterator[tuple[st
         if match is None:
             yield from _unmatched(family, name, tensor, tensors)
             continue
-        owner = LM_HEAD.removesuffix(".weight")
+        owner = _HEAD
         if match["layer"]:
             owner = f"{match['layer']}{match['projection']}_proj"
         factor = "v" if match["factor"] == "basis" else match["factor"]
@@ -128,30 +134,48 @@ def _check_copy(copy: "re.Match[str]", tensor: Tensor, tensors: Mapping[str, Ten
 
 
 def _by_shape(renamed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Which of A and B is V: Dobi-SVD's ``y = B A x``, ASVD's ``y = A B x``.
+    """Which of A and B is V: Dobi-SVD's ``y = B A x``, ASVD's ``y = A B x``. One for a whole file.
 
     Dobi-SVD puts the bias of the whole on A and leaves one on B that was never set.
     """
     found = {name: t for name, t in renamed.items() if ".A." not in name and ".B." not in name}
-    owners = {name.removesuffix(".A.weight") for name in renamed if name.endswith(".A.weight")}
-    for owner in sorted(owners):
-        a, b = renamed[f"{owner}.A.weight"], renamed.get(f"{owner}.B.weight")
-        if b is None or a.ndim != 2 or b.ndim != 2:
-            raise CheckpointError(f"{owner} has one factor of two")
-        first, second = a.shape[0] == b.shape[1], b.shape[0] == a.shape[1]
-        if first and second:  # both products exist: a factor pair is thinner in the middle
-            first = a.shape[0] < a.shape[1]
-            second = b.shape[0] < b.shape[1]
-        if first == second:
-            raise CheckpointError(
-                f"{owner}: factors {list(a.shape)} and {list(b.shape)} do not say which comes first"
-            )
-        u, v = (b, a) if first else (a, b)
-        bias = renamed.get(f"{owner}.A.bias", renamed.get(f"{owner}.B.bias"))
-        if owner == LM_HEAD.removesuffix(".weight"):
+    owners = sorted({re.sub(r"\.[AB]\.(weight|bias)$", "", n) for n in renamed if n not in found})
+    orders = {_a_is_v(owner, renamed) for owner in owners} - {None}
+    if len(orders) != 1:
+        raise CheckpointError("factors named ALinear and BLinear do not say which comes first")
+    a_is_v = orders.pop()
+    for owner in owners:
+        a, b = renamed[f"{owner}.A.weight"], renamed[f"{owner}.B.weight"]
+        u, v = (b, a) if a_is_v else (a, b)
+        if u.shape[1] != v.shape[0]:
+            raise CheckpointError(f"{owner}: U {list(u.shape)} and V {list(v.shape)} do not fit")
+        bias = renamed.get(f"{owner}.A.bias")
+        if not a_is_v and f"{owner}.B.bias" in renamed:
+            raise CheckpointError(f"{owner}: a bias between the factors is not supported")
+        if bias is None and f"{owner}.B.bias" in renamed:
+            bias = renamed[f"{owner}.B.bias"]
+        if owner == _HEAD and (bias is not None or LM_HEAD in found):
+            raise CheckpointError("a factorized head with a bias, or beside another head")
+        if owner == _HEAD:
             found[LM_HEAD] = (u.float() @ v.float()).to(u.dtype)
             continue
+        taken = {f"{owner}.weight", *([f"{owner}.bias"] if bias is not None else [])}
+        if taken & found.keys():
+            raise CheckpointError(f"{owner} is there twice, factorized and not")
         found[f"{owner}.u.weight"], found[f"{owner}.v.weight"] = u, v
         if bias is not None:
             found[f"{owner}.bias"] = bias
     return found
+
+
+def _a_is_v(owner: str, renamed: Mapping[str, Tensor]) -> bool | None:
+    """Whether A comes first, by the shapes of one pair; None if they do not say."""
+    a, b = renamed.get(f"{owner}.A.weight"), renamed.get(f"{owner}.B.weight")
+    if a is None or b is None or a.ndim != 2 or b.ndim != 2:
+        raise CheckpointError(f"{owner} has one factor of two")
+    first, second = a.shape[0] == b.shape[1], b.shape[0] == a.shape[1]
+    if first and second:  # both products exist: a factor pair is thinner in the middle
+        first, second = a.shape[0] < a.shape[1], b.shape[0] < b.shape[1]
+    if not (first or second) and not a.shape == b.shape[::-1]:
+        raise CheckpointError(f"{owner}: {list(a.shape)} and {list(b.shape)} do not fit")
+    return None if first == second else first

@@ -34,6 +34,10 @@ _DTYPES = {
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)
 }
 _CONTAINERS = {"dict": dict, "list": list, "set": set, "tuple": tuple}
+_MOST_PICKLE_BYTES = 1 << 28
+_MOST_MODULES, _MOST_DEPTH = 1 << 17, 64
+_LARGEST = 1 << 48
+"""Of sizes and offsets, in elements."""
 
 
 class Stub:
@@ -78,6 +82,8 @@ def read_pickled(path: Path) -> Any:
     try:
         with zipfile.ZipFile(path) as archive:
             root = _root(archive, path)
+            if archive.getinfo(f"{root}/data.pkl").file_size > _MOST_PICKLE_BYTES:
+                raise CheckpointError(f"{path} has a pickle beyond {_MOST_PICKLE_BYTES} bytes")
             with archive.open(f"{root}/data.pkl") as file:
                 return _Reader(file, archive, root).load()
     except zipfile.BadZipFile as error:
@@ -87,40 +93,53 @@ def read_pickled(path: Path) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle fails anywhere in what it calls
-        raise CheckpointError(f"{path} cannot be unpickled: {error!r}") from error
+        raise CheckpointError(f"{path} cannot be unpickled: {type(error).__name__}") from error
 
 
 def tensors_of(value: Any) -> dict[str, Tensor]:
     """The tensors of a state dict, or of a pickled module, by their dotted names.
 
-    Raises `CheckpointError` if ``value`` is neither.
+    Raises `CheckpointError` if ``value`` is neither, or has a tensor of a kind that is not read.
     """
-    if isinstance(value, dict):
-        tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
-        if tensors and all(isinstance(name, str) for name in value):
-            return tensors
-    elif isinstance(value, Stub) and "_modules" in value.state:
-        return dict(_parameters(value, ""))
-    raise CheckpointError("the pickle holds neither a state dict nor a module")
+    if isinstance(value, Stub) and "_modules" in value.state:
+        return dict(_parameters(value, "", [_MOST_MODULES]))
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise CheckpointError("the pickle holds neither a state dict nor a module")
+    return {name: tensor for name, tensor in value.items() if _is_tensor(name, tensor)}
 
 
-def _parameters(module: Stub, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers, as `state_dict` would give them."""
-    state = module.state
+def _is_tensor(name: str, value: Any) -> bool:
+    """A stub in a tensor's place is one that was not understood: to leave it out would be wrong."""
+    if isinstance(value, Stub):
+        raise CheckpointError(f"{name} is a {type(value).__name__}, which is not read")
+    return isinstance(value, Tensor)
+
+
+def _parameters(module: Stub, prefix: str, left: list[int]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers, as `state_dict` would give them.
+
+    ``left`` is how many modules there may still be: one that is its own part has no end.
+    """
+    left[0] -= 1
+    if left[0] < 0 or prefix.count(".") > _MOST_DEPTH:
+        raise CheckpointError("modules within modules without end")
+    passing = module.state.get("_non_persistent_buffers_set", ())
+    left_out = set(passing) if isinstance(passing, set | frozenset | tuple | list) else set()
     for kind in ("_parameters", "_buffers"):
-        passing = state.get("_non_persistent_buffers_set") if kind == "_buffers" else ()
-        passing = passing.elements if isinstance(passing, Stub) else passing or ()
-        for name, tensor in _entries(state.get(kind)):
-            if isinstance(tensor, Tensor) and name not in passing:
+        for name, tensor in _entries(module.state.get(kind)):
+            if not (kind == "_buffers" and name in left_out) and _is_tensor(prefix + name, tensor):
                 yield prefix + name, tensor
-    for name, child in _entries(state.get("_modules")):
+    for name, child in _entries(module.state.get("_modules")):
         if isinstance(child, Stub):
-            yield from _parameters(child, f"{prefix}{name}.")
+            yield from _parameters(child, f"{prefix}{name}.", left)
 
 
 def _entries(mapping: Any) -> Iterator[tuple[str, Any]]:
     items = mapping.items if isinstance(mapping, Stub) else mapping
-    yield from (items.items() if isinstance(items, dict) else ())
+    for name, value in dict.items(items) if isinstance(items, dict) else ():
+        if not isinstance(name, str):
+            raise CheckpointError("a module with a name that is no text")
+        yield name, value
 
 
 def _root(archive: zipfile.ZipFile, path: Path) -> str:
@@ -142,7 +161,13 @@ class _Storage:
         self.elements = elements
 
 
-class _Reader(pickle.Unpickler):
+_PythonUnpickler: Any = pickle._Unpickler
+
+
+class _Reader(_PythonUnpickler):  # type: ignore[misc]
+    """The standard unpickler written in Python, whose every operation can be held to a rule: what
+    is called is known, what is built is a stub, what is a key is plain."""
+
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile, root: str) -> None:
         super().__init__(file, encoding="utf-8")
         self._archive, self._root = archive, root
@@ -159,51 +184,186 @@ class _Reader(pickle.Unpickler):
         known = _KNOWN.get((module, name))
         if known is not None:
             return known
-        key = module, name
+        key = str(module), str(name)
         if key not in self._stubs:
-            self._stubs[key] = type(name.rpartition(".")[2], (Stub,), {"module": module})
+            self._stubs[key] = type(key[1].rpartition(".")[2], (Stub,), {})
         return self._stubs[key]
 
     def persistent_load(self, pid: Any) -> _Storage:
-        kind, dtype, key, _device, count = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"the pickle refers to {kind} of {dtype}, which is no storage")
+        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
+            raise CheckpointError("the pickle refers to something that is no storage")
+        _, dtype, key, _device, count = pid
+        if not isinstance(dtype, torch.dtype) or not isinstance(key, str) or not _is_count(count):
+            raise CheckpointError("the pickle refers to a storage of an unknown kind")
         if key not in self._storages:
-            data = bytearray(self._archive.read(f"{self._root}/data/{key}"))
-            if len(data) != count * dtype.itemsize:
-                raise CheckpointError(f"storage {key} has {len(data)} bytes, not {count} elements")
+            member = self._archive.getinfo(f"{self._root}/data/{key}")
+            if member.compress_type != zipfile.ZIP_STORED or (
+                member.file_size != count * dtype.itemsize
+            ):
+                raise CheckpointError(f"storage {key[:40]} does not have its {count} elements")
+            data = bytearray(self._archive.read(member))
             empty = torch.empty(0, dtype=dtype)
             self._storages[key] = _Storage(torch.frombuffer(data, dtype=dtype) if data else empty)
         return self._storages[key]
 
 
+def _build(reader: Any) -> None:
+    state, built = reader.stack.pop(), reader.stack[-1]
+    if isinstance(built, Stub):
+        built.__setstate__(state)
+    elif not isinstance(built, OrderedDict | Tensor):  # whose state says nothing of values
+        raise CheckpointError("the pickle gives a state to what has none")
+
+
+def _reduce(reader: Any) -> None:
+    arguments, called = reader.stack.pop(), reader.stack[-1]
+    if not isinstance(arguments, tuple) or not _may_be_called(called):
+        raise CheckpointError("the pickle calls what is not known")
+    reader.stack[-1] = called(*arguments)
+
+
+def _make(reader: Any) -> None:
+    reader.stack.pop()  # arguments, which a stub has no use for
+    reader.stack[-1] = _new_object(reader.stack[-1])
+
+
+def _make_named(reader: Any) -> None:
+    reader.stack.pop()
+    _make(reader)
+
+
+def _set_item(reader: Any) -> None:
+    value, key = reader.stack.pop(), reader.stack.pop()
+    _put(reader.stack[-1], [key, value])
+
+
+def _set_items(reader: Any) -> None:
+    items = reader.pop_mark()
+    _put(reader.stack[-1], items)
+
+
+def _make_dict(reader: Any) -> None:
+    made: dict[Any, Any] = {}
+    _put(made, reader.pop_mark())
+    reader.append(made)
+
+
+def _add_items(reader: Any) -> None:
+    items, target = reader.pop_mark(), reader.stack[-1]
+    for item in items:
+        target.add(_plain(item) if isinstance(target, set) else item)
+
+
+def _make_frozenset(reader: Any) -> None:
+    reader.append(frozenset(_plain(item) for item in reader.pop_mark()))
+
+
+def _refuse(_: Any) -> None:
+    raise CheckpointError("the pickle uses an operation that files of torch do not need")
+
+
+_Reader.dispatch = _PythonUnpickler.dispatch | {
+    code[0]: operation
+    for code, operation in (
+        (pickle.BUILD, _build),
+        (pickle.REDUCE, _reduce),
+        (pickle.NEWOBJ, _make),
+        (pickle.NEWOBJ_EX, _make_named),
+        (pickle.SETITEM, _set_item),
+        (pickle.SETITEMS, _set_items),
+        (pickle.DICT, _make_dict),
+        (pickle.ADDITEMS, _add_items),
+        (pickle.FROZENSET, _make_frozenset),
+        (pickle.INST, _refuse),
+        (pickle.OBJ, _refuse),
+        (pickle.PERSID, _refuse),
+        (pickle.EXT1, _refuse),
+        (pickle.EXT2, _refuse),
+        (pickle.EXT4, _refuse),
+        (pickle.NEXT_BUFFER, _refuse),
+        (pickle.READONLY_BUFFER, _refuse),
+    )
+}
+
+
+def _put(target: Any, items: list[Any]) -> None:
+    if not isinstance(target, dict | Stub):
+        raise CheckpointError("the pickle puts items into what has none")
+    into = target.items if isinstance(target, Stub) else target
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        dict.__setitem__(into, _plain(key), value)
+
+
+def _plain(key: Any) -> Any:
+    """What may be a key: nested tuples and huge numbers take their time to be hashed."""
+    parts = key if isinstance(key, tuple) else (key,)
+    for part in parts:
+        fine = isinstance(part, str | bytes | float | None) or (
+            isinstance(part, int) and -_LARGEST < part < _LARGEST
+        )
+        if not fine or len(parts) > 8:
+            raise CheckpointError("the pickle has a key that is neither text nor a number")
+    return key
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value < _LARGEST
+
+
+def _may_be_called(called: Any) -> bool:
+    if isinstance(called, type):
+        return called in (dict, list, set, tuple, OrderedDict) or issubclass(called, Stub)
+    return any(called is known for known in _KNOWN.values())
+
+
 def _rebuild_tensor(
-    storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    _requires_grad: Any = None,
+    _hooks: Any = None,
+    metadata: Any = None,
 ) -> Tensor:
-    elements = storage.elements
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if min((offset, *size, *stride), default=0) < 0 or (0 not in size and last >= len(elements)):
-        raise CheckpointError(f"a tensor of {tuple(size)} lies outside of its storage")
-    return elements.as_strided(tuple(size), tuple(stride), offset)
+    if not isinstance(storage, _Storage) or metadata:
+        raise CheckpointError("a tensor of a kind that is not read")
+    sizes, strides = tuple(size), tuple(stride)
+    if len(sizes) != len(strides) or not all(map(_is_count, (offset, *sizes, *strides))):
+        raise CheckpointError("a tensor without a shape")
+    count, last = 1, offset
+    for n, step in zip(sizes, strides, strict=True):
+        count, last = count * n, last + (n - 1) * step
+        if count > len(storage.elements) or count >= _LARGEST:
+            raise CheckpointError(f"a tensor with more elements than its storage has: {sizes[:8]}")
+    if count and last >= len(storage.elements):
+        raise CheckpointError(f"a tensor lies outside of its storage: {sizes[:8]}")
+    return storage.elements.as_strided(sizes, strides, offset)
 
 
-def _rebuild_parameter(data: Tensor, *_: Any) -> Tensor:
+def _rebuild_parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-def _new_object(kind: Any, *arguments: Any) -> Any:
+def _rebuild_from_type(function: Any, _type: Any, arguments: Any, *_: Any) -> Any:
+    """A tensor with attributes of Python's, which are left out."""
+    if function not in (_rebuild_tensor, _rebuild_parameter) or not isinstance(arguments, tuple):
+        raise CheckpointError("a tensor of a kind that is not read")
+    return function(*arguments)
+
+
+def _new_object(kind: Any, *_: Any) -> Any:
     """For `copyreg.__newobj__` and `_reconstructor`: of containers and stubs alone."""
-    if kind in (dict, list, set, OrderedDict) or (
-        isinstance(kind, type) and issubclass(kind, Stub)
-    ):
+    if isinstance(kind, type) and issubclass(kind, dict | list | set | Stub):
         return kind()
-    raise CheckpointError(f"the pickle makes a {kind!r} of {arguments!r}")
+    raise CheckpointError("the pickle makes an object of what is no class")
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
     ("torch", "Size"): tuple,
     ("copyreg", "__newobj__"): _new_object,
     ("copyreg", "_reconstructor"): _new_object,

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runtime.checkpoint import Checkpoint, FactorPair
+from runtime.checkpoint.safetensors_file import is_pickle
 from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import linears_of
 from runtime.convert import Source
@@ -30,7 +31,7 @@ def convert(model: str, out: Path, tokenizer: str | None, dtype: str) -> None:
     """
     refuse_existing(out)
     source = resolve_model(model)
-    beside = source.parent if source.suffix == ".pt" else source
+    beside = source.parent if is_pickle(source) else source
     words = load_tokenizer(resolve_model(tokenizer) if tokenizer else beside)
     made, found = read(source, _DTYPES.get(dtype))
     write_model(made, words, out)

@@ -30,7 +30,7 @@ from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import linears_of, parameters_kept
 from runtime.compress.forward import forward
 from runtime.convert import Family, convert
-from runtime.convert.pickled import read_pickled
+from runtime.convert.pickled import read_pickled, tensors_of
 from runtime.errors import CheckpointError
 from runtime.kv.pages import pages_for
 from runtime.model import Model
@@ -382,7 +382,7 @@ def test_tensors_outside_of_their_storage_are_refused(tmp_path: Path) -> None:
         path,
         lambda name, data: data.replace(b"K\x06\x85", b"K\x60\x85") if "pkl" in name else data,
     )
-    with pytest.raises(CheckpointError, match="outside of its storage"):
+    with pytest.raises(CheckpointError, match="storage"):
         read_pickled(path)
 
 
@@ -410,3 +410,109 @@ def test_what_does_not_fit_is_named(break_it: str, tmp_path: Path) -> None:
     save_folder(expected, iter(tensors.items()), tmp_path / "m", pickled=True)
     with pytest.raises(CheckpointError):
         convert(tmp_path / "m")
+
+
+def test_parameters_with_attributes_are_read(tmp_path: Path) -> None:
+    """Transformers marks those it has loaded, and torch then pickles them in another way."""
+    expected = tiny_checkpoint(bias=True, ranks=EVEN)
+    tensors = dict(renamed(expected, svd_llm))
+    for name in list(tensors):
+        if name.endswith("_proj.bias"):
+            owner = svd_llm(name.removesuffix(".bias"), "u")
+            tensors[f"{owner}.bias"] = tensors.pop(name)
+    for number, name in enumerate(tensors):
+        if number % 2:
+            tensors[name] = nn.Parameter(tensors[name], requires_grad=False)
+        tensors[name]._is_hf_initialized = True  # type: ignore[attr-defined]
+    facts: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
+    save_folder(expected, iter(tensors.items()), tmp_path / "m", pickled=True, **facts)
+    made, _ = convert(tmp_path / "m")
+    same(made, expected)
+
+
+def test_the_head_of_a_tied_model_that_was_factorized_is_its_own(tmp_path: Path) -> None:
+    tied = replace(CONFIG, tied_embeddings=True)
+    expected = tiny_checkpoint(ranks=EVEN, config=tied)
+    u, v = torch.randn(CONFIG.vocab_size, 6), torch.randn(6, CONFIG.hidden_size)
+    tensors = dict(renamed(expected, asvd)) | {
+        "lm_head.ALinear.weight": u,
+        "lm_head.BLinear.weight": v,
+    }
+    save_folder(expected, iter(tensors.items()), tmp_path / "m")
+    made, _ = convert(tmp_path / "m")
+    assert not made.config.tied_embeddings
+    torch.testing.assert_close(made.lm_head, u @ v)
+    assert torch.equal(made.embedding, expected.embedding)
+
+
+def test_what_is_left_out_has_no_say_in_the_type(tmp_path: Path) -> None:
+    expected = tiny_checkpoint(ranks=EVEN)
+    tensors = {name: tensor.half() for name, tensor in renamed(expected, svd_llm)}
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_folder(expected, iter(tensors.items()), tmp_path / "m", pickled=True)
+    assert convert(tmp_path / "m")[1].dtype == torch.float16
+
+
+def test_tensors_that_share_memory_are_written_apart(tmp_path: Path) -> None:
+    expected = tiny_checkpoint(ranks=EVEN)
+    tensors = dict(renamed(expected, svd_llm))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_folder(expected, iter(tensors.items()), tmp_path / "m", pickled=True)
+    made, _ = convert(tmp_path / "m")
+    write_checkpoint(made, tmp_path / "ours")
+    again = load_checkpoint(tmp_path / "ours")
+    assert torch.equal(again.lm_head, expected.embedding)
+
+
+def crafted(path: Path, program: bytes, storage: bytes = b"", *, packed: bool = False) -> Path:
+    """A file of torch with this pickle, and one storage."""
+    kind = zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        archive.writestr("archive/data.pkl", program)
+        archive.writestr("archive/data/0", storage)
+    return path
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"\x80\x02}(" + b"(" + b"\x85" * 100_000 + b"K\x01u.",  # a key of tuples in tuples
+        b"\x80\x02}\x8a\x09" + b"\xff" * 8 + b"\x00K\x01s.",  # a key beyond 2^48
+        b"\x80\x02ctorch._utils\n_rebuild_parameter\n}X\x01\x00\x00\x00aK\x01sb.",  # a state
+        b"\x80\x02K\x07)R.",  # a call of a number
+        b"\x80\x02K\x07)\x81.",  # an object of a number
+        b"\x80\x02(cos\nsystem\nX\x02\x00\x00\x00lso.",  # OBJ
+        b"(S'ls'\nios\nsystem\n.",  # INST
+        b"\x80\x02\x82\x01.",  # EXT1
+        b"\x80\x02Pabc\n.",  # PERSID
+        b"\x80\x02]K\x01K\x02s.",  # an item of a list
+        b"\x80\x02K\x01Q.",  # a storage that is a number
+    ],
+)
+def test_hostile_pickles_are_refused_at_once(program: bytes, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        read_pickled(crafted(tmp_path / "x.pt", program))
+
+
+def test_a_storage_is_not_unpacked_and_not_stretched(tmp_path: Path) -> None:
+    expanded = torch.ones(4).expand(1000, 4)
+    torch.save({"x": expanded}, tmp_path / "wide.pt")
+    with pytest.raises(CheckpointError, match="more elements than its storage"):
+        read_pickled(tmp_path / "wide.pt")
+    torch.save({"x": torch.zeros(4)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as archive:
+        program = next(archive.read(n) for n in archive.namelist() if n.endswith("data.pkl"))
+    crafted(tmp_path / "fine.pt", program, bytes(16))
+    assert torch.equal(read_pickled(tmp_path / "fine.pt")["x"], torch.zeros(4))
+    crafted(tmp_path / "packed.pt", program, bytes(16), packed=True)
+    with pytest.raises(CheckpointError, match="does not have its"):
+        read_pickled(tmp_path / "packed.pt")
+
+
+def test_a_module_within_itself_has_an_end(tmp_path: Path) -> None:
+    model = Node()
+    model.add_module("inner", model)
+    torch.save({"model": model}, tmp_path / "m.pt")
+    content = read_pickled(tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match="without end"):
+        tensors_of(content["model"])
