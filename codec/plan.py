@@ -77,7 +77,8 @@ def event_now() -> torch.cuda.Event:
 
 
 class Workspace:
-    """Memory that encodes on one stream use one after another; it grows to what they need.
+    """Memory that encodes on one stream use one after another, without ends aside; it grows to what
+    they need.
 
     A quarter to a third of the raw bytes of the largest segment.
     """

@@ -1,7 +1,8 @@
 """`paged.PagedCodec` on a GPU: plans are kept, and nothing waits for what was launched."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -70,14 +71,16 @@ class PlannedCodec:
         plan, layout = self._plan(geometry, self._codebooks)
         check_output(out, layout)
         begun = event_now() if out.is_cuda else None
-        plan.encode(pages, out)
+        with self._forgotten_if_it_fails():
+            plan.encode(pages, out)
+            facts = plan.facts()
         raw = raw_bytes(self._planes, geometry)
 
-        def finish(facts: tuple[int, int, int, int]) -> Encoded:
-            length, checksum, escapes, _ = facts
+        def finish(found: tuple[int, int, int, int]) -> Encoded:
+            length, checksum, escapes, _ = found
             return Encoded(length, raw, escapes, checksum & MASK64)
 
-        return Launched(plan.facts(), begun, finish)
+        return Launched(facts, begun, finish)
 
     def decode(
         self, payload: Tensor, header: SegmentHeader, page_ids: PageIds, num_tokens: int
@@ -88,16 +91,27 @@ class PlannedCodec:
         check_header(header, len(payload), self._element, geometry, self._codebooks)
         plan, _ = self._plan(geometry, books_of(header, self._codebooks))
         begun = event_now() if payload.is_cuda else None
-        plan.decode(pages, payload)
+        with self._forgotten_if_it_fails():
+            plan.decode(pages, payload)
+            facts = plan.facts()
         raw = raw_bytes(self._planes, geometry)
 
-        def finish(facts: tuple[int, int, int, int]) -> Decoded:
-            _, checksum, _, errors = facts
+        def finish(found: tuple[int, int, int, int]) -> Decoded:
+            _, checksum, _, errors = found
             check(errors)
             check_checksum(checksum & MASK64, header)
             return Decoded(header.length, raw, header.checksum)
 
-        return Launched(plan.facts(), begun, finish)
+        return Launched(facts, begun, finish)
+
+    @contextmanager
+    def _forgotten_if_it_fails(self) -> Iterator[None]:
+        """What a launch that broke off has summed up must not be another segment's."""
+        try:
+            yield
+        except BaseException:
+            self._plans.clear()
+            raise
 
     def _placed(self, page_ids: PageIds, num_tokens: int) -> tuple[Geometry, Tensor]:
         if num_tokens < 1:

@@ -141,6 +141,8 @@ class DecodeStep:
         columns: int = 2048,
         warps: int = 8,
     ) -> None:
+        if config.hidden_size % 8:
+            raise ValueError(f"a hidden size of {config.hidden_size}, no multiple of 8")
         device, dim = planes[0].device, config.head_dim
         self._programs, self._layers = programs, config.num_layers
 

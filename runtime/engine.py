@@ -124,8 +124,8 @@ class Engine:
         plan, self._planned = self._planned, None
         if plan and plan.chunks:
             self._prefill(plan.chunks, output)
-        if plan and plan.decode:
-            self._decode(plan.decode, output)
+        if plan and (running := [s for s in plan.decode if s.request.id in self._scheduler]):
+            self._decode(running, output)  # without those whose other choice was just refused
         return output
 
     def step(self, incoming: Items[Command]) -> StepOutput:

@@ -37,10 +37,13 @@ class _Seat:
 class DecodeReplay:
     """Decode steps of one model over one cache, for up to ``most`` sequences.
 
-    The cache's last page must be nobody's: rows without a sequence write there.
+    The cache's last page must be nobody's: rows without a sequence write there. Raises ValueError
+    for a model whose attention looks at lengths on the host, which no graph can hold.
     """
 
     def __init__(self, model: Model, cache: PagedCache, most: int) -> None:
+        if model.device.type == "cuda" and "reference" in model.kv_format.kernels:
+            raise ValueError(f"attention by {model.kv_format.kernels} cannot be replayed")
         self._model, self._cache = model, cache
         device, pages = model.device, len(cache.planes[0])
         self._buckets = [bucket for bucket in BUCKETS if bucket < most] + [most]
@@ -56,8 +59,9 @@ class DecodeReplay:
         self._page_table = numbers(most, width, dtype=torch.int32) + self._nowhere
         self._order = torch.arange(most + 1, device=device)
         self._sampler = StaticSampler(most, model.config.vocab_size, device, top=TOP)
-        self._logits: dict[int, Tensor] = {}
+        self._logits = numbers(most, model.config.vocab_size, dtype=torch.float32)
         self._steps: dict[tuple[int, Needs], Callable[[], object]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def takes(self, sequences: Sequence[Running]) -> bool:
         """Whether this batch can be replayed."""
@@ -77,8 +81,9 @@ class DecodeReplay:
         return self._drawn(bucket, seats, sequences, needs)
 
     def warm_up(self, needs: Sequence[Needs]) -> None:
-        """Capture every bucket for these kinds of sampling."""
-        for bucket in self._buckets:
+        """Capture every bucket for these kinds of sampling, the largest first: the others use its
+        memory."""
+        for bucket in reversed(self._buckets):
             for kind in needs:
                 self._run(bucket, kind)
         for row in range(len(self._seats)):
@@ -168,7 +173,8 @@ class DecodeReplay:
             tensor.copy_(was)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Other threads go on asking the device meanwhile; graphs never run at the same time.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             compute()
         return graph.replay
 
@@ -185,7 +191,8 @@ class DecodeReplay:
             single=True,
         )
         logits = self._model.forward(batch, self._cache)
-        self._logits[bucket] = logits
+        if needs.draws:
+            self._logits[rows] = logits
         self._sampler(logits, needs)
         active = self._active[rows]
         self._tokens[rows] = torch.where(active > 0, self._sampler.tokens[rows], 0)
@@ -200,7 +207,7 @@ class DecodeReplay:
             [sampler.tokens[rows], sampler.finite[rows].long(), sampler.decided[rows].long()]
         ).tolist()
         if not all(found[2][seat] for seat in seats):
-            sampler.redraw(self._logits[bucket])
+            sampler.redraw(self._logits[rows])
             self._tokens[rows] = torch.where(self._active[rows] > 0, sampler.tokens[rows], 0)
             found[0] = sampler.tokens[rows].tolist()
         logprobs: list[list[float]] = []

@@ -122,7 +122,7 @@ def reshape(logits: Tensor, row: Row) -> None:
     if sampling.repetition_penalty != 1.0:
         seen = torch.unique(torch.tensor(row.tokens, device=logits.device))
         values = logits[seen]
-        penalty = sampling.repetition_penalty
+        penalty = torch.tensor(sampling.repetition_penalty, device=logits.device)
         penalized = torch.where(values > 0, values / penalty, values * penalty)
         logits[seen] = penalized.clamp_(-LARGEST, LARGEST)
     output = row.tokens[row.prompt_tokens :]

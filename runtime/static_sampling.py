@@ -2,7 +2,8 @@
 
 A batch has a fixed number of rows. `StaticSampler.load` says whose logits a row is; from then on
 each call draws a token for every row, counts it, and goes on to the next random number, all on the
-device, so that a CUDA graph can hold it. The tokens are those of `sampling.sample`, bit for bit.
+device, so that a CUDA graph can hold it. The tokens are those of `sampling.sample`; of the most
+probable ones beside them, equally probable ones may come in another order.
 """
 
 from collections.abc import Iterable

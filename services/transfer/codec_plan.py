@@ -1,7 +1,10 @@
 """Which codebooks a worker encodes and decodes with, and the codec of each group of layers."""
 
 import asyncio
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -51,5 +54,52 @@ class CodecPlan:
 
 
 async def outcome_of(pending: codec.Pending[T]) -> T:
-    """What a call of the codec came to; who waits for a GPU does it on a thread of its own."""
-    return pending.result() if pending.done else await asyncio.to_thread(pending.result)
+    """What a call of the codec came to. What a GPU has not done yet is waited for elsewhere."""
+    if pending.done:
+        return pending.result()
+    return await _waiter.result_of(pending)
+
+
+class _Waiter:
+    """A thread that waits for one launch after another, as they end on their stream.
+
+    It is a daemon: a device that does not answer must not keep the process from ending.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def result_of(self, pending: codec.Pending[T]) -> T:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(error: Exception | None, result: T | None) -> None:
+            if future.cancelled():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+
+        def wait() -> None:
+            error, result = None, None
+            try:
+                result = pending.result()
+            except Exception as caught:  # noqa: BLE001 - raised again where it is awaited
+                error = caught
+            with suppress(RuntimeError):  # the loop is closed: nobody asks any more
+                loop.call_soon_threadsafe(settle, error, result)
+
+        self._inbox.put(wait)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="codec-waiter", daemon=True)
+            self._thread.start()
+        return await future
+
+    def _run(self) -> None:
+        while True:
+            self._inbox.get()()
+
+
+_waiter = _Waiter()

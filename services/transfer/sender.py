@@ -229,6 +229,7 @@ class Sender:
                 self._pump()
                 return
             segment = self._framed(outgoing, plan, ref, encoded)
+            codec_s = encoding.seconds
         except Exception as error:
             log.exception("segment not encoded", request_id=outgoing.request_id)
             self._slots.release(ref)
@@ -241,7 +242,7 @@ class Sender:
         segment.encode_s = time.perf_counter() - start
         raw_bytes, wire_bytes = segment.raw_bytes, segment.length
         outgoing.unacknowledged[segment.index] = _Sent(ref, mode, raw_bytes, wire_bytes)
-        self.policy.encoded(mode, raw_bytes, wire_bytes, encoding.seconds)
+        self.policy.encoded(mode, raw_bytes, wire_bytes, codec_s)
         found = Escapes(encoded.escapes, self._codec.escape_rate(plan.first_layer, plan.num_layers))
         self._metrics.encoded(mode, raw_bytes, wire_bytes, found, segment.encode_s)
         outgoing.emit(pb.PrefillEvent(segment=segment))

@@ -11,6 +11,7 @@ from runtime.engine import Add, Arrived, Cancel, Command, Engine, Release, Reser
 from runtime.errors import InvalidRequest, NotFinite, OutOfPages, QueueFull
 from runtime.model import Model
 from runtime.sequence import FinishReason, Request, SampledToken, Sampling
+from runtime.work import Aim, Chunk, Plan, Sequence, Work
 from tests.runtime.tiny import (
     CONFIG,
     Record,
@@ -368,3 +369,45 @@ def test_logits_that_are_not_finite_end_their_own_sequence_alone() -> None:
     assert {name: type(fault) for name, fault in record.refused.items()} == {"1": NotFinite}
     assert record.ended == ["0", "2"]
     assert engine.pages_free == pages
+
+
+def test_a_choice_whose_sibling_was_refused_in_the_same_step_is_not_computed() -> None:
+    """One choice runs, the other was preempted and is computed again, and its logits are not
+    finite: the request is dropped, its pages are others'."""
+    checkpoint = tiny_checkpoint()
+    model = Model(checkpoint)
+    engine = engine_of(model, pages=24)
+    bystander = request_of("z", 20, 60)
+    pair = request_of("r", 20, 60, choices=2, sampling=Sampling(temperature=1.0, seed=5), seed=1)
+    record = Record()
+    record.add(engine.step([Add(bystander), Add(pair)]))
+    for _ in range(6):
+        record.add(engine.step([]))
+    scheduler = engine._scheduler
+    running = [s for s in scheduler._running if s.request.id == "r"]
+    planned = scheduler.plan
+
+    def plan() -> Plan:
+        """As if the first choice had been preempted and came back in this step."""
+        found = planned()
+        again = Work(Aim.RUN, [running[0]])
+        chunk = Chunk(again, 0, len(running[0].tokens))
+        rest = [s for s in found.decode if s is not running[0]]
+        return replace(found, chunks=[chunk], decode=rest)
+
+    seen: list[str] = []
+    decode = engine._decode
+
+    def watched(sequences: list[Sequence], output: StepOutput) -> None:
+        seen.extend(sequence.request.id for sequence in sequences)
+        decode(sequences, output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "plan", plan)
+        patch.setattr(engine, "_decode", watched)
+        patch.setattr("runtime.engine.sample", lambda logits, rows: [None] * len(rows))
+        patch.setattr(scheduler, "computed", lambda chunk: None)
+        engine.plan([])
+        output = engine.compute()
+    assert output.refused[0][0] == "r"
+    assert seen == ["z"]
