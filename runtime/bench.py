@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from runtime import peers
 from runtime.checkpoint import Checkpoint, Dense, load_checkpoint, resolve_model
 from runtime.engine import Add, Engine, Limits
 from runtime.model import Model
@@ -132,49 +133,10 @@ def _timed_ms(call: Callable[[], object]) -> float:
 def peer_of(checkpoint: Checkpoint) -> Any:
     """The same weights in transformers, fp32; None where it cannot run them."""
     try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        print("transformers is not installed: no peer")
+        return peers.build(checkpoint)
+    except (ImportError, ValueError) as error:
+        print(f"no peer: {error}")
         return None
-    config = checkpoint.config
-    if "llama" not in config.architecture.lower() or checkpoint.keep < 1:
-        print("the peer runs dense Llama models alone: no peer")
-        return None
-    peer = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.context_length,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope.theta,
-            tie_word_embeddings=config.tied_embeddings,
-        )
-    ).eval()
-    peer.load_state_dict(_state(checkpoint), strict=False)
-    return peer
-
-
-def _state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """A dense checkpoint under the names of Hugging Face's Llama."""
-    state = {
-        "model.embed_tokens.weight": checkpoint.embedding,
-        "model.norm.weight": checkpoint.final_norm,
-        "lm_head.weight": checkpoint.lm_head,
-    }
-    names = {name: f"self_attn.{name}_proj" for name in "qkvo"}
-    names |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-    for index, layer in enumerate(checkpoint.layers):
-        prefix = f"model.layers.{index}"
-        state[f"{prefix}.input_layernorm.weight"] = layer.input_norm
-        state[f"{prefix}.post_attention_layernorm.weight"] = layer.post_norm
-        for name, module in names.items():
-            state[f"{prefix}.{module}.weight"] = getattr(layer, name).weight
-    return state
 
 
 def _peer_prefill_ms(peer: Any, prompt: list[int]) -> float:

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from runtime import gpu_peers
+from runtime import peers as transformers_peers
 from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights, Linear
 from runtime.config import ModelConfig, RopeConfig
 from runtime.decode_step import DecodeStep, Packed
@@ -207,11 +207,11 @@ def figures(
             yield Figure(f"{name}, tile {tile}", took, floor)
         if not peers:
             continue
-        model = gpu_peers.build(bench.checkpoint)
+        model = transformers_peers.build(bench.checkpoint)
         for batch, context in cases:
             floor = bench.floor_ms(batch, context, copied)
             for compiled in (False, True):
-                peer = gpu_peers.decode_step(model, context, batch, compiled=compiled)
+                peer = transformers_peers.decode_step(model, context, batch, compiled=compiled)
                 kind = "compiled" if compiled else "eager"
                 name = f"{bench.name}, batch {batch}, context {context}, transformers {kind}"
                 yield Figure(name, milliseconds(peer.run, peer.reset), floor)

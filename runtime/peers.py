@@ -1,6 +1,7 @@
-"""transformers with the weights of a checkpoint, as the peer of the GPU benchmarks.
+"""transformers with the weights of a checkpoint, as the peer of the benchmarks.
 
-A decode step over a `StaticCache`, as it is and under `torch.compile(mode="reduce-overhead")`.
+On a GPU its decode step is one over a `StaticCache`, as it is or under
+`torch.compile(mode="reduce-overhead")`.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,15 @@ from runtime.checkpoint.weights import Checkpoint, Dense, linears_of
 
 
 def build(checkpoint: Checkpoint) -> Any:
-    """A Llama of transformers that has the checkpoint's own tensors, factor pairs as two layers."""
+    """A Llama of transformers that has the checkpoint's own tensors, factor pairs as two layers.
+
+    Raises ValueError for a checkpoint of another kind.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = checkpoint.config
+    if config.architecture != "LlamaForCausalLM" or config.rope.scaling != "default":
+        raise ValueError(f"the peer runs plain Llama models, not {config.architecture}")
     with torch.device("meta"):
         model = LlamaForCausalLM(
             LlamaConfig(
