@@ -12,10 +12,10 @@ from runtime.attention.reference import ReferenceAttention
 from runtime.decode_step import DecodeStep, Packed
 from runtime.model import Model
 from runtime.rope import cos_sin_table
+from tests.runtime.attention_samples import batch_of, pages_of, random_pages
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PAGE = 16
 SHAPES = [(6, 2, 16), (9, 3, 64), (4, 4, 96), (8, 1, 128), (5, 5, 20)]
 CASES = [
     # shape, lengths, new tokens of each, queries
@@ -35,38 +35,6 @@ CASES = [
 ]
 
 
-def pages_of(lengths: list[int]) -> list[list[int]]:
-    """Pages out of order, none of them page 0."""
-    counts = [-(-length // PAGE) for length in lengths]
-    ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
-    return [part.tolist() for part in torch.split(ids, counts)]
-
-
-def batch_of(lengths: list[int], new: int) -> Batch:
-    return Batch.of(
-        [
-            SequenceSlice([0] * min(new, length), length - min(new, length), pages)
-            for length, pages in zip(lengths, pages_of(lengths), strict=True)
-        ],
-        DEVICE,
-    )
-
-
-def random_pages(lengths: list[int], kv_heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random K and V where tokens are, NaN in every other slot."""
-    count = sum(-(-length // PAGE) for length in lengths) + 1
-    planes = []
-    for seed in (2, 3):
-        generator = torch.Generator().manual_seed(seed)
-        plane = torch.full((count, kv_heads, PAGE, dim), torch.nan)
-        for length, pages in zip(lengths, pages_of(lengths), strict=True):
-            for number, page in enumerate(pages):
-                used = min(PAGE, length - number * PAGE)
-                plane[page, :, :used] = torch.randn(kv_heads, used, dim, generator=generator)
-        planes.append(plane.bfloat16().to(DEVICE))
-    return planes[0], planes[1]
-
-
 def random(*shape: int, seed: int = 4) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
@@ -76,8 +44,8 @@ def test_attend_is_the_reference_and_reads_no_stale_slot(
     shape: tuple[int, int, int], lengths: list[int], new: int, dtype: torch.dtype
 ) -> None:
     heads, kv_heads, dim = shape
-    batch = batch_of(lengths, new)
-    k, v = random_pages(lengths, kv_heads, dim)
+    batch = batch_of(lengths, new, DEVICE)
+    k, v = random_pages(lengths, kv_heads, dim, DEVICE)
     q = random(len(batch.tokens), heads, dim).to(dtype)
     expected = ReferenceAttention().attend(q, k, v, batch)
     attention = TritonAttention(heads, kv_heads, dim)
@@ -96,8 +64,8 @@ def test_lengths_may_change_under_the_same_launch(sequences: int) -> None:
     assert attention.splits(sequences) > 1
     for longest in (300, 64, 65, 1):
         lengths = [max(1, longest - 13 * number) for number in range(sequences)]
-        batch = batch_of(lengths, 1)
-        k, v = random_pages(lengths, kv_heads, dim)
+        batch = batch_of(lengths, 1, DEVICE)
+        k, v = random_pages(lengths, kv_heads, dim, DEVICE)
         q = random(sequences, heads, dim)
         got, expected = (a.attend(q, k, v, batch) for a in (attention, reference))
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
@@ -109,13 +77,13 @@ def test_lengths_may_change_under_the_same_launch(sequences: int) -> None:
 def test_write_is_the_reference(shape: tuple[int, int, int], new: int, dtype: torch.dtype) -> None:
     heads, kv_heads, dim = shape
     lengths = [63, 1, 100]
-    batch = batch_of(lengths, new)
+    batch = batch_of(lengths, new, DEVICE)
     qkv = random(len(batch.tokens), (heads + 2 * kv_heads) * dim).to(dtype)
     angles = torch.rand(100, dim // 2, generator=torch.Generator().manual_seed(6)) * 6
     rope = angles.cos().to(DEVICE), angles.sin().to(DEVICE)
     found = []
     for attention in (ReferenceAttention(), TritonAttention(heads, kv_heads, dim)):
-        k, v = random_pages(lengths, kv_heads, dim)
+        k, v = random_pages(lengths, kv_heads, dim, DEVICE)
         found.append((attention.write(qkv, rope, k, v, batch), k, v))
     for expected, got in zip(*found, strict=True):
         # A product and a sum in one instruction round once less.

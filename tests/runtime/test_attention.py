@@ -8,41 +8,10 @@ from runtime.attention.base import Batch, DenseAttention, SequenceSlice
 from runtime.attention.cpu import CompiledAttention
 from runtime.attention.reference import ReferenceAttention
 from runtime.compiled import exp
+from tests.runtime.attention_samples import batch_of, random_pages
 
-PAGE = 16
 SHAPES = [(6, 2, 16), (9, 3, 64), (4, 4, 20), (8, 1, 32), (14, 2, 64), (40, 2, 8)]
 LENGTHS = [[1], [15, 17], [63, 1, 100], [16, 32, 1000]]
-
-
-def pages_of(lengths: list[int]) -> list[list[int]]:
-    """Pages out of order, none of them page 0."""
-    counts = [-(-length // PAGE) for length in lengths]
-    ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
-    return [part.tolist() for part in torch.split(ids, counts)]
-
-
-def batch_of(lengths: list[int], new: int) -> Batch:
-    return Batch.of(
-        [
-            SequenceSlice([0] * min(new, length), length - min(new, length), pages)
-            for length, pages in zip(lengths, pages_of(lengths), strict=True)
-        ]
-    )
-
-
-def random_pages(lengths: list[int], kv_heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random K and V where tokens are, NaN in every other slot."""
-    count = sum(-(-length // PAGE) for length in lengths) + 1
-    planes = []
-    for seed in (2, 3):
-        generator = torch.Generator().manual_seed(seed)
-        plane = torch.full((count, kv_heads, PAGE, dim), torch.nan)
-        for length, pages in zip(lengths, pages_of(lengths), strict=True):
-            for number, page in enumerate(pages):
-                used = min(PAGE, length - number * PAGE)
-                plane[page, :, :used] = torch.randn(kv_heads, used, dim, generator=generator)
-        planes.append(plane.bfloat16())
-    return planes[0], planes[1]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

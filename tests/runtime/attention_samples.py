@@ -1,0 +1,41 @@
+"""Sequences in pages: random K and V where tokens are, NaN in every other slot."""
+
+import torch
+
+from runtime.attention.base import Batch, SequenceSlice
+
+PAGE = 16
+
+
+def pages_of(lengths: list[int]) -> list[list[int]]:
+    """Pages out of order, none of them page 0."""
+    counts = [-(-length // PAGE) for length in lengths]
+    ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
+    return [part.tolist() for part in torch.split(ids, counts)]
+
+
+def batch_of(lengths: list[int], new: int, device: torch.device | str = "cpu") -> Batch:
+    return Batch.of(
+        [
+            SequenceSlice([0] * min(new, length), length - min(new, length), pages)
+            for length, pages in zip(lengths, pages_of(lengths), strict=True)
+        ],
+        device,
+    )
+
+
+def random_pages(
+    lengths: list[int], kv_heads: int, dim: int, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random K and V where tokens are, NaN in every other slot."""
+    count = sum(-(-length // PAGE) for length in lengths) + 1
+    planes = []
+    for seed in (2, 3):
+        generator = torch.Generator().manual_seed(seed)
+        plane = torch.full((count, kv_heads, PAGE, dim), torch.nan)
+        for length, pages in zip(lengths, pages_of(lengths), strict=True):
+            for number, page in enumerate(pages):
+                used = min(PAGE, length - number * PAGE)
+                plane[page, :, :used] = torch.randn(kv_heads, used, dim, generator=generator)
+        planes.append(plane.bfloat16().to(device))
+    return planes[0], planes[1]
