@@ -8,14 +8,16 @@ import triton.language as tl
 from codec.kernels.columns import (
     element_at,
     first_word,
-    fours_of,
-    joined,
     load_stream,
-    marked_in,
     of_plane,
     page_start,
     place_of,
     store_columns,
+)
+from codec.kernels.fields import (
+    fours_of,
+    joined,
+    marked_in,
     words_of,
 )
 from codec.kernels.parameters import LENGTHS, MAX_NIBBLES, ROW

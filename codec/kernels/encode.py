@@ -6,20 +6,22 @@ import triton
 import triton.language as tl
 
 from codec.kernels.columns import (
-    codes_of,
-    distances,
     element_at,
-    escapes_of,
     first_word,
-    halves_of,
     load_columns,
-    marked_in,
     of_plane,
-    pack,
     page_start,
     place_of,
-    rests_of,
     store_stream,
+)
+from codec.kernels.fields import (
+    codes_of,
+    distances,
+    escapes_of,
+    halves_of,
+    marked_in,
+    pack,
+    rests_of,
     union_of,
 )
 from codec.kernels.parameters import LENGTHS, MAX_NIBBLES, MAX_SECOND, ROW

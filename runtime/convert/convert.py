@@ -24,7 +24,8 @@ from runtime.checkpoint.safetensors_file import (
 from runtime.checkpoint.sharing import Groups, with_shared_bases
 from runtime.checkpoint.weights import Checkpoint, parameters_kept
 from runtime.convert.families import Family, to_canonical
-from runtime.convert.pickled import Stub, read_pickled, tensors_of
+from runtime.convert.pickled import read_pickled
+from runtime.convert.stubs import Stub, tensors_of
 from runtime.errors import CheckpointError
 
 _PREFIXES = ("ASVD", "Share")

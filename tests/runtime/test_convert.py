@@ -30,7 +30,8 @@ from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import linears_of, parameters_kept
 from runtime.compress.forward import forward
 from runtime.convert import Family, convert
-from runtime.convert.pickled import read_pickled, tensors_of
+from runtime.convert.pickled import read_pickled
+from runtime.convert.stubs import tensors_of
 from runtime.errors import CheckpointError
 from runtime.kv.pages import pages_for
 from runtime.model import Model

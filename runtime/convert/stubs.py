@@ -1,0 +1,89 @@
+"""What a pickle says of objects whose classes are not imported, and the tensors in it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from runtime.errors import CheckpointError
+
+_MOST_MODULES, _MOST_DEPTH = 1 << 17, 64
+
+
+class Stub:
+    """An object of a class that is not imported: its state, its items, its elements."""
+
+    state: dict[str, Any]
+    items: dict[Any, Any]
+    elements: list[Any]
+
+    def __new__(cls, *_arguments: Any, **_named: Any) -> "Stub":
+        made = super().__new__(cls)
+        made.state, made.items, made.elements = {}, {}, []
+        return made
+
+    def __init__(self, *_arguments: Any, **_named: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        parts = state if isinstance(state, tuple) else (state,)
+        for part in parts:
+            if isinstance(part, dict):
+                self.state.update(part)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items[key] = value
+
+    def append(self, element: Any) -> None:
+        self.elements.append(element)
+
+    def extend(self, elements: Any) -> None:
+        self.elements.extend(elements)
+
+    def add(self, element: Any) -> None:
+        self.elements.append(element)
+
+
+def tensors_of(value: Any) -> dict[str, Tensor]:
+    """The tensors of a state dict, or of a pickled module, by their dotted names.
+
+    Raises `CheckpointError` if ``value`` is neither, or has a tensor of a kind that is not read.
+    """
+    if isinstance(value, Stub) and "_modules" in value.state:
+        return dict(_parameters(value, "", [_MOST_MODULES]))
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise CheckpointError("the pickle holds neither a state dict nor a module")
+    return {name: tensor for name, tensor in value.items() if _is_tensor(name, tensor)}
+
+
+def _is_tensor(name: str, value: Any) -> bool:
+    """A stub in a tensor's place is one that was not understood: to leave it out would be wrong."""
+    if isinstance(value, Stub):
+        raise CheckpointError(f"{name} is a {type(value).__name__}, which is not read")
+    return isinstance(value, Tensor)
+
+
+def _parameters(module: Stub, prefix: str, left: list[int]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers, as `state_dict` would give them.
+
+    ``left`` is how many modules there may still be: one that is its own part has no end.
+    """
+    left[0] -= 1
+    if left[0] < 0 or prefix.count(".") > _MOST_DEPTH:
+        raise CheckpointError("modules within modules without end")
+    passing = module.state.get("_non_persistent_buffers_set", ())
+    left_out = set(passing) if isinstance(passing, set | frozenset | tuple | list) else set()
+    for kind in ("_parameters", "_buffers"):
+        for name, tensor in _entries(module.state.get(kind)):
+            if not (kind == "_buffers" and name in left_out) and _is_tensor(prefix + name, tensor):
+                yield prefix + name, tensor
+    for name, child in _entries(module.state.get("_modules")):
+        if isinstance(child, Stub):
+            yield from _parameters(child, f"{prefix}{name}.", left)
+
+
+def _entries(mapping: Any) -> Iterator[tuple[str, Any]]:
+    items = mapping.items if isinstance(mapping, Stub) else mapping
+    for name, value in dict.items(items) if isinstance(items, dict) else ():
+        if not isinstance(name, str):
+            raise CheckpointError("a module with a name that is no text")
+        yield name, value
