@@ -71,6 +71,25 @@ class Batch:
         )
 
     @staticmethod
+    def static(sequences: int, pages: int, device: torch.device | str) -> "Batch":
+        """One token of each sequence, all numbers 0: for who writes them in place."""
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        count = torch.arange(sequences + 1, device=device)
+        return Batch(
+            tokens=zeros(sequences, dtype=torch.int64),
+            positions=zeros(sequences, dtype=torch.int64),
+            page_table=zeros(sequences, pages, dtype=torch.int32),
+            starts=count.int(),
+            lengths=zeros(sequences, dtype=torch.int32),
+            sequences=count[:-1].int(),
+            logit_rows=count[:-1],
+            single=True,
+        )
+
+    @staticmethod
     def of(slices: Sequence[SequenceSlice], device: torch.device | str = "cpu") -> "Batch":
         """The batch of some sequences, in their order."""
         tokens: list[int] = []

@@ -9,9 +9,9 @@ import torch
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.attention.gpu import TritonAttention
 from runtime.attention.reference import ReferenceAttention
-from runtime.decode_step import DecodeStep, Packed
 from runtime.model import Model
 from runtime.rope import cos_sin_table
+from runtime.step import DecodeStep, StepWeights
 from tests.runtime.attention_samples import batch_of, pages_of, random_pages
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
@@ -93,6 +93,7 @@ def test_write_is_the_reference(shape: tuple[int, int, int], new: int, dtype: to
         assert torch.equal(got.isnan(), expected.isnan())
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
 @pytest.mark.parametrize(
     ("ranks", "bias"),
     [
@@ -101,14 +102,15 @@ def test_write_is_the_reference(shape: tuple[int, int, int], new: int, dtype: to
         ((9, None, 8, None, 17, None, 24), False),
     ],
 )
-@pytest.mark.parametrize("positions", [(0,), (37, 16), (130, 1, 63)])
+@pytest.mark.parametrize("tall", [0, 48])
+@pytest.mark.parametrize("positions", [(0,), (37, 16), (130, 1, 63), (300, 17, 128, 129)])
 def test_a_step_is_the_models(
-    ranks: tuple[int | None, ...], bias: bool, positions: tuple[int, ...]
+    ranks: tuple[int | None, ...], bias: bool, positions: tuple[int, ...], tall: int
 ) -> None:
     """Logits, and K and V in the pages, of dense, factorized and mixed layers."""
     checkpoint = tiny_checkpoint(ranks=ranks, bias=bias)
     model = Model(checkpoint, device=DEVICE, dtype=torch.float32)
-    cache = model.new_cache(32)
+    cache = model.new_cache(64)
     pages = pages_of([position + 1 for position in positions])
     texts = [
         [(7 * number + 3 * at) % CONFIG.vocab_size for at in range(position + 1)]
@@ -123,27 +125,21 @@ def test_a_step_is_the_models(
         model.forward(Batch.of(before, DEVICE), cache)
     rope = cos_sin_table(CONFIG, CONFIG.context_length)
     step = DecodeStep(
-        CONFIG,
-        Packed.of(checkpoint, DEVICE),
-        checkpoint.embedding.bfloat16().to(DEVICE),
-        checkpoint.lm_head.bfloat16().to(DEVICE),
-        checkpoint.final_norm.to(DEVICE),
+        StepWeights.of(checkpoint, DEVICE),
         cache.planes,
         (rope[0].to(DEVICE), rope[1].to(DEVICE)),
-        batch=len(positions),
-        most_pages=max(map(len, pages)),
-        programs=3 if DEVICE.type == "cpu" else 132,
-        tile_bytes=1024,
-        columns=64,
+        Batch.static(len(positions), max(map(len, pages)), DEVICE),
+        programs=torch.cuda.get_device_properties(DEVICE).multi_processor_count,
+        tall=tall,
     )
-    step.tokens.copy_(torch.tensor([text[-1] for text in texts]))
-    step.positions.copy_(torch.tensor(positions))
-    step.lengths.copy_(torch.tensor(positions) + 1)
+    step.batch.tokens.copy_(torch.tensor([text[-1] for text in texts]))
+    step.batch.positions.copy_(torch.tensor(positions))
+    step.batch.lengths.copy_(torch.tensor(positions) + 1)
     for row, own in enumerate(pages):
-        step.page_table[row, : len(own)] = torch.tensor(own)
+        step.batch.page_table[row, : len(own)] = torch.tensor(own)
     written = []
-    for launch in [step.launch_stages] + [step.launch, step.launch] * (DEVICE.type == "cuda"):
-        launch()
+    for _ in range(3):
+        step.launch()
         written.append((step.logits.clone(), [plane.clone() for plane in cache.planes]))
     last = [
         SequenceSlice(text[-1:], len(text) - 1, own) for text, own in zip(texts, pages, strict=True)
@@ -156,3 +152,34 @@ def test_a_step_is_the_models(
         )
         for plane, other in zip(planes, cache.planes, strict=True):
             torch.testing.assert_close(plane, other, rtol=0, atol=0.04)
+
+
+@pytest.mark.parametrize("ranks", [(None,) * 7, (9, 5, 8, 12, 17, 11, 24), (9, None) * 3 + (24,)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_stepped_model_is_the_model(ranks: tuple[int | None, ...], bias: bool) -> None:
+    """Prefill in two parts, then a token of each sequence: the order of rows of heads, padded
+    ranks, and steps over tensors that stay."""
+    checkpoint = tiny_checkpoint(ranks=ranks, bias=bias)
+    texts = [[(7 * number + 3 * at) % CONFIG.vocab_size for at in range(38)] for number in range(3)]
+    pages = pages_of([len(text) for text in texts])
+    found = []
+    for stepped in (False, True):
+        model = Model(checkpoint, device=DEVICE, dtype=torch.float32, stepped=stepped)
+        cache = model.new_cache(16)
+        logits = []
+        for first, last in ((0, 16), (16, 37)):
+            slices = [
+                SequenceSlice(text[first:last], first, own)
+                for text, own in zip(texts, pages, strict=True)
+            ]
+            logits.append(model.forward(Batch.of(slices, DEVICE), cache))
+        last_ones = [
+            SequenceSlice(text[37:], 37, own) for text, own in zip(texts, pages, strict=True)
+        ]
+        step = model.static_step(Batch.of(last_ones, DEVICE), cache)
+        logits += [step().clone(), step().clone()]
+        assert torch.equal(logits[2], logits[3])
+        found.append(torch.cat(logits))
+    expected, got = found
+    # bf16 throughout, and fp32.
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.04 * float(expected.abs().max()))

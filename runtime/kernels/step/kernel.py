@@ -1,0 +1,316 @@
+# mypy: ignore-errors
+"""The step itself: the warps that compute, and the launch."""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from runtime.kernels.step.attention import attend, merge
+from runtime.kernels.step.layouts import (
+    BLOCK,
+    CHUNK,
+    COLUMNS,
+    COPIERS,
+    FLAT,
+    HEAD,
+    KV_SLOT,
+    LEFT,
+    MMA,
+    MOST_DIM,
+    OF_WARPS,
+    PARTS,
+    PLAIN,
+    RIGHT,
+    ROWS,
+    SLOT,
+    TALLEST,
+    THREADS,
+    WARPS,
+    finished,
+    kept_layout,
+)
+from runtime.kernels.step.names import barrier, seen_as
+from runtime.kernels.step.passes import (
+    AFTER,
+    ATTEND,
+    BIAS,
+    FIELDS,
+    KIND,
+    NORM,
+    NORMED,
+    RESIDUAL,
+    SOURCE,
+    STAGE,
+    START,
+    TALL,
+    TARGET,
+    TOTAL,
+    UNIT,
+    UNITS,
+    WIDTH,
+    share,
+)
+from runtime.kernels.step.ring import full_slot, give_back, read_ahead
+from runtime.kernels.step.rows import added_up, finish, multiply, wanted
+from runtime.kernels.step.words import (
+    anew,
+    ask,
+    keep,
+    operands,
+    read_words,
+    receive,
+    root_scale,
+    send,
+    send_input,
+)
+
+
+@gluon.jit
+def embed(
+    token, b, embedding, vectors, norm, words, hidden, squares, epoch, pid, programs,
+    HIDDEN: gl.constexpr, BP: gl.constexpr,
+):  # fmt: skip
+    """A program's share of a token's embedding."""
+    first = HIDDEN * pid // programs
+    last = HIDDEN * (pid + 1) // programs
+    square = gl.zeros([THREADS], gl.float32, FLAT)
+    for start in range(first, last, THREADS):
+        i = start + gl.arange(0, THREADS, FLAT)
+        h = gl.load(embedding + token * HIDDEN + i, mask=i < last, other=0.0).to(gl.float32)
+        gl.store(hidden + b * HIDDEN + i, h, mask=i < last)
+        weight = gl.load(vectors + norm + i, mask=i < last, other=0.0)
+        send_input(words + i, h * weight, epoch, i < last)
+        square += h * h
+    only = gl.arange(0, THREADS, FLAT)
+    total = gl.zeros([THREADS], gl.float32, FLAT) + gl.sum(square, 0)
+    send(squares + pid * BP + b + only, total, epoch, (only < 1) & (first < last))
+
+
+@gluon.jit
+def fields_of(row):
+    return (
+        gl.load(row + KIND), gl.load(row + STAGE), gl.load(row + AFTER), gl.load(row + WIDTH),
+        gl.load(row + START), gl.load(row + UNITS), gl.load(row + TOTAL), gl.load(row + UNIT),
+        gl.load(row + SOURCE), gl.load(row + TARGET), gl.load(row + BIAS), gl.load(row + NORM),
+        gl.load(row + NORMED), gl.load(row + TALL),
+    )  # fmt: skip
+
+
+@gluon.jit
+def compute(
+    ring, kept, sums, full, empty, pid, programs,
+    table, passes, flags, vectors, embedding, eps,
+    tokens, positions, lengths, page_table, table_stride, pages, page_stride, head_stride,
+    cos, sin, words, word_stride, parts, squares, hidden, gates, logits, scale,
+    query_at, attended_at,
+    B: gl.constexpr, BP: gl.constexpr, BL: gl.constexpr, HIDDEN: gl.constexpr,
+    GATED: gl.constexpr, VOCAB: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+    DIM: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr,
+    SLOTS: gl.constexpr,
+):  # fmt: skip
+    """The step, over tiles that come through the ring."""
+    N: gl.constexpr = 2 * BP
+    GROUP: gl.constexpr = HEADS // KV_HEADS
+    DONE: gl.constexpr = finished(ROWS, BP)
+    base = gl.load(flags + pid)
+    tile = gl.to_tensor(0)
+    norm_at = gl.load(table + passes * FIELDS + NORM)
+    for s in gl.static_range(B):
+        embed(
+            gl.load(tokens + s), s, embedding, vectors, norm_at, words + s * word_stride, hidden,
+            squares, base, pid, programs, HIDDEN, BP,
+        )  # fmt: skip
+
+    coming = fields_of(table)
+    for n in tl.range(0, passes, disable_licm=True):
+        (
+            kind, stage, after, width, start, units, total, unit, source, target, bias, norm,
+            normed, tall,
+        ) = coming  # fmt: skip
+        coming = fields_of(table + (n + 1) * FIELDS)
+        epoch = base + stage
+        if kind == ATTEND:
+            for item in tl.range(pid, B * KV_HEADS * SPLITS, programs, disable_licm=True):
+                own = words + item // (KV_HEADS * SPLITS) * word_stride
+                own_head = item // SPLITS % KV_HEADS
+                heads = own + query_at + own_head * GROUP * DIM
+                g = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, HEAD)), 1) + anew()
+                d = gl.expand_dims(gl.arange(0, MOST_DIM, gl.SliceLayout(0, HEAD)), 0)
+                new = own + query_at + (HEADS + own_head) * DIM
+                queries = receive(heads + g * DIM + d, base + after, (g < GROUP) & (d < DIM))
+                queries = gl.convert_layout(queries.to(gl.bfloat16), gl.SliceLayout(0, LEFT))
+                queries = gl.expand_dims(queries, 0)
+                every = gl.zeros([WARPS, ROWS, MOST_DIM], gl.bfloat16, LEFT) + queries
+                tile, mixed, peak, mass = attend(
+                    ring, full, empty, tile, item, every, lengths, scale, KV_HEADS, SPLITS, SLOTS
+                )
+                FOUND: gl.constexpr = gl.SliceLayout(0, OF_WARPS)
+                g8 = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, FOUND)), 1) + anew()
+                d8 = gl.expand_dims(gl.arange(0, MOST_DIM, gl.SliceLayout(0, FOUND)), 0)
+                asked_query = read_words(heads + g8 * DIM + d8, (g8 < GROUP) & (d8 < DIM))
+                asked_key = read_words(new + d8, d8 < DIM)
+                asked_value = read_words(new + KV_HEADS * DIM + d8, d8 < DIM)
+                mixed = mixed.reshape([WARPS, 2, 8, MOST_DIM]).permute([0, 2, 3, 1])
+                upper, lower = gl.split(mixed)
+                upper_peak, lower_peak = gl.split(peak.reshape([2, 8]).permute([1, 0]))
+                upper_mass, lower_mass = gl.split(mass.reshape([2, 8]).permute([1, 0]))
+                merge(
+                    kept, upper, upper_peak, upper_mass, 0, item, asked_query, asked_key,
+                    asked_value, heads, new, base + after, parts, epoch, scale,
+                    own + attended_at, KV_HEADS, GROUP, DIM, SPLITS,
+                )  # fmt: skip
+                if GROUP > 8:
+                    asked_query = read_words(
+                        heads + (8 + g8) * DIM + d8, (8 + g8 < GROUP) & (d8 < DIM)
+                    )
+                    merge(
+                        kept, lower, lower_peak, lower_mass, 8, item, asked_query, asked_key,
+                        asked_value, heads, new, base + after, parts, epoch, scale,
+                        own + attended_at, KV_HEADS, GROUP, DIM, SPLITS,
+                    )  # fmt: skip
+        elif tall > 0:
+            TALL_ROWS: gl.constexpr = WARPS * ROWS
+            first, last = share(start, units, total, unit, pid, programs)
+            asked_few = ask(
+                words, word_stride, source * 8, gl.where(first < last, width * 8, 0), B, BL,
+                TALLEST,
+            )  # fmt: skip
+            for row in tl.range(first, last, TALL_ROWS, disable_licm=True):
+                one, two, added = wanted(
+                    kind, row, last, bias, norm, vectors, hidden, gates, cos, sin, positions,
+                    TALL_ROWS, B, BP, HIDDEN, GATED, DIM,
+                )  # fmt: skip
+                if row == first:
+                    keep(
+                        kept, asked_few, words, word_stride, source * 8, width * 8, base + after, B,
+                        N, BL,
+                    )  # fmt: skip
+                chunks = seen_as(kept, gl.bfloat16, [TALLEST // MOST_DIM, N, MOST_DIM], CHUNK)
+                y3 = gl.zeros([WARPS, ROWS, N], gl.float32, MMA)
+                for k in range(0, width * 8, MOST_DIM):
+                    slot = full_slot(ring, full, tile, SLOTS)
+                    slot = seen_as(slot, gl.bfloat16, [WARPS, ROWS, MOST_DIM], KV_SLOT)
+                    weights = slot.load(LEFT)
+                    x = chunks.index(k // MOST_DIM).permute([1, 0]).load(gl.SliceLayout(0, RIGHT))
+                    every = gl.zeros([WARPS, MOST_DIM, N], gl.bfloat16, RIGHT)
+                    give_back(empty, tile, SLOTS)
+                    y3 = mma_v2(weights, every + gl.expand_dims(x, 0), y3)
+                    tile += 1
+                factor = gl.full([BP], 1.0, gl.float32, gl.SliceLayout(0, DONE))
+                if normed > 0:
+                    factor = root_scale(squares, base + after, programs, eps, B, HIDDEN, BP)
+                OF_TALL: gl.constexpr = finished(TALL_ROWS, BP)
+                factor = gl.convert_layout(factor, gl.SliceLayout(0, OF_TALL))
+                y = gl.sum(y3.reshape([TALL_ROWS, BP, 2]), axis=2)
+                y = gl.convert_layout(y, OF_TALL) * gl.expand_dims(factor, 0) + added
+                finish(
+                    y, one, two, kind, row, last, target, epoch, words, word_stride, hidden, gates,
+                    logits, pages, page_stride, head_stride, page_table, table_stride, positions,
+                    query_at, B, HIDDEN, GATED, VOCAB, HEADS, KV_HEADS, DIM, PAGE,
+                )  # fmt: skip
+        else:
+            columns = width * 8
+            first, last = share(start, units, total, unit, pid, programs)
+            factor = gl.full([BP], 1.0, gl.float32, gl.SliceLayout(0, DONE))
+            square = gl.zeros([BP], gl.float32, gl.SliceLayout(0, DONE))
+            x0 = gl.zeros([PARTS, 64, N], gl.bfloat16, RIGHT)
+            x1 = gl.zeros([PARTS, 64, N], gl.bfloat16, RIGHT)
+            x2 = gl.zeros([PARTS, 64, N], gl.bfloat16, RIGHT)
+            x3 = gl.zeros([PARTS, 64, N], gl.bfloat16, RIGHT)
+            for row in tl.range(first, last, ROWS, disable_licm=True):
+                one, two, added = wanted(
+                    kind, row, last, bias, norm, vectors, hidden, gates, cos, sin, positions, ROWS,
+                    B, BP, HIDDEN, GATED, DIM,
+                )  # fmt: skip
+                y3 = gl.zeros([PARTS, ROWS, N], gl.float32, MMA)
+                for block in range(0, columns, BLOCK):
+                    if (row == first) | (columns > BLOCK):
+                        asked = ask(
+                            words, word_stride, source * 8 + block, columns - block, B, BL, BLOCK
+                        )
+                        x0, x1, x2, x3 = operands(
+                            asked, words, word_stride, source * 8 + block, columns - block,
+                            base + after, B, N, BL,
+                        )  # fmt: skip
+                    y3 = multiply(ring, full, empty, tile, x0, y3, SLOTS)
+                    tile += 1
+                    if block + COLUMNS < columns:
+                        y3 = multiply(ring, full, empty, tile, x1, y3, SLOTS)
+                        tile += 1
+                        if block + 2 * COLUMNS < columns:
+                            y3 = multiply(ring, full, empty, tile, x2, y3, SLOTS)
+                            tile += 1
+                            if block + 3 * COLUMNS < columns:
+                                y3 = multiply(ring, full, empty, tile, x3, y3, SLOTS)
+                                tile += 1
+                if (normed > 0) & (row == first):
+                    factor = root_scale(squares, base + after, programs, eps, B, HIDDEN, BP)
+                y = gl.sum(added_up(y3, sums).reshape([ROWS, BP, 2]), axis=2)
+                y = gl.convert_layout(y, DONE) * gl.expand_dims(factor, 0) + added
+                square += finish(
+                    y, one, two, kind, row, last, target, epoch, words, word_stride, hidden, gates,
+                    logits, pages, page_stride, head_stride, page_table, table_stride, positions,
+                    query_at, B, HIDDEN, GATED, VOCAB, HEADS, KV_HEADS, DIM, PAGE,
+                )  # fmt: skip
+            if (kind == RESIDUAL) & (first < last):
+                sequence = gl.arange(0, BP, gl.SliceLayout(0, DONE))
+                send(squares + pid * BP + sequence, square, epoch, sequence < B)
+    last_stage = gl.load(table + passes * FIELDS + STAGE)
+    barrier()
+    gl.store(flags + pid, base + last_stage)
+
+
+@gluon.jit
+def step_kernel(
+    table, passes, flags, weights, vectors, embedding, eps,
+    tokens, positions, lengths, page_table, table_stride, pages, page_stride, head_stride,
+    cos, sin, words, word_stride, parts, squares, hidden, gates, logits, scale,
+    query_at, attended_at,
+    B: gl.constexpr, BP: gl.constexpr, BL: gl.constexpr, HIDDEN: gl.constexpr,
+    GATED: gl.constexpr, VOCAB: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+    DIM: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr,
+    SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALL_AHEAD: gl.constexpr,
+):  # fmt: skip
+    """All programs must run at the same time: a cooperative launch of at most 256.
+
+    Args:
+        table: int32 `[passes + 1, FIELDS]`.
+        flags: int32 `[programs]`, the first stage's number of the next launch; never 0.
+        page_stride, head_stride: of ``pages``, bf16 `[page, kv_head, PAGE, DIM]`, in lines.
+        words: int64 `[B, word_stride]`; ``parts`` int64 `[B, HEADS, SPLITS, MOST_DIM + 2]`;
+            ``squares`` int64 `[programs, BP]`.
+        hidden, gates, logits: fp32 `[B, …]`.
+        scale: of attention, log2(e) in it.
+    """
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PARTS, ROWS, 64], SLOT)
+    kept = gl.allocate_shared_memory(
+        gl.bfloat16, [TALLEST // MOST_DIM, 2 * BP, MOST_DIM], kept_layout(2 * BP)
+    )  # fmt: skip
+    sums = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, 2 * BP], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=32 * COPIERS)
+        mbarrier.init(empty.index(slot), count=1)
+    gl.warp_specialize(
+        [
+            (compute, (
+                ring, kept, sums, full, empty, pid, programs, table, passes, flags, vectors,
+                embedding, eps, tokens, positions, lengths, page_table, table_stride, pages,
+                page_stride, head_stride, cos, sin, words, word_stride, parts, squares, hidden,
+                gates, logits, scale, query_at, attended_at, B, BP, BL, HIDDEN, GATED, VOCAB,
+                HEADS, KV_HEADS, DIM, PAGE, SPLITS, SLOTS,
+            )),
+            (read_ahead, (
+                ring, full, empty, table, passes, pid, programs, weights, pages, page_table,
+                table_stride, page_stride, head_stride, lengths, B, KV_HEADS, DIM, PAGE, SPLITS,
+                SLOTS, AHEAD, TALL_AHEAD,
+            )),
+        ],
+        [COPIERS],
+        [64],
+    )  # fmt: skip
