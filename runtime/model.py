@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,14 +17,24 @@ from runtime.checkpoint.weights import Checkpoint
 from runtime.kv.cache import PagedCache
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import KVFormat
-from runtime.layers.decoder import DecoderLayer
+from runtime.layers.decoder import DecoderLayer, LayerParts
 from runtime.layers.linear import Packed, packs, product
 from runtime.layers.pointwise import RmsNorm
 from runtime.rope import cos_sin_table
 
+if TYPE_CHECKING:
+    from runtime.step import StepWeights
+
+_HOPPER = (9, 0)
+"""The compute capability whose shared memory the step's kernel needs."""
+
 
 class Model:
     """A checkpoint made ready to run on one device.
+
+    Args:
+        stepped: weights laid out for `runtime.step`, bf16, and attention by Triton kernels. Raises
+            ValueError for models that these do not have.
 
     Attributes:
         config: the model's shape.
@@ -37,19 +49,68 @@ class Model:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         page_size: int = 16,
+        stepped: bool = False,
     ) -> None:
         self.config = checkpoint.config
         self.page_size = page_size
         self.device, self.dtype = torch.device(device), dtype
-        checkpoint = _place(checkpoint, self.device, dtype, {})
-        packed: Packed = {}
-        self.kv_format: KVFormat = DenseFormat(dense_attention(self.config, self.device, dtype))
-        self._embedding = checkpoint.embedding
-        self._layers = [DecoderLayer(self.config, layer, packed) for layer in checkpoint.layers]
-        self._final_norm = RmsNorm(checkpoint.final_norm, self.config.rms_norm_eps)
-        self._lm_head = product(checkpoint.lm_head)
+        self._step_weights = self._stepped(checkpoint) if stepped else None
+        if self._step_weights is None:
+            self._set_up(_place(checkpoint, self.device, dtype, {}))
         cos, sin = cos_sin_table(self.config, self.config.context_length)
         self._rope = cos.to(self.device), sin.to(self.device)
+
+    def _set_up(self, checkpoint: Checkpoint) -> None:
+        packed: Packed = {}
+        self.kv_format: KVFormat = DenseFormat(
+            dense_attention(self.config, self.device, self.dtype)
+        )
+        self._embedding = checkpoint.embedding
+        self._layers = [
+            DecoderLayer(self.config, LayerParts.of(self.config, layer, packed))
+            for layer in checkpoint.layers
+        ]
+        self._final_norm = RmsNorm(checkpoint.final_norm, self.config.rms_norm_eps)
+        self._lm_head = product(checkpoint.lm_head)
+
+    def _stepped(self, checkpoint: Checkpoint) -> "StepWeights":
+        from runtime.attention.gpu import TritonAttention
+        from runtime.step import StepWeights, parts_of
+
+        weights, config = StepWeights.of(checkpoint, self.device), self.config
+        self.dtype = weights.embedding.dtype
+        self.kv_format = DenseFormat(
+            TritonAttention(config.num_heads, config.num_kv_heads, config.head_dim, by_halves=True)
+        )
+        self._embedding = weights.embedding
+        self._layers = [DecoderLayer(config, parts_of(weights, layer)) for layer in weights.layers]
+        final = weights.vectors[weights.final_norm : weights.final_norm + config.hidden_size]
+        self._final_norm = RmsNorm(final.to(self.dtype), config.rms_norm_eps)
+        self._lm_head = product(weights.head.weight)
+        return weights
+
+    def static_step(self, batch: Batch, cache: PagedCache) -> Callable[[], Tensor]:
+        """What computes, again and again, what `forward` would for a batch whose tensors stay: one
+        token of each sequence. What it returns is overwritten by the next call."""
+        from runtime.step import MOST, DecodeStep
+
+        if (
+            self._step_weights is None
+            or self.device.type != "cuda"
+            or torch.cuda.get_device_capability(self.device) != _HOPPER
+            or not batch.single
+            or len(batch.logit_rows) != len(batch.tokens)
+            or len(batch.tokens) > MOST
+        ):
+            return partial(self.forward, batch, cache)
+        programs = torch.cuda.get_device_properties(self.device).multi_processor_count
+        step = DecodeStep(self._step_weights, cache.planes, self._rope, batch, programs=programs)
+
+        def run() -> Tensor:
+            step.launch()
+            return step.logits
+
+        return run
 
     @property
     def context_length(self) -> int:
@@ -66,11 +127,17 @@ class Model:
             if self.device.type == "cpu"
             else torch.cuda.get_device_name(self.device),
             "dtype": str(self.dtype),
-            "products": "packed" if packs(self.device, self.dtype) else "plain",
+            "products": self._products,
             "kv": self.kv_format.kernels,
             "factorized": any(layer.factorized for layer in self._layers),
         }
         return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def _products(self) -> str:
+        if self._step_weights is not None:
+            return "step"
+        return "packed" if packs(self.device, self.dtype) else "plain"
 
     def new_cache(self, num_pages: int) -> PagedCache:
         """Memory for ``num_pages`` pages of this model's KV."""

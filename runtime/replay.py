@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
+from runtime.captured import Captured
 from runtime.kv.cache import PagedCache
 from runtime.model import Model
 from runtime.sampling import Draw, Row
@@ -160,9 +161,10 @@ class DecodeReplay:
 
     def _captured(self, bucket: int, needs: Needs) -> Callable[[], object]:
         """A step as a graph. What is run to prepare it is undone."""
+        logits_of = self._model.static_step(self._batch(bucket), self._cache)
 
         def compute() -> None:
-            self._compute(bucket, needs)
+            self._compute(bucket, needs, logits_of)
 
         if self._model.device.type != "cuda":
             return compute
@@ -176,11 +178,12 @@ class DecodeReplay:
         # Other threads go on asking the device meanwhile; graphs never run at the same time.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             compute()
-        return graph.replay
+        return Captured(graph, compute)
 
-    def _compute(self, bucket: int, needs: Needs) -> None:
+    def _batch(self, bucket: int) -> Batch:
+        """The first rows, as tensors that stay."""
         rows = slice(bucket)
-        batch = Batch(
+        return Batch(
             tokens=self._tokens[rows],
             positions=self._positions[rows],
             page_table=self._page_table[rows],
@@ -190,7 +193,10 @@ class DecodeReplay:
             logit_rows=self._order[rows],
             single=True,
         )
-        logits = self._model.forward(batch, self._cache)
+
+    def _compute(self, bucket: int, needs: Needs, logits_of: Callable[[], Tensor]) -> None:
+        rows = slice(bucket)
+        logits = logits_of()
         if needs.draws:
             self._logits[rows] = logits
         self._sampler(logits, needs)

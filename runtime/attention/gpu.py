@@ -48,12 +48,16 @@ class _Space:
 
 
 class TritonAttention:
-    """See `runtime.attention.base.DenseAttention`. Queries are bf16 or fp32, K and V bf16."""
+    """See `runtime.attention.base.DenseAttention`. Queries are bf16 or fp32, K and V bf16.
+
+    With ``by_halves``, rows of heads come in the order of `runtime.step.weights.by_halves`.
+    """
 
     name = "triton"
     version = 1
 
-    def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
+    def __init__(self, heads: int, kv_heads: int, dim: int, *, by_halves: bool = False) -> None:
+        self._by_halves = by_halves
         self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
         self._scale = _LOG2_E / math.sqrt(dim)
         self._width = max(16, triton.next_power_of_2(dim))
@@ -75,7 +79,8 @@ class TritonAttention:
             qkv, *rope, batch.positions, batch.sequences, batch.page_table,
             batch.page_table.stride(0), q, k_pages, v_pages, *k_pages.stride()[:2],
             HEADS=self._heads, KV_HEADS=self._kv_heads, DIM=self._dim, PAGE=k_pages.shape[2],
-            ROWS=_ROWS, HALF=triton.next_power_of_2(self._dim // 2), num_warps=2,
+            ROWS=_ROWS, HALF=triton.next_power_of_2(self._dim // 2), BY_HALVES=self._by_halves,
+            num_warps=2,
         )  # fmt: skip
         return q
 

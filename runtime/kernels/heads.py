@@ -10,9 +10,10 @@ def turn_and_write_kernel(
     qkv, cos, sin, positions, sequences, page_table, table_stride, q, k_pages, v_pages,
     page_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, HALF: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, BY_HALVES: tl.constexpr,
 ):  # fmt: skip
-    """A program turns ROWS heads of one token; HALF is a power of two, from DIM / 2 on.
+    """A program turns ROWS heads of one token; HALF is a power of two, from DIM / 2 on. With
+    BY_HALVES, heads of ``qkv`` are as `step.weights.by_halves` has them.
 
     Grid `(tokens, heads in all / ROWS)`. Arguments as of `DenseAttention.write`.
     """
@@ -22,9 +23,11 @@ def turn_and_write_kernel(
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, HALF)[None, :]
     inside = (head < HEADS + 2 * KV_HEADS) & (d < DIM // 2)
-    source = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM + d
+    source = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM
+    source += d // 8 * 16 + d % 8 if BY_HALVES else d
+    partner: tl.constexpr = 8 if BY_HALVES else DIM // 2
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos + position * (DIM // 2) + d, mask=d < DIM // 2, other=0.0)
     s = tl.load(sin + position * (DIM // 2) + d, mask=d < DIM // 2, other=0.0)
     turned = head < HEADS + KV_HEADS

@@ -1,5 +1,8 @@
 """One decoder layer of the Llama family over paged KV."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -11,31 +14,57 @@ from runtime.layers.linear import Packed, Projection
 from runtime.layers.pointwise import RmsNorm, silu_mul
 
 
-class DecoderLayer:
-    """Weights of one layer, packed: q|k|v and gate|up are one projection each.
+@dataclass(frozen=True)
+class LayerParts:
+    """What a layer is made of. Projections map `[n, in]` to `[n, out]`, q|k|v and gate|up as one;
+    ``head_norms`` are those of q and k, if there are any."""
 
-    ``packed`` goes from layer to layer, for bases that they share.
-    """
+    input_norm: RmsNorm
+    post_norm: RmsNorm
+    qkv: Callable[[Tensor], Tensor]
+    o: Callable[[Tensor], Tensor]
+    gate_up: Callable[[Tensor], Tensor]
+    down: Callable[[Tensor], Tensor]
+    factorized: bool
+    head_norms: tuple[RmsNorm, RmsNorm] | None = None
 
-    def __init__(self, config: ModelConfig, weights: LayerWeights, packed: Packed) -> None:
-        self._config = config
+    @classmethod
+    def of(cls, config: ModelConfig, weights: LayerWeights, packed: Packed) -> "LayerParts":
+        """By the best products there are. ``packed`` goes from layer to layer, for bases that they
+        share."""
 
         def norm(weight: Tensor) -> RmsNorm:
             return RmsNorm(weight, config.rms_norm_eps)
 
-        self._input_norm, self._post_norm = norm(weights.input_norm), norm(weights.post_norm)
-        self._head_norms = None
+        head_norms = None
         if weights.q_norm is not None and weights.k_norm is not None:
-            self._head_norms = norm(weights.q_norm), norm(weights.k_norm)
-        self._qkv = Projection([weights.q, weights.k, weights.v], packed)
-        self._o = Projection([weights.o], packed)
-        self._gate_up = Projection([weights.gate, weights.up], packed)
-        self._down = Projection([weights.down], packed)
+            head_norms = norm(weights.q_norm), norm(weights.k_norm)
+        qkv = Projection([weights.q, weights.k, weights.v], packed)
+        o = Projection([weights.o], packed)
+        gate_up = Projection([weights.gate, weights.up], packed)
+        down = Projection([weights.down], packed)
+        return cls(
+            input_norm=norm(weights.input_norm),
+            post_norm=norm(weights.post_norm),
+            qkv=qkv,
+            o=o,
+            gate_up=gate_up,
+            down=down,
+            factorized=any(one.factorized for one in (qkv, o, gate_up, down)),
+            head_norms=head_norms,
+        )
+
+
+class DecoderLayer:
+    """One layer of a model of this shape."""
+
+    def __init__(self, config: ModelConfig, parts: LayerParts) -> None:
+        self._config, self._parts = config, parts
 
     @property
     def factorized(self) -> bool:
         """Whether some projection is a factor pair."""
-        return any(p.factorized for p in (self._qkv, self._o, self._gate_up, self._down))
+        return self._parts.factorized
 
     def __call__(
         self,
@@ -51,22 +80,23 @@ class DecoderLayer:
 
         The last layer goes on with the tokens after which logits are wanted: ``[m, hidden]``.
         """
-        qkv = self._norm_heads(self._qkv(self._input_norm(hidden)))
+        parts = self._parts
+        qkv = self._norm_heads(parts.qkv(parts.input_norm(hidden)))
         q = kv_format.append(qkv, rope, planes, batch)
         if last and len(batch.logit_rows) < len(hidden):
             q, hidden = q[batch.logit_rows], hidden[batch.logit_rows]
             batch = batch.where_logits()
         if not len(hidden):
             return hidden
-        hidden = self._o(kv_format.attend(q, planes, batch)).add_(hidden)
-        inner = silu_mul(self._gate_up(self._post_norm(hidden)))
-        return self._down(inner).add_(hidden)
+        hidden = parts.o(kv_format.attend(q, planes, batch)).add_(hidden)
+        inner = silu_mul(parts.gate_up(parts.post_norm(hidden)))
+        return parts.down(inner).add_(hidden)
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:
         """Qwen3's RMSNorm of every query and key head, before RoPE."""
-        if self._head_norms is None:
+        if self._parts.head_norms is None:
             return qkv
-        norm_q, norm_k = self._head_norms
+        norm_q, norm_k = self._parts.head_norms
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
         by_head = qkv.view(len(qkv), -1, self._config.head_dim)
         q, k, v = torch.split(by_head, [heads, kv_heads, kv_heads], dim=1)
