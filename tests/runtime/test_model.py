@@ -56,7 +56,7 @@ def smollm2() -> Checkpoint:
 
 def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> None:
     """Top-1 equal at 99 % of positions, logits within 2 % of the largest: pages hold bf16."""
-    from runtime.bench import peer_of
+    from runtime.bench.engine import peer_of
     from services.common.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(resolve_model("smollm2-135m"))

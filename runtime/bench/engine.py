@@ -1,11 +1,11 @@
 """How fast the engine is on this machine, beside transformers and the physical floor.
 
-``python -m runtime.bench [--model NAME|PATH] [--json PATH]`` prints prefill of 512 tokens, decode
-of one stream and of eight, each as the best of several runs, ours and theirs alternating. The
-peer's time is that of its forward pass and an argmax, without ``generate``; ours is the engine's
-whole step. The floor of a decode step is the time to read fp32 weights once, at the bandwidth
-that a plain sum over a large array reaches (weights that are read as exact codes go below it);
-that of a prefill is its multiplications at the rate of one large matrix product.
+``python -m runtime.bench engine [--model NAME|PATH] [--json PATH]`` prints prefill of 512 tokens,
+decode of one stream and of eight, each as the best of several runs, ours and theirs alternating.
+The peer's time is that of its forward pass and an argmax, without ``generate``; ours is the
+engine's whole step. The floor of a decode step is the time to read fp32 weights once, at the
+bandwidth that a plain sum over a large array reaches (weights that are read as exact codes go below
+it); that of a prefill is its multiplications at the rate of one large matrix product.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Figure:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m runtime.bench engine")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     arguments = parser.parse_args()

@@ -1,0 +1,15 @@
+"""``python -m runtime.bench``: the table that is asked for."""
+
+import sys
+from importlib import import_module
+
+TABLES = ("engine", "step", "decode", "prefill")
+
+
+def main() -> None:
+    table = sys.argv.pop(1) if len(sys.argv) > 1 and sys.argv[1] in TABLES else "engine"
+    import_module(f"runtime.bench.{table}").main()
+
+
+if __name__ == "__main__":
+    main()

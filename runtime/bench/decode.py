@@ -1,0 +1,113 @@
+"""A decode step of a whole model, by each of its ways: ``python -m runtime.bench decode --help``.
+
+The floor is the time to read weights and KV once, at the rate of a copy, bytes read and written.
+Peers are transformers with a static cache, eager and compiled, with the same weights.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from runtime import peers as transformers_peers
+from runtime.attention.base import Batch
+from runtime.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
+from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
+from runtime.checkpoint.weights import Checkpoint
+from runtime.kv.cache import PagedCache
+from runtime.model import Model
+from runtime.step import MOST, StepWeights
+
+
+class DecodeBench:
+    """One model, and its steps for batches of any size."""
+
+    def __init__(self, checkpoint: Checkpoint, device: str) -> None:
+        self._config, self._device = checkpoint.config, device
+        self._model = Model(checkpoint, device=device, page_size=PAGE, stepped=True)
+        self.weight_bytes = StepWeights.of(checkpoint, "meta").nbytes
+
+    def figures(
+        self, name: str, batch: int, context: int, copied: float, runs: int
+    ) -> Iterator[Figure]:
+        """By one launch, where there is one, and layer by layer."""
+        each = -(-(context + 1) // PAGE)
+        cache = self._cache(batch * each)
+        inputs = Batch.static(batch, each, self._device)
+        inputs.page_table.copy_(torch.randperm(batch * each).view(batch, each))
+        inputs.positions.fill_(context)
+        inputs.lengths.fill_(context + 1)
+        read = self.weight_bytes + kv_bytes(self._config, batch * (context + 1))
+        ways: dict[str, Callable[[], Tensor]] = {}
+        if batch <= MOST and self._device == "cuda":
+            ways["one launch"] = self._model.static_step(inputs, cache)
+        ways["layer by layer"] = partial(self._model.forward, inputs, cache)
+        for way, step in ways.items():
+            call = captured(step, device=self._device)
+            took = milliseconds(call, device=self._device, runs=runs)
+            yield Figure(f"{name}, {way}", took, read / copied)
+
+    def _cache(self, pages: int) -> PagedCache:
+        cache = self._model.new_cache(pages)
+        for plane in cache.planes:
+            plane.normal_()
+        return cache
+
+
+def figures(
+    shape: str,
+    keeps: Sequence[float],
+    ragged: int,
+    cases: Sequence[tuple[int, int]],
+    *,
+    peers: bool,
+    device: str,
+    runs: int,
+) -> Iterator[Figure]:
+    """Ours, then the peers; ``cases`` are batch and context."""
+    copied = copy_rate(device)
+    yield Figure("a copy, GB/s", copied / 1e6, copied / 1e6)
+    for keep in keeps:
+        checkpoint = random_checkpoint(SHAPES[shape], keep, ragged, device)
+        bench = DecodeBench(checkpoint, device)
+        named = {
+            case: f"{title(shape, keep, ragged)}, batch {case[0]}, context {case[1]}"
+            for case in cases
+        }
+        for case, name in named.items():
+            yield from bench.figures(name, *case, copied, runs)
+        if not peers:
+            continue
+        model = transformers_peers.build(checkpoint)
+        for (batch, context), name in named.items():
+            read = bench.weight_bytes + kv_bytes(checkpoint.config, batch * (context + 1))
+            for compiled in (False, True):
+                peer = transformers_peers.decode_step(model, context, batch, compiled=compiled)
+                took = milliseconds(peer.run, peer.reset, device=device, runs=runs)
+                kind = "compiled" if compiled else "eager"
+                yield Figure(f"{name}, transformers {kind}", took, read / copied)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m runtime.bench decode")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
+    parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--ragged", type=int, default=0, help="how much ranks differ by layer")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--context", type=int, nargs="+", default=[512])
+    parser.add_argument("--peers", action="store_true", help="transformers as well")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    own = parser.parse_args()
+    with torch.inference_mode():
+        cases = list(product(own.batch, own.context))
+        rows = figures(
+            own.shape, own.keep, own.ragged, cases, peers=own.peers, device=own.device,
+            runs=own.runs,
+        )  # fmt: skip
+        show(describe(own.device), rows, own.json)

@@ -1,0 +1,103 @@
+"""What a device was seen to do, and how long something takes on it."""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from runtime.captured import Captured
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of a table, milliseconds."""
+
+    name: str
+    ms: float
+    floor_ms: float
+
+    def __str__(self) -> str:
+        return f"{self.name:72} {self.ms:9.3f} {self.floor_ms:9.3f} {self.floor_ms / self.ms:7.1%}"
+
+
+def show(title: str, figures: Iterable[Figure], target: Path | None) -> None:
+    """Print figures as they come, and write them to ``target``."""
+    print(title)
+    print(f"{'':72} {'ms':>9} {'floor':>9}")
+    found = []
+    for figure in figures:
+        print(figure, flush=True)
+        found.append(asdict(figure))
+    if target:
+        target.write_text(json.dumps(found, indent=1))
+
+
+def describe(device: str) -> str:
+    """The device and torch's version."""
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    return f"{name}, torch {torch.__version__}"
+
+
+def milliseconds(
+    call: Callable[[], object],
+    before: Callable[[], None] | None = None,
+    *,
+    device: str = "cuda",
+    runs: int = 30,
+) -> float:
+    """The median of several runs after a few, ``before`` not counted."""
+    once = _on_gpu if device == "cuda" else _on_cpu
+    found = []
+    for run in range(runs + 5):
+        if before:
+            before()
+        took = once(call)
+        if run >= 5:
+            found.append(took)
+    return median(found)
+
+
+def captured(call: Callable[[], object], *, device: str = "cuda") -> Callable[[], object]:
+    """The same as a CUDA graph; on the CPU just the same."""
+    if device != "cuda":
+        return call
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return Captured(graph, call)
+
+
+def copy_rate(device: str = "cuda") -> float:
+    """Bytes read and written in a millisecond by a copy."""
+    size = 1 << (30 if device == "cuda" else 24)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / milliseconds(lambda: target.copy_(source), device=device)
+
+
+def product_rate(device: str = "cuda") -> float:
+    """Multiplications and additions in a millisecond by a large bf16 product."""
+    size = 8192 if device == "cuda" else 256
+    a, b = torch.randn(2, size, size, device=device).bfloat16()
+    return 2 * size**3 / milliseconds(lambda: a @ b, device=device, runs=10)
+
+
+def _on_gpu(call: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _on_cpu(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3

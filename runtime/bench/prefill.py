@@ -1,0 +1,107 @@
+"""Prefill of one prompt: ``python -m runtime.bench prefill --help``.
+
+Ours writes K and V into pages and attends over them; beside it, with the same weights, q, k and v
+materialized and torch's scaled_dot_product_attention, which writes no pages. The floor is the
+multiplications at the rate of one large product.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.bench.device import Figure, describe, milliseconds, product_rate, show
+from runtime.bench.shapes import PAGE, SHAPES, random_checkpoint, title
+from runtime.checkpoint.weights import Checkpoint
+from runtime.layers.decoder import LayerParts
+from runtime.layers.pointwise import silu_mul
+from runtime.model import Model
+from runtime.rope import cos_sin_table
+from runtime.step import StepWeights
+
+
+class Materialized:
+    """The layers of a checkpoint with q, k and v whole."""
+
+    def __init__(self, checkpoint: Checkpoint, tokens: int, device: str) -> None:
+        config = checkpoint.config
+        self._config = config
+        self._layers = [LayerParts.of(config, layer, {}) for layer in checkpoint.layers]
+        cos, sin = cos_sin_table(config, tokens)
+        self._cos, self._sin = (table.to(device)[:, None] for table in (cos, sin))
+        self._embedding = checkpoint.embedding
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        config = self._config
+        hidden = functional.embedding(tokens, self._embedding)
+        for parts in self._layers:
+            qkv = parts.qkv(parts.input_norm(hidden)).view(len(tokens), -1, config.head_dim)
+            q, k, v = torch.split(
+                qkv, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
+            )
+            attended = functional.scaled_dot_product_attention(
+                self._turned(q).transpose(0, 1)[None],
+                self._turned(k).transpose(0, 1)[None],
+                v.transpose(0, 1)[None],
+                is_causal=True,
+                enable_gqa=config.num_heads != config.num_kv_heads,
+            )
+            hidden = hidden + parts.o(attended[0].transpose(0, 1).flatten(1))
+            hidden = hidden + parts.down(silu_mul(parts.gate_up(parts.post_norm(hidden))))
+        return hidden
+
+    def _turned(self, x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        turned = [first * self._cos - second * self._sin, second * self._cos + first * self._sin]
+        return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def operations(checkpoint: Checkpoint, tokens: int) -> int:
+    """Multiplications and additions of all layers' products and of causal attention."""
+    config = checkpoint.config
+    weights = StepWeights.of(checkpoint, "meta")
+    elements = (weights.nbytes - weights.head.weight.nbytes) // 2
+    attention = 2 * config.num_layers * config.num_heads * config.head_dim * tokens**2
+    return 2 * elements * tokens + attention
+
+
+def figures(
+    shape: str, keeps: Sequence[float], lengths: Sequence[int], device: str, runs: int
+) -> Iterator[Figure]:
+    """Ours and the materialized one."""
+    rate = product_rate(device)
+    yield Figure("a product, TFLOP/s", rate / 1e9, rate / 1e9)
+    for keep in keeps:
+        checkpoint = random_checkpoint(SHAPES[shape], keep, 0, device)
+        model = Model(checkpoint, device=device, page_size=PAGE, stepped=True)
+        for length in lengths:
+            pages = -(-length // PAGE)
+            cache = model.new_cache(pages)
+            piece = SequenceSlice([1] * length, 0, torch.randperm(pages).tolist())
+            floor = operations(checkpoint, length) / rate
+            name = f"{title(shape, keep)}, {length} tokens"
+            ours = partial(model.forward, Batch.of([piece], device), cache)
+            yield Figure(name, milliseconds(ours, device=device, runs=runs), floor)
+            whole = Materialized(checkpoint, length, device)
+            theirs = partial(whole, torch.ones(length, dtype=torch.int64, device=device))
+            took = milliseconds(theirs, device=device, runs=runs)
+            yield Figure(f"{name}, materialized and SDPA", took, floor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m runtime.bench prefill")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
+    parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048, 8192, 32768])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    own = parser.parse_args()
+    with torch.inference_mode():
+        rows = figures(own.shape, own.keep, own.tokens, own.device, own.runs)
+        show(describe(own.device), rows, own.json)

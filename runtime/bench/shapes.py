@@ -1,0 +1,78 @@
+"""Random weights at the shapes of real models."""
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights, Linear
+from runtime.config import ModelConfig, RopeConfig
+
+PAGE = 16
+SHAPES = {
+    "llama-7b": ModelConfig(
+        "LlamaForCausalLM", 32_000, 4096, 11_008, 32, 32, 32, 128, 36_864, 1e-5, False
+    ),
+    "llama-3-8b": ModelConfig(
+        "LlamaForCausalLM", 128_256, 4096, 14_336, 32, 32, 8, 128, 36_864, 1e-5, False,
+        RopeConfig(theta=500_000.0),
+    ),
+    "tiny": ModelConfig(
+        "LlamaForCausalLM", 512, 64, 96, 2, 4, 2, 16, 36_864, 1e-5, False
+    ),
+}  # fmt: skip
+
+
+def random_checkpoint(
+    config: ModelConfig, keep: float, ragged: int = 0, device: str = "cuda"
+) -> Checkpoint:
+    """bf16; ``keep`` 1 is dense, ``ragged`` varies ranks by so much up and down, layer by layer."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int, scale: float) -> Tensor:
+        made = torch.empty(*shape, dtype=torch.bfloat16, device=device)
+        return made.normal_(0, scale, generator=generator)
+
+    def linear(out: int, inner: int, layer: int) -> Linear:
+        if keep >= 1:
+            return Dense(random(out, inner, scale=inner**-0.5))
+        rank = int(out * inner * keep / (out + inner)) + ragged * (layer % 3 - 1)
+        return FactorPair(
+            random(out, rank, scale=rank**-0.5), random(rank, inner, scale=inner**-0.5)
+        )
+
+    hidden, gated = config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    ones = torch.ones(hidden, dtype=torch.bfloat16, device=device)
+
+    def layer(number: int) -> LayerWeights:
+        return LayerWeights(
+            input_norm=ones,
+            q=linear(heads, hidden, number),
+            k=linear(kv_heads, hidden, number),
+            v=linear(kv_heads, hidden, number),
+            o=linear(hidden, heads, number),
+            post_norm=ones,
+            gate=linear(gated, hidden, number),
+            up=linear(gated, hidden, number),
+            down=linear(hidden, gated, number),
+        )
+
+    return Checkpoint(
+        config,
+        random(config.vocab_size, hidden, scale=1.0),
+        tuple(layer(number) for number in range(config.num_layers)),
+        ones,
+        random(config.vocab_size, hidden, scale=hidden**-0.5),
+        "",
+        keep=keep,
+    )
+
+
+def kv_bytes(config: ModelConfig, tokens: int) -> int:
+    """Of K and V of some tokens."""
+    return 4 * config.num_layers * config.num_kv_heads * config.head_dim * tokens
+
+
+def title(shape: str, keep: float, ragged: int = 0) -> str:
+    """What a model is called in a table."""
+    kind = "dense" if keep >= 1 else f"keep {keep:g}"
+    return f"{shape}, {kind}" + (f", ragged by {ragged}" if ragged else "")

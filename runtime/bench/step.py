@@ -1,0 +1,68 @@
+"""The decode step's launch alone, with every ring: ``python -m runtime.bench step --help``."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from runtime.attention.base import Batch
+from runtime.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
+from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
+from runtime.rope import cos_sin_table
+from runtime.step import DecodeStep, StepWeights
+
+
+def figures(
+    shape: str,
+    keeps: Sequence[float],
+    ragged: int,
+    cases: Sequence[tuple[int, int]],
+    rings: Sequence[tuple[int, int]],
+) -> Iterator[Figure]:
+    """``cases`` are batch and context, ``rings`` slots and tiles ahead."""
+    config, copied = SHAPES[shape], copy_rate()
+    yield Figure("a copy, GB/s", copied / 1e6, copied / 1e6)
+    cos, sin = cos_sin_table(config, config.context_length)
+    rope = cos.cuda(), sin.cuda()
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    for keep in keeps:
+        weights = StepWeights.of(random_checkpoint(config, keep, ragged), "cuda")
+        for batch, context in cases:
+            each = -(-(context + 1) // PAGE)
+            size = (batch * each, config.num_kv_heads, PAGE, config.head_dim)
+            planes: list[Tensor] = [
+                torch.randn(size, dtype=torch.bfloat16, device="cuda")
+                for _ in range(2 * config.num_layers)
+            ]
+            inputs = Batch.static(batch, each, "cuda")
+            inputs.page_table.copy_(torch.randperm(batch * each).view(batch, each))
+            inputs.positions.fill_(context)
+            inputs.lengths.fill_(context + 1)
+            floor = (weights.nbytes + kv_bytes(config, batch * (context + 1))) / copied
+            for slots, ahead in rings:
+                step = DecodeStep(
+                    weights, planes, rope, inputs, programs=programs, slots=slots, ahead=ahead
+                )
+                name = f"{title(shape, keep, ragged)}, batch {batch}, context {context}"
+                took = milliseconds(captured(step.launch))
+                yield Figure(f"{name}, {slots} slots, {ahead} ahead", took, floor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m runtime.bench step")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
+    parser.add_argument("--keep", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--ragged", type=int, default=0, help="how much ranks differ by layer")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--context", type=int, nargs="+", default=[512])
+    parser.add_argument("--slots", type=int, nargs="+", default=[5])
+    parser.add_argument("--ahead", type=int, nargs="+", default=[1])
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    own = parser.parse_args()
+    with torch.inference_mode():
+        cases = list(product(own.batch, own.context))
+        rings = list(product(own.slots, own.ahead))
+        show(describe("cuda"), figures(own.shape, own.keep, own.ragged, cases, rings), own.json)
