@@ -44,7 +44,8 @@ class Supervisor:
     """Keeps the processes of a deployment alive until it is told to stop.
 
     Args:
-        folder: each process writes its log to ``<folder>/<name>.log``.
+        folder: each process writes its log to ``<folder>/<name>.log``; what one wrote for the
+            deployment before this one is in ``<name>.log.1``.
         on_change: called whenever a process was started, with all pids.
     """
 
@@ -72,6 +73,8 @@ class Supervisor:
             ServiceFailed: a service cannot start as it was told.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
+        for former in self._folder.glob("*.log"):
+            former.replace(former.with_suffix(".log.1"))
         try:
             async with asyncio.TaskGroup() as keepers:
                 for spec in self._specs:

@@ -44,3 +44,13 @@ async def test_a_service_that_cannot_start_is_not_started_again(tmp_path: Path) 
     with pytest.raises(ServiceFailed) as failure:
         await supervisor.run()
     assert "port" in failure.value.log_file.read_text()
+
+
+async def test_logs_are_of_this_deployment_and_the_former_ones_stay(tmp_path: Path) -> None:
+    former = tmp_path / "router.log"
+    former.write_text("the deployment before")
+    supervisor = Supervisor([WRONG], tmp_path, on_change=lambda _: None)
+    with pytest.raises(ServiceFailed):
+        await supervisor.run()
+    assert "the deployment before" not in former.read_text()
+    assert (tmp_path / "router.log.1").read_text() == "the deployment before"
