@@ -92,17 +92,15 @@ class Model:
     def static_step(self, batch: Batch, cache: PagedCache) -> Callable[[], Tensor]:
         """What computes, again and again, what `forward` would for a batch whose tensors stay: one
         token of each sequence. What it returns is overwritten by the next call."""
+        plain = partial(self.forward, batch, cache)
+        if self._step_weights is None or self.device.type != "cuda":
+            return plain
         from runtime.step import MOST, DecodeStep
 
-        if (
-            self._step_weights is None
-            or self.device.type != "cuda"
-            or torch.cuda.get_device_capability(self.device) != _HOPPER
-            or not batch.single
-            or len(batch.logit_rows) != len(batch.tokens)
-            or len(batch.tokens) > MOST
-        ):
-            return partial(self.forward, batch, cache)
+        each_once = batch.single and len(batch.logit_rows) == len(batch.tokens)
+        hopper = torch.cuda.get_device_capability(self.device) == _HOPPER
+        if not hopper or not each_once or len(batch.tokens) > MOST:
+            return plain
         programs = torch.cuda.get_device_properties(self.device).multi_processor_count
         step = DecodeStep(self._step_weights, cache.planes, self._rope, batch, programs=programs)
 
