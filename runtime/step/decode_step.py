@@ -13,7 +13,7 @@ from runtime.kernels.step.kernel import step_kernel
 from runtime.step.passes import Places, passes_of
 from runtime.step.weights import StepWeights
 
-MOST = 4
+MOST = layouts.N.value
 """Sequences of a step."""
 _MOST_PROGRAMS = 256
 _MOST_SPLITS = 32
@@ -69,7 +69,6 @@ class DecodeStep:
         self.logits = numbers(size, config.vocab_size)
         self._held = weights, list(planes)
         splits = min(_MOST_SPLITS, max(1, programs // (size * config.num_kv_heads)))
-        columns = max(4, triton.next_power_of_2(size))
         places = Places.of(config, weights.inner_most)
         passes = passes_of(weights, planes, places, programs * tall)
         table = torch.tensor([one.row() for one in passes], dtype=torch.int32, device=device)
@@ -79,14 +78,14 @@ class DecodeStep:
             weights.head.weight, weights.vectors, weights.embedding, config.rms_norm_eps,
             batch.tokens, batch.positions, batch.lengths, batch.page_table,
             batch.page_table.stride(0), planes[0],
-            *strides, *rope, words(size, places.end), places.end,
+            *strides, *rope, numbers(size, places.end, dtype=torch.int32), places.end,
             words(size * config.num_heads * splits, layouts.MOST_DIM.value + 2),
-            words(_MOST_PROGRAMS, columns), numbers(size, config.hidden_size),
+            words(_MOST_PROGRAMS, layouts.N.value), numbers(size, config.hidden_size),
             numbers(size, config.intermediate_size), self.logits,
             math.log2(math.e) / math.sqrt(dim), places.query, places.attended,
         )  # fmt: skip
         self._options = {
-            "B": size, "BP": columns, "BL": triton.next_power_of_2(size),
+            "B": size, "BL": triton.next_power_of_2(size),
             "HIDDEN": config.hidden_size, "GATED": config.intermediate_size,
             "VOCAB": config.vocab_size, "HEADS": config.num_heads,
             "KV_HEADS": config.num_kv_heads, "DIM": dim, "PAGE": page, "SPLITS": splits,

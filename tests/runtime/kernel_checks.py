@@ -103,7 +103,9 @@ def test_write_is_the_reference(shape: tuple[int, int, int], new: int, dtype: to
     ],
 )
 @pytest.mark.parametrize("tall", [0, 48])
-@pytest.mark.parametrize("positions", [(0,), (37, 16), (130, 1, 63), (300, 17, 128, 129)])
+@pytest.mark.parametrize(
+    "positions", [(0,), (37, 16), (130, 1, 63), (300, 17, 128, 129, 5, 0, 64, 16)]
+)
 def test_a_step_is_the_models(
     ranks: tuple[int | None, ...], bias: bool, positions: tuple[int, ...], tall: int
 ) -> None:

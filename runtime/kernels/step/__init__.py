@@ -7,7 +7,6 @@ is of, stored and read as one (`words.py`). Whoever needs a word reads it until 
 barrier, no fence. A place is written again two stages later at the earliest, when all that read it
 have told what they made of it.
 
-Tensor cores multiply a tile, each warp an eighth of it. Activations are two bf16 numbers whose sum
-is as good as fp32, in neighbouring columns of the other operand, so that four sequences are as many
-products as one.
+Tensor cores multiply a tile, each warp an eighth of it, by inputs in bf16; up to eight sequences
+are as many products as one. Sums and the residual stream are fp32.
 """

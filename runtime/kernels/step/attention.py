@@ -22,7 +22,7 @@ from runtime.kernels.step.layouts import (
 from runtime.kernels.step.names import barrier, seen_as
 from runtime.kernels.step.passes import past_tiles
 from runtime.kernels.step.ring import full_slot, give_back
-from runtime.kernels.step.words import anew, read_words, send, send_input, settle
+from runtime.kernels.step.words import anew, receive, receive_input, send, send_input
 
 
 @gluon.jit
@@ -65,7 +65,7 @@ def attend(
 
 @gluon.jit
 def merge(
-    kept, mixed, top, total, row: gl.constexpr, item, asked_query, asked_key, asked_value, heads,
+    kept, mixed, top, total, row: gl.constexpr, item, heads,
     new, before, parts, epoch, scale, attended,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
@@ -90,11 +90,10 @@ def merge(
         send(part + MOST_DIM + 1, total, epoch, g < GROUP)
         send(gl.expand_dims(part, 1) + d, found, epoch, here)
     else:
-        query = settle(asked_query, heads + gl.expand_dims(g, 1) * DIM + d, before, here)
-        key = settle(asked_key, new + d, before, d < DIM).to(gl.float32, bitcast=True)
-        value = new + KV_HEADS * DIM + d
-        value = settle(asked_value, value, before, d < DIM).to(gl.float32, bitcast=True)
-        own = gl.sum(query.to(gl.float32, bitcast=True) * key, axis=1) * scale
+        query = receive_input(heads + gl.expand_dims(g, 1) * DIM + d, before, here, 4, 4)
+        key = receive_input(new + d, before, d < DIM, 4, 4).to(gl.float32)
+        value = receive_input(new + KV_HEADS * DIM + d, before, d < DIM, 4, 4).to(gl.float32)
+        own = gl.sum(query.to(gl.float32) * key, axis=1) * scale
         higher = gl.maximum(top, own)
         fading = gl.exp2(top - higher)
         own = gl.exp2(own - higher)
@@ -107,20 +106,16 @@ def merge(
             d3 = along(MOST_DIM, 2, OTHERS)
             place = parts + ((item // SPLITS * GROUP + g3) * SPLITS + s) * (MOST_DIM + 2)
             real = (g3 < GROUP) & (s < SPLITS)
-            asked = read_words(place + d3, real & (d3 < DIM))
-            asked_peak = read_words(place + MOST_DIM, real)
-            asked_total = read_words(place + MOST_DIM + 1, real)
-            peak = settle(asked_peak, place + MOST_DIM, epoch, real).to(gl.float32, bitcast=True)
+            peak = receive(place + MOST_DIM, epoch, real, 4)
             peak = gl.where(real, peak, float("-inf"))
-            more = settle(asked_total, place + MOST_DIM + 1, epoch, real)
-            theirs = settle(asked, place + d3, epoch, real & (d3 < DIM))
-            theirs = theirs.to(gl.float32, bitcast=True)
+            more = receive(place + MOST_DIM + 1, epoch, real, 4)
+            theirs = receive(place + d3, epoch, real & (d3 < DIM), 16)
             highest = gl.maximum(
                 gl.convert_layout(top, gl.SliceLayout(0, gl.SliceLayout(2, OTHERS))),
                 gl.max(gl.max(peak, axis=2), axis=0),
             )
             shares = gl.exp2(peak - gl.expand_dims(gl.expand_dims(highest, 0), 2))
-            added = gl.sum(gl.max(shares * more.to(gl.float32, bitcast=True), axis=2), axis=0)
+            added = gl.sum(gl.max(shares * more, axis=2), axis=0)
             theirs = gl.sum(theirs * shares, axis=0)
             highest = gl.convert_layout(highest, ALONE)
             fading = gl.exp2(top - highest)

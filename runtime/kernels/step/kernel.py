@@ -19,7 +19,6 @@ from runtime.kernels.step.layouts import (
     LEFT,
     MMA,
     MOST_DIM,
-    OF_WARPS,
     PARTS,
     PLAIN,
     RIGHT,
@@ -28,6 +27,7 @@ from runtime.kernels.step.layouts import (
     TALLEST,
     THREADS,
     WARPS,
+    N,
     finished,
     kept_layout,
 )
@@ -56,11 +56,10 @@ from runtime.kernels.step.ring import full_slot, give_back, read_ahead
 from runtime.kernels.step.rows import added_up, finish, multiply, wanted
 from runtime.kernels.step.words import (
     anew,
-    ask,
+    input_of,
     keep,
     operands,
-    read_words,
-    receive,
+    receive_input,
     root_scale,
     send,
     send_input,
@@ -70,7 +69,7 @@ from runtime.kernels.step.words import (
 @gluon.jit
 def embed(
     token, b, embedding, vectors, norm, words, hidden, squares, epoch, pid, programs,
-    HIDDEN: gl.constexpr, BP: gl.constexpr,
+    HIDDEN: gl.constexpr,
 ):  # fmt: skip
     """A program's share of a token's embedding."""
     first = HIDDEN * pid // programs
@@ -85,7 +84,7 @@ def embed(
         square += h * h
     only = gl.arange(0, THREADS, FLAT)
     total = gl.zeros([THREADS], gl.float32, FLAT) + gl.sum(square, 0)
-    send(squares + pid * BP + b + only, total, epoch, (only < 1) & (first < last))
+    send(squares + pid * N + b + only, total, epoch, (only < 1) & (first < last))
 
 
 @gluon.jit
@@ -105,22 +104,21 @@ def compute(
     tokens, positions, lengths, page_table, table_stride, pages, page_stride, head_stride,
     cos, sin, words, word_stride, parts, squares, hidden, gates, logits, scale,
     query_at, attended_at,
-    B: gl.constexpr, BP: gl.constexpr, BL: gl.constexpr, HIDDEN: gl.constexpr,
+    B: gl.constexpr, BL: gl.constexpr, HIDDEN: gl.constexpr,
     GATED: gl.constexpr, VOCAB: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     DIM: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr,
     SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The step, over tiles that come through the ring."""
-    N: gl.constexpr = 2 * BP
     GROUP: gl.constexpr = HEADS // KV_HEADS
-    DONE: gl.constexpr = finished(ROWS, BP)
+    DONE: gl.constexpr = finished(ROWS)
     base = gl.load(flags + pid)
     tile = gl.to_tensor(0)
     norm_at = gl.load(table + passes * FIELDS + NORM)
     for s in gl.static_range(B):
         embed(
             gl.load(tokens + s), s, embedding, vectors, norm_at, words + s * word_stride, hidden,
-            squares, base, pid, programs, HIDDEN, BP,
+            squares, base, pid, programs, HIDDEN,
         )  # fmt: skip
 
     coming = fields_of(table)
@@ -139,54 +137,41 @@ def compute(
                 g = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, HEAD)), 1) + anew()
                 d = gl.expand_dims(gl.arange(0, MOST_DIM, gl.SliceLayout(0, HEAD)), 0)
                 new = own + query_at + (HEADS + own_head) * DIM
-                queries = receive(heads + g * DIM + d, base + after, (g < GROUP) & (d < DIM))
-                queries = gl.convert_layout(queries.to(gl.bfloat16), gl.SliceLayout(0, LEFT))
+                queries = receive_input(
+                    heads + g * DIM + d, base + after, (g < GROUP) & (d < DIM), 8, 4
+                )
+                queries = gl.convert_layout(queries, gl.SliceLayout(0, LEFT))
                 queries = gl.expand_dims(queries, 0)
                 every = gl.zeros([WARPS, ROWS, MOST_DIM], gl.bfloat16, LEFT) + queries
                 tile, mixed, peak, mass = attend(
                     ring, full, empty, tile, item, every, lengths, scale, KV_HEADS, SPLITS, SLOTS
                 )
-                FOUND: gl.constexpr = gl.SliceLayout(0, OF_WARPS)
-                g8 = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, FOUND)), 1) + anew()
-                d8 = gl.expand_dims(gl.arange(0, MOST_DIM, gl.SliceLayout(0, FOUND)), 0)
-                asked_query = read_words(heads + g8 * DIM + d8, (g8 < GROUP) & (d8 < DIM))
-                asked_key = read_words(new + d8, d8 < DIM)
-                asked_value = read_words(new + KV_HEADS * DIM + d8, d8 < DIM)
                 mixed = mixed.reshape([WARPS, 2, 8, MOST_DIM]).permute([0, 2, 3, 1])
                 upper, lower = gl.split(mixed)
                 upper_peak, lower_peak = gl.split(peak.reshape([2, 8]).permute([1, 0]))
                 upper_mass, lower_mass = gl.split(mass.reshape([2, 8]).permute([1, 0]))
                 merge(
-                    kept, upper, upper_peak, upper_mass, 0, item, asked_query, asked_key,
-                    asked_value, heads, new, base + after, parts, epoch, scale,
-                    own + attended_at, KV_HEADS, GROUP, DIM, SPLITS,
+                    kept, upper, upper_peak, upper_mass, 0, item, heads, new, base + after, parts,
+                    epoch, scale, own + attended_at, KV_HEADS, GROUP, DIM, SPLITS,
                 )  # fmt: skip
                 if GROUP > 8:
-                    asked_query = read_words(
-                        heads + (8 + g8) * DIM + d8, (8 + g8 < GROUP) & (d8 < DIM)
-                    )
                     merge(
-                        kept, lower, lower_peak, lower_mass, 8, item, asked_query, asked_key,
-                        asked_value, heads, new, base + after, parts, epoch, scale,
-                        own + attended_at, KV_HEADS, GROUP, DIM, SPLITS,
+                        kept, lower, lower_peak, lower_mass, 8, item, heads, new, base + after,
+                        parts, epoch, scale, own + attended_at, KV_HEADS, GROUP, DIM, SPLITS,
                     )  # fmt: skip
         elif tall > 0:
             TALL_ROWS: gl.constexpr = WARPS * ROWS
             first, last = share(start, units, total, unit, pid, programs)
-            asked_few = ask(
-                words, word_stride, source * 8, gl.where(first < last, width * 8, 0), B, BL,
-                TALLEST,
-            )  # fmt: skip
             for row in tl.range(first, last, TALL_ROWS, disable_licm=True):
                 one, two, added = wanted(
                     kind, row, last, bias, norm, vectors, hidden, gates, cos, sin, positions,
-                    TALL_ROWS, B, BP, HIDDEN, GATED, DIM,
+                    TALL_ROWS, B, HIDDEN, GATED, DIM,
                 )  # fmt: skip
                 if row == first:
-                    keep(
-                        kept, asked_few, words, word_stride, source * 8, width * 8, base + after, B,
-                        N, BL,
-                    )  # fmt: skip
+                    found = input_of(
+                        words, word_stride, source * 8, width * 8, base + after, B, BL, TALLEST
+                    )
+                    keep(kept, found)
                 chunks = seen_as(kept, gl.bfloat16, [TALLEST // MOST_DIM, N, MOST_DIM], CHUNK)
                 y3 = gl.zeros([WARPS, ROWS, N], gl.float32, MMA)
                 for k in range(0, width * 8, MOST_DIM):
@@ -198,12 +183,12 @@ def compute(
                     give_back(empty, tile, SLOTS)
                     y3 = mma_v2(weights, every + gl.expand_dims(x, 0), y3)
                     tile += 1
-                factor = gl.full([BP], 1.0, gl.float32, gl.SliceLayout(0, DONE))
+                factor = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, DONE))
                 if normed > 0:
-                    factor = root_scale(squares, base + after, programs, eps, B, HIDDEN, BP)
-                OF_TALL: gl.constexpr = finished(TALL_ROWS, BP)
+                    factor = root_scale(squares, base + after, programs, eps, B, HIDDEN)
+                OF_TALL: gl.constexpr = finished(TALL_ROWS)
                 factor = gl.convert_layout(factor, gl.SliceLayout(0, OF_TALL))
-                y = gl.sum(y3.reshape([TALL_ROWS, BP, 2]), axis=2)
+                y = y3.reshape([TALL_ROWS, N])
                 y = gl.convert_layout(y, OF_TALL) * gl.expand_dims(factor, 0) + added
                 finish(
                     y, one, two, kind, row, last, target, epoch, words, word_stride, hidden, gates,
@@ -213,8 +198,8 @@ def compute(
         else:
             columns = width * 8
             first, last = share(start, units, total, unit, pid, programs)
-            factor = gl.full([BP], 1.0, gl.float32, gl.SliceLayout(0, DONE))
-            square = gl.zeros([BP], gl.float32, gl.SliceLayout(0, DONE))
+            factor = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, DONE))
+            square = gl.zeros([N], gl.float32, gl.SliceLayout(0, DONE))
             x0 = gl.zeros([PARTS, 64, N], gl.bfloat16, RIGHT)
             x1 = gl.zeros([PARTS, 64, N], gl.bfloat16, RIGHT)
             x2 = gl.zeros([PARTS, 64, N], gl.bfloat16, RIGHT)
@@ -222,18 +207,16 @@ def compute(
             for row in tl.range(first, last, ROWS, disable_licm=True):
                 one, two, added = wanted(
                     kind, row, last, bias, norm, vectors, hidden, gates, cos, sin, positions, ROWS,
-                    B, BP, HIDDEN, GATED, DIM,
+                    B, HIDDEN, GATED, DIM,
                 )  # fmt: skip
                 y3 = gl.zeros([PARTS, ROWS, N], gl.float32, MMA)
                 for block in range(0, columns, BLOCK):
                     if (row == first) | (columns > BLOCK):
-                        asked = ask(
-                            words, word_stride, source * 8 + block, columns - block, B, BL, BLOCK
-                        )
-                        x0, x1, x2, x3 = operands(
-                            asked, words, word_stride, source * 8 + block, columns - block,
-                            base + after, B, N, BL,
+                        found = input_of(
+                            words, word_stride, source * 8 + block, columns - block, base + after,
+                            B, BL, BLOCK,
                         )  # fmt: skip
+                        x0, x1, x2, x3 = operands(found)
                     y3 = multiply(ring, full, empty, tile, x0, y3, SLOTS)
                     tile += 1
                     if block + COLUMNS < columns:
@@ -246,8 +229,8 @@ def compute(
                                 y3 = multiply(ring, full, empty, tile, x3, y3, SLOTS)
                                 tile += 1
                 if (normed > 0) & (row == first):
-                    factor = root_scale(squares, base + after, programs, eps, B, HIDDEN, BP)
-                y = gl.sum(added_up(y3, sums).reshape([ROWS, BP, 2]), axis=2)
+                    factor = root_scale(squares, base + after, programs, eps, B, HIDDEN)
+                y = added_up(y3, sums)
                 y = gl.convert_layout(y, DONE) * gl.expand_dims(factor, 0) + added
                 square += finish(
                     y, one, two, kind, row, last, target, epoch, words, word_stride, hidden, gates,
@@ -255,8 +238,8 @@ def compute(
                     query_at, B, HIDDEN, GATED, VOCAB, HEADS, KV_HEADS, DIM, PAGE,
                 )  # fmt: skip
             if (kind == RESIDUAL) & (first < last):
-                sequence = gl.arange(0, BP, gl.SliceLayout(0, DONE))
-                send(squares + pid * BP + sequence, square, epoch, sequence < B)
+                sequence = gl.arange(0, N, gl.SliceLayout(0, DONE))
+                send(squares + pid * N + sequence, square, epoch, sequence < B)
     last_stage = gl.load(table + passes * FIELDS + STAGE)
     barrier()
     gl.store(flags + pid, base + last_stage)
@@ -268,7 +251,7 @@ def step_kernel(
     tokens, positions, lengths, page_table, table_stride, pages, page_stride, head_stride,
     cos, sin, words, word_stride, parts, squares, hidden, gates, logits, scale,
     query_at, attended_at,
-    B: gl.constexpr, BP: gl.constexpr, BL: gl.constexpr, HIDDEN: gl.constexpr,
+    B: gl.constexpr, BL: gl.constexpr, HIDDEN: gl.constexpr,
     GATED: gl.constexpr, VOCAB: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
     DIM: gl.constexpr, PAGE: gl.constexpr, SPLITS: gl.constexpr,
     SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALL_AHEAD: gl.constexpr,
@@ -280,7 +263,7 @@ def step_kernel(
         flags: int32 `[programs]`, the first stage's number of the next launch; never 0.
         page_stride, head_stride: of ``pages``, bf16 `[page, kv_head, PAGE, DIM]`, in lines.
         words: int64 `[B, word_stride]`; ``parts`` int64 `[B, HEADS, SPLITS, MOST_DIM + 2]`;
-            ``squares`` int64 `[programs, BP]`.
+            ``squares`` int64 `[programs, N]`.
         hidden, gates, logits: fp32 `[B, …]`.
         scale: of attention, log2(e) in it.
     """
@@ -288,9 +271,9 @@ def step_kernel(
     programs = gl.num_programs(0)
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, PARTS, ROWS, 64], SLOT)
     kept = gl.allocate_shared_memory(
-        gl.bfloat16, [TALLEST // MOST_DIM, 2 * BP, MOST_DIM], kept_layout(2 * BP)
+        gl.bfloat16, [TALLEST // MOST_DIM, N, MOST_DIM], kept_layout(N)
     )  # fmt: skip
-    sums = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, 2 * BP], PLAIN)
+    sums = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, N], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -302,7 +285,7 @@ def step_kernel(
                 ring, kept, sums, full, empty, pid, programs, table, passes, flags, vectors,
                 embedding, eps, tokens, positions, lengths, page_table, table_stride, pages,
                 page_stride, head_stride, cos, sin, words, word_stride, parts, squares, hidden,
-                gates, logits, scale, query_at, attended_at, B, BP, BL, HIDDEN, GATED, VOCAB,
+                gates, logits, scale, query_at, attended_at, B, BL, HIDDEN, GATED, VOCAB,
                 HEADS, KV_HEADS, DIM, PAGE, SPLITS, SLOTS,
             )),
             (read_ahead, (

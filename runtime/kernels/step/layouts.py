@@ -9,7 +9,9 @@ LINE = gl.constexpr(64)
 WARPS, COPIERS = gl.constexpr(8), gl.constexpr(4)
 ROWS, COLUMNS, TOKENS, MOST_DIM = (gl.constexpr(n) for n in (16, 1024, 128, 128))
 PARTS = gl.constexpr(16)
-"""Of a tile's columns: two for each warp, 64 columns each."""
+"""Of a tile's columns, 64 each: the first halves of what the warps have, then the second ones."""
+N = gl.constexpr(8)
+"""Sequences of a product, as tensor cores have them."""
 
 
 def _slot_bases(columns):
@@ -32,9 +34,9 @@ MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA, 2))
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
-INPUT = gl.constexpr(gl.BlockedLayout([1, 1, 1, 2], [1, 1, 1, 32], [1, 8, 1, 1], [3, 2, 1, 0]))
-"""Of words of an input: `[tile, part, sequence, 64]`."""
-HEAD = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 2], [1, 0]))
+INPUT = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 1, 1, 32], [1, 8, 1, 1], [3, 2, 1, 0]))
+"""Of words of an input: `[tile, warp, sequence, 128]`."""
+HEAD = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 """Of words of queries: `[head, dim]`."""
 OF_WARPS = gl.constexpr(gl.BlockedLayout([8, 1, 4], [1, 1, 32], [1, 8, 1], [2, 1, 0]))
 """Of what the warps of a program found: `[warp, head, dim]`."""
@@ -55,20 +57,15 @@ def along(n: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.constexpr_function
-def finished(rows, sequences):
-    """How `[rows, sequences]` finished numbers lie: as tensor cores leave them, 16 rows in every
-    warp, 128 rows spread over them."""
-    more = [[0, 4 << n, 0] for n in range((sequences // 4).bit_length() - 1)]
-    warps = [[16 << n, 0, 0] if rows == 128 else [0, 0, 0] for n in range(3)]
-    return gl.SliceLayout(
-        2,
-        gl.DistributedLinearLayout(
-            reg_bases=[[0, 0, 1], [8, 0, 0], *more],
-            lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-            warp_bases=warps,
-            block_bases=[],
-            shape=[rows, sequences, 2],
-        ),
+def finished(rows):
+    """How `[rows, N]` finished numbers lie: as tensor cores leave them, 16 rows in every warp, 128
+    rows spread over them."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [8, 0]],
+        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16 << n, 0] if rows == 128 else [0, 0] for n in range(3)],
+        block_bases=[],
+        shape=[rows, 8],
     )
 
 
@@ -81,13 +78,12 @@ def kept_layout(n):
 
 
 @gluon.constexpr_function
-def of_warps(n):
-    """`[warp, 16, n]` numbers, each thread those of all warps."""
-    more = [[0, 0, 8 << bit] for bit in range((n // 8).bit_length() - 1)]
+def of_warps():
+    """`[warp, 16, N]` numbers, each thread those of all warps."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 8, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], *more],
+        reg_bases=[[0, 0, 1], [0, 8, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
         warp_bases=[[0, 0, 0]] * 3,
         block_bases=[],
-        shape=[8, 16, n],
+        shape=[8, 16, 8],
     )

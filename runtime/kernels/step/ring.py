@@ -89,7 +89,7 @@ def read_ahead(
     SPLITS: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALL_AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Copies all tiles of a program, in the order in which it will use them."""
-    part = along(PARTS, 0, COPY) * 64
+    part = along(PARTS, 0, COPY) % WARPS * MOST_DIM + along(PARTS, 0, COPY) // WARPS * 64
     r = along(ROWS, 1, COPY)
     j = along(64, 2, COPY)
     eighth = along(WARPS, 0, KV_COPY) * ROWS

@@ -5,11 +5,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from runtime.kernels.step.layouts import LEFT, LINE, ROWS, WARPS, finished, of_warps
+from runtime.kernels.step.layouts import LEFT, LINE, ROWS, WARPS, N, finished, of_warps
 from runtime.kernels.step.names import barrier
 from runtime.kernels.step.passes import GATE, INNER, QUERY, RESIDUAL, UP, VALUE
 from runtime.kernels.step.ring import full_slot, give_back
-from runtime.kernels.step.words import send, send_input
+from runtime.kernels.step.words import send_input
 
 
 @gluon.jit
@@ -22,9 +22,8 @@ def multiply(ring, full, empty, tile, x, y, SLOTS: gl.constexpr):
 @gluon.jit
 def added_up(y, sums):
     """The parts of a product, `[PARTS, 16, n]`, together."""
-    n: gl.constexpr = y.shape[2]
-    layout: gl.constexpr = of_warps(n)
-    sums.store(gl.sum(y.reshape([2, WARPS, ROWS, n]), axis=0))
+    layout: gl.constexpr = of_warps()
+    sums.store(gl.sum(y.reshape([2, WARPS, ROWS, N]), axis=0))
     return gl.sum(sums.load(layout), axis=0)
 
 
@@ -44,16 +43,16 @@ def turn(y, c, s):
 @gluon.jit
 def wanted(
     kind, row, last, bias, norm, vectors, hidden, gates, cos, sin, positions,
-    R: gl.constexpr, B: gl.constexpr, BP: gl.constexpr, HIDDEN: gl.constexpr,
+    R: gl.constexpr, B: gl.constexpr, HIDDEN: gl.constexpr,
     GATED: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """What R rows of a product will be put together with, asked for before they are computed."""
-    layout: gl.constexpr = finished(R, BP)
+    layout: gl.constexpr = finished(R)
     r = row + gl.expand_dims(gl.arange(0, R, gl.SliceLayout(1, layout)), 1)
-    b = gl.expand_dims(gl.arange(0, BP, gl.SliceLayout(0, layout)), 0)
-    one = gl.zeros([R, BP], gl.float32, layout)
-    two = gl.zeros([R, BP], gl.float32, layout)
-    added = gl.zeros([R, BP], gl.float32, layout)
+    b = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, layout)), 0)
+    one = gl.zeros([R, N], gl.float32, layout)
+    two = gl.zeros([R, N], gl.float32, layout)
+    added = gl.zeros([R, N], gl.float32, layout)
     i = r
     inside = (r < last) & (b < B)
     if kind <= VALUE:
@@ -83,13 +82,12 @@ def finish(
 ):  # fmt: skip
     """What is done with some rows of a product; and the sum of their squares, if residual."""
     R: gl.constexpr = y.shape[0]
-    BP: gl.constexpr = y.shape[1]
     layout: gl.constexpr = y.type.layout
     r = row + gl.expand_dims(gl.arange(0, R, gl.SliceLayout(1, layout)), 1)
-    b = gl.expand_dims(gl.arange(0, BP, gl.SliceLayout(0, layout)), 0)
+    b = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, layout)), 0)
     inside = (r < last) & (b < B)
     own = words + b * word_stride
-    square = gl.zeros([BP], gl.float32, gl.SliceLayout(0, layout))
+    square = gl.zeros([N], gl.float32, gl.SliceLayout(0, layout))
     if kind <= VALUE:
         turned = turn(y, one, two)
         dim = r % DIM // 16 * 8 + r % 8 + r % 16 // 8 * (DIM // 2)
@@ -101,7 +99,7 @@ def finish(
             slot = page.to(gl.int64) * (page_stride * LINE) + position % PAGE * DIM
             place = target.to(gl.int64) * LINE + r // DIM * (head_stride * LINE) + dim
             gl.store(pages + slot + place, turned, mask=inside)
-        send(own + at, turned.to(gl.float32), epoch, inside)
+        send_input(own + at, turned, epoch, inside)
     elif kind == INNER:
         send_input(own + target + r, y, epoch, inside)
     elif kind == GATE:

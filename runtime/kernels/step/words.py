@@ -1,11 +1,15 @@
 # mypy: ignore-errors
-"""Words, in which programs tell one another numbers, and inputs of products made of them."""
+"""Words, in which programs tell one another numbers: a number and its stage, stored as one.
+
+What a product reads is bf16, in words of 32 bits with the stage's lower half; a word is never older
+than some hundred stages. Sums are fp32, in words of 64 bits. A thread that needs words reads them
+until each is of its stage, all of them at a time.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from runtime.kernels.step.layouts import (
-    BLOCK,
     COLUMNS,
     FLAT,
     INPUT,
@@ -15,6 +19,8 @@ from runtime.kernels.step.layouts import (
     ROWS,
     TALLEST,
     THREADS,
+    WARPS,
+    N,
     finished,
 )
 from runtime.kernels.step.names import barrier
@@ -38,46 +44,80 @@ def send(place, value, epoch, mask):
 
 @gluon.jit
 def send_input(place, value, epoch, mask):
-    """Tell them what is a product's input: two bf16 numbers in one word."""
-    high = value.to(gl.bfloat16)
-    low = (value - high.to(gl.float32)).to(gl.bfloat16).to(gl.uint16, bitcast=True)
-    number = (low.to(gl.int64) << 16) | high.to(gl.uint16, bitcast=True).to(gl.int64)
-    gl.store(place, number | (epoch.to(gl.int64) << 32), mask=mask)
+    """Tell them what is a product's input, as bf16."""
+    number = value.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
+    gl.store(place, number | (epoch << 16), mask=mask)
+
+
+@gluon.constexpr_function
+def polling(count, at_once):
+    """Reads ``count`` words of 32 bits, ``at_once`` by ``at_once``, until all are of a stage: in
+    assembly of which $0 … are the words, then come places, stages shifted by 16, and which are
+    wanted: all of those read at once, or none."""
+    vectors = range(0, count, at_once)
+    lines = [f"mov.b32 ${n}, 0;" for n in range(count)]
+    lines += [f"setp.ne.b32 wanted{first}, ${3 * count + first}, 0;" for first in vectors]
+    lines.append("AGAIN:")
+    kind = {4: ".v4", 2: ".v2", 1: ""}[at_once]
+    for first in vectors:
+        words = ", ".join(f"${first + n}" for n in range(at_once))
+        words = f"{{{words}}}" if at_once > 1 else words
+        load = f"ld.relaxed.gpu.global{kind}.b32 {words}, [${count + first}];"
+        lines.append(f"@wanted{first} {load}")
+    lines.append("mov.b32 other, 0;")
+    for first in vectors:
+        for n in range(first, first + at_once):
+            lines.append(f"@wanted{first} xor.b32 one, ${n}, ${2 * count};")
+            lines.append(f"@wanted{first} or.b32 other, other, one;")
+    lines += ["setp.ge.u32 late, other, 65536;", "@late bra AGAIN;"]
+    wanted = ", ".join(f"wanted{first}" for first in vectors)
+    return f"{{ .reg .pred late, {wanted}; .reg .b32 one, other;\n" + "\n".join(lines) + "\n}"
+
+
+@gluon.constexpr_function
+def polling_sums(count):
+    """The same of words of 64 bits: their lower halves are the outputs."""
+    lines = []
+    for n in range(count):
+        lines += [f"mov.b32 ${n}, 0;", f"setp.ne.b32 wanted{n}, ${3 * count + n}, 0;"]
+    lines.append("AGAIN:")
+    for n in range(count):
+        lines.append(f"mov.b64 word{n}, {{${n}, ${2 * count}}};")
+        lines.append(f"@wanted{n} ld.relaxed.gpu.global.b64 word{n}, [${count + n}];")
+    lines.append("mov.b32 other, 0;")
+    for n in range(count):
+        lines.append(f"mov.b64 {{${n}, one}}, word{n};")
+        lines += [f"xor.b32 one, one, ${2 * count};", "or.b32 other, other, one;"]
+    lines += ["setp.ne.b32 late, other, 0;", "@late bra AGAIN;"]
+    wanted = ", ".join(f"wanted{n}" for n in range(count))
+    words = ", ".join(f"word{n}" for n in range(count))
+    head = f"{{ .reg .pred late, {wanted}; .reg .b32 one, other; .reg .b64 {words};\n"
+    return head + "\n".join(lines) + "\n}"
+
+
+@gluon.constexpr_function
+def operand_kinds(count):
+    return ",".join(["=&r"] * count + ["l"] * count + ["r"] * (2 * count))
 
 
 @gluon.jit
-def read_words(place, mask):
-    return gl.inline_asm_elementwise(
-        """{
-            .reg .pred wanted;
-            setp.ne.b32 wanted, $2, 0;
-            mov.b64 $0, 0;
-            @wanted ld.relaxed.gpu.global.b64 $0, [$1];
-        }""",
-        "=&l,l,r", [place, mask.to(gl.int32)], gl.int64, False, 1,
+def receive_input(place, epoch, mask, COUNT: gl.constexpr, AT_ONCE: gl.constexpr):
+    """bf16, of COUNT words that a thread has, as soon as all of them are there; else 0."""
+    words = gl.inline_asm_elementwise(
+        polling(COUNT, AT_ONCE), operand_kinds(COUNT),
+        [place, epoch << 16, mask.to(gl.int32)], gl.int32, False, COUNT,
     )  # fmt: skip
+    return words.to(gl.uint16).to(gl.bfloat16, bitcast=True)
 
 
 @gluon.jit
-def settle(word, place, epoch, mask):
-    """The lower halves of words that were read just now, and are read again until all of them are
-    of a stage; 0 where there is none."""
-    late = gl.to_tensor(1)
-    while late > 0:
-        waiting = (((word >> 32).to(gl.int32) != epoch) & mask).to(gl.int32)
-        waiting = gl.max(waiting, axis=0)
-        for _ in gl.static_range(len(waiting.shape)):
-            waiting = gl.max(waiting, axis=len(waiting.shape) - 1)
-        late = waiting
-        if late > 0:
-            word = read_words(place, mask)
-    return gl.where(mask, word.to(gl.int32), 0)
-
-
-@gluon.jit
-def receive(place, epoch, mask):
-    """Numbers of a stage, as soon as all of them are there; 0 where there is none."""
-    return settle(read_words(place, mask), place, epoch, mask).to(gl.float32, bitcast=True)
+def receive(place, epoch, mask, COUNT: gl.constexpr):
+    """fp32, likewise."""
+    words = gl.inline_asm_elementwise(
+        polling_sums(COUNT), operand_kinds(COUNT),
+        [place, epoch, mask.to(gl.int32)], gl.int32, False, COUNT,
+    )  # fmt: skip
+    return words.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -94,79 +134,54 @@ def line(n: gl.constexpr, dim: gl.constexpr):
 
 
 @gluon.jit
-def columns_of(
-    words, word_stride, source, width, B: gl.constexpr, BL: gl.constexpr, MOST: gl.constexpr
+def input_of(
+    words, word_stride, source, width, epoch, B: gl.constexpr, BL: gl.constexpr, MOST: gl.constexpr
 ):
-    """Where the first MOST columns of an input are, and which of them there are."""
-    column = line(MOST // COLUMNS, 0) * COLUMNS + line(PARTS, 1) * 64 + line(64, 3) + anew()
+    """The first MOST columns of an input, bf16 `[tile, warp, N, 128]`, sequences again and again
+    until there are N."""
+    TILES: gl.constexpr = MOST // COLUMNS
+    column = line(TILES, 0) * COLUMNS + line(WARPS, 1) * MOST_DIM + line(MOST_DIM, 3) + anew()
     place = words + line(BL, 2) * word_stride + source + column
-    return place, (column < width) & (line(BL, 2) < B)
+    found = receive_input(place, epoch, (column < width) & (line(BL, 2) < B), 4 * TILES, 4).reshape(
+        [TILES, WARPS, 1, BL, MOST_DIM]
+    )
+    layout: gl.constexpr = found.type.layout
+    wide = found + gl.zeros([TILES, WARPS, N // BL, BL, MOST_DIM], gl.bfloat16, layout)
+    return wide.reshape([TILES, WARPS, N, MOST_DIM])
 
 
 @gluon.jit
-def ask(words, word_stride, source, width, B: gl.constexpr, BL: gl.constexpr, MOST: gl.constexpr):
-    """The first MOST columns of an input, as its words are now."""
-    place, mask = columns_of(words, word_stride, source, width, B, BL, MOST)
-    return read_words(place, mask)
+def operand(tile):
+    """A tile of an input `[warp, N, 128]` as tensor cores take it."""
+    parts = tile.reshape([WARPS, N, 2, 64]).permute([2, 0, 3, 1])
+    return gl.convert_layout(parts.reshape([PARTS, 64, N]), RIGHT)
 
 
 @gluon.jit
-def halves(values, N: gl.constexpr, BL: gl.constexpr):
-    """Words `[a, b, BL, c]` of an input as bf16 `[a, b, N, c]`: two of each sequence, again and
-    again."""
-    a: gl.constexpr = values.shape[0]
-    parts: gl.constexpr = values.shape[1]
-    c: gl.constexpr = values.shape[3]
-    high = values.to(gl.uint16).to(gl.bfloat16, bitcast=True)
-    low = (values >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True)
-    both = gl.join(high, low).permute([0, 1, 2, 4, 3]).reshape([a, parts, 1, 2 * BL, c])
-    layout: gl.constexpr = both.type.layout
-    wide = both + gl.zeros([a, parts, N // (2 * BL), 2 * BL, c], gl.bfloat16, layout)
-    return wide.reshape([a, parts, N, c])
+def operands(found):
+    """An input of BLOCK columns in four tiles."""
+    early, late = gl.split(found.reshape([2, 2, WARPS, N, MOST_DIM]).permute([1, 2, 3, 4, 0]))
+    x0, x1 = gl.split(early.permute([1, 2, 3, 0]))
+    x2, x3 = gl.split(late.permute([1, 2, 3, 0]))
+    return operand(x0), operand(x1), operand(x2), operand(x3)
 
 
 @gluon.jit
-def operands(
-    asked, words, word_stride, source, width, epoch,
-    B: gl.constexpr, N: gl.constexpr, BL: gl.constexpr,
-):  # fmt: skip
-    """The first BLOCK columns of an input, in four tiles as tensor cores take them."""
-    place, mask = columns_of(words, word_stride, source, width, B, BL, BLOCK)
-    found = halves(settle(asked, place, epoch, mask), N, BL)
-    found = found.permute([1, 3, 2, 0]).reshape([PARTS, 64, N, 2, 2])
-    early, late = gl.split(found.permute([0, 1, 2, 4, 3]))
-    x0, x1 = gl.split(early)
-    x2, x3 = gl.split(late)
-    return (
-        gl.convert_layout(x0, RIGHT), gl.convert_layout(x1, RIGHT), gl.convert_layout(x2, RIGHT),
-        gl.convert_layout(x3, RIGHT),
-    )  # fmt: skip
-
-
-@gluon.jit
-def keep(
-    kept, asked, words, word_stride, source, width, epoch,
-    B: gl.constexpr, N: gl.constexpr, BL: gl.constexpr,
-):  # fmt: skip
-    """All of an input, of at most TALLEST columns, into shared memory."""
-    place, mask = columns_of(words, word_stride, source, width, B, BL, TALLEST)
-    found = halves(settle(asked, place, epoch, mask), N, BL)
-    found = found.reshape([TALLEST // MOST_DIM, 2, N, 64]).permute([0, 2, 1, 3])
+def keep(kept, found):
+    """An input of TALLEST columns into shared memory."""
     barrier()
     kept.store(found.reshape([TALLEST // MOST_DIM, N, MOST_DIM]))
     barrier()
 
 
 @gluon.jit
-def root_scale(
-    squares, epoch, programs, eps, B: gl.constexpr, HIDDEN: gl.constexpr, BP: gl.constexpr
-):
+def root_scale(squares, epoch, programs, eps, B: gl.constexpr, HIDDEN: gl.constexpr):
     """1 / rms of the residual stream of each sequence, of what every program added up."""
-    b = gl.arange(0, BP, gl.SliceLayout(0, finished(ROWS, BP)))
-    root = gl.full([BP], 1.0, gl.float32, gl.SliceLayout(0, finished(ROWS, BP)))
+    b = gl.arange(0, N, gl.SliceLayout(0, finished(ROWS)))
+    root = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, finished(ROWS)))
     p = gl.arange(0, THREADS, FLAT) + anew()
     rows = HIDDEN * (p + 1) // programs - HIDDEN * p // programs
     for s in gl.static_range(B):
-        found = receive(squares + p * BP + s, epoch, (p < programs) & (rows > 0))
+        found = receive(squares + p * N + s, epoch, (p < programs) & (rows > 0), 1)
         root = gl.where(b == s, gl.rsqrt(gl.sum(found, 0) / HIDDEN + eps), root)
     return root
