@@ -3,6 +3,7 @@
 RuntimeFault
 ├── CheckpointError       a checkpoint cannot be read, or is of an unsupported kind
 ├── CompressionError      a factorization cannot be made
+├── PlanError             a kernel plan cannot be read
 ├── OutOfPages            a sequence does not fit the page pool, now or ever
 ├── QueueFull             more sequences wait than the limits allow
 ├── NotFinite             the model's logits are no numbers: there is nothing to draw from
@@ -20,6 +21,10 @@ class CheckpointError(RuntimeFault):
 
 class CompressionError(RuntimeFault):
     """A factorization cannot be made from the given weights and statistics."""
+
+
+class PlanError(RuntimeFault):
+    """A kernel plan cannot be read."""
 
 
 class OutOfPages(RuntimeFault):

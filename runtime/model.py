@@ -70,12 +70,14 @@ class Model:
             DecoderLayer(self.config, LayerParts.of(self.config, layer, packed))
             for layer in checkpoint.layers
         ]
-        self._final_norm = RmsNorm(checkpoint.final_norm, self.config.rms_norm_eps)
+        self._final_norm: Callable[[Tensor], Tensor] = RmsNorm(
+            checkpoint.final_norm, self.config.rms_norm_eps
+        )
         self._lm_head = product(checkpoint.lm_head)
 
     def _stepped(self, checkpoint: Checkpoint) -> "StepWeights":
         from runtime.attention.gpu import TritonAttention
-        from runtime.step import StepWeights, parts_of
+        from runtime.step import KernelPlan, Norm, StepWeights, parts_of
 
         weights, config = StepWeights.of(checkpoint, self.device), self.config
         self.dtype = weights.embedding.dtype
@@ -83,9 +85,12 @@ class Model:
             TritonAttention(config.num_heads, config.num_kv_heads, config.head_dim, by_halves=True)
         )
         self._embedding = weights.embedding
-        self._layers = [DecoderLayer(config, parts_of(weights, layer)) for layer in weights.layers]
+        plan = KernelPlan()
+        self._layers = [
+            DecoderLayer(config, parts_of(weights, layer, plan)) for layer in weights.layers
+        ]
         final = weights.vectors[weights.final_norm : weights.final_norm + config.hidden_size]
-        self._final_norm = RmsNorm(final.to(self.dtype), config.rms_norm_eps)
+        self._final_norm = Norm(final, config.rms_norm_eps)
         self._lm_head = product(weights.head.weight)
         return weights
 

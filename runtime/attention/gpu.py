@@ -15,9 +15,9 @@ from runtime.kernels.prefill_attention import prefill_kernel
 _ROWS = 8
 """Heads that a program of `turn_and_write_kernel` turns."""
 _TOKENS = 64
-"""Keys of a block."""
-_QUERIES = 128
-"""Queries of a prefill block."""
+"""Keys of a block in decode."""
+_QUERIES = _KEYS = 128
+"""Queries and keys of a block in prefill."""
 _PROGRAMS = 528
 """Decode aims at so many: four to an SM of an H200."""
 _MOST_SPLITS = 64
@@ -114,7 +114,7 @@ class TritonAttention:
             space.arrived, out, self._scale,
             KV_HEADS=self._kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
             DIM=self._dim, WIDTH=self._width, PAGE=k_pages.shape[2], BLOCK=_TOKENS, SPLITS=splits,
-            num_warps=4, num_stages=3,
+            num_warps=2, num_stages=4,
         )  # fmt: skip
 
     def _prefill(
@@ -126,6 +126,5 @@ class TritonAttention:
             q, k_pages, v_pages, *k_pages.stride()[:2], batch.page_table,
             batch.page_table.stride(0), batch.starts, batch.lengths, sequences, out, self._scale,
             HEADS=self._heads, KV_HEADS=self._kv_heads, DIM=self._dim, WIDTH=self._width,
-            PAGE=k_pages.shape[2], BLOCK_Q=_QUERIES, BLOCK=_TOKENS,
-            num_warps=8 if self._width > 64 else 4, num_stages=3,
+            PAGE=k_pages.shape[2], BLOCK_Q=_QUERIES, BLOCK=_KEYS, num_warps=8, num_stages=2,
         )  # fmt: skip

@@ -19,7 +19,6 @@ from runtime.bench.device import Figure, describe, milliseconds, product_rate, s
 from runtime.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
 from runtime.layers.decoder import LayerParts
-from runtime.layers.pointwise import silu_mul
 from runtime.model import Model
 from runtime.rope import cos_sin_table
 from runtime.step import StepWeights
@@ -51,8 +50,8 @@ class Materialized:
                 is_causal=True,
                 enable_gqa=config.num_heads != config.num_kv_heads,
             )
-            hidden = hidden + parts.o(attended[0].transpose(0, 1).flatten(1))
-            hidden = hidden + parts.down(silu_mul(parts.gate_up(parts.post_norm(hidden))))
+            hidden = parts.o(attended[0].transpose(0, 1).flatten(1), hidden)
+            hidden = parts.down(parts.gated(parts.post_norm(hidden)), hidden)
         return hidden
 
     def _turned(self, x: Tensor) -> Tensor:

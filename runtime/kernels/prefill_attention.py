@@ -36,12 +36,12 @@ def attend_to(
         read = read & (t < seen)[:, None]
     keys = tl.load(k_pages + at[:, None] + d[None, :], mask=read, other=0.0)
     nothing = tl.zeros((queries.shape[0], BLOCK), tl.float32)
-    scores = product(queries, tl.trans(keys.to(queries.dtype)), nothing) * scale
+    scores = product(queries, tl.trans(keys.to(queries.dtype)), nothing)
     if CAUSAL:
         visible = (t[None, :] <= position[:, None]) & (t < seen)[None, :]
         scores = tl.where(visible, scores, float("-inf"))
-    higher = tl.maximum(peak, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - higher[:, None])
+    higher = tl.maximum(peak, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(scores * scale - higher[:, None])
     fading = tl.exp2(peak - higher)
     values = tl.load(v_pages + at[:, None] + d[None, :], mask=read, other=0.0)
     total = total * fading + tl.sum(weights, axis=1)

@@ -16,15 +16,21 @@ from runtime.layers.pointwise import RmsNorm, silu_mul
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What a layer is made of. Projections map `[n, in]` to `[n, out]`, q|k|v and gate|up as one;
-    ``head_norms`` are those of q and k, if there are any."""
+    """What a layer is made of: projections, `[n, in]` to `[n, out]`, and norms.
 
-    input_norm: RmsNorm
-    post_norm: RmsNorm
+    Attributes:
+        qkv: q, k and v side by side.
+        gated: SiLU(gate) · up.
+        o, down: also given the residual stream, which they add to, and may overwrite.
+        head_norms: those of q and k, if there are any.
+    """
+
+    input_norm: Callable[[Tensor], Tensor]
+    post_norm: Callable[[Tensor], Tensor]
     qkv: Callable[[Tensor], Tensor]
-    o: Callable[[Tensor], Tensor]
-    gate_up: Callable[[Tensor], Tensor]
-    down: Callable[[Tensor], Tensor]
+    o: Callable[[Tensor, Tensor], Tensor]
+    gated: Callable[[Tensor], Tensor]
+    down: Callable[[Tensor, Tensor], Tensor]
     factorized: bool
     head_norms: tuple[RmsNorm, RmsNorm] | None = None
 
@@ -47,9 +53,9 @@ class LayerParts:
             input_norm=norm(weights.input_norm),
             post_norm=norm(weights.post_norm),
             qkv=qkv,
-            o=o,
-            gate_up=gate_up,
-            down=down,
+            o=lambda x, hidden: o(x).add_(hidden),
+            gated=lambda x: silu_mul(gate_up(x)),
+            down=lambda x, hidden: down(x).add_(hidden),
             factorized=any(one.factorized for one in (qkv, o, gate_up, down)),
             head_norms=head_norms,
         )
@@ -88,9 +94,8 @@ class DecoderLayer:
             batch = batch.where_logits()
         if not len(hidden):
             return hidden
-        hidden = parts.o(kv_format.attend(q, planes, batch)).add_(hidden)
-        inner = silu_mul(parts.gate_up(parts.post_norm(hidden)))
-        return parts.down(inner).add_(hidden)
+        hidden = parts.o(kv_format.attend(q, planes, batch), hidden)
+        return parts.down(parts.gated(parts.post_norm(hidden)), hidden)
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:
         """Qwen3's RMSNorm of every query and key head, before RoPE."""

@@ -1,10 +1,10 @@
-"""A decode step of a few sequences as one launch: what it reads, in which order, and the launch.
-
-The kernel, and how its programs work together, are in `runtime/kernels/step`.
-"""
+"""A decode step as one launch (`kernels.step`): weights as it reads them, its list of passes, and
+the same weights layer by layer."""
 
 from runtime.step.decode_step import MOST, DecodeStep
 from runtime.step.layers import parts_of
+from runtime.step.plan import KernelPlan
+from runtime.step.products import Norm
 from runtime.step.weights import StepWeights
 
-__all__ = ["MOST", "DecodeStep", "StepWeights", "parts_of"]
+__all__ = ["MOST", "DecodeStep", "KernelPlan", "Norm", "StepWeights", "parts_of"]

@@ -4,64 +4,75 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from runtime.layers.decoder import LayerParts
-from runtime.layers.pointwise import RmsNorm
-from runtime.step.weights import GROUPS, LayerMatrices, StepWeights, by_halves
+from runtime.step.plan import KernelPlan
+from runtime.step.products import Kind, Norm, Products
+from runtime.step.weights import GROUPS, LayerMatrices, Matrix, StepWeights, by_halves
+
+_KINDS = (Kind.PLAIN, Kind.RESIDUAL, Kind.GATED, Kind.RESIDUAL)
+"""Of `GROUPS`."""
 
 
 class StepProjection:
-    """A group's projections as torch computes them: `[n, in]` to `[n, sum(out)]`; q, k and v with
-    their rows as `by_halves` has them."""
+    """A group's projections, `[n, in]` to what `Products` makes of them; q, k and v with their rows
+    as `by_halves` has them."""
 
-    def __init__(self, weights: StepWeights, layer: LayerMatrices, names: Sequence[str]) -> None:
-        self._outer = [layer.outer[name] for name in names]
-        self._inner = layer.inner[names[0]].weight if names[0] in layer.inner else None
-        self._whole = layer.stacked.get(names[0])
-        self._bias = self._biases(weights, names)
+    def __init__(
+        self,
+        weights: StepWeights,
+        layer: LayerMatrices,
+        names: Sequence[str],
+        kind: Kind,
+        plan: KernelPlan,
+    ) -> None:
+        base = weights.head.weight
+        first = layer.inner.get(names[0])
+        outer = [layer.outer[name] for name in names]
+        biases = _biases(weights, layer, names)
+        whole = layer.stacked.get(names[0])
+        if whole is not None and kind is Kind.PLAIN:
+            outer = [Matrix(whole)]
+        self._inner = None if first is None else Products(base, [first], plan)
+        self._outer = Products(base, outer, plan, kind, biases, whole)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._whole is not None:
-            return functional.linear(x, self._whole, self._bias)
-        inner = x if self._inner is None else functional.linear(x, self._inner)
-        parts = []
-        for matrix in self._outer:
-            own = x
-            if matrix.first >= 0:
-                own = inner[:, matrix.first : matrix.first + matrix.weight.shape[1]]
-            parts.append(functional.linear(own, matrix.weight))
-        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return y if self._bias is None else y.add_(self._bias)
-
-    def _biases(self, weights: StepWeights, names: Sequence[str]) -> Tensor | None:
-        if all(matrix.bias < 0 for matrix in self._outer):
-            return None
-        found = []
-        for name, matrix in zip(names, self._outer, strict=True):
-            rows = len(matrix.weight)
-            bias = weights.vectors.new_zeros(rows)
-            if matrix.bias >= 0:
-                bias = weights.vectors[matrix.bias : matrix.bias + rows]
-            dim = weights.config.head_dim
-            found.append(by_halves(bias, dim) if name in GROUPS[0] else bias)
-        return torch.cat(found).to(self._outer[0].weight.dtype)
+    def __call__(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
+        inner = x if self._inner is None else self._inner(x, x)
+        return self._outer(x, inner, hidden)
 
 
-def parts_of(weights: StepWeights, layer: LayerMatrices) -> LayerParts:
+def parts_of(weights: StepWeights, layer: LayerMatrices, plan: KernelPlan) -> LayerParts:
     """A layer of a model over a step's weights."""
 
-    def norm(first: int) -> RmsNorm:
+    def norm(first: int) -> Norm:
         values = weights.vectors[first : first + weights.config.hidden_size]
-        return RmsNorm(values.to(weights.embedding.dtype), weights.config.rms_norm_eps)
+        return Norm(values, weights.config.rms_norm_eps)
 
-    qkv, o, gate_up, down = (StepProjection(weights, layer, names) for names in GROUPS)
+    qkv, o, gated, down = (
+        StepProjection(weights, layer, names, kind, plan)
+        for names, kind in zip(GROUPS, _KINDS, strict=True)
+    )
     return LayerParts(
         input_norm=norm(layer.input_norm),
         post_norm=norm(layer.post_norm),
         qkv=qkv,
         o=o,
-        gate_up=gate_up,
+        gated=gated,
         down=down,
         factorized=bool(layer.inner),
     )
+
+
+def _biases(weights: StepWeights, layer: LayerMatrices, names: Sequence[str]) -> Tensor | None:
+    """Of a group's projections, one after the other; zeros where there is none."""
+    outer = [layer.outer[name] for name in names]
+    if all(matrix.bias < 0 for matrix in outer):
+        return None
+    found = []
+    for name, matrix in zip(names, outer, strict=True):
+        rows = len(matrix.weight)
+        bias = weights.vectors.new_zeros(rows)
+        if matrix.bias >= 0:
+            bias = weights.vectors[matrix.bias : matrix.bias + rows]
+        found.append(by_halves(bias, weights.config.head_dim) if name in GROUPS[0] else bias)
+    return torch.cat(found)

@@ -119,6 +119,13 @@ def _check(checkpoint: Checkpoint) -> None:
         raise ValueError(f"more than {_MOST_GROUP} query heads for one of K and V")
 
 
+def _zeros(rows: int, width: int, device: torch.device) -> Tensor:
+    """bf16, at a multiple of `LINE_BYTES` on any device."""
+    more = torch.zeros(rows * width + LINE_BYTES, dtype=torch.bfloat16, device=device)
+    first = -more.data_ptr() % LINE_BYTES // more.itemsize
+    return more[first : first + rows * width].view(rows, width)
+
+
 @dataclass
 class _Packer:
     device: torch.device
@@ -139,7 +146,7 @@ class _Packer:
         weight = weight.to(self.device, torch.bfloat16)
         fits = weight.shape[1] % EIGHT == 0 and weight.is_contiguous()
         if not fits or weight.data_ptr() % LINE_BYTES:
-            padded = weight.new_zeros(len(weight), up(weight.shape[1]))
+            padded = _zeros(len(weight), up(weight.shape[1]), self.device)
             padded[:, : weight.shape[1]] = weight
             weight = padded
         return Matrix(weight, self.vector(bias), first)

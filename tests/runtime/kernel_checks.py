@@ -11,7 +11,10 @@ from runtime.attention.gpu import TritonAttention
 from runtime.attention.reference import ReferenceAttention
 from runtime.model import Model
 from runtime.rope import cos_sin_table
-from runtime.step import DecodeStep, StepWeights
+from runtime.step import DecodeStep, KernelPlan, Norm, StepWeights
+from runtime.step.plan import Tile
+from runtime.step.products import Kind, Products
+from runtime.step.weights import Matrix
 from tests.runtime.attention_samples import batch_of, pages_of, random_pages
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
@@ -91,6 +94,54 @@ def test_write_is_the_reference(shape: tuple[int, int, int], new: int, dtype: to
             got.float(), expected.float(), rtol=8e-3, atol=1e-5, equal_nan=True
         )
         assert torch.equal(got.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes", "tokens", "tile"),
+    [
+        (Kind.PLAIN, [(48, 40)], 5, Tile(16, 16, 16, 1, 4, 2)),
+        (Kind.PLAIN, [(48, 32), (17, 8), (33, 24)], 37, Tile(16, 16, 16, 1, 4, 2)),
+        (Kind.PLAIN, [(48, 32), (17, 8), (33, 24)], 37, Tile(16, 16, 16, 3, 4, 3)),
+        (Kind.RESIDUAL, [(48, 40)], 70, Tile(16, 32, 16, 2, 4, 2)),
+        (Kind.GATED, [(40, 32), (40, 24)], 70, Tile(32, 32, 16, 1, 4, 2)),
+        (Kind.GATED, [(40, 32), (40, 24)], 1, Tile(64, 32, 32, 1, 4, 2)),
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_by_the_kernel_are_torchs(
+    kind: Kind, shapes: list[tuple[int, int]], tokens: int, tile: Tile, bias: bool
+) -> None:
+    """Ranks that no block divides, twice over the same counters."""
+    lines = 64 * -(-sum(rows * width + 64 for rows, width in shapes) // 64)
+    base = aligned(random(lines + 64).bfloat16())
+    matrices, at, first = [], 0, 0
+    for rows, width in shapes:
+        weight = base[at : at + rows * width].view(rows, width)
+        matrices.append(Matrix(weight, first=first))
+        at, first = at + 64 * -(-rows * width // 64), first + width
+    x = random(tokens, first, seed=5).bfloat16()
+    biases = random(sum(rows for rows, _ in shapes), seed=6) if bias else None
+    products = Products(base, matrices, KernelPlan(), kind, biases)
+    hidden = None
+    if kind is Kind.RESIDUAL:
+        hidden = random(tokens, shapes[0][0], seed=7).bfloat16()
+    expected = products.by_torch(x, x, None if hidden is None else hidden.clone())
+    for _ in range(2):
+        got = products.by_kernel(x, None if hidden is None else hidden.clone(), tile)
+        # torch rounds sums to bf16 before it adds a bias, or multiplies.
+        torch.testing.assert_close(got, expected, rtol=3e-2, atol=0.06)
+
+
+def aligned(numbers: torch.Tensor) -> torch.Tensor:
+    """The same from a multiple of 128 bytes on."""
+    return numbers[-numbers.data_ptr() % 128 // numbers.itemsize :]
+
+
+@pytest.mark.parametrize("width", [48, 1000])
+def test_norm_is_torchs(width: int) -> None:
+    x, weight = random(7, width).bfloat16(), random(width, seed=5)
+    expected = torch.nn.functional.rms_norm(x.float(), (width,), weight, 1e-5)
+    torch.testing.assert_close(Norm(weight, 1e-5)(x).float(), expected, rtol=8e-3, atol=1e-5)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")

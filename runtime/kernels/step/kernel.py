@@ -185,7 +185,7 @@ def compute(
                     tile += 1
                 factor = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, DONE))
                 if normed > 0:
-                    factor = root_scale(squares, base + after, programs, eps, B, HIDDEN)
+                    factor = root_scale(squares, base + after, programs, eps, B, BL, HIDDEN)
                 OF_TALL: gl.constexpr = finished(TALL_ROWS)
                 factor = gl.convert_layout(factor, gl.SliceLayout(0, OF_TALL))
                 y = y3.reshape([TALL_ROWS, N])
@@ -229,7 +229,7 @@ def compute(
                                 y3 = multiply(ring, full, empty, tile, x3, y3, SLOTS)
                                 tile += 1
                 if (normed > 0) & (row == first):
-                    factor = root_scale(squares, base + after, programs, eps, B, HIDDEN)
+                    factor = root_scale(squares, base + after, programs, eps, B, BL, HIDDEN)
                 y = added_up(y3, sums)
                 y = gl.convert_layout(y, DONE) * gl.expand_dims(factor, 0) + added
                 square += finish(

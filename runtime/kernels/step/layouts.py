@@ -45,6 +45,8 @@ OTHERS = gl.constexpr(gl.BlockedLayout([4, 1, 4], [1, 1, 32], [1, 8, 1], [2, 1, 
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 CHUNK = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 THREADS = gl.constexpr(256)
+MOST_WORDS = gl.constexpr(64)
+"""Of an input, that a thread reads at a time."""
 
 
 @gluon.jit

@@ -11,9 +11,9 @@ from triton.experimental.gluon import language as gl
 
 from runtime.kernels.step.layouts import (
     COLUMNS,
-    FLAT,
     INPUT,
     MOST_DIM,
+    MOST_WORDS,
     PARTS,
     RIGHT,
     ROWS,
@@ -142,9 +142,9 @@ def input_of(
     TILES: gl.constexpr = MOST // COLUMNS
     column = line(TILES, 0) * COLUMNS + line(WARPS, 1) * MOST_DIM + line(MOST_DIM, 3) + anew()
     place = words + line(BL, 2) * word_stride + source + column
-    found = receive_input(place, epoch, (column < width) & (line(BL, 2) < B), 4 * TILES, 4).reshape(
-        [TILES, WARPS, 1, BL, MOST_DIM]
-    )
+    at_once: gl.constexpr = min(4 * TILES * BL, MOST_WORDS)
+    found = receive_input(place, epoch, (column < width) & (line(BL, 2) < B), at_once, 4)
+    found = found.reshape([TILES, WARPS, 1, BL, MOST_DIM])
     layout: gl.constexpr = found.type.layout
     wide = found + gl.zeros([TILES, WARPS, N // BL, BL, MOST_DIM], gl.bfloat16, layout)
     return wide.reshape([TILES, WARPS, N, MOST_DIM])
@@ -175,13 +175,16 @@ def keep(kept, found):
 
 
 @gluon.jit
-def root_scale(squares, epoch, programs, eps, B: gl.constexpr, HIDDEN: gl.constexpr):
-    """1 / rms of the residual stream of each sequence, of what every program added up."""
-    b = gl.arange(0, N, gl.SliceLayout(0, finished(ROWS)))
-    root = gl.full([N], 1.0, gl.float32, gl.SliceLayout(0, finished(ROWS)))
-    p = gl.arange(0, THREADS, FLAT) + anew()
+def root_scale(
+    squares, epoch, programs, eps, B: gl.constexpr, BL: gl.constexpr, HIDDEN: gl.constexpr
+):
+    """1 / rms of the residual stream of each sequence, of what every program added up; `[N]`,
+    sequences again and again."""
+    layout: gl.constexpr = gl.BlockedLayout([1, BL], [32, 1], [WARPS, 1], [1, 0])
+    p = gl.expand_dims(gl.arange(0, THREADS, gl.SliceLayout(1, layout)), 1) + anew()
+    b = gl.expand_dims(gl.arange(0, BL, gl.SliceLayout(0, layout)), 0)
     rows = HIDDEN * (p + 1) // programs - HIDDEN * p // programs
-    for s in gl.static_range(B):
-        found = receive(squares + p * N + s, epoch, (p < programs) & (rows > 0), 1)
-        root = gl.where(b == s, gl.rsqrt(gl.sum(found, 0) / HIDDEN + eps), root)
-    return root
+    found = receive(squares + p * N + b, epoch, (p < programs) & (rows > 0) & (b < B), BL)
+    root = gl.expand_dims(gl.rsqrt(gl.sum(found, axis=0) / HIDDEN + eps), 0)
+    every = root + gl.zeros([N // BL, BL], gl.float32, layout)
+    return gl.convert_layout(every.reshape([N]), gl.SliceLayout(0, finished(ROWS)))

@@ -1,0 +1,129 @@
+"""Products of a step's matrices with any number of tokens, by torch or by `kernels.linear`."""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+import triton
+from torch import Tensor
+
+from runtime.kernels import linear
+from runtime.kernels.linear import linear_kernel
+from runtime.kernels.pointwise import rms_norm_kernel, silu_mul_kernel
+from runtime.step.plan import KernelPlan, Tile
+from runtime.step.weights import EIGHT, LINE_BYTES, Matrix
+
+_BLOCK = 1024
+"""Numbers of a program of `silu_mul_kernel`."""
+_MOST_BLOCKS = 4096
+"""Of a launch that splits columns."""
+_TALL = 8
+"""Blocks of tokens that share rows of weights in the L2."""
+
+
+class Kind(IntEnum):
+    """What is made of products."""
+
+    PLAIN = linear.PLAIN.value
+    RESIDUAL = linear.RESIDUAL.value
+    GATED = linear.GATED.value
+
+
+class Norm:
+    """RMSNorm over the last dimension; ``weight`` fp32 or bf16 `[d]`."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._eps = weight, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        width = x.shape[-1]
+        if len(x):
+            rms_norm_kernel[(len(x),)](
+                x, self._weight, y, width, self._eps,
+                WIDTH=triton.next_power_of_2(width), num_warps=8,
+            )  # fmt: skip
+        return y
+
+
+class Products:
+    """One to three matrices that are multiplied at a time: `[n, in]` to `[n, sum(out)]`, in bf16.
+
+    RESIDUAL ones are added to a residual stream, which is overwritten; of GATED ones, the first's
+    SiLU times the second is what comes out. A matrix whose ``first`` is negative has the input
+    itself, the others columns of ``inner``. ``biases`` fp32 `[sum(out)]`; ``whole`` has all of the
+    matrices, if they lie one below the other and have the same input.
+    """
+
+    def __init__(
+        self,
+        base: Tensor,
+        matrices: Sequence[Matrix],
+        plan: KernelPlan,
+        kind: Kind = Kind.PLAIN,
+        biases: Tensor | None = None,
+        whole: Tensor | None = None,
+    ) -> None:
+        self._base, self._matrices, self._plan = base, tuple(matrices), plan
+        self._kind, self._biases, self._whole = kind, biases, whole
+        self._rows = [len(matrix.weight) for matrix in matrices]
+        self.shapes = tuple((len(m.weight), m.weight.shape[1]) for m in matrices)
+        self._together = len({matrix.first < 0 for matrix in matrices}) == 1
+        """Whether one launch can have all of them: they have one input."""
+        self._places: list[int] = []
+        for matrix in matrices:
+            distance = matrix.weight.data_ptr() - base.data_ptr()
+            self._places += [
+                distance // LINE_BYTES, matrix.weight.shape[1] // EIGHT,
+                max(matrix.first, 0) // EIGHT, len(matrix.weight),
+            ]  # fmt: skip
+        self._places += [0, 1, 0, 0] * (3 - len(matrices))
+        self._arrived = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=base.device)
+
+    def __call__(self, x: Tensor, inner: Tensor, hidden: Tensor | None = None) -> Tensor:
+        tile = self._plan.tile(self._kind.name, len(x), self.shapes) if self._together else None
+        if tile is None or not len(x):
+            return self.by_torch(x, inner, hidden)
+        return self.by_kernel(x if self._matrices[0].first < 0 else inner, hidden, tile)
+
+    def by_torch(self, x: Tensor, inner: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """As `__call__`, a launch for each matrix."""
+        inputs = [
+            x if m.first < 0 else inner[:, m.first : m.first + m.weight.shape[1]]
+            for m in self._matrices
+        ]
+        if hidden is not None:
+            y = hidden.addmm_(inputs[0], self._matrices[0].weight.t())
+        elif self._whole is not None:
+            y = torch.mm(x, self._whole.t())
+        else:
+            y = x.new_empty(len(x), sum(self._rows))
+            outputs = torch.split(y, self._rows, dim=1)
+            for own, matrix, out in zip(inputs, self._matrices, outputs, strict=True):
+                torch.mm(own, matrix.weight.t(), out=out)
+        if self._biases is not None:
+            y.add_(self._biases)
+        return _gated(y) if self._kind is Kind.GATED else y
+
+    def by_kernel(self, x: Tensor, hidden: Tensor | None, tile: Tile) -> Tensor:
+        """As `__call__`, one launch for all."""
+        rows = self._rows[:1] if self._kind is Kind.GATED else self._rows
+        blocks = triton.cdiv(len(x), tile.tokens) * sum(triton.cdiv(n, tile.rows) for n in rows)
+        y = x.new_empty(len(x), sum(rows)) if hidden is None else hidden
+        parts = blocks * tile.splits * tile.tokens * tile.rows if tile.splits > 1 else 0
+        linear_kernel[(blocks, tile.splits)](
+            x, x.stride(0) // EIGHT, len(x), self._base, *self._places, self._biases, y, y,
+            torch.empty(parts, dtype=torch.float32, device=x.device), self._arrived,
+            KIND=int(self._kind), BIAS=self._biases is not None, BM=tile.tokens, BN=tile.rows,
+            BK=tile.columns, SPLITS=tile.splits, TALL=_TALL, num_warps=tile.warps,
+            num_stages=tile.stages,
+        )  # fmt: skip
+        return y
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    width = gate_up.shape[1] // 2
+    y = gate_up.new_empty(len(gate_up), width)
+    if len(y):
+        silu_mul_kernel[(len(y), triton.cdiv(width, _BLOCK))](gate_up, y, width, BLOCK=_BLOCK)
+    return y
