@@ -12,7 +12,10 @@ def dense_attention(
     config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> DenseAttention:
     """The backend for a model of this shape on a device."""
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    if device.type == "cuda":
+        from runtime.attention.gpu import TritonAttention  # no other device needs Triton
+
+        return TritonAttention(*heads)
     compiled = device.type == "cpu" and dtype == torch.float32 and config.head_dim % 4 == 0
-    if not compiled:
-        return ReferenceAttention()
-    return CompiledAttention(config.num_heads, config.num_kv_heads, config.head_dim)
+    return CompiledAttention(*heads) if compiled else ReferenceAttention()

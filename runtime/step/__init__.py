@@ -5,6 +5,6 @@ The kernel, and how its programs work together, are in `runtime/kernels/step`.
 
 from runtime.step.decode_step import MOST, DecodeStep
 from runtime.step.layers import parts_of
-from runtime.step.weights import StepWeights
+from runtime.step.weights import StepWeights, refusal
 
-__all__ = ["MOST", "DecodeStep", "StepWeights", "parts_of"]
+__all__ = ["MOST", "DecodeStep", "StepWeights", "parts_of", "refusal"]
