@@ -77,12 +77,14 @@ class StepWeights:
         packer = _Packer(torch.device(device), config.head_dim)
         layers = tuple(packer.layer(layer) for layer in checkpoint.layers)
         final_norm = packer.vector(checkpoint.final_norm)
+        head = packer.matrix(checkpoint.lm_head)
+        tied = checkpoint.embedding is checkpoint.lm_head
         return cls(
             config=config,
             layers=layers,
             final_norm=final_norm,
-            embedding=checkpoint.embedding.to(device, torch.bfloat16),
-            head=packer.matrix(checkpoint.lm_head),
+            embedding=head.weight if tied else checkpoint.embedding.to(device, torch.bfloat16),
+            head=head,
             vectors=torch.cat(packer.vectors),
             inner_most=packer.inner_most,
         )
