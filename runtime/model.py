@@ -141,6 +141,11 @@ class Model:
         return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
+    def replayable(self) -> bool:
+        """Whether a CUDA graph can hold a step: the reference looks at lengths on the host."""
+        return self.device.type == "cuda" and "reference" not in self.kv_format.kernels
+
+    @property
     def factorized_layers(self) -> int:
         """Layers with a factor pair among their projections."""
         return sum(layer.factorized for layer in self._layers)

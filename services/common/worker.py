@@ -54,7 +54,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     """Reads the model and the codebooks, builds the engine and warms it up.
 
     Args:
-        decodes: sequences are continued here, on a GPU as replays of graphs.
+        decodes: sequences are continued here, on a GPU by replays of CUDA graphs.
 
     Raises:
         SettingsError: what was named cannot be served, and why.
@@ -63,7 +63,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     try:
         path = resolve_model(settings.model)
         model, model_hash = _load_model(path, settings, device)
-        engine = _engine(model, settings, replay=decodes and device != "cpu")
+        engine = _engine(model, settings, replay=decodes and model.replayable)
         codebooks, codebook_id = _codebooks(settings, model.config.num_layers)
         warm_up(engine, codebooks, settings)
     except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
