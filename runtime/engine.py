@@ -5,6 +5,7 @@ takes commands and decides, `compute` does what was planned.
 """
 
 from collections.abc import Sequence as Items
+from functools import partial
 
 import torch
 
@@ -26,6 +27,7 @@ from runtime.replay import DecodeReplay
 from runtime.sampling import Draw, Row, sample
 from runtime.scheduler import Scheduler
 from runtime.sequence import FinishReason, Request, SampledToken
+from runtime.warm_up import USUAL, Progress, silent, warm_up_prefill
 from runtime.work import Aim, Chunk, Limits, Plan, Sequence, Work
 
 __all__ = [
@@ -66,6 +68,17 @@ class Engine:
             context_length=model.context_length,
         )
         self._planned: Plan | None = None
+        self._limits = limits
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Progress = silent) -> None:
+        """Compile and capture now what the first requests would wait for. For an engine that has
+        taken no command yet; on the CPU nothing is to be done."""
+        if self.model.device.type == "cpu":
+            return
+        warm_up_prefill(self.model, self.cache, self._limits, progress)
+        if self._replay is not None:
+            self._replay.warm_up(USUAL, partial(progress, "decode"))
 
     @property
     def pages_total(self) -> int:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from runtime.attention import dense_attention
 from runtime.attention.base import Batch
+from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import Checkpoint
 from runtime.kv.cache import PagedCache
 from runtime.kv.dense import DenseFormat
@@ -56,24 +57,32 @@ class Model:
         self.device, self.dtype = torch.device(device), dtype
         self._step_weights = self._stepped(checkpoint) if stepped else None
         if self._step_weights is None:
-            self._set_up(_place(checkpoint, self.device, dtype, {}))
+            self._set_up(checkpoint)
         cos, sin = cos_sin_table(self.config, self.config.context_length)
         self._rope = cos.to(self.device), sin.to(self.device)
 
     def _set_up(self, checkpoint: Checkpoint) -> None:
+        """Layer by layer: of what is packed, no more than a layer is on the device as it was, too.
+        Where layers share a basis all of it is, until the last one is packed."""
         packed: Packed = {}
+        placed: dict[int, Tensor] = {}
+        place = partial(_place, device=self.device, dtype=self.dtype, placed=placed)
+        sharing = bool(basis_groups(checkpoint))
         self.kv_format: KVFormat = DenseFormat(
             dense_attention(self.config, self.device, self.dtype)
         )
-        self._embedding = checkpoint.embedding
-        self._layers = [
-            DecoderLayer(self.config, LayerParts.of(self.config, layer, packed))
-            for layer in checkpoint.layers
-        ]
+        self._embedding = place(checkpoint.embedding)
         self._final_norm: Callable[[Tensor], Tensor] = RmsNorm(
-            checkpoint.final_norm, self.config.rms_norm_eps
+            place(checkpoint.final_norm), self.config.rms_norm_eps
         )
-        self._lm_head = product(checkpoint.lm_head)
+        self._lm_head = product(place(checkpoint.lm_head))
+        self._layers: list[DecoderLayer] = []
+        for layer in checkpoint.layers:
+            parts = LayerParts.of(self.config, place(layer), packed)
+            self._layers.append(DecoderLayer(self.config, parts))
+            if not sharing:
+                placed.clear()
+                packed.clear()  # it knows tensors by ids, which are another's when one is gone
 
     def _stepped(self, checkpoint: Checkpoint) -> "StepWeights":
         from runtime.attention.gpu import TritonAttention
@@ -130,14 +139,26 @@ class Model:
             if self.device.type == "cpu"
             else torch.cuda.get_device_name(self.device),
             "dtype": str(self.dtype),
-            "products": self._products,
+            "products": self.products,
             "kv": self.kv_format.kernels,
-            "factorized": any(layer.factorized for layer in self._layers),
+            "factorized": self.factorized_layers > 0,
         }
         return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
-    def _products(self) -> str:
+    def replayable(self) -> bool:
+        """Whether a CUDA graph can hold a step: the reference looks at lengths on the host."""
+        return self.device.type == "cuda" and "reference" not in self.kv_format.kernels
+
+    @property
+    def factorized_layers(self) -> int:
+        """Layers with a factor pair among their projections."""
+        return sum(layer.factorized for layer in self._layers)
+
+    @property
+    def products(self) -> str:
+        """What computes products: the one launch of `runtime.step`, where it can, oneDNN's packed
+        layout, or torch: "step", "packed" or "plain"."""
         if self._step_weights is not None:
             return "step"
         return "packed" if packs(self.device, self.dtype) else "plain"
@@ -167,6 +188,23 @@ class Model:
         if not len(hidden):
             return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         return self._lm_head(self._final_norm(hidden)).float()
+
+
+def step_refusal(
+    checkpoint: Checkpoint, device: torch.device | str, dtype: torch.dtype
+) -> str | None:
+    """Why a decode step of this model cannot be one launch on a device; None if `stepped` is what
+    its `Model` should be. Moves nothing."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if dtype != torch.bfloat16:
+        return f"weights are {dtype}, not bf16"
+    if (found := torch.cuda.get_device_capability(device)) != _HOPPER:
+        return f"compute capability {found[0]}.{found[1]}, not {_HOPPER[0]}.{_HOPPER[1]}"
+    from runtime.step import refusal
+
+    return refusal(checkpoint)
 
 
 def _place(value: Any, device: torch.device, dtype: torch.dtype, placed: dict[int, Tensor]) -> Any:

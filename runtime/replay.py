@@ -81,12 +81,15 @@ class DecodeReplay:
                 held.tokens += 1
         return self._drawn(bucket, seats, sequences, needs)
 
-    def warm_up(self, needs: Sequence[Needs]) -> None:
+    def warm_up(
+        self, needs: Sequence[Needs], captured: Callable[[int], None] = lambda _bucket: None
+    ) -> None:
         """Capture every bucket for these kinds of sampling, the largest first: the others use its
-        memory."""
+        memory. ``captured`` is told of each."""
         for bucket in reversed(self._buckets):
             for kind in needs:
                 self._run(bucket, kind)
+            captured(bucket)
         for row in range(len(self._seats)):
             self._leave(row)
 

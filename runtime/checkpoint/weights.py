@@ -86,6 +86,16 @@ class Checkpoint:
     keep: float = 1.0
     factorization: Factorization | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors; one that is used more than once counts once."""
+        tensors = [self.embedding, self.final_norm, self.lm_head]
+        for layer in self.layers:
+            norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
+            parts = (part for _, linear in linears_of(layer) for part in vars(linear).values())
+            tensors += [tensor for tensor in (*norms, *parts) if tensor is not None]
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+
 
 def linears_of(layer: LayerWeights) -> Iterator[tuple[str, Linear]]:
     """The projections of a layer by their field's name."""

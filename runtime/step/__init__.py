@@ -5,6 +5,6 @@ from runtime.step.decode_step import MOST, DecodeStep
 from runtime.step.layers import parts_of
 from runtime.step.plan import KernelPlan
 from runtime.step.products import Norm
-from runtime.step.weights import StepWeights
+from runtime.step.weights import StepWeights, refusal
 
-__all__ = ["MOST", "DecodeStep", "KernelPlan", "Norm", "StepWeights", "parts_of"]
+__all__ = ["MOST", "DecodeStep", "KernelPlan", "Norm", "StepWeights", "parts_of", "refusal"]

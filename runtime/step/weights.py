@@ -72,16 +72,19 @@ class StepWeights:
     def of(cls, checkpoint: Checkpoint, device: torch.device | str) -> "StepWeights":
         """Raises ValueError for a model whose step is not this one."""
         config = checkpoint.config
-        _check(checkpoint)
+        if reason := refusal(checkpoint):
+            raise ValueError(reason)
         packer = _Packer(torch.device(device), config.head_dim)
         layers = tuple(packer.layer(layer) for layer in checkpoint.layers)
         final_norm = packer.vector(checkpoint.final_norm)
+        head = packer.matrix(checkpoint.lm_head)
+        tied = checkpoint.embedding is checkpoint.lm_head
         return cls(
             config=config,
             layers=layers,
             final_norm=final_norm,
-            embedding=checkpoint.embedding.to(device, torch.bfloat16),
-            head=packer.matrix(checkpoint.lm_head),
+            embedding=head.weight if tied else checkpoint.embedding.to(device, torch.bfloat16),
+            head=head,
             vectors=torch.cat(packer.vectors),
             inner_most=packer.inner_most,
         )
@@ -107,16 +110,18 @@ def up(number: int) -> int:
     return -(-number // EIGHT) * EIGHT
 
 
-def _check(checkpoint: Checkpoint) -> None:
+def refusal(checkpoint: Checkpoint) -> str | None:
+    """Why the step is not that of this model; None if it is. Looks at shapes alone."""
     config = checkpoint.config
     if any(layer.q_norm is not None for layer in checkpoint.layers):
-        raise ValueError("norms of heads are not part of this step")
+        return "norms of heads are not part of the step"
     if config.head_dim % 16 or config.head_dim > layouts.MOST_DIM.value:
-        raise ValueError(f"heads of {config.head_dim} are not part of this step")
+        return f"heads of {config.head_dim} are not part of the step"
     if config.hidden_size % EIGHT or config.intermediate_size % EIGHT:
-        raise ValueError("a hidden or intermediate size that is no multiple of 8")
+        return "a hidden or intermediate size that is no multiple of 8"
     if config.num_heads > _MOST_GROUP * config.num_kv_heads:
-        raise ValueError(f"more than {_MOST_GROUP} query heads for one of K and V")
+        return f"more than {_MOST_GROUP} query heads for one of K and V"
+    return None
 
 
 def _zeros(rows: int, width: int, device: torch.device) -> Tensor:

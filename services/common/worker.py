@@ -13,10 +13,12 @@ from runtime.checkpoint import load_checkpoint
 from runtime.config import ModelConfig
 from runtime.engine import Engine, Limits
 from runtime.errors import RuntimeFault
-from runtime.model import Model
+from runtime.model import Model, step_refusal
 from services.common.errors import SettingsError
+from services.common.kv_budget import CPU_TOKENS, DeviceMemory, kv_tokens_for
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
+from services.common.warm_up import warm_up
 from services.common.worker_settings import WorkerSettings
 
 log = structlog.get_logger()
@@ -48,8 +50,11 @@ class Loaded:
     device: str
 
 
-def load_worker(settings: WorkerSettings) -> Loaded:
-    """Reads the model and the codebooks and builds the engine.
+def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
+    """Reads the model and the codebooks, builds the engine and warms it up.
+
+    Args:
+        decodes: sequences are continued here, on a GPU by replays of CUDA graphs.
 
     Raises:
         SettingsError: what was named cannot be served, and why.
@@ -57,22 +62,14 @@ def load_worker(settings: WorkerSettings) -> Loaded:
     device = _device(settings.device)
     try:
         path = resolve_model(settings.model)
-        dtype = _dtype(settings.dtype, device)
-        checkpoint = load_checkpoint(path, dtype=dtype, device=device)
-        model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE)
-        limits = Limits(
-            max_running=settings.max_running,
-            max_waiting=settings.max_waiting,
-            step_tokens=settings.step_tokens,
-            chunk_tokens=settings.chunk_tokens,
-        )
-        engine = Engine(model, num_pages=settings.kv_tokens // PAGE_SIZE, limits=limits)
-        codebooks, codebook_id = _codebooks(settings, checkpoint.config.num_layers)
-        if device == "cpu":
-            codec.warm_up()
+        model, model_hash = _load_model(path, settings, device)
+        engine = _engine(model, settings, replay=decodes and model.replayable)
+        codebooks, codebook_id = _codebooks(settings, model.config.num_layers)
+        warm_up(engine, codebooks, settings)
     except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
         raise SettingsError(f"cannot serve {settings.model}: {error}") from error
-    config = checkpoint.config
+    _log_capacity(engine, device)
+    config = model.config
     identity = Identity(
         worker_id=settings.worker_id,
         epoch=uuid.uuid4().hex,
@@ -81,10 +78,10 @@ def load_worker(settings: WorkerSettings) -> Loaded:
             context_length=config.context_length,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
-            model_hash=checkpoint.model_hash,
+            model_hash=model_hash,
         ),
         compatibility=Compatibility(
-            model_hash=checkpoint.model_hash,
+            model_hash=model_hash,
             kv_format=engine.cache.format.name,
             kv_format_hash=engine.cache.format.artifact_hash,
             page_size=PAGE_SIZE,
@@ -111,6 +108,65 @@ def _device(name: str) -> str:
         return "cpu"
     build = f"torch {torch.__version__}, built for {torch.version.cuda or 'the CPU alone'}"
     raise SettingsError(f"device cuda: {build}, sees no GPU here")
+
+
+def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str]:
+    """The model on its device, and its hash.
+
+    It is read into the host's memory, where tensors of a safetensors file that has this dtype are
+    only mapped, and moved as the model packs it, matrix after matrix: the device never has much of
+    it twice, and nothing of what was read is left at the end.
+    """
+    dtype = _dtype(settings.dtype, device)
+    checkpoint = load_checkpoint(path, dtype=dtype)
+    refusal = step_refusal(checkpoint, device, dtype)
+    stepped = refusal is None
+    model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE, stepped=stepped)
+    log.info(
+        "model loaded",
+        model=str(path),
+        device="cpu" if device == "cpu" else torch.cuda.get_device_name(device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        weight_bytes=checkpoint.nbytes,
+        layers_dense=model.config.num_layers - model.factorized_layers,
+        layers_factorized=model.factorized_layers,
+        products=model.products,
+        not_stepped=refusal,
+        attention=model.kv_format.kernels,
+        kernel_plan=model.kernel_plan,
+    )
+    return model, checkpoint.model_hash
+
+
+def _engine(model: Model, settings: WorkerSettings, *, replay: bool) -> Engine:
+    """Raises:
+    SettingsError: no page fits beside the weights.
+    """
+    limits = Limits(
+        max_running=settings.max_running,
+        max_waiting=settings.max_waiting,
+        step_tokens=settings.step_tokens,
+        chunk_tokens=settings.chunk_tokens,
+    )
+    tokens = settings.kv_tokens
+    if tokens == "auto" and model.device.type == "cpu":
+        tokens = CPU_TOKENS
+    elif tokens == "auto":
+        tokens = kv_tokens_for(
+            DeviceMemory.now(model.device),
+            utilization=settings.gpu_memory_utilization,
+            slab=settings.slots * settings.slot_bytes,
+            bytes_per_token=model.kv_format.bytes_per_token(model.config),
+            page_size=PAGE_SIZE,
+        )
+    return Engine(model, num_pages=tokens // PAGE_SIZE, limits=limits, replay=replay)
+
+
+def _log_capacity(engine: Engine, device: str) -> None:
+    """What there is to serve with, after everything was built and warmed up."""
+    free = None if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    pages = engine.pages_total
+    log.info("kv pages", pages=pages, kv_tokens=pages * PAGE_SIZE, memory_left_bytes=free)
 
 
 def _dtype(name: str, device: str) -> torch.dtype:

@@ -2,11 +2,13 @@
 
 import uuid
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from services.common.settings import ServiceSettings
+
+MOST_KV_TOKENS = 1 << 26
 
 
 class WorkerSettings(ServiceSettings):
@@ -36,8 +38,17 @@ class WorkerSettings(ServiceSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of computation; auto: float32 on the CPU, bfloat16 on a GPU"
     )
-    kv_tokens: int = Field(
-        16_384, ge=16, le=1 << 26, description="token slots of the KV page pool, a multiple of 16"
+    kv_tokens: Annotated[int, Field(ge=16, le=MOST_KV_TOKENS)] | Literal["auto"] = Field(
+        "auto",
+        description="token slots of the KV page pool, a multiple of 16; auto: on a GPU what "
+        "`gpu_memory_utilization` leaves, 16,384 on the CPU",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="share of the GPU's memory that this worker may take for weights, KV and all "
+        "else, if `kv_tokens` is auto; shares of workers on one GPU must add up to at most 1",
     )
     max_running: int = Field(64, ge=1, le=4096, description="sequences in one batch")
     max_waiting: int = Field(

@@ -244,7 +244,7 @@ async def serve(settings: DecodeSettings) -> None:
     Raises:
         SettingsError: it cannot serve what it was told to.
     """
-    loaded = await asyncio.to_thread(load_worker, settings)
+    loaded = await asyncio.to_thread(load_worker, settings, decodes=True)
     landing = Slab(settings.slots, settings.slot_bytes, loaded.device)
     agent = TransferAgent(f"decode-{loaded.identity.epoch}", loaded.device)
     agent.register(landing)

@@ -7,6 +7,9 @@ from services.local.artifacts import Artifacts
 from services.local.options import UpOptions
 from services.local.supervisor import ProcessSpec
 
+GPU_SHARE = 0.9
+"""Of a GPU's memory, that the workers on it take together."""
+
 
 def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list[ProcessSpec]:
     """One router, one gateway, and the workers that the options ask for."""
@@ -33,6 +36,9 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
         environment = dict(common)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+            sharing = len(range(number % len(gpus), len(roles), len(gpus)))
+            share = f"HEADRACE_{role.upper()}_GPU_MEMORY_UTILIZATION"
+            environment[share] = os.environ.get(share, f"{GPU_SHARE / sharing:.3f}")
         arguments = _worker(options, artifacts, router_url, name)
         if options.colocated:
             arguments += ("--colocated",)

@@ -24,7 +24,7 @@ from services.local.plan import plan_processes
 from services.local.state import Deployment
 from services.local.supervisor import ServiceFailed, Supervisor
 
-READY_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 600.0  # the first start on a GPU compiles its kernels
 
 console = Console(stderr=True)
 

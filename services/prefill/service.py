@@ -189,7 +189,7 @@ async def serve(settings: PrefillSettings) -> None:
     Raises:
         SettingsError: it cannot serve what it was told to.
     """
-    loaded = await asyncio.to_thread(load_worker, settings)
+    loaded = await asyncio.to_thread(load_worker, settings, decodes=False)
     slab = Slab(settings.slots, settings.slot_bytes, loaded.device)
     agent = TransferAgent(f"prefill-{loaded.identity.epoch}", loaded.device)
     agent.register(slab)

@@ -79,7 +79,7 @@ class KeptPrompt(Engine):
 
 async def serve(settings: PrefillSettings) -> None:
     """Until stdin ends."""
-    loaded = load_worker(settings)
+    loaded = load_worker(settings, decodes=False)
     engine = KeptPrompt(loaded.engine)
     slab = Slab(settings.slots, settings.slot_bytes)
     agent = TransferAgent(f"prefill-{loaded.identity.epoch}")

@@ -122,7 +122,7 @@ async def measure(codebooks: str, rounds: int) -> dict[str, Any]:
     settings = DecodeSettings.model_validate(
         {"codebooks": codebooks, "device": "cpu", "kv_tokens": TOKENS + PAGE_SIZE}
     )
-    loaded = load_worker(settings)
+    loaded = load_worker(settings, decodes=True)
     landing = Slab(settings.slots, settings.slot_bytes)
     agent = TransferAgent(f"decode-{loaded.identity.epoch}")
     agent.register(landing)

@@ -1,14 +1,20 @@
 """The compiled loops against the torch reference, and what neither may depend on."""
 
+import subprocess
+import sys
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from runtime.attention import dense_attention
 from runtime.attention.base import Batch, DenseAttention, SequenceSlice
 from runtime.attention.cpu import CompiledAttention
 from runtime.attention.reference import ReferenceAttention
 from runtime.compiled import exp
 from tests.runtime.attention_samples import batch_of, random_pages
+from tests.runtime.tiny import CONFIG
 
 SHAPES = [(6, 2, 16), (9, 3, 64), (4, 4, 20), (8, 1, 32), (14, 2, 64), (40, 2, 8)]
 LENGTHS = [[1], [15, 17], [63, 1, 100], [16, 32, 1000]]
@@ -95,3 +101,31 @@ def test_exponential_is_within_two_units_in_the_last_place() -> None:
     assert relative < 2 * 2.0**-23
     assert exp(np.float32(0.0)) == 1.0
     assert exp(np.float32(-np.inf)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dim", "name"),
+    [
+        ("cpu", torch.float32, 64, "compiled"),
+        ("cpu", torch.float32, 6, "reference"),
+        ("cpu", torch.bfloat16, 64, "reference"),
+        ("cuda", torch.bfloat16, 64, "triton"),
+        ("cuda", torch.bfloat16, 256, "triton"),
+        ("cuda", torch.float32, 128, "triton"),
+        ("cuda", torch.float32, 256, "reference"),
+    ],
+)
+def test_each_device_has_its_own(device: str, dtype: torch.dtype, dim: int, name: str) -> None:
+    config = replace(CONFIG, head_dim=dim)
+    assert dense_attention(config, torch.device(device), dtype).name == name
+
+
+def test_the_cpu_needs_no_triton() -> None:
+    script = """
+import sys
+from runtime.engine import Engine
+from tests.runtime.tiny import tiny_model
+tiny_model(), tiny_model(ranks=(5,) * 7)
+sys.exit("runtime.attention.gpu" in sys.modules or "runtime.step" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

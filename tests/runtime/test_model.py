@@ -12,8 +12,9 @@ from runtime.errors import CheckpointError
 from runtime.kv.pages import pages_for
 from runtime.layers import few_rows
 from runtime.layers.linear import PackedProduct, PlainProduct, Projection
-from runtime.model import Model
-from tests.runtime.tiny import tiny_checkpoint, tiny_model
+from runtime.model import Model, _place, step_refusal
+from runtime.step import StepWeights
+from tests.runtime.tiny import CONFIG, tiny_checkpoint, tiny_model
 
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is Rome. Water boils at one hundred "
@@ -107,6 +108,53 @@ def test_bfloat16_models_run_on_the_reference() -> None:
     assert got.dtype == torch.float32
     # bf16 has 8 bits: a few layers of it err by some per cent of the largest logit.
     assert (got - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_layers_that_are_placed_one_by_one_are_the_checkpoints(shared: bool) -> None:
+    """Memory of one is the next one's: nothing may be taken for what was there before."""
+    ranks = (9, 5, None, 12, 17, 11, 24)
+    checkpoint = tiny_checkpoint(ranks=ranks, config=replace(CONFIG, num_layers=12))
+    if shared:
+        first = checkpoint.layers[0].down
+        assert isinstance(first, FactorPair)
+        checkpoint = replace(
+            checkpoint,
+            layers=tuple(replace(each, down=first) for each in checkpoint.layers),
+        )
+    rounded: Checkpoint = _place(checkpoint, torch.device("cpu"), torch.bfloat16, {})
+    first_logits, second_logits = (
+        logits_of(Model(one, dtype=torch.bfloat16), list(range(20)))
+        for one in (checkpoint, rounded)
+    )
+    assert torch.equal(first_logits, second_logits)
+
+
+def test_why_a_step_is_not_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    checkpoint, bf16 = tiny_checkpoint(), torch.bfloat16
+    assert step_refusal(checkpoint, "cuda:0", bf16) is None
+    assert "cpu" in str(step_refusal(checkpoint, "cpu", bf16))
+    assert "float32" in str(step_refusal(checkpoint, "cuda", torch.float32))
+    assert "norms" in str(step_refusal(tiny_checkpoint(head_norms=True), "cuda", bf16))
+    odd = tiny_checkpoint(config=replace(CONFIG, head_dim=20))
+    assert "heads of 20" in str(step_refusal(odd, "cuda", bf16))
+    with pytest.raises(ValueError, match="heads of 20"):
+        StepWeights.of(odd, "cpu")
+    capability = (8, 0)
+    assert "8.0" in str(step_refusal(checkpoint, "cuda", bf16))
+
+
+def test_a_tied_embedding_is_in_memory_once() -> None:
+    tied = tiny_checkpoint(config=replace(CONFIG, tied_embeddings=True))
+    untied = tiny_checkpoint()
+    for device in ("cpu", "meta"):
+        weights = StepWeights.of(tied, device)
+        assert weights.embedding is weights.head.weight
+        weights = StepWeights.of(untied, device)
+        assert weights.embedding is not weights.head.weight
+    assert untied.nbytes - tied.nbytes == untied.lm_head.nbytes
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 1000), (64, 576), (576, 1536), (300, 77)])

@@ -121,7 +121,10 @@ def test_warming_up_changes_nothing(model: Model) -> None:
     engine = engine_of(model, 16, 4, replay=True)
     replay = engine._replay
     assert isinstance(replay, DecodeReplay)
-    replay.warm_up([Needs(draws=False, shapes=False, logprobs=False), EVERYTHING])
+    told: list[int] = []
+    kinds = [Needs(draws=False, shapes=False, logprobs=False), EVERYTHING]
+    replay.warm_up(kinds, told.append)
+    assert told == [4, 2, 1]
     script: list[list[Command]] = [[Add(request(1, 20, 30, 2, 2))]]
     assert play(engine, script) == play(engine_of(model, 16, 4, replay=False), script)
     assert not replay._positions[1:].any()  # rows that nobody had

@@ -29,6 +29,21 @@ def test_workers_share_the_gpus_that_the_environment_leaves(
     }
 
 
+def test_workers_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the environment says otherwise; of two GPUs, one has two of three workers."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("HEADRACE_PREFILL_GPU_MEMORY_UTILIZATION", raising=False)
+    monkeypatch.setenv("HEADRACE_DECODE_GPU_MEMORY_UTILIZATION", "0.3")
+    specs = plan_processes(UpOptions(prefill=2, decode=1), ARTIFACTS, "token")
+    shares = {
+        spec.name: value
+        for spec in specs
+        for name, value in spec.environment.items()
+        if name.endswith("_GPU_MEMORY_UTILIZATION")
+    }
+    assert shares == {"prefill-0": "0.450", "prefill-1": "0.900", "decode-0": "0.3"}
+
+
 @pytest.mark.parametrize(("device", "visible"), [("auto", ""), ("cpu", "0,1")])
 def test_without_gpus_no_worker_is_given_one(
     monkeypatch: pytest.MonkeyPatch, device: str, visible: str
