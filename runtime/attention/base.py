@@ -1,7 +1,7 @@
 """What every attention backend is given, and what it must do."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -73,20 +73,30 @@ class Batch:
     @staticmethod
     def static(sequences: int, pages: int, device: torch.device | str) -> "Batch":
         """One token of each sequence, all numbers 0: for who writes them in place."""
+        count = torch.arange(sequences + 1, device=device)
+        room = Batch.room(sequences, sequences, pages, sequences, device)
+        return replace(
+            room, starts=count.int(), sequences=count[:-1].int(), logit_rows=count[:-1], single=True
+        )
 
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+    @staticmethod
+    def room(
+        tokens: int, sequences: int, pages: int, logits: int, device: torch.device | str
+    ) -> "Batch":
+        """Any batch of such a size, all numbers 0: for who writes them in place."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        count = torch.arange(sequences + 1, device=device)
         return Batch(
-            tokens=zeros(sequences, dtype=torch.int64),
-            positions=zeros(sequences, dtype=torch.int64),
-            page_table=zeros(sequences, pages, dtype=torch.int32),
-            starts=count.int(),
-            lengths=zeros(sequences, dtype=torch.int32),
-            sequences=count[:-1].int(),
-            logit_rows=count[:-1],
-            single=True,
+            tokens=zeros(tokens, dtype=torch.int64),
+            positions=zeros(tokens, dtype=torch.int64),
+            page_table=zeros(sequences, pages),
+            starts=zeros(sequences + 1),
+            lengths=zeros(sequences),
+            sequences=zeros(tokens),
+            logit_rows=zeros(logits, dtype=torch.int64),
+            single=False,
         )
 
     @staticmethod

@@ -1,0 +1,115 @@
+"""Chunks of prompts as CUDA graphs: a few tokens are computed before the host has launched a layer.
+
+There is a graph for some numbers of tokens and of sequences, with logits and without; a batch takes
+the smallest that it fits. Tensors of a graph's batch stay: the host writes into them what a batch
+is. The rest are tokens of nobody, in the cache's last page. Larger batches are not replayed: the
+device is busy with them for longer than the host.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.kv.cache import PagedCache
+from runtime.kv.pages import pages_for
+from runtime.model import Model
+
+TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+SEQUENCES = (1, 8)
+_WRITTEN = ("tokens", "positions", "starts", "lengths", "sequences")
+
+
+class PrefillReplay:
+    """Prefill of one model over one cache, whose last page must be nobody's.
+
+    ``most`` tokens are in a batch at most. Graphs are captured by `warm_up` or at first use; on the
+    CPU the same batches are computed without.
+    """
+
+    def __init__(self, model: Model, cache: PagedCache, most: int) -> None:
+        self._model, self._cache = model, cache
+        most = min(most, TOKENS[-1])
+        self._tokens = [*(tokens for tokens in TOKENS if tokens < most), most]
+        self._chunks: dict[tuple[int, int, bool], _Chunk] = {}
+        self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+
+    def forward(self, slices: Sequence[SequenceSlice]) -> Tensor | None:
+        """As `Model.forward`; overwritten by the next call. None for a batch that is too large."""
+        count = sum(len(piece.tokens) for piece in slices)
+        tokens = next((size for size in self._tokens if size >= count), None)
+        sequences = next((size for size in SEQUENCES if size >= len(slices)), None)
+        if tokens is None or sequences is None:
+            return None
+        logits = any(piece.want_logits for piece in slices)
+        return self._chunk(tokens, sequences, logits).forward(slices)
+
+    def warm_up(self, progress: Callable[[int], None]) -> None:
+        """Capture every graph, the largest first: the others use its memory."""
+        for tokens in reversed(self._tokens):
+            for sequences, logits in product(reversed(SEQUENCES), (True, False)):
+                self._chunk(tokens, sequences, logits)
+            progress(tokens)
+
+    def _chunk(self, tokens: int, sequences: int, logits: bool) -> "_Chunk":
+        key = tokens, sequences, logits
+        if key not in self._chunks:
+            self._chunks[key] = _Chunk(self._model, self._cache, *key, pool=self._pool)
+        return self._chunks[key]
+
+
+class _Chunk:
+    """A batch of so many tokens, of so many sequences and one that is nobody's."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: PagedCache,
+        tokens: int,
+        sequences: int,
+        logits: bool,
+        *,
+        pool: Any,
+    ) -> None:
+        self._size = model.page_size
+        self._nowhere = len(cache.planes[0]) - 1
+        pages = pages_for(max(model.context_length, tokens), self._size)
+        self._batch = Batch.room(tokens, sequences + 1, pages, sequences * logits, model.device)
+        self._write([])
+        self._compute = partial(model.forward, self._batch, cache)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if pool is not None:
+            self._compute()
+            torch.cuda.synchronize()
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads go on asking the device meanwhile; graphs never run at the same time.
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                self._logits = self._compute()
+
+    def forward(self, slices: Sequence[SequenceSlice]) -> Tensor:
+        self._write(slices)
+        if self._graph is None:
+            self._logits = self._compute()
+        else:
+            self._graph.replay()
+        return self._logits[: sum(piece.want_logits for piece in slices)]
+
+    def _write(self, slices: Sequence[SequenceSlice]) -> None:
+        """Make it the batch of ``slices``. Memory of the host is copied away at once, in order with
+        what the device does: nobody waits."""
+        batch, nowhere = self._batch, [self._nowhere]
+        left = len(batch.tokens) - sum(len(piece.tokens) for piece in slices)
+        rest = SequenceSlice([0] * left, 0, nowhere * max(1, pages_for(left, self._size)), False)
+        none = SequenceSlice((), 0, nowhere, False)
+        others = len(batch.lengths) - len(slices) - 1
+        made = Batch.of([*slices, rest, *[none] * others])
+        for name in _WRITTEN:
+            getattr(batch, name).copy_(getattr(made, name), non_blocking=True)
+        width = made.page_table.shape[1]
+        batch.page_table[:, :width].copy_(made.page_table, non_blocking=True)
+        rows = made.logit_rows
+        batch.logit_rows[: len(rows)].copy_(rows, non_blocking=True)
