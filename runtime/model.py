@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,8 @@ from runtime.layers.pointwise import RmsNorm
 from runtime.rope import cos_sin_table
 
 if TYPE_CHECKING:
-    from runtime.step import StepWeights
+    from runtime.step import KernelPlan, StepWeights
+    from runtime.step.products import Products
 
 _HOPPER = (9, 0)
 """The compute capability whose shared memory the step's kernel needs."""
@@ -36,6 +37,7 @@ class Model:
     Args:
         stepped: weights laid out for `runtime.step`, bf16, and attention by Triton kernels. Raises
             ValueError for models that these do not have.
+        plan: how a stepped model computes products; without one by a rule.
 
     Attributes:
         config: the model's shape.
@@ -51,11 +53,13 @@ class Model:
         dtype: torch.dtype = torch.float32,
         page_size: int = 16,
         stepped: bool = False,
+        plan: "KernelPlan | None" = None,
     ) -> None:
         self.config = checkpoint.config
         self.page_size = page_size
         self.device, self.dtype = torch.device(device), dtype
-        self._step_weights = self._stepped(checkpoint) if stepped else None
+        self._plan_hash = ""
+        self._step_weights = self._stepped(checkpoint, plan) if stepped else None
         if self._step_weights is None:
             self._set_up(checkpoint)
         cos, sin = cos_sin_table(self.config, self.config.context_length)
@@ -84,20 +88,21 @@ class Model:
                 placed.clear()
                 packed.clear()  # it knows tensors by ids, which are another's when one is gone
 
-    def _stepped(self, checkpoint: Checkpoint) -> "StepWeights":
+    def _stepped(self, checkpoint: Checkpoint, plan: "KernelPlan | None") -> "StepWeights":
         from runtime.attention.gpu import TritonAttention
         from runtime.step import KernelPlan, Norm, StepWeights, parts_of
 
-        weights, config = StepWeights.of(checkpoint, self.device), self.config
+        plan = plan or KernelPlan()
+        weights, config = StepWeights.of(plan.applied(checkpoint), self.device), self.config
         self.dtype = weights.embedding.dtype
         self.kv_format = DenseFormat(
             TritonAttention(config.num_heads, config.num_kv_heads, config.head_dim, by_halves=True)
         )
         self._embedding = weights.embedding
-        plan = KernelPlan()
         self._layers = [
             DecoderLayer(config, parts_of(weights, layer, plan)) for layer in weights.layers
         ]
+        self._plan_hash = plan.hash
         final = weights.vectors[weights.final_norm : weights.final_norm + config.hidden_size]
         self._final_norm = Norm(final, config.rms_norm_eps)
         self._lm_head = product(weights.head.weight)
@@ -140,6 +145,7 @@ class Model:
             else torch.cuda.get_device_name(self.device),
             "dtype": str(self.dtype),
             "products": self.products,
+            "plan": self._plan_hash,
             "kv": self.kv_format.kernels,
             "factorized": self.factorized_layers > 0,
         }
@@ -162,6 +168,15 @@ class Model:
         if self._step_weights is not None:
             return "step"
         return "packed" if packs(self.device, self.dtype) else "plain"
+
+    def step_products(self) -> "Iterator[Products]":
+        """Of a stepped model, what a kernel plan chooses for."""
+        from runtime.step import StepProjection
+
+        for layer in self._layers:
+            for projection in layer.projections:
+                if isinstance(projection, StepProjection):
+                    yield from projection.products
 
     def new_cache(self, num_pages: int) -> PagedCache:
         """Memory for ``num_pages`` pages of this model's KV."""

@@ -143,6 +143,18 @@ def calibrate(
 
 
 @app.command()
+def tune(
+    out: Annotated[Path, typer.Option(help="where the kernel plan goes")],
+    model: Annotated[str, typer.Option(help="name or path of a checkpoint")] = "smollm2-135m",
+) -> None:
+    """Measure how this machine's GPU computes a model fastest: a kernel plan for all workers."""
+    from services.local.tune import tune as make
+
+    with _refusals("tune"):
+        print(f"kernel plan {make(model, out)}: {out}")  # noqa: T201
+
+
+@app.command()
 def kv_statistics(
     out: Annotated[Path, typer.Option(help="folder of the JSON, the table and the plot")],
     model: Annotated[str, typer.Option(help="name or path of a checkpoint")] = "smollm2-135m",

@@ -72,6 +72,11 @@ class DecoderLayer:
         """Whether some projection is a factor pair."""
         return self._parts.factorized
 
+    @property
+    def projections(self) -> tuple[Callable[..., Tensor], ...]:
+        """In the order in which they are computed."""
+        return self._parts.qkv, self._parts.o, self._parts.gated, self._parts.down
+
     def __call__(
         self,
         hidden: Tensor,

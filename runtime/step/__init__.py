@@ -2,9 +2,18 @@
 the same weights layer by layer."""
 
 from runtime.step.decode_step import MOST, DecodeStep
-from runtime.step.layers import parts_of
+from runtime.step.layers import StepProjection, parts_of
 from runtime.step.plan import KernelPlan
 from runtime.step.products import Norm
 from runtime.step.weights import StepWeights, refusal
 
-__all__ = ["MOST", "DecodeStep", "KernelPlan", "Norm", "StepWeights", "parts_of", "refusal"]
+__all__ = [
+    "MOST",
+    "DecodeStep",
+    "KernelPlan",
+    "Norm",
+    "StepProjection",
+    "StepWeights",
+    "parts_of",
+    "refusal",
+]

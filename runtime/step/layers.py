@@ -36,6 +36,11 @@ class StepProjection:
         self._inner = None if first is None else Products(base, [first], plan)
         self._outer = Products(base, outer, plan, kind, biases, whole)
 
+    @property
+    def products(self) -> list[Products]:
+        """What it is computed by, first to last."""
+        return [self._outer] if self._inner is None else [self._inner, self._outer]
+
     def __call__(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
         inner = x if self._inner is None else self._inner(x, x)
         return self._outer(x, inner, hidden)

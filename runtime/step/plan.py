@@ -1,17 +1,20 @@
-"""Which products Triton computes, and how it divides them: a kernel plan.
+"""Which products Triton computes, how it divides them, and which factor pairs are multiplied out.
 
 Two workers compute the same bits only if they choose alike. Without a file the choice is a rule; a
-file has what was measured for one model on one device (`measure`), and its hash is part of the
-handshake.
+file has what was measured for one model on one device (`runtime.bench.plan`), and its hash is part
+of the handshake.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights
 from runtime.errors import PlanError
+from runtime.step.weights import GROUPS
 
 Shapes = Sequence[tuple[int, int]]
 """Rows and columns of matrices that are multiplied at a time."""
@@ -44,11 +47,18 @@ def rule(kind: str, bucket: int, shapes: Shapes) -> Tile | None:
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """Choices by `key`; None is torch. What is not there goes by `rule`."""
+    """How products are computed, and which factor pairs are not.
+
+    Attributes:
+        choices: by `key`; None is torch. What is not there goes by `rule`.
+        dense: groups of factor pairs, by `group_key`, that are multiplied out: dense they are
+            faster.
+        device: on which it was measured; empty: none.
+    """
 
     choices: Mapping[str, Tile | None] = field(default_factory=dict)
+    dense: frozenset[str] = frozenset()
     device: str = ""
-    """On which it was measured; empty: none."""
 
     def tile(self, kind: str, tokens: int, shapes: Shapes) -> Tile | None:
         """How Triton is to compute products; None: torch does."""
@@ -58,6 +68,18 @@ class KernelPlan:
                 return self.choices[name] if name in self.choices else rule(kind, bucket, shapes)
         return None
 
+    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint with groups multiplied out, in fp32, that are in ``dense``."""
+        if not self.dense:
+            return checkpoint
+        return replace(checkpoint, layers=tuple(map(self._applied, checkpoint.layers)))
+
+    def _applied(self, layer: LayerWeights) -> LayerWeights:
+        for names in GROUPS:
+            if group_key(layer, names) in self.dense:
+                layer = multiplied_out(layer, names)
+        return layer
+
     @property
     def hash(self) -> str:
         """16 hex digits over all choices."""
@@ -66,11 +88,12 @@ class KernelPlan:
     @property
     def _text(self) -> str:
         choices = {name: tile and asdict(tile) for name, tile in self.choices.items()}
-        return json.dumps({"device": self.device, "choices": choices}, sort_keys=True, indent=1)
+        made = {"device": self.device, "dense": sorted(self.dense), "choices": choices}
+        return json.dumps(made, sort_keys=True, indent=1)
 
     def save(self, path: Path) -> None:
         """As JSON."""
-        path.write_text(self._text)
+        path.write_text(self._text + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "KernelPlan":
@@ -78,7 +101,7 @@ class KernelPlan:
         try:
             read = json.loads(path.read_text())
             choices = {name: tile and Tile(**tile) for name, tile in read["choices"].items()}
-            return cls(choices, read["device"])
+            return cls(choices, frozenset(read["dense"]), read["device"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{path} is no kernel plan: {error!r}") from error
 
@@ -86,3 +109,22 @@ class KernelPlan:
 def key(kind: str, bucket: int, shapes: Shapes) -> str:
     """The name of a choice, such as ``GATED 16: 11008x1024 11008x1024``."""
     return f"{kind} {bucket}: " + " ".join(f"{rows}x{columns}" for rows, columns in shapes)
+
+
+def group_key(layer: LayerWeights, names: Sequence[str]) -> str | None:
+    """The name of a layer's factor pairs that share an input, such as ``o 4096x1024x4096``: rows,
+    rank and columns. None where one is dense."""
+    pairs = {name: getattr(layer, name) for name in names}
+    if not all(isinstance(pair, FactorPair) for pair in pairs.values()):
+        return None
+    return " ".join(f"{n} {len(p.u)}x{p.rank}x{p.v.shape[1]}" for n, p in pairs.items())
+
+
+def multiplied_out(layer: LayerWeights, names: Sequence[str]) -> LayerWeights:
+    """The layer with W = U V of some of its factor pairs."""
+    made: dict[str, Any] = {}
+    for name in names:
+        pair = getattr(layer, name)
+        whole = (pair.u.float() @ pair.v.float()).to(pair.u.dtype)
+        made[name] = Dense(whole, pair.bias)
+    return replace(layer, **made)

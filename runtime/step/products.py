@@ -65,10 +65,11 @@ class Products:
         whole: Tensor | None = None,
     ) -> None:
         self._base, self._matrices, self._plan = base, tuple(matrices), plan
-        self._kind, self._biases, self._whole = kind, biases, whole
+        self.kind, self._biases, self._whole = kind, biases, whole
+        self.columns = max(max(m.first, 0) + m.weight.shape[1] for m in matrices)
         self._rows = [len(matrix.weight) for matrix in matrices]
         self.shapes = tuple((len(m.weight), m.weight.shape[1]) for m in matrices)
-        self._together = len({matrix.first < 0 for matrix in matrices}) == 1
+        self.together = len({matrix.first < 0 for matrix in matrices}) == 1
         """Whether one launch can have all of them: they have one input."""
         self._places: list[int] = []
         for matrix in matrices:
@@ -81,7 +82,7 @@ class Products:
         self._arrived = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=base.device)
 
     def __call__(self, x: Tensor, inner: Tensor, hidden: Tensor | None = None) -> Tensor:
-        tile = self._plan.tile(self._kind.name, len(x), self.shapes) if self._together else None
+        tile = self._plan.tile(self.kind.name, len(x), self.shapes) if self.together else None
         if tile is None or not len(x):
             return self.by_torch(x, inner, hidden)
         return self.by_kernel(x if self._matrices[0].first < 0 else inner, hidden, tile)
@@ -103,18 +104,18 @@ class Products:
                 torch.mm(own, matrix.weight.t(), out=out)
         if self._biases is not None:
             y.add_(self._biases)
-        return _gated(y) if self._kind is Kind.GATED else y
+        return _gated(y) if self.kind is Kind.GATED else y
 
     def by_kernel(self, x: Tensor, hidden: Tensor | None, tile: Tile) -> Tensor:
         """As `__call__`, one launch for all."""
-        rows = self._rows[:1] if self._kind is Kind.GATED else self._rows
+        rows = self._rows[:1] if self.kind is Kind.GATED else self._rows
         blocks = triton.cdiv(len(x), tile.tokens) * sum(triton.cdiv(n, tile.rows) for n in rows)
         y = x.new_empty(len(x), sum(rows)) if hidden is None else hidden
         parts = blocks * tile.splits * tile.tokens * tile.rows if tile.splits > 1 else 0
         linear_kernel[(blocks, tile.splits)](
             x, x.stride(0) // EIGHT, len(x), self._base, *self._places, self._biases, y, y,
             torch.empty(parts, dtype=torch.float32, device=x.device), self._arrived,
-            KIND=int(self._kind), BIAS=self._biases is not None, BM=tile.tokens, BN=tile.rows,
+            KIND=int(self.kind), BIAS=self._biases is not None, BM=tile.tokens, BN=tile.rows,
             BK=tile.columns, SPLITS=tile.splits, TALL=_TALL, num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -20,6 +21,9 @@ from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.common.warm_up import warm_up
 from services.common.worker_settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from runtime.step import KernelPlan
 
 log = structlog.get_logger()
 
@@ -120,8 +124,16 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
     dtype = _dtype(settings.dtype, device)
     checkpoint = load_checkpoint(path, dtype=dtype)
     refusal = step_refusal(checkpoint, device, dtype)
-    stepped = refusal is None
-    model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE, stepped=stepped)
+    if refusal is not None and settings.kernel_plan is not None:
+        raise SettingsError(f"kernel_plan is for models whose step is one launch: {refusal}")
+    model = Model(
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        page_size=PAGE_SIZE,
+        stepped=refusal is None,
+        plan=_kernel_plan(settings.kernel_plan, device),
+    )
     log.info(
         "model loaded",
         model=str(path),
@@ -136,6 +148,17 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
         kernel_plan=model.kernel_plan,
     )
     return model, checkpoint.model_hash
+
+
+def _kernel_plan(path: Path | None, device: str) -> "KernelPlan | None":
+    if path is None:
+        return None
+    from runtime.step import KernelPlan
+
+    plan = KernelPlan.load(path)
+    if plan.device != torch.cuda.get_device_name(device):
+        raise SettingsError(f"{path} is a plan for {plan.device}: `headrace tune` makes one here")
+    return plan
 
 
 def _engine(model: Model, settings: WorkerSettings, *, replay: bool) -> Engine:

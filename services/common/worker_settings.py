@@ -38,6 +38,11 @@ class WorkerSettings(ServiceSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of computation; auto: float32 on the CPU, bfloat16 on a GPU"
     )
+    kernel_plan: Path | None = Field(
+        None,
+        description="what `headrace tune` measured for this model and GPU, the same file for all "
+        "workers; without one products are computed by a rule",
+    )
     kv_tokens: Annotated[int, Field(ge=16, le=MOST_KV_TOKENS)] | Literal["auto"] = Field(
         "auto",
         description="token slots of the KV page pool, a multiple of 16; auto: on a GPU what "

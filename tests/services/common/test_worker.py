@@ -15,6 +15,7 @@ from services.common import worker
 from services.common.errors import SettingsError
 from services.common.worker import PAGE_SIZE, load_worker
 from services.common.worker_settings import WorkerSettings
+from services.local.tune import tune
 from tests.runtime.tiny import CONFIG, drive, engine_of, request_of, tiny_checkpoint
 
 
@@ -44,6 +45,16 @@ def test_pages_are_as_many_as_was_said(model: Path, kv_tokens: object, pages: in
     assert loaded.engine.pages_total == pages == len(loaded.engine.cache.planes[0])
     assert loaded.identity.compatibility.page_size == PAGE_SIZE
     assert loaded.config == CONFIG
+
+
+def test_a_kernel_plan_is_for_a_gpu(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match="kernel_plan is for models whose step is one launch"):
+        load_worker(settings_of(model, kernel_plan=tmp_path / "plan.json"), decodes=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingsError, match="measured on a GPU"):
+        tune(str(model), tmp_path / "plan.json")
 
 
 def test_both_roles_have_the_same_plan_and_compute_the_model(model: Path) -> None:
