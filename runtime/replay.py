@@ -91,7 +91,7 @@ class DecodeReplay:
 
         self._state = numbers(3, most)
         self._tokens, self._positions, self._active = self._state
-        self._lengths = numbers(most, dtype=torch.int32)
+        self._lengths = numbers(most, dtype=torch.int32) + 1
         self._page_table = numbers(most, self._width, dtype=torch.int32) + self._nowhere
         self._order = torch.arange(most + 1, device=device)
         sampler = self._sampler = StaticSampler(most, model.config.vocab_size, device, top=TOP)
@@ -148,18 +148,10 @@ class DecodeReplay:
         seating = flight.seating
         results = flight.landing.wait()
         found = results[0][: seating.bucket].tolist()
-        open_ = [
-            (sequence, row)
-            for sequence, row in zip(seating.sequences, seating.rows, strict=True)
-            if found[row][1] and not found[row][2]
-        ]
-        if open_ and flight is self._latest:
-            self._redraw(flight, [row for _, row in open_])
+        missing = [row for row in seating.rows if found[row][1] and not found[row][2]]
+        if missing and flight is self._latest:
+            self._redraw(flight, missing)
             found = flight.landing.wait()[0][: seating.bucket].tolist()
-        elif open_:
-            for sequence, _ in open_:
-                if sequence in self._seats:  # it is in the step in flight, and did not move
-                    self._seats[sequence].tokens -= 1
         return self._draws(seating, found, results)
 
     def warm_up(self, needs: Sequence[Needs]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.attention.base import Batch, SequenceSlice
-from runtime.engine import Add, Arrived, Cancel, Command, Engine, Reserve
+from runtime.engine import Add, Arrived, Cancel, Command, Engine, Release, Reserve
 from runtime.errors import NotFinite
 from runtime.model import Model
 from runtime.replay import TOP, UNDECIDED, DecodeReplay, Flight
@@ -62,8 +62,9 @@ def fill(engine: Engine, request: Request, pages: list[int]) -> None:
 
 
 def play(engine: Engine, script: list[list[Command]]) -> Record:
-    """Step by step; what was reserved arrives in the next step."""
+    """Step by step; what was reserved arrives in the next step, what was held is released then."""
     record = Record()
+    held = {c.request.id for step in script for c in step if isinstance(c, Add) and c.hold}
     sent = {c.request.id: c.request for step in script for c in step if isinstance(c, Reserve)}
     steps = 0
     arriving: list[Command] = []
@@ -76,6 +77,7 @@ def play(engine: Engine, script: list[list[Command]]) -> Record:
             Arrived(name, tuple(SampledToken(choice, 0, 7 + choice) for choice in range(2)))
             for name, _ in output.reserved
         ]
+        arriving += [Release(name) for name, _ in output.tokens if name in held]
         record.add(output)
         steps += 1
         assert steps < 3000
@@ -147,7 +149,7 @@ def request(number: int, length: int, tokens: int, kind: int, choices: int) -> R
 
 
 Sent = st.tuples(
-    st.sampled_from(["add", "add", "reserve", "cancel", "wait"]),
+    st.sampled_from(["add", "add", "hold", "reserve", "cancel", "wait"]),
     st.integers(1, 40),
     st.integers(1, 30),
     st.integers(0, len(KINDS) - 1),
@@ -167,6 +169,8 @@ def test_both_engines_say_the_same(
         match action:
             case "add":
                 script.append([Add(request(number, length, tokens, kind, choices))])
+            case "hold":
+                script.append([Add(request(number, length, tokens, kind, choices), hold=True)])
             case "reserve":
                 script.append([Reserve(request(number, length, tokens + 1, kind, 2))])
             case "cancel":
