@@ -73,7 +73,7 @@ class Scheduler:
     @property
     def continuing(self) -> list[Sequence]:
         """What runs and goes on after the tokens that are being drawn, as far as one can know."""
-        return [s for s in self._running if s.length < s.limit]
+        return [s for s in self._running if len(s.tokens) + s.ahead < s.limit]
 
     @property
     def starved(self) -> bool:
@@ -146,10 +146,12 @@ class Scheduler:
 
         If it is `starved`, no step may be in flight.
         """
-        refused = self._grow()
+        decode = self.continuing
+        refused = self._grow(decode)
         reserved = self._admit()
         refused += self._refuse_overflow()
-        return Plan(self._choose_chunks(), self.continuing, reserved, refused)
+        decode = [sequence for sequence in decode if sequence.running]
+        return Plan(self._choose_chunks(), decode, reserved, refused)
 
     def computed(self, chunk: Chunk) -> None:
         """A chunk is in the pages; the last one takes its work out of the prefill queue."""
@@ -200,14 +202,14 @@ class Scheduler:
         """Free the pages of a sequence that was in no queue when its request was dropped."""
         self._release([sequence])
 
-    def _grow(self) -> list[tuple[str, RuntimeFault]]:
-        """Give every running sequence the slot of its last token, the oldest first.
+    def _grow(self, sequences: Iterable[Sequence]) -> list[tuple[str, RuntimeFault]]:
+        """Give running sequences the slot of their last token, the oldest first.
 
         Where no page is free the youngest sequence loses its own and waits to be computed again;
         one that finds no page although nobody else holds any is refused.
         """
         refused: list[tuple[str, RuntimeFault]] = []
-        for sequence in self.continuing:
+        for sequence in sequences:
             if not sequence.running:  # it was preempted for an older one
                 continue
             missing = self._missing(sequence)

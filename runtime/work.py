@@ -44,7 +44,7 @@ class Aim(Enum):
     RECEIVE = "receive"  # the KV comes from another worker, then decode
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One choice of a request: its tokens so far, and the pages that hold their KV.
 
