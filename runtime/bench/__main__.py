@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-TABLES = ("engine", "step", "decode", "prefill")
+TABLES = ("engine", "step", "decode", "prefill", "host")
 
 
 def main() -> None:
