@@ -17,16 +17,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
 from runtime.captured import Captured
 from runtime.kv.cache import PagedCache
+from runtime.kv.pages import pages_for
 from runtime.model import Model
+from runtime.rows import Rows
 from runtime.sampling import Draw
-from runtime.staging import Landing, to_device
+from runtime.staging import Landing
 from runtime.static_sampling import Needs, StaticSampler
 from runtime.work import Sequence as Running
 from runtime.work import row_of
@@ -36,15 +37,6 @@ TOP = 20
 """Most probable tokens that are found beside each one; rows that ask for more are not replayed."""
 UNDECIDED = Draw(-1)
 """The next step, which is launched already, draws this token again."""
-
-
-@dataclass
-class _Seat:
-    """What a row's tensors hold of a sequence once what is launched has run."""
-
-    row: int
-    tokens: int
-    pages: int
 
 
 @dataclass(frozen=True)
@@ -83,34 +75,25 @@ class DecodeReplay:
         self._model, self._cache = model, cache
         device, pages = model.device, len(cache.planes[0])
         self._buckets = [bucket for bucket in BUCKETS if bucket < most] + [most]
-        self._nowhere = pages - 1
-        self._width = -(-model.context_length // model.page_size)
-
-        def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        self._state = numbers(3, most)
-        self._tokens, self._positions, self._active = self._state
-        self._lengths = numbers(most, dtype=torch.int32) + 1
-        self._page_table = numbers(most, self._width, dtype=torch.int32) + self._nowhere
+        width = pages_for(model.context_length, model.page_size)
+        self._rows = Rows(most, width, pages - 1, device)
         self._order = torch.arange(most + 1, device=device)
-        sampler = self._sampler = StaticSampler(most, model.config.vocab_size, device, top=TOP)
-        self._logits = numbers(most, model.config.vocab_size, dtype=torch.float32)
+        vocab = model.config.vocab_size
+        sampler = self._sampler = StaticSampler(most, vocab, device, top=TOP)
+        self._logits = torch.zeros(most, vocab, dtype=torch.float32, device=device)
         self._results = [
             sampler.drawn, sampler.logprobs, sampler.top_logprobs, sampler.top_tokens
         ]  # fmt: skip
         self._landings = cycle(Landing(self._results) for _ in range(2))
         self._steps: dict[tuple[int, Needs], Callable[[], object]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._seats: dict[Running, _Seat] = {}
-        self._left: set[int] = set()  # rows that the device still takes for somebody's
         self._seating = Seating([], [], 0, Needs.of([]))
         self._latest: Flight | None = None
 
     def takes(self, sequences: list[Running]) -> bool:
         """Whether this batch can be replayed."""
         return sequences == self._seating.sequences or (
-            len(sequences) <= self._buckets[-1]
+            len(sequences) <= self._rows.most
             and all((sequence.request.sampling.logprobs or 0) <= TOP for sequence in sequences)
         )
 
@@ -122,8 +105,7 @@ class DecodeReplay:
         least = self._bucket_of(len(sequences))
         if sequences == self._seating.sequences:
             return self._seating.bucket <= least
-        rows = (self._seats[s].row + 1 for s in sequences if s in self._seats)
-        return self.takes(sequences) and self._bucket_of(max(rows, default=0)) <= least
+        return self.takes(sequences) and self._bucket_of(self._rows.last(sequences)) <= least
 
     def launch(self, sequences: list[Running]) -> Flight:
         """Start a step that draws the next token of each sequence.
@@ -133,7 +115,8 @@ class DecodeReplay:
         seating = self._seating
         if sequences != seating.sequences or seating.bucket > self._bucket_of(len(sequences)):
             seating = self._seating = self._seat(sequences)
-        self._write(sequences)
+        if joined := self._rows.write(sequences):
+            self._sampler.load(list(joined), [row_of(sequence) for sequence in joined.values()])
         self._run(seating.bucket, seating.needs)
         self._latest = Flight(self, seating, next(self._landings))
         self._send(self._latest)
@@ -150,7 +133,9 @@ class DecodeReplay:
         found = results[0][: seating.bucket].tolist()
         missing = [row for row in seating.rows if found[row][1] and not found[row][2]]
         if missing and flight is self._latest:
-            self._redraw(flight, missing)
+            self._sampler.redraw(self._logits, missing)
+            self._rows.move(missing, self._sampler.tokens)
+            self._send(flight)
             found = flight.landing.wait()[0][: seating.bucket].tolist()
         return self._draws(seating, found, results)
 
@@ -165,61 +150,9 @@ class DecodeReplay:
         return self._buckets[bisect_left(self._buckets, rows)]
 
     def _seat(self, sequences: list[Running]) -> Seating:
-        """Give each sequence a row, those that have one the same if that is not too far back."""
-        staying = set(sequences)
-        for sequence in [s for s in self._seats if s not in staying]:
-            self._left.add(self._seats.pop(sequence).row)
-        bucket = self._bucket_of(len(sequences))
-        last = [s for s, seat in self._seats.items() if seat.row >= bucket]
-        if not any(sequence.ahead for sequence in last):
-            self._left.update(self._seats.pop(sequence).row for sequence in last)
-        taken = {seat.row for seat in self._seats.values()}
-        free = (row for row in range(self._buckets[-1]) if row not in taken)
-        for sequence in sequences:
-            if sequence not in self._seats:
-                self._seats[sequence] = _Seat(next(free), 0, 0)
-        rows = [self._seats[sequence].row for sequence in sequences]
+        rows = self._rows.seat(sequences, self._bucket_of(len(sequences)))
         needs = Needs.of(sequence.request.sampling for sequence in sequences)
         return Seating(sequences, rows, self._bucket_of(max(rows) + 1), needs)
-
-    def _write(self, sequences: list[Running]) -> None:
-        """Bring the rows up to date: whatever has changed, by one copy of each kind."""
-        joining: list[Running] = []
-        slots: list[int] = []
-        pages: list[int] = []
-        for sequence in sequences:
-            seat, length, num_pages = self._seats[sequence], sequence.length, len(sequence.pages)
-            if seat.tokens != length:
-                joining.append(sequence)
-                seat.pages = 0
-            if seat.pages != num_pages:
-                row = seat.row * self._width
-                slots += range(row + seat.pages, row + num_pages)
-                pages += sequence.pages[seat.pages :]
-                seat.pages = num_pages
-            seat.tokens = length + 1
-        if joining or self._left:
-            self._write_rows(joining, slots, pages)
-        if slots:
-            words = to_device(np.array([slots, pages], np.int64), self._model.device)
-            self._page_table.view(-1).index_copy_(0, words[0], words[1].int())
-
-    def _write_rows(self, joining: list[Running], slots: list[int], pages: list[int]) -> None:
-        """Rows of those that join, and those that nobody has now, which go nowhere."""
-        rows = [self._seats[sequence].row for sequence in joining]
-        empty = sorted(self._left.difference(seat.row for seat in self._seats.values()))
-        self._left.clear()
-        slots += [row * self._width for row in empty]
-        pages += [self._nowhere] * len(empty)
-        state = [
-            (row, sequence.tokens[-1], len(sequence.tokens) - 1, 1)
-            for row, sequence in zip(rows, joining, strict=True)
-        ]
-        state += [(row, 0, 0, 0) for row in empty]
-        words = to_device(np.array(state, np.int64).T.copy(), self._model.device)
-        self._state.index_copy_(1, words[0], words[1:])
-        if joining:
-            self._sampler.load(rows, [row_of(sequence) for sequence in joining])
 
     def _run(self, bucket: int, needs: Needs) -> None:
         key = bucket, needs
@@ -236,7 +169,7 @@ class DecodeReplay:
 
         if self._model.device.type != "cuda":
             return compute
-        state = [self._state, *self._sampler.state]
+        state = [self._rows.state, *self._sampler.state]
         kept = [tensor.clone() for tensor in state]
         compute()
         for tensor, was in zip(state, kept, strict=True):
@@ -250,36 +183,28 @@ class DecodeReplay:
 
     def _batch(self, bucket: int) -> Batch:
         """The first rows, as tensors that stay."""
-        rows = slice(bucket)
+        rows, own = slice(bucket), self._rows
         return Batch(
-            tokens=self._tokens[rows],
-            positions=self._positions[rows],
-            page_table=self._page_table[rows],
+            tokens=own.tokens[rows],
+            positions=own.positions[rows],
+            page_table=own.page_table[rows],
             starts=self._order[: bucket + 1].int(),
-            lengths=self._lengths[rows],
+            lengths=own.lengths[rows],
             sequences=self._order[rows].int(),
             logit_rows=self._order[rows],
             single=True,
         )
 
     def _compute(self, bucket: int, needs: Needs, logits_of: Callable[[], Tensor]) -> None:
-        rows, sampler = slice(bucket), self._sampler
-        torch.add(self._positions[rows], 1, out=self._lengths[rows])
+        rows, own, sampler = slice(bucket), self._rows, self._sampler
+        torch.add(own.positions[rows], 1, out=own.lengths[rows])
         logits = logits_of()
         if needs.draws:
             self._logits[rows] = logits
         sampler(logits, needs)
-        moved = self._active[rows] * sampler.decided[rows]
-        self._tokens[rows] = torch.where(moved > 0, sampler.tokens[rows], self._tokens[rows])
-        self._positions[rows] += moved
-
-    def _redraw(self, flight: Flight, rows: list[int]) -> None:
-        """Finish the draws of some rows of the latest step, and move them on."""
-        self._sampler.redraw(self._logits, rows)
-        moved = to_device(np.array(rows, np.int64), self._model.device)
-        self._tokens[moved] = self._sampler.tokens[moved]
-        self._positions[moved] += 1
-        self._send(flight)
+        moved = own.active[rows] * sampler.decided[rows]
+        own.tokens[rows] = torch.where(moved > 0, sampler.tokens[rows], own.tokens[rows])
+        own.positions[rows] += moved
 
     def _send(self, flight: Flight) -> None:
         seating = flight.seating

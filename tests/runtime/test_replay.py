@@ -214,7 +214,7 @@ def test_warming_up_changes_nothing(model: Model) -> None:
     script: list[list[Command]] = [[Add(request(1, 20, 30, 2, 2))]]
     plain = play(engine_of(model, 16, 4, replay=False), script)
     compare(play(engine, script), plain, set())
-    assert not replay._positions[1:].any()  # rows that nobody had
+    assert not replay._rows.positions[1:].any()  # rows that nobody had
 
 
 def test_a_step_is_read_when_the_next_one_was_launched(model: Model) -> None:
