@@ -6,11 +6,12 @@ until it ends. Chunks of a sequence end at multiples of ``chunk_tokens`` whateve
 and admission is first come, first served.
 
 A decode step may be in flight: launched, its tokens not known yet. It counts in the lengths of its
-sequences, and pages of theirs that are let go are not free before it has landed: until then it
-writes into them, and what others would put there does not wait for it.
+sequences, and pages that anybody lets go are not free before it has landed: until then it, and what
+was launched before it, may write into them, and KV from another worker does not wait for that.
 """
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from runtime.errors import InvalidRequest, OutOfPages, QueueFull, RuntimeFault
@@ -38,7 +39,9 @@ class Scheduler:
         self._received: dict[str, Work] = {}
         self._held: dict[str, Work] = {}
         self._running: list[Sequence] = []  # by age
-        self._leaving: set[Sequence] = set()  # let go while a step of theirs is in flight
+        self._flights: deque[list[int]] = (
+            deque()
+        )  # of each step, pages let go since it was launched
         self._unfinished: dict[str, int] = {}  # choices, of every request that is known
 
     def __contains__(self, request_id: str) -> bool:
@@ -169,16 +172,15 @@ class Scheduler:
 
     def launched(self, sequences: Iterable[Sequence]) -> None:
         """A step is in flight that draws one more token for each of these."""
+        self._flights.append([])
         for sequence in sequences:
             sequence.ahead += 1
 
     def landed(self, sequences: Iterable[Sequence]) -> None:
-        """That step has ended: it no longer needs the pages of those that left meanwhile."""
+        """The first of the steps in flight has ended, and needs no page any more."""
+        self.pool.release(self._flights.popleft())
         for sequence in sequences:
             sequence.ahead -= 1
-            if sequence in self._leaving and not sequence.ahead:
-                self._leaving.remove(sequence)
-                self._release([sequence])
 
     def finish(self, sequence: Sequence) -> bool:
         """One choice has ended; True if it was its request's last one.
@@ -333,11 +335,11 @@ class Scheduler:
 
     def _release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
-            if sequence.ahead:
-                self._leaving.add(sequence)
+            if self._flights:
+                self._flights[-1] += sequence.pages
             else:
                 self.pool.release(sequence.pages)
-                sequence.pages = []
+            sequence.pages = []
 
 
 def _age(item: Work | Sequence) -> tuple[int, int]:

@@ -103,7 +103,8 @@ def compare(found: Record, expected: Record, cancelled: set[str]) -> None:
 
 @dataclass
 class Watch:
-    """Pages that steps in flight read and write, as they were when each was launched."""
+    """Pages that steps in flight, and chunks before them, read and write, as they were when each
+    step was launched."""
 
     flights: list[tuple[Flight, set[int]]] = field(default_factory=list)
     launches: int = 0
@@ -117,7 +118,8 @@ class Watch:
 
         def launched(sequences: list[Sequence]) -> Flight:
             flight = launch(sequences)
-            pages = {page for sequence in sequences for page in sequence.pages}
+            chunks = [s for work in engine._scheduler._prefilling for s in work.sequences]
+            pages = {page for sequence in sequences + chunks for page in sequence.pages}
             self.flights.append((flight, pages))
             self.launches += 1
             return flight
@@ -240,6 +242,17 @@ def test_pages_of_a_step_in_flight_are_not_free(model: Model) -> None:
     assert engine.pages_free == 1, "one token too many is computed"
     assert (engine.step([]).started, engine.pages_free) == ([], 4)
     assert engine.step([]).started == ["r2"]
+
+
+def test_pages_of_whom_is_cancelled_are_not_free_either(model: Model) -> None:
+    """Another worker would write into them whenever it likes."""
+    engine = engine_of(model, 3, 4, replay=True)
+    with Watch().over(engine):
+        for commands in ([Add(request(0, 30, 10, 0, 1))], [], []):
+            engine.step(commands)
+        waiting = Reserve(request(2, 40, 2, 0, 1))
+        assert engine.step([Cancel("r0"), waiting]).reserved == []
+        assert [name for name, _ in engine.step([]).reserved] == ["r2"]
 
 
 def test_draws_that_need_the_host_are_finished_from_their_own_logits(model: Model) -> None:
