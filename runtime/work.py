@@ -52,7 +52,8 @@ class Sequence:
         limit: tokens at which it ends, whatever they are.
         running: whether it is in the decode batch.
         ahead: tokens that launched steps draw for it, and that the host does not know yet.
-        decided: False where the step after its next must wait for the host to finish a draw.
+        decided: False while a draw of its needs the host: its step is read before another one is
+            launched.
     """
 
     request: Request

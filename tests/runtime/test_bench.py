@@ -33,7 +33,7 @@ def test_tables_of_a_tiny_model(table: list[str], lines: list[str], tmp_path: Pa
     assert all(figure["ms"] > 0 and figure["floor_ms"] > 0 for figure in figures)
 
 
-def test_the_host_s_table(tmp_path: Path) -> None:
+def test_the_table_of_the_host(tmp_path: Path) -> None:
     target = tmp_path / "figures.json"
     command = [sys.executable, "-m", "runtime.bench", "host", "--device", "cpu", "--runs", "3"]
     done = subprocess.run(
