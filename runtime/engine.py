@@ -2,6 +2,9 @@
 
 A step has two halves, so that what was decided can be told before its forward passes run: `plan`
 takes commands and decides, `compute` does what was planned.
+
+Where decode steps are replayed, `compute` launches one and reads the one before: the host does its
+work on a step's tokens while the device computes the next.
 """
 
 from collections.abc import Sequence as Items
@@ -23,12 +26,13 @@ from runtime.commands import (
 from runtime.errors import NotFinite, RuntimeFault
 from runtime.kv.pages import pages_for
 from runtime.model import Model
-from runtime.replay import DecodeReplay
-from runtime.sampling import Draw, Row, sample
+from runtime.prefill_replay import PrefillReplay
+from runtime.replay import UNDECIDED, DecodeReplay, Flight
+from runtime.sampling import Draw, sample
 from runtime.scheduler import Scheduler
 from runtime.sequence import FinishReason, Request, SampledToken
 from runtime.warm_up import USUAL, Progress, silent, warm_up_prefill
-from runtime.work import Aim, Chunk, Limits, Plan, Sequence, Work
+from runtime.work import Aim, Chunk, Limits, Plan, Sequence, Work, row_of
 
 __all__ = [
     "Add",
@@ -52,15 +56,25 @@ class Engine:
     to two forward passes, one over chunks of prompts and one over all running sequences.
 
     Args:
-        replay: decode by `DecodeReplay`, for a device that is faster than its host.
+        replay: prefill by `PrefillReplay` and decode by `DecodeReplay`, for a device that is faster
+            than its host. Tokens are the same, and those of decode are said one step later.
+        decodes: whether there is anything to decode: a prefill worker needs no graphs for it.
     """
 
     def __init__(
-        self, model: Model, *, num_pages: int, limits: Limits, replay: bool = False
+        self,
+        model: Model,
+        *,
+        num_pages: int,
+        limits: Limits,
+        replay: bool = False,
+        decodes: bool = True,
     ) -> None:
         self.model = model
         self.cache = model.new_cache(num_pages + replay)  # one is nobody's, see `DecodeReplay`
-        self._replay = DecodeReplay(model, self.cache, limits.max_running) if replay else None
+        most = limits.max_running
+        self._replay = DecodeReplay(model, self.cache, most) if replay and decodes else None
+        self._prompts = PrefillReplay(model, self.cache, limits.step_tokens) if replay else None
         self._scheduler = Scheduler(
             limits,
             num_pages=num_pages,
@@ -69,6 +83,7 @@ class Engine:
         )
         self._planned: Plan | None = None
         self._limits = limits
+        self._flight: Flight | None = None  # a decode step whose tokens nobody has read
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress = silent) -> None:
@@ -77,6 +92,8 @@ class Engine:
         if self.model.device.type == "cpu":
             return
         warm_up_prefill(self.model, self.cache, self._limits, progress)
+        if self._prompts is not None:
+            self._prompts.warm_up(partial(progress, "prompts"))
         if self._replay is not None:
             self._replay.warm_up(USUAL, partial(progress, "decode"))
 
@@ -107,7 +124,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step without commands would do anything."""
-        return self._scheduler.has_work
+        return self._flight is not None or self._scheduler.has_work
 
     @torch.inference_mode()
     def plan(self, incoming: Items[Command]) -> StepOutput:
@@ -115,7 +132,8 @@ class Engine:
 
         Returns:
             What is known before anything is computed: ``refused``, ``reserved``, ``started``, and
-            as ``ended`` the requests that ended with the tokens they arrived with.
+            as ``ended`` the requests that ended with the tokens they arrived with; where the next
+            step cannot be launched before the last one was read, also what that one drew.
 
         Raises:
             ValueError: an id was added twice, or KV arrived that was not reserved. Nothing that a
@@ -124,6 +142,9 @@ class Engine:
         output = StepOutput()
         for command in incoming:
             self._take(command, output)
+        if self._flight is not None and not self._runs_ahead(self._flight):
+            self._land(self._flight, output)
+            self._flight = None
         plan = self._planned = self._scheduler.plan()
         output.refused += plan.refused
         output.reserved += [(w.request.id, tuple(w.sequences[0].pages)) for w in plan.reserved]
@@ -132,19 +153,30 @@ class Engine:
 
     @torch.inference_mode()
     def compute(self) -> StepOutput:
-        """Compute what was planned last, once: a batch of chunks, a batch of running sequences."""
+        """Compute what was planned last, once: a batch of chunks, a batch of running sequences.
+
+        Of a batch that is replayed the next step's output has the tokens.
+        """
         output = StepOutput()
         plan, self._planned = self._planned, None
-        if plan and plan.chunks:
+        if plan is None:
+            return output
+        if plan.chunks:
             self._prefill(plan.chunks, output)
-        if plan and (running := [s for s in plan.decode if s.request.id in self._scheduler]):
-            self._decode(running, output)  # without those whose other choice was just refused
+        flown, self._flight = self._flight, None
+        # Without those whose other choice was just refused.
+        if running := [sequence for sequence in plan.decode if sequence.running]:
+            self._decode(running, output)
+        if flown is not None:
+            self._land(flown, output)
         return output
 
     def step(self, incoming: Items[Command]) -> StepOutput:
         """`plan`, then `compute`, as one output. Raises what they raise."""
         planned, output = self.plan(incoming), self.compute()
         output.reserved, output.started = planned.reserved, planned.started
+        output.tokens = planned.tokens + output.tokens
+        output.finished = planned.finished + output.finished
         output.refused = planned.refused + output.refused
         output.ended = planned.ended + output.ended
         return output
@@ -179,7 +211,9 @@ class Engine:
             )
             for chunk in chunks
         ]
-        logits = self.model.forward(Batch.of(slices, self.model.device), self.cache)
+        logits = self._prompts.forward(slices) if self._prompts is not None else None
+        if logits is None:
+            logits = self.model.forward(Batch.of(slices, self.model.device), self.cache)
         for chunk in chunks:
             end = chunk.first + chunk.count
             pages = chunk.work.sequences[0].pages[chunk.first // size : pages_for(end, size)]
@@ -193,7 +227,7 @@ class Engine:
         sequences = [sequence for work in complete for sequence in work.sequences]
         if sequences:
             each = torch.tensor([len(work.sequences) for work in complete], device=logits.device)
-            draws = sample(logits.repeat_interleave(each, dim=0), [_row(s) for s in sequences])
+            draws = sample(logits.repeat_interleave(each, dim=0), [row_of(s) for s in sequences])
             for work in complete:
                 for sequence in work.sequences:
                     ended = self._accept(sequence, draws.pop(0), output)
@@ -202,11 +236,29 @@ class Engine:
 
     def _decode(self, sequences: list[Sequence], output: StepOutput) -> None:
         if self._replay is not None and self._replay.takes(sequences):
-            draws = self._replay.step(sequences)
-        else:
-            draws = self._decode_once(sequences)
-        for sequence, draw in zip(sequences, draws, strict=True):
+            self._flight = self._replay.launch(sequences)
+            self._scheduler.launched(sequences)
+            return
+        for sequence, draw in zip(sequences, self._decode_once(sequences), strict=True):
             self._accept(sequence, draw, output)
+
+    def _runs_ahead(self, flight: Flight) -> bool:
+        """Whether the next step can be launched before that one's tokens are known: none of its
+        draws needs the host, and nobody has to give pages back."""
+        return (
+            flight.replay.follows(self._scheduler.continuing)
+            and not self._scheduler.starved
+            and all(sequence.decided for sequence in flight.sequences)
+        )
+
+    def _land(self, flight: Flight, output: StepOutput) -> None:
+        """Read a step's tokens; those of sequences that ended or left meanwhile are nobody's."""
+        draws = flight.replay.collect(flight)
+        self._scheduler.landed(flight.sequences)
+        for sequence, draw in zip(flight.sequences, draws, strict=True):
+            sequence.decided = draw is not UNDECIDED
+            if sequence.running and sequence.decided:
+                self._accept(sequence, draw, output)
 
     def _decode_once(self, sequences: list[Sequence]) -> list[Draw | None]:
         slices = [
@@ -214,7 +266,7 @@ class Engine:
             for sequence in sequences
         ]
         logits = self.model.forward(Batch.of(slices, self.model.device), self.cache)
-        return sample(logits, [_row(sequence) for sequence in sequences])
+        return sample(logits, [row_of(sequence) for sequence in sequences])
 
     def _start_received(
         self, work: Work, first: tuple[SampledToken, ...], output: StepOutput
@@ -263,15 +315,6 @@ class Engine:
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         """Whether a sequence's last token ends it."""
-        request = sequence.request
-        if sequence.tokens[-1] in request.stop_token_ids:
+        if sequence.tokens[-1] in sequence.request.stop_token_ids:
             return FinishReason.STOP
-        output_tokens = len(sequence.tokens) - request.prompt_tokens
-        if output_tokens >= request.max_tokens or len(sequence.tokens) >= self.model.context_length:
-            return FinishReason.LENGTH
-        return None
-
-
-def _row(sequence: Sequence) -> Row:
-    request = sequence.request
-    return Row(request.sampling, sequence.choice, sequence.tokens, request.prompt_tokens)
+        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None

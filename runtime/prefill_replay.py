@@ -38,6 +38,7 @@ class PrefillReplay:
         self._chunks: dict[tuple[int, int, bool], _Chunk] = {}
         self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
+    @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> Tensor | None:
         """As `Model.forward`; overwritten by the next call. None for a batch that is too large."""
         count = sum(len(piece.tokens) for piece in slices)
@@ -48,6 +49,7 @@ class PrefillReplay:
         logits = any(piece.want_logits for piece in slices)
         return self._chunk(tokens, sequences, logits).forward(slices)
 
+    @torch.inference_mode()
     def warm_up(self, progress: Callable[[int], None]) -> None:
         """Capture every graph, the largest first: the others use its memory."""
         for tokens in reversed(self._tokens):

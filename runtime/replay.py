@@ -1,14 +1,21 @@
 """Decode without a word from the host: a step's tensors stay, and a CUDA graph replays it.
 
 A sequence has a row of them for as long as it runs. A step feeds itself: the token drawn is the
-next one's input, positions and lengths count up on the device. The host writes a row when a
-sequence joins, its page table when it gets a page, and reads what was drawn. A graph is captured
-for each bucket of rows and each kind of sampling in it, at first use or by `warm_up`; on the CPU
-the same step is called.
+next one's input, positions count up on the device. So a step can be launched before anybody has
+read what the last one drew: `launch` writes what has changed, a row when a sequence joins, its page
+table when it gets a page, and `collect` waits for the draws. A graph is captured for each bucket of
+rows and each kind of sampling in it, at first use or by `warm_up`; on the CPU the same step is
+called.
+
+A row whose draw needs the host (`StaticSampler.decided`) does not move: a step that was launched
+meanwhile computes it once more, and the host finishes the draw of the latest step only, whose
+logits are still there.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -16,23 +23,43 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.captured import Captured
 from runtime.kv.cache import PagedCache
+from runtime.kv.pages import pages_for
 from runtime.model import Model
-from runtime.sampling import Draw, Row
+from runtime.rows import Rows
+from runtime.sampling import Draw
+from runtime.staging import Landing
 from runtime.static_sampling import Needs, StaticSampler
 from runtime.work import Sequence as Running
+from runtime.work import row_of
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 TOP = 20
 """Most probable tokens that are found beside each one; rows that ask for more are not replayed."""
+UNDECIDED = Draw(-1)
+"""The next step, which is launched already, draws this token again."""
 
 
-@dataclass
-class _Seat:
-    """What a row's tensors hold of a sequence."""
+@dataclass(frozen=True)
+class Seating:
+    """Who sits in which row of a step; the next one's is often the same."""
 
-    sequence: Running
-    tokens: int
-    pages: int
+    sequences: list[Running]
+    rows: list[int]
+    bucket: int
+    needs: Needs
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step that was launched, and whose draws are on their way to the host."""
+
+    replay: "DecodeReplay"
+    seating: Seating
+    landing: Landing
+
+    @property
+    def sequences(self) -> list[Running]:
+        return self.seating.sequences
 
 
 class DecodeReplay:
@@ -48,113 +75,87 @@ class DecodeReplay:
         self._model, self._cache = model, cache
         device, pages = model.device, len(cache.planes[0])
         self._buckets = [bucket for bucket in BUCKETS if bucket < most] + [most]
-        self._seats: list[_Seat | None] = [None] * most
-        self._nowhere = pages - 1
-        width = -(-model.context_length // model.page_size)
-
-        def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        self._tokens, self._positions, self._active = numbers(3, most)
-        self._lengths = numbers(most, dtype=torch.int32) + 1
-        self._page_table = numbers(most, width, dtype=torch.int32) + self._nowhere
+        width = pages_for(model.context_length, model.page_size)
+        self._rows = Rows(most, width, pages - 1, device)
         self._order = torch.arange(most + 1, device=device)
-        self._sampler = StaticSampler(most, model.config.vocab_size, device, top=TOP)
-        self._logits = numbers(most, model.config.vocab_size, dtype=torch.float32)
+        vocab = model.config.vocab_size
+        sampler = self._sampler = StaticSampler(most, vocab, device, top=TOP)
+        self._logits = torch.zeros(most, vocab, dtype=torch.float32, device=device)
+        self._results = [
+            sampler.drawn, sampler.logprobs, sampler.top_logprobs, sampler.top_tokens
+        ]  # fmt: skip
+        self._landings = cycle(Landing(self._results) for _ in range(2))
         self._steps: dict[tuple[int, Needs], Callable[[], object]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._seating = Seating([], [], 0, Needs.of([]))
+        self._latest: Flight | None = None
 
-    def takes(self, sequences: Sequence[Running]) -> bool:
+    def takes(self, sequences: list[Running]) -> bool:
         """Whether this batch can be replayed."""
-        return len(sequences) <= len(self._seats) and all(
-            (sequence.request.sampling.logprobs or 0) <= TOP for sequence in sequences
+        return sequences == self._seating.sequences or (
+            len(sequences) <= self._rows.most
+            and all((sequence.request.sampling.logprobs or 0) <= TOP for sequence in sequences)
         )
 
-    def step(self, sequences: Sequence[Running]) -> list[Draw | None]:
-        """The next token of each sequence; None where its logits are not finite."""
-        seats = self._seat(sequences)
-        bucket = next(size for size in self._buckets if size > max(seats, default=0))
-        needs = Needs.of(sequence.request.sampling for sequence in sequences)
-        self._run(bucket, needs)
-        for seat in seats:
-            if (held := self._seats[seat]) is not None:
-                held.tokens += 1
-        return self._drawn(bucket, seats, sequences, needs)
+    def follows(self, sequences: list[Running]) -> bool:
+        """Whether a step of these may be launched before the last one's draws are known.
+
+        It may not where rows would better move forward first: to move they have to be written.
+        """
+        least = self._bucket_of(len(sequences))
+        if sequences == self._seating.sequences:
+            return self._seating.bucket <= least
+        return self.takes(sequences) and self._bucket_of(self._rows.last(sequences)) <= least
+
+    def launch(self, sequences: list[Running]) -> Flight:
+        """Start a step that draws the next token of each sequence.
+
+        A sequence with a token that is not known yet must have been in the step before.
+        """
+        seating = self._seating
+        if sequences != seating.sequences or seating.bucket > self._bucket_of(len(sequences)):
+            seating = self._seating = self._seat(sequences)
+        if joined := self._rows.write(sequences):
+            self._sampler.load(list(joined), [row_of(sequence) for sequence in joined.values()])
+        self._run(seating.bucket, seating.needs)
+        self._latest = Flight(self, seating, next(self._landings))
+        self._send(self._latest)
+        return self._latest
+
+    def collect(self, flight: Flight) -> list[Draw | None]:
+        """Wait for a step's tokens; at most one may have been launched after it.
+
+        Returns:
+            For each sequence its draw, None where its logits are not finite, or `UNDECIDED`.
+        """
+        seating = flight.seating
+        results = flight.landing.wait()
+        found = results[0][: seating.bucket].tolist()
+        missing = [row for row in seating.rows if found[row][1] and not found[row][2]]
+        if missing and flight is self._latest:
+            self._sampler.redraw(self._logits, missing)
+            self._rows.move(missing, self._sampler.tokens)
+            self._send(flight)
+            found = flight.landing.wait()[0][: seating.bucket].tolist()
+        return self._draws(seating, found, results)
 
     def warm_up(
         self, needs: Sequence[Needs], captured: Callable[[int], None] = lambda _bucket: None
     ) -> None:
         """Capture every bucket for these kinds of sampling, the largest first: the others use its
-        memory. ``captured`` is told of each."""
+        memory. For a start, while nobody has a row. ``captured`` is told of each."""
         for bucket in reversed(self._buckets):
             for kind in needs:
                 self._run(bucket, kind)
             captured(bucket)
-        for row in range(len(self._seats)):
-            self._leave(row)
 
-    def _seat(self, sequences: Sequence[Running]) -> list[int]:
-        """Give each sequence a row, those that have one the same, and write what has changed."""
-        wanted = {id(sequence) for sequence in sequences}
-        rows: dict[int, int] = {}
-        for row, seat in enumerate(self._seats):
-            if seat is not None and id(seat.sequence) in wanted:
-                rows[id(seat.sequence)] = row
-            elif seat is not None:
-                self._leave(row)
-        free = [row for row, seat in enumerate(self._seats) if seat is None]
-        for sequence in sequences:
-            if id(sequence) not in rows:
-                rows[id(sequence)] = free.pop(0)
-                self._join(rows[id(sequence)], sequence)
-        self._close_up(rows, free)
-        for sequence in sequences:
-            row = rows[id(sequence)]
-            seat = self._seats[row]
-            if seat is None or seat.tokens != len(sequence.tokens):
-                self._join(row, sequence)
-            elif seat.pages != len(sequence.pages):
-                self._write_pages(row, sequence, seat.pages)
-                seat.pages = len(sequence.pages)
-        return [rows[id(sequence)] for sequence in sequences]
+    def _bucket_of(self, rows: int) -> int:
+        return self._buckets[bisect_left(self._buckets, rows)]
 
-    def _close_up(self, rows: dict[int, int], free: list[int]) -> None:
-        """Move the last rows forward once they keep a batch in a larger bucket than it needs."""
-        fits = next(size for size in self._buckets if size >= max(1, len(rows)))
-        last = max(rows.values(), default=0)
-        if next(size for size in self._buckets if size > last) == fits:
-            return
-        for row in sorted(rows.values(), reverse=True):
-            target = min(free, default=row)
-            if row < fits or target >= row:
-                break
-            seat = self._seats[row]
-            if seat is not None:
-                free.remove(target)
-                rows[id(seat.sequence)] = target
-                self._leave(row)
-                self._join(target, seat.sequence)
-
-    def _join(self, row: int, sequence: Running) -> None:
-        tokens, request = sequence.tokens, sequence.request
-        self._seats[row] = _Seat(sequence, len(tokens), len(sequence.pages))
-        self._tokens[row] = tokens[-1]
-        self._positions[row] = len(tokens) - 1
-        self._lengths[row] = len(tokens)
-        self._active[row] = 1
-        self._write_pages(row, sequence, 0)
-        own = Row(request.sampling, sequence.choice, tokens, request.prompt_tokens)
-        self._sampler.load(row, own)
-
-    def _leave(self, row: int) -> None:
-        self._seats[row] = None
-        self._tokens[row] = self._positions[row] = self._active[row] = 0
-        self._lengths[row] = 1
-        self._page_table[row, 0] = self._nowhere
-
-    def _write_pages(self, row: int, sequence: Running, first: int) -> None:
-        pages = torch.tensor(sequence.pages[first:], dtype=torch.int32)
-        self._page_table[row, first : first + len(pages)] = pages.to(self._page_table.device)
+    def _seat(self, sequences: list[Running]) -> Seating:
+        rows = self._rows.seat(sequences, self._bucket_of(len(sequences)))
+        needs = Needs.of(sequence.request.sampling for sequence in sequences)
+        return Seating(sequences, rows, self._bucket_of(max(rows) + 1), needs)
 
     def _run(self, bucket: int, needs: Needs) -> None:
         key = bucket, needs
@@ -171,7 +172,7 @@ class DecodeReplay:
 
         if self._model.device.type != "cuda":
             return compute
-        state = [self._tokens, self._positions, self._lengths, *self._sampler.state]
+        state = [self._rows.state, *self._sampler.state]
         kept = [tensor.clone() for tensor in state]
         compute()
         for tensor, was in zip(state, kept, strict=True):
@@ -185,55 +186,48 @@ class DecodeReplay:
 
     def _batch(self, bucket: int) -> Batch:
         """The first rows, as tensors that stay."""
-        rows = slice(bucket)
+        rows, own = slice(bucket), self._rows
         return Batch(
-            tokens=self._tokens[rows],
-            positions=self._positions[rows],
-            page_table=self._page_table[rows],
+            tokens=own.tokens[rows],
+            positions=own.positions[rows],
+            page_table=own.page_table[rows],
             starts=self._order[: bucket + 1].int(),
-            lengths=self._lengths[rows],
+            lengths=own.lengths[rows],
             sequences=self._order[rows].int(),
             logit_rows=self._order[rows],
             single=True,
         )
 
     def _compute(self, bucket: int, needs: Needs, logits_of: Callable[[], Tensor]) -> None:
-        rows = slice(bucket)
+        rows, own, sampler = slice(bucket), self._rows, self._sampler
+        torch.add(own.positions[rows], 1, out=own.lengths[rows])
         logits = logits_of()
         if needs.draws:
             self._logits[rows] = logits
-        self._sampler(logits, needs)
-        active = self._active[rows]
-        self._tokens[rows] = torch.where(active > 0, self._sampler.tokens[rows], 0)
-        self._positions[rows] += active
-        self._lengths[rows] += active.int()
+        sampler(logits, needs)
+        moved = own.active[rows] * sampler.decided[rows]
+        own.tokens[rows] = torch.where(moved > 0, sampler.tokens[rows], own.tokens[rows])
+        own.positions[rows] += moved
 
-    def _drawn(
-        self, bucket: int, seats: Sequence[int], sequences: Sequence[Running], needs: Needs
+    def _send(self, flight: Flight) -> None:
+        seating = flight.seating
+        flight.landing.send(self._results[: None if seating.needs.logprobs else 1], seating.bucket)
+
+    def _draws(
+        self, seating: Seating, found: list[list[int]], results: list[Tensor]
     ) -> list[Draw | None]:
-        sampler, rows = self._sampler, slice(bucket)
-        found = torch.stack(
-            [sampler.tokens[rows], sampler.finite[rows].long(), sampler.decided[rows].long()]
-        ).tolist()
-        if not all(found[2][seat] for seat in seats):
-            sampler.redraw(self._logits[rows])
-            self._tokens[rows] = torch.where(self._active[rows] > 0, sampler.tokens[rows], 0)
-            found[0] = sampler.tokens[rows].tolist()
-        logprobs: list[list[float]] = []
-        if needs.logprobs:
-            logprobs = torch.cat(
-                [sampler.logprobs[rows, None], sampler.top_logprobs[rows]], dim=1
-            ).tolist()
-            tops = sampler.top_tokens[rows].tolist()
         draws: list[Draw | None] = []
-        for seat, sequence in zip(seats, sequences, strict=True):
+        for sequence, row in zip(seating.sequences, seating.rows, strict=True):
+            token, finite, decided = found[row]
             wanted = sequence.request.sampling.logprobs
-            if not found[1][seat]:
+            if not finite:
                 draws.append(None)
+            elif not decided:
+                draws.append(UNDECIDED)
             elif wanted is None:
-                draws.append(Draw(found[0][seat]))
+                draws.append(Draw(token))
             else:
-                own, *values = logprobs[seat]
-                top = tuple(zip(tops[seat][:wanted], values[:wanted], strict=True))
-                draws.append(Draw(found[0][seat], own, top))
+                own, values, tokens = (result[row].tolist() for result in results[1:])
+                top = tuple(zip(tokens[:wanted], values[:wanted], strict=True))
+                draws.append(Draw(token, own[0], top))
         return draws

@@ -6,6 +6,7 @@ index), so that a replay on another worker, in another batch, draws the same tok
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +37,7 @@ class Row:
         return len(self.tokens) - self.prompt_tokens
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """A token, and the log probabilities that its row asked for."""
 
     token: int

@@ -4,9 +4,14 @@ A piece of `Work` waits, is admitted with all the pages of its tokens, is prefil
 (or receives its KV from another worker), and then each of its sequences runs in the decode batch
 until it ends. Chunks of a sequence end at multiples of ``chunk_tokens`` whatever else is computed,
 and admission is first come, first served.
+
+A decode step may be in flight: launched, its tokens not known yet. It counts in the lengths of its
+sequences, and pages that anybody lets go are not free before it has landed: until then it, and what
+was launched before it, may write into them, and KV from another worker does not wait for that.
 """
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from runtime.errors import InvalidRequest, OutOfPages, QueueFull, RuntimeFault
@@ -34,6 +39,9 @@ class Scheduler:
         self._received: dict[str, Work] = {}
         self._held: dict[str, Work] = {}
         self._running: list[Sequence] = []  # by age
+        self._flights: deque[list[int]] = (
+            deque()
+        )  # of each step, pages let go since it was launched
         self._unfinished: dict[str, int] = {}  # choices, of every request that is known
 
     def __contains__(self, request_id: str) -> bool:
@@ -66,6 +74,19 @@ class Scheduler:
         return tokens
 
     @property
+    def continuing(self) -> list[Sequence]:
+        """What runs and goes on after the tokens that are being drawn, as far as one can know."""
+        return [s for s in self._running if len(s.tokens) + s.ahead < s.limit]
+
+    @property
+    def starved(self) -> bool:
+        """Whether somebody would have to go for the others to get the slots of the next step."""
+        free = self.pool.free
+        if free >= len(self._running):  # none needs more than one
+            return False
+        return sum(self._missing(sequence) for sequence in self.continuing) > free
+
+    @property
     def has_work(self) -> bool:
         """Whether a step without new commands would do anything."""
         return bool(self._running or self._prefilling) or (
@@ -81,8 +102,9 @@ class Scheduler:
         """
         if request.id in self:
             raise ValueError(f"request {request.id} is known already")
+        limit = min(request.prompt_tokens + request.max_tokens, self._context_length)
         sequences = [
-            Sequence(request, choice, self._arrivals, list(request.tokens))
+            Sequence(request, choice, self._arrivals, list(request.tokens), limit)
             for choice in range(request.choices)
         ]
         work = Work(aim, sequences)
@@ -114,19 +136,25 @@ class Scheduler:
         for work in self._works():
             if work.request.id == request_id:
                 self._release(work.sequences)
-        self._release(s for s in self._running if s.request.id == request_id)
+        for sequence in [s for s in self._running if s.request.id == request_id]:
+            self._stop(sequence)
+            self._release([sequence])
         self._waiting = [w for w in self._waiting if w.request.id != request_id]
         self._prefilling = [w for w in self._prefilling if w.request.id != request_id]
         self._received.pop(request_id, None)
         self._held.pop(request_id, None)
-        self._running = [s for s in self._running if s.request.id != request_id]
 
     def plan(self) -> Plan:
-        """Grow what runs, admit what fits, and choose this step's chunks."""
-        refused = self._grow()
+        """Grow what runs, admit what fits, and choose this step's chunks.
+
+        If it is `starved`, no step may be in flight.
+        """
+        decode = self.continuing
+        refused = self._grow(decode)
         reserved = self._admit()
         refused += self._refuse_overflow()
-        return Plan(self._choose_chunks(), list(self._running), reserved, refused)
+        decode = [sequence for sequence in decode if sequence.running]
+        return Plan(self._choose_chunks(), decode, reserved, refused)
 
     def computed(self, chunk: Chunk) -> None:
         """A chunk is in the pages; the last one takes its work out of the prefill queue."""
@@ -139,7 +167,20 @@ class Scheduler:
 
     def run(self, sequence: Sequence) -> None:
         """A sequence whose tokens but the last are in its pages joins the decode batch."""
+        sequence.running = True
         insort(self._running, sequence, key=_age)
+
+    def launched(self, sequences: Iterable[Sequence]) -> None:
+        """A step is in flight that draws one more token for each of these."""
+        self._flights.append([])
+        for sequence in sequences:
+            sequence.ahead += 1
+
+    def landed(self, sequences: Iterable[Sequence]) -> None:
+        """The first of the steps in flight has ended, and needs no page any more."""
+        self.pool.release(self._flights.popleft())
+        for sequence in sequences:
+            sequence.ahead -= 1
 
     def finish(self, sequence: Sequence) -> bool:
         """One choice has ended; True if it was its request's last one.
@@ -147,8 +188,8 @@ class Scheduler:
         Its pages are returned unless they are held.
         """
         request_id = sequence.request.id
-        if sequence in self._running:
-            self._running.remove(sequence)
+        if sequence.running:
+            self._stop(sequence)
         held = request_id in self._held
         if not held:
             self._release([sequence])
@@ -163,17 +204,17 @@ class Scheduler:
         """Free the pages of a sequence that was in no queue when its request was dropped."""
         self._release([sequence])
 
-    def _grow(self) -> list[tuple[str, RuntimeFault]]:
-        """Give every running sequence the slot of its last token, the oldest first.
+    def _grow(self, sequences: Iterable[Sequence]) -> list[tuple[str, RuntimeFault]]:
+        """Give running sequences the slot of their last token, the oldest first.
 
         Where no page is free the youngest sequence loses its own and waits to be computed again;
         one that finds no page although nobody else holds any is refused.
         """
         refused: list[tuple[str, RuntimeFault]] = []
-        for sequence in list(self._running):
-            if sequence not in self._running:  # it was preempted for an older one
+        for sequence in sequences:
+            if not sequence.running:  # it was preempted for an older one
                 continue
-            missing = pages_for(len(sequence.tokens), self._page_size) - len(sequence.pages)
+            missing = self._missing(sequence)
             if missing and self._make_room(missing, sequence, refused):
                 sequence.pages += self.pool.allocate(missing)
         return refused
@@ -189,7 +230,7 @@ class Scheduler:
                 self._prefilling.remove(prefill)
                 self._requeue(prefill)
                 continue
-            self._running.remove(youngest)
+            self._stop(youngest)
             work = Work(Aim.RUN, [youngest])
             try:
                 self._check_fits_ever(work)
@@ -270,13 +311,21 @@ class Scheduler:
 
     def _need(self, work: Work) -> int:
         """Pages that must be free to start: of the tokens, and of each sequence's next one."""
-        request, tokens = work.request, len(work.tokens)
+        tokens = len(work.tokens)
         if work.aim is Aim.HOLD:
             return pages_for(tokens, self._page_size)
-        longest = min(request.prompt_tokens + request.max_tokens, self._context_length) - 1
         shared = tokens // self._page_size
+        longest = work.sequences[0].limit - 1
         own = pages_for(min(tokens + 1, longest), self._page_size) - shared
         return shared + own * len(work.sequences)
+
+    def _missing(self, sequence: Sequence) -> int:
+        """Pages of the slots of its tokens that it does not have yet."""
+        return pages_for(sequence.length, self._page_size) - len(sequence.pages)
+
+    def _stop(self, sequence: Sequence) -> None:
+        sequence.running = False
+        self._running.remove(sequence)
 
     def _works(self) -> Iterator[Work]:
         yield from self._waiting
@@ -286,7 +335,10 @@ class Scheduler:
 
     def _release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
-            self.pool.release(sequence.pages)
+            if self._flights:
+                self._flights[-1] += sequence.pages
+            else:
+                self.pool.release(sequence.pages)
             sequence.pages = []
 
 

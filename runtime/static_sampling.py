@@ -3,17 +3,21 @@
 A batch has a fixed number of rows. `StaticSampler.load` says whose logits a row is; from then on
 each call draws a token for every row, counts it, and goes on to the next random number, all on the
 device, so that a CUDA graph can hold it. The tokens are those of `sampling.sample`; of the most
-probable ones beside them, equally probable ones may come in another order.
+probable ones beside them, equally probable ones may come in another order. A row that is not
+decided stays where it was: from the same logits the next call would draw the same again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.sampling import LARGEST, Row, Settings, draw, draw_from_all
 from runtime.sequence import Sampling
+from runtime.staging import to_device
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
@@ -39,6 +43,9 @@ class Needs:
 
 EVERYTHING = Needs(draws=True, shapes=True, logprobs=True)
 
+_WORDS, _REALS = 5, 6
+"""Of a row: greedy, top-k, seed, choice, output index; temperature, min-p, top-p, penalties."""
+
 
 class StaticSampler:
     """What a batch's rows are drawn by.
@@ -48,54 +55,65 @@ class StaticSampler:
         top: how many of the most probable tokens can be found beside each one.
 
     Attributes:
+        drawn: int64 `[rows, 3]`: the three below.
         tokens: int64 `[rows]`, drawn last.
-        finite: bool `[rows]`: whether there was anything to draw from.
-        decided: bool `[rows]`: if not, the row is flat beyond its best thousand logits, and
+        finite: int64 `[rows]`, 1 where there was anything to draw from.
+        decided: int64 `[rows]`: where it is 0 the row is flat beyond its best thousand logits, and
             `redraw` finds its token.
-        logprobs: fp32 `[rows]`; ``top_logprobs`` fp32 and ``top_tokens`` int64 `[rows, top]`.
+        logprobs: fp32 `[rows, 1]`; ``top_logprobs`` fp32 and ``top_tokens`` int64 `[rows, top]`.
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device, *, top: int = 0) -> None:
-        self._vocab, self._top = vocab, top
+        self._vocab, self._top, self._device = vocab, top, device
 
-        def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+        def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.tokens = numbers(rows, dtype=torch.int64)
-        self.finite = numbers(rows, dtype=torch.bool)
-        self.decided = numbers(rows, dtype=torch.bool)
-        self.logprobs = numbers(rows, dtype=torch.float32)
+        self.drawn = numbers(rows, 3)
+        self.tokens, self.finite, self.decided = self.drawn.unbind(dim=1)
+        self.logprobs = numbers(rows, 1, dtype=torch.float32)
         self.top_logprobs = numbers(rows, top, dtype=torch.float32)
-        self.top_tokens = numbers(rows, top, dtype=torch.int64)
-        self._greedy = numbers(rows, dtype=torch.bool)
-        self._drawn_by = numbers(3, rows, 1, dtype=torch.float64)  # temperature, min-p, top-p
-        self._top_k = numbers(rows, 1, dtype=torch.int64)
-        self._counter = numbers(3, rows, dtype=torch.int64)  # seed, choice, output index
+        self.top_tokens = numbers(rows, top)
+        self._settings_of = numbers(_WORDS + _REALS, rows)  # reals as their bits
+        self._greedy, self._top_k = self._settings_of[0], self._settings_of[1, :, None]
+        self._counter = self._settings_of[2:_WORDS]
+        reals = self._settings_of[_WORDS:].view(torch.float64)[:, :, None]
+        self._drawn_by = reals[:3]
         self._shapes = _Shapes(
             bias=numbers(rows, vocab, dtype=torch.float32),
             outputs=numbers(rows, vocab, dtype=torch.int32),
             seen=numbers(rows, vocab, dtype=torch.bool),
-            penalties=numbers(3, rows, 1, dtype=torch.float32),
+            penalties=reals[3:],
         )
         self._last = numbers(rows, vocab, dtype=torch.float32)
-        for row in range(rows):
-            self.load(row, Row(Sampling(), 0, (), 0))
+        self.load(range(rows), [Row(Sampling(), 0, (), 0)] * rows)
 
     @property
     def state(self) -> list[Tensor]:
         """What a call changes and the next one reads."""
         return [self._counter, self._shapes.outputs]
 
-    def load(self, number: int, row: Row) -> None:
-        """From now on the logits of this number are that row's."""
-        sampling = row.sampling
-        self._greedy[number] = sampling.temperature == 0
-        drawn_by = (sampling.temperature or 1.0, sampling.min_p, sampling.top_p)
-        self._drawn_by[:, number, 0] = torch.tensor(drawn_by, dtype=torch.float64)
-        self._top_k[number, 0] = sampling.top_k or self._vocab
-        words = [_signed(word) for word in (sampling.seed, row.choice, row.index)]
-        self._counter[:, number] = torch.tensor(words)
-        self._shapes.load(number, row)
+    def load(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
+        """From now on the logits of these numbers are those rows', each number once."""
+        words = np.empty((1 + _WORDS + _REALS, len(rows)), np.int64)
+        words[0] = numbers
+        reals = words[1 + _WORDS :].view(np.float64)
+        for column, row in enumerate(rows):
+            own = row.sampling
+            counted = (_signed(own.seed), _signed(row.choice), row.index)
+            words[1 : 1 + _WORDS, column] = (
+                own.temperature == 0,
+                own.top_k or self._vocab,
+                *counted,
+            )
+            reals[:, column] = (
+                own.temperature or 1.0, own.min_p, own.top_p,
+                own.repetition_penalty, own.frequency_penalty, own.presence_penalty,
+            )  # fmt: skip
+        loaded = to_device(words, self._device)
+        self._settings_of.index_copy_(1, loaded[0], loaded[1:])
+        for number, row in zip(numbers, rows, strict=True):
+            self._shapes.load(number, row)
 
     def __call__(self, logits: Tensor, needs: Needs = EVERYTHING) -> None:
         """Draw for the first `m` rows, from fp32 `[m, vocab]`, which stay as they are.
@@ -107,70 +125,72 @@ class StaticSampler:
         tokens = shaped.argmax(dim=-1)
         if needs.draws:
             drawn, decided = draw(shaped, self._settings(rows))
-            tokens = torch.where(self._greedy[rows], tokens, drawn)
-            self.decided[rows] = decided | self._greedy[rows]
+            greedy = self._greedy[rows] > 0
+            tokens = torch.where(greedy, tokens, drawn)
+            self.decided[rows] = decided | greedy
             self._last[rows] = shaped
         else:
-            self.decided[rows] = True
+            self.decided[rows] = 1
         self.tokens[rows] = tokens
         self.finite[rows] = logits.sum(dim=-1).isfinite()
         if needs.logprobs:
             logprobs = logits.log_softmax(dim=-1)
-            self.logprobs[rows] = logprobs.gather(1, tokens[:, None])[:, 0]
+            self.logprobs[rows] = logprobs.gather(1, tokens[:, None])
             self.top_logprobs[rows], self.top_tokens[rows] = logprobs.topk(self._top)
-        self._count(rows, 1)
+        self._counter[2, rows] += self.decided[rows]
+        if needs.shapes:
+            self._shapes.count(tokens[:, None], self.decided[rows], rows)
 
-    def redraw(self, logits: Tensor) -> None:
-        """Find the tokens of the last call that were not decided. Not for a graph: it looks."""
-        rows = slice(len(logits))
-        missing = (~self.decided[rows]).nonzero()[:, 0]
-        if not len(missing):
-            return
-        self._count(rows, -1)
-        settings = self._settings(rows).where(missing.tolist())
-        self.tokens[missing] = draw_from_all(self._last[missing], settings)
+    def redraw(self, logits: Tensor, numbers: Sequence[int]) -> None:
+        """Find the tokens of these rows, which the last call, of these logits, left undecided."""
+        missing = to_device(np.array(numbers, np.int64), self._device)
+        tokens = draw_from_all(self._last[missing], self._settings(missing))
         logprobs = logits[missing].log_softmax(dim=-1)
-        self.logprobs[missing] = logprobs.gather(1, self.tokens[missing, None])[:, 0]
-        self.decided[rows] = True
-        self._count(rows, 1)
+        self.logprobs[missing] = logprobs.gather(1, tokens[:, None])
+        self.tokens[missing] = tokens
+        self.decided[missing] = 1
+        self._counter[2, missing] += 1
+        self._shapes.outputs[missing, tokens] += 1
 
-    def _settings(self, rows: slice) -> Settings:
+    def _settings(self, rows: slice | Tensor) -> Settings:
         temperature, min_p, top_p = self._drawn_by[:, rows]
         drawn = uniforms(*self._counter[:, rows])[:, None]
         return Settings(temperature, min_p, top_p, self._top_k[rows], drawn)
 
-    def _count(self, rows: slice, step: int) -> None:
-        """The tokens are output: penalties know them, and the next draw is another one."""
-        self._counter[2, rows] += step
-        self._shapes.count(self.tokens[rows], rows, step)
-
 
 class _Shapes:
-    """Bias and penalties of all rows, as `sampling.reshape` applies them."""
+    """Bias and penalties of all rows, as `sampling.reshape` applies them.
+
+    Outputs are counted where some row is reshaped; what is counted for the others has no effect.
+    """
 
     def __init__(self, bias: Tensor, outputs: Tensor, seen: Tensor, penalties: Tensor) -> None:
         self._bias, self.outputs, self._seen = bias, outputs, seen
         self._penalties = penalties  # repetition, frequency, presence
+        self._biased: set[int] = set()
 
     def load(self, number: int, row: Row) -> None:
-        sampling, device = row.sampling, self._bias.device
-        self._bias[number] = 0.0
+        """What a row's sampling leaves as it is costs nothing. Penalties are there already."""
+        sampling, vocab = row.sampling, self._bias.shape[1]
+        if number in self._biased:
+            self._biased.remove(number)
+            self._bias[number] = 0.0
+        if not sampling.reshapes:
+            return
         if sampling.logit_bias:
-            biased = torch.tensor(list(sampling.logit_bias), device=device)
-            self._bias[number, biased] = torch.tensor(
-                list(sampling.logit_bias.values()), dtype=torch.float32, device=device
-            )
-        self._penalties[:, number, 0] = torch.tensor(
-            [sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty]
-        )
-        tokens = torch.tensor(row.tokens, dtype=torch.int64, device=device)
-        self._seen[number] = False
-        self._seen[number, tokens[: row.prompt_tokens]] = True
-        output = tokens[row.prompt_tokens :]
-        self.outputs[number] = torch.bincount(output, minlength=self._bias.shape[1])
+            bias = np.zeros(vocab, np.float32)
+            bias[list(sampling.logit_bias)] = list(sampling.logit_bias.values())
+            self._write(self._bias, number, bias)
+            self._biased.add(number)
+        tokens = np.array(row.tokens, np.int64)
+        seen = np.zeros(vocab, np.bool_)
+        seen[tokens[: row.prompt_tokens]] = True
+        self._write(self._seen, number, seen)
+        counts = np.bincount(tokens[row.prompt_tokens :], minlength=vocab)
+        self._write(self.outputs, number, counts.astype(np.int32))
 
     def apply(self, logits: Tensor, rows: slice) -> Tensor:
-        repetition, frequency, presence = self._penalties[:, rows]
+        repetition, frequency, presence = self._penalties[:, rows].float()
         bias, outputs = self._bias[rows], self.outputs[rows]
         logits = torch.where(bias != 0, (logits + bias).clamp(-LARGEST, LARGEST), logits)
         penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -178,9 +198,12 @@ class _Shapes:
         logits = torch.where(known, penalized.clamp(-LARGEST, LARGEST), logits)
         return torch.where(outputs > 0, logits - (outputs * frequency + presence), logits)
 
-    def count(self, tokens: Tensor, rows: slice, step: int) -> None:
-        steps = torch.full_like(tokens, step, dtype=self.outputs.dtype)[:, None]
-        self.outputs[rows].scatter_add_(1, tokens[:, None], steps)
+    def count(self, tokens: Tensor, counted: Tensor, rows: slice) -> None:
+        self.outputs[rows].scatter_add_(1, tokens, counted.int()[:, None])
+
+    @staticmethod
+    def _write(target: Tensor, number: int, values: NDArray[np.generic]) -> None:
+        target[number].copy_(to_device(values, target.device))
 
 
 def uniforms(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:

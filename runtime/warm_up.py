@@ -17,7 +17,8 @@ from runtime.static_sampling import Needs
 from runtime.work import Limits
 
 Progress = Callable[[str, int], None]
-"""Told of each part as it is done: its stage, "prefill" or "decode", and its sequences or rows."""
+"""Told of each part as it is done, by stage and size: "prefill" of so many sequences; graphs of
+"prompts" of so many tokens and of "decode" with so many rows."""
 
 SAMPLED = (Sampling(), Sampling(temperature=1.0))
 """What nearly every request asks for: greedy, and drawn without anything that reshapes."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from runtime.errors import RuntimeFault
+from runtime.sampling import Row
 from runtime.sequence import Request
 
 
@@ -43,15 +44,32 @@ class Aim(Enum):
     RECEIVE = "receive"  # the KV comes from another worker, then decode
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
-    """One choice of a request: its tokens so far, and the pages that hold their KV."""
+    """One choice of a request: its tokens so far, and the pages that hold their KV.
+
+    Attributes:
+        limit: tokens at which it ends, whatever they are.
+        running: whether it is in the decode batch.
+        ahead: tokens that launched steps draw for it, and that the host does not know yet.
+        decided: False while a draw of its needs the host: its step is read before another one is
+            launched.
+    """
 
     request: Request
     choice: int
     arrival: int
     tokens: list[int]
+    limit: int
     pages: list[int] = field(default_factory=list)
+    running: bool = False
+    ahead: int = 0
+    decided: bool = True
+
+    @property
+    def length(self) -> int:
+        """Tokens, with those that are being drawn."""
+        return len(self.tokens) + self.ahead
 
     @property
     def age(self) -> tuple[int, int]:
@@ -99,9 +117,18 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step: chunks to prefill, sequences to decode, and what was decided on the way."""
+    """One step: chunks to prefill, sequences to decode, and what was decided on the way.
+
+    The last token of a sequence to decode may still be in the making.
+    """
 
     chunks: list[Chunk]
     decode: list[Sequence]
     reserved: list[Work]
     refused: list[tuple[str, RuntimeFault]]
+
+
+def row_of(sequence: Sequence) -> Row:
+    """How the sampler sees a sequence."""
+    request = sequence.request
+    return Row(request.sampling, sequence.choice, sequence.tokens, request.prompt_tokens)

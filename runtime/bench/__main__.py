@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-TABLES = ("engine", "step", "decode", "prefill", "plan")
+TABLES = ("engine", "step", "decode", "prefill", "plan", "host")
 
 
 def main() -> None:

@@ -41,8 +41,9 @@ class EngineThread:
 
     Commands go in through `submit`; each step's output comes out through ``on_output``, which is
     called on the event loop: first what was decided, before anything is computed, then what was
-    computed, each only where there is any. A fault inside a step is a bug: it is reported through
-    ``on_fault``, and the process is expected to end, since the state of the pages is unknown.
+    computed (in the step before, by an engine that runs ahead), each only where there is any. A
+    fault inside a step is a bug: it is reported through ``on_fault``, and the process is expected
+    to end, since the state of the pages is unknown.
     """
 
     def __init__(

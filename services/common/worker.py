@@ -67,7 +67,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     try:
         path = resolve_model(settings.model)
         model, model_hash = _load_model(path, settings, device)
-        engine = _engine(model, settings, replay=decodes and model.replayable)
+        engine = _engine(model, settings, decodes=decodes)
         codebooks, codebook_id = _codebooks(settings, model.config.num_layers)
         warm_up(engine, codebooks, settings)
     except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
@@ -161,7 +161,7 @@ def _kernel_plan(path: Path | None, device: str) -> "KernelPlan | None":
     return plan
 
 
-def _engine(model: Model, settings: WorkerSettings, *, replay: bool) -> Engine:
+def _engine(model: Model, settings: WorkerSettings, *, decodes: bool) -> Engine:
     """Raises:
     SettingsError: no page fits beside the weights.
     """
@@ -182,7 +182,13 @@ def _engine(model: Model, settings: WorkerSettings, *, replay: bool) -> Engine:
             bytes_per_token=model.kv_format.bytes_per_token(model.config),
             page_size=PAGE_SIZE,
         )
-    return Engine(model, num_pages=tokens // PAGE_SIZE, limits=limits, replay=replay)
+    return Engine(
+        model,
+        num_pages=tokens // PAGE_SIZE,
+        limits=limits,
+        replay=model.replayable,
+        decodes=decodes,
+    )
 
 
 def _log_capacity(engine: Engine, device: str) -> None:

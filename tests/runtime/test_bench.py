@@ -31,3 +31,16 @@ def test_tables_of_a_tiny_model(table: list[str], lines: list[str], tmp_path: Pa
     for wanted, figure in zip(lines, figures, strict=True):
         assert wanted in figure["name"]
     assert all(figure["ms"] > 0 and figure["floor_ms"] > 0 for figure in figures)
+
+
+def test_the_table_of_the_host(tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "runtime.bench", "host", "--device", "cpu", "--runs", "3"]
+    done = subprocess.run(
+        [*command, "--streams", "1", "5", "--json", str(target)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = json.loads(target.read_text())
+    assert [figure["streams"] for figure in figures] == [1, 5]
+    assert all(figure["step_us"] > 0 and figure["join_us"] > 0 for figure in figures)

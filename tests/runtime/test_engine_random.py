@@ -1,4 +1,5 @@
-"""Random commands in a small pool: nothing leaks, nothing is said twice, everything ends."""
+"""Random commands in a small pool: nothing leaks, nothing is said twice, everything ends, whether
+decode steps are read at once or while the next one runs."""
 
 from dataclasses import dataclass, field, replace
 
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from runtime.engine import Add, Arrived, Cancel, Command, Engine, Release, Reserve, StepOutput
 from runtime.model import Model
 from runtime.sequence import Request, SampledToken, Sampling
-from tests.runtime.tiny import CONFIG, Record, engine_of, prompt_of, tiny_model
+from runtime.work import Limits
+from tests.runtime.tiny import CONFIG, Record, prompt_of, tiny_model
 
 ACTIONS = ("add", "hold", "reserve", "cancel", "step", "step", "step")
 
@@ -91,6 +93,14 @@ class Driver:
                 self.leave(name, release=True)
 
 
+def engines(model: Model, pages: int, **limits: int) -> list[Engine]:
+    """One that reads its steps at once, and one that runs ahead."""
+    bounds = Limits(step_tokens=64, chunk_tokens=32, **limits)
+    return [
+        Engine(model, num_pages=pages, limits=bounds, replay=replay) for replay in (False, True)
+    ]
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     actions=st.lists(
@@ -110,17 +120,23 @@ def test_whatever_is_sent_all_pages_return_and_every_request_ends_once(
     max_running: int,
     max_waiting: int,
 ) -> None:
-    engine = engine_of(model, pages=pages, max_running=max_running, max_waiting=max_waiting)
-    driver = Driver(engine)
-    for action, length, max_tokens, choices in actions:
-        if action == "step":
-            driver.step()
-        elif action == "cancel":
-            if driver.alive:
-                driver.leave(sorted(driver.alive)[length % len(driver.alive)])
-        else:
-            driver.send(action, length, max_tokens, choices)
-    driver.finish()
+    limits = {"max_running": max_running, "max_waiting": max_waiting}
+    drivers = [Driver(engine) for engine in engines(model, pages, **limits)]
+    for driver in drivers:
+        for action, length, max_tokens, choices in actions:
+            if action == "step":
+                driver.step()
+            elif action == "cancel":
+                if driver.alive:
+                    driver.leave(sorted(driver.alive)[length % len(driver.alive)])
+            else:
+                driver.send(action, length, max_tokens, choices)
+        driver.finish()
+        check_end(driver)
+
+
+def check_end(driver: Driver) -> None:
+    engine = driver.engine
     assert not driver.alive, "every request came to an end"
     assert engine.pages_free == engine.pages_total
     assert (engine.num_running, engine.num_waiting, engine.queue_tokens) == (0, 0, 0)
@@ -132,13 +148,15 @@ def test_whatever_is_sent_all_pages_return_and_every_request_ends_once(
 
 
 def test_the_same_commands_give_the_same_outputs(model: Model) -> None:
-    def play() -> list[StepOutput]:
-        driver = Driver(engine_of(model, pages=9, max_running=4))
+    def play(engine: Engine) -> list[StepOutput]:
+        driver = Driver(engine)
         for number in range(24):
             driver.send(("add", "hold", "reserve")[number % 3], 7 + 5 * number % 61, 20, 2)
             driver.step()
         driver.finish()
         return driver.record.steps
 
-    first, second = play(), play()
-    assert [str(output) for output in first] == [str(output) for output in second]
+    limits = {"max_running": 4, "max_waiting": 64}
+    for pair in zip(engines(model, 9, **limits), engines(model, 9, **limits), strict=True):
+        first, second = (play(engine) for engine in pair)
+        assert [str(output) for output in first] == [str(output) for output in second]

@@ -1,5 +1,7 @@
 """The sampler that a graph can hold draws the tokens of the one that asks the host."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -27,6 +29,14 @@ def logits_of(step: int) -> torch.Tensor:
     return torch.randn(len(KINDS), VOCAB, generator=generator) * 3
 
 
+def drawn(sampler: StaticSampler, logits: torch.Tensor, needs: Needs = EVERYTHING) -> list[int]:
+    """By the candidates, and the rest by all. Returns which those were."""
+    sampler(logits, needs)
+    rest = (sampler.decided[: len(logits)] == 0).nonzero()[:, 0].tolist()
+    sampler.redraw(logits, rest)
+    return rest
+
+
 def draws(logits: torch.Tensor, rows: list[Row]) -> list[Draw]:
     found = [draw for draw in sample(logits, rows) if draw is not None]
     assert len(found) == len(rows)
@@ -37,21 +47,39 @@ def draws(logits: torch.Tensor, rows: list[Row]) -> list[Draw]:
 def test_many_steps_give_the_same_tokens(choice: int) -> None:
     texts = [[7, 9, 700, 3, number] for number in range(len(KINDS))]
     sampler = StaticSampler(len(KINDS), VOCAB, CPU)
-    for number, sampling in enumerate(KINDS):
-        sampler.load(number, Row(sampling, choice, texts[number], 4))
+    rows = [Row(sampling, choice, text, 4) for sampling, text in zip(KINDS, texts, strict=True)]
+    sampler.load(range(len(KINDS)), rows)
     undecided = 0
     for step in range(40):
         logits = logits_of(step)
         rows = [Row(s, choice, text, 4) for s, text in zip(KINDS, texts, strict=True)]
         expected = [draw.token for draw in draws(logits, rows)]
-        sampler(logits)
-        undecided += int((~sampler.decided).sum())
-        sampler.redraw(logits)
+        undecided += len(drawn(sampler, logits))
         assert sampler.tokens.tolist() == expected, step
         assert bool(sampler.finite.all())
         for text, token in zip(texts, expected, strict=True):
             text.append(token)
     assert undecided > 0
+
+
+def test_a_row_that_is_not_decided_stays_where_it_was() -> None:
+    """Called again, with the same logits, it is as if the first call had not been."""
+    sampling = replace(KINDS[5], temperature=50.0, repetition_penalty=1.3)
+    text, sampler = [7, 9, 700], StaticSampler(1, VOCAB, CPU)
+    sampler.load([0], [Row(sampling, 2, text, 2)])
+    called_again = 0
+    for step in range(30):
+        logits = logits_of(step)[:1]
+        (expected,) = draws(logits, [Row(sampling, 2, text, 2)])
+        sampler(logits)
+        if not sampler.decided[0]:
+            sampler(logits)
+            assert not sampler.decided[0]
+            sampler.redraw(logits, [0])
+            called_again += 1
+        assert sampler.tokens.tolist() == [expected.token]
+        text.append(expected.token)
+    assert called_again > 3
 
 
 def test_a_row_may_become_another_sequences() -> None:
@@ -61,11 +89,9 @@ def test_a_row_may_become_another_sequences() -> None:
             Row(KINDS[first], 0, [1, 2, 3, step], 2),
             Row(KINDS[second], 1, [9] * (step + 1), step + 1),
         ]
-        for number, row in enumerate(rows):
-            sampler.load(number, row)
+        sampler.load([0, 1], rows)
         logits = logits_of(step)[:2]
-        sampler(logits)
-        sampler.redraw(logits)
+        drawn(sampler, logits)
         assert sampler.tokens.tolist() == [draw.token for draw in draws(logits, rows)]
 
 
@@ -80,11 +106,9 @@ def test_log_probabilities_are_the_models_own() -> None:
         )
         for s in KINDS
     ]
-    for number, row in enumerate(asked):
-        sampler.load(number, row)
+    sampler.load(range(len(KINDS)), asked)
     logits = logits_of(0)
-    sampler(logits)
-    sampler.redraw(logits)
+    drawn(sampler, logits)
     for number, draw in enumerate(draws(logits, asked)):
         assert int(sampler.tokens[number]) == draw.token
         assert float(sampler.logprobs[number]) == draw.logprob
@@ -98,7 +122,7 @@ def test_what_is_not_finite_is_said() -> None:
     logits[1, 7] = torch.nan
     logits[2, 9] = torch.inf
     sampler(logits)
-    assert sampler.finite.tolist() == [True, False, False]
+    assert sampler.finite.tolist() == [1, 0, 0]
 
 
 @pytest.mark.parametrize("kinds", [[0, 0], [0, 1], [6, 0], [1, 5, 8]])
@@ -109,13 +133,11 @@ def test_what_no_row_needs_makes_no_difference(kinds: list[int]) -> None:
     assert needs != EVERYTHING
     samplers = [StaticSampler(4, VOCAB, CPU) for _ in range(2)]
     for sampler in samplers:
-        for number, row in enumerate(rows):
-            sampler.load(number, row)
+        sampler.load(range(len(rows)), rows)
     for step in range(5):
         logits = logits_of(step)[: len(rows)]
         for sampler, wanted in zip(samplers, (needs, EVERYTHING), strict=True):
-            sampler(logits, wanted)
-            sampler.redraw(logits)
+            drawn(sampler, logits, wanted)
         assert torch.equal(samplers[0].tokens, samplers[1].tokens)
         assert samplers[0].tokens[len(rows) :].tolist() == [0] * (4 - len(rows))
 

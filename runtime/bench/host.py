@@ -1,0 +1,121 @@
+"""What the host does for a replayed decode step: ``python -m runtime.bench host --help``.
+
+The step itself is left out: a launch that says "the same token again" is in its place. What remains
+is the engine's own work, commands and scheduling to tokens, and the launches it takes. While the
+device computes a step the host has that long for it; beyond that the device waits.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from runtime.bench.device import describe
+from runtime.bench.shapes import PAGE, SHAPES, random_checkpoint
+from runtime.commands import Arrived, Cancel, Command, Reserve
+from runtime.engine import Engine, Limits
+from runtime.model import Model
+from runtime.sequence import Request, SampledToken, Sampling
+from runtime.static_sampling import Needs
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 512, 4096
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Microseconds of the host for one step of that many streams, the median of many.
+
+    Attributes:
+        step_us: a page for one stream in sixteen.
+        join_us: one stream's KV has arrived, and it takes the place of another.
+    """
+
+    streams: int
+    step_us: float
+    join_us: float
+
+
+class HostBench:
+    """An engine full of streams, whose device does nothing."""
+
+    def __init__(self, model: Model, streams: int) -> None:
+        limits = Limits(max_running=streams, max_waiting=streams)
+        each = -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // model.page_size)
+        self._engine = Engine(model, num_pages=streams * each, limits=limits, replay=True)
+        replay = self._engine._replay
+        assert replay is not None
+        drawn = replay._sampler.drawn
+
+        def run(bucket: int, needs: Needs) -> None:  # noqa: ARG001 - in the place of a step
+            drawn.fill_(1)
+
+        replay._run = run  # type: ignore[method-assign]
+        self._names = [self._join(number) for number in range(streams)]
+        self._engine.step([])
+
+    def step_us(self) -> float:
+        return self._timed([])
+
+    def join_us(self) -> float:
+        """Of the step in which the oldest stream's successor joins."""
+        number = len(self._names)
+        oldest = self._names[number - self._engine.num_running]
+        self._engine.step([Cancel(oldest)])
+        self._engine.step([Reserve(self._request(number))])
+        self._names.append(str(number))
+        return self._timed([self._arrived(number)])
+
+    def _join(self, number: int) -> str:
+        self._engine.step([Reserve(self._request(number))])
+        self._engine.step([self._arrived(number)])
+        return str(number)
+
+    def _request(self, number: int) -> Request:
+        length = PROMPT_TOKENS + number % PAGE  # so that not all get their pages at once
+        return Request(str(number), (1,) * length, length, Sampling(), OUTPUT_TOKENS)
+
+    @staticmethod
+    def _arrived(number: int) -> Arrived:
+        return Arrived(str(number), (SampledToken(0, 0, 1),))
+
+    def _timed(self, commands: list[Command]) -> float:
+        start = time.perf_counter()
+        self._engine.step(commands)
+        return (time.perf_counter() - start) * 1e6
+
+
+def figures(device: str, streams: list[int], runs: int) -> Iterator[Figure]:
+    checkpoint = random_checkpoint(SHAPES["tiny"], 1.0, device=device)
+    model = Model(checkpoint, device=device, page_size=PAGE, stepped=device == "cuda")
+    for count in streams:
+        bench = HostBench(model, count)
+        steps = [bench.step_us() for _ in range(runs)]
+        joins = [bench.join_us() for _ in range(runs)]
+        yield Figure(count, median(steps), median(joins))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m runtime.bench host")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--runs", type=int, default=300)
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    own = parser.parse_args()
+    print(describe(own.device))
+    print(f"{'streams':>8} {'step, us':>9} {'join, us':>9}")
+    found = []
+    with torch.inference_mode():
+        for figure in figures(own.device, own.streams, own.runs):
+            print(f"{figure.streams:8} {figure.step_us:9.0f} {figure.join_us:9.0f}", flush=True)
+            found.append(asdict(figure))
+    if own.json:
+        own.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
