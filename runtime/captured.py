@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,3 +16,16 @@ class Captured:
 
     def __call__(self) -> None:
         self.graph.replay()
+
+
+def capture(call: Callable[[], object], pool: Any = None) -> Captured:
+    """Record a call that has been made before: what it compiles and sets up is there.
+
+    Other threads may go on asking the device. Graphs of one ``pool`` share memory, and must not run
+    at the same time; what a call returned stays as long as somebody has it.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        call()
+    return Captured(graph, call)

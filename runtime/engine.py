@@ -59,6 +59,7 @@ class Engine:
         replay: prefill by `PrefillReplay` and decode by `DecodeReplay`, for a device that is faster
             than its host. Tokens are the same, and those of decode are said one step later.
         decodes: whether there is anything to decode: a prefill worker needs no graphs for it.
+        by_layer: decode has a graph for each layer instead of one for a step.
     """
 
     def __init__(
@@ -69,11 +70,14 @@ class Engine:
         limits: Limits,
         replay: bool = False,
         decodes: bool = True,
+        by_layer: bool = False,
     ) -> None:
         self.model = model
         self.cache = model.new_cache(num_pages + replay)  # one is nobody's, see `DecodeReplay`
-        most = limits.max_running
-        self._replay = DecodeReplay(model, self.cache, most) if replay and decodes else None
+        self._replay: DecodeReplay | None = None
+        if replay and decodes:
+            most = limits.max_running
+            self._replay = DecodeReplay(model, self.cache, most, by_layer=by_layer)
         self._prompts = PrefillReplay(model, self.cache, limits.step_tokens) if replay else None
         self._scheduler = Scheduler(
             limits,

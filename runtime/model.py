@@ -195,14 +195,35 @@ class Model:
         Returns:
             fp32 `[m, vocab]`, one row for each of the batch's ``logit_rows``.
         """
-        hidden = functional.embedding(batch.tokens, self._embedding)
-        for index, layer in enumerate(self._layers):
+        *stages, last = self.stages(batch, cache)
+        for stage in stages:
+            stage()
+        return last()
+
+    def stages(self, batch: Batch, cache: PagedCache) -> list[Callable[[], Tensor]]:
+        """`forward` in parts, each to be called once and in order: the embedding, every layer, the
+        logits. A CUDA graph may hold each of them."""
+        hidden = torch.empty(0)
+
+        def embed() -> Tensor:
+            nonlocal hidden
+            hidden = functional.embedding(batch.tokens, self._embedding)
+            return hidden
+
+        def compute(index: int) -> Tensor:
+            nonlocal hidden
             last = index == len(self._layers) - 1
-            planes = cache.layer(index)
+            layer, planes = self._layers[index], cache.layer(index)
             hidden = layer(hidden, self._rope, self.kv_format, planes, batch, last=last)
-        if not len(hidden):
-            return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-        return self._lm_head(self._final_norm(hidden)).float()
+            return hidden
+
+        def logits() -> Tensor:
+            if not len(hidden):
+                return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+            return self._lm_head(self._final_norm(hidden)).float()
+
+        layers = [partial(compute, index) for index in range(len(self._layers))]
+        return [embed, *layers, logits]
 
 
 def step_refusal(

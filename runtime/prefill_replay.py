@@ -7,7 +7,6 @@ device is busy with them for longer than the host.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
+from runtime.captured import capture
 from runtime.kv.cache import PagedCache
 from runtime.kv.pages import pages_for
 from runtime.model import Model
@@ -77,27 +77,22 @@ class _Chunk:
         *,
         pool: Any,
     ) -> None:
-        self._size = model.page_size
+        self._model, self._cache, self._size = model, cache, model.page_size
         self._nowhere = len(cache.planes[0]) - 1
         pages = pages_for(max(model.context_length, tokens), self._size)
         self._batch = Batch.room(tokens, sequences + 1, pages, sequences * logits, model.device)
         self._write([])
-        self._compute = partial(model.forward, self._batch, cache)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._run: Callable[[], object] = self._compute
         if pool is not None:
             self._compute()
-            torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            # Other threads go on asking the device meanwhile; graphs never run at the same time.
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-                self._logits = self._compute()
+            self._run = capture(self._compute, pool)
+
+    def _compute(self) -> None:
+        self._logits = self._model.forward(self._batch, self._cache)
 
     def forward(self, slices: Sequence[SequenceSlice]) -> Tensor:
         self._write(slices)
-        if self._graph is None:
-            self._logits = self._compute()
-        else:
-            self._graph.replay()
+        self._run()
         return self._logits[: sum(piece.want_logits for piece in slices)]
 
     def _write(self, slices: Sequence[SequenceSlice]) -> None:

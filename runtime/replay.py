@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.captured import Captured
+from runtime.captured import capture
 from runtime.kv.cache import PagedCache
 from runtime.kv.pages import pages_for
 from runtime.model import Model
@@ -66,13 +66,16 @@ class DecodeReplay:
     """Decode steps of one model over one cache, for up to ``most`` sequences.
 
     The cache's last page must be nobody's: rows without a sequence write there. Raises ValueError
-    for a model whose attention looks at lengths on the host, which no graph can hold.
+    for a model whose attention looks at lengths on the host, which no graph can hold. With
+    ``by_layer`` a step is a graph for each layer, as FlashSVD v1.5 has it, and never one launch.
     """
 
-    def __init__(self, model: Model, cache: PagedCache, most: int) -> None:
+    def __init__(
+        self, model: Model, cache: PagedCache, most: int, *, by_layer: bool = False
+    ) -> None:
         if model.device.type == "cuda" and "reference" in model.kv_format.kernels:
             raise ValueError(f"attention by {model.kv_format.kernels} cannot be replayed")
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._by_layer = model, cache, by_layer
         device, pages = model.device, len(cache.planes[0])
         self._buckets = [bucket for bucket in BUCKETS if bucket < most] + [most]
         width = pages_for(model.context_length, model.page_size)
@@ -164,25 +167,38 @@ class DecodeReplay:
         self._steps[key]()
 
     def _captured(self, bucket: int, needs: Needs) -> Callable[[], object]:
-        """A step as a graph. What is run to prepare it is undone."""
-        logits_of = self._model.static_step(self._batch(bucket), self._cache)
+        """A step as graphs. What is run to prepare them is undone."""
+        parts = self._parts(bucket, needs)
 
-        def compute() -> None:
-            self._compute(bucket, needs, logits_of)
+        def run() -> None:
+            for part in parts:
+                part()
 
         if self._model.device.type != "cuda":
-            return compute
+            return run
         state = [self._rows.state, *self._sampler.state]
         kept = [tensor.clone() for tensor in state]
-        compute()
+        run()
         for tensor, was in zip(state, kept, strict=True):
             tensor.copy_(was)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads go on asking the device meanwhile; graphs never run at the same time.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            compute()
-        return Captured(graph, compute)
+        if not self._by_layer:
+            return capture(run, self._pool)
+        parts = [capture(part, self._pool) for part in parts]
+        return run
+
+    def _parts(self, bucket: int, needs: Needs) -> Sequence[Callable[[], object]]:
+        """A step in parts, of which each is called once, in their order."""
+        rows, own = slice(bucket), self._rows
+        batch = self._batch(bucket)
+        if self._by_layer:
+            *stages, logits_of = self._model.stages(batch, self._cache)
+        else:
+            stages, logits_of = [], self._model.static_step(batch, self._cache)
+        return [
+            lambda: torch.add(own.positions[rows], 1, out=own.lengths[rows]),
+            *stages,
+            lambda: self._draw(bucket, needs, logits_of()),
+        ]
 
     def _batch(self, bucket: int) -> Batch:
         """The first rows, as tensors that stay."""
@@ -198,10 +214,8 @@ class DecodeReplay:
             single=True,
         )
 
-    def _compute(self, bucket: int, needs: Needs, logits_of: Callable[[], Tensor]) -> None:
+    def _draw(self, bucket: int, needs: Needs, logits: Tensor) -> None:
         rows, own, sampler = slice(bucket), self._rows, self._sampler
-        torch.add(own.positions[rows], 1, out=own.lengths[rows])
-        logits = logits_of()
         if needs.draws:
             self._logits[rows] = logits
         sampler(logits, needs)

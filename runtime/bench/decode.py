@@ -17,6 +17,7 @@ from runtime import peers as transformers_peers
 from runtime.attention.base import Batch
 from runtime.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
 from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
+from runtime.captured import capture
 from runtime.checkpoint.weights import Checkpoint
 from runtime.kv.cache import PagedCache
 from runtime.model import Model
@@ -34,7 +35,7 @@ class DecodeBench:
     def figures(
         self, name: str, batch: int, context: int, copied: float, runs: int
     ) -> Iterator[Figure]:
-        """By one launch, where there is one, and layer by layer."""
+        """By one launch, where there is one, and layer by layer, as one graph and as many."""
         each = -(-(context + 1) // PAGE)
         cache = self._cache(batch * each)
         inputs = Batch.static(batch, each, self._device)
@@ -46,10 +47,22 @@ class DecodeBench:
         if batch <= MOST and self._device == "cuda":
             ways["one launch"] = self._model.static_step(inputs, cache)
         ways["layer by layer"] = partial(self._model.forward, inputs, cache)
-        for way, step in ways.items():
-            call = captured(step, device=self._device)
+        calls = {way: captured(step, device=self._device) for way, step in ways.items()}
+        calls["a graph for each layer"] = self._by_layer(inputs, cache)
+        for way, call in calls.items():
             took = milliseconds(call, device=self._device, runs=runs)
             yield Figure(f"{name}, {way}", took, read / copied)
+
+    def _by_layer(self, inputs: Batch, cache: PagedCache) -> Callable[[], None]:
+        calls: list[Callable[[], object]] = [*self._model.stages(inputs, cache)]
+        if self._device == "cuda":
+            calls = [capture(stage) for stage in calls]  # each reads what the one before made
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run
 
     def _cache(self, pages: int) -> PagedCache:
         cache = self._model.new_cache(pages)

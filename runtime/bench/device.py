@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from runtime.captured import Captured
+from runtime.captured import capture
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,7 @@ def captured(call: Callable[[], object], *, device: str = "cuda") -> Callable[[]
     if device != "cuda":
         return call
     call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return Captured(graph, call)
+    return capture(call)
 
 
 def copy_rate(device: str = "cuda") -> float:

@@ -175,11 +175,12 @@ def _engine(model: Model, settings: WorkerSettings, *, decodes: bool) -> Engine:
     if tokens == "auto" and model.device.type == "cpu":
         tokens = CPU_TOKENS
     elif tokens == "auto":
+        per_token = model.kv_format.bytes_per_token(model.config)
         tokens = kv_tokens_for(
             DeviceMemory.now(model.device),
             utilization=settings.gpu_memory_utilization,
-            slab=settings.slots * settings.slot_bytes,
-            bytes_per_token=model.kv_format.bytes_per_token(model.config),
+            slab=settings.slots * settings.slot_bytes + model.replayable * PAGE_SIZE * per_token,
+            bytes_per_token=per_token,
             page_size=PAGE_SIZE,
         )
     return Engine(
@@ -188,6 +189,7 @@ def _engine(model: Model, settings: WorkerSettings, *, decodes: bool) -> Engine:
         limits=limits,
         replay=model.replayable,
         decodes=decodes,
+        by_layer=settings.decode_graphs == "layer",
     )
 
 

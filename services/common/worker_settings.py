@@ -43,6 +43,11 @@ class WorkerSettings(ServiceSettings):
         description="what `headrace tune` measured for this model and GPU, the same file for all "
         "workers; without one products are computed by a rule",
     )
+    decode_graphs: Literal["step", "layer"] = Field(
+        "step",
+        description="on a GPU, a CUDA graph for a whole decode step, which for a few sequences is "
+        "one launch, or one for each layer: slower, there to be compared",
+    )
     kv_tokens: Annotated[int, Field(ge=16, le=MOST_KV_TOKENS)] | Literal["auto"] = Field(
         "auto",
         description="token slots of the KV page pool, a multiple of 16; auto: on a GPU what "

@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.parametrize(
     ("table", "lines"),
     [
-        (["decode", "--context", "20"], ["a copy", "layer by layer"]),
+        (["decode", "--context", "20"], ["a copy", "layer by layer", "a graph for each layer"]),
         (["prefill", "--tokens", "20"], ["a product", "20 tokens", "materialized and SDPA"]),
     ],
     ids=["decode", "prefill"],

@@ -222,6 +222,22 @@ def test_warming_up_changes_nothing(model: Model) -> None:
     assert not replay._rows.positions[1:].any()  # rows that nobody had
 
 
+def test_a_graph_for_each_layer_draws_the_same(model: Model) -> None:
+    records = []
+    for by_layer in (False, True):
+        engine = Engine(
+            model,
+            num_pages=40,
+            limits=Limits(max_running=4, max_waiting=4),
+            replay=True,
+            by_layer=by_layer,
+        )
+        script: list[list[Command]] = [[Add(request(n, 5 + 9 * n, 9, n, 1)) for n in range(3)]]
+        records.append(play(engine, script))
+    assert records[0].tokens == records[1].tokens
+    assert records[0].tokens
+
+
 def test_a_step_is_read_when_the_next_one_was_launched(model: Model) -> None:
     engine = engine_of(model, 16, 4, replay=True)
     with Watch().over(engine) as watch:

@@ -33,7 +33,7 @@ def attend(
     """One part of what a sequence had before this step, of the query heads of one KV head. A warp
     has 16 tokens of a tile, and its own softmax of them until the end: ``mixed`` `[WARPS, ROWS,
     MOST_DIM]`, of weights relative to ``peak`` `[ROWS]`, whose sum is ``total``."""
-    past, first, last = past_tiles(item, lengths, KV_HEADS, SPLITS)
+    past, _, first, last = past_tiles(item, lengths, KV_HEADS, SPLITS)
     t = along(WARPS, 0, MMA) * ROWS + along(ROWS, 2, MMA) + anew()
     peak = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, MMA))
     total = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, MMA))
@@ -65,7 +65,7 @@ def attend(
 
 @gluon.jit
 def merge(
-    kept, mixed, top, total, row: gl.constexpr, item, heads,
+    kept, mixed, top, total, row: gl.constexpr, item, split_in, heads,
     new, before, parts, epoch, scale, attended,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
@@ -100,12 +100,12 @@ def merge(
         total = total * fading + own
         found = found * gl.expand_dims(fading, 1) + gl.expand_dims(own, 1) * value
         top = higher
-        for first in range(1, SPLITS, 4):
+        for first in range(1, split_in, 4):
             s = along(4, 0, OTHERS) + first
             g3 = row + along(8, 1, OTHERS) + anew()
             d3 = along(MOST_DIM, 2, OTHERS)
             place = parts + ((item // SPLITS * GROUP + g3) * SPLITS + s) * (MOST_DIM + 2)
-            real = (g3 < GROUP) & (s < SPLITS)
+            real = (g3 < GROUP) & (s < split_in)
             peak = receive(place + MOST_DIM, epoch, real, 4)
             peak = gl.where(real, peak, float("-inf"))
             more = receive(place + MOST_DIM + 1, epoch, real, 4)

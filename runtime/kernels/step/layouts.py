@@ -8,6 +8,8 @@ LINE = gl.constexpr(64)
 """Elements, 128 bytes: offsets are counted in them."""
 WARPS, COPIERS = gl.constexpr(8), gl.constexpr(4)
 ROWS, COLUMNS, TOKENS, MOST_DIM = (gl.constexpr(n) for n in (16, 1024, 128, 128))
+LEAST = gl.constexpr(2)
+"""Tiles of tokens, from which on a sequence's KV is split among programs."""
 PARTS = gl.constexpr(16)
 """Of a tile's columns, 64 each: the first halves of what the warps have, then the second ones."""
 N = gl.constexpr(8)
@@ -45,7 +47,7 @@ OTHERS = gl.constexpr(gl.BlockedLayout([4, 1, 4], [1, 1, 32], [1, 8, 1], [2, 1, 
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 CHUNK = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 THREADS = gl.constexpr(256)
-MOST_WORDS = gl.constexpr(64)
+MOST_WORDS = gl.constexpr(32)
 """Of an input, that a thread reads at a time."""
 
 

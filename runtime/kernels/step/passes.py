@@ -8,7 +8,7 @@ layer. Offsets are counted in lines of 64 elements, widths and sources in eights
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from runtime.kernels.step.layouts import TOKENS
+from runtime.kernels.step.layouts import LEAST, TOKENS
 
 FIELDS = gl.constexpr(16)
 """Of a pass."""
@@ -31,9 +31,11 @@ def share(start, units, total, unit, pid, programs):
 
 @gluon.jit
 def past_tiles(item, lengths, KV_HEADS: gl.constexpr, SPLITS: gl.constexpr):
-    """What a sequence had before this step: tokens, and this part's tiles of them, the first and
-    after the last."""
+    """What a sequence had before this step: tokens, the parts in which they are attended, and this
+    part's tiles of them, the first and after the last. A short sequence has fewer parts: what they
+    find has a long way."""
     past = gl.load(lengths + item // (KV_HEADS * SPLITS)) - 1
     tiles = (past + TOKENS - 1) // TOKENS
-    split = item % SPLITS
-    return past, tiles * split // SPLITS, tiles * (split + 1) // SPLITS
+    parts = gl.minimum(SPLITS, gl.maximum(1, (tiles + LEAST - 1) // LEAST))
+    split = gl.minimum(item % SPLITS, parts)
+    return past, parts, tiles * split // parts, tiles * gl.minimum(split + 1, parts) // parts

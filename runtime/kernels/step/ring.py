@@ -102,7 +102,7 @@ def read_ahead(
         coming = reads_of(table + (n + 1) * FIELDS)
         if kind == ATTEND:
             for item in range(pid, B * KV_HEADS * SPLITS, programs):
-                past, first, last = past_tiles(item, lengths, KV_HEADS, SPLITS)
+                past, _, first, last = past_tiles(item, lengths, KV_HEADS, SPLITS)
                 row_of_pages = page_table + item // (KV_HEADS * SPLITS) * table_stride
                 head = item // SPLITS % KV_HEADS * head_stride * LINE
                 for number in range(first, last):

@@ -115,6 +115,18 @@ def test_requests_find_every_graph_captured(loaded: tuple[str, Path, Loaded]) ->
     assert replay._steps == captured
 
 
+def test_graphs_of_layers_say_what_one_of_a_step_says(tmp_path: Path) -> None:
+    """Of a model whose step is not one launch, the same kernels: the same bits."""
+    path = folder_of(CHECKPOINTS["norms of heads"], tmp_path)
+    requests = [request_of(f"r{n}", 3 + 9 * n, 12, seed=n) for n in range(7)]
+    outputs = []
+    for graphs in ("step", "layer"):
+        worker = load_worker(settings_of(path, decode_graphs=graphs), decodes=True)
+        record = drive(worker.engine, *map(Add, requests))
+        outputs.append([record.output(request.id) for request in requests])
+    assert outputs[0] == outputs[1]
+
+
 def test_a_prefill_worker_works_with_it_and_has_no_graphs(
     loaded: tuple[str, Path, Loaded],
 ) -> None:

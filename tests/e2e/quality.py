@@ -1,0 +1,134 @@
+"""How near a model's logits and greedy text are to transformers' in fp32, with the same weights.
+
+``python -m tests.e2e.quality [--model NAME|PATH] [--device cuda]`` continues 20 prompts of real
+text by 64 tokens, greedily, with the engine as a worker has it; the reference then reads each text
+once. A text is equal if every token is the reference's best one after the same tokens: it is what
+the reference itself would have written.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from runtime import peers
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.checkpoint import load_checkpoint
+from runtime.compress import documentation
+from runtime.engine import Add, Engine, Limits
+from runtime.kv.pages import pages_for
+from runtime.model import Model, step_refusal
+from runtime.sequence import Request, Sampling
+from services.common.model_source import resolve_model
+from services.common.tokenizer import load_tokenizer
+from services.common.worker import PAGE_SIZE
+
+PROMPTS, LONGEST, OUTPUT = 20, 300, 64
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Against the reference.
+
+    Attributes:
+        error: root mean square of the logits' differences, of that of the reference's logits.
+        worst: the largest difference, of the largest logit of its row.
+        top1: share of positions whose best token is the reference's.
+        equal: texts that are equal.
+        gaps: of each other text, what the reference's best logit was above that of the token that
+            was written instead, at the first one.
+    """
+
+    error: float
+    worst: float
+    top1: float
+    equal: int
+    gaps: tuple[float, ...]
+
+
+def prompts_of(model: str) -> list[list[int]]:
+    """Real text, from 15 to `LONGEST` tokens."""
+    text = load_tokenizer(resolve_model(model)).encode(documentation()[1])
+    lengths = [15 * (number + 1) % LONGEST + 1 for number in range(PROMPTS)]
+    return [text[400 * n : 400 * n + length] for n, length in enumerate(lengths)]
+
+
+def written_by(model: Model, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Prompts and their greedy continuations, all of them at a time."""
+    most = len(prompts)
+    pages = sum(pages_for(len(prompt) + OUTPUT + 1, PAGE_SIZE) for prompt in prompts)
+    limits = Limits(max_running=most, max_waiting=most)
+    engine = Engine(model, num_pages=pages, limits=limits, replay=model.replayable)
+    texts = [list(prompt) for prompt in prompts]
+    commands = [
+        Add(Request(str(number), tuple(prompt), len(prompt), Sampling(), max_tokens=OUTPUT))
+        for number, prompt in enumerate(prompts)
+    ]
+    output = engine.step(commands)
+    while True:
+        for request_id, token in output.tokens:
+            texts[int(request_id)].append(token.token)
+        if not engine.has_work:
+            return texts
+        output = engine.step([])
+
+
+def logits_of(model: Model, tokens: list[int]) -> Tensor:
+    """After every token, by one prefill: `[n, vocab]`."""
+    pages = pages_for(len(tokens), PAGE_SIZE)
+    batch = Batch.of([SequenceSlice(tokens, 0, list(range(pages)))], model.device)
+    batch = replace(batch, logit_rows=torch.arange(len(tokens), device=model.device))
+    return model.forward(batch, model.new_cache(pages))
+
+
+@torch.inference_mode()
+def measure(name: str, device: str) -> Quality:
+    """Ours in the dtype that a worker on the device has."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    checkpoint = load_checkpoint(resolve_model(name), dtype=torch.float32)
+    stepped = step_refusal(checkpoint, device, dtype) is None
+    model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE, stepped=stepped)
+    reference = peers.build(checkpoint).to(device)
+    prompts = prompts_of(name)
+    differences, sizes, worst, same, positions, equal = 0.0, 0.0, 0.0, 0, 0, 0
+    gaps = []
+    for prompt, text in zip(prompts, written_by(model, prompts), strict=True):
+        expected = reference(torch.tensor([text], device=device)).logits[0].float()
+        got = logits_of(model, text)
+        differences += float((got - expected).square().sum())
+        sizes += float(expected.square().sum())
+        rows = (got - expected).abs().amax(1) / expected.abs().amax(1)
+        worst = max(worst, float(rows.max()))
+        same += int((got.argmax(1) == expected.argmax(1)).sum())
+        positions += len(text)
+        written = torch.tensor(text[len(prompt) :], device=device)
+        after = expected[len(prompt) - 1 : -1]
+        behind = after.amax(1) - after.gather(1, written[:, None])[:, 0]
+        if bool((behind == 0).all()):
+            equal += 1
+        else:
+            gaps.append(float(behind[behind > 0][0]))
+    return Quality((differences / sizes) ** 0.5, worst, same / positions, equal, tuple(gaps))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.quality")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    own = parser.parse_args()
+    found = measure(own.model, own.device)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{own.model} on {own.device}, against transformers in fp32")
+    console.print(f"logits: error {found.error:.2%} rms, {found.worst:.2%} of a row at worst")
+    console.print(f"top-1 equal at {found.top1:.2%}")
+    console.print(f"greedy texts of {OUTPUT} tokens: {found.equal} of {PROMPTS} equal")
+    if found.gaps:
+        gaps = ", ".join(f"{gap:.3f}" for gap in found.gaps)
+        console.print(f"where others part, the reference's best logit is ahead by {gaps}")
+
+
+if __name__ == "__main__":
+    main()
