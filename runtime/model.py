@@ -95,12 +95,14 @@ class Model:
         plan = plan or KernelPlan()
         weights, config = StepWeights.of(plan.applied(checkpoint), self.device), self.config
         self.dtype = weights.embedding.dtype
-        self.kv_format = DenseFormat(
-            TritonAttention(config.num_heads, config.num_kv_heads, config.head_dim, by_halves=True)
+        attention = TritonAttention(
+            config.num_heads, config.num_kv_heads, config.head_dim, by_halves=True
         )
+        self.kv_format = DenseFormat(attention)
         self._embedding = weights.embedding
         self._layers = [
-            DecoderLayer(config, parts_of(weights, layer, plan)) for layer in weights.layers
+            DecoderLayer(config, parts_of(weights, layer, plan, attention))
+            for layer in weights.layers
         ]
         self._plan_hash = plan.hash
         final = weights.vectors[weights.final_norm : weights.final_norm + config.hidden_size]

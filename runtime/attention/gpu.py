@@ -10,14 +10,14 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.kernels.decode_attention import decode_kernel
 from runtime.kernels.heads import turn_and_write_kernel
-from runtime.kernels.prefill_attention import prefill_kernel
+from runtime.kernels.prefill_attention import factored_prefill_kernel, prefill_kernel
 
 _ROWS = 8
 """Heads that a program of `turn_and_write_kernel` turns."""
 _TOKENS = 64
 """Keys of a block in decode."""
 _QUERIES = _KEYS = 128
-"""Queries and keys of a block in prefill."""
+"""Queries and keys of a block in prefill; half as many keys of wider heads."""
 _PROGRAMS = 528
 """Decode aims at so many: four to an SM of an H200."""
 _MOST_SPLITS = 64
@@ -72,17 +72,66 @@ class TritonAttention:
         batch: Batch,
     ) -> Tensor:
         q = qkv.new_empty(len(qkv), self._heads, self._dim)
+        self._turn(qkv, rope, q, k_pages, v_pages, batch, self._heads)
+        return q
+
+    def write_kv(
+        self,
+        kv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: Batch,
+    ) -> None:
+        """As `write`, of k and v alone: `[n, 2 kv_heads * dim]`."""
+        self._turn(kv, rope, kv, k_pages, v_pages, batch, 0)
+
+    def _turn(
+        self,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: Batch,
+        query_heads: int,
+    ) -> None:
         if not len(qkv):
-            return q
-        heads = self._heads + 2 * self._kv_heads
+            return
+        heads = query_heads + 2 * self._kv_heads
         turn_and_write_kernel[(len(qkv), triton.cdiv(heads, _ROWS))](
             qkv, *rope, batch.positions, batch.sequences, batch.page_table,
             batch.page_table.stride(0), q, k_pages, v_pages, *k_pages.stride()[:2],
-            HEADS=self._heads, KV_HEADS=self._kv_heads, DIM=self._dim, PAGE=k_pages.shape[2],
+            HEADS=query_heads, KV_HEADS=self._kv_heads, DIM=self._dim, PAGE=k_pages.shape[2],
             ROWS=_ROWS, HALF=triton.next_power_of_2(self._dim // 2), BY_HALVES=self._by_halves,
             num_warps=2,
         )  # fmt: skip
-        return q
+
+    def attend_factored(
+        self,
+        inner: Tensor,
+        u: Tensor,
+        biases: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: Batch,
+    ) -> Tensor:
+        """As `attend`, of queries as their factors, before RoPE: ``inner`` bf16 `[n, …]` begins
+        with V_q x, ``u`` bf16 `[heads * dim, rank]` is U_q. For several tokens of a sequence, and
+        heads of a power of two."""
+        out = inner.new_empty(len(inner), self._heads * self._dim)
+        sequences = len(batch.lengths)
+        blocks = len(inner) // _QUERIES + sequences
+        factored_prefill_kernel[(blocks, self._heads)](
+            inner, inner.stride(0) // 8, u, u.shape[1] // 8, biases, *rope, k_pages, v_pages,
+            *k_pages.stride()[:2], batch.page_table, batch.page_table.stride(0), batch.starts,
+            batch.lengths, sequences, out, self._scale,
+            HEADS=self._heads, KV_HEADS=self._kv_heads, DIM=self._dim, PAGE=k_pages.shape[2],
+            BLOCK_Q=_QUERIES, BLOCK=_KEYS, BLOCK_R=64, BIAS=biases is not None, num_warps=8,
+            num_stages=2,
+        )  # fmt: skip
+        return out
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
         out = q.new_empty(len(q), self._heads * self._dim)
@@ -126,5 +175,6 @@ class TritonAttention:
             q, k_pages, v_pages, *k_pages.stride()[:2], batch.page_table,
             batch.page_table.stride(0), batch.starts, batch.lengths, sequences, out, self._scale,
             HEADS=self._heads, KV_HEADS=self._kv_heads, DIM=self._dim, WIDTH=self._width,
-            PAGE=k_pages.shape[2], BLOCK_Q=_QUERIES, BLOCK=_KEYS, num_warps=8, num_stages=2,
+            PAGE=k_pages.shape[2], BLOCK_Q=_QUERIES,
+            BLOCK=_KEYS if self._width <= _QUERIES else _KEYS // 2, num_warps=8, num_stages=2,
         )  # fmt: skip

@@ -1,9 +1,9 @@
 """Prefill of one prompt: ``python -m runtime.bench prefill --help``.
 
 Ours, as an engine computes it, up to 2,048 tokens as CUDA graphs, writes K and V into pages and
-attends over them; beside it, with the same weights, q, k and v
-materialized and torch's scaled_dot_product_attention, which writes no pages. The floor is the
-multiplications at the rate of one large product.
+attends over them; beside it, with the same weights, q, k and v materialized and torch's
+scaled_dot_product_attention, which writes no pages. The floor is the multiplications at the rate of
+one large product.
 """
 
 import argparse
@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.attention.base import Batch, SequenceSlice
-from runtime.bench.device import Figure, describe, milliseconds, product_rate, show
+from runtime.bench.device import Figure, captured, describe, milliseconds, product_rate, show
 from runtime.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
 from runtime.layers.decoder import LayerParts
 from runtime.model import Model
 from runtime.prefill_replay import TOKENS, PrefillReplay
 from runtime.rope import cos_sin_table
-from runtime.step import StepWeights
+from runtime.step import KernelPlan, StepWeights
 
 
 class Materialized:
@@ -72,25 +72,42 @@ def operations(checkpoint: Checkpoint, tokens: int) -> int:
 
 
 def figures(
-    shape: str, keeps: Sequence[float], lengths: Sequence[int], device: str, runs: int
+    shape: str,
+    keeps: Sequence[float],
+    lengths: Sequence[int],
+    device: str,
+    runs: int,
+    *,
+    forced: bool,
 ) -> Iterator[Figure]:
-    """Ours and the materialized one."""
+    """Ours and the materialized one; ``forced``: all by our kernels, too."""
     rate = product_rate(device)
     yield Figure("a product, TFLOP/s", rate / 1e9, rate / 1e9)
     for keep in keeps:
         checkpoint = random_checkpoint(SHAPES[shape], keep, 0, device)
         model = Model(checkpoint, device=device, page_size=PAGE, stepped=True)
+        kernels = model
+        if forced:
+            plan = KernelPlan(forced=True)
+            kernels = Model(checkpoint, device=device, page_size=PAGE, stepped=True, plan=plan)
         for length in lengths:
             pages = -(-length // PAGE)
             cache = model.new_cache(pages + 1)
             piece = SequenceSlice([1] * length, 0, torch.randperm(pages).tolist())
             floor = operations(checkpoint, length) / rate
             name = f"{title(shape, keep)}, {length} tokens"
-            ours: Callable[[], object] = partial(model.forward, Batch.of([piece], device), cache)
             replay = PrefillReplay(model, cache, TOKENS[-1])
-            if length <= TOKENS[-1]:
-                ours = partial(replay.forward, [piece])
-            yield Figure(name, milliseconds(ours, device=device, runs=runs), floor)
+            ways: dict[str, Callable[[], object]] = {
+                "": partial(replay.forward, [piece])
+                if length <= TOKENS[-1]
+                else partial(model.forward, Batch.of([piece], device), cache)
+            }
+            if forced:
+                other = partial(kernels.forward, Batch.of([piece], device), cache)
+                ways[", all by our kernels"] = captured(other, device=device)
+            for way, call in ways.items():
+                took = milliseconds(call, device=device, runs=runs)
+                yield Figure(name + way, took, floor)
             whole = Materialized(checkpoint, length, device)
             theirs = partial(whole, torch.ones(length, dtype=torch.int64, device=device))
             took = milliseconds(theirs, device=device, runs=runs)
@@ -102,10 +119,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 1.0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048, 8192, 32768])
+    parser.add_argument("--forced", action="store_true", help="all by our kernels, too")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     own = parser.parse_args()
     with torch.inference_mode():
-        rows = figures(own.shape, own.keep, own.tokens, own.device, own.runs)
+        rows = figures(own.shape, own.keep, own.tokens, own.device, own.runs, forced=own.forced)
         show(describe(own.device), rows, own.json)

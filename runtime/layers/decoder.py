@@ -13,6 +13,8 @@ from runtime.kv.format import KVFormat
 from runtime.layers.linear import Packed, Projection
 from runtime.layers.pointwise import RmsNorm, silu_mul
 
+Prefill = Callable[[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...], Batch], Tensor]
+
 
 @dataclass(frozen=True)
 class LayerParts:
@@ -23,6 +25,8 @@ class LayerParts:
         gated: SiLU(gate) · up.
         o, down: also given the residual stream, which they add to, and may overwrite.
         head_norms: those of q and k, if there are any.
+        prefill: attention of a batch with several tokens of a sequence, from the normed residual
+            stream on, if that is one thing.
     """
 
     input_norm: Callable[[Tensor], Tensor]
@@ -33,6 +37,7 @@ class LayerParts:
     down: Callable[[Tensor, Tensor], Tensor]
     factorized: bool
     head_norms: tuple[RmsNorm, RmsNorm] | None = None
+    prefill: Prefill | None = None
 
     @classmethod
     def of(cls, config: ModelConfig, weights: LayerWeights, packed: Packed) -> "LayerParts":
@@ -91,15 +96,19 @@ class DecoderLayer:
 
         The last layer goes on with the tokens after which logits are wanted: ``[m, hidden]``.
         """
-        parts = self._parts
-        qkv = self._norm_heads(parts.qkv(parts.input_norm(hidden)))
-        q = kv_format.append(qkv, rope, planes, batch)
-        if last and len(batch.logit_rows) < len(hidden):
-            q, hidden = q[batch.logit_rows], hidden[batch.logit_rows]
-            batch = batch.where_logits()
-        if not len(hidden):
-            return hidden
-        hidden = parts.o(kv_format.attend(q, planes, batch), hidden)
+        parts, some = self._parts, last and len(batch.logit_rows) < len(hidden)
+        normed = parts.input_norm(hidden)
+        if parts.prefill is not None and not (some or batch.single):
+            attended = parts.prefill(normed, rope, planes, batch)
+        else:
+            q = kv_format.append(self._norm_heads(parts.qkv(normed)), rope, planes, batch)
+            if some:
+                q, hidden = q[batch.logit_rows], hidden[batch.logit_rows]
+                batch = batch.where_logits()
+            if not len(hidden):
+                return hidden
+            attended = kv_format.attend(q, planes, batch)
+        hidden = parts.o(attended, hidden)
         return parts.down(parts.gated(parts.post_norm(hidden)), hidden)
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:

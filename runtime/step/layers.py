@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from runtime.attention.base import Batch
+from runtime.attention.gpu import TritonAttention
 from runtime.layers.decoder import LayerParts
 from runtime.step.plan import KernelPlan
 from runtime.step.products import Kind, Norm, Products
@@ -46,7 +48,40 @@ class StepProjection:
         return self._outer(x, inner, hidden)
 
 
-def parts_of(weights: StepWeights, layer: LayerMatrices, plan: KernelPlan) -> LayerParts:
+class FactoredAttention:
+    """Prefill whose queries are made of their factors where they are needed, and never written."""
+
+    def __init__(
+        self,
+        weights: StepWeights,
+        layer: LayerMatrices,
+        attention: TritonAttention,
+        plan: KernelPlan,
+    ) -> None:
+        names, base = GROUPS[0], weights.head.weight
+        biases = _biases(weights, layer, names)
+        self._attention, self._query = attention, layer.outer["q"]
+        self._inner = Products(base, [layer.inner["q"]], plan)
+        rows = len(self._query.weight)
+        self._biases = None if biases is None else biases[:rows]
+        others = None if biases is None else biases[rows:]
+        self._kv = Products(base, [layer.outer[n] for n in names[1:]], plan, biases=others)
+
+    def __call__(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
+    ) -> Tensor:
+        """What the tokens of a batch find: `[n, heads * dim]`; their K and V go into ``planes``."""
+        k_pages, v_pages = planes
+        inner = self._inner(x, x)
+        self._attention.write_kv(self._kv(x, inner), rope, k_pages, v_pages, batch)
+        return self._attention.attend_factored(
+            inner, self._query.weight, self._biases, rope, k_pages, v_pages, batch
+        )
+
+
+def parts_of(
+    weights: StepWeights, layer: LayerMatrices, plan: KernelPlan, attention: TritonAttention
+) -> LayerParts:
     """A layer of a model over a step's weights."""
 
     def norm(first: int) -> Norm:
@@ -57,6 +92,8 @@ def parts_of(weights: StepWeights, layer: LayerMatrices, plan: KernelPlan) -> La
         StepProjection(weights, layer, names, kind, plan)
         for names, kind in zip(GROUPS, _KINDS, strict=True)
     )
+    dim = weights.config.head_dim
+    factored = plan.forced and layer.outer["q"].first == 0 and not dim & (dim - 1)
     return LayerParts(
         input_norm=norm(layer.input_norm),
         post_norm=norm(layer.post_norm),
@@ -65,6 +102,7 @@ def parts_of(weights: StepWeights, layer: LayerMatrices, plan: KernelPlan) -> La
         gated=gated,
         down=down,
         factorized=bool(layer.inner),
+        prefill=FactoredAttention(weights, layer, attention, plan) if factored else None,
     )
 
 

@@ -17,6 +17,8 @@ _BLOCK = 1024
 """Numbers of a program of `silu_mul_kernel`."""
 _MOST_BLOCKS = 4096
 """Of a launch that splits columns."""
+_MOST_GATED = 1 << 14
+"""Numbers of a tile, of which a program has two."""
 _TALL = 8
 """Blocks of tokens that share rows of weights in the L2."""
 
@@ -107,19 +109,22 @@ class Products:
         return _gated(y) if self.kind is Kind.GATED else y
 
     def by_kernel(self, x: Tensor, hidden: Tensor | None, tile: Tile) -> Tensor:
-        """As `__call__`, one launch for all."""
-        rows = self._rows[:1] if self.kind is Kind.GATED else self._rows
+        """As `__call__`, one launch for all; with large tiles SiLU is one more."""
+        kind = self.kind
+        if kind is Kind.GATED and tile.tokens * tile.rows > _MOST_GATED:
+            kind = Kind.PLAIN
+        rows = self._rows[:1] if kind is Kind.GATED else self._rows
         blocks = triton.cdiv(len(x), tile.tokens) * sum(triton.cdiv(n, tile.rows) for n in rows)
         y = x.new_empty(len(x), sum(rows)) if hidden is None else hidden
         parts = blocks * tile.splits * tile.tokens * tile.rows if tile.splits > 1 else 0
         linear_kernel[(blocks, tile.splits)](
             x, x.stride(0) // EIGHT, len(x), self._base, *self._places, self._biases, y, y,
             torch.empty(parts, dtype=torch.float32, device=x.device), self._arrived,
-            KIND=int(self.kind), BIAS=self._biases is not None, BM=tile.tokens, BN=tile.rows,
+            KIND=int(kind), BIAS=self._biases is not None, BM=tile.tokens, BN=tile.rows,
             BK=tile.columns, SPLITS=tile.splits, TALL=_TALL, num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
-        return y
+        return y if kind is self.kind else _gated(y)
 
 
 def _gated(gate_up: Tensor) -> Tensor:

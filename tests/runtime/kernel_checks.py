@@ -208,16 +208,20 @@ def test_a_step_is_the_models(
 
 
 @pytest.mark.parametrize("ranks", [(None,) * 7, (9, 5, 8, 12, 17, 11, 24), (9, None) * 3 + (24,)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_stepped_model_is_the_model(ranks: tuple[int | None, ...], bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("bias", "plan"), [(False, None), (True, None), (True, KernelPlan(forced=True))]
+)
+def test_a_stepped_model_is_the_model(
+    ranks: tuple[int | None, ...], bias: bool, plan: KernelPlan | None
+) -> None:
     """Prefill in two parts, then a token of each sequence: the order of rows of heads, padded
-    ranks, and steps over tensors that stay."""
+    ranks, and steps over tensors that stay; by the best there is, and all by our kernels."""
     checkpoint = tiny_checkpoint(ranks=ranks, bias=bias)
     texts = [[(7 * number + 3 * at) % CONFIG.vocab_size for at in range(38)] for number in range(3)]
     pages = pages_of([len(text) for text in texts])
     found = []
     for stepped in (False, True):
-        model = Model(checkpoint, device=DEVICE, dtype=torch.float32, stepped=stepped)
+        model = Model(checkpoint, device=DEVICE, dtype=torch.float32, stepped=stepped, plan=plan)
         cache = model.new_cache(16)
         logits = []
         for first, last in ((0, 16), (16, 37)):
