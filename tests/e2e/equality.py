@@ -6,6 +6,7 @@ reference's two best logits were nearer than ``EPSILON`` at that token, since an
 the batch may round it the other way; any other difference is a failure.
 """
 
+import argparse
 import asyncio
 import random
 import sys
@@ -81,9 +82,11 @@ def make_cases(count: int, *, longest: int, max_tokens: int, seed: int = 7) -> l
     return cases
 
 
-async def ask_all(running: Running, cases: Sequence[Case]) -> dict[str, Answer]:
-    """All cases, `CONCURRENCY` at a time."""
-    turn = asyncio.Semaphore(CONCURRENCY)
+async def ask_all(
+    running: Running, cases: Sequence[Case], concurrency: int = CONCURRENCY
+) -> dict[str, Answer]:
+    """All cases, so many at a time."""
+    turn = asyncio.Semaphore(concurrency)
     async with aio.insecure_channel(running.grpc_target) as channel:
         stub = InferenceStub(channel)
 
@@ -156,18 +159,23 @@ class Row:
         )
 
 
-def run(cases: Sequence[Case], model_flags: Sequence[str], label: str) -> Iterator[Row]:
+def run(
+    cases: Sequence[Case],
+    model_flags: Sequence[str],
+    label: str,
+    concurrency: int = CONCURRENCY,
+) -> Iterator[Row]:
     """Asks a colocated deployment, then a disaggregated one for each codec.
 
     The raw one has slabs of two slots of 64 KiB, so that most prompts are larger than the slab and
     stream through it.
     """
     with deployed("--colocated", *model_flags) as running:
-        reference = asyncio.run(ask_all(running, cases))
+        reference = asyncio.run(ask_all(running, cases, concurrency))
     for codec, slab in (("raw", _tiny_slabs()), ("splitzip", {})):
         flags = ("--codec", codec, *model_flags)
         with deployed(*flags, environment=_LOG_DIGESTS | slab) as running:
-            answers = asyncio.run(ask_all(running, cases))
+            answers = asyncio.run(ask_all(running, cases, concurrency))
             sent = digests(running, "prefill-0", "kv computed")
             landed = digests(running, "decode-0", "kv arrived")
         equal = sum(sent.get(request) == digest for request, digest in landed.items())
@@ -187,12 +195,19 @@ def _tiny_slabs() -> dict[str, str]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.equality")
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument(
+        "--concurrency", type=int, default=CONCURRENCY,
+        help="requests at a time; with 1 all batches are the same, and so is every bit on a GPU",
+    )  # fmt: skip
+    own = parser.parse_args()
     console = Console(width=110)
-    cases = make_cases(50, longest=3000, max_tokens=48)
+    cases = make_cases(own.prompts, longest=3000, max_tokens=48)
     table = Table("deployment", "equal", "close", "different", "page digests equal")
     rows = [
-        *run(cases, (), "dense"),
-        *run(cases, ("--keep", "0.8"), "factorized, keep 0.8"),
+        *run(cases, (), "dense", own.concurrency),
+        *run(cases, ("--keep", "0.8"), "factorized, keep 0.8", own.concurrency),
     ]
     for row in rows:
         found = row.comparison

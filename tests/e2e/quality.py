@@ -29,22 +29,40 @@ from services.common.worker import PAGE_SIZE
 PROMPTS, LONGEST, OUTPUT = 20, 300, 64
 
 
+@dataclass
+class Agreement:
+    """Of some logits with the reference's, over all positions of all texts."""
+
+    differences: float = 0.0
+    sizes: float = 0.0
+    same: int = 0
+    positions: int = 0
+
+    def add(self, got: Tensor, expected: Tensor) -> None:
+        """Both fp32 `[n, vocab]`."""
+        self.differences += float((got - expected).square().sum())
+        self.sizes += float(expected.square().sum())
+        self.same += int((got.argmax(1) == expected.argmax(1)).sum())
+        self.positions += len(got)
+
+    def __str__(self) -> str:
+        error, top1 = (self.differences / self.sizes) ** 0.5, self.same / self.positions
+        return f"logits differ by {error:.2%} (rms), top-1 equal at {top1:.2%}"
+
+
 @dataclass(frozen=True)
 class Quality:
     """Against the reference.
 
     Attributes:
-        error: root mean square of the logits' differences, of that of the reference's logits.
-        worst: the largest difference, of the largest logit of its row.
-        top1: share of positions whose best token is the reference's.
+        ours, bf16: logits of ours, and of transformers in bf16, to compare with.
         equal: texts that are equal.
         gaps: of each other text, what the reference's best logit was above that of the token that
             was written instead, at the first one.
     """
 
-    error: float
-    worst: float
-    top1: float
+    ours: Agreement
+    bf16: Agreement
     equal: int
     gaps: tuple[float, ...]
 
@@ -92,26 +110,19 @@ def measure(name: str, device: str) -> Quality:
     stepped = step_refusal(checkpoint, device, dtype) is None
     model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE, stepped=stepped)
     reference = peers.build(checkpoint).to(device)
+    rounded = peers.build(load_checkpoint(resolve_model(name), dtype=torch.bfloat16)).to(device)
     prompts = prompts_of(name)
-    differences, sizes, worst, same, positions, equal = 0.0, 0.0, 0.0, 0, 0, 0
-    gaps = []
+    ours, bf16, gaps = Agreement(), Agreement(), []
     for prompt, text in zip(prompts, written_by(model, prompts), strict=True):
-        expected = reference(torch.tensor([text], device=device)).logits[0].float()
-        got = logits_of(model, text)
-        differences += float((got - expected).square().sum())
-        sizes += float(expected.square().sum())
-        rows = (got - expected).abs().amax(1) / expected.abs().amax(1)
-        worst = max(worst, float(rows.max()))
-        same += int((got.argmax(1) == expected.argmax(1)).sum())
-        positions += len(text)
-        written = torch.tensor(text[len(prompt) :], device=device)
+        tokens = torch.tensor([text], device=device)
+        expected = reference(tokens).logits[0].float()
+        ours.add(logits_of(model, text), expected)
+        bf16.add(rounded(tokens).logits[0].float(), expected)
+        written = tokens[0, len(prompt) :]
         after = expected[len(prompt) - 1 : -1]
         behind = after.amax(1) - after.gather(1, written[:, None])[:, 0]
-        if bool((behind == 0).all()):
-            equal += 1
-        else:
-            gaps.append(float(behind[behind > 0][0]))
-    return Quality((differences / sizes) ** 0.5, worst, same / positions, equal, tuple(gaps))
+        gaps += behind[behind > 0][:1].tolist()
+    return Quality(ours, bf16, len(prompts) - len(gaps), tuple(gaps))
 
 
 def main() -> None:
@@ -122,8 +133,8 @@ def main() -> None:
     found = measure(own.model, own.device)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{own.model} on {own.device}, against transformers in fp32")
-    console.print(f"logits: error {found.error:.2%} rms, {found.worst:.2%} of a row at worst")
-    console.print(f"top-1 equal at {found.top1:.2%}")
+    console.print(f"ours: {found.ours}")
+    console.print(f"transformers in bf16: {found.bf16}")
     console.print(f"greedy texts of {OUTPUT} tokens: {found.equal} of {PROMPTS} equal")
     if found.gaps:
         gaps = ", ".join(f"{gap:.3f}" for gap in found.gaps)
