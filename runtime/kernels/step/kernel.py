@@ -313,5 +313,5 @@ def step_kernel(
             )),
         ],
         [COPIERS],
-        [64],
+        [72],
     )  # fmt: skip
