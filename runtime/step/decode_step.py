@@ -51,7 +51,7 @@ class DecodeStep:
         slots: int = 5,
         ahead: int = 1,
         tall: int = 48,
-        tall_ahead: int = 1,
+        tall_ahead: int = 2,
     ) -> None:
         config, page, size = weights.config, planes[0].shape[2], len(batch.tokens)
         if page % 16 or not 1 <= size <= MOST or not 1 <= programs <= _MOST_PROGRAMS:

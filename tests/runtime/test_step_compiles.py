@@ -15,7 +15,7 @@ from runtime.kernels.step.kernel import step_kernel
 heads, kv_heads, dim, batch, splits = map(int, sys.argv[1:])
 constants = dict(
     B=batch, BL=triton.next_power_of_2(batch), HIDDEN=4096, GATED=11008, VOCAB=32000,
-    HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=16, SPLITS=splits, SLOTS=5, AHEAD=1, TALL_AHEAD=1,
+    HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=16, SPLITS=splits, SLOTS=5, AHEAD=1, TALL_AHEAD=2,
 )
 pointers = {
     "i32": "table flags lengths page_table words", "bf16": "weights embedding pages",
