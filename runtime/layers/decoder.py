@@ -58,12 +58,32 @@ class LayerParts:
             input_norm=norm(weights.input_norm),
             post_norm=norm(weights.post_norm),
             qkv=qkv,
-            o=lambda x, hidden: o(x).add_(hidden),
-            gated=lambda x: silu_mul(gate_up(x)),
-            down=lambda x, hidden: down(x).add_(hidden),
+            o=Added(o),
+            gated=Gated(gate_up),
+            down=Added(down),
             factorized=any(one.factorized for one in (qkv, o, gate_up, down)),
             head_norms=head_norms,
         )
+
+
+@dataclass(frozen=True)
+class Added:
+    """A projection, and the residual stream with it."""
+
+    product: Projection
+
+    def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return self.product(x).add_(hidden)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """SiLU(gate) · up of the two side by side."""
+
+    product: Projection
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return silu_mul(self.product(x))
 
 
 class DecoderLayer:

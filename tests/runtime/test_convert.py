@@ -254,7 +254,7 @@ def test_a_model_keeps_a_shared_basis_once_and_computes_the_same() -> None:
     first, second = model._layers
     one, other = (vars(layer)["_parts"] for layer in (first, second))
     assert one.qkv._first is other.qkv._first
-    assert one.o._first is not other.o._first
+    assert one.o.product._first is not other.o.product._first
     tokens = list(range(1, 30))
     cache = model.new_cache(4)
     pages = list(range(pages_for(len(tokens), 16)))
