@@ -126,13 +126,14 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
     refusal = step_refusal(checkpoint, device, dtype)
     if refusal is not None and settings.kernel_plan is not None:
         raise SettingsError(f"kernel_plan is for models whose step is one launch: {refusal}")
+    plan = _kernel_plan(settings.kernel_plan, device)
     model = Model(
         checkpoint,
         device=device,
         dtype=dtype,
         page_size=PAGE_SIZE,
         stepped=refusal is None,
-        plan=_kernel_plan(settings.kernel_plan, device),
+        plan=plan,
     )
     log.info(
         "model loaded",
@@ -146,6 +147,9 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
         not_stepped=refusal,
         attention=model.kv_format.kernels,
         kernel_plan=model.kernel_plan,
+        plan_file=plan and plan.hash,
+        plan_by_kernels=plan and sorted(name for name, tile in plan.choices.items() if tile),
+        plan_multiplied_out=plan and sorted(plan.dense),
     )
     return model, checkpoint.model_hash
 
