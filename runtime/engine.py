@@ -31,7 +31,7 @@ from runtime.replay import UNDECIDED, DecodeReplay, Flight
 from runtime.sampling import Draw, sample
 from runtime.scheduler import Scheduler
 from runtime.sequence import FinishReason, Request, SampledToken
-from runtime.warm_up import USUAL, Progress, silent, warm_up_prefill
+from runtime.warm_up import Progress, silent, warm_up_prefill
 from runtime.work import Aim, Chunk, Limits, Plan, Sequence, Work, row_of
 
 __all__ = [
@@ -99,7 +99,7 @@ class Engine:
         if self._prompts is not None:
             self._prompts.warm_up(partial(progress, "prompts"))
         if self._replay is not None:
-            self._replay.warm_up(USUAL, partial(progress, "decode"))
+            self._replay.warm_up(partial(progress, "decode"))
 
     @property
     def pages_total(self) -> int:
@@ -239,7 +239,7 @@ class Engine:
                         self._scheduler.run(sequence)
 
     def _decode(self, sequences: list[Sequence], output: StepOutput) -> None:
-        if self._replay is not None and self._replay.takes(sequences):
+        if self._replay is not None:
             self._flight = self._replay.launch(sequences)
             self._scheduler.launched(sequences)
             return

@@ -5,12 +5,14 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from runtime import kernels
 from runtime.attention import dense_attention
 from runtime.attention.base import Batch
 from runtime.checkpoint.sharing import basis_groups
@@ -141,6 +143,9 @@ class Model:
         """16 hex digits over what decides the bits of a result, beside weights and KV format."""
         plan = {
             "torch": torch.__version__.split("+")[0],
+            "cuda": None if self.device.type == "cpu" else torch.version.cuda,
+            "triton": None if self.device.type == "cpu" else version("triton"),
+            "kernels": kernels.VERSION,
             "device": self.device.type,
             "instructions": torch.backends.cpu.get_cpu_capability()
             if self.device.type == "cpu"

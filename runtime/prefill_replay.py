@@ -18,8 +18,9 @@ from runtime.captured import capture
 from runtime.kv.cache import PagedCache
 from runtime.kv.pages import pages_for
 from runtime.model import Model
+from runtime.staging import to_device
 
-TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 SEQUENCES = (1, 8)
 _WRITTEN = ("tokens", "positions", "starts", "lengths", "sequences")
 
@@ -33,7 +34,7 @@ class PrefillReplay:
 
     def __init__(self, model: Model, cache: PagedCache, most: int) -> None:
         self._model, self._cache = model, cache
-        most = min(most, TOKENS[-1])
+        most = min(most, TOKENS[-1], model.context_length)  # nobody's tokens have positions, too
         self._tokens = [*(tokens for tokens in TOKENS if tokens < most), most]
         self._chunks: dict[tuple[int, int, bool], _Chunk] = {}
         self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
@@ -96,17 +97,16 @@ class _Chunk:
         return self._logits[: sum(piece.want_logits for piece in slices)]
 
     def _write(self, slices: Sequence[SequenceSlice]) -> None:
-        """Make it the batch of ``slices``. Memory of the host is copied away at once, in order with
-        what the device does: nobody waits."""
+        """Make it the batch of ``slices``, in order with what the device does: nobody waits."""
         batch, nowhere = self._batch, [self._nowhere]
         left = len(batch.tokens) - sum(len(piece.tokens) for piece in slices)
         rest = SequenceSlice([0] * left, 0, nowhere * max(1, pages_for(left, self._size)), False)
         none = SequenceSlice((), 0, nowhere, False)
         others = len(batch.lengths) - len(slices) - 1
         made = Batch.of([*slices, rest, *[none] * others])
-        for name in _WRITTEN:
-            getattr(batch, name).copy_(getattr(made, name), non_blocking=True)
-        width = made.page_table.shape[1]
-        batch.page_table[:, :width].copy_(made.page_table, non_blocking=True)
-        rows = made.logit_rows
-        batch.logit_rows[: len(rows)].copy_(rows, non_blocking=True)
+        width, rows = made.page_table.shape[1], len(made.logit_rows)
+        places = [getattr(batch, name) for name in _WRITTEN]
+        places += [batch.page_table[:, :width], batch.logit_rows[:rows]]
+        values = [getattr(made, name) for name in (*_WRITTEN, "page_table", "logit_rows")]
+        for place, value in zip(places, values, strict=True):
+            place.copy_(to_device(value.numpy(), place.device))

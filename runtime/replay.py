@@ -27,14 +27,20 @@ from runtime.kv.pages import pages_for
 from runtime.model import Model
 from runtime.rows import Rows
 from runtime.sampling import Draw
+from runtime.sequence import MOST_LOGPROBS
 from runtime.staging import Landing
-from runtime.static_sampling import Needs, StaticSampler
+from runtime.static_sampling import EVERYTHING, Needs, StaticSampler
 from runtime.work import Sequence as Running
 from runtime.work import row_of
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-TOP = 20
-"""Most probable tokens that are found beside each one; rows that ask for more are not replayed."""
+"""Rows of graphs; and so on, half as many more."""
+KINDS = (
+    Needs(draws=False, shapes=False, logprobs=False),
+    Needs(draws=True, shapes=False, logprobs=False),
+    EVERYTHING,
+)
+"""Kinds of sampling that graphs are captured for: greedy, drawn without reshaping, and all else."""
 UNDECIDED = Draw(-1)
 """The next step, which is launched already, draws this token again."""
 
@@ -77,12 +83,15 @@ class DecodeReplay:
             raise ValueError(f"attention by {model.kv_format.kernels} cannot be replayed")
         self._model, self._cache, self._by_layer = model, cache, by_layer
         device, pages = model.device, len(cache.planes[0])
-        self._buckets = [bucket for bucket in BUCKETS if bucket < most] + [most]
+        buckets = list(BUCKETS)
+        while buckets[-1] < most:
+            buckets.append(buckets[-1] * 3 // 2)
+        self._buckets = [bucket for bucket in buckets if bucket < most] + [most]
         width = pages_for(model.context_length, model.page_size)
         self._rows = Rows(most, width, pages - 1, device)
         self._order = torch.arange(most + 1, device=device)
         vocab = model.config.vocab_size
-        sampler = self._sampler = StaticSampler(most, vocab, device, top=TOP)
+        sampler = self._sampler = StaticSampler(most, vocab, device, top=MOST_LOGPROBS)
         self._logits = torch.zeros(most, vocab, dtype=torch.float32, device=device)
         self._results = [
             sampler.drawn, sampler.logprobs, sampler.top_logprobs, sampler.top_tokens
@@ -93,13 +102,6 @@ class DecodeReplay:
         self._seating = Seating([], [], 0, Needs.of([]))
         self._latest: Flight | None = None
 
-    def takes(self, sequences: list[Running]) -> bool:
-        """Whether this batch can be replayed."""
-        return sequences == self._seating.sequences or (
-            len(sequences) <= self._rows.most
-            and all((sequence.request.sampling.logprobs or 0) <= TOP for sequence in sequences)
-        )
-
     def follows(self, sequences: list[Running]) -> bool:
         """Whether a step of these may be launched before the last one's draws are known.
 
@@ -108,7 +110,7 @@ class DecodeReplay:
         least = self._bucket_of(len(sequences))
         if sequences == self._seating.sequences:
             return self._seating.bucket <= least
-        return self.takes(sequences) and self._bucket_of(self._rows.last(sequences)) <= least
+        return self._bucket_of(self._rows.last(sequences)) <= least
 
     def launch(self, sequences: list[Running]) -> Flight:
         """Start a step that draws the next token of each sequence.
@@ -142,13 +144,11 @@ class DecodeReplay:
             found = flight.landing.wait()[0][: seating.bucket].tolist()
         return self._draws(seating, found, results)
 
-    def warm_up(
-        self, needs: Sequence[Needs], captured: Callable[[int], None] = lambda _bucket: None
-    ) -> None:
-        """Capture every bucket for these kinds of sampling, the largest first: the others use its
-        memory. For a start, while nobody has a row. ``captured`` is told of each."""
+    def warm_up(self, captured: Callable[[int], None]) -> None:
+        """Capture every bucket for every kind of sampling, the largest first: the others use its
+        memory. For a start, while nobody has a row. ``captured`` is told of each bucket."""
         for bucket in reversed(self._buckets):
-            for kind in needs:
+            for kind in KINDS:
                 self._run(bucket, kind)
             captured(bucket)
 
@@ -158,6 +158,7 @@ class DecodeReplay:
     def _seat(self, sequences: list[Running]) -> Seating:
         rows = self._rows.seat(sequences, self._bucket_of(len(sequences)))
         needs = Needs.of(sequence.request.sampling for sequence in sequences)
+        needs = needs if needs in KINDS else EVERYTHING
         return Seating(sequences, rows, self._bucket_of(max(rows) + 1), needs)
 
     def _run(self, bucket: int, needs: Needs) -> None:
@@ -237,6 +238,7 @@ class DecodeReplay:
             if not finite:
                 draws.append(None)
             elif not decided:
+                self._rows.stood_still(sequence)
                 draws.append(UNDECIDED)
             elif wanted is None:
                 draws.append(Draw(token))

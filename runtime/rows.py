@@ -102,6 +102,11 @@ class Rows:
             self.page_table.view(-1).index_copy_(0, words[0], words[1].int())
         return joined
 
+    def stood_still(self, sequence: Sequence) -> None:
+        """A step did not move it on after all."""
+        if sequence in self._seats:
+            self._seats[sequence].tokens -= 1
+
     def move(self, rows: list[int], tokens: Tensor) -> None:
         """Rows of the last step that stood still go on, each to its one of ``tokens`` `[most]`."""
         moved = to_device(np.array(rows, np.int64), self._device)

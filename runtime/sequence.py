@@ -12,6 +12,9 @@ from enum import Enum
 from runtime.config import ModelConfig
 from runtime.errors import InvalidRequest
 
+MOST_LOGPROBS = 20
+"""Alternatives beside a token, as in OpenAI's API."""
+
 
 class FinishReason(Enum):
     """Why a choice ended."""
@@ -59,7 +62,7 @@ class Sampling:
             "presence_penalty": (self.presence_penalty, -1e3, 1e3),
             "frequency_penalty": (self.frequency_penalty, -1e3, 1e3),
             "top_k": (self.top_k, 0, 2**31),
-            "logprobs": (self.logprobs or 0, 0, vocab_size),
+            "logprobs": (self.logprobs or 0, 0, min(vocab_size, MOST_LOGPROBS)),
         }
         for name, (value, low, high) in bounds.items():
             if not low <= value <= high:  # a NaN is not

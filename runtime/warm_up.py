@@ -13,7 +13,6 @@ from runtime.kv.pages import pages_for
 from runtime.model import Model
 from runtime.sampling import Row, sample
 from runtime.sequence import Sampling
-from runtime.static_sampling import Needs
 from runtime.work import Limits
 
 Progress = Callable[[str, int], None]
@@ -22,7 +21,6 @@ Progress = Callable[[str, int], None]
 
 SAMPLED = (Sampling(), Sampling(temperature=1.0))
 """What nearly every request asks for: greedy, and drawn without anything that reshapes."""
-USUAL = tuple(Needs.of([sampling]) for sampling in SAMPLED)
 _WIDTHS = (1, 2, 16)
 """Of page tables."""
 _ROWS = tuple(Row(sampling, 0, (0,), 1) for sampling in SAMPLED)

@@ -58,7 +58,7 @@ def added_up(
     return total, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def linear_kernel(
     x, x_stride, tokens, weights,
     offset0, width0, first0, rows0,

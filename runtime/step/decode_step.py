@@ -56,6 +56,9 @@ class DecodeStep:
         config, page, size = weights.config, planes[0].shape[2], len(batch.tokens)
         if page % 16 or not 1 <= size <= MOST or not 1 <= programs <= _MOST_PROGRAMS:
             raise ValueError(f"pages of {page}, a batch of {size}, {programs} programs")
+        shapes = {(plane.stride(), plane.shape[1:]) for plane in planes}
+        if len(planes) != 2 * config.num_layers or len(shapes) != 1:
+            raise ValueError("planes that are not K and V of every layer, laid out alike")
         device, dim = planes[0].device, config.head_dim
         self._programs = programs
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from runtime.config import ModelConfig
+from runtime.kernels.step import layouts
 from runtime.kernels.step import passes as kinds
 from runtime.step.weights import EIGHT, GROUPS, LINE_BYTES, LayerMatrices, Matrix, StepWeights
 
 HEADS = {"q": kinds.QUERY.value, "k": kinds.KEY.value, "v": kinds.VALUE.value}
-_NARROW = 2048
+_NARROW = layouts.TALLEST.value
 """Columns of a matrix at most for tiles of 128 rows: what shared memory keeps of an input."""
 _BLOCK = 16
 """Rows of q, k and v of which a program has whole ones: eight, and their partners."""
@@ -202,4 +203,6 @@ class _Writer:
         distance = self._address(tensor) - self._address(base)
         if distance % LINE_BYTES:
             raise ValueError(f"a tensor is not at a multiple of {LINE_BYTES} bytes")
+        if abs(distance // LINE_BYTES) >= 1 << 31:
+            raise ValueError("tensors are too far apart for the step's table")
         return distance // LINE_BYTES

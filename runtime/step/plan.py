@@ -34,6 +34,17 @@ class Tile:
     warps: int
     stages: int
 
+    @property
+    def possible(self) -> bool:
+        """Whether kernels have tiles of this size."""
+        sizes = (self.tokens, self.rows, self.columns)
+        return (
+            all(16 <= size <= 512 and not size & (size - 1) for size in sizes)
+            and 1 <= self.splits <= 64
+            and self.warps in (1, 2, 4, 8)
+            and 1 <= self.stages <= 8
+        )
+
 
 LARGE = Tile(256, 128, 64, 1, 8, 3)
 """For many tokens: at its best three quarters as fast as cuBLAS, on an H200."""
@@ -115,6 +126,8 @@ class KernelPlan:
         try:
             read = json.loads(path.read_text())
             choices = {name: tile and Tile(**tile) for name, tile in read["choices"].items()}
+            if not all(tile is None or tile.possible for tile in choices.values()):
+                raise ValueError("a tile of a size that kernels do not have")
             return cls(choices, frozenset(read["dense"]), read["device"], read["forced"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{path} is no kernel plan: {error!r}") from error

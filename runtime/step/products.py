@@ -76,6 +76,8 @@ class Products:
         self._places: list[int] = []
         for matrix in matrices:
             distance = matrix.weight.data_ptr() - base.data_ptr()
+            if distance % LINE_BYTES:
+                raise ValueError(f"a tensor is not at a multiple of {LINE_BYTES} bytes")
             self._places += [
                 distance // LINE_BYTES, matrix.weight.shape[1] // EIGHT,
                 max(matrix.first, 0) // EIGHT, len(matrix.weight),
@@ -116,6 +118,10 @@ class Products:
         rows = self._rows[:1] if kind is Kind.GATED else self._rows
         blocks = triton.cdiv(len(x), tile.tokens) * sum(triton.cdiv(n, tile.rows) for n in rows)
         y = x.new_empty(len(x), sum(rows)) if hidden is None else hidden
+        if tile.splits > 1 and (kind is Kind.GATED or blocks > _MOST_BLOCKS):
+            raise ValueError(f"columns of {kind.name} in {blocks} blocks cannot be split")
+        if x.stride(0) % EIGHT:
+            raise ValueError(f"rows of an input are {x.stride(0)} apart, no multiple of {EIGHT}")
         parts = blocks * tile.splits * tile.tokens * tile.rows if tile.splits > 1 else 0
         linear_kernel[(blocks, tile.splits)](
             x, x.stride(0) // EIGHT, len(x), self._base, *self._places, self._biases, y, y,

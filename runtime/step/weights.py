@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights, Linear
+from runtime.checkpoint.weights import (
+    Checkpoint,
+    Dense,
+    FactorPair,
+    LayerWeights,
+    Linear,
+    linears_of,
+)
 from runtime.config import ModelConfig
 from runtime.kernels.step import layouts
 
@@ -119,6 +126,9 @@ def refusal(checkpoint: Checkpoint) -> str | None:
         return f"heads of {config.head_dim} are not part of the step"
     if config.hidden_size % EIGHT or config.intermediate_size % EIGHT:
         return "a hidden or intermediate size that is no multiple of 8"
+    pairs = (pair for layer in checkpoint.layers for _, pair in linears_of(layer))
+    if any(isinstance(pair, FactorPair) and not pair.rank for pair in pairs):
+        return "a factor pair of rank 0"
     if config.num_heads > _MOST_GROUP * config.num_kv_heads:
         return f"more than {_MOST_GROUP} query heads for one of K and V"
     return None

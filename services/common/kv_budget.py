@@ -10,8 +10,11 @@ from services.common.worker_settings import MOST_KV_TOKENS
 
 CPU_TOKENS = 16_384
 """On the CPU, whose memory is shared with everything else on the machine."""
-RESERVE = 3 << 29
-"""Bytes, 1.5 GiB, for CUDA's context, graphs, tables of sampling and what a step computes in."""
+RESERVE = 5 << 28
+"""Bytes, 1.25 GiB, for CUDA's context, graphs and what a step computes in."""
+ROW_BYTES = 60
+"""For each row of a decode batch and entry of the vocabulary: tables of sampling, and what it
+computes in."""
 _GIB = 1 << 30
 
 
@@ -42,6 +45,7 @@ def kv_tokens_for(
     *,
     utilization: float,
     slab: int,
+    logits: int,
     bytes_per_token: int,
     page_size: int,
 ) -> int:
@@ -49,23 +53,25 @@ def kv_tokens_for(
 
     It may have ``utilization`` of the whole device, whoever else is on it, of what is free:
 
-        min(utilization * total - own, free) - slab - RESERVE
+        min(utilization * total - own, free) - slab - ROW_BYTES * logits - RESERVE
 
     Args:
         slab: bytes that this worker will take for transfers.
+        logits: of a decode step, rows times vocabulary; 0 where nothing is decoded.
 
     Raises:
         SettingsError: not one page fits.
     """
     allowed = int(utilization * memory.total) - memory.own
-    left = min(allowed, memory.free) - slab - RESERVE
+    other = RESERVE + ROW_BYTES * logits
+    left = min(allowed, memory.free) - slab - other
     page = page_size * bytes_per_token
     if left < page:
         raise SettingsError(
             f"no memory is left for KV, {_gib(page - left)} are missing: of "
             f"{_gib(memory.total)} this worker may take {utilization:g} "
             f"(gpu_memory_utilization), has {_gib(memory.own)} already, and needs {_gib(slab)} for "
-            f"transfers and {_gib(RESERVE)} for graphs and the like; {_gib(memory.free)} are free"
+            f"transfers and {_gib(other)} for graphs and the like; {_gib(memory.free)} are free"
         )
     return min(left // page * page_size, MOST_KV_TOKENS)
 

@@ -184,6 +184,7 @@ def _engine(model: Model, settings: WorkerSettings, *, decodes: bool) -> Engine:
             DeviceMemory.now(model.device),
             utilization=settings.gpu_memory_utilization,
             slab=settings.slots * settings.slot_bytes + model.replayable * PAGE_SIZE * per_token,
+            logits=settings.max_running * model.config.vocab_size if decodes else 0,
             bytes_per_token=per_token,
             page_size=PAGE_SIZE,
         )

@@ -14,10 +14,11 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.engine import Add, Arrived, Cancel, Command, Engine, Release, Reserve
 from runtime.errors import NotFinite
 from runtime.model import Model
-from runtime.replay import TOP, UNDECIDED, DecodeReplay, Flight
+from runtime.replay import UNDECIDED, DecodeReplay, Flight
+from runtime.rows import Rows
 from runtime.sampling import Draw
-from runtime.sequence import Request, SampledToken, Sampling
-from runtime.static_sampling import EVERYTHING, Needs
+from runtime.sequence import MOST_LOGPROBS, Request, SampledToken, Sampling
+from runtime.static_sampling import Needs
 from runtime.work import Limits, Sequence, Work
 from tests.runtime.tiny import (
     CONFIG,
@@ -36,7 +37,7 @@ KINDS = [
     Sampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.2, seed=13),
     Sampling(repetition_penalty=1.2, logit_bias={4: 2.0}),
     Sampling(temperature=90.0, seed=14),
-    Sampling(logprobs=TOP + 5),  # more than a replay finds
+    Sampling(logprobs=MOST_LOGPROBS),
     Sampling(temperature=90.0, top_p=0.99, seed=15, logprobs=2),  # never decided by a few
 ]
 STOPS = frozenset(range(9, 1300, 50))  # so many that some end by them
@@ -213,8 +214,7 @@ def test_warming_up_changes_nothing(model: Model) -> None:
     replay = engine._replay
     assert isinstance(replay, DecodeReplay)
     told: list[int] = []
-    kinds = [Needs(draws=False, shapes=False, logprobs=False), EVERYTHING]
-    replay.warm_up(kinds, told.append)
+    replay.warm_up(told.append)
     assert told == [4, 2, 1]
     script: list[list[Command]] = [[Add(request(1, 20, 30, 2, 2))]]
     plain = play(engine_of(model, 16, 4, replay=False), script)
@@ -283,6 +283,26 @@ def test_draws_that_need_the_host_are_finished_from_their_own_logits(model: Mode
     with Watch().over(engine) as watch:
         compare(play(engine, script), plain, {"r0"})
     assert watch.undecided > 10
+
+
+def test_the_host_knows_where_a_row_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a vocabulary so large, and a distribution so flat, that most draws need the host. A row
+    that the host took for further on would be written anew, or, worse, taken for up to date."""
+    flat = tiny_model(config=replace(CONFIG, num_layers=1, vocab_size=20_000))
+    joined: list[int] = []
+    write = Rows.write
+
+    def counted(self: Rows, sequences: list[Sequence]) -> dict[int, Sequence]:
+        rows = write(self, sequences)
+        joined.extend(rows)
+        return rows
+
+    monkeypatch.setattr(Rows, "write", counted)
+    flattest = Request("s", (1, 2, 3), 3, Sampling(temperature=90.0, seed=14), max_tokens=40)
+    script: list[list[Command]] = [[Add(flattest)]]
+    found = play(engine_of(flat, 16, 4, replay=True), script)
+    assert joined == [0]
+    assert found.tokens == play(engine_of(flat, 16, 4, replay=False), script).tokens
 
 
 def test_a_request_of_the_same_name_gets_nothing_of_the_one_before(model: Model) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from services.common.errors import SettingsError
-from services.common.kv_budget import RESERVE, DeviceMemory, kv_tokens_for
+from services.common.kv_budget import RESERVE, ROW_BYTES, DeviceMemory, kv_tokens_for
 from services.common.worker_settings import MOST_KV_TOKENS
 
 GIB = 1 << 30
@@ -12,12 +12,17 @@ LLAMA_7B = 32 * 2 * 32 * 128 * 2  # bytes of K and V of a token, bf16: 512 KiB
 
 def tokens(memory: DeviceMemory, utilization: float = 0.9, per_token: int = LLAMA_7B) -> int:
     return kv_tokens_for(
-        memory, utilization=utilization, slab=GIB // 2, bytes_per_token=per_token, page_size=16
+        memory,
+        utilization=utilization,
+        slab=GIB // 2,
+        logits=GIB // 4 // ROW_BYTES,
+        bytes_per_token=per_token,
+        page_size=16,
     )
 
 
 def test_what_is_left_of_a_gpu_of_ones_own() -> None:
-    """0.9 of 80 GiB, without 12 of weights, 0.5 of slab and 1.5 in reserve: 58 GiB."""
+    """0.9 of 80 GiB, without 12 of weights, 0.5 of slab, 1.5 for logits and in reserve."""
     memory = DeviceMemory(total=80 * GIB, free=67 * GIB, own=12 * GIB)
     assert tokens(memory) == 58 * GIB // LLAMA_7B == 118_784
 

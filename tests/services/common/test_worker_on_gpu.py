@@ -16,11 +16,10 @@ from runtime.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
 from runtime.engine import Add, Engine
 from runtime.kv.pages import pages_for
 from runtime.model import Model
-from runtime.replay import DecodeReplay
+from runtime.replay import KINDS, DecodeReplay
 from runtime.sequence import Sampling
-from runtime.warm_up import USUAL
 from services.common.errors import SettingsError
-from services.common.kv_budget import RESERVE
+from services.common.kv_budget import RESERVE, ROW_BYTES
 from services.common.worker import Loaded, _load_model, load_worker
 from services.common.worker_settings import WorkerSettings
 from tests.runtime.tiny import CONFIG, drive, request_of, tiny_checkpoint
@@ -106,9 +105,10 @@ def test_requests_find_every_graph_captured(loaded: tuple[str, Path, Loaded]) ->
     _, _, worker = loaded
     replay = replay_of(worker.engine)
     captured = dict(replay._steps)
-    assert set(captured) == {(bucket, kind) for bucket in (1, 2, 4, 8, 12) for kind in USUAL}
+    assert set(captured) == {(bucket, kind) for bucket in (1, 2, 4, 8, 12) for kind in KINDS}
     assert all(isinstance(step, Captured) for step in captured.values())
-    for sampling in (Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=3)):
+    sampled = Sampling(temperature=0.8, top_p=0.9, seed=3)
+    for sampling in (Sampling(), sampled, replace(sampled, presence_penalty=0.3, logprobs=4)):
         requests = [request_of(f"r{n}", 5 + n, 4 + n, sampling=sampling) for n in range(12)]
         record = drive(worker.engine, *map(Add, requests))
         assert len(record.ended) == 12
@@ -169,7 +169,8 @@ def test_pages_fill_the_workers_share(tmp_path: Path) -> None:
     share = (had + 3 * GIB) / total
     settings = settings_of(path, kv_tokens="auto", gpu_memory_utilization=share)
     worker = load_worker(settings, decodes=True)
-    left = 3 * GIB - RESERVE - settings.slots * settings.slot_bytes
+    logits = settings.max_running * CONFIG.vocab_size
+    left = 3 * GIB - RESERVE - ROW_BYTES * logits - settings.slots * settings.slot_bytes
     assert 0.95 * left < sum(plane.nbytes for plane in worker.engine.cache.planes) <= left
     assert torch.cuda.memory_reserved() - had <= 3 * GIB
 
