@@ -3,12 +3,15 @@
 Each check is a plain test function; with `TRITON_INTERPRET=1` they run on CPU tensors.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.attention.gpu import TritonAttention
 from runtime.attention.reference import ReferenceAttention
+from runtime.checkpoint import Checkpoint
 from runtime.model import Model
 from runtime.rope import cos_sin_table
 from runtime.step import DecodeStep, KernelPlan, Norm, StepWeights
@@ -19,6 +22,10 @@ from tests.runtime.attention_samples import batch_of, pages_of, random_pages
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LARGE = replace(
+    CONFIG, hidden_size=1040, intermediate_size=4200, num_heads=16, num_kv_heads=1, head_dim=128,
+    context_length=3072,
+)  # fmt: skip
 SHAPES = [(6, 2, 16), (9, 3, 64), (4, 4, 96), (8, 1, 128), (5, 5, 20)]
 CASES = [
     # shape, lengths, new tokens of each, queries
@@ -161,12 +168,32 @@ def test_a_step_is_the_models(
     ranks: tuple[int | None, ...], bias: bool, positions: tuple[int, ...], tall: int
 ) -> None:
     """Logits, and K and V in the pages, of dense, factorized and mixed layers."""
-    checkpoint = tiny_checkpoint(ranks=ranks, bias=bias)
+    programs = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    check_step(tiny_checkpoint(ranks=ranks, bias=bias), positions, programs, tall)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
+@pytest.mark.parametrize("ranks", [(None,) * 7, (300, 100, 90, 200, 1100, 1060, 1500)])
+@pytest.mark.parametrize("tall", [0, 1 << 20])
+@pytest.mark.parametrize(("programs", "positions"), [(3, (3000, 0)), (2, (400,)), (40, (3000,))])
+def test_a_large_step_of_few_programs_is_the_models(
+    ranks: tuple[int | None, ...], programs: int, positions: tuple[int, ...], tall: int
+) -> None:
+    """Many tiles and blocks of rows for each program, inputs in several parts, sixteen heads for
+    one of K and V, KV in one part and in many."""
+    check_step(tiny_checkpoint(ranks=ranks, config=LARGE), positions, programs, tall)
+
+
+def check_step(
+    checkpoint: Checkpoint, positions: tuple[int, ...], programs: int, tall: int
+) -> None:
+    """A step's logits, and K and V in the pages, against the model's, three times over."""
+    config = checkpoint.config
     model = Model(checkpoint, device=DEVICE, dtype=torch.float32)
-    cache = model.new_cache(64)
     pages = pages_of([position + 1 for position in positions])
+    cache = model.new_cache(sum(map(len, pages)) + 1)
     texts = [
-        [(7 * number + 3 * at) % CONFIG.vocab_size for at in range(position + 1)]
+        [(7 * number + 3 * at) % config.vocab_size for at in range(position + 1)]
         for number, position in enumerate(positions)
     ]
     before = [
@@ -176,13 +203,13 @@ def test_a_step_is_the_models(
     ]
     if before:
         model.forward(Batch.of(before, DEVICE), cache)
-    rope = cos_sin_table(CONFIG, CONFIG.context_length)
+    rope = cos_sin_table(config, config.context_length)
     step = DecodeStep(
         StepWeights.of(checkpoint, DEVICE),
         cache.planes,
         (rope[0].to(DEVICE), rope[1].to(DEVICE)),
         Batch.static(len(positions), max(map(len, pages)), DEVICE),
-        programs=torch.cuda.get_device_properties(DEVICE).multi_processor_count,
+        programs=programs,
         tall=tall,
     )
     step.batch.tokens.copy_(torch.tensor([text[-1] for text in texts]))
