@@ -263,6 +263,10 @@ def _gguf_special(ours: dict[str, Any], tokens: list[str]) -> SpecialTokens:
     )
 
 
+_FACTS = "headrace.json"
+"""Of a canonical checkpoint, which has no config.json but the same facts in here."""
+
+
 def _load_directory(path: Path) -> Tokenizer:
     if not (path / "tokenizer.json").is_file():
         raise TokenizerError("no tokenizer.json in this directory")
@@ -274,7 +278,7 @@ def _load_directory(path: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     config = _read_json(path / "tokenizer_config.json")
-    model = _read_json(path / "config.json")
+    model = _read_json(path / "config.json") or _read_json(path / _FACTS).get("config", {})
     steps = flat_decoders(json.loads(text).get("decoder"))
     return Tokenizer(
         backend,

@@ -1,13 +1,17 @@
-"""What serving costs a decode step: ``python -m tests.e2e.rpc_delay [--device cuda]``.
+"""What serving costs a decode step: ``python -m tests.e2e.rpc_delay [--device cuda] [--shape …]``.
 
 An engine in a process of its own steps 64 sequences; then a colocated deployment streams 64
 sequences of the same lengths over gRPC, through gateway and worker. Both are as fast as their
-fastest stretch of `WINDOW` tokens of every stream.
+fastest stretch of `WINDOW` tokens of every stream. With a shape, of `runtime.bench`, the model has
+random weights, and SmolLM2's vocabulary.
 """
 
 import argparse
 import asyncio
+import tempfile
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from grpc import aio
@@ -15,23 +19,37 @@ from rich.console import Console
 
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
+from runtime.bench.shapes import SHAPES, random_checkpoint
 from runtime.checkpoint import load_checkpoint
 from runtime.engine import Add, Engine, Limits
 from runtime.kv.pages import pages_for
 from runtime.model import Model, step_refusal
 from runtime.sequence import Request, Sampling
 from services.common.model_source import resolve_model
+from services.common.tokenizer import load_tokenizer
 from services.common.worker import PAGE_SIZE
+from services.local.model_folder import write_model
 from tests.e2e.deployment import Running, deployed
 
 MODEL = "smollm2-135m"
 PROMPT, WINDOW = 64, 64
 
 
-def alone_ms(streams: int, tokens: int, device: str) -> float:
+def random_model(shape: str, keep: float, folder: Path, device: str) -> Path:
+    """A model's folder, of random weights, which never end a text."""
+    tokenizer = load_tokenizer(resolve_model(MODEL))
+    vocab = load_checkpoint(resolve_model(MODEL)).config.vocab_size
+    config = replace(SHAPES[shape], vocab_size=vocab)
+    checkpoint = random_checkpoint(config, keep, device=device)
+    checkpoint.lm_head[list(tokenizer.eos_ids)] = 0
+    write_model(checkpoint, tokenizer, folder / shape)
+    return folder / shape
+
+
+def alone_ms(model_path: Path, streams: int, tokens: int, device: str) -> float:
     """Milliseconds of a step without anybody to tell."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    checkpoint = load_checkpoint(resolve_model(MODEL), dtype=dtype)
+    checkpoint = load_checkpoint(model_path, dtype=dtype)
     stepped = step_refusal(checkpoint, device, dtype) is None
     model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE, stepped=stepped)
     engine = Engine(
@@ -56,6 +74,8 @@ def _request(number: int, tokens: int) -> Request:
 
 def _fastest(times: list[float]) -> float:
     """Milliseconds between two of them, in the best stretch."""
+    if len(times) <= WINDOW:
+        raise ValueError(f"{len(times)} tokens while all streams ran: more --tokens are needed")
     pairs = zip(times, times[WINDOW:], strict=False)
     return min(1e3 * (end - start) / WINDOW for start, end in pairs)
 
@@ -73,9 +93,9 @@ async def _stream(running: Running, streams: int, tokens: int) -> list[float]:
                 max_tokens=tokens,
                 temperature=0.0,
             )
-            async for _ in stub.Generate(request):
+            async for response in stub.Generate(request):
                 if number == streams - 1:
-                    times.append(time.perf_counter())  # noqa: PERF401
+                    times.extend([time.perf_counter()] * len(response.tokens))
             ended.append(time.perf_counter())
 
         await asyncio.gather(*(ask(number) for number in range(streams)))
@@ -87,16 +107,23 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="of a random model")
+    parser.add_argument("--keep", type=float, default=0.5, help="of a random model")
     own = parser.parse_args()
-    with torch.inference_mode():
-        alone = alone_ms(own.streams, own.tokens, own.device)
-    with deployed("--colocated", "--device", own.device) as running:
-        for _ in range(2):  # what the first one warms up
-            times = asyncio.run(_stream(running, own.streams, own.tokens))
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        path = resolve_model(MODEL)
+        if own.shape:
+            path = random_model(own.shape, own.keep, Path(folder), own.device)
+        alone = alone_ms(path, own.streams, own.tokens, own.device)
+        torch.cuda.empty_cache()
+        flags = ("--colocated", "--codec", "raw", "--model", str(path), "--device", own.device)
+        with deployed(*flags) as running:
+            for _ in range(2):  # what the first one warms up
+                times = asyncio.run(_stream(running, own.streams, own.tokens))
     served = _fastest(times)
     Console().print(
-        f"{own.streams} streams on {own.device}: a step {alone:.3f} ms alone, "
-        f"{served:.3f} ms served, {served / alone - 1:+.1%}"
+        f"{own.shape or MODEL}, {own.streams} streams on {own.device}: "
+        f"a step {alone:.3f} ms alone, {served:.3f} ms served, {served / alone - 1:+.1%}"
     )
 
 

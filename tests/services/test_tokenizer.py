@@ -189,6 +189,11 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
     assert tokenizer.eos_ids == (2, 5)
     assert tokenizer.bos_id == 1
     assert tokenizer.context_length == 77
+    facts = {"config": json.loads((tmp_path / "config.json").read_text())}
+    (tmp_path / "headrace.json").write_text(json.dumps(facts))  # as a canonical checkpoint has it
+    (tmp_path / "config.json").unlink()
+    canonical = load_tokenizer(tmp_path)
+    assert (canonical.context_length, canonical.eos_ids) == (77, tokenizer.eos_ids)
     assert tokenizer.render_chat([{"role": "user", "content": "x"}]) == "<s>x"
 
 
