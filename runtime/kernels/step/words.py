@@ -3,8 +3,8 @@
 
 What a product reads is bf16, in words of 32 bits with the stage's lower half; a word is never older
 than some hundred stages. Sums are fp32, in words of 64 bits. A thread that needs words reads them
-until each is of its stage, all of them at a time. Stores are plain ones: what is aligned and of such
-a size is stored as one, and none was seen to be kept back behind a wait (triton 3.6 and 3.9).
+until each is of its stage, all of them at a time. Stores are plain ones: what is aligned and of
+such a size is stored as one, and none was seen to be kept back behind a wait (triton 3.6 and 3.9).
 """
 
 from triton.experimental import gluon
