@@ -7,14 +7,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from runtime.kernels.step.attention import attend, merge
+from runtime.kernels.step.attention import attend_item
 from runtime.kernels.step.layouts import (
     BLOCK,
     CHUNK,
     COLUMNS,
     COPIERS,
     FLAT,
-    HEAD,
     KV_SLOT,
     LEFT,
     MMA,
@@ -56,11 +55,9 @@ from runtime.kernels.step.passes import (
 from runtime.kernels.step.ring import full_slot, give_back, read_ahead
 from runtime.kernels.step.rows import added_up, finish, multiply, wanted
 from runtime.kernels.step.words import (
-    anew,
     input_of,
     keep,
     operands,
-    receive_input,
     root_scale,
     send,
     send_input,
@@ -96,45 +93,6 @@ def fields_of(row):
         gl.load(row + SOURCE), gl.load(row + TARGET), gl.load(row + BIAS), gl.load(row + NORM),
         gl.load(row + NORMED), gl.load(row + TALL),
     )  # fmt: skip
-
-
-@gluon.jit
-def attend_item(
-    ring, full, empty, tile, kept, item, split_in, lengths, scale, words, word_stride, parts,
-    query_at, attended_at, before, epoch,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLITS: gl.constexpr,
-    SLOTS: gl.constexpr,
-):  # fmt: skip
-    """One part of a sequence's KV, of one KV head, and what the program that puts parts together
-    makes of them."""
-    GROUP: gl.constexpr = HEADS // KV_HEADS
-    own = words + item // (KV_HEADS * SPLITS) * word_stride
-    own_head = item // SPLITS % KV_HEADS
-    heads = own + query_at + own_head * GROUP * DIM
-    g = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, HEAD)), 1) + anew()
-    d = gl.expand_dims(gl.arange(0, MOST_DIM, gl.SliceLayout(0, HEAD)), 0)
-    new = own + query_at + (HEADS + own_head) * DIM
-    queries = receive_input(heads + g * DIM + d, before, (g < GROUP) & (d < DIM), 8, 4)
-    queries = gl.convert_layout(queries, gl.SliceLayout(0, LEFT))
-    queries = gl.expand_dims(queries, 0)
-    every = gl.zeros([WARPS, ROWS, MOST_DIM], gl.bfloat16, LEFT) + queries
-    tile, mixed, peak, mass = attend(
-        ring, full, empty, tile, item, every, lengths, scale, KV_HEADS, SPLITS, SLOTS
-    )
-    mixed = mixed.reshape([WARPS, 2, 8, MOST_DIM]).permute([0, 2, 3, 1])
-    upper, lower = gl.split(mixed)
-    upper_peak, lower_peak = gl.split(peak.reshape([2, 8]).permute([1, 0]))
-    upper_mass, lower_mass = gl.split(mass.reshape([2, 8]).permute([1, 0]))
-    merge(
-        kept, upper, upper_peak, upper_mass, 0, item, split_in, heads, new, before, parts, epoch,
-        scale, own + attended_at, KV_HEADS, GROUP, DIM, SPLITS,
-    )  # fmt: skip
-    if GROUP > 8:
-        merge(
-            kept, lower, lower_peak, lower_mass, 8, item, split_in, heads, new, before, parts,
-            epoch, scale, own + attended_at, KV_HEADS, GROUP, DIM, SPLITS,
-        )  # fmt: skip
-    return tile
 
 
 @gluon.jit
