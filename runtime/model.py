@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,7 +143,7 @@ class Model:
         plan = {
             "torch": torch.__version__.split("+")[0],
             "cuda": None if self.device.type == "cpu" else torch.version.cuda,
-            "triton": None if self.device.type == "cpu" else version("triton"),
+            "triton": None if self.device.type == "cpu" else _triton_version(),
             "kernels": kernels.VERSION,
             "device": self.device.type,
             "instructions": torch.backends.cpu.get_cpu_capability()
@@ -231,6 +230,12 @@ class Model:
 
         layers = [partial(compute, index) for index in range(len(self._layers))]
         return [embed, *layers, logits]
+
+
+def _triton_version() -> str:
+    import triton  # no other device needs it
+
+    return str(triton.__version__)
 
 
 def step_refusal(

@@ -80,7 +80,7 @@ class _Chunk:
     ) -> None:
         self._model, self._cache, self._size = model, cache, model.page_size
         self._nowhere = len(cache.planes[0]) - 1
-        pages = pages_for(max(model.context_length, tokens), self._size)
+        pages = pages_for(model.context_length, self._size)
         self._batch = Batch.room(tokens, sequences + 1, pages, sequences * logits, model.device)
         self._write([])
         self._run: Callable[[], object] = self._compute

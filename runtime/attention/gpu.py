@@ -26,7 +26,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass
 class _Space:
-    """What decode's programs tell one another. Grows; a CUDA graph keeps what it was captured with.
+    """What decode's programs tell one another, of some sizes; a CUDA graph knows it by its address.
 
     ``arrived`` int32 is zeros between launches.
     """
@@ -54,7 +54,7 @@ class TritonAttention:
     """
 
     name = "triton"
-    version = 1
+    version = 2
 
     def __init__(self, heads: int, kv_heads: int, dim: int, *, by_halves: bool = False) -> None:
         self._by_halves = by_halves
@@ -153,9 +153,9 @@ class TritonAttention:
     ) -> None:
         sequences, group = len(q), self._heads // self._kv_heads
         splits = self.splits(sequences)
-        key = sequences, splits
+        key = (sequences, splits) if splits > 1 else (0, 1)  # who is alone tells nobody
         if key not in self._spaces:
-            self._spaces[key] = _Space.of(sequences, self._heads, self._dim, splits, q.device)
+            self._spaces[key] = _Space.of(key[0], self._heads, self._dim, splits, q.device)
         space = self._spaces[key]
         decode_kernel[(sequences, self._kv_heads, splits)](
             q, k_pages, v_pages, *k_pages.stride()[:2], batch.page_table,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.attention import gpu
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.attention.gpu import TritonAttention
 from runtime.attention.reference import ReferenceAttention
@@ -64,6 +65,21 @@ def test_attend_is_the_reference_and_reads_no_stale_slot(
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
     again = attention.attend(q, k, v, batch)  # what programs left behind must not matter
     assert torch.equal(got, again)
+
+
+def test_programs_that_are_alone_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of sequences: nothing of it is kept."""
+    monkeypatch.setattr(gpu, "_PROGRAMS", 1)
+    attention = TritonAttention(4, 2, 16)
+    for lengths in ([20], [5, 33], [70, 1, 2]):
+        batch = batch_of(lengths, 1, DEVICE)
+        k, v = random_pages(lengths, 2, 16, DEVICE)
+        q = random(len(lengths), 4, 16)
+        expected = ReferenceAttention().attend(q, k, v, batch)
+        got = attention.attend(q, k, v, batch)
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+    assert list(attention._spaces) == [(0, 1)]
+    assert not attention._spaces[0, 1].sums.numel()
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
