@@ -35,6 +35,10 @@ class Worker(ABC):
         loop = asyncio.get_running_loop()
         self.identity = loaded.identity
         self.metrics = WorkerMetrics()
+        model = loaded.engine.model
+        self.metrics.info.labels(
+            self.identity.model.name, model.products, model.kv_format.kernels, model.kernel_plan
+        ).set(1)
         self.fault: asyncio.Future[None] = loop.create_future()
         self.engine = EngineThread(loaded.engine, on_output=self._deliver, on_fault=self._fail)
         self.draining = False

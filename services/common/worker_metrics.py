@@ -63,6 +63,9 @@ class WorkerMetrics:
         self.leases = gauge("kv_lease_active", "leases held")
         self.leases_expired = counter("kv_lease_expired", "leases that expired")
         self.integrity_failures = counter("kv_integrity_failures", "segments not verified")
+        self.info = gauge(
+            "worker_info", "1; what computes", "model", "products", "attention", "kernel_plan"
+        )
         self._raw = self._wire = 0
         self._drift = EscapeDrift()
 

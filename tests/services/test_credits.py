@@ -54,6 +54,19 @@ async def test_credits_are_asked_for_when_kv_will_follow(
     assert first.queue_s > 0
 
 
+async def test_a_worker_says_what_computes(site: Site) -> None:
+    prefill = await site.prefill()
+    model = prefill.loaded.engine.model
+    labels = {
+        "model": prefill.loaded.identity.model.name,
+        "products": "packed",
+        "attention": model.kv_format.kernels,
+        "kernel_plan": model.kernel_plan,
+    }
+    value = prefill.worker.metrics.registry.get_sample_value
+    assert value("headrace_worker_info", labels) == 1
+
+
 async def test_a_stopped_reader_leaves_slots_to_the_next(site: Site) -> None:
     """It has granted credits, and acknowledges nothing."""
     prefill, decode = await site.prefill(slots=4), await site.decode()
