@@ -38,6 +38,16 @@ class Agreement:
     same: int = 0
     positions: int = 0
 
+    @property
+    def error(self) -> float:
+        """Root mean square of the differences, of that of the reference's logits."""
+        return float((self.differences / self.sizes) ** 0.5)
+
+    @property
+    def top1(self) -> float:
+        """Share of positions whose best token is the reference's."""
+        return self.same / self.positions
+
     def add(self, got: Tensor, expected: Tensor) -> None:
         """Both fp32 `[n, vocab]`."""
         self.differences += float((got - expected).square().sum())
@@ -46,8 +56,7 @@ class Agreement:
         self.positions += len(got)
 
     def __str__(self) -> str:
-        error, top1 = (self.differences / self.sizes) ** 0.5, self.same / self.positions
-        return f"logits differ by {error:.2%} (rms), top-1 equal at {top1:.2%}"
+        return f"logits differ by {self.error:.2%} (rms), top-1 equal at {self.top1:.2%}"
 
 
 @dataclass(frozen=True)
@@ -67,10 +76,10 @@ class Quality:
     gaps: tuple[float, ...]
 
 
-def prompts_of(model: str) -> list[list[int]]:
-    """Real text, from 15 to `LONGEST` tokens."""
+def prompts_of(model: str, count: int) -> list[list[int]]:
+    """Real text, from 1 to `LONGEST` tokens."""
     text = load_tokenizer(resolve_model(model)).encode(documentation()[1])
-    lengths = [15 * (number + 1) % LONGEST + 1 for number in range(PROMPTS)]
+    lengths = [15 * (number + 1) % LONGEST + 1 for number in range(count)]
     return [text[400 * n : 400 * n + length] for n, length in enumerate(lengths)]
 
 
@@ -103,7 +112,7 @@ def logits_of(model: Model, tokens: list[int]) -> Tensor:
 
 
 @torch.inference_mode()
-def measure(name: str, device: str) -> Quality:
+def measure(name: str, device: str, count: int = PROMPTS) -> Quality:
     """Ours in the dtype that a worker on the device has."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     checkpoint = load_checkpoint(resolve_model(name), dtype=torch.float32)
@@ -111,7 +120,7 @@ def measure(name: str, device: str) -> Quality:
     model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE, stepped=stepped)
     reference = peers.build(checkpoint).to(device)
     rounded = peers.build(load_checkpoint(resolve_model(name), dtype=torch.bfloat16)).to(device)
-    prompts = prompts_of(name)
+    prompts = prompts_of(name, count)
     ours, bf16, gaps = Agreement(), Agreement(), []
     for prompt, text in zip(prompts, written_by(model, prompts), strict=True):
         tokens = torch.tensor([text], device=device)

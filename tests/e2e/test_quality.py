@@ -1,0 +1,55 @@
+"""The measures of a model's quality, and of what serving costs, on the CPU."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.e2e.quality import Agreement, measure
+from tests.e2e.rpc_delay import WINDOW, _fastest
+
+
+def test_agreement_is_what_one_can_count() -> None:
+    expected = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    found = Agreement()
+    found.add(expected, expected)
+    assert (found.error, found.top1) == (0.0, 1.0)
+    found.add(torch.tensor([[3.0, 0.0], [5.0, 4.0]]), expected)
+    assert found.error == pytest.approx((25 / 50) ** 0.5)
+    assert found.top1 == 0.75
+
+
+def test_on_the_cpu_only_near_ties_differ() -> None:
+    """KV is bf16, and all else fp32: nearer than transformers in bf16."""
+    found = measure("smollm2-135m", "cpu", 3)
+    assert found.ours.error < 0.01
+    assert found.ours.error < found.bf16.error / 2
+    assert found.ours.top1 > 0.98
+    assert found.equal + len(found.gaps) == 3
+    assert all(gap < 0.05 for gap in found.gaps)
+
+
+def test_the_best_stretch_counts() -> None:
+    slow, fast = 0.01, 0.002
+    times = [slow * n for n in range(WINDOW)]
+    times += [times[-1] + fast * (n + 1) for n in range(WINDOW + 1)]
+    assert _fastest(times) == pytest.approx(1e3 * fast)
+    with pytest.raises(ValueError, match="more --tokens"):
+        _fastest(times[:WINDOW])
+
+
+def test_what_serving_costs_is_measured_of_a_random_model() -> None:
+    """Written as a canonical checkpoint with a tokenizer, and served from there."""
+    command = [sys.executable, "-m", "tests.e2e.rpc_delay", "--device", "cpu", "--shape", "tiny"]
+    done = subprocess.run(
+        [*command, "--streams", "2", "--tokens", "100"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = " ".join(done.stdout.split())
+    assert re.search(r"tiny, 2 streams on cpu: a step [\d.]+ ms alone, [\d.]+ ms served", line), (
+        line
+    )
