@@ -1,6 +1,8 @@
 """Calls that a CUDA graph has recorded."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,21 @@ def capture(call: Callable[[], object], pool: Any = None) -> Captured:
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with (
+        _nothing_collected(),
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+    ):
         call()
     return Captured(graph, call)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Without the garbage collector: another graph, when it is let go, invalidates a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
