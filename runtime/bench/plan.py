@@ -1,7 +1,7 @@
 """A kernel plan for one model on this GPU: ``python -m runtime.bench plan --help``.
 
 What was measured is printed, and written for `KernelPlan.load`: of each kind of products torch
-beside a few tiles of our kernel, and of each kind of factor pairs the launch of a step with them
+beside a few tiles of our kernels, and of each kind of factor pairs the launch of a step with them
 beside one with their product.
 """
 
@@ -21,8 +21,17 @@ from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeigh
 from runtime.model import Model
 from runtime.rope import cos_sin_table
 from runtime.step import DecodeStep, KernelPlan, StepWeights
-from runtime.step.plan import BUCKETS, Tile, group_key, key, multiplied_out
-from runtime.step.products import Kind, Products
+from runtime.step.kinds import Kind
+from runtime.step.plan import (
+    BUCKETS,
+    LargeTile,
+    Tile,
+    group_key,
+    key,
+    large_tile,
+    multiplied_out,
+)
+from runtime.step.products import Products
 from runtime.step.weights import GROUPS
 
 _LAYERS = 8
@@ -45,7 +54,7 @@ def measure(checkpoint: Checkpoint, log: Log = print) -> KernelPlan:
     alike: dict[str, list[Products]] = {}
     for products in model.step_products():
         for bucket in BUCKETS:
-            name = key(products.kind.name, bucket, products.shapes)
+            name = key(products.name, bucket, products.shapes)
             alike.setdefault(name, []).append(products)
     choices = {name: _best_tile(name, some[:_LAYERS], log) for name, some in alike.items()}
     return replace(plan, choices=choices)
@@ -102,7 +111,7 @@ def _copied(layer: LayerWeights) -> LayerWeights:
     return replace(layer, **{name: copied(value) for name, value in vars(layer).items()})
 
 
-def _best_tile(name: str, alike: Sequence[Products], log: Log) -> Tile | None:
+def _best_tile(name: str, alike: Sequence[Products], log: Log) -> Tile | LargeTile | None:
     """The fastest way for some products, one after the other; None: torch's."""
     first, tokens = alike[0], int(name.split()[1].rstrip(":"))
     if not first.together:
@@ -112,7 +121,7 @@ def _best_tile(name: str, alike: Sequence[Products], log: Log) -> Tile | None:
     if first.kind is Kind.RESIDUAL:
         hidden = x.new_zeros(tokens, first.shapes[0][0])
 
-    def ms(tile: Tile | None) -> float:
+    def ms(tile: Tile | LargeTile | None) -> float:
         def run() -> None:
             for products in alike:
                 if tile is None:
@@ -128,8 +137,14 @@ def _best_tile(name: str, alike: Sequence[Products], log: Log) -> Tile | None:
     return tile if ours < _GAIN * torchs else None
 
 
-def _tiles(tokens: int, products: Products) -> Iterator[Tile]:
+def _tiles(tokens: int, products: Products) -> Iterator[Tile | LargeTile]:
     """A few that were fast on an H200; columns are split where there are few rows."""
+    if tokens > 64:
+        wanted = large_tile(products.name, tokens, products.shapes)
+        if wanted is not None:
+            yield from {wanted, LargeTile(2, 128), LargeTile(2, 256)}
+    if tokens > 128:
+        return
     high = min(tokens, 64)
     if products.kind is Kind.GATED:
         yield Tile(high, 64, 128 if high < 32 else 64, 1, 4, 4 if high < 32 else 6)

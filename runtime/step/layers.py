@@ -8,8 +8,9 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.attention.gpu import TritonAttention
 from runtime.layers.decoder import LayerParts
+from runtime.step.kinds import Kind
 from runtime.step.plan import KernelPlan
-from runtime.step.products import Kind, Norm, Products
+from runtime.step.products import Norm, Products
 from runtime.step.weights import GROUPS, LayerMatrices, Matrix, StepWeights, by_halves
 
 _KINDS = (Kind.PLAIN, Kind.RESIDUAL, Kind.GATED, Kind.RESIDUAL)

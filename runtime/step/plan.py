@@ -1,4 +1,4 @@
-"""Which products Triton computes, how it divides them, and which factor pairs are multiplied out.
+"""Which products our kernels compute, and how, and which factor pairs are multiplied out.
 
 Two workers compute the same bits only if they choose alike. Without a file the choice is a rule; a
 file has what was measured for one model on one device (`runtime.bench.plan`), and its hash is part
@@ -14,12 +14,12 @@ from typing import Any
 
 from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights
 from runtime.errors import PlanError
-from runtime.step.weights import GROUPS
+from runtime.step.weights import EIGHT, GROUPS
 
 Shapes = Sequence[tuple[int, int]]
 """Rows and columns of matrices that are multiplied at a time."""
-BUCKETS = (16, 32, 64, 128)
-"""Tokens, up to each of which a choice is the same. With more torch's products are faster."""
+BUCKETS = (16, 32, 64, 128, 512, 2048, 8192)
+"""Tokens, up to each of which a choice is the same; that of the last is for more, too."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,60 @@ class Tile:
         )
 
 
-LARGE = Tile(256, 128, 64, 1, 8, 3)
-"""For many tokens: at its best three quarters as fast as cuBLAS, on an H200."""
+@dataclass(frozen=True)
+class LargeTile:
+    """What a program of `kernels.large_linear` has: 64 tokens for each of its groups of warps,
+    rows, one of ``splits`` parts of all columns."""
+
+    groups: int
+    rows: int
+    splits: int = 1
+
+    @property
+    def possible(self) -> bool:
+        """Whether the kernel has tiles of this size."""
+        return (self.groups, self.rows) in _STEP_US and 1 <= self.splits <= 64
 
 
-def rule(kind: str, bucket: int, shapes: Shapes) -> Tile | None:
-    """Triton where one launch takes the place of several, of which none fills the device; torch
-    elsewhere. As measured on an H200."""
-    if kind != "PLAIN" or len(shapes) < 2:
+_STEP_US = {(2, 256): 0.62, (2, 128): 0.37, (1, 128): 0.18, (2, 64): 0.19}
+"""What a program takes for 64 columns of a `LargeTile`, by its groups and rows, on an H200."""
+_TILE_US, _SPLIT_US, _PART_US = 1.0, 3.0, 0.5 / 128
+"""For what is around the columns of a tile, and where they are split, for that and for every 64
+numbers of a part."""
+_PROGRAMS = 132
+_SPLITS = (1, 2, 3, 4, 6, 8)
+
+
+def large_tile(kind: str, tokens: int, shapes: Shapes) -> LargeTile | None:
+    """The fastest of all, by a model of an H200. None for what the kernel does not have: rows are
+    counted in eights."""
+    if any(rows % EIGHT for rows, _ in shapes):
         return None
-    if bucket <= 32:
-        return Tile(bucket, 32, 128, 1, 4, 5)
-    return Tile(64, 64, 64, 1, 4, 6)
+    columns = max(columns for _, columns in shapes)
+    possible = []
+    for groups, rows in _STEP_US:
+        each, counted = (rows // 2, shapes[:1]) if kind == "GATED" else (rows, shapes)
+        blocks = -(-tokens // (64 * groups)) * sum(-(-n // each) for n, _ in counted)
+        for splits in _SPLITS if kind == "PLAIN" else (1,):
+            turns = -(-blocks * splits // _PROGRAMS)
+            steps = -(-columns // (64 * splits))
+            us = steps * _STEP_US[groups, rows] + _TILE_US
+            if splits > 1:
+                us += _SPLIT_US + splits * groups * rows * _PART_US
+            possible.append((turns * us, groups, rows, splits))
+    return LargeTile(*min(possible)[1:])
+
+
+def rule(kind: str, bucket: int, shapes: Shapes) -> Tile | LargeTile | None:
+    """Our kernels where one launch takes the place of several; torch elsewhere. As measured on an
+    H200."""
+    if kind in ("RESIDUAL", "APART") or len(shapes) < 2:
+        return None
+    if bucket >= 128:
+        return large_tile(kind, bucket, shapes)
+    if kind == "GATED":
+        return None
+    return Tile(bucket, 32, 128, 1, 4, 5) if bucket <= 32 else Tile(64, 64, 64, 1, 4, 6)
 
 
 @dataclass(frozen=True)
@@ -73,20 +115,19 @@ class KernelPlan:
             to be compared.
     """
 
-    choices: Mapping[str, Tile | None] = field(default_factory=dict)
+    choices: Mapping[str, Tile | LargeTile | None] = field(default_factory=dict)
     dense: frozenset[str] = frozenset()
     device: str = ""
     forced: bool = False
 
-    def tile(self, kind: str, tokens: int, shapes: Shapes) -> Tile | None:
-        """How Triton is to compute products; None: torch does."""
-        for bucket in BUCKETS:
-            if tokens <= bucket:
-                name = key(kind, bucket, shapes)
-                if self.forced:
-                    return Tile(min(bucket, 64), 64, 64, 1, 4, 6)
-                return self.choices[name] if name in self.choices else rule(kind, bucket, shapes)
-        return LARGE if self.forced else None
+    def tile(self, kind: str, tokens: int, shapes: Shapes) -> Tile | LargeTile | None:
+        """How our kernels are to compute products; None: torch does."""
+        bucket = next((bucket for bucket in BUCKETS if tokens <= bucket), BUCKETS[-1])
+        if self.forced:
+            large = large_tile(kind, tokens, shapes) if tokens > 64 else None
+            return large or Tile(min(bucket, 64), 64, 64, 1, 4, 6)
+        name = key(kind, bucket, shapes)
+        return self.choices[name] if name in self.choices else rule(kind, bucket, shapes)
 
     def applied(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with groups multiplied out, in fp32, that are in ``dense``."""
@@ -125,12 +166,16 @@ class KernelPlan:
         """Raises PlanError for a file that is none."""
         try:
             read = json.loads(path.read_text())
-            choices = {name: tile and Tile(**tile) for name, tile in read["choices"].items()}
+            choices = {name: tile and _tile(tile) for name, tile in read["choices"].items()}
             if not all(tile is None or tile.possible for tile in choices.values()):
                 raise ValueError("a tile of a size that kernels do not have")
             return cls(choices, frozenset(read["dense"]), read["device"], read["forced"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{path} is no kernel plan: {error!r}") from error
+
+
+def _tile(fields: dict[str, int]) -> Tile | LargeTile:
+    return LargeTile(**fields) if "groups" in fields else Tile(**fields)
 
 
 def key(kind: str, bucket: int, shapes: Shapes) -> str:

@@ -1,34 +1,24 @@
-"""Products of a step's matrices with any number of tokens, by torch or by `kernels.linear`."""
+"""Products of a step's matrices with any number of tokens, by torch or by our kernels."""
 
 from collections.abc import Sequence
-from enum import IntEnum
 
 import torch
 import triton
 from torch import Tensor
 
-from runtime.kernels import linear
 from runtime.kernels.linear import linear_kernel
-from runtime.kernels.pointwise import rms_norm_kernel, silu_mul_kernel
-from runtime.step.plan import KernelPlan, Tile
+from runtime.kernels.pointwise import rms_norm_kernel
+from runtime.step.kinds import Kind, gated
+from runtime.step.large import LargeLinear
+from runtime.step.plan import KernelPlan, LargeTile, Tile
 from runtime.step.weights import EIGHT, LINE_BYTES, Matrix
 
-_BLOCK = 1024
-"""Numbers of a program of `silu_mul_kernel`."""
 _MOST_BLOCKS = 4096
 """Of a launch that splits columns."""
 _MOST_GATED = 1 << 14
 """Numbers of a tile, of which a program has two."""
 _TALL = 8
 """Blocks of tokens that share rows of weights in the L2."""
-
-
-class Kind(IntEnum):
-    """What is made of products."""
-
-    PLAIN = linear.PLAIN.value
-    RESIDUAL = linear.RESIDUAL.value
-    GATED = linear.GATED.value
 
 
 class Norm:
@@ -84,9 +74,14 @@ class Products:
             ]  # fmt: skip
         self._places += [0, 1, 0, 0] * (3 - len(matrices))
         self._arrived = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=base.device)
+        self._large = LargeLinear(self._matrices, self.kind, biases, self._arrived)
+        self.name = "APART" if self._large.apart else self.kind.name
+        """Of the kind, in a kernel plan: APART is GATED, of two inputs."""
 
     def __call__(self, x: Tensor, inner: Tensor, hidden: Tensor | None = None) -> Tensor:
-        tile = self._plan.tile(self.kind.name, len(x), self.shapes) if self.together else None
+        tile = self._plan.tile(self.name, len(x), self.shapes) if self.together else None
+        if isinstance(tile, LargeTile) and not x.is_cuda:
+            tile = None
         if tile is None or not len(x):
             return self.by_torch(x, inner, hidden)
         return self.by_kernel(x if self._matrices[0].first < 0 else inner, hidden, tile)
@@ -108,10 +103,13 @@ class Products:
                 torch.mm(own, matrix.weight.t(), out=out)
         if self._biases is not None:
             y.add_(self._biases)
-        return _gated(y) if self.kind is Kind.GATED else y
+        return gated(y) if self.kind is Kind.GATED else y
 
-    def by_kernel(self, x: Tensor, hidden: Tensor | None, tile: Tile) -> Tensor:
-        """As `__call__`, one launch for all; with large tiles SiLU is one more."""
+    def by_kernel(self, x: Tensor, hidden: Tensor | None, tile: Tile | LargeTile) -> Tensor:
+        """As `__call__`, one launch for all; with large tiles of the smaller kernel SiLU is one
+        more."""
+        if isinstance(tile, LargeTile):
+            return self._large(x, hidden, tile)
         kind = self.kind
         if kind is Kind.GATED and tile.tokens * tile.rows > _MOST_GATED:
             kind = Kind.PLAIN
@@ -130,12 +128,4 @@ class Products:
             BK=tile.columns, SPLITS=tile.splits, TALL=_TALL, num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
-        return y if kind is self.kind else _gated(y)
-
-
-def _gated(gate_up: Tensor) -> Tensor:
-    width = gate_up.shape[1] // 2
-    y = gate_up.new_empty(len(gate_up), width)
-    if len(y):
-        silu_mul_kernel[(len(y), triton.cdiv(width, _BLOCK))](gate_up, y, width, BLOCK=_BLOCK)
-    return y
+        return y if kind is self.kind else gated(y)

@@ -9,7 +9,7 @@ from runtime.checkpoint import Dense, FactorPair
 from runtime.errors import PlanError
 from runtime.model import Model
 from runtime.step import KernelPlan
-from runtime.step.plan import Tile, group_key, key
+from runtime.step.plan import LargeTile, Tile, group_key, key, large_tile
 from tests.runtime.tiny import tiny_checkpoint
 
 PAIRS = (9, 5, 8, 12, 17, 11, 24)
@@ -17,13 +17,18 @@ SHAPES = ((96, 16), (32, 8), (32, 8))
 
 
 def test_a_file_gives_the_plan_back(tmp_path: Path) -> None:
-    tile = Tile(16, 32, 128, 4, 4, 5)
-    plan = KernelPlan({key("PLAIN", 16, SHAPES): tile, "other": None}, frozenset("ab"), "a GPU")
+    tile, large = Tile(16, 32, 128, 4, 4, 5), LargeTile(2, 64, 3)
+    plan = KernelPlan(
+        {key("PLAIN", 16, SHAPES): tile, key("PLAIN", 512, SHAPES): large, "other": None},
+        frozenset("ab"),
+        "a GPU",
+    )
     plan.save(tmp_path / "plan.json")
     read = KernelPlan.load(tmp_path / "plan.json")
     assert read == plan
     assert read.hash == plan.hash != KernelPlan().hash
     assert read.tile("PLAIN", 9, SHAPES) == tile
+    assert read.tile("PLAIN", 500, SHAPES) == large
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"choices": {"a": {"b": 1}}, "dense": []}'])
@@ -35,12 +40,25 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
         KernelPlan.load(tmp_path / "none.json")
 
 
-def test_choices_hold_up_to_a_bucket_and_large_batches_are_torchs() -> None:
-    plan = KernelPlan({key("PLAIN", 32, SHAPES): None})
+def test_choices_hold_up_to_a_bucket_and_the_last_for_all_that_is_larger() -> None:
+    tile = LargeTile(2, 128)
+    plan = KernelPlan({key("PLAIN", 32, SHAPES): None, key("RESIDUAL", 8192, SHAPES[:1]): tile})
     assert plan.tile("PLAIN", 16, SHAPES) is not None  # by the rule
     assert plan.tile("PLAIN", 17, SHAPES) is None
     assert plan.tile("PLAIN", 33, SHAPES) is not None
-    assert plan.tile("PLAIN", 129, SHAPES) is None
+    assert plan.tile("RESIDUAL", 2048, SHAPES[:1]) is None
+    assert plan.tile("RESIDUAL", 2049, SHAPES[:1]) == tile
+    assert plan.tile("RESIDUAL", 1 << 20, SHAPES[:1]) == tile
+
+
+def test_large_tiles_fill_the_device() -> None:
+    """Llama-7B's, as they were fastest on an H200."""
+    assert large_tile("GATED", 2048, [(11008, 1496)] * 2) == LargeTile(2, 256)
+    assert large_tile("PLAIN", 2048, [(1024, 4096)]) == LargeTile(2, 128)
+    assert large_tile("PLAIN", 512, [(1496, 11008)]) == LargeTile(1, 128)
+    assert large_tile("PLAIN", 128, [(1496, 11008)]) == LargeTile(1, 128, 4)
+    assert large_tile("RESIDUAL", 128, [(4096, 1024)]) == LargeTile(1, 128)
+    assert large_tile("PLAIN", 512, [(1492, 4096)]) is None  # rows are counted in eights
 
 
 def test_factor_pairs_are_multiplied_out_where_the_plan_says() -> None:
