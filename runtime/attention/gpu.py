@@ -17,9 +17,12 @@ _ROWS = 8
 _TOKENS = 64
 """Keys of a block in decode."""
 _QUERIES = _KEYS = 128
-"""Queries and keys of a block in prefill; half as many keys of wider heads."""
+"""Queries and keys of a block in prefill; half as many queries of few, half as many keys of wider
+heads."""
 _PROGRAMS = 528
 """Decode aims at so many: four to an SM of an H200."""
+_FILLED = 66
+"""Programs of prefill, from which on there are enough: for half of an H200's SMs."""
 _MOST_SPLITS = 64
 _LOG2_E = math.log2(math.e)
 
@@ -54,7 +57,7 @@ class TritonAttention:
     """
 
     name = "triton"
-    version = 2
+    version = 3
 
     def __init__(self, heads: int, kv_heads: int, dim: int, *, by_halves: bool = False) -> None:
         self._by_halves = by_halves
@@ -122,13 +125,14 @@ class TritonAttention:
         heads of a power of two."""
         out = inner.new_empty(len(inner), self._heads * self._dim)
         sequences = len(batch.lengths)
-        blocks = len(inner) // _QUERIES + sequences
+        queries, warps = self._queries(len(inner))
+        blocks = len(inner) // queries + sequences
         factored_prefill_kernel[(blocks, self._heads)](
             inner, inner.stride(0) // 8, u, u.shape[1] // 8, biases, *rope, k_pages, v_pages,
             *k_pages.stride()[:2], batch.page_table, batch.page_table.stride(0), batch.starts,
             batch.lengths, sequences, out, self._scale,
             HEADS=self._heads, KV_HEADS=self._kv_heads, DIM=self._dim, PAGE=k_pages.shape[2],
-            BLOCK_Q=_QUERIES, BLOCK=_KEYS, BLOCK_R=64, BIAS=biases is not None, num_warps=8,
+            BLOCK_Q=queries, BLOCK=_KEYS, BLOCK_R=64, BIAS=biases is not None, num_warps=warps,
             num_stages=2,
         )  # fmt: skip
         return out
@@ -170,11 +174,17 @@ class TritonAttention:
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, out: Tensor
     ) -> None:
         sequences = len(batch.lengths)
-        blocks = len(q) // _QUERIES + sequences
+        queries, warps = self._queries(len(q))
+        blocks = len(q) // queries + sequences
         prefill_kernel[(blocks, self._heads)](
             q, k_pages, v_pages, *k_pages.stride()[:2], batch.page_table,
             batch.page_table.stride(0), batch.starts, batch.lengths, sequences, out, self._scale,
             HEADS=self._heads, KV_HEADS=self._kv_heads, DIM=self._dim, WIDTH=self._width,
-            PAGE=k_pages.shape[2], BLOCK_Q=_QUERIES,
-            BLOCK=_KEYS if self._width <= _QUERIES else _KEYS // 2, num_warps=8, num_stages=2,
+            PAGE=k_pages.shape[2], BLOCK_Q=queries,
+            BLOCK=_KEYS if self._width <= _KEYS else _KEYS // 2, num_warps=warps, num_stages=2,
         )  # fmt: skip
+
+    def _queries(self, tokens: int) -> tuple[int, int]:
+        """Of a program, and its warps: fewer where programs are."""
+        few = tokens // _QUERIES * self._heads < _FILLED
+        return (_QUERIES // 2, 4) if few else (_QUERIES, 8)

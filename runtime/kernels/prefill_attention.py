@@ -144,7 +144,7 @@ def factored_prefill_kernel(
         right = u + first_row[None, :].to(tl.int64) * (rank * 8) + k[:, None]
         first = tl.zeros((BLOCK_Q, DIM // 2), tl.float32)
         second = tl.zeros((BLOCK_Q, DIM // 2), tl.float32)
-        for at in range(0, rank * 8, BLOCK_R):
+        for at in tl.range(0, rank * 8, BLOCK_R, num_stages=4):
             inside = at + k < rank * 8
             x = tl.load(left + at, mask=here & inside[None, :], other=0.0)
             own = tl.load(right + at, mask=inside[:, None], other=0.0)

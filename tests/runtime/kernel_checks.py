@@ -16,8 +16,9 @@ from runtime.checkpoint import Checkpoint
 from runtime.model import Model
 from runtime.rope import cos_sin_table
 from runtime.step import DecodeStep, KernelPlan, Norm, StepWeights
-from runtime.step.plan import Tile
-from runtime.step.products import Kind, Products
+from runtime.step.kinds import Kind
+from runtime.step.plan import LargeTile, Tile
+from runtime.step.products import Products
 from runtime.step.weights import Matrix
 from tests.runtime.attention_samples import batch_of, pages_of, random_pages
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
@@ -65,6 +66,20 @@ def test_attend_is_the_reference_and_reads_no_stale_slot(
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
     again = attention.attend(q, k, v, batch)  # what programs left behind must not matter
     assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "new"), [((4, 2, 64), [300, 20], 20), ((2, 1, 128), [300], 290)]
+)
+def test_enough_programs_have_larger_blocks(
+    shape: tuple[int, int, int],
+    lengths: list[int],
+    new: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu, "_FILLED", 0)
+    assert TritonAttention(*shape)._queries(new) == (128, 8)
+    test_attend_is_the_reference_and_reads_no_stale_slot(shape, lengths, new, torch.bfloat16)
 
 
 def test_programs_that_are_alone_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +150,36 @@ def test_products_by_the_kernel_are_torchs(
     kind: Kind, shapes: list[tuple[int, int]], tokens: int, tile: Tile, bias: bool
 ) -> None:
     """Ranks that no block divides, twice over the same counters."""
+    check_products(kind, shapes, tokens, tile, bias)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
+@pytest.mark.parametrize(
+    "tile", [LargeTile(2, 256), LargeTile(2, 128), LargeTile(1, 128), LargeTile(2, 64)], ids=str
+)
+@pytest.mark.parametrize(
+    ("kind", "shapes", "splits"),
+    [
+        (Kind.PLAIN, [(304, 1000)], 1),
+        (Kind.PLAIN, [(304, 72), (200, 64), (96, 200)], 1),
+        (Kind.PLAIN, [(304, 1000), (8, 520)], 3),
+        (Kind.RESIDUAL, [(520, 264)], 1),
+        (Kind.GATED, [(200, 152), (200, 72)], 1),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_by_the_large_kernel_are_torchs(
+    kind: Kind, shapes: list[tuple[int, int]], splits: int, tile: LargeTile, bias: bool
+) -> None:
+    """A few tokens, and more than a program has at a time."""
+    for tokens in (1, 77, 2500):
+        check_products(kind, shapes, tokens, replace(tile, splits=splits), bias)
+
+
+def check_products(
+    kind: Kind, shapes: list[tuple[int, int]], tokens: int, tile: Tile | LargeTile, bias: bool
+) -> None:
+    """Against torch's, twice over the same counters."""
     lines = 64 * -(-sum(rows * width + 64 for rows, width in shapes) // 64)
     base = aligned(random(lines + 64).bfloat16())
     matrices, at, first = [], 0, 0
@@ -148,11 +193,32 @@ def test_products_by_the_kernel_are_torchs(
     hidden = None
     if kind is Kind.RESIDUAL:
         hidden = random(tokens, shapes[0][0], seed=7).bfloat16()
-    expected = products.by_torch(x, x, None if hidden is None else hidden.clone())
+    expected = expected_of(matrices, kind, x, biases, hidden)
     for _ in range(2):
         got = products.by_kernel(x, None if hidden is None else hidden.clone(), tile)
-        # torch rounds sums to bf16 before it adds a bias, or multiplies.
-        torch.testing.assert_close(got, expected, rtol=3e-2, atol=0.06)
+        torch.testing.assert_close(
+            got.float(), expected, rtol=1e-2, atol=5e-3 * float(expected.std())
+        )
+
+
+def expected_of(
+    matrices: list[Matrix],
+    kind: Kind,
+    x: torch.Tensor,
+    biases: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+) -> torch.Tensor:
+    """In fp32, nothing of which is rounded."""
+    parts = []
+    for matrix in matrices:
+        rows, width = matrix.weight.shape
+        parts.append(x[:, matrix.first : matrix.first + width].float() @ matrix.weight.float().t())
+        if biases is not None:
+            parts[-1] += biases[:rows]
+            biases = biases[rows:]
+    if kind is Kind.GATED:
+        return torch.nn.functional.silu(parts[0]) * parts[1]
+    return torch.cat(parts, 1) + (0.0 if hidden is None else hidden.float())
 
 
 def aligned(numbers: torch.Tensor) -> torch.Tensor:
