@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,12 +24,15 @@ _NOTHING = StepOutput()
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What a worker tells the router of itself, as of its last step."""
+    """What a worker tells of itself, as of its last step; ``busy_s`` is what its ``steps`` took,
+    each from the one before it, or from what it had waited for."""
 
     queue_tokens: int
     pages_free: int
     running: int
     waiting: int
+    steps: int
+    busy_s: float
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Command | _Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._steps, self._busy_s, self._since = 0, 0.0, time.perf_counter()
         self.load = self._measure()
         self.pages_total = engine.pages_total
 
@@ -111,8 +116,9 @@ class EngineThread:
     def _measure(self) -> EngineLoad:
         engine = self._engine
         return EngineLoad(
-            engine.queue_tokens, engine.pages_free, engine.num_running, engine.num_waiting
-        )
+            engine.queue_tokens, engine.pages_free, engine.num_running, engine.num_waiting,
+            self._steps, self._busy_s,
+        )  # fmt: skip
 
     def _run(self) -> None:
         try:
@@ -137,6 +143,8 @@ class EngineThread:
                 break
             if item is None:
                 return False
+            if block:
+                self._since = time.perf_counter()
             block = False
             if isinstance(item, _Job):
                 if commands:  # those that came before the job take effect before it
@@ -153,6 +161,10 @@ class EngineThread:
             return
         self._tell(self._engine.plan(commands))
         output = self._engine.compute()
+        now = time.perf_counter()
+        self._steps += 1
+        self._busy_s += now - self._since
+        self._since = now
         self.load = self._measure()
         self._tell(output)
 

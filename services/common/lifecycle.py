@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import sys
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from contextlib import suppress
@@ -73,6 +74,7 @@ class Worker(ABC):
             free=load.pages_free,
             total=self.engine.pages_total,
         )
+        self.metrics.observe_steps(load.steps, load.busy_s)
 
     async def close(self) -> None:
         """Ends the engine's thread; the pages go with the process."""
@@ -87,12 +89,18 @@ class Worker(ABC):
             self.fault.set_exception(error)
 
 
+SWITCH_S = 2e-4
+"""For which a thread may keep Python's lock while another one waits: the engine's has a step to
+launch. At Python's own 5 ms, 64 streams held a step of 1.7 ms up by 6 % on an H200."""
+
+
 async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role) -> None:
     """Runs a worker until SIGTERM or SIGINT, then lets running work finish within ``drain_s``.
 
     Raises:
         BaseException: what broke the engine or the transfer, after everything else was shut.
     """
+    sys.setswitchinterval(SWITCH_S)
     stop, identity = stop_on_signals(), worker.identity
     registration = Registration(
         worker_id=identity.worker_id,

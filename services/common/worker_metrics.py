@@ -37,6 +37,8 @@ class WorkerMetrics:
         self.cache_usage = gauge("kv_cache_usage_perc", "used KV pages, 0 to 1")
         self.prompt_tokens = counter("prompt_tokens", "prompt tokens taken in")
         self.generation_tokens = counter("generation_tokens", "tokens sampled")
+        self.steps = counter("engine_steps", "steps of the engine")
+        self.busy_seconds = counter("engine_busy_seconds", "what the engine's steps took")
         self.transfer_bytes = counter("kv_transfer_bytes", "KV moved, raw and on the wire", "kind")
         self.transfer_seconds = seconds("kv_transfer", "READ of one segment")
         self.compress_ratio = gauge("kv_compress_ratio", "raw over wire bytes since the start")
@@ -67,6 +69,7 @@ class WorkerMetrics:
             "worker_info", "1; what computes", "model", "products", "attention", "kernel_plan"
         )
         self._raw = self._wire = 0
+        self._steps, self._busy_s = 0, 0.0
         self._drift = EscapeDrift()
 
     def encoded(
@@ -115,6 +118,12 @@ class WorkerMetrics:
         self.queue_tokens.set(queue_tokens)
         self.pages_free.set(free)
         self.cache_usage.set(1 - free / total)
+
+    def observe_steps(self, steps: int, busy_s: float) -> None:
+        """Since the start."""
+        self.steps.inc(steps - self._steps)
+        self.busy_seconds.inc(busy_s - self._busy_s)
+        self._steps, self._busy_s = steps, busy_s
 
     def _count(self, raw_bytes: int, wire_bytes: int) -> None:
         self.transfer_bytes.labels("raw").inc(raw_bytes)

@@ -1,17 +1,20 @@
 """What serving costs a decode step: ``python -m tests.e2e.rpc_delay [--device cuda] [--shape …]``.
 
 An engine in a process of its own steps 64 sequences; then a colocated deployment streams 64
-sequences of the same lengths over gRPC, through gateway and worker. Both are as fast as their
-fastest stretch of `WINDOW` tokens of every stream. With a shape, of `runtime.bench`, the model has
-random weights, and SmolLM2's vocabulary.
+sequences of the same lengths over gRPC, through gateway and worker. A step is what it took on
+average while all of them ran, of the worker by its own metrics: whoever reads the streams more
+slowly than they are written gets several tokens at a time, and delays nobody. With a shape, of
+`runtime.bench`, the model has random weights, and SmolLM2's vocabulary.
 """
 
 import argparse
 import asyncio
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 from grpc import aio
@@ -32,7 +35,9 @@ from services.local.model_folder import write_model
 from tests.e2e.deployment import Running, deployed
 
 MODEL = "smollm2-135m"
-PROMPT, WINDOW = 64, 64
+PROMPT = 64
+PROCESS = "decode-0"
+POLL_S = 0.2
 
 
 def random_model(shape: str, keep: float, folder: Path, device: str) -> Path:
@@ -64,7 +69,7 @@ def alone_ms(model_path: Path, streams: int, tokens: int, device: str) -> float:
     while engine.has_work:
         if len(engine.step([]).tokens) == streams:
             times.append(time.perf_counter())
-    return _fastest(times)
+    return 1e3 * (times[-1] - times[0]) / (len(times) - 1)
 
 
 def _request(number: int, tokens: int) -> Request:
@@ -72,40 +77,58 @@ def _request(number: int, tokens: int) -> Request:
     return Request(str(number), prompt, PROMPT, Sampling(), max_tokens=tokens)
 
 
-def _fastest(times: list[float]) -> float:
-    """Milliseconds between two of them, in the best stretch."""
-    if len(times) <= WINDOW:
-        raise ValueError(f"{len(times)} tokens while all streams ran: more --tokens are needed")
-    pairs = zip(times, times[WINDOW:], strict=False)
-    return min(1e3 * (end - start) / WINDOW for start, end in pairs)
+@dataclass(frozen=True)
+class Sample:
+    """What the worker's metrics say."""
+
+    running: float
+    steps: float
+    busy_s: float
+
+    @classmethod
+    def of(cls, running: Running) -> Self:
+        names = ("num_requests_running", "engine_steps_total", "engine_busy_seconds_total")
+        return cls(*(running.metric(PROCESS, f"headrace_{name}") for name in names))
 
 
-async def _stream(running: Running, streams: int, tokens: int) -> list[float]:
-    """When each token of one stream came, while all of them ran."""
-    times: list[float] = []
-    ended: list[float] = []
+def step_ms(samples: Sequence[Sample], streams: int) -> float:
+    """Of the steps from the first to the last sample in which all streams ran."""
+    full = [sample for sample in samples if sample.running == streams]
+    if len(full) < 2 or full[0].steps == full[-1].steps:
+        raise ValueError(f"{streams} streams ran for too short a time: more --tokens are needed")
+    return 1e3 * (full[-1].busy_s - full[0].busy_s) / (full[-1].steps - full[0].steps)
+
+
+async def serve(running: Running, streams: int, tokens: int) -> list[Sample]:
+    """Streams, and asks for the worker's metrics meanwhile."""
+    samples: list[Sample] = []
+    asked = asyncio.create_task(_stream(running, streams, tokens))
+    while not asked.done():
+        await asyncio.sleep(POLL_S)
+        samples.append(await asyncio.to_thread(Sample.of, running))
+    await asked
+    return samples
+
+
+async def _stream(running: Running, streams: int, tokens: int) -> None:
     async with aio.insecure_channel(running.grpc_target) as channel:
         stub = InferenceStub(channel)
 
-        async def ask(number: int) -> None:
+        async def ask(number: int) -> int:
             request = pb.GenerateRequest(
                 tokens=pb.TokenIds(ids=_request(number, tokens).tokens),
                 max_tokens=tokens,
                 temperature=0.0,
             )
-            async for response in stub.Generate(request):
-                if number == streams - 1:
-                    times.extend([time.perf_counter()] * len(response.tokens))
-            ended.append(time.perf_counter())
+            return sum([len(response.tokens) async for response in stub.Generate(request)])
 
         await asyncio.gather(*(ask(number) for number in range(streams)))
-    return [at for at in times if at < ended[0]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.rpc_delay")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of a random model")
     parser.add_argument("--keep", type=float, default=0.5, help="of a random model")
@@ -118,9 +141,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         flags = ("--colocated", "--codec", "raw", "--model", str(path), "--device", own.device)
         with deployed(*flags) as running:
-            for _ in range(2):  # what the first one warms up
-                times = asyncio.run(_stream(running, own.streams, own.tokens))
-    served = _fastest(times)
+            served = step_ms(asyncio.run(serve(running, own.streams, own.tokens)), own.streams)
     Console().print(
         f"{own.shape or MODEL}, {own.streams} streams on {own.device}: "
         f"a step {alone:.3f} ms alone, {served:.3f} ms served, {served / alone - 1:+.1%}"
