@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -43,12 +44,20 @@ def _run_service(service: str, arguments: list[str]) -> None:
     try:
         settings = _load(service, arguments)
         configure_logging(service, format=settings.log_format, level=settings.log_level)
-        module = import_module(f"services.{service}.service")
+        module = _imported(f"services.{service}.service")
         with asyncio.Runner(loop_factory=getattr(module, "loop_factory", None)) as runner:
             runner.run(module.serve(settings))
     except SettingsError as error:
         print(f"headrace {service}: {error}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(2) from None
+
+
+def _imported(name: str) -> ModuleType:
+    """Raises SettingsError: another start would find no more packages than this one."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise SettingsError(f"a package is missing, or does not fit: {error}") from error
 
 
 def _add_service(name: str) -> None:

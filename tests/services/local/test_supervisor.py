@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -44,6 +45,18 @@ async def test_a_service_that_cannot_start_is_not_started_again(tmp_path: Path) 
     with pytest.raises(ServiceFailed) as failure:
         await supervisor.run()
     assert "port" in failure.value.log_file.read_text()
+
+
+async def test_a_service_without_its_packages_is_not_started_again(tmp_path: Path) -> None:
+    broken = tmp_path / "packages"
+    broken.mkdir()
+    (broken / "quart.py").write_text("import nothing_of_this_name")
+    spec = replace(ROUTER, environment={"PYTHONPATH": str(broken)})
+    supervisor = Supervisor([spec], tmp_path, on_change=lambda _: None)
+    with pytest.raises(ServiceFailed) as failure:
+        await supervisor.run()
+    assert "a package is missing" in failure.value.log_file.read_text()
+    assert "nothing_of_this_name" in failure.value.log_file.read_text()
 
 
 async def test_logs_are_of_this_deployment_and_the_former_ones_stay(tmp_path: Path) -> None:
