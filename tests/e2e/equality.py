@@ -3,7 +3,8 @@
 ``python -m tests.e2e.equality`` asks 50 prompts of 1 to 3,000 tokens of a colocated deployment and
 of disaggregated ones, 8 at a time, and prints a table. A difference counts as `close` where the
 reference's two best logits were nearer than ``EPSILON`` at that token, since another composition of
-the batch may round it the other way; any other difference is a failure.
+the batch may round it the other way; any other difference is a failure. On a GPU what is asked one
+at a time, in equal batches, has to be equal: of a draw at a temperature that is no measure.
 """
 
 import argparse
