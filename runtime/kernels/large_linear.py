@@ -10,10 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from runtime.kernels.names import barrier, load_block
 
 PLAIN, RESIDUAL, GATED = (gl.constexpr(n) for n in range(3))
 TOKENS, COLUMNS = gl.constexpr(64), gl.constexpr(64)
@@ -83,17 +84,17 @@ def copy(
             ready = full.index(slot)
             mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
             mbarrier.expect(ready, (BM + BN) * COLUMNS * 2)
-            tma.async_copy_global_to_shared(x, [m, first + k], ready, left.index(slot))
+            load_block(x, [m, first + k], ready, left.index(slot))
             own = right.index(slot)
             if KIND == GATED:
-                tma.async_copy_global_to_shared(weights0, [row, k], ready, own.slice(0, HALF))
-                tma.async_copy_global_to_shared(weights1, [row, k], ready, own.slice(HALF, HALF))
+                load_block(weights0, [row, k], ready, own.slice(0, HALF))
+                load_block(weights1, [row, k], ready, own.slice(HALF, HALF))
             elif which == 0:
-                tma.async_copy_global_to_shared(weights0, [row, k], ready, own)
+                load_block(weights0, [row, k], ready, own)
             elif which == 1:
-                tma.async_copy_global_to_shared(weights1, [row, k], ready, own)
+                load_block(weights1, [row, k], ready, own)
             else:
-                tma.async_copy_global_to_shared(weights2, [row, k], ready, own)
+                load_block(weights2, [row, k], ready, own)
             step += 1
         if KIND == RESIDUAL:
             for piece in range(0, BN, PIECE):
@@ -101,9 +102,7 @@ def copy(
                 ready = full.index(slot)
                 mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(ready, BM * PIECE * 2)
-                tma.async_copy_global_to_shared(
-                    residual, [m, column + piece], ready, left.index(slot)
-                )
+                load_block(residual, [m, column + piece], ready, left.index(slot))
                 step += 1
 
 
@@ -163,7 +162,7 @@ def added_up(total, sums, arrived, item, SPLITS: gl.constexpr):
     j = gl.expand_dims(gl.arange(0, total.shape[1], gl.SliceLayout(0, layout)), 0)
     own = sums + (item // SPLITS * SPLITS).to(gl.int64) * SIZE + i * total.shape[1] + j
     gl.store(own + item % SPLITS * SIZE, total)
-    gl.thread_barrier()
+    barrier()
     last = gl.atomic_add(arrived + item // SPLITS, 1, sem="acq_rel") == SPLITS - 1
     if last:
         total = gl.zeros_like(total)

@@ -62,7 +62,7 @@ class LargeLinear:
             own, *self._described(each), own if hidden is None else _descriptor(hidden, tokens),
             y, self._biases, sums, self._arrived, items, len(x), *self._counts,
             GROUPS=tile.groups, BN=tile.rows, KIND=int(kind), BIAS=self._biases is not None,
-            SPLITS=tile.splits, STAGES=_stages(tokens + tile.rows), num_warps=4,
+            SPLITS=tile.splits, STAGES=stages(tokens + tile.rows), num_warps=4,
         )  # fmt: skip
         return gated(y) if self.apart else y
 
@@ -84,7 +84,8 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, block, layout)
 
 
-def _stages(rows: int) -> int:
+def stages(rows: int) -> int:
+    """Of the ring, for so many tokens and rows in each."""
     return min(_MOST_STAGES, _RING // int(rows * COLUMNS.value * 2))
 
 

@@ -40,7 +40,7 @@ SHARED = 227 * 1024
 @pytest.mark.parametrize(
     "shape",
     [(32, 32, 128, 1, 4), (32, 8, 128, 1, 16), (32, 8, 128, 8, 2), (9, 3, 64, 2, 22),
-     (40, 4, 96, 1, 32)],
+     (40, 4, 96, 1, 32), (32, 32, 128, 8, 1)],
     ids=str,
 )  # fmt: skip
 def test_it_compiles_and_fits(shape: tuple[int, ...]) -> None:

@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from runtime.kernels.names import barrier, seen_as
 from runtime.kernels.step.layouts import (
     HEAD,
     KV_SLOT,
@@ -20,7 +21,6 @@ from runtime.kernels.step.layouts import (
     WARPS,
     along,
 )
-from runtime.kernels.step.names import barrier, seen_as
 from runtime.kernels.step.passes import past_tiles
 from runtime.kernels.step.ring import full_slot, give_back
 from runtime.kernels.step.words import anew, receive, receive_input, send, send_input

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from runtime.kernels.names import barrier, seen_as
 from runtime.kernels.step.attention import attend_item
 from runtime.kernels.step.layouts import (
     BLOCK,
@@ -30,7 +31,6 @@ from runtime.kernels.step.layouts import (
     finished,
     kept_layout,
 )
-from runtime.kernels.step.names import barrier, seen_as
 from runtime.kernels.step.passes import (
     AFTER,
     ATTEND,

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from runtime.kernels.names import barrier, load_async, seen_as
 from runtime.kernels.step.layouts import (
     COLUMNS,
     COPY,
@@ -27,7 +28,6 @@ from runtime.kernels.step.layouts import (
     WARPS,
     along,
 )
-from runtime.kernels.step.names import barrier, load_async, seen_as
 from runtime.kernels.step.passes import (
     ATTEND,
     FIELDS,

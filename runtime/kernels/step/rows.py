@@ -5,8 +5,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from runtime.kernels.names import barrier
 from runtime.kernels.step.layouts import LEFT, LINE, ROWS, WARPS, N, finished, of_warps
-from runtime.kernels.step.names import barrier
 from runtime.kernels.step.passes import GATE, INNER, QUERY, RESIDUAL, UP, VALUE
 from runtime.kernels.step.ring import full_slot, give_back
 from runtime.kernels.step.words import send_input

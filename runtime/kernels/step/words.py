@@ -10,6 +10,7 @@ such a size is stored as one, and none was seen to be kept back behind a wait (t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from runtime.kernels.names import barrier
 from runtime.kernels.step.layouts import (
     COLUMNS,
     INPUT,
@@ -24,7 +25,6 @@ from runtime.kernels.step.layouts import (
     N,
     finished,
 )
-from runtime.kernels.step.names import barrier
 
 
 @gluon.jit

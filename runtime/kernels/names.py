@@ -4,10 +4,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Of the warps that run a function."""
 load_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _REINTERPRETS = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
