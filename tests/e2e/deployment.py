@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from services.local.state import Deployment
 
-START_S = 300.0  # the first start of all factorizes a model and calibrates the codec
+START_S = 900.0  # the first start of all factorizes a model and calibrates the codec
 
 
 @dataclass(frozen=True)

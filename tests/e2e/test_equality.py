@@ -12,7 +12,7 @@ def cases() -> list[Case]:
     return make_cases(12, longest=700, max_tokens=24)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "flags", [pytest.param((), id="dense"), pytest.param(("--keep", "0.8"), id="factorized")]
 )
