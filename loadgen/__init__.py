@@ -1,0 +1,1 @@
+"""The load generator: requests at times drawn before the run, and what became of them."""

@@ -1,0 +1,67 @@
+"""A run on disk: a line for each request, as JSON and as CSV, and the summary."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loadgen.errors import UsageError
+from loadgen.measures import MEASURES
+from loadgen.record import Failure, Record
+
+REQUESTS, TABLE, SUMMARY = "requests.jsonl", "requests.csv", "summary.json"
+
+
+def write_run(folder: Path, records: Sequence[Record], summary: dict[str, Any]) -> None:
+    """Into a folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / REQUESTS).open("wb") as lines:
+        for record in records:
+            lines.write(orjson.dumps(_fields(record), option=orjson.OPT_APPEND_NEWLINE))
+    with (folder / TABLE).open("w", newline="") as table:
+        rows = csv.writer(table)
+        names = [measure.name for measure in MEASURES]
+        rows.writerow(["number", "due", "outcome", "input_tokens", "output_tokens", *names])
+        for record in records:
+            rows.writerow([
+                record.number, record.due, _outcome(record), record.input_tokens,
+                record.output_tokens, *(_mean(measure.of(record)) for measure in MEASURES),
+            ])  # fmt: skip
+    (folder / SUMMARY).write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+
+
+def read_run(folder: Path) -> tuple[list[Record], dict[str, Any]]:
+    """What `write_run` wrote.
+
+    Raises:
+        UsageError: it is not there, or is none.
+    """
+    try:
+        summary = orjson.loads((folder / SUMMARY).read_bytes())
+        with (folder / REQUESTS).open("rb") as lines:
+            return [_record(orjson.loads(line)) for line in lines], summary
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{folder} holds no run: {error}") from error
+
+
+def _fields(record: Record) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in Record.__slots__}
+
+
+def _record(fields: dict[str, Any]) -> Record:
+    failure = fields.pop("failure")
+    return Record(**fields, failure=None if failure is None else Failure(failure))
+
+
+def _outcome(record: Record) -> str:
+    if record.failure is not None:
+        return str(record.failure)
+    if record.cancelled:
+        return "cancelled"
+    return "succeeded" if record.succeeded else "unfinished"
+
+
+def _mean(values: Sequence[float]) -> float | str:
+    return sum(values) / len(values) if values else ""

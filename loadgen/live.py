@@ -1,0 +1,48 @@
+"""A run as it goes, in the terminal."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from loadgen.clock import Clock
+from loadgen.record import Record
+from loadgen.statistics import Distribution
+
+_PERIOD_S = 0.5
+_RECENT_S = 10.0
+
+
+async def follow(records: Sequence[Record], clock: Clock, console: Console) -> None:
+    """Until cancelled. Without a terminal nothing is shown."""
+    if not console.is_terminal:
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            await asyncio.sleep(_PERIOD_S)
+            live.update(progress(records, clock()), refresh=True)
+
+
+def progress(records: Sequence[Record], now: float) -> Table:
+    """How far a run is, and what its last seconds were like."""
+    sent = [record for record in records if record.sent is not None]
+    ended = [record for record in sent if record.ended is not None]
+    recent = [record for record in sent if record.ended is None or record.ended > now - _RECENT_S]
+    tokens = sum(at > now - _RECENT_S for record in recent for at in record.times)
+    firsts = [r.first - r.due for r in recent if r.first is not None and r.failure is None]
+    ttft = Distribution.of(firsts)
+    failed = Counter(str(record.failure) for record in ended if record.failure is not None)
+    table = Table.grid(padding=(0, 2))
+    table.add_row("time", f"{now:.0f} s of {records[-1].due:.0f} s")
+    table.add_row("sent", f"{len(sent):,} of {len(records):,}")
+    table.add_row("under way", f"{len(sent) - len(ended):,}")
+    table.add_row("tokens", f"{tokens / min(_RECENT_S, max(now, _PERIOD_S)):,.0f} a second")
+    if ttft is not None:
+        shown = f"{1e3 * ttft.percentile(50.0):,.0f} ms, p99 {1e3 * ttft.percentile(99.0):,.0f} ms"
+        table.add_row("first token", shown)
+    if failed:
+        table.add_row("failed", ", ".join(f"{n:,} {kind}" for kind, n in failed.most_common()))
+    return table

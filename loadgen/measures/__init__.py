@@ -1,0 +1,35 @@
+"""What is measured of a run, a file each, of its records alone."""
+
+from loadgen.measures.base import Measure, Window
+from loadgen.measures.e2e import E2E, E2E_SENT
+from loadgen.measures.failures import Outcomes
+from loadgen.measures.goodput import Goodput, Objective
+from loadgen.measures.in_flight import InFlight
+from loadgen.measures.itl import ITL
+from loadgen.measures.lag import LAG
+from loadgen.measures.normalized import NORMALIZED
+from loadgen.measures.throughput import Throughput
+from loadgen.measures.tpot import TPOT
+from loadgen.measures.ttft import TTFT, TTFT_SENT
+
+MEASURES = (TTFT, ITL, TPOT, E2E, NORMALIZED, TTFT_SENT, E2E_SENT, LAG)
+"""Those that each request has numbers of."""
+
+__all__ = [
+    "E2E",
+    "E2E_SENT",
+    "ITL",
+    "LAG",
+    "MEASURES",
+    "NORMALIZED",
+    "TPOT",
+    "TTFT",
+    "TTFT_SENT",
+    "Goodput",
+    "InFlight",
+    "Measure",
+    "Objective",
+    "Outcomes",
+    "Throughput",
+    "Window",
+]

@@ -1,0 +1,28 @@
+"""What is asked of the target: lengths, prompts, datasets and traces."""
+
+from loadgen.workload.base import Ask, Tokenizer, Workload
+from loadgen.workload.lengths import Lengths, parse_lengths
+from loadgen.workload.presets import PRESETS, Preset, preset
+from loadgen.workload.prompts import PromptWriter, SharedPrefix, Synthetic
+from loadgen.workload.sharegpt import ShareGPT
+from loadgen.workload.tokenizer import LocalTokenizer, RemoteTokenizer
+from loadgen.workload.traces import MooncakeTrace, PromptFile
+
+__all__ = [
+    "PRESETS",
+    "Ask",
+    "Lengths",
+    "LocalTokenizer",
+    "MooncakeTrace",
+    "Preset",
+    "PromptFile",
+    "PromptWriter",
+    "RemoteTokenizer",
+    "ShareGPT",
+    "SharedPrefix",
+    "Synthetic",
+    "Tokenizer",
+    "Workload",
+    "parse_lengths",
+    "preset",
+]

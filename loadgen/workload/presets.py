@@ -1,0 +1,40 @@
+"""Lengths of the datasets that FDC measures with, by its Table 6."""
+
+from dataclasses import dataclass
+
+from loadgen.errors import UsageError
+from loadgen.workload.lengths import Bounded
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Lengths of prompts and of answers, in tokens."""
+
+    inputs: Bounded
+    outputs: Bounded
+
+
+PRESETS = {
+    "imdb": Preset(Bounded(106, 315, 821), Bounded(16, 37, 87)),
+    "arxiv": Preset(Bounded(1_600, 6_300, 14_100), Bounded(29, 243, 464)),
+    "cocktail": Preset(Bounded(9_400, 49_700, 104_900), Bounded(44, 159, 246)),
+    "humaneval": Preset(Bounded(75, 204, 697), Bounded(11, 139, 552)),
+    "pg19": Preset(Bounded(138, 277, 419), Bounded(24_300, 61_500, 97_500)),
+}
+"""Table 6: least, average and greatest. The shape between them is ours (`Bounded`)."""
+
+
+def preset(name: str, scale: float = 1.0) -> Preset:
+    """A preset by its name.
+
+    Args:
+        scale: factor on all lengths, for machines that are smaller than the paper's; a length
+            stays at least 1.
+
+    Raises:
+        UsageError: there is no preset of that name, or the scale is not above 0.
+    """
+    found = PRESETS.get(name)
+    if found is None:
+        raise UsageError(f"no preset is called {name!r}, only {', '.join(PRESETS)}")
+    return Preset(found.inputs.scaled(scale), found.outputs.scaled(scale))

@@ -1,0 +1,118 @@
+"""The words that prompts are made of, and the tokens that they are in the target's vocabulary."""
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from loadgen.errors import UsageError
+from loadgen.workload.base import Tokenizer
+from loadgen.workload.lengths import IntArray
+from loadgen.workload.tokenizer import special_around
+
+# Common enough that each is one token, within a text and at its start, in most vocabularies: a
+# prompt then has the wanted length at the first attempt.
+_COMMON = """
+about above after again against air all almost along also always among an and animal another answer
+any are area around as ask at away back because been before being below best better between big
+black blue boat body book both brother build built but by call came can car care cause center
+change city class clear close cold color come common could country course cover cut dark day deep
+did different do does dog done door down draw during each early earth east easy eat end enough even
+every example eye face fact family far farm fast father feel feet few field fill find fire first
+fish five follow food for force form found four free friend from front full game general get girl
+give glass go gold good got great green ground group grow had half hand hard has have he head heart
+heat heavy help her here high hill him his hold home horse hot hour house how hundred ice idea if
+important in inside into it its job just keep kind king know land language large last late later
+learn leave left less let letter life light like line list listen little live long look lost love
+low machine made main make man many map mark may mean measure men might mile milk mind minute money
+month moon more most mother move much music must name nature near need never new next night no
+north not note nothing now number ocean of off often old on once one only open or order other our
+out over own page paper part pass people person picture place plan plant play point power question
+quick rain read ready real red rest right river road rock room round rule run said same say school
+science sea second see sentence set several shape she ship short should show side simple since sing
+sit six size sleep slow small snow so some song soon sound south space special stand star start
+state stay step still stone stood stop story street strong study such summer sun system table take
+talk tell ten than that the their them then there these they thing think this those though thought
+three through time to together too top town travel tree true try turn two under unit until up us
+use usual very voice walk wall want war warm was watch water way we week well went were west what
+wheel when where which while white who whole why will wind winter with wood word work world would
+write year yes yet you young your
+"""
+_WORDS = _COMMON.split()
+_ANCHOR = "the"
+_WORDS_PER_SENTENCE = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """The same words twice.
+
+    Attributes:
+        text: begins with a space. As many tokens as ``ids``; more by less than a word where the
+            vocabulary splits the last word.
+        ids: exactly as many tokens as were wanted.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+
+
+class Vocabulary:
+    """Words with their tokens, measured in one request to the tokenizer where each is one token.
+
+    Raises:
+        UsageError: the tokenizer makes nothing of English words.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.lead, self._trail = special_around(tokenizer)
+        self._anchor = len(self.body(tokenizer.encode(_ANCHOR)))
+        stop = self._following(".")
+        measured = [
+            pair for pair in zip(_WORDS, self._measure(_WORDS), strict=True) if len(pair[1]) > 0
+        ]
+        if not measured:
+            raise UsageError("the target's tokenizer makes no tokens of words between words")
+        self._words, self._stop = len(measured), len(stop)
+        self._texts = [f" {word}{end}" for end in ("", ".") for word, _ in measured]
+        self._tokens = [tokens + end for end in ((), stop) for _, tokens in measured]
+        self._sizes = np.array([len(tokens) for tokens in self._tokens])
+
+    def body(self, tokens: list[int]) -> list[int]:
+        """Tokens of a text without those that the tokenizer puts around it."""
+        return tokens[len(self.lead) : len(tokens) - len(self._trail)]
+
+    def draw(self, rng: np.random.Generator, count: int) -> IntArray:
+        """``count`` words at random, about one in twelve with a full stop. Shape (count,)."""
+        ends = rng.random(count) < 1 / _WORDS_PER_SENTENCE
+        return rng.integers(self._words, size=count) + self._words * ends
+
+    def passage(self, drawn: IntArray, tokens: int) -> Passage:
+        """The first ``tokens`` tokens of drawn words, of which there must be as many."""
+        reached = np.cumsum(self._sizes[drawn[: max(0, tokens)]])
+        count = int(np.searchsorted(reached, tokens)) + 1
+        chosen = drawn[:count].tolist() if tokens > 0 else []
+        if chosen and chosen[-1] >= self._words and reached[count - 1] - tokens >= self._stop:
+            chosen[-1] -= self._words
+        return Passage(
+            "".join(self._texts[i] for i in chosen),
+            tuple(chain.from_iterable(self._tokens[i] for i in chosen))[: max(0, tokens)],
+        )
+
+    def filler(self, tokens: int) -> str:
+        """Words to end a text with that came out ``tokens`` tokens too short."""
+        return self.passage(np.arange(tokens) % self._words, tokens).text
+
+    def _measure(self, words: list[str]) -> list[tuple[int, ...]]:
+        """Tokens of each word by halving, as each question may be a round trip."""
+        tokens = self._following("".join(f" {word}" for word in words))
+        if len(tokens) == len(words):
+            return [(token,) for token in tokens]
+        if len(words) == 1:
+            return [tokens]
+        middle = len(words) // 2
+        return self._measure(words[:middle]) + self._measure(words[middle:])
+
+    def _following(self, text: str) -> tuple[int, ...]:
+        return tuple(self.body(self._tokenizer.encode(_ANCHOR + text))[self._anchor :])

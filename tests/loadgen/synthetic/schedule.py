@@ -1,0 +1,133 @@
+"""What both interfaces share: words, slots, who comes when, and when events are due."""
+
+import asyncio
+import itertools
+import math
+import re
+import time
+import zlib
+from collections import deque
+
+from tests.loadgen.synthetic import Behaviour, Truth
+
+HASHED = 1 << 31
+"""Ids from here on are of words that are not their own ids."""
+_NUMBERED = re.compile(r"w(0|[1-9][0-9]{0,8})")
+
+
+class Tokenizer:
+    """One id for each word: N for wN, a hash for others, which are known once they were seen."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, str] = {}
+
+    def encode(self, text: str) -> list[int]:
+        return [self._id(word) for word in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        """Raises KeyError: an id that no word was ever given."""
+        return " ".join(f"w{id}" if 0 <= id < 10**9 else self._seen[id] for id in ids)
+
+    def _id(self, word: str) -> int:
+        if _NUMBERED.fullmatch(word):
+            return int(word[1:])
+        id = HASHED | zlib.crc32(word.encode())
+        if self._seen.setdefault(id, word) != word:
+            raise KeyError(f"{word} and {self._seen[id]} have one hash")
+        return id
+
+
+class Slots:
+    """Slots with a queue in order of arrival, handed over at the times that were planned."""
+
+    def __init__(self, count: int | None) -> None:
+        self._free = math.inf if count is None else count
+        self._waiting: deque[asyncio.Future[float]] = deque()
+
+    async def take(self, read: float) -> float:
+        """When a request that was read then starts."""
+        if self._free > 0:
+            self._free -= 1
+            return read
+        turn: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            return max(read, await turn)
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(turn.result())
+            raise
+
+    def give(self, at: float) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(at)
+                return
+        self._free += 1
+
+
+class Schedule:
+    """What both interfaces share: who comes when, and when events are due."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+        self.slots = Slots(behaviour.concurrency)
+        self.tokenizer = Tokenizer()
+        self.log: list[Truth] = []
+        self._outcomes = itertools.cycle(behaviour.outcomes)
+
+    def arrive(self, read: float, id: str, prompt_tokens: int, max_tokens: int) -> Truth:
+        number = len(self.log)
+        id = id or f"cmpl-{number}"
+        truth = Truth(number, id, next(self._outcomes), read, prompt_tokens, max_tokens)
+        self.log.append(truth)
+        return truth
+
+    def clear(self, at: float) -> float:
+        """This time, or the end of the stall that it falls into."""
+        if self.behaviour.stall_s and self.log:
+            begin, end = (self.log[0].read + offset for offset in self.behaviour.stall_s)
+            return end if begin <= at < end else at
+        return at
+
+    def due(self, started: float, event: int) -> float:
+        return self.clear(started + self.behaviour.ttft_s + event * self.behaviour.itl_s)
+
+    async def sleep(self, until: float) -> None:
+        """Until then; where that is over late, in a stall, until the end of it."""
+        await asyncio.sleep(until - time.monotonic())
+        now = time.monotonic()
+        if (end := self.clear(now)) > now:
+            await asyncio.sleep(end - now)
+
+    def spans(self, max_tokens: int) -> list[range]:
+        """The tokens of each event."""
+        step = self.behaviour.tokens_per_event
+        return [range(i, min(i + step, max_tokens)) for i in range(0, max_tokens, step)]
+
+
+class Slot:
+    """A request's slot, held until the event that was waited for last was due."""
+
+    def __init__(self, server: Schedule, truth: Truth) -> None:
+        self._server = server
+        self._truth = truth
+        self._started = self._until = 0.0
+
+    async def __aenter__(self) -> "Slot":
+        self._started = self._until = await self._server.slots.take(self._truth.read)
+        self._truth.started = self._started
+        return self
+
+    async def until(self, event: int) -> None:
+        self._until = self._server.due(self._started, event)
+        await self._server.sleep(self._until)
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        left = kind is not None and issubclass(kind, asyncio.CancelledError)
+        self._server.slots.give(time.monotonic() if left else self._until)
+
+
+def text_of(tokens: range) -> str:
+    return "".join(f" w{token}" for token in tokens)

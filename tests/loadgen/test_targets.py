@@ -1,0 +1,180 @@
+"""What a client sees of servers that do what they are told."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from loadgen.clock import Clock
+from loadgen.errors import UsageError
+from loadgen.plan import Planned
+from loadgen.record import Failure, Record
+from loadgen.target.base import Options, Target
+from loadgen.target.http import Endpoint, HttpTarget
+from loadgen.target.rpc import RpcTarget
+from loadgen.workload.base import Ask
+from tests.loadgen.synthetic import (
+    MODEL,
+    Behaviour,
+    Outcome,
+    SyntheticServer,
+    closed_port,
+    serving,
+)
+
+TOKENS = 6
+OPTIONS = Options(MODEL, timeout_s=1.0, keep_answers=True)
+FAILURES: dict[Outcome, Failure | None] = {
+    Outcome.OK: None,
+    Outcome.RESET_BEFORE: Failure.RESET,
+    Outcome.CLOSE_BEFORE: Failure.RESET,
+    Outcome.RESET_MIDWAY: Failure.INTERRUPTED,
+    Outcome.HALF_CLOSE: Failure.INTERRUPTED,
+    Outcome.NO_DONE: Failure.INTERRUPTED,
+    Outcome.MALFORMED_JSON: Failure.MALFORMED,
+    Outcome.MALFORMED_HTTP: Failure.MALFORMED,
+    Outcome.STATUS_400: Failure.CLIENT_ERROR,
+    Outcome.STATUS_429: Failure.REJECTED,
+    Outcome.STATUS_500: Failure.SERVER_ERROR,
+    Outcome.ERROR_EVENT: Failure.SERVER_ERROR,
+    Outcome.EMPTY: Failure.MALFORMED,
+    Outcome.SLOW: Failure.TIMEOUT,
+    Outcome.SLOW_HEADERS: Failure.TIMEOUT,
+}
+RPC_FAILURES = FAILURES | {
+    Outcome.EMPTY: None,  # it has a finish reason there
+    Outcome.RESET_BEFORE: Failure.REJECTED,
+    Outcome.CLOSE_BEFORE: Failure.REJECTED,
+    Outcome.MALFORMED_JSON: Failure.CLIENT_ERROR,
+    Outcome.MALFORMED_HTTP: Failure.CLIENT_ERROR,
+}
+Make = Callable[[SyntheticServer], Target]
+TARGETS: dict[str, Make] = {
+    "completions": lambda server: HttpTarget(server.url + "/v1", OPTIONS),
+    "chat": lambda server: HttpTarget(server.url + "/v1", OPTIONS, endpoint=Endpoint.CHAT),
+    "grpc": lambda server: RpcTarget(server.grpc_target, OPTIONS),
+}
+
+
+@asynccontextmanager
+async def opened(make: Make, server: SyntheticServer) -> AsyncIterator[Target]:
+    target = make(server)
+    try:
+        yield target
+    finally:
+        await target.close()
+
+
+async def sent(target: Target, planned: Planned, number: int = 0) -> Record:
+    record = Record(number, 0.0, planned.ask.input_tokens, planned.ask.output_tokens)
+    await target.send(planned, record, Clock())
+    return record
+
+
+def asking(tokens: int = TOKENS, leaves_after: int | None = None) -> Planned:
+    return Planned(Ask("w1 w2 w3", 3, tokens), 0.0, leaves_after)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+async def test_each_failure_is_its_own(name: str) -> None:
+    """One after the other over the same connections; every second request is answered."""
+    expected = RPC_FAILURES if name == "grpc" else FAILURES
+    outcomes = tuple(outcome for each in expected for outcome in (each, Outcome.OK))
+    with serving(Behaviour(itl_s=0.002, outcomes=outcomes)) as server:
+        async with opened(TARGETS[name], server) as target:
+            found = [await sent(target, asking(), number) for number in range(len(outcomes))]
+    assert {
+        outcome: record.failure for outcome, record in zip(outcomes, found, strict=True)
+    } == expected
+    for record in found:
+        assert record.ended is not None
+        assert bool(record.detail) == (record.failure is not None)
+    for record in found[1::2]:
+        assert record.succeeded
+        assert record.counts == [1] * TOKENS
+        assert (record.input_tokens, record.output_tokens) == (3, TOKENS)
+        assert record.text == " w0 w1 w2 w3 w4 w5"
+    interrupted = found[2 * list(expected).index(Outcome.RESET_MIDWAY)]
+    assert 0 < sum(interrupted.counts) < TOKENS
+
+
+@pytest.mark.parametrize("rpc", [False, True])
+async def test_where_nobody_listens_a_connection_is_refused(rpc: bool) -> None:
+    with closed_port() as url:
+        target: Target = HttpTarget(url + "/v1", OPTIONS)
+        if rpc:
+            target = RpcTarget(url.removeprefix("http://"), OPTIONS)
+        record = await sent(target, asking())
+        await target.close()
+    assert record.failure is Failure.REFUSED
+    assert not record.times
+
+
+@pytest.mark.parametrize("name", TARGETS)
+async def test_a_client_that_leaves_has_left_and_the_server_knows(name: str) -> None:
+    with serving(Behaviour(itl_s=0.05)) as server:
+        async with opened(TARGETS[name], server) as target:
+            record = await sent(target, asking(40, leaves_after=2))
+            stays = await sent(target, asking(2))
+            await asyncio.sleep(0.3)
+        first, second = server.log()
+    assert record.cancelled
+    assert record.failure is None
+    assert not record.succeeded
+    assert len(record.times) == 2
+    assert first.left is not None
+    assert len(first.written) < 10
+    assert stays.succeeded
+    assert second.left is None
+
+
+@pytest.mark.parametrize("name", TARGETS)
+async def test_times_are_when_events_came(name: str) -> None:
+    """Against the server's own log, on the same clock: at most 20 ms late, never early."""
+    with serving(Behaviour(ttft_s=0.1, itl_s=0.03)) as server:
+        async with opened(TARGETS[name], server) as target:
+            clock = Clock()
+            record = Record(0, 0.0, 3, TOKENS)
+            await target.send(asking(), record, clock)
+        (truth,) = server.log()
+    assert len(record.times) == len(truth.written) == TOKENS
+    for seen, written in zip(record.times, truth.written, strict=True):
+        assert 0.0 <= seen + clock.started - written < 0.02
+    assert record.sent is not None
+    assert record.sent + clock.started <= truth.read
+
+
+async def test_several_tokens_in_a_piece_are_counted_where_the_target_tells() -> None:
+    with serving(Behaviour(tokens_per_event=4)) as server:
+        async with opened(TARGETS["grpc"], server) as target:
+            over_rpc = await sent(target, asking(10))
+        async with opened(TARGETS["completions"], server) as target:
+            over_http = await sent(target, asking(10))
+    assert over_rpc.counts == [4, 4, 2]
+    assert over_http.counts == [1, 1, 1]
+    assert over_rpc.output_tokens == over_http.output_tokens == 10
+
+
+async def test_prompts_of_token_ids() -> None:
+    planned = Planned(Ask((7, 8, 9, 10), 4, 2), 0.0)
+    with serving(Behaviour()) as server:
+        for name in ("completions", "grpc"):
+            async with opened(TARGETS[name], server) as target:
+                record = await sent(target, planned)
+            assert (record.input_tokens, record.output_tokens) == (4, 2)
+        async with opened(TARGETS["chat"], server) as target:
+            with pytest.raises(UsageError, match="chat"):
+                await sent(target, planned)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x/v1", "http://", "grpc://x"])
+async def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        HttpTarget(url, OPTIONS)
+
+
+async def test_a_name_shows_no_credentials() -> None:
+    target = HttpTarget("http://user:secret@127.0.0.1:9/v1", OPTIONS)
+    assert target.name == "http://127.0.0.1:9/v1"
+    await target.close()
