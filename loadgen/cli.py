@@ -73,6 +73,7 @@ def run_command(
     cancel: Annotated[float, typer.Option(min=0, max=1, help="share of clients that leave")] = 0,
     timeout: Annotated[float, typer.Option(help="seconds for a request")] = 600,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0,
+    ignore_eos: Annotated[bool, typer.Option(help="answers go on to their full length")] = False,
     extra_body: Annotated[str | None, typer.Option(help="JSON fields for bodies")] = None,
     objective: Annotated[
         list[str] | None, typer.Option(help="of a request, for goodput: ttft=0.5; again for more")
@@ -103,6 +104,7 @@ def run_command(
         seed=seed,
         timeout_s=timeout,
         temperature=temperature,
+        ignore_eos=ignore_eos,
         extra=_body_fields(extra_body),
         warm_up_s=warm_up,
         cool_down_s=cool_down,

@@ -60,6 +60,7 @@ class Request:
     seed: int = 0
     timeout_s: float = 600.0
     temperature: float = 0.0
+    ignore_eos: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     warm_up_s: float = 0.0
     cool_down_s: float = 0.0
@@ -109,7 +110,11 @@ def prepare(request: Request) -> tuple[list[Planned], Options]:
         speed=request.speed,
     )
     options = Options(
-        model, request.timeout_s, request.temperature, keep_answers=False, extra=request.extra
+        model,
+        request.timeout_s,
+        request.temperature,
+        ignore_eos=request.ignore_eos,
+        extra=request.extra,
     )
     return planned, options
 

@@ -32,13 +32,15 @@ class Options:
         model: its name, as the target serves it.
         timeout_s: from the send to the last token.
         temperature: 0 is greedy.
+        ignore_eos: answers go on to their ``max_tokens``; not every server has that.
         keep_answers: text and token ids go into the records.
-        extra: fields that bodies get beside OpenAI's, such as ``{"ignore_eos": true}``.
+        extra: fields that bodies get beside OpenAI's, such as ``{"top_k": 5}``.
     """
 
     model: str
     timeout_s: float = 600.0
     temperature: float = 0.0
+    ignore_eos: bool = False
     keep_answers: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 

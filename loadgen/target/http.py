@@ -117,6 +117,8 @@ class HttpTarget:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if options.ignore_eos:
+            body["ignore_eos"] = True
         if self._endpoint is Endpoint.COMPLETIONS:
             body["prompt"] = prompt
         elif isinstance(prompt, str):

@@ -86,6 +86,7 @@ class RpcTarget:
             model=options.model,
             max_tokens=planned.ask.output_tokens,
             temperature=options.temperature,
+            ignore_eos=options.ignore_eos,
         )
         if isinstance(prompt, str):
             request.text = prompt

@@ -82,6 +82,9 @@ class _Generation(_Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    ignore_eos: Annotated[bool | None, Field(description="go on to max_tokens, as vLLM has it")] = (
+        None
+    )
     user: str | None = None
 
     @property
@@ -110,6 +113,7 @@ class _Generation(_Body):
             repetition_penalty=self.repetition_penalty,
             logit_bias=_token_ids(self.logit_bias or {}),
             logprobs=self._alternatives(),
+            ignore_eos=bool(self.ignore_eos),
             names=self._names(),
         )
 

@@ -75,7 +75,7 @@ class Generator:
             ServiceError: why there is no answer, or no more of it.
         """
         text = TextAssembly(self._tokenizer, request.choices, request.stop)
-        progress = Progress(request, self._tokenizer.eos_ids)
+        progress = Progress(request, () if request.ignore_eos else self._tokenizer.eos_ids)
         watch = _Stopwatch(request.arrived, self._metrics)
         self._metrics.prompt_tokens.inc(len(request.prompt))
         excluded: set[str] = set()

@@ -42,6 +42,7 @@ class Wanted:
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    ignore_eos: bool = False
     names: Mapping[str, str] = field(default_factory=dict)  # of fields that came under another
 
     def name(self, field_name: str) -> str:
@@ -60,6 +61,7 @@ class GenerationRequest:
     max_tokens: int  # of each choice
     choices: int
     stop: tuple[str, ...]
+    ignore_eos: bool  # nothing but ``stop`` and ``max_tokens`` ends it
     tenant: str | None
     arrived: float
     deadline: float
@@ -107,6 +109,7 @@ class Checker:
             max_tokens=self._max_tokens(prompt, wanted, fill_context=fill_context),
             choices=int(_within("n", wanted.n, 1, 1, self._settings.max_choices)),
             stop=self._stop(wanted.stop),
+            ignore_eos=wanted.ignore_eos,
             tenant=arrival.tenant,
             arrived=arrival.arrived,
             deadline=arrival.deadline,

@@ -129,7 +129,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise InvalidRequest("one of text, tokens and chat is needed", param="prompt")
         present = {field.name for field, _ in message.ListFields()}
         given = {name: getattr(message, name) for name in _OPTIONAL if name in present}
-        wanted = Wanted(stop=tuple(message.stop), logit_bias=dict(message.logit_bias), **given)
+        wanted = Wanted(
+            stop=tuple(message.stop),
+            logit_bias=dict(message.logit_bias),
+            ignore_eos=message.ignore_eos,
+            **given,
+        )
         return self._gateway.checker.build(arrival, prompt, wanted, fill_context=kind == "chat")
 
 

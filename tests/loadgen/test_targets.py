@@ -168,6 +168,23 @@ async def test_prompts_of_token_ids() -> None:
                 await sent(target, planned)
 
 
+async def test_what_is_asked_beside_the_prompt() -> None:
+    options = Options("m", temperature=0.5, ignore_eos=True, extra={"top_k": 5})
+    target = HttpTarget("http://127.0.0.1:9/v1", options)
+    body = target._body(asking())
+    await target.close()
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0.5, TOKENS)
+    assert (body["ignore_eos"], body["top_k"], body["stream"]) == (True, 5, True)
+    other = RpcTarget("127.0.0.1:9", options)
+    request = other._request(asking())
+    await other.close()
+    assert (request.model, request.temperature, request.max_tokens) == ("m", 0.5, TOKENS)
+    assert request.ignore_eos
+    plain = HttpTarget("http://127.0.0.1:9/v1", OPTIONS)
+    assert "ignore_eos" not in plain._body(asking())
+    await plain.close()
+
+
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x/v1", "http://", "grpc://x"])
 async def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(UsageError):

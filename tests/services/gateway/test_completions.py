@@ -137,6 +137,16 @@ async def test_every_sampling_field_reaches_the_worker(site: Site) -> None:
     assert start.max_tokens == 17
 
 
+async def test_nothing_but_max_tokens_ends_an_answer_that_ignores_eos(site: Site) -> None:
+    (eos,) = site.model.tokenizer.eos_ids
+    site.worker.script = say(5, eos, 6, end=LENGTH)
+    body = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
+    answer = (await site.http.post("/v1/completions", json=body)).json()
+    assert list(site.worker.streams[0].start.stop_token_ids) == []
+    assert answer["usage"]["completion_tokens"] == 3
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
 async def test_a_vanishing_top_p_still_keeps_a_token(site: Site) -> None:
     site.worker.script = say(5)
     for top_p in (5e-324, 1e-300, 1e-6, 0.5):
