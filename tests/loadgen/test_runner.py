@@ -68,19 +68,20 @@ async def test_nobody_is_sent_late_because_another_is_slow() -> None:
     await runner.run(Clock())
     for record in runner.records:
         assert record.sent is not None
-        assert 0.0 <= record.sent - record.due < 0.03
+        assert 0.0 <= record.sent - record.due < 0.15
         assert record.ended is not None
         assert record.ended - record.sent >= 0.3
 
 
 async def test_a_run_that_is_stopped_leaves_what_is_under_way() -> None:
     runner = Runner(planned_at(0.0, 0.05, 5.0), Answering(lambda record: 9.0 * record.number))
-    running = asyncio.create_task(runner.run(Clock()))
-    await asyncio.sleep(0.2)
-    runner.stopped.set()
-    async with asyncio.timeout(1.0):
-        await running
     first, second, third = runner.records
+    running = asyncio.create_task(runner.run(Clock()))
+    async with asyncio.timeout(4.0):
+        while first.ended is None or second.sent is None:  # noqa: ASYNC110 - records are plain
+            await asyncio.sleep(0.01)
+        runner.stopped.set()
+        await running
     assert first.ended is not None
     assert second.sent is not None
     assert second.ended is None
