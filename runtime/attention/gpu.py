@@ -128,9 +128,9 @@ class TritonAttention:
         queries, warps = self._queries(len(inner))
         blocks = len(inner) // queries + sequences
         factored_prefill_kernel[(blocks, self._heads)](
-            inner, inner.stride(0) // 8, u, u.shape[1] // 8, biases, *rope, k_pages, v_pages,
-            *k_pages.stride()[:2], batch.page_table, batch.page_table.stride(0), batch.starts,
-            batch.lengths, sequences, out, self._scale,
+            inner, inner.stride(0) // 8, u, u.stride(0) // 8, u.shape[1] // 8, biases, *rope,
+            k_pages, v_pages, *k_pages.stride()[:2], batch.page_table, batch.page_table.stride(0),
+            batch.starts, batch.lengths, sequences, out, self._scale,
             HEADS=self._heads, KV_HEADS=self._kv_heads, DIM=self._dim, PAGE=k_pages.shape[2],
             BLOCK_Q=queries, BLOCK=_KEYS, BLOCK_R=64, BIAS=biases is not None, num_warps=warps,
             num_stages=2,

@@ -114,7 +114,7 @@ def halves(y):
 
 @gluon.jit
 def store(
-    found, y, ring, step, tokens, m, column, last, every,
+    found, y, y_stride, ring, step, tokens, m, column, last,
     PART: gl.constexpr, KIND: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Some tokens' columns from ``column`` on, up to ``last``, PIECE of them at a time."""
@@ -122,16 +122,16 @@ def store(
         HALF: gl.constexpr = found.shape[1] // 2
         early, late = halves(found)
         step = store(
-            early, y, ring, step, tokens, m, column, last, every, PART, KIND, STAGES
+            early, y, y_stride, ring, step, tokens, m, column, last, PART, KIND, STAGES
         )  # fmt: skip
         step = store(
-            late, y, ring, step, tokens, m, column + HALF, last, every, PART, KIND, STAGES
+            late, y, y_stride, ring, step, tokens, m, column + HALF, last, PART, KIND, STAGES
         )  # fmt: skip
     else:
         left, _, full, empty = ring
         i = m + gl.arange(0, found.shape[0], gl.SliceLayout(1, STORE))
         j = column + gl.arange(0, found.shape[1], gl.SliceLayout(0, STORE))
-        place = gl.expand_dims(i.to(gl.int64) * every, 1) + gl.expand_dims(j, 0)
+        place = gl.expand_dims(i.to(gl.int64) * (y_stride * 8), 1) + gl.expand_dims(j, 0)
         here = gl.expand_dims(i < tokens, 1) & gl.expand_dims(j < last, 0)
         if KIND == RESIDUAL:
             slot = step % STAGES
@@ -181,10 +181,8 @@ def multiply(
     """A group of warps: the PART-th 64 tokens of every block."""
     BM: gl.constexpr = GROUPS * TOKENS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    y, biases, sums, arrived = outputs
+    y, y_stride, biases, sums, arrived = outputs
     left, right, full, empty = ring
-    rows0, rows1, rows2 = rows
-    every = (rows0 if KIND == GATED else rows0 + rows1 + rows2) * 8
     step = gl.to_tensor(0)
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         m, which, row, column, begin, end = block_of(
@@ -215,20 +213,21 @@ def multiply(
                 gate, up = halves(total)
                 if BIAS:
                     gate = biased(gate, biases, row, last)
-                    up = biased(up, biases + rows0 * 8, row, last)
+                    up = biased(up, biases + of_matrix(0, rows) * 8, row, last)
                 found = gate / (1.0 + gl.exp(-gate)) * up
                 store(
-                    found, y, ring, step, tokens, m, column, last, every, PART, KIND, STAGES
+                    found, y, y_stride, ring, step, tokens, m, column, last, PART, KIND, STAGES
                 )  # fmt: skip
             else:
                 if BIAS:
                     total = biased(total, biases, column, last)
                 step = store(
-                    total, y, ring, step, tokens, m, column, last, every, PART, KIND, STAGES
+                    total, y, y_stride, ring, step, tokens, m, column, last, PART, KIND, STAGES
                 )  # fmt: skip
 
 
 _COUNTS = [
+    "y_stride",
     "items",
     "tokens",
     *(f"{name}{n}" for name in ("rows", "width", "first") for n in range(3)),
@@ -237,7 +236,7 @@ _COUNTS = [
 
 @gluon.jit(do_not_specialize=_COUNTS)
 def large_linear_kernel(
-    x, weights0, weights1, weights2, residual, y, biases, sums, arrived, items, tokens,
+    x, weights0, weights1, weights2, residual, y, y_stride, biases, sums, arrived, items, tokens,
     rows0, rows1, rows2, width0, width1, width2, first0, first1, first2,
     GROUPS: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr, BIAS: gl.constexpr,
     SPLITS: gl.constexpr, STAGES: gl.constexpr,
@@ -250,7 +249,8 @@ def large_linear_kernel(
         weights0, weights1, weights2: of bf16 `[8 rows, 8 width]`, blocks `[BN, 64]`, with GATED
             `[BN / 2, 64]`. Their inputs are the columns of ``x`` from ``8 first`` on.
         residual: of what RESIDUAL adds to, which may be ``y``; blocks `[64 GROUPS, 64]`.
-        y: bf16 `[tokens, 8 rows of all]`, with GATED `[tokens, 8 rows0]`.
+        y: bf16 `[tokens, 8 rows of all]`, with GATED `[tokens, 8 rows0]`; rows are 8 y_stride
+            apart.
         biases: fp32 `[8 rows of all]`.
         sums: fp32 `[GROUPS, items, 64, BN]`, and ``arrived`` int32 `[GROUPS, items]`, zeros before
             and after, for SPLITS > 1, which PLAIN alone has.
@@ -265,7 +265,7 @@ def large_linear_kernel(
     rows, widths = (rows0, rows1, rows2), (width0, width1, width2)
     firsts = (first0, first1, first2)
     sources = (x, weights0, weights1, weights2, residual)
-    outputs = (y, biases, sums, arrived)
+    outputs = (y, y_stride, biases, sums, arrived)
     ring = (left, right, full, empty)
     if GROUPS == 2:
         gl.warp_specialize(

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Products with one to three weight matrices at a time, and what is done with them.
 
-Matrices that share a launch are found from one base by offsets in lines of 64 elements; widths, and
-where a matrix's input starts, are counted in eights: so the compiler knows how all is aligned.
+Matrices that share a launch are found from one base by offsets in lines of 64 elements; widths,
+strides, and where a matrix's input starts, are counted in eights: so the compiler knows how all is
+aligned.
 """
 
 import triton
@@ -17,7 +18,7 @@ multiplied by the second."""
 
 @triton.jit
 def part_of_product(
-    total, x, x_stride, tokens, weights, offset, width, first, rows, m, n, split,
+    total, x, x_stride, tokens, weights, offset, width, stride, first, rows, m, n, split,
     BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """``total + x W^T`` of some tokens and rows, over one of SPLITS parts of the columns."""
@@ -27,7 +28,8 @@ def part_of_product(
     end = tl.minimum(begin + each, width)
     k = tl.arange(0, BK)
     left = x + m.to(tl.int64)[:, None] * (x_stride * 8) + (first * 8 + k)[None, :]
-    right = weights + offset.to(tl.int64) * 64 + n.to(tl.int64)[None, :] * width + k[:, None]
+    row = n.to(tl.int64)[None, :] * (stride * 8)
+    right = weights + offset.to(tl.int64) * 64 + row + k[:, None]
     here_m = (m < tokens)[:, None]
     here_n = (n < rows)[None, :]
     for at in range(begin, end, BK):
@@ -61,10 +63,10 @@ def added_up(
 @triton.jit(do_not_specialize=["tokens"])
 def linear_kernel(
     x, x_stride, tokens, weights,
-    offset0, width0, first0, rows0,
-    offset1, width1, first1, rows1,
-    offset2, width2, first2, rows2,
-    biases, residual, y, sums, arrived,
+    offset0, width0, stride0, first0, rows0,
+    offset1, width1, stride1, first1, rows1,
+    offset2, width2, stride2, first2, rows2,
+    biases, residual, y, y_stride, sums, arrived,
     KIND: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, TALL: tl.constexpr,
 ):  # fmt: skip
@@ -72,8 +74,9 @@ def linear_kernel(
 
     Grid `(blocks of tokens * blocks of rows of all matrices, SPLITS)`; TALL blocks of tokens have
     the same rows at about the same time. ``x`` bf16 `[tokens, 8 x_stride]`; ``y`` and ``residual``
-    bf16 `[tokens, rows of all]`; ``biases`` fp32 `[rows of all]`. ``sums`` fp32 `[grid[0], SPLITS,
-    BM, BN]`, and ``arrived`` int32 `[grid[0]]`, zeros before and after, are for SPLITS > 1.
+    bf16 `[tokens, rows of all]`, rows ``y_stride`` apart; ``biases`` fp32 `[rows of all]`. ``sums``
+    fp32 `[grid[0], SPLITS, BM, BN]`, and ``arrived`` int32 `[grid[0]]`, zeros before and after, are
+    for SPLITS > 1.
     """
     blocks0 = tl.cdiv(rows0, BN)
     blocks1 = 0 if KIND == GATED else tl.cdiv(rows1, BN)
@@ -86,27 +89,27 @@ def linear_kernel(
     block_n = in_band // tall
     split = tl.program_id(1)
 
-    offset, width, first, rows, column = offset0, width0, first0, rows0, 0
+    offset, width, stride, first, rows, column = offset0, width0, stride0, first0, rows0, 0
     if (KIND != GATED) & (block_n >= blocks0):
         if block_n >= blocks0 + blocks1:
-            offset, width, first, rows = offset2, width2, first2, rows2
+            offset, width, stride, first, rows = offset2, width2, stride2, first2, rows2
             column = rows0 + rows1
             block_n -= blocks0 + blocks1
         else:
-            offset, width, first, rows = offset1, width1, first1, rows1
+            offset, width, stride, first, rows = offset1, width1, stride1, first1, rows1
             column = rows0
             block_n -= blocks0
     n = block_n * BN + tl.arange(0, BN)
     total = part_of_product(
-        tl.zeros((BM, BN), tl.float32), x, x_stride, tokens, weights, offset, width, first, rows,
-        m, n, split, BK, SPLITS,
+        tl.zeros((BM, BN), tl.float32), x, x_stride, tokens, weights, offset, width, stride,
+        first, rows, m, n, split, BK, SPLITS,
     )  # fmt: skip
     other = total
     last = True
     if KIND == GATED:
         other = part_of_product(
-            tl.zeros((BM, BN), tl.float32), x, x_stride, tokens, weights, offset1, width1, first1,
-            rows1, m, n, split, BK, SPLITS,
+            tl.zeros((BM, BN), tl.float32), x, x_stride, tokens, weights, offset1, width1, stride1,
+            first1, rows1, m, n, split, BK, SPLITS,
         )  # fmt: skip
     elif SPLITS > 1:
         total, last = added_up(total, sums, arrived, block, split, BM, BN, SPLITS)
@@ -118,8 +121,7 @@ def linear_kernel(
             if BIAS:
                 other += tl.load(biases + rows0 + n, mask=n < rows, other=0.0)[None, :]
             total = total / (1.0 + tl.exp(-total)) * other
-        every = rows0 if KIND == GATED else rows0 + rows1 + rows2
-        at = m.to(tl.int64)[:, None] * every + (column + n)[None, :]
+        at = m.to(tl.int64)[:, None] * y_stride + (column + n)[None, :]
         if KIND == RESIDUAL:
             total += tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
         tl.store(y + at, total.to(y.dtype.element_ty), mask=here)

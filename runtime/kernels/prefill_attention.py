@@ -119,14 +119,14 @@ def prefill_kernel(
 
 @triton.jit
 def factored_prefill_kernel(
-    inner, inner_stride, u, rank, biases, cos, sin, k_pages, v_pages, page_stride, head_stride,
-    page_table, table_stride, starts, lengths, sequences, out, scale,
+    inner, inner_stride, u, u_stride, rank, biases, cos, sin, k_pages, v_pages, page_stride,
+    head_stride, page_table, table_stride, starts, lengths, sequences, out, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """The same of queries that are not there yet: a program makes its own of their factors.
 
-    ``inner`` bf16 `[n, …]`, of which the first columns are V_q x; its stride, and ``rank``, in
+    ``inner`` bf16 `[n, …]`, of which the first columns are V_q x; strides, and ``rank``, in
     eights. ``u`` bf16 `[HEADS * DIM, 8 rank]`, its rows as `step.weights.by_halves` has them; DIM
     is a power of two. Queries are bf16, as they are elsewhere. FlashSVD v1.5 makes K and V of their
     factors here, too, for every block of queries; ours are in pages, once.
@@ -141,14 +141,14 @@ def factored_prefill_kernel(
         k = tl.arange(0, BLOCK_R)
         first_row = head * DIM + d // 8 * 16 + d % 8
         left = inner + token[:, None] * (inner_stride * 8) + k[None, :]
-        right = u + first_row[None, :].to(tl.int64) * (rank * 8) + k[:, None]
+        right = u + first_row[None, :].to(tl.int64) * (u_stride * 8) + k[:, None]
         first = tl.zeros((BLOCK_Q, DIM // 2), tl.float32)
         second = tl.zeros((BLOCK_Q, DIM // 2), tl.float32)
         for at in tl.range(0, rank * 8, BLOCK_R, num_stages=4):
             inside = at + k < rank * 8
             x = tl.load(left + at, mask=here & inside[None, :], other=0.0)
             own = tl.load(right + at, mask=inside[:, None], other=0.0)
-            partner = tl.load(right + rank * 64 + at, mask=inside[:, None], other=0.0)
+            partner = tl.load(right + u_stride * 64 + at, mask=inside[:, None], other=0.0)
             first = product(x, own, first)
             second = product(x, partner, second)
         if BIAS:

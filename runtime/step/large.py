@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from runtime.kernels.large_linear import COLUMNS, TOKENS, large_linear_kernel
-from runtime.step.kinds import Kind, gated
+from runtime.step.kinds import Kind
 from runtime.step.plan import LargeTile
 from runtime.step.weights import EIGHT, Matrix
 
@@ -22,17 +22,15 @@ _LINE = 16
 
 
 class LargeLinear:
-    """One to three matrices, whose descriptors stay: `[n, in]` to `[n, sum(out)]`, bf16, or what
-    ``kind`` makes of it. ``biases`` fp32 `[sum(out)]`; ``arrived`` int32, zeros."""
+    """One to three matrices, whose descriptors stay. ``biases`` fp32 `[sum(out)]`; ``arrived``
+    int32, zeros."""
 
-    def __init__(
-        self, matrices: Sequence[Matrix], kind: Kind, biases: Tensor | None, arrived: Tensor
-    ) -> None:
+    def __init__(self, matrices: Sequence[Matrix], biases: Tensor | None, arrived: Tensor) -> None:
         self._weights = [matrix.weight for matrix in matrices]
-        self._kind, self._biases, self._arrived = kind, biases, arrived
+        self._biases, self._arrived = biases, arrived
         inputs = {(max(matrix.first, 0), matrix.weight.shape[1]) for matrix in matrices}
-        self.apart = kind is Kind.GATED and len(inputs) > 1
-        """Whether SiLU is a launch of its own: the kernel has one input for both."""
+        self.apart = len(inputs) > 1
+        """Whether inputs differ, and SiLU is a launch of its own: the kernel has one for both."""
         self._rows = [len(weight) for weight in self._weights]
         self._counts = [
             *_three(self._rows),
@@ -41,9 +39,12 @@ class LargeLinear:
         ]
         self._descriptors: dict[int, list[TensorDescriptor]] = {}
 
-    def __call__(self, x: Tensor, hidden: Tensor | None, tile: LargeTile) -> Tensor:
-        """Raises ValueError for what the kernel does not have."""
-        kind = Kind.PLAIN if self.apart else self._kind
+    def __call__(self, x: Tensor, y: Tensor, kind: Kind, tile: LargeTile) -> None:
+        """From bf16 `[n, in]` to ``y``, bf16 `[n, sum(out)]` or what ``kind`` makes of it.
+
+        Raises:
+            ValueError: for what the kernel does not have.
+        """
         half = kind is Kind.GATED
         each = tile.rows // 2 if half else tile.rows
         rows = self._rows[:1] if half else self._rows
@@ -55,16 +56,15 @@ class LargeLinear:
             raise ValueError(f"{rows} rows, or an input that is not aligned")
         if split and (kind is not Kind.PLAIN or tile.groups * items > len(self._arrived)):
             raise ValueError(f"columns of {kind.name} in {blocks} blocks cannot be split")
-        y = x.new_empty(len(x), sum(rows)) if hidden is None else hidden
         sums = x.new_empty(items * tokens * tile.rows if split else 0, dtype=torch.float32)
         own = _descriptor(x, tokens)
+        residual = _descriptor(y, tokens) if kind is Kind.RESIDUAL else own
         large_linear_kernel[(min(items, _programs(x.device)),)](
-            own, *self._described(each), own if hidden is None else _descriptor(hidden, tokens),
-            y, self._biases, sums, self._arrived, items, len(x), *self._counts,
+            own, *self._described(each), residual, y, y.stride(0) // EIGHT, self._biases, sums,
+            self._arrived, items, len(x), *self._counts,
             GROUPS=tile.groups, BN=tile.rows, KIND=int(kind), BIAS=self._biases is not None,
             SPLITS=tile.splits, STAGES=stages(tokens + tile.rows), num_warps=4,
         )  # fmt: skip
-        return gated(y) if self.apart else y
 
     def _described(self, rows: int) -> list[TensorDescriptor]:
         if rows not in self._descriptors:

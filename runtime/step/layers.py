@@ -36,7 +36,7 @@ class StepProjection:
         whole = layer.stacked.get(names[0])
         if whole is not None and kind is Kind.PLAIN:
             outer = [Matrix(whole)]
-        self._inner = None if first is None else Products(base, [first], plan)
+        self._inner = None if first is None else Products(base, [first], plan, inner=True)
         self._outer = Products(base, outer, plan, kind, biases, whole)
 
     @property
@@ -62,7 +62,7 @@ class FactoredAttention:
         names, base = GROUPS[0], weights.head.weight
         biases = _biases(weights, layer, names)
         self._attention, self._query = attention, layer.outer["q"]
-        self._inner = Products(base, [layer.inner["q"]], plan)
+        self._inner = Products(base, [layer.inner["q"]], plan, inner=True)
         rows = len(self._query.weight)
         self._biases = None if biases is None else biases[:rows]
         others = None if biases is None else biases[rows:]

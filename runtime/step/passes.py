@@ -38,6 +38,7 @@ class Pass:
         bias, norm: places among the vectors.
         normed: the input is the normed residual stream, not yet divided by its rms.
         tall: tiles have 128 rows.
+        stride: from row to row of the matrix, in eights.
     """
 
     kind: int
@@ -56,6 +57,7 @@ class Pass:
     norm: int = 0
     normed: bool = False
     tall: bool = False
+    stride: int = 0
 
     def row(self) -> list[int]:
         """As int32 numbers."""
@@ -196,6 +198,7 @@ class _Writer:
                 norm=norm,
                 normed=normed,
                 tall=tall,
+                stride=matrix.weight.stride(0) // EIGHT,
             )
         )
 

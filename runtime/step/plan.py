@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeigh
 from runtime.errors import PlanError
 from runtime.step.weights import EIGHT, GROUPS
 
-Shapes = Sequence[tuple[int, int]]
+Shapes = tuple[tuple[int, int], ...]
 """Rows and columns of matrices that are multiplied at a time."""
 BUCKETS = (16, 32, 64, 128, 512, 2048, 8192)
 """Tokens, up to each of which a choice is the same; that of the last is for more, too."""
@@ -61,15 +62,16 @@ class LargeTile:
         return (self.groups, self.rows) in _STEP_US and 1 <= self.splits <= 64
 
 
-_STEP_US = {(2, 256): 0.62, (2, 128): 0.37, (1, 128): 0.18, (2, 64): 0.19}
+_STEP_US = {(2, 256): 0.62, (2, 128): 0.335, (1, 128): 0.21, (2, 64): 0.26}
 """What a program takes for 64 columns of a `LargeTile`, by its groups and rows, on an H200."""
-_TILE_US, _SPLIT_US, _PART_US = 1.0, 3.0, 0.5 / 128
+_TILE_US, _SPLIT_US, _PART_US = 1.5, 6.0, 0.5 / 128
 """For what is around the columns of a tile, and where they are split, for that and for every 64
 numbers of a part."""
 _PROGRAMS = 132
 _SPLITS = (1, 2, 3, 4, 6, 8)
 
 
+@cache
 def large_tile(kind: str, tokens: int, shapes: Shapes) -> LargeTile | None:
     """The fastest of all, by a model of an H200. None for what the kernel does not have: rows are
     counted in eights."""
@@ -93,11 +95,11 @@ def large_tile(kind: str, tokens: int, shapes: Shapes) -> LargeTile | None:
 def rule(kind: str, bucket: int, shapes: Shapes) -> Tile | LargeTile | None:
     """Our kernels where one launch takes the place of several; torch elsewhere. As measured on an
     H200."""
-    if kind in ("RESIDUAL", "APART") or len(shapes) < 2:
+    if kind == "RESIDUAL" or len(shapes) < 2 or (kind == "APART" and bucket > 512):
         return None
     if bucket >= 128:
         return large_tile(kind, bucket, shapes)
-    if kind == "GATED":
+    if kind != "PLAIN":
         return None
     return Tile(bucket, 32, 128, 1, 4, 5) if bucket <= 32 else Tile(64, 64, 64, 1, 4, 6)
 

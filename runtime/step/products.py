@@ -11,7 +11,7 @@ from runtime.kernels.pointwise import rms_norm_kernel
 from runtime.step.kinds import Kind, gated
 from runtime.step.large import LargeLinear
 from runtime.step.plan import KernelPlan, LargeTile, Tile
-from runtime.step.weights import EIGHT, LINE_BYTES, Matrix
+from runtime.step.weights import EIGHT, LINE, LINE_BYTES, Matrix, up
 
 _MOST_BLOCKS = 4096
 """Of a launch that splits columns."""
@@ -44,7 +44,8 @@ class Products:
     RESIDUAL ones are added to a residual stream, which is overwritten; of GATED ones, the first's
     SiLU times the second is what comes out. A matrix whose ``first`` is negative has the input
     itself, the others columns of ``inner``. ``biases`` fp32 `[sum(out)]`; ``whole`` has all of the
-    matrices, if they lie one below the other and have the same input.
+    matrices, if they lie one below the other and have the same input. What comes out of an
+    ``inner`` one, other products read: each row begins a line.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class Products:
         kind: Kind = Kind.PLAIN,
         biases: Tensor | None = None,
         whole: Tensor | None = None,
+        inner: bool = False,
     ) -> None:
         self._base, self._matrices, self._plan = base, tuple(matrices), plan
         self.kind, self._biases, self._whole = kind, biases, whole
         self.columns = max(max(m.first, 0) + m.weight.shape[1] for m in matrices)
         self._rows = [len(matrix.weight) for matrix in matrices]
+        self._multiple = LINE if inner else 1
         self.shapes = tuple((len(m.weight), m.weight.shape[1]) for m in matrices)
         self.together = len({matrix.first < 0 for matrix in matrices}) == 1
         """Whether one launch can have all of them: they have one input."""
@@ -70,12 +73,13 @@ class Products:
                 raise ValueError(f"a tensor is not at a multiple of {LINE_BYTES} bytes")
             self._places += [
                 distance // LINE_BYTES, matrix.weight.shape[1] // EIGHT,
-                max(matrix.first, 0) // EIGHT, len(matrix.weight),
+                matrix.weight.stride(0) // EIGHT, max(matrix.first, 0) // EIGHT, len(matrix.weight),
             ]  # fmt: skip
-        self._places += [0, 1, 0, 0] * (3 - len(matrices))
+        self._places += [0, 1, 1, 0, 0] * (3 - len(matrices))
         self._arrived = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=base.device)
-        self._large = LargeLinear(self._matrices, self.kind, biases, self._arrived)
-        self.name = "APART" if self._large.apart else self.kind.name
+        self._large = LargeLinear(self._matrices, biases, self._arrived)
+        apart = kind is Kind.GATED and self._large.apart
+        self.name = "APART" if apart else kind.name
         """Of the kind, in a kernel plan: APART is GATED, of two inputs."""
 
     def __call__(self, x: Tensor, inner: Tensor, hidden: Tensor | None = None) -> Tensor:
@@ -97,7 +101,7 @@ class Products:
         elif self._whole is not None:
             y = torch.mm(x, self._whole.t())
         else:
-            y = x.new_empty(len(x), sum(self._rows))
+            y = self._empty(x, self._rows)
             outputs = torch.split(y, self._rows, dim=1)
             for own, matrix, out in zip(inputs, self._matrices, outputs, strict=True):
                 torch.mm(own, matrix.weight.t(), out=out)
@@ -106,16 +110,23 @@ class Products:
         return gated(y) if self.kind is Kind.GATED else y
 
     def by_kernel(self, x: Tensor, hidden: Tensor | None, tile: Tile | LargeTile) -> Tensor:
-        """As `__call__`, one launch for all; with large tiles of the smaller kernel SiLU is one
-        more."""
+        """As `__call__`, one launch for all, and one more for SiLU where the kernel cannot have it:
+        two inputs with a large tile, too many numbers with another."""
         if isinstance(tile, LargeTile):
-            return self._large(x, hidden, tile)
-        kind = self.kind
-        if kind is Kind.GATED and tile.tokens * tile.rows > _MOST_GATED:
-            kind = Kind.PLAIN
+            apart = self._large.apart
+        else:
+            apart = tile.tokens * tile.rows > _MOST_GATED
+        kind = Kind.PLAIN if self.kind is Kind.GATED and apart else self.kind
         rows = self._rows[:1] if kind is Kind.GATED else self._rows
+        y = self._empty(x, rows) if hidden is None else hidden
+        if isinstance(tile, LargeTile):
+            self._large(x, y, kind, tile)
+        else:
+            self._by_blocks(x, y, kind, rows, tile)
+        return y if kind is self.kind else gated(y)
+
+    def _by_blocks(self, x: Tensor, y: Tensor, kind: Kind, rows: list[int], tile: Tile) -> None:
         blocks = triton.cdiv(len(x), tile.tokens) * sum(triton.cdiv(n, tile.rows) for n in rows)
-        y = x.new_empty(len(x), sum(rows)) if hidden is None else hidden
         if tile.splits > 1 and (kind is Kind.GATED or blocks > _MOST_BLOCKS):
             raise ValueError(f"columns of {kind.name} in {blocks} blocks cannot be split")
         if x.stride(0) % EIGHT:
@@ -123,9 +134,11 @@ class Products:
         parts = blocks * tile.splits * tile.tokens * tile.rows if tile.splits > 1 else 0
         linear_kernel[(blocks, tile.splits)](
             x, x.stride(0) // EIGHT, len(x), self._base, *self._places, self._biases, y, y,
-            torch.empty(parts, dtype=torch.float32, device=x.device), self._arrived,
+            y.stride(0), torch.empty(parts, dtype=torch.float32, device=x.device), self._arrived,
             KIND=int(kind), BIAS=self._biases is not None, BM=tile.tokens, BN=tile.rows,
             BK=tile.columns, SPLITS=tile.splits, TALL=_TALL, num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
-        return y if kind is self.kind else gated(y)
+
+    def _empty(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        return x.new_empty(len(x), up(sum(rows), self._multiple))[:, : sum(rows)]

@@ -21,7 +21,8 @@ GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 """Projections that share an input, and so a first product of the V of all of them."""
 EIGHT = 8
 """Elements, 16 bytes: rows have multiples of it."""
-LINE_BYTES = 128
+LINE, LINE_BYTES = 64, 128
+"""Elements and bytes, at multiples of which rows begin."""
 _MOST_GROUP = 16
 
 
@@ -30,7 +31,8 @@ class Matrix:
     """One matrix of a pass.
 
     Attributes:
-        weight: bf16 `[rows, width]`, at a multiple of 128 bytes.
+        weight: bf16 `[rows, width]`, each row at a multiple of 128 bytes: rows that share lines of
+            memory are read slower by all that multiplies many tokens.
         bias: where it is among the vectors; -1: none.
         first: where its input starts among the numbers between two factors; -1: it has the
             group's own.
@@ -112,9 +114,9 @@ def by_halves(rows: Tensor, dim: int) -> Tensor:
     return blocks.transpose(1, 2).reshape(rows.shape)
 
 
-def up(number: int) -> int:
-    """To a multiple of eight."""
-    return -(-number // EIGHT) * EIGHT
+def up(number: int, multiple: int = EIGHT) -> int:
+    """To a multiple."""
+    return -(-number // multiple) * multiple
 
 
 def refusal(checkpoint: Checkpoint) -> str | None:
@@ -135,10 +137,11 @@ def refusal(checkpoint: Checkpoint) -> str | None:
 
 
 def _zeros(rows: int, width: int, device: torch.device) -> Tensor:
-    """bf16, at a multiple of `LINE_BYTES` on any device."""
-    more = torch.zeros(rows * width + LINE_BYTES, dtype=torch.bfloat16, device=device)
+    """bf16, each row at a multiple of `LINE_BYTES` on any device."""
+    stride = up(width, LINE)
+    more = torch.zeros((rows + 1) * stride, dtype=torch.bfloat16, device=device)
     first = -more.data_ptr() % LINE_BYTES // more.itemsize
-    return more[first : first + rows * width].view(rows, width)
+    return more[first : first + rows * stride].view(rows, stride)[:, :width]
 
 
 @dataclass
@@ -159,8 +162,8 @@ class _Packer:
 
     def matrix(self, weight: Tensor, bias: Tensor | None = None, first: int = -1) -> Matrix:
         weight = weight.to(self.device, torch.bfloat16)
-        fits = weight.shape[1] % EIGHT == 0 and weight.is_contiguous()
-        if not fits or weight.data_ptr() % LINE_BYTES:
+        fits = weight.shape[1] % EIGHT == 0 and weight.stride(0) % LINE == 0
+        if not fits or weight.stride(1) != 1 or weight.data_ptr() % LINE_BYTES:
             padded = _zeros(len(weight), up(weight.shape[1]), self.device)
             padded[:, : weight.shape[1]] = weight
             weight = padded

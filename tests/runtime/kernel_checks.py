@@ -4,6 +4,7 @@ Each check is a plain test function; with `TRITON_INTERPRET=1` they run on CPU t
 """
 
 from dataclasses import replace
+from math import nan
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from runtime.step import DecodeStep, KernelPlan, Norm, StepWeights
 from runtime.step.kinds import Kind
 from runtime.step.plan import LargeTile, Tile
 from runtime.step.products import Products
-from runtime.step.weights import Matrix
+from runtime.step.weights import LINE, Matrix, up
 from tests.runtime.attention_samples import batch_of, pages_of, random_pages
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
@@ -179,14 +180,17 @@ def test_products_by_the_large_kernel_are_torchs(
 def check_products(
     kind: Kind, shapes: list[tuple[int, int]], tokens: int, tile: Tile | LargeTile, bias: bool
 ) -> None:
-    """Against torch's, twice over the same counters."""
-    lines = 64 * -(-sum(rows * width + 64 for rows, width in shapes) // 64)
-    base = aligned(random(lines + 64).bfloat16())
+    """Against torch's, twice over the same counters. Between rows of weights is what must not be
+    read."""
+    numbers = sum(rows * up(width, LINE) for rows, width in shapes)
+    base = aligned(torch.full((numbers + LINE,), nan, dtype=torch.bfloat16, device=DEVICE))
     matrices, at, first = [], 0, 0
     for rows, width in shapes:
-        weight = base[at : at + rows * width].view(rows, width)
+        stride = up(width, LINE)
+        weight = base[at : at + rows * stride].view(rows, stride)[:, :width]
+        weight.copy_(random(rows, width, seed=first))
         matrices.append(Matrix(weight, first=first))
-        at, first = at + 64 * -(-rows * width // 64), first + width
+        at, first = at + rows * stride, first + width
     x = random(tokens, first, seed=5).bfloat16()
     biases = random(sum(rows for rows, _ in shapes), seed=6) if bias else None
     products = Products(base, matrices, KernelPlan(), kind, biases)
@@ -317,30 +321,33 @@ def check_step(
 
 
 @pytest.mark.parametrize("ranks", [(None,) * 7, (9, 5, 8, 12, 17, 11, 24), (9, None) * 3 + (24,)])
-@pytest.mark.parametrize(
-    ("bias", "plan"), [(False, None), (True, None), (True, KernelPlan(forced=True))]
-)
+@pytest.mark.parametrize(("bias", "plan"), [(True, None), (False, KernelPlan(forced=True))])
 def test_a_stepped_model_is_the_model(
     ranks: tuple[int | None, ...], bias: bool, plan: KernelPlan | None
 ) -> None:
     """Prefill in two parts, then a token of each sequence: the order of rows of heads, padded
     ranks, and steps over tensors that stay; by the best there is, and all by our kernels."""
     checkpoint = tiny_checkpoint(ranks=ranks, bias=bias)
-    texts = [[(7 * number + 3 * at) % CONFIG.vocab_size for at in range(38)] for number in range(3)]
+    count, length = (3, 150) if DEVICE.type == "cuda" else (2, 22)  # the interpreter takes long
+    texts = [
+        [(7 * number + 3 * at) % CONFIG.vocab_size for at in range(length)]
+        for number in range(count)
+    ]
     pages = pages_of([len(text) for text in texts])
     found = []
     for stepped in (False, True):
         model = Model(checkpoint, device=DEVICE, dtype=torch.float32, stepped=stepped, plan=plan)
-        cache = model.new_cache(16)
+        cache = model.new_cache(32)
         logits = []
-        for first, last in ((0, 16), (16, 37)):
+        for first, last in ((0, 16), (16, length - 1)):
             slices = [
                 SequenceSlice(text[first:last], first, own)
                 for text, own in zip(texts, pages, strict=True)
             ]
             logits.append(model.forward(Batch.of(slices, DEVICE), cache))
         last_ones = [
-            SequenceSlice(text[37:], 37, own) for text, own in zip(texts, pages, strict=True)
+            SequenceSlice(text[-1:], length - 1, own)
+            for text, own in zip(texts, pages, strict=True)
         ]
         step = model.static_step(Batch.of(last_ones, DEVICE), cache)
         logits += [step().clone(), step().clone()]

@@ -12,7 +12,7 @@ from runtime.kernels.step import passes as kinds
 from runtime.model import Model
 from runtime.rope import cos_sin_table
 from runtime.step.passes import HEADS, Pass, Places, passes_of
-from runtime.step.weights import EIGHT, LINE_BYTES, StepWeights, by_halves
+from runtime.step.weights import EIGHT, LINE, LINE_BYTES, StepWeights, by_halves, up
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 RANKS = [(None,) * 7, (9, 5, 8, 12, 17, 11, 24), (9, None, 8, None, 17, None, 24)]
@@ -70,6 +70,7 @@ class Walk:
                             one.after)  # fmt: skip
                 continue
             matrix = self._at[one.offset]
+            assert one.stride * EIGHT == matrix.stride(0)
             count = CONFIG.hidden_size if one.normed else one.width * EIGHT
             y = matrix[:, :count].float() @ words.read(one.source * EIGHT, count, one)
             if one.normed:
@@ -161,6 +162,17 @@ def test_programs_share_all_rows_and_none_twice(
         clipped = [min(max(bound, 0), one.units) for bound in bounds]
         assert all(first <= last for first, last in pairwise(clipped))
         assert (clipped[0], clipped[-1]) == (0, one.units)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_rows_begin_lines(ranks: tuple[int | None, ...]) -> None:
+    weights = StepWeights.of(tiny_checkpoint(ranks=ranks), "cpu")
+    matrices = [weights.head]
+    for layer in weights.layers:
+        matrices += [*layer.inner.values(), *layer.outer.values()]
+    for matrix in matrices:
+        assert matrix.weight.data_ptr() % LINE_BYTES == 0
+        assert matrix.weight.stride() == (up(matrix.weight.stride(0), LINE), 1)
 
 
 def test_models_that_the_step_does_not_have_are_refused() -> None:

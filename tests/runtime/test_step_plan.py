@@ -53,12 +53,14 @@ def test_choices_hold_up_to_a_bucket_and_the_last_for_all_that_is_larger() -> No
 
 def test_large_tiles_fill_the_device() -> None:
     """Llama-7B's, as they were fastest on an H200."""
-    assert large_tile("GATED", 2048, [(11008, 1496)] * 2) == LargeTile(2, 256)
-    assert large_tile("PLAIN", 2048, [(1024, 4096)]) == LargeTile(2, 128)
-    assert large_tile("PLAIN", 512, [(1496, 11008)]) == LargeTile(1, 128)
-    assert large_tile("PLAIN", 128, [(1496, 11008)]) == LargeTile(1, 128, 4)
-    assert large_tile("RESIDUAL", 128, [(4096, 1024)]) == LargeTile(1, 128)
-    assert large_tile("PLAIN", 512, [(1492, 4096)]) is None  # rows are counted in eights
+    assert large_tile("GATED", 2048, ((11008, 4096),) * 2) == LargeTile(2, 256)
+    assert large_tile("PLAIN", 2048, ((2992, 4096),)) == LargeTile(2, 128)
+    assert large_tile("PLAIN", 2048, ((1496, 11008),)) == LargeTile(2, 256)
+    assert large_tile("PLAIN", 2048, ((1024, 4096),)) == LargeTile(2, 128)
+    assert large_tile("PLAIN", 512, ((1496, 11008),)) == LargeTile(1, 128)
+    assert large_tile("PLAIN", 128, ((1496, 11008),)) == LargeTile(1, 128, 4)
+    assert large_tile("RESIDUAL", 128, ((4096, 1024),)) == LargeTile(1, 128)
+    assert large_tile("PLAIN", 512, ((1492, 4096),)) is None  # rows are counted in eights
 
 
 def test_factor_pairs_are_multiplied_out_where_the_plan_says() -> None:

@@ -2,7 +2,7 @@
 """What a step's list says of a pass: a row of `FIELDS` numbers.
 
 A pass is a matrix, of which every program multiplies its share of the rows, or the attention of a
-layer. Offsets are counted in lines of 64 elements, widths and sources in eights.
+layer. Offsets are counted in lines of 64 elements, widths, strides and sources in eights.
 """
 
 from triton.experimental import gluon
@@ -10,12 +10,12 @@ from triton.experimental.gluon import language as gl
 
 from runtime.kernels.step.layouts import LEAST, TOKENS
 
-FIELDS = gl.constexpr(16)
+FIELDS = gl.constexpr(17)
 """Of a pass."""
 KIND, STAGE, AFTER = (gl.constexpr(n) for n in range(3))
 OFFSET, OTHER, WIDTH = (gl.constexpr(n) for n in range(3, 6))
 START, UNITS, TOTAL, UNIT = (gl.constexpr(n) for n in range(6, 10))
-SOURCE, TARGET, BIAS, NORM, NORMED, TALL = (gl.constexpr(n) for n in range(10, 16))
+SOURCE, TARGET, BIAS, NORM, NORMED, TALL, STRIDE = (gl.constexpr(n) for n in range(10, 17))
 ATTEND, QUERY, KEY, VALUE = (gl.constexpr(n) for n in range(4))
 INNER, RESIDUAL, GATE, UP, LOGITS = (gl.constexpr(n) for n in range(4, 9))
 """What is done with the product."""

@@ -35,6 +35,7 @@ from runtime.kernels.step.passes import (
     OFFSET,
     OTHER,
     START,
+    STRIDE,
     TALL,
     TOTAL,
     UNIT,
@@ -77,7 +78,7 @@ def reads_of(row):
     return (
         gl.load(row + KIND), gl.load(row + OFFSET), gl.load(row + OTHER), gl.load(row + WIDTH),
         gl.load(row + START), gl.load(row + UNITS), gl.load(row + TOTAL), gl.load(row + UNIT),
-        gl.load(row + TALL),
+        gl.load(row + TALL), gl.load(row + STRIDE),
     )  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def read_ahead(
     tile = gl.to_tensor(0)
     coming = reads_of(table)
     for n in range(passes):
-        kind, offset, other, width, start, units, total, unit, tall = coming
+        kind, offset, other, width, start, units, total, unit, tall, stride = coming
         coming = reads_of(table + (n + 1) * FIELDS)
         if kind == ATTEND:
             for item in range(pid, B * KV_HEADS * SPLITS, programs):
@@ -120,24 +121,24 @@ def read_ahead(
                         tile += 1
         else:
             begin, end = share(start, units, total, unit, pid, programs)
-            matrix = weights + offset.to(gl.int64) * LINE + begin.to(gl.int64) * (width * 8)
+            matrix = weights + offset.to(gl.int64) * LINE + begin.to(gl.int64) * (stride * 8)
             if tall > 0:
                 for row in range(begin, end, WARPS * ROWS):
                     for k in range(0, width * 8, MOST_DIM):
                         here = (row + eighth + token < end) & (k + d < width * 8)
                         slot = free_slot(ring, empty, tile, SLOTS)
                         slot = seen_as(slot, gl.bfloat16, [WARPS, ROWS, MOST_DIM], KV_SLOT)
-                        source = matrix + ((eighth + token) * (width * 8) + k + d)
+                        source = matrix + ((eighth + token) * (stride * 8) + k + d)
                         copy(slot, full, tile, source, here, SLOTS, TALL_AHEAD)
                         tile += 1
-                    matrix += WARPS * ROWS * width * 8
+                    matrix += WARPS * ROWS * stride * 8
                 end = begin  # nothing is left
             for row in range(begin, end, ROWS):
                 for k in range(0, width * 8, COLUMNS):
                     column = k + part + j
                     here = (row + r < end) & (column < width * 8)
                     slot = free_slot(ring, empty, tile, SLOTS)
-                    copy(slot, full, tile, matrix + (r * (width * 8) + column), here, SLOTS, AHEAD)
+                    copy(slot, full, tile, matrix + (r * (stride * 8) + column), here, SLOTS, AHEAD)
                     tile += 1
-                matrix += ROWS * width * 8
+                matrix += ROWS * stride * 8
     async_copy.wait_group(0)
