@@ -188,12 +188,15 @@ def compress(
     ranks: Annotated[
         str | None, typer.Option(help="uniform, loss or log-loss, if not the method's own")
     ] = None,
+    rows: Annotated[
+        int, typer.Option(min=2, help="of 512 tokens, to calibrate on; half as many to report on")
+    ] = 32,
 ) -> None:
     """Factorize a model by truncation-aware SVD, and report perplexity before and after."""
     from services.local.compress import compress as make
 
     with _refusals("compress"):
-        make(model, keep, out, method, ranks)
+        make(model, keep, out, method, ranks, rows)
 
 
 @app.command()

@@ -19,11 +19,16 @@ from services.local.model_folder import refuse_existing, write_model
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
-ROW_TOKENS, CALIBRATION_ROWS, HELD_OUT_ROWS = 512, 32, 16
+ROW_TOKENS, ROWS = 512, 32
 
 
 def compress(
-    model: str, keep: float, out: Path, method: str = "fisher", ranks: str | None = None
+    model: str,
+    keep: float,
+    out: Path,
+    method: str = "fisher",
+    ranks: str | None = None,
+    rows: int = ROWS,
 ) -> None:
     """Factorizes ``model`` to ``keep`` of its projections' parameters and writes it to ``out``.
 
@@ -32,6 +37,7 @@ def compress(
     Args:
         method: one of `runtime.compress.Method`.
         ranks: one of `runtime.compress.Allocation`; None is the method's own.
+        rows: of `ROW_TOKENS` tokens, to calibrate on; perplexity is that of half as many.
 
     Raises:
         SettingsError: there is no such method, no such allocation, or something at ``out``.
@@ -43,10 +49,8 @@ def compress(
     source = resolve_model(model)
     tokenizer = load_tokenizer(source)
     calibration, held_out = (
-        factorization.cut_rows(tokenizer.encode(text), ROW_TOKENS, rows)
-        for text, rows in zip(
-            factorization.documentation(), (CALIBRATION_ROWS, HELD_OUT_ROWS), strict=True
-        )
+        factorization.cut_rows(tokenizer.encode(text), ROW_TOKENS, count)
+        for text, count in zip(factorization.documentation(), (rows, rows // 2), strict=True)
     )
     with Progress(console=Console(stderr=True)) as progress:
         dense = load_checkpoint(source)
