@@ -12,6 +12,7 @@ import structlog
 from prometheus_client import start_http_server
 
 from runtime.engine import StepOutput
+from services.common.collector import freeze_loaded
 from services.common.engine_thread import EngineThread
 from services.common.grpc_server import GrpcServer
 from services.common.placement import Registration, Role
@@ -101,6 +102,7 @@ async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, rol
         BaseException: what broke the engine or the transfer, after everything else was shut.
     """
     sys.setswitchinterval(SWITCH_S)
+    freeze_loaded()
     stop, identity = stop_on_signals(), worker.identity
     registration = Registration(
         worker_id=identity.worker_id,

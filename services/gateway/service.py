@@ -10,6 +10,7 @@ import uvicorn
 import uvloop
 
 from headrace.v1 import inference_pb2_grpc
+from services.common.collector import freeze_loaded
 from services.common.grpc_server import GrpcServer
 from services.gateway.connection import http_config, listen
 from services.gateway.gateway import Gateway, ServedModel
@@ -53,6 +54,7 @@ async def serve(settings: GatewaySettings) -> None:
     )
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), rpc.server)
     stop = _stop_on_signals()
+    freeze_loaded()
     await rpc.start()
     serving = asyncio.create_task(http.serve([listener]))
     health = asyncio.create_task(_tell_health(gateway, rpc))

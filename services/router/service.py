@@ -8,6 +8,7 @@ import structlog
 from hypercorn.asyncio import serve as serve_http
 from hypercorn.config import Config, Sockets
 
+from services.common.collector import freeze_loaded
 from services.common.errors import SettingsError
 from services.router.app import build_dispatcher, create_app
 from services.router.settings import RouterSettings
@@ -60,5 +61,6 @@ async def serve(settings: RouterSettings) -> None:
         log.info("stopping", waiting=len(dispatcher.room))
         dispatcher.close()
 
+    freeze_loaded()
     log.info("ready", host=settings.host, port=config.port, policy=settings.policy.value)
     await serve_http(app, config, shutdown_trigger=until_stopped)

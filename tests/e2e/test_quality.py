@@ -19,6 +19,8 @@ def test_agreement_is_what_one_can_count() -> None:
     assert (found.error, found.top1) == (0.0, 1.0)
     found.add(torch.tensor([[3.0, 0.0], [5.0, 4.0]]), expected)
     assert found.error == pytest.approx((25 / 50) ** 0.5)
+    assert found.rows == pytest.approx([0.0, 0.0, 0.0, 5 / 4])
+    assert found.typical == 0.0
     assert found.top1 == 0.75
 
 
