@@ -90,9 +90,9 @@ class Worker(ABC):
             self.fault.set_exception(error)
 
 
-SWITCH_S = 2e-4
+SWITCH_S = 5e-5
 """For which a thread may keep Python's lock while another one waits: the engine's has a step to
-launch. At Python's own 5 ms, 64 streams held a step of 1.7 ms up by 6 % on an H200."""
+launch, and 64 streams keep the others busy. Python's own is 5 ms, more than a step may take."""
 
 
 async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role) -> None:
