@@ -1,0 +1,85 @@
+"""Cumulative distributions of the times of a run."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.measures import E2E, E2E_SENT, ITL, TTFT, TTFT_SENT, Measure
+from loadgen.record import Record
+from loadgen.report.number import ms
+from loadgen.report.palette import OF_MEASURE, paint
+from loadgen.report.plot import Drawing, Key, Plot
+from loadgen.report.scale import Scale
+
+_POINTS = 300
+_SHOWN = ((TTFT, TTFT_SENT), (ITL, None), (E2E, E2E_SENT))
+_LEAST_OF_P99 = 1e-4
+"""Of a 99th percentile is where a logarithmic axis begins: times of nothing have no logarithm."""
+
+Floats = NDArray[np.float64]
+
+
+def cdfs(due: Sequence[Record], objectives: dict[str, float]) -> list[Plot]:
+    """Of the requests that count, a plot for each measure that one of them has a number of.
+
+    Args:
+        due: the records.
+        objectives: seconds, by the measure's name.
+    """
+    plots = []
+    for measure, from_send in _SHOWN:
+        values = _values(measure, due)
+        if values.size:
+            beside = _values(from_send, due) if from_send else values[:0]
+            plots.append(_plot(measure, values, beside, objectives.get(measure.name)))
+    return plots
+
+
+def distribution(values: Floats) -> tuple[Floats, Floats]:
+    """Sorted values and the percentage that is at most so much, for a line with steps.
+
+    Of many, quantiles stand for them: evenly, and closer in the last 1 %.
+    """
+    ordered = np.sort(values)
+    if ordered.size <= _POINTS:
+        return ordered, 100 * np.arange(1, ordered.size + 1) / ordered.size
+    shares = np.union1d(np.linspace(0, 1, _POINTS), np.linspace(0.99, 1, _POINTS // 5))
+    return np.quantile(ordered, shares), 100 * shares
+
+
+def _values(measure: Measure, due: Sequence[Record]) -> Floats:
+    return np.fromiter((value for one in due for value in measure.of(one)), dtype=np.float64)
+
+
+def _plot(measure: Measure, values: Floats, beside: Floats, objective: float | None) -> Plot:
+    median, tail = np.percentile(values, (50, 99))
+    least = float(max(values.min(), tail * _LEAST_OF_P99))
+    most = float(max(values.max(), objective or 0.0))
+    scale = Scale.fitting(1e3 * least, 1e3 * most)
+    drawing, colour = Drawing(), OF_MEASURE[measure.name]
+    axes = drawing.panels[0]
+    scale.along_x(axes)
+    Scale.percentages().along_y(axes)
+    keys = [Key("from the scheduled time", colour) if beside.size else Key("each gap", colour)]
+    if objective is not None:
+        axes.axvline(1e3 * objective, color=paint("red"), linestyle=":", linewidth=1.6)
+    for some, name, width, style in (
+        (values, colour, 2.2, "solid"),
+        (beside, "ink", 1.0, (0, (3, 4))),
+    ):
+        if some.size:
+            at, share = distribution(np.maximum(some, least))
+            at, share = np.append(at[0], at), np.append(0.0, share)
+            axes.step(1e3 * at, share, where="post", color=paint(name), lw=width, linestyle=style)
+    if beside.size:
+        keys.append(Key("from the send", "ink", "dashed"))
+    if objective is not None:
+        keys.append(Key(f"objective, {ms(objective)} ms", "red", "dotted"))
+    axes.plot([1e3 * median, 1e3 * tail], [50, 99], "o", color=paint(colour), markersize=6)
+    drawing.label_y(0, "share, %")
+    drawing.label_x(f"{measure.title}, ms{scale.told}")
+    told = f"{measure.title}: p50 {ms(median)} ms, p99 {ms(tail)} ms"
+    svg = drawing.svg(f"cdf-{measure.name}", told)
+    note = f"p50 {ms(median)} ms, p99 {ms(tail)} ms (dots), of {values.size:,}"
+    return Plot(measure.title, (svg,), tuple(keys), note)

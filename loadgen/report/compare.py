@@ -1,0 +1,174 @@
+"""The page of two runs, or of two sweeps, side by side."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from loadgen.report.environment import lines, subtitle
+from loadgen.report.figure import Shown, shown
+from loadgen.report.number import plain
+from loadgen.report.page import render
+from loadgen.report.plot import Plot
+from loadgen.report.rates import Line, Point, rate_plot
+from loadgen.report.tile import Tile
+
+_FARTHEST = math.log(8)
+"""A ratio that is farther from 1 than 8 or 1/8 is drawn at the edge."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """b / a with its interval.
+
+    Attributes:
+        text, between: the ratio; its interval, "" where there is none.
+        marks: where low, mean and high stand between the edges, in %; 50 is 1.
+        verdict: "better", "worse", "not told apart": the interval has 1 in it, or "one run".
+    """
+
+    text: str
+    between: str
+    marks: tuple[float, float, float]
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure at a rate, of both."""
+
+    rate: str
+    a: str
+    b: str
+    ratio: Ratio | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one figure."""
+
+    shown: Shown
+    rows: Sequence[Row]
+
+
+def compare_page(comparison: dict[str, Any]) -> str:
+    """HTML of {"a": {"name", "manifest"}, "b": likewise, "rows": [{"rate", "figure", "title",
+    "unit", "better", "a", "b", "ratio"}]}: intervals as in a sweep, ``ratio`` that of b / a."""
+    by_figure = {
+        name: list(rows)
+        for name, rows in groupby(
+            sorted(comparison["rows"], key=_first_seen(comparison["rows"])),
+            key=lambda row: str(row["figure"]),
+        )
+    }
+    ratios = [row["ratio"] for row in comparison["rows"] if row["ratio"] is not None]
+    span = _span(ratios)
+    groups = [
+        Group(_shown(rows[0]), [_row(row, span) for row in rows]) for rows in by_figure.values()
+    ]
+    a, b = comparison["a"], comparison["b"]
+    names = (str(a["name"]), str(b["name"]))
+    return render(
+        "compare.html.j2",
+        a=a,
+        b=b,
+        subtitles=[subtitle(one["manifest"]) for one in (a, b)],
+        manifests=[lines(one["manifest"]) for one in (a, b)],
+        tiles=_tiles(groups),
+        plots=[plot for rows in by_figure.values() if (plot := _plot(rows, names)) is not None],
+        groups=groups,
+        has_rates=any(row["rate"] is not None for row in comparison["rows"]),
+        edge=plain(math.exp(span)),
+        level=next((float(one["level"]) for one in ratios if one["low"] is not None), None),
+    )
+
+
+def _first_seen(rows: Sequence[dict[str, Any]]) -> Any:
+    places: dict[str, int] = {}
+    for row in rows:
+        places.setdefault(row["figure"], len(places))
+    return lambda row: (places[row["figure"]], row["rate"] or 0.0)
+
+
+def _shown(row: dict[str, Any]) -> Shown:
+    return shown(row["figure"], row["title"], row["unit"])
+
+
+def _span(ratios: Sequence[dict[str, Any]]) -> float:
+    """The logarithm of the farthest ratio, at least that of 1.25."""
+    ends = [one[end] for one in ratios for end in ("low", "mean", "high")]
+    far = [abs(math.log(one)) for one in ends if one is not None and one > 0]
+    return min(max([math.log(1.25), *far]), _FARTHEST)
+
+
+def _row(row: dict[str, Any], span: float) -> Row:
+    figure, ratio = _shown(row), row["ratio"]
+    return Row(
+        rate="" if row["rate"] is None else plain(float(row["rate"])),
+        a=_interval(figure, row["a"]),
+        b=_interval(figure, row["b"]),
+        ratio=None if ratio is None else _ratio(ratio, row["better"], span),
+    )
+
+
+def _interval(figure: Shown, interval: dict[str, Any] | None) -> str:
+    if interval is None:
+        return "–"
+    low, high = interval["low"], interval["high"]
+    mean = figure.text(interval["mean"])
+    if low is None or high is None:
+        return mean
+    return f"{mean} {figure.margin(interval['mean'], (high - low) / 2)}"
+
+
+def _ratio(ratio: dict[str, Any], better: str, span: float) -> Ratio:
+    mean, low, high = (ratio[name] for name in ("mean", "low", "high"))
+    if low is None or high is None:
+        return Ratio(f"{mean:#.3g}", "", (_mark(mean, span),) * 3, "one run")
+    marks = (_mark(low, span), _mark(mean, span), _mark(high, span))
+    if low <= 1 <= high:
+        verdict = "not told apart"
+    else:
+        verdict = "better" if (high < 1) == (better == "less") else "worse"
+    return Ratio(f"{mean:#.3g}", f"{low:#.3g} to {high:#.3g}", marks, verdict)
+
+
+def _mark(ratio: float, span: float) -> float:
+    at = math.log(ratio) if ratio > 0 else -span
+    return round(50 + 46 * max(-1.0, min(1.0, at / span)), 2)
+
+
+def _tiles(groups: Sequence[Group]) -> list[Tile]:
+    verdicts = [row.ratio.verdict for group in groups for row in group.rows if row.ratio]
+    labels = (("better", "Better"), ("worse", "Worse"), ("not told apart", "Not told apart"))
+    tiles = [Tile(label, f"{verdicts.count(verdict):,}") for verdict, label in labels]
+    if one_run := verdicts.count("one run"):
+        tiles.append(Tile("Of one run alone", f"{one_run:,}"))
+    return tiles
+
+
+def _plot(rows: Sequence[dict[str, Any]], names: tuple[str, str]) -> Plot | None:
+    """Of one figure, at two rates or more."""
+    if len({row["rate"] for row in rows if row["rate"] is not None}) < 2:
+        return None
+    figure = _shown(rows[0])
+    lines = [
+        Line(name, colour, _points(rows, side, figure), dashed)
+        for side, name, colour, dashed in (
+            ("a", names[0], "blue", False),
+            ("b", names[1], "orange", True),
+        )
+    ]
+    name = "".join(letter if letter.isalnum() else "-" for letter in rows[0]["figure"])
+    label = {"%": "share of requests, %", "": "requests"}.get(figure.unit, figure.unit)
+    whole, log = rows[0]["figure"] == "attainment", figure.unit in ("ms", "")
+    return rate_plot(name, figure.title, label, lines, percent=whole, log=log)
+
+
+def _points(rows: Sequence[dict[str, Any]], side: str, figure: Shown) -> list[Point]:
+    return [
+        Point.of(float(row["rate"]), row[side], figure, saturated=False)
+        for row in rows
+        if row["rate"] is not None and row[side] is not None
+    ]

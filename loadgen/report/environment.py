@@ -1,0 +1,30 @@
+"""What a manifest says, in lines for readers."""
+
+import shlex
+from typing import Any
+
+_FIRST = ("model", "target", "started", "seed")
+
+
+def lines(manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and what they are, those that readers look for first."""
+    order = sorted(manifest, key=lambda name: name not in _FIRST)
+    return [(name.replace("_", " "), _text(name, manifest[name])) for name in order]
+
+
+def subtitle(manifest: dict[str, Any]) -> str:
+    """What was asked, where and when, as far as it is known."""
+    known = [manifest.get(name) for name in ("model", "target", "started")]
+    return " · ".join(str(one) for one in known if one)
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if name == "arguments":
+        return shlex.join(map(str, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(key, one)}" for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_text("", one) for one in value)
+    return str(value)

@@ -1,0 +1,58 @@
+"""Numbers as readers want them: three figures that say something, units that fit."""
+
+NOTHING = "–"
+"""Stands where there is no number."""
+
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def plain(value: float | None) -> str:
+    """Three significant figures, and whole numbers from 100 on: 0.051, 1.25, 12.3, 1,235."""
+    if value is None:
+        return NOTHING
+    size = abs(value)
+    if size >= 99.95 or size == 0 or (float(value).is_integer() and size < 100):
+        return f"{value:,.0f}"
+    if size >= 9.995:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if size >= 0.9995 else f"{value:.3f}"
+
+
+def ms(seconds: float | None) -> str:
+    """Milliseconds, without their unit; zeros stay, so that columns are level."""
+    if seconds is None:
+        return NOTHING
+    value = 1e3 * seconds
+    size = abs(value)
+    digits = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 else 3
+    return f"{value:,.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """Without its sign; only all of them are 100 and only none are 0."""
+    if share is None:
+        return NOTHING
+    value = 100 * share
+    if 0 < value < 0.1:
+        return "< 0.1"
+    if 99.9 < value < 100:
+        return "> 99.9"
+    return f"{value:.0f}" if value in (0, 100) else f"{value:.1f}"
+
+
+def size(count: float | None) -> str:
+    """Bytes, with their unit."""
+    if count is None:
+        return NOTHING
+    unit = 0
+    while count >= 1024 and unit < len(_BYTES) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{plain(count)} {_BYTES[unit]}"
+
+
+def tick(value: float) -> str:
+    """Short, for an axis: 0.5, 200, 5,000, 20k, 3M."""
+    for large, letter in ((1e6, "M"), (1e4, "k")):
+        if abs(value) >= large:
+            return f"{value / (1e3 if letter == 'k' else 1e6):g}{letter}"
+    return f"{value:,g}" if abs(value) < 1e3 else f"{value:,.0f}"

@@ -1,0 +1,38 @@
+"""Pages of templates. Whatever a template is given is escaped, but for drawings made here."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from loadgen.report.number import ms, percent, plain, size
+
+_STYLE = "style.css"
+
+
+@cache
+def _environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("loadgen.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {"ms": ms, "percent": percent, "plain": plain, "size": size}
+    return made
+
+
+def render(template: str, **content: Any) -> str:
+    """A whole page, with its style in it."""
+    environment = _environment()
+    style = Markup(environment.get_template(_STYLE).render())
+    return environment.get_template(template).render(style=style, **content)
+
+
+def write_page(path: Path, page: str) -> None:
+    """Into a file; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")

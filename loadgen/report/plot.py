@@ -1,0 +1,117 @@
+"""Plots as SVG that is part of a page: text is text, colours are the page's, ids are its own."""
+
+import io
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from markupsafe import Markup, escape
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from loadgen.report.palette import paint, variables
+
+NARROW, WIDE = 360, 1040
+"""Widths in CSS pixels at which text has its own size; a page scales them to where they stand."""
+_FONT = 12
+_LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 48, 18, 28, 46, 36
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": ["sans-serif"],
+    "font.size": _FONT,
+    "path.simplify": True,
+    "axes.formatter.use_mathtext": False,
+}
+_UNWANTED = re.compile(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", re.DOTALL)
+_SIZE = re.compile(r'(<svg[^>]*?) width="[^"]*"| height="[^"]*"(?=[^>]*viewBox)')
+_ID = re.compile(r'(\bid="|url\(#|href="#)')
+_FONT_STYLE = re.compile(r"font: [^;\"]*;?\s*|font-(?:size|family): [^;\"]*;?\s*")
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of a legend, which stands outside of the drawing and hides nothing of it.
+
+    Attributes:
+        label: what it is.
+        colour: of the palette.
+        look: "line", "dashed", "dotted", "area" or "hollow".
+    """
+
+    label: str
+    colour: str
+    look: str = "line"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing with what is said about it.
+
+    Attributes:
+        title: its heading.
+        drawings: one, or one for wide screens and one for narrow ones.
+        keys: its legend.
+        note: a line below it.
+    """
+
+    title: str
+    drawings: tuple[Markup, ...]
+    keys: tuple[Key, ...] = ()
+    note: str = ""
+
+
+class Drawing:
+    """Panels, one above another, with one x axis.
+
+    Margins are fixed, so that neighbours in a page are level, and all text is horizontal: nothing
+    depends on how wide a font is where the page is read.
+    """
+
+    def __init__(self, width: int = NARROW, *, panel: int = 166, panels: int = 1) -> None:
+        self._height = _TOP + panels * panel + (panels - 1) * _BETWEEN + _BOTTOM
+        self._width = width
+        with matplotlib.rc_context(_SETTINGS):
+            self._figure = Figure(figsize=(width / 72, self._height / 72))
+            self.panels = [self._add(number, panel) for number in range(panels)]
+
+    def _add(self, number: int, panel: int) -> Axes:
+        top = _TOP + number * (panel + _BETWEEN)
+        inner = self._width - _LEFT - _RIGHT
+        axes = self._figure.add_axes((
+            _LEFT / self._width, 1 - (top + panel) / self._height,
+            inner / self._width, panel / self._height,
+        ))  # fmt: skip
+        axes.patch.set_visible(False)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color(paint("muted"))
+        axes.grid(color=paint("grid"), linewidth=1)
+        axes.set_axisbelow(True)
+        axes.tick_params(
+            length=0, pad=8, colors=paint("muted"), labelcolor=paint("muted"), labelsize=_FONT
+        )
+        return axes
+
+    def label_y(self, panel: int, text: str) -> None:
+        """Above the axis, from the left edge."""
+        top = self.panels[panel].get_position().y1
+        at = 1 / self._width, top + 12 / self._height
+        self._figure.text(*at, text, color=paint("ink"), parse_math=False)
+
+    def label_x(self, text: str) -> None:
+        """Below the lowest panel."""
+        at = 1 - _RIGHT / self._width, 5 / self._height
+        self._figure.text(*at, text, color=paint("ink"), ha="right", parse_math=False)
+
+    def svg(self, name: str, told: str) -> Markup:
+        """``name``: unique in its page. ``told``: to readers who cannot see it."""
+        written = io.StringIO()
+        self._figure.patch.set_visible(False)
+        with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}):
+            self._figure.savefig(written, format="svg", metadata={"Date": None})
+        text = _UNWANTED.sub("", written.getvalue())
+        text = _FONT_STYLE.sub("", _SIZE.sub(r"\1", text))
+        text = _ID.sub(rf"\g<1>{name}-", text)
+        label = f'<svg role="img" aria-label="{escape(told)}"'
+        return Markup(variables(text).replace("<svg", label, 1).strip())

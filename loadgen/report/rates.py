@@ -1,0 +1,118 @@
+"""Figures against the rate that was offered, with how sure they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from loadgen.report.figure import Shown
+from loadgen.report.palette import paint
+from loadgen.report.plot import Drawing, Key, Plot
+from loadgen.report.scale import Scale
+
+
+@dataclass(frozen=True)
+class Point:
+    """``low`` and ``high``: None where one run was all. ``saturated``: more was offered than the
+    target could do."""
+
+    rate: float
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    saturated: bool = False
+
+    @classmethod
+    def of(cls, rate: float, interval: dict[str, Any], shown: Shown, saturated: bool) -> "Point":
+        """An interval of JSON, in the unit that it is shown in."""
+        ends = (interval["mean"], interval["low"], interval["high"])
+        mean, low, high = (None if one is None else shown.scaled(float(one)) for one in ends)
+        return cls(rate, mean or 0.0, low, high, saturated)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points in the order of their rates."""
+
+    label: str
+    colour: str
+    points: Sequence[Point]
+    dashed: bool = False
+
+
+def rate_plot(
+    name: str,
+    title: str,
+    label: str,
+    lines: Sequence[Line],
+    *,
+    knee: float | None = None,
+    ideal: bool = False,
+    percent: bool = False,
+    log: bool = False,
+) -> Plot | None:
+    """None: there is not a point.
+
+    Args:
+        name: unique in its page.
+        title, label: of the plot; of its y axis, with the unit.
+        knee: a rate to mark.
+        ideal: with the line on which all that was offered is answered.
+        percent: the y axis is of shares, from none to all.
+        log: the y axis is logarithmic where values differ much.
+    """
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return None
+    rates = [point.rate for line in lines for point in line.points]
+    along = Scale.linear(max(rates))
+    upward = Scale.percentages() if percent else _upward(lines, max(rates) if ideal else 0.0, log)
+    drawing = Drawing()
+    axes = drawing.panels[0]
+    along.along_x(axes)
+    upward.along_y(axes)
+    keys = [Key(line.label, line.colour, "dashed" if line.dashed else "line") for line in lines]
+    if ideal:
+        ends = [along.low, along.high]
+        axes.plot(ends, ends, color=paint("muted"), linewidth=1)
+        keys.append(Key("all that is offered", "muted"))
+    if knee is not None:
+        axes.axvline(knee, color=paint("ink"), linewidth=1.2, linestyle=(0, (1, 2)))
+        keys.append(Key("knee", "ink", "dotted"))
+    for line in lines:
+        _draw(axes, line, upward)
+    if any(point.saturated for line in lines for point in line.points):
+        keys.append(Key("saturated", "muted", "hollow"))
+    drawing.label_y(0, f"{label}{upward.told}")
+    drawing.label_x("offered, requests a second")
+    return Plot(title, (drawing.svg(name, f"{title} against the rate offered"),), tuple(keys))
+
+
+def _upward(lines: Sequence[Line], most: float, log: bool) -> Scale:
+    """Means decide on the scale; intervals may make it longer, up to three times the means."""
+    points = [point for line in lines for point in line.points]
+    low, high = min(p.mean for p in points), max(most, *(p.mean for p in points), 0.0)
+    reach = max((p.high for p in points if p.high is not None), default=high)
+    high = max(high, min(reach, 3 * high))
+    return Scale.fitting(low, high) if log else Scale.linear(high)
+
+
+def _draw(axes: Axes, line: Line, upward: Scale) -> None:
+    colour, style = paint(line.colour), (0, (5, 3)) if line.dashed else "solid"
+    sure = [p for p in line.points if p.low is not None and p.high is not None]
+    rates, means = [p.rate for p in line.points], [p.mean for p in line.points]
+    if len(sure) > 1:
+        lows = [max(p.low or 0.0, upward.low) for p in sure]
+        highs = [min(p.high or 0.0, upward.high) for p in sure]
+        axes.fill_between([p.rate for p in sure], lows, highs, color=colour, alpha=0.16, lw=0)
+    elif sure:
+        axes.vlines(sure[0].rate, sure[0].low or 0.0, sure[0].high or 0.0, color=colour, lw=1.6)
+    axes.plot(rates, means, color=colour, linewidth=1.8, linestyle=style)
+    marker = "s" if line.dashed else "o"
+    for point in line.points:
+        fill = "none" if point.saturated else colour
+        axes.plot(
+            [point.rate], [point.mean], marker, color=colour, mfc=fill, ms=5.5, mew=1.4,
+            clip_on=False,
+        )  # fmt: skip

@@ -1,0 +1,107 @@
+"""The page of one run."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from loadgen.errors import UsageError
+from loadgen.measures import MEASURES, Goodput, Objective, Window
+from loadgen.objectives import parse_objective
+from loadgen.record import Record
+from loadgen.report import tile
+from loadgen.report.cdf import cdfs
+from loadgen.report.environment import lines, subtitle
+from loadgen.report.page import render
+from loadgen.report.timeline import timeline
+
+_STAGE_COLOURS = ("blue", "orange", "green", "purple", "ochre", "slate", "red")
+_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How requests failed: how many of all, and what was seen most often."""
+
+    name: str
+    count: int
+    share: float
+    example: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where the target says that time went."""
+
+    name: str
+    seconds: float
+    share: float
+    colour: str
+
+
+def run_page(records: Sequence[Record], document: dict[str, Any]) -> str:
+    """HTML of a run as `loadgen.files.read_run` gives it.
+
+    Args:
+        records: all requests, also those that do not count.
+        document: the summary; it may have ``faults`` ([{"at": seconds, "what": text}]) and
+            ``server`` ({"stages": {name: mean seconds}, "kv_bytes": {"raw", "wire", "ratio"}}).
+    """
+    window = Window(**document["window"])
+    due = window.due(records)
+    objectives = _objectives(document)
+    attained = [
+        (one.measure.title, one.seconds, Goodput.of(records, window, [one]).attainment)
+        for one in objectives
+    ]
+    server = document.get("server") or {}
+    return render(
+        "run.html.j2",
+        document=document,
+        subtitle=subtitle(document["manifest"]),
+        manifest=lines(document["manifest"]),
+        tiles=tile.of_run(document),
+        columns=_COLUMNS,
+        measures=[(one, document["measures"].get(one.name)) for one in MEASURES],
+        attained=attained,
+        cdfs=cdfs(due, {one.measure.name: one.seconds for one in objectives}),
+        timeline=timeline(records, window, document.get("faults") or ()),
+        stages=_stages(server.get("stages") or {}),
+        kv_bytes=server.get("kv_bytes"),
+        failures=_failures(records, window, document["outcomes"]),
+    )
+
+
+def _objectives(document: dict[str, Any]) -> list[Objective]:
+    """Those that the run was given: the summary tells attainment of all at once alone."""
+    given = document["manifest"].get("arguments") or []
+    texts = [after for flag, after in pairwise(given) if flag == "--objective"]
+    texts += [one.partition("=")[2] for one in given if one.startswith("--objective=")]
+    try:
+        return [parse_objective(text) for text in texts]
+    except UsageError:
+        return []
+
+
+def _failures(records: Sequence[Record], window: Window, outcomes: dict[str, Any]) -> list[Kind]:
+    seen: dict[str, Counter[str]] = {}
+    for record in records:
+        if record.failure is not None and window.has(record.due):
+            seen.setdefault(str(record.failure), Counter())[record.detail] += 1
+    return [
+        Kind(name, count, count / outcomes["total"], _most_common(seen.get(name)))
+        for name, count in sorted(outcomes["failed"].items(), key=lambda one: -one[1])
+    ]
+
+
+def _most_common(details: Counter[str] | None) -> str:
+    return details.most_common(1)[0][0] if details else ""
+
+
+def _stages(seconds: dict[str, float]) -> list[Stage]:
+    whole = sum(seconds.values()) or 1.0
+    return [
+        Stage(name, taken, taken / whole, _STAGE_COLOURS[number % len(_STAGE_COLOURS)])
+        for number, (name, taken) in enumerate(seconds.items())
+    ]

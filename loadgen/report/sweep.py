@@ -1,0 +1,162 @@
+"""The page of a sweep: what a target does at one rate after another."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loadgen.report.environment import lines, subtitle
+from loadgen.report.figure import shown
+from loadgen.report.number import plain
+from loadgen.report.page import render
+from loadgen.report.palette import OF_MEASURE
+from loadgen.report.plot import Plot
+from loadgen.report.rates import Line, Point, rate_plot
+from loadgen.report.tile import Tile
+
+_COLUMNS = (
+    "ttft:p50", "ttft:p99", "itl:p50", "itl:p99", "tpot:p50", "e2e:p50", "e2e:p99",
+    "normalized_latency:mean", "throughput", "goodput", "output_tokens", "attainment", "failures",
+    "in_flight",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A mean, and by how much it may be off; "": of one run nothing is known."""
+
+    mean: str
+    margin: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rate, what was found at it, and what is to be said about it."""
+
+    rate: str
+    runs: int
+    cells: Sequence[Cell]
+    is_knee: bool
+    saturated: bool
+    invalid: str | None
+
+
+def sweep_page(sweep: dict[str, Any]) -> str:
+    """HTML of a sweep: {"manifest", "points": [{"rate", "seeds", "folders", "figures": {name:
+    interval or None}, "saturated", "invalid"}], "knee": {"rate", "why"} or None}, where an interval
+    is {"mean", "low", "high", "runs", "level"}, with times in seconds."""
+    points = sorted(sweep["points"], key=lambda point: float(point["rate"]))
+    names = [name for name in _COLUMNS if any(point["figures"].get(name) for point in points)]
+    counting = [point for point in points if not point["invalid"]]
+    knee = sweep["knee"]
+    return render(
+        "sweep.html.j2",
+        subtitle=subtitle(sweep["manifest"]),
+        manifest=lines(sweep["manifest"]),
+        knee=knee,
+        level=_level(points),
+        tiles=_tiles(counting, knee),
+        plots=_plots(counting, knee and float(knee["rate"])),
+        columns=[shown(name) for name in names],
+        rows=[_row(point, names, knee and float(knee["rate"])) for point in points],
+        left_out=len(points) - len(counting),
+    )
+
+
+def _plots(points: Sequence[dict[str, Any]], knee: float | None) -> list[Plot]:
+    latencies = [
+        rate_plot(name, title, "ms", _percentiles(points, name), knee=knee, log=True)
+        for name, title in (
+            ("ttft", "Time to first token"),
+            ("itl", "Inter-token latency"),
+            ("e2e", "End-to-end latency"),
+        )
+    ]
+    answered = [
+        _line(points, "throughput", "answered", "blue"),
+        _line(points, "goodput", "within objectives", "green", dashed=True),
+    ]
+    output = [_line(points, "output_tokens", "output tokens", "slate")]
+    shares = [
+        _line(points, "attainment", "within objectives", "green"),
+        _line(points, "failures", "failed", "red", dashed=True),
+    ]
+    rest = [
+        rate_plot(
+            "throughput", "Throughput", "requests a second", answered, knee=knee, ideal=True
+        ),
+        rate_plot("tokens", "Output", "tokens a second", output, knee=knee),
+        rate_plot(
+            "shares", "Attainment and failures", "share of requests, %", shares,
+            knee=knee, percent=True,
+        ),
+    ]  # fmt: skip
+    return [plot for plot in (*latencies, *rest) if plot is not None]
+
+
+def _percentiles(points: Sequence[dict[str, Any]], name: str) -> list[Line]:
+    colour = OF_MEASURE[name]
+    return [
+        _line(points, f"{name}:p50", "p50", colour),
+        _line(points, f"{name}:p99", "p99", colour, dashed=True),
+    ]
+
+
+def _line(
+    points: Sequence[dict[str, Any]], name: str, label: str, colour: str, *, dashed: bool = False
+) -> Line:
+    found = [
+        Point.of(float(point["rate"]), interval, shown(name), bool(point["saturated"]))
+        for point in points
+        if (interval := point["figures"].get(name)) is not None
+    ]
+    return Line(label, colour, found, dashed)
+
+
+def _tiles(points: Sequence[dict[str, Any]], knee: dict[str, Any] | None) -> list[Tile]:
+    tiles = [Tile("Knee", plain(float(knee["rate"])), "/ s", "requests offered")] if knee else []
+    best = (
+        ("throughput", "Most requests answered"),
+        ("goodput", "Best goodput"),
+        ("output_tokens", "Most output tokens"),
+    )
+    for name, label in best:
+        found = [
+            (float(interval["mean"]), float(point["rate"]))
+            for point in points
+            if (interval := point["figures"].get(name)) is not None
+        ]
+        if found:
+            most, rate = max(found)
+            tiles.append(Tile(label, plain(most), "/ s", f"at {plain(rate)} offered"))
+    return tiles
+
+
+def _row(point: dict[str, Any], names: Sequence[str], knee: float | None) -> Row:
+    return Row(
+        rate=plain(float(point["rate"])),
+        runs=len(point["seeds"]),
+        cells=[_cell(name, point["figures"].get(name)) for name in names],
+        is_knee=knee is not None and float(point["rate"]) == knee,
+        saturated=bool(point["saturated"]),
+        invalid=point["invalid"],
+    )
+
+
+def _cell(name: str, interval: dict[str, Any] | None) -> Cell:
+    figure = shown(name)
+    if interval is None:
+        return Cell("–", "")
+    low, high = interval["low"], interval["high"]
+    margin = ""
+    if low is not None and high is not None:
+        margin = figure.margin(interval["mean"], (high - low) / 2)
+    return Cell(figure.text(interval["mean"]), margin)
+
+
+def _level(points: Sequence[dict[str, Any]]) -> float | None:
+    """Of the intervals; None: of no point there is more than one run."""
+    for point in points:
+        for interval in point["figures"].values():
+            if interval is not None and interval["low"] is not None:
+                return float(interval["level"])
+    return None

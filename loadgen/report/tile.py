@@ -1,0 +1,50 @@
+"""Headline figures."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from loadgen.report.number import ms, percent, plain
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A figure with its unit, what it is, and a line that belongs to it."""
+
+    label: str
+    value: str
+    unit: str = ""
+    note: str = ""
+
+
+_LATENCIES = (
+    ("ttft", "Time to first token"),
+    ("itl", "Inter-token latency"),
+    ("e2e", "End to end"),
+)
+
+
+def of_run(document: dict[str, Any]) -> list[Tile]:
+    """What one wants to know first of a run."""
+    came, waiting = document["throughput"], document["in_flight"]
+    tiles = []
+    for name, label in _LATENCIES:
+        found = document["measures"].get(name) or {"p50": None, "p99": None}
+        value = Tile(f"{label}, p50", ms(found["p50"]), "ms", f"p99 {ms(found['p99'])} ms")
+        tiles.append(value if found["p50"] is not None else Tile(f"{label}, p50", "–"))
+    offered = f"of {plain(came['offered'])} offered"
+    tiles.append(Tile("Requests answered", plain(came["requests"]), "/ s", offered))
+    prompts = f"{plain(came['input_tokens'])} / s of prompts"
+    tiles.append(Tile("Output tokens", plain(came["output_tokens"]), "/ s", prompts))
+    if (good := document["goodput"]) is not None:
+        note = f"goodput {plain(good['requests'])} / s"
+        tiles.append(Tile("Attainment", percent(good["attainment"]), "%", note))
+    tiles.append(_failed(document["outcomes"]))
+    most = f"at most {waiting['most']:,}"
+    tiles.append(Tile("Requests in flight", plain(waiting["mean"]), "", most))
+    return tiles
+
+
+def _failed(outcomes: dict[str, Any]) -> Tile:
+    failed, total = sum(outcomes["failed"].values()), outcomes["total"]
+    share = failed / total if total else None
+    return Tile("Requests failed", percent(share), "%" if total else "", f"{failed:,} of {total:,}")

@@ -1,0 +1,332 @@
+"""Pages of reports: the figures that were found, escaped, and nothing from elsewhere."""
+
+import json
+import re
+from collections import Counter
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from loadgen.files import read_run, write_run
+from loadgen.measures import MEASURES, Window
+from loadgen.record import Failure, Record
+from loadgen.report import compare_page, run_page, sweep_page, write_page
+from tests.loadgen.made_runs import HOSTILE, comparison_of, document_of, records_of, sweep_of
+
+WINDOW = Window(5, 35)
+RATES = (2.0, 8.0, 24.0, 48.0)
+
+
+class Content(HTMLParser):
+    """Rows of tables, texts of tiles, and what could lead elsewhere."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.rows: list[list[str]] = []
+        self._at: str | None = None
+        self.tiles: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href", "action", "data", "srcset"):
+                self.links.append(value or "")
+            if name.startswith("on"):
+                self.tags[name] += 1
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+        elif tag in ("dt", "dd"):
+            self.tiles.append("")
+        self._at = tag if tag in ("td", "th", "dt", "dd") else self._at
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == self._at:
+            self._at = None
+
+    def handle_data(self, data: str) -> None:
+        if self._at in ("td", "th"):
+            self.rows[-1][-1] += data
+        elif self._at is not None:
+            self.tiles[-1] += data
+
+    def row(self, first: str) -> list[str]:
+        return next([cell.strip() for cell in row] for row in self.rows if row[0].strip() == first)
+
+    def tile(self, label: str) -> tuple[str, str]:
+        """Its figure with the unit, and its note."""
+        at = next(i for i, text in enumerate(self.tiles) if text.strip() == label)
+        value, note = self.tiles[at + 1 : at + 3]
+        return " ".join(value.split()), " ".join(note.split())
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def a_run(**more: Any) -> tuple[list[Record], dict[str, Any]]:
+    records = records_of(10, 40, failing=0.1, leaving=0.1)
+    asked = ("ttft:p99<=0.001", "attainment>=0.1")
+    return records, document_of(records, WINDOW, requirements=asked, **more)
+
+
+def pages() -> dict[str, str]:
+    sweep = sweep_of(RATES, seeds=2)
+    return {
+        "run": run_page(*a_run()),
+        "sweep": sweep_page(sweep),
+        "compare": compare_page(comparison_of(sweep, sweep_of(RATES, seeds=2, slots=12))),
+    }
+
+
+def test_figures_of_a_run_are_those_of_its_summary(tmp_path: Path) -> None:
+    write_run(tmp_path, *a_run())
+    records, document = read_run(tmp_path)
+    content = Content(run_page(records, document))
+    for measure in MEASURES:
+        found = document["measures"][measure.name]
+        _, count, *figures = content.row(measure.title)
+        assert number(count) == found["count"]
+        names = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
+        expected = [1e3 * found[name] for name in names]
+        assert [number(text) for text in figures] == pytest.approx(expected, rel=6e-3, abs=6e-4)
+    throughput, goodput = document["throughput"], document["goodput"]
+    for label, figure in (
+        ("Requests answered", throughput["requests"]),
+        ("Output tokens", throughput["output_tokens"]),
+        ("Attainment", 100 * goodput["attainment"]),
+        ("Requests in flight", document["in_flight"]["mean"]),
+        ("Time to first token, p50", 1e3 * document["measures"]["ttft"]["p50"]),
+    ):
+        assert number(content.tile(label)[0].split()[0]) == pytest.approx(figure, rel=6e-3)
+    assert content.row("ttft:p99<=0.001")[-1] == "✗ not met"
+    assert content.row("attainment>=0.1")[-1] == "✓ met"
+    assert content.row("all of them")[2] == f"{100 * goodput['attainment']:.1f}"
+
+
+def test_failures_are_told_by_kind_with_what_was_seen() -> None:
+    records, document = a_run()
+    content = Content(run_page(records, document))
+    assert len(document["outcomes"]["failed"]) == 3
+    for kind, count in document["outcomes"]["failed"].items():
+        row = content.row(kind)
+        assert number(row[1]) == count
+        assert row[4] == next(r.detail for r in records if r.failure == kind)
+    failed = sum(document["outcomes"]["failed"].values())
+    assert content.tile("Requests failed")[1] == f"{failed} of {document['outcomes']['total']}"
+
+
+def test_attainment_is_told_of_each_objective() -> None:
+    records = records_of(10, 40)
+    document = document_of(records, WINDOW, objectives={"ttft": 0.06, "e2e": 1e-3})
+    content = Content(run_page(records, document))
+    within = sum(r.times[0] - r.due <= 0.06 for r in WINDOW.due(records))
+    rows = [row for row in content.rows if row[0] in ("Time to first token", "End-to-end latency")]
+    assert [row[1:3] for row in rows[-2:]] == [
+        ["60.0", f"{100 * within / len(WINDOW.due(records)):.1f}"],
+        ["1.00", "0"],
+    ]
+
+
+def test_what_the_server_tells_and_faults_are_shown_where_they_are_there() -> None:
+    server = {
+        "stages": {"prefill": 0.03, "decode & more": 0.01},
+        "kv_bytes": {"raw": 3 * 2**20, "wire": 2 * 2**20, "ratio": 1.5},
+    }
+    faults = [{"at": 12.5, "what": "kill <prefill>"}]
+    page = run_page(*a_run(server=server, faults=faults))
+    content = Content(page)
+    assert content.row("prefill")[1:] == ["30.0", "75.0"]
+    assert content.row("decode & more")[1:] == ["10.0", "25.0"]
+    assert content.row("raw")[1] == "3 MiB"
+    assert "12.5 s: kill &lt;prefill&gt;" in page
+    without = run_page(*a_run())
+    assert "KV transfer" not in without
+    assert "Where the time went" not in without
+
+
+def test_what_others_wrote_is_escaped() -> None:
+    records, document = a_run(
+        server={"stages": {HOSTILE: 0.1}}, faults=[{"at": 6.0, "what": HOSTILE}]
+    )
+    for record in records:
+        record.detail = HOSTILE if record.failure else ""
+    document["manifest"] |= {"model": HOSTILE, "arguments": [HOSTILE], HOSTILE: {HOSTILE: HOSTILE}}
+    document["invalid"] = HOSTILE
+    document["requirements"][HOSTILE] = {"found": None, "met": False}
+    sweep = sweep_of((2.0, 4.0), seeds=2)
+    sweep["manifest"] |= {"target": HOSTILE}
+    sweep["knee"] = {"rate": 2.0, "why": HOSTILE}
+    sweep["points"][1]["invalid"] = HOSTILE
+    comparison = comparison_of(sweep, sweep)
+    comparison["a"]["name"] = comparison["b"]["name"] = HOSTILE
+    odd = comparison["rows"][0] | {"figure": HOSTILE, "title": HOSTILE, "unit": HOSTILE}
+    comparison["rows"] += [odd, odd | {"rate": 4.0}]
+    for page in (run_page(records, document), sweep_page(sweep), compare_page(comparison)):
+        content = Content(page)
+        assert content.tags["script"] == content.tags["img"] == content.tags["onerror"] == 0
+        assert HOSTILE not in page
+        assert HOSTILE in unescape(page)
+    assert Content(run_page(records, document)).row("rejected")[4] == HOSTILE
+
+
+@pytest.mark.parametrize("kind", ["run", "sweep", "compare"])
+def test_pages_are_whole_and_need_nothing_else(kind: str) -> None:
+    page = pages()[kind]
+    content = Content(page)
+    for link in content.links:
+        assert link.startswith("#") or link == "data:,"
+    assert "url(" not in re.sub(r"url\(#", "", page)
+    assert "@import" not in page
+    assert content.tags["script"] == 0
+    assert {n: c for n, c in Counter(content.ids).items() if c > 1} == {}
+    for name in re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', page):
+        assert "".join(name) in content.ids
+    drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len([ElementTree.fromstring(one) for one in drawings]) > 5
+    assert "fe00" not in page, "a colour that is none of the style's"
+    assert page.count("<h1") == 1
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_style_says_what_each_colour_is(dark: bool) -> None:
+    page = pages()["run"]
+    used = set(re.findall(r"var\(--([a-z]+)\)", page))
+    style = page[page.index("<style>") : page.index("</style>")]
+    blocks = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    assert len(blocks) == 3  # light, dark, paper
+    assert used <= set(re.findall(r"--([a-z]+):", blocks[dark]))
+
+
+def test_pages_of_the_same_run_are_the_same() -> None:
+    assert run_page(*a_run()) == run_page(*a_run())
+
+
+def test_a_sweep_shows_each_rate_and_its_intervals() -> None:
+    sweep = sweep_of(RATES, seeds=3)
+    sweep["points"][3]["invalid"] = "the generator was late"
+    content = Content(sweep_page(sweep))
+    for point in sweep["points"]:
+        row = content.row(f"{point['rate']:g}")
+        interval = point["figures"]["ttft:p50"]
+        mean, margin = row[2].split("±")
+        half = 1e3 * (interval["high"] - interval["low"]) / 2
+        assert number(mean) == pytest.approx(1e3 * interval["mean"], rel=6e-3)
+        assert number(margin) == pytest.approx(half, abs=0.51)
+        assert ("knee" in row[-1]) == (point["rate"] == sweep["knee"]["rate"])
+    assert "does not count: the generator was late" in content.row("48")[-1]
+    most = max(p["figures"]["throughput"]["mean"] for p in sweep["points"][:3])
+    assert number(content.tile("Most requests answered")[0].split()[0]) == pytest.approx(most, 6e-3)
+
+
+def test_a_comparison_says_which_intervals_leave_1_out() -> None:
+    def row(figure: str, better: str, low: float | None, high: float | None) -> dict[str, Any]:
+        one = {"mean": 0.1, "low": 0.09, "high": 0.11, "runs": 3, "level": 0.95}
+        mean = 1.2 if low is None or high is None else (low + high) / 2
+        ratio = {"mean": mean, "low": low, "high": high, "runs": 3, "level": 0.95}
+        return {
+            "rate": None, "figure": figure, "title": figure, "unit": "s", "better": better,
+            "a": one, "b": one, "ratio": ratio,
+        }  # fmt: skip
+
+    rows = [
+        row("ttft:p50", "less", 0.7, 0.9),
+        row("ttft:p99", "less", 1.1, 1.3),
+        row("throughput", "more", 1.1, 1.3),
+        row("goodput", "more", 0.7, 0.9),
+        row("itl:p50", "less", 0.9, 1.1),
+        row("itl:p99", "less", None, None),
+        row("e2e:p50", "less", 0.7, 0.9) | {"ratio": None},
+    ]
+    side = {"name": "one", "manifest": {}}
+    content = Content(compare_page({"a": side, "b": side | {"name": "other"}, "rows": rows}))
+    said = [row[-1].strip() for row in content.rows[1:] if len(row) == 7]
+    assert said == [
+        "✓ better", "✗ worse", "✓ better", "✗ worse", "not told apart", "one run", "",
+    ]  # fmt: skip
+    assert content.tile("Better")[0] == content.tile("Worse")[0] == "2"
+    assert content.tile("Of one run alone")[0] == "1"
+    assert ["0.800", "0.700 to 0.900"] in [row[3:5] for row in content.rows]
+
+
+def refused() -> tuple[list[Record], dict[str, Any]]:
+    records = records_of(5, 5)
+    for record in records:
+        record.times, record.counts = [], []
+        record.failure, record.detail = Failure.REFUSED, "no connection"
+    return records, document_of(records, Window(0, 5))
+
+
+def unsent() -> tuple[list[Record], dict[str, Any]]:
+    records = [Record(0, 1.0, 5, 5)]
+    return records, document_of(records, Window(0, 30), stopped=True)
+
+
+def stopped() -> tuple[list[Record], dict[str, Any]]:
+    records = records_of(10, 20)
+    for record in records:
+        record.ended = record.ended if record.ended and record.ended < 5 else None
+        record.times = [at for at in record.times if at < 5]
+        record.counts = record.counts[: len(record.times)]
+        record.sent = record.sent if record.due < 5 else None
+    return records, document_of(records, Window(0, 60), stopped=True)
+
+
+def all_equal() -> tuple[list[Record], dict[str, Any]]:
+    records = [
+        Record(n, float(n), 5, 2, float(n), [n + 0.5, n + 0.5], [1, 1], n + 0.5) for n in range(5)
+    ]
+    return records, document_of(records, Window(0, 5))
+
+
+def nothing_due() -> tuple[list[Record], dict[str, Any]]:
+    records = records_of(10, 3)
+    return records, document_of(records, Window(50, 60), requirements=["ttft:p99<=1"])
+
+
+@pytest.mark.parametrize("made", [refused, unsent, stopped, all_equal, nothing_due])
+def test_runs_with_little_in_them_have_a_page(made: Any) -> None:
+    records, document = made()
+    page = run_page(records, json.loads(json.dumps(document)))
+    content = Content(page)
+    assert number(content.tile("Requests failed")[1].split()[0]) == sum(
+        document["outcomes"]["failed"].values()
+    )
+    assert ("Stopped" in page) == document["stopped"]
+    assert "nan" not in page.lower().replace("nano", "")
+    for one in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(one)
+
+
+def test_sweeps_with_little_in_them_have_a_page() -> None:
+    one = sweep_of((4.0,), seeds=1, objectives={})
+    assert one["knee"] is None
+    content = Content(sweep_page(one))
+    assert "Attainment" not in " ".join(content.rows[0])
+    nothing = one | {"points": [one["points"][0] | {"figures": {}, "invalid": "nothing was sent"}]}
+    assert "No rate has a figure that counts" in sweep_page(nothing)
+    assert "one run" in compare_page(comparison_of(one, one))
+    assert "0" in compare_page(comparison_of(one, one) | {"rows": []})
+
+
+def test_a_long_run_makes_no_longer_page(tmp_path: Path) -> None:
+    pages = []
+    for seconds in (100, 2000):
+        records = records_of(10, seconds)
+        pages.append(run_page(records, document_of(records, Window(0, seconds))))
+        write_page(tmp_path / "of" / "run.html", pages[-1])
+    assert len(pages[1]) < 1.1 * len(pages[0]) < 300_000
+    assert (tmp_path / "of" / "run.html").read_text() == pages[1]
