@@ -50,12 +50,12 @@ def chromium() -> str | None:
 
 
 def kaleido() -> str | None:
-    """Where the executable of kaleido is, if that is installed."""
+    """The folder of the executable of kaleido, if that is installed."""
     found = importlib.util.find_spec("kaleido")
     if found is None or found.origin is None:
         return None
-    path = Path(found.origin).parent / "executable" / "kaleido"
-    return str(path) if path.exists() else None
+    path = Path(found.origin).parent / "executable"
+    return str(path) if (path / "bin" / "kaleido").exists() else None
 
 
 def look_by_chromium(
@@ -88,9 +88,11 @@ def look_by_kaleido(
     script = folder / "look.js"
     script.write_text(_LOOK + _AS_PLOTLY)
     asked = {"data": [{"page": page, "views": _as_json(views)}]}
-    command = ["bash", path, "plotly", f"--plotlyjs={script}", *_FLAGS, "--single-process"]
+    own = {"LD_LIBRARY_PATH": "lib", "FONTCONFIG_PATH": "etc/fonts", "XDG_DATA_HOME": "xdg"}
+    command = ["bin/kaleido", "plotly", f"--plotlyjs={script}", *_FLAGS, "--single-process"]
     done = subprocess.run(
-        command, input=json.dumps({"data": asked, "format": "svg"}) + "\n",
+        command, input=json.dumps({"data": asked, "format": "svg"}) + "\n", cwd=path,
+        env=os.environ | {name: str(Path(path, where)) for name, where in own.items()},
         capture_output=True, text=True, timeout=_TIMEOUT_S,
     )  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
