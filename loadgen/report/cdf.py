@@ -14,8 +14,8 @@ from loadgen.report.scale import Scale
 
 _POINTS = 300
 _SHOWN = ((TTFT, TTFT_SENT), (ITL, None), (E2E, E2E_SENT))
-_LEAST_OF_P99 = 1e-4
-"""Of a 99th percentile is where a logarithmic axis begins: times of nothing have no logarithm."""
+_LEAST_OF_MEDIAN = 1e-2
+"""There a logarithmic axis begins at the latest: what came at once has no logarithm."""
 
 Floats = NDArray[np.float64]
 
@@ -54,7 +54,7 @@ def _values(measure: Measure, due: Sequence[Record]) -> Floats:
 
 def _plot(measure: Measure, values: Floats, beside: Floats, objective: float | None) -> Plot:
     median, tail = np.percentile(values, (50, 99))
-    least = float(max(values.min(), tail * _LEAST_OF_P99))
+    least = float(max(values.min(), median * _LEAST_OF_MEDIAN))
     most = float(max(values.max(), objective or 0.0))
     scale = Scale.fitting(1e3 * least, 1e3 * most)
     drawing, colour = Drawing(), OF_MEASURE[measure.name]

@@ -1,6 +1,8 @@
 """What a manifest says, in lines for readers."""
 
 import shlex
+from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 _FIRST = ("model", "target", "started", "seed")
@@ -14,8 +16,10 @@ def lines(manifest: dict[str, Any]) -> list[tuple[str, str]]:
 
 def subtitle(manifest: dict[str, Any]) -> str:
     """What was asked, where and when, as far as it is known."""
-    known = [manifest.get(name) for name in ("model", "target", "started")]
-    return " · ".join(str(one) for one in known if one)
+    known = [str(manifest[name]) for name in ("model", "target") if manifest.get(name)]
+    with suppress(KeyError, ValueError, TypeError):
+        known.append(f"{datetime.fromisoformat(manifest['started']):%Y-%m-%d %H:%M %Z}")
+    return " · ".join(known)
 
 
 def _text(name: str, value: Any) -> str:
