@@ -1,5 +1,6 @@
 """Pages of reports: the figures that were found, escaped, and nothing from elsewhere."""
 
+import functools
 import json
 import re
 from collections import Counter
@@ -15,6 +16,7 @@ from loadgen.files import read_run, write_run
 from loadgen.measures import MEASURES, Window
 from loadgen.record import Failure, Record
 from loadgen.report import compare_page, run_page, sweep_page, write_page
+from loadgen.report.palette import NAMES
 from tests.loadgen.made_runs import HOSTILE, comparison_of, document_of, records_of, sweep_of
 
 WINDOW = Window(5, 35)
@@ -82,6 +84,7 @@ def a_run(**more: Any) -> tuple[list[Record], dict[str, Any]]:
     return records, document_of(records, WINDOW, requirements=asked, **more)
 
 
+@functools.cache
 def pages() -> dict[str, str]:
     sweep = sweep_of(RATES, seeds=2)
     return {
@@ -201,14 +204,27 @@ def test_pages_are_whole_and_need_nothing_else(kind: str) -> None:
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_style_says_what_each_colour_is(dark: bool) -> None:
-    page = pages()["run"]
-    used = set(re.findall(r"var\(--([a-z]+)\)", page))
+def luminance(colour: str) -> float:
+    """Relative, as WCAG 2.2 defines it."""
+    digits = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("where", [0, 1, 2], ids=["light", "dark", "paper"])
+def test_colours_are_there_and_can_be_seen(where: int) -> None:
+    """WCAG asks for a contrast of 4.5 for text, and of 3 for what is drawn."""
+    page = "".join(pages().values())
     style = page[page.index("<style>") : page.index("</style>")]
     blocks = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
-    assert len(blocks) == 3  # light, dark, paper
-    assert used <= set(re.findall(r"--([a-z]+):", blocks[dark]))
+    assert len(blocks) == 3
+    colours = dict(re.findall(r"--([a-z]+): #([0-9a-f]+);", blocks[where]))
+    assert set(re.findall(r"var\(--([a-z]+)\)", page)) <= set(colours)
+    card = luminance(colours["card"])
+    for name, least in [("ink", 4.5), ("muted", 4.5), *((n, 3.0) for n in NAMES[4:])]:
+        found = sorted((luminance(colours[name]), card))
+        assert (found[1] + 0.05) / (found[0] + 0.05) >= least, name
 
 
 def test_pages_of_the_same_run_are_the_same() -> None:
