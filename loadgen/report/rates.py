@@ -73,13 +73,7 @@ def rate_plot(
     along.along_x(axes)
     upward.along_y(axes)
     keys = [Key(line.label, line.colour, "dashed" if line.dashed else "line") for line in lines]
-    if ideal:
-        ends = [along.low, along.high]
-        axes.plot(ends, ends, color=paint("muted"), linewidth=1)
-        keys.append(Key("all that is offered", "muted"))
-    if knee is not None:
-        axes.axvline(knee, color=paint("ink"), linewidth=1.2, linestyle=(0, (1, 2)))
-        keys.append(Key("knee", "ink", "dotted"))
+    keys += _guides(axes, along if ideal else None, knee)
     for line in lines:
         _draw(axes, line, upward)
     if any(point.saturated for line in lines for point in line.points):
@@ -87,6 +81,19 @@ def rate_plot(
     drawing.label_y(0, f"{label}{upward.told}")
     drawing.label_x("offered, requests a second")
     return Plot(title, (drawing.svg(name, f"{title} against the rate offered"),), tuple(keys))
+
+
+def _guides(axes: Axes, ideal: Scale | None, knee: float | None) -> list[Key]:
+    """Lines to compare with, drawn below the others."""
+    keys = []
+    if ideal is not None:
+        ends = [ideal.low, ideal.high]
+        axes.plot(ends, ends, color=paint("muted"), linewidth=1)
+        keys.append(Key("all that is offered", "muted"))
+    if knee is not None:
+        axes.axvline(knee, color=paint("ink"), linewidth=1.2, linestyle=(0, (1, 2)))
+        keys.append(Key("knee", "ink", "dotted"))
+    return keys
 
 
 def _upward(lines: Sequence[Line], most: float, log: bool) -> Scale:

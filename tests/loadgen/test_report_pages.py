@@ -1,11 +1,9 @@
 """Pages of reports: the figures that were found, escaped, and nothing from elsewhere."""
 
 import functools
-import json
 import re
 from collections import Counter
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,68 +12,14 @@ import pytest
 
 from loadgen.files import read_run, write_run
 from loadgen.measures import MEASURES, Window
-from loadgen.record import Failure, Record
-from loadgen.report import compare_page, run_page, sweep_page, write_page
+from loadgen.record import Record
+from loadgen.report import compare_page, run_page, sweep_page
 from loadgen.report.palette import NAMES
 from tests.loadgen.made_runs import HOSTILE, comparison_of, document_of, records_of, sweep_of
+from tests.loadgen.page_content import Content, number
 
 WINDOW = Window(5, 35)
 RATES = (2.0, 8.0, 24.0, 48.0)
-
-
-class Content(HTMLParser):
-    """Rows of tables, texts of tiles, and what could lead elsewhere."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: Counter[str] = Counter()
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.rows: list[list[str]] = []
-        self._at: str | None = None
-        self.tiles: list[str] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
-        for name, value in attrs:
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("src", "href", "xlink:href", "action", "data", "srcset"):
-                self.links.append(value or "")
-            if name.startswith("on"):
-                self.tags[name] += 1
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-        elif tag in ("dt", "dd"):
-            self.tiles.append("")
-        self._at = tag if tag in ("td", "th", "dt", "dd") else self._at
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == self._at:
-            self._at = None
-
-    def handle_data(self, data: str) -> None:
-        if self._at in ("td", "th"):
-            self.rows[-1][-1] += data
-        elif self._at is not None:
-            self.tiles[-1] += data
-
-    def row(self, first: str) -> list[str]:
-        return next([cell.strip() for cell in row] for row in self.rows if row[0].strip() == first)
-
-    def tile(self, label: str) -> tuple[str, str]:
-        """Its figure with the unit, and its note."""
-        at = next(i for i, text in enumerate(self.tiles) if text.strip() == label)
-        value, note = self.tiles[at + 1 : at + 3]
-        return " ".join(value.split()), " ".join(note.split())
-
-
-def number(text: str) -> float:
-    return float(text.replace(",", ""))
 
 
 def a_run(**more: Any) -> tuple[list[Record], dict[str, Any]]:
@@ -276,73 +220,3 @@ def test_a_comparison_says_which_intervals_leave_1_out() -> None:
     assert content.tile("Better")[0] == content.tile("Worse")[0] == "2"
     assert content.tile("Of one run alone")[0] == "1"
     assert ["0.800", "0.700 to 0.900"] in [row[3:5] for row in content.rows]
-
-
-def refused() -> tuple[list[Record], dict[str, Any]]:
-    records = records_of(5, 5)
-    for record in records:
-        record.times, record.counts = [], []
-        record.failure, record.detail = Failure.REFUSED, "no connection"
-    return records, document_of(records, Window(0, 5))
-
-
-def unsent() -> tuple[list[Record], dict[str, Any]]:
-    records = [Record(0, 1.0, 5, 5)]
-    return records, document_of(records, Window(0, 30), stopped=True)
-
-
-def stopped() -> tuple[list[Record], dict[str, Any]]:
-    records = records_of(10, 20)
-    for record in records:
-        record.ended = record.ended if record.ended and record.ended < 5 else None
-        record.times = [at for at in record.times if at < 5]
-        record.counts = record.counts[: len(record.times)]
-        record.sent = record.sent if record.due < 5 else None
-    return records, document_of(records, Window(0, 60), stopped=True)
-
-
-def all_equal() -> tuple[list[Record], dict[str, Any]]:
-    records = [
-        Record(n, float(n), 5, 2, float(n), [n + 0.5, n + 0.5], [1, 1], n + 0.5) for n in range(5)
-    ]
-    return records, document_of(records, Window(0, 5))
-
-
-def nothing_due() -> tuple[list[Record], dict[str, Any]]:
-    records = records_of(10, 3)
-    return records, document_of(records, Window(50, 60), requirements=["ttft:p99<=1"])
-
-
-@pytest.mark.parametrize("made", [refused, unsent, stopped, all_equal, nothing_due])
-def test_runs_with_little_in_them_have_a_page(made: Any) -> None:
-    records, document = made()
-    page = run_page(records, json.loads(json.dumps(document)))
-    content = Content(page)
-    assert number(content.tile("Requests failed")[1].split()[0]) == sum(
-        document["outcomes"]["failed"].values()
-    )
-    assert ("Stopped" in page) == document["stopped"]
-    assert "nan" not in page.lower().replace("nano", "")
-    for one in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
-        ElementTree.fromstring(one)
-
-
-def test_sweeps_with_little_in_them_have_a_page() -> None:
-    one = sweep_of((4.0,), seeds=1, objectives={})
-    assert one["knee"] is None
-    content = Content(sweep_page(one))
-    assert "Attainment" not in " ".join(content.rows[0])
-    nothing = one | {"points": [one["points"][0] | {"figures": {}, "invalid": "nothing was sent"}]}
-    assert "No rate has a figure that counts" in sweep_page(nothing)
-    assert "one run" in compare_page(comparison_of(one, one))
-    assert "0" in compare_page(comparison_of(one, one) | {"rows": []})
-
-
-def test_a_long_run_makes_no_longer_page(tmp_path: Path) -> None:
-    pages = []
-    for seconds in (100, 2000):
-        records = records_of(10, seconds)
-        pages.append(run_page(records, document_of(records, Window(0, seconds))))
-        write_page(tmp_path / "of" / "run.html", pages[-1])
-    assert len(pages[1]) < 1.1 * len(pages[0]) < 300_000
-    assert (tmp_path / "of" / "run.html").read_text() == pages[1]
