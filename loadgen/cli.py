@@ -1,25 +1,28 @@
 """The ``headrace-loadgen`` command.
 
-Exit codes: 0 all is well, 1 a requirement is not met, 2 it cannot be run as asked for, 3 the run
-says nothing of the target, 130 the user stopped it.
+Exit codes: 0 all is well, 1 a requirement is not met, or an answer is not the reference's, 2 it
+cannot be run as asked for, 3 the run says nothing of the target, 130 the user stopped it. Reports
+are imported where they are made: matplotlib takes its time.
 """
 
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import orjson
 import typer
 from rich.console import Console
 
-from loadgen.errors import LoadgenError, UsageError
-from loadgen.objectives import Requirement, parse_objective
-from loadgen.plan import Bounds
-from loadgen.run import Request, run
-from loadgen.source import Format, Process, Source, Timing
-from loadgen.summary import MOST_LAG_S
-from loadgen.table import summary_table
-from loadgen.target.http import Endpoint
+from loadgen.compare import Side
+from loadgen.compare import compare as compared
+from loadgen.errors import LoadgenError
+from loadgen.files import COMPARISON, REPORT, SWEEP, read_run, read_sweep
+from loadgen.options import requirements_of, sending
+from loadgen.run import Outcome, Request, run
+from loadgen.sweep import Plan, parse_rates, sweep
+from loadgen.table import comparison_table, summary_table, sweep_table
 
 MISSED, INVALID, STOPPED = 1, 3, 130
 
@@ -28,119 +31,120 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-
-
-@app.callback()
-def root() -> None:
-    """Load for servers of language models: open loop, at times drawn before the run."""
+Out = Annotated[Path | None, typer.Option(help="a folder for what was measured")]
+Require = Annotated[
+    list[str] | None, typer.Option(help="of the run: ttft:p99<=0.5, attainment>=0.95")
+]
 
 
 @app.command("run")
-def run_command(
-    target: Annotated[str, typer.Argument(help="http://host:port/v1 or grpc://host:port")],
-    model: Annotated[str | None, typer.Option(help="absent: the first one listed")] = None,
-    endpoint: Annotated[Endpoint, typer.Option(help="of an HTTP target")] = Endpoint.COMPLETIONS,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="HEADRACE_LOADGEN_API_KEY", help="a bearer token")
-    ] = None,
-    arrivals: Annotated[Process, typer.Option(help="when requests come")] = Process.POISSON,
-    rate: Annotated[float | None, typer.Option(help="requests a second")] = None,
-    to_rate: Annotated[float | None, typer.Option(help="of a ramp's end")] = None,
-    burstiness: Annotated[float, typer.Option(help="of gamma; 1 is Poisson, less is burstier")] = 1,
-    speed: Annotated[float, typer.Option(help="of a trace's times")] = 1,
-    requests: Annotated[int | None, typer.Option(min=1, help="at most")] = None,
-    duration: Annotated[float | None, typer.Option(help="seconds in which requests come")] = None,
-    warm_up: Annotated[float, typer.Option(min=0, help="seconds that do not count")] = 0,
-    cool_down: Annotated[float, typer.Option(min=0, help="seconds that do not count")] = 0,
-    preset: Annotated[
-        str | None, typer.Option(help="imdb, arxiv, cocktail, humaneval, pg19")
-    ] = None,
-    scale: Annotated[float, typer.Option(help="of a preset's lengths")] = 1,
-    inputs: Annotated[
-        str | None, typer.Option("--input", help="tokens of prompts, such as lognormal:500,0.6")
-    ] = None,
-    outputs: Annotated[
-        str | None, typer.Option("--output", help="tokens of answers, such as uniform:10,200")
-    ] = None,
-    file: Annotated[Path | None, typer.Option(help="of requests, or a trace")] = None,
-    file_format: Annotated[Format, typer.Option("--format", help="of the file")] = Format.PROMPTS,
-    prefix_tokens: Annotated[int, typer.Option(min=0, help="that prompts share")] = 0,
-    prefix_groups: Annotated[int, typer.Option(min=1, help="of prompts that share one")] = 1,
-    token_ids: Annotated[bool, typer.Option(help="prompts are token ids, not text")] = False,
-    tokenizer: Annotated[Path | None, typer.Option(help="a tokenizer.json or its folder")] = None,
-    tokenizer_url: Annotated[str | None, typer.Option(help="whose /tokenize; the target's")] = None,
-    seed: Annotated[int, typer.Option(help="of times, prompts and lengths")] = 0,
-    cancel: Annotated[float, typer.Option(min=0, max=1, help="share of clients that leave")] = 0,
-    timeout: Annotated[float, typer.Option(help="seconds for a request")] = 600,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0,
-    ignore_eos: Annotated[bool, typer.Option(help="answers go on to their full length")] = False,
-    extra_body: Annotated[str | None, typer.Option(help="JSON fields for bodies")] = None,
-    objective: Annotated[
-        list[str] | None, typer.Option(help="of a request, for goodput: ttft=0.5; again for more")
-    ] = None,
-    require: Annotated[
-        list[str] | None, typer.Option(help="of the run: ttft:p99<=0.5, attainment>=0.95")
-    ] = None,
-    most_lag: Annotated[
-        float, typer.Option(help="seconds by which 99 of 100 requests may be sent late")
-    ] = MOST_LAG_S,
-    out: Annotated[Path | None, typer.Option(help="a folder for what was measured")] = None,
-) -> None:
+@sending
+def run_command(request: Request, require: Require = None, out: Out = None) -> None:
     """Send requests at their times, and say what became of them."""
     console = Console()
-    request = Request(
-        target=target,
-        source=Source(
-            preset, inputs, outputs, file, file_format, scale, prefix_tokens, prefix_groups,
-            token_ids,
-        ),
-        timing=Timing(arrivals, rate, to_rate, burstiness, duration),
-        bounds=Bounds(requests, duration),
-        model=model,
-        endpoint=endpoint,
-        api_key=api_key,
-        tokenizer=tokenizer,
-        tokenizer_url=tokenizer_url,
-        seed=seed,
-        timeout_s=timeout,
-        temperature=temperature,
-        ignore_eos=ignore_eos,
-        extra=_body_fields(extra_body),
-        warm_up_s=warm_up,
-        cool_down_s=cool_down,
-        speed=speed,
-        cancelled=cancel,
-        objectives=tuple(map(parse_objective, objective or ())),
-        requirements=tuple(map(Requirement.parse, require or ())),
-        most_lag_s=most_lag,
-    )  # fmt: skip
+    request = replace(request, requirements=requirements_of(require))
     outcome = run(request, console, sys.argv[1:])
     console.print(summary_table(outcome.summary))
     if out is not None:
+        from loadgen.report import run_page, write_page
+
         outcome.write(out)
-        console.print(f"written to {out}")
-    for requirement in request.requirements:
-        if not requirement.met_by(outcome.summary):
-            console.print(f"not met: {requirement}, found {requirement.found_in(outcome.summary)}")
-    if outcome.stopped:
+        write_page(out / REPORT, run_page(outcome.records, outcome.document))
+        console.print(f"written to {out}; {out / REPORT} shows it")
+    code = _verdict(request, outcome, console)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command("sweep")
+@sending
+def sweep_command(
+    request: Request,
+    out: Annotated[Path, typer.Option(help="a folder for what was measured")],
+    rates: Annotated[
+        str | None, typer.Option(help="such as 1,2,4; absent: from --rate up to saturation")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each rate")] = 3,
+    refine: Annotated[int, typer.Option(min=0, help="rates between the last two")] = 2,
+    attain: Annotated[
+        float, typer.Option(min=0, max=1, help="share within objectives that the knee has")
+    ] = 0.9,
+) -> None:
+    """Run the same load at several rates until the target is saturated, and find the knee."""
+    console = Console()
+    plan = Plan(parse_rates(rates) if rates else (), seeds, refine, attain)
+    one = partial(run, console=console, arguments=sys.argv[1:])
+    document = sweep(request, plan, out, one, console.print)
+    if not document:
         raise typer.Exit(STOPPED)
+    from loadgen.report import sweep_page, write_page
+
+    write_page(out / REPORT, sweep_page(document))
+    console.print(sweep_table(document), f"written to {out}; {out / REPORT} shows it")
+    invalid = [point["invalid"] for point in document["points"] if point["invalid"]]
+    if invalid:
+        console.print(f"a run does not count: {invalid[0]}")
+        raise typer.Exit(INVALID)
+
+
+@app.command("compare")
+def compare_command(
+    a: Annotated[Path, typer.Argument(help="the folder of a run, or of a sweep")],
+    b: Annotated[Path, typer.Argument(help="another; ratios are of it to the first")],
+    names: Annotated[str | None, typer.Option(help="of the two, such as before,after")] = None,
+    out: Out = None,
+) -> None:
+    """Put two runs, or two sweeps, side by side, with ratios and intervals."""
+    given = names.split(",") if names else [None, None]
+    if len(given) != 2:
+        raise typer.BadParameter("two names, such as before,after", param_hint="--names")
+    document = compared(*(Side.read(*pair) for pair in zip((a, b), given, strict=True)))
+    console = Console()
+    console.print(comparison_table(document))
+    if out is not None:
+        from loadgen.report import compare_page, write_page
+
+        out.mkdir(parents=True, exist_ok=True)
+        (out / COMPARISON).write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+        write_page(out / REPORT, compare_page(document))
+        console.print(f"written to {out}; {out / REPORT} shows it")
+
+
+@app.command("report")
+def report_command(
+    folder: Annotated[Path, typer.Argument(help="of a run, or of a sweep")],
+    out: Annotated[Path | None, typer.Option(help="a file; the folder's report.html")] = None,
+) -> None:
+    """Make the report of a run, or of a sweep, once more."""
+    from loadgen.report import run_page, sweep_page, write_page
+
+    if (folder / SWEEP).exists():
+        page = sweep_page(read_sweep(folder))
+    else:
+        page = run_page(*read_run(folder))
+    target = out or folder / REPORT
+    write_page(target, page)
+    Console().print(f"written to {target}")
+
+
+def _verdict(request: Request, outcome: Outcome, console: Console) -> int:
+    """The exit code, and why."""
+    missed = [one for one in request.requirements if not one.met_by(outcome.summary)]
+    for requirement in missed:
+        console.print(f"not met: {requirement}, found {requirement.found_in(outcome.summary)}")
+    if outcome.stopped:
+        return STOPPED
     if outcome.summary.invalid is not None:
         console.print(f"the run does not count: {outcome.summary.invalid}")
-        raise typer.Exit(INVALID)
-    if not all(one.met_by(outcome.summary) for one in request.requirements):
-        raise typer.Exit(MISSED)
-
-
-def _body_fields(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        fields = orjson.loads(text)
-    except ValueError as error:
-        raise UsageError(f"--extra-body is no JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise UsageError("--extra-body is no JSON object")
-    return fields
+        return INVALID
+    if outcome.check is not None:
+        told = outcome.check.as_json()
+        console.print(
+            f"{told['equal']} answers are those of {told['reference']}, {told['different']} are "
+            f"not, {told['missing']} are missing"
+        )
+    checked = outcome.check is None or outcome.check.passed
+    return 0 if checked and not missed else MISSED
 
 
 def main() -> None:

@@ -12,6 +12,9 @@ from loadgen.measures import MEASURES
 from loadgen.record import Failure, Record
 
 REQUESTS, TABLE, SUMMARY = "requests.jsonl", "requests.csv", "summary.json"
+SWEEP, SWEEP_TABLE = "sweep.json", "sweep.csv"
+COMPARISON = "comparison.json"
+REPORT = "report.html"
 
 
 def write_run(folder: Path, records: Sequence[Record], summary: dict[str, Any]) -> None:
@@ -44,6 +47,21 @@ def read_run(folder: Path) -> tuple[list[Record], dict[str, Any]]:
             return [_record(orjson.loads(line)) for line in lines], summary
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{folder} holds no run: {error}") from error
+
+
+def read_sweep(folder: Path) -> dict[str, Any]:
+    """What `loadgen.sweep` wrote, without its runs.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        sweep = orjson.loads((folder / SWEEP).read_bytes())
+        if not sweep["points"]:
+            raise ValueError("no rate was measured")
+        return dict(sweep)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{folder} holds no sweep: {error}") from error
 
 
 def _fields(record: Record) -> dict[str, Any]:

@@ -3,19 +3,20 @@
 import asyncio
 import resource
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import httpx
 import uvloop
 from rich.console import Console
 
+from loadgen.check import Check, check
 from loadgen.clock import Clock
 from loadgen.errors import UsageError
+from loadgen.faults import Fault, Faults
 from loadgen.files import write_run
 from loadgen.live import follow
 from loadgen.manifest import manifest
@@ -24,13 +25,12 @@ from loadgen.objectives import Requirement
 from loadgen.plan import Bounds, Planned, plan
 from loadgen.record import Record
 from loadgen.runner import Runner
+from loadgen.server import ServerMetrics
 from loadgen.source import Source, Timing, open_tokenizer
 from loadgen.summary import MOST_LAG_S, Summary
-from loadgen.target.base import Options, Target
-from loadgen.target.http import Endpoint, HttpTarget
-from loadgen.target.rpc import RpcTarget
-
-_RPC = "grpc://"
+from loadgen.target.base import Options
+from loadgen.target.choice import headers_of, is_rpc, listed_model, metrics_of, open_target
+from loadgen.target.http import Endpoint
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class Request:
         cancelled: the share of requests whose clients leave.
         objectives: of each request, for goodput.
         requirements: of the run.
+        metrics: URLs of the server's metrics; none: the target's own, if it has any.
+        reference: a target whose answers the target's must be.
+        faults: of a local deployment, whose gateway listens on ``gateway_port``; None: the target's
+            port.
     """
 
     target: str
@@ -69,14 +73,10 @@ class Request:
     objectives: tuple[Objective, ...] = ()
     requirements: tuple[Requirement, ...] = ()
     most_lag_s: float = MOST_LAG_S
-
-    @property
-    def is_rpc(self) -> bool:
-        return self.target.startswith(_RPC)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+    metrics: tuple[str, ...] = ()
+    reference: str | None = None
+    faults: tuple[Fault, ...] = ()
+    gateway_port: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Outcome:
     summary: Summary
     document: dict[str, Any]
     stopped: bool
+    check: Check | None
 
     def write(self, folder: Path) -> None:
         write_run(folder, self.records, self.document)
@@ -98,9 +99,12 @@ def prepare(request: Request) -> tuple[list[Planned], Options]:
     Raises:
         UsageError: it cannot be run as it was asked for.
     """
-    model = request.model or ("" if request.is_rpc else _listed_model(request))
-    base = request.tokenizer_url or (None if request.is_rpc else request.target)
-    tokenizer = open_tokenizer(request.tokenizer, base, model, request.headers)
+    if request.reference is not None and request.temperature:
+        raise UsageError("only greedy answers can be checked: --temperature 0")
+    headers = headers_of(request.api_key)
+    model = request.model or listed_model(request.target, headers)
+    base = request.tokenizer_url or (None if is_rpc(request.target) else request.target)
+    tokenizer = open_tokenizer(request.tokenizer, base, model, headers)
     planned = plan(
         request.timing.arrivals(),
         request.source.workload(tokenizer),
@@ -114,6 +118,7 @@ def prepare(request: Request) -> tuple[list[Planned], Options]:
         request.timeout_s,
         request.temperature,
         ignore_eos=request.ignore_eos,
+        keep_answers=request.reference is not None,
         extra=request.extra,
     )
     return planned, options
@@ -126,44 +131,79 @@ def run(request: Request, console: Console, arguments: Sequence[str] = ()) -> Ou
         UsageError: it cannot be run as it was asked for.
     """
     planned, options = prepare(request)
+    window = _window(request, planned)
+    faults = Faults.at(request.faults, request.target, request.gateway_port)
+    own = metrics_of(request.target)
+    urls = request.metrics or ((own,) if own else ())
+    metrics = ServerMetrics(urls, expected=bool(request.metrics))
     _allow_many_connections()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
-        name, records, stopped = loop.run(_send(request, planned, options, console))
-    window = _window(request, planned)
-    summary = Summary.of(records, window, request.objectives, most_lag_s=request.most_lag_s)
+        began = time.monotonic(), time.process_time()
+        name, runner = loop.run(_send(request, planned, options, faults, console))
+        spent = {"seconds": time.monotonic() - began[0], "cpu": time.process_time() - began[1]}
+        server, checked, stopped = metrics.since(), None, runner.stopped.is_set()
+        if request.reference is not None and not stopped:
+            checked = loop.run(_check(request, request.reference, runner.records, planned, options))
+    summary = Summary.of(runner.records, window, request.objectives, most_lag_s=request.most_lag_s)
     document = {
         "manifest": manifest(name, options.model, request.seed, arguments),
         "stopped": stopped,
         **summary.as_json(),
+        "objectives": {one.measure.name: one.seconds for one in request.objectives},
         "requirements": {
             str(one): {"found": one.found_in(summary), "met": one.met_by(summary)}
             for one in request.requirements
         },
+        "generator": spent,
+        "server": server,
+        "faults": faults.done,
+        "check": None if checked is None else checked.as_json(),
     }
-    return Outcome(records, summary, document, stopped)
+    return Outcome(runner.records, summary, document, stopped, checked)
 
 
 async def _send(
-    request: Request, planned: list[Planned], options: Options, console: Console
-) -> tuple[str, list[Record], bool]:
-    target = _open(request, options)
+    request: Request, planned: list[Planned], options: Options, faults: Faults, console: Console
+) -> tuple[str, Runner]:
+    target = open_target(request.target, options, request.endpoint, request.api_key)
     runner, clock = Runner(planned, target), Clock()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, runner.stopped.set)
-    following = asyncio.create_task(follow(runner.records, clock, console))
     try:
-        await runner.run(clock)
+        async with _beside(follow(runner.records, clock, console), faults.run(clock)):
+            await runner.run(clock)
     finally:
-        following.cancel()
-        with suppress(asyncio.CancelledError):
-            await following
         await target.close()
-    return target.name, runner.records, runner.stopped.is_set()
+    return target.name, runner
 
 
-def _open(request: Request, options: Options) -> Target:
-    if request.is_rpc:
-        return RpcTarget(request.target.removeprefix(_RPC), options, api_key=request.api_key)
-    return HttpTarget(request.target, options, endpoint=request.endpoint, api_key=request.api_key)
+@asynccontextmanager
+async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """What goes on meanwhile, and ends with it."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def _check(
+    request: Request,
+    reference: str,
+    records: Sequence[Record],
+    planned: Sequence[Planned],
+    options: Options,
+) -> Check:
+    model = await asyncio.to_thread(listed_model, reference, headers_of(request.api_key))
+    target = open_target(
+        reference, replace(options, model=model), request.endpoint, request.api_key
+    )
+    try:
+        return await check(records, planned, target)
+    finally:
+        await target.close()
 
 
 def _window(request: Request, planned: Sequence[Planned]) -> Window:
@@ -175,18 +215,6 @@ def _window(request: Request, planned: Sequence[Planned]) -> Window:
     if begin >= end:
         raise UsageError("nothing is left of the run between its warm-up and its cool-down")
     return Window(begin, end)
-
-
-def _listed_model(request: Request) -> str:
-    try:
-        answer = httpx.get(
-            f"{request.target.rstrip('/')}/models", headers=request.headers, timeout=30
-        )
-        answer.raise_for_status()
-        return str(answer.json()["data"][0]["id"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        where = urlsplit(request.target).hostname
-        raise UsageError(f"{where} lists no model; name one with --model: {error}") from error
 
 
 def _allow_many_connections() -> None:

@@ -1,8 +1,11 @@
-"""A summary in the terminal."""
+"""Summaries, sweeps and comparisons in the terminal."""
+
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 
+from loadgen.figures import SHOWN
 from loadgen.measures import MEASURES
 from loadgen.statistics import PERCENTILES
 from loadgen.summary import Summary
@@ -34,3 +37,63 @@ def summary_table(summary: Summary) -> Group:
     told = ", ".join(f"{count:,} {what}" for count, what in others if count)
     rates.add_row("outcomes", told or "no request was due")
     return Group(measures, "", rates)
+
+
+def sweep_table(sweep: dict[str, Any]) -> Group:
+    """A line for each rate: means of its runs, and where the true ones are."""
+    shown = ("throughput", "ttft:p50", "ttft:p99", "itl:p50", "e2e:p50", "attainment")
+    table = Table("rate", *(_title(name) for name in shown), "", box=None)
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    knee = sweep["knee"]
+    for point in sweep["points"]:
+        told = "saturated" if point["saturated"] else ""
+        if knee is not None and point["rate"] == knee["rate"]:
+            told = "knee"
+        figures = (point["figures"][name] for name in shown)
+        table.add_row(f"{point['rate']:g}", *map(_interval, shown, figures), told)
+    why = "no rate is the knee" if knee is None else f"knee at {knee['rate']:g}: {knee['why']}"
+    return Group(table, why)
+
+
+def comparison_table(comparison: dict[str, Any]) -> Table:
+    """A line for each figure; a ratio whose interval is on one side of 1 is marked."""
+    a, b = comparison["a"]["name"], comparison["b"]["name"]
+    table = Table("rate", "", a, b, f"{b} / {a}", "", box=None)
+    for row in comparison["rows"]:
+        ratio, name = row["ratio"], row["figure"]
+        rate = "" if row["rate"] is None else f"{row['rate']:g}"
+        table.add_row(
+            rate, _title(name), _interval(name, row["a"]), _interval(name, row["b"]),
+            "" if ratio is None else _bounds(ratio, 1, "x"), _better(row),
+        )  # fmt: skip
+    return table
+
+
+def _better(row: dict[str, Any]) -> str:
+    ratio = row["ratio"]
+    if ratio is None or ratio["low"] is None or ratio["low"] <= 1 <= ratio["high"]:
+        return ""
+    return "better" if (ratio["mean"] < 1) == (row["better"] == "less") else "worse"
+
+
+def _title(name: str) -> str:
+    figure = _FIGURES[name]
+    unit = "ms" if figure.unit == "s" else figure.unit
+    return f"{name}, {unit}" if unit else name
+
+
+def _interval(name: str, found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    return _bounds(found, 1e3 if _FIGURES[name].unit == "s" else 1, "")
+
+
+def _bounds(found: dict[str, Any], scale: float, unit: str) -> str:
+    mean = f"{scale * found['mean']:,.4g}{unit}"
+    if found["low"] is None:
+        return mean
+    return f"{mean} ({scale * found['low']:,.4g} to {scale * found['high']:,.4g})"
+
+
+_FIGURES = {str(figure): figure for figure in SHOWN}

@@ -131,11 +131,14 @@ def down(port: Annotated[int, typer.Option(help="the gateway's HTTP port")] = 80
 
 
 @app.command()
-def status(port: Annotated[int, typer.Option(help="the gateway's HTTP port")] = 8000) -> None:
+def status(
+    port: Annotated[int, typer.Option(help="the gateway's HTTP port")] = 8000,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs, to stdout")] = False,
+) -> None:
     """Show the processes of `headrace up` and the workers that the router knows."""
     from services.local.up import status as show
 
-    raise typer.Exit(show(port))
+    raise typer.Exit(show(port, as_json=as_json))
 
 
 @app.command()

@@ -14,8 +14,10 @@ from loadgen.measures.ttft import TTFT, TTFT_SENT
 
 MEASURES = (TTFT, ITL, TPOT, E2E, NORMALIZED, TTFT_SENT, E2E_SENT, LAG)
 """Those that each request has numbers of."""
+BY_NAME = {measure.name: measure for measure in MEASURES}
 
 __all__ = [
+    "BY_NAME",
     "E2E",
     "E2E_SENT",
     "ITL",

@@ -3,12 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-from loadgen.errors import UsageError
-from loadgen.measures import MEASURES, Goodput, Objective, Window
-from loadgen.objectives import parse_objective
+from loadgen.measures import BY_NAME, MEASURES, Goodput, Objective, Window
 from loadgen.record import Record
 from loadgen.report import tile
 from loadgen.report.cdf import cdfs
@@ -46,7 +43,8 @@ def run_page(records: Sequence[Record], document: dict[str, Any]) -> str:
     Args:
         records: all requests, also those that do not count.
         document: the summary; it may have ``faults`` ([{"at": seconds, "what": text}]) and
-            ``server`` ({"stages": {name: mean seconds}, "kv_bytes": {"raw", "wire", "ratio"}}).
+            ``server`` ({"stages": {name: mean seconds}, "kv_bytes": {"raw", "wire", "ratio"}}),
+            ``objectives`` ({measure: seconds}) and ``check`` (as `loadgen.check` has it).
     """
     window = Window(**document["window"])
     due = window.due(records)
@@ -69,19 +67,13 @@ def run_page(records: Sequence[Record], document: dict[str, Any]) -> str:
         timeline=timeline(records, window, document.get("faults") or ()),
         stages=_stages(server.get("stages") or {}),
         kv_bytes=server.get("kv_bytes"),
+        check=document.get("check"),
         failures=_failures(records, window, document["outcomes"]),
     )
 
 
 def _objectives(document: dict[str, Any]) -> list[Objective]:
-    """Those that the run was given: the summary tells attainment of all at once alone."""
-    given = document["manifest"].get("arguments") or []
-    texts = [after for flag, after in pairwise(given) if flag == "--objective"]
-    texts += [one.partition("=")[2] for one in given if one.startswith("--objective=")]
-    try:
-        return [parse_objective(text) for text in texts]
-    except UsageError:
-        return []
+    return [Objective(BY_NAME[name], s) for name, s in document.get("objectives", {}).items()]
 
 
 def _failures(records: Sequence[Record], window: Window, outcomes: dict[str, Any]) -> list[Kind]:

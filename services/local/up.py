@@ -1,6 +1,7 @@
 """`headrace up`, `down` and `status`: a whole deployment on one machine."""
 
 import asyncio
+import json
 import os
 import secrets
 import signal
@@ -65,12 +66,16 @@ def down(port: int) -> int:
     return 0
 
 
-def status(port: int) -> int:
-    """Shows processes and workers."""
+def status(port: int, *, as_json: bool = False) -> int:
+    """Shows processes and workers; as JSON, ports and the pids of processes."""
     deployment = Deployment.find(port)
     if deployment is None:
         console.print(f"nothing is up on port {port}")
         return 1
+    if as_json:
+        ports = {name: getattr(deployment, name) for name in ("port", "grpc_port", "router_port")}
+        print(json.dumps(ports | {"processes": deployment.pids}))  # noqa: T201
+        return 0
     processes = Table("process", "pid", "memory", "running", title=f"headrace on port {port}")
     for name, pid in sorted(deployment.pids.items()):
         try:

@@ -3,13 +3,17 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
 
+from loadgen.files import read_run
 from tests.e2e.deployment import Running, deployed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -77,6 +81,30 @@ async def test_every_request_ends_and_the_worker_comes_back(running: Running, vi
     assert running.pages_free() == pages, "the victim's pages are a new epoch's, all free"
     for name in ("prefill-0", "prefill-1"):
         assert running.metric(name, "headrace_kv_lease_active") == 0
+
+
+def test_the_load_generator_does_it_too(running: Running, tmp_path: Path) -> None:
+    """Every request of its run has an outcome, answers are those of a deployment that is well, and
+    the worker that was killed comes back."""
+    running.wait_until_idle()
+    epochs = {name: worker["epoch"] for name, worker in running.workers().items()}
+    done = subprocess.run(
+        [sys.executable, "-m", "loadgen", "run", f"{running.url}/v1", "--rate", "1.5",
+         "--input", "uniform:5,60", "--output", "fixed:12", "--duration", "12", "--timeout", "90",
+         "--most-lag", "60",
+         "--fault", "kill decode-1 at 4s", "--check-against", f"{running.url}/v1",
+         "--out", str(tmp_path)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    records, summary = read_run(tmp_path)
+    assert [one["what"] for one in summary["faults"]] == ["kill decode-1"]
+    assert summary["faults"][0]["at"] == pytest.approx(4.0, abs=0.5)
+    assert summary["outcomes"]["total"] == len(records) > 8
+    assert summary["outcomes"]["unfinished"] == 0
+    assert summary["check"]["equal"] == summary["outcomes"]["succeeded"] > len(records) / 2
+    assert summary["server"]["stages"]["prefill"] > 0
+    _wait_for_new_epoch(running, "decode-1", epochs["decode-1"])
 
 
 async def _load(

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.measures import MEASURES, Objective, Window
+from loadgen.figures import SHOWN
+from loadgen.measures import BY_NAME, Objective, Window
 from loadgen.objectives import Requirement
 from loadgen.record import Failure, Record
 from loadgen.statistics import Interval
@@ -75,25 +76,22 @@ def document_of(
 ) -> dict[str, Any]:
     """As `loadgen.run` writes it."""
     named = _OBJECTIVES if objectives is None else objectives
-    by_name = {measure.name: measure for measure in MEASURES}
-    summary = Summary.of(records, window, [Objective(by_name[n], s) for n, s in named.items()])
+    summary = Summary.of(records, window, [Objective(BY_NAME[n], s) for n, s in named.items()])
     judged = [Requirement.parse(text) for text in requirements]
-    arguments = ["run", "http://127.0.0.1:8000/v1"]
-    for name, seconds in named.items():
-        arguments += ["--objective", f"{name}={seconds}"]
     return {
         "manifest": {
             "started": "2026-01-02T03:04:05+00:00",
             "target": "http://127.0.0.1:8000/v1",
             "model": "smollm2-135m",
             "seed": 0,
-            "arguments": arguments,
+            "arguments": ["run", "http://127.0.0.1:8000/v1"],
             "python": "3.11.9",
             "cores": 8,
             "packages": {"headrace": "0.1.0", "grpcio": None},
         },
         "stopped": stopped,
         **summary.as_json(),
+        "objectives": dict(named),
         "requirements": {
             str(one): {"found": one.found_in(summary), "met": one.met_by(summary)} for one in judged
         },
@@ -103,22 +101,7 @@ def document_of(
 
 def figures_of(document: dict[str, Any]) -> dict[str, float | None]:
     """The figures of a run that sweeps have intervals of."""
-    measures, outcomes, good = document["measures"], document["outcomes"], document["goodput"]
-    figures = {
-        f"{name}:{statistic}": measures[name] and measures[name][statistic]
-        for name, statistic in (
-            ("ttft", "p50"), ("ttft", "p99"), ("itl", "p50"), ("itl", "p99"), ("tpot", "p50"),
-            ("e2e", "p50"), ("e2e", "p99"), ("normalized_latency", "mean"),
-        )
-    }  # fmt: skip
-    return figures | {
-        "throughput": document["throughput"]["requests"],
-        "output_tokens": document["throughput"]["output_tokens"],
-        "attainment": good and good["attainment"],
-        "goodput": good and good["requests"],
-        "failures": sum(outcomes["failed"].values()) / outcomes["total"],
-        "in_flight": document["in_flight"]["mean"],
-    }
+    return {str(figure): figure.found_in(document) for figure in SHOWN}
 
 
 def interval_of(values: Sequence[float | None]) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ def gaps(arrivals: Arrivals, count: int, seed: int) -> np.ndarray:
         (Gamma(40.0, 0.3), stats.gamma(0.3, scale=1 / 12)),
         (Gamma(2.0, 4.0), stats.gamma(4.0, scale=1 / 8)),
     ],
-    ids=str,
+    ids=["poisson", "gamma-0.3", "gamma-4"],
 )
 def test_gaps_are_distributed_as_they_should(
     arrivals: Arrivals, expected: stats.rv_continuous, seed: int

@@ -140,7 +140,15 @@ def test_requests_in_flight_are_averaged_over_time() -> None:
     found = InFlight.of(records, WINDOW)
     assert found.mean == pytest.approx((2.0 + 3.0 + 2.0) / 10)
     assert found.most == 2
-    assert InFlight.of([], WINDOW) == InFlight(0.0, 0)
+    # From 10 to 12.5 s there are 2 + 1.5 s of requests, from 17.5 to 20 s there are 2.
+    assert found.growth == pytest.approx((2.0 / 2.5 - 3.5 / 2.5) / 7.5)
+    assert InFlight.of([], WINDOW) == InFlight(0.0, 0, 0.0)
+
+
+def test_a_queue_grows_by_what_is_not_answered() -> None:
+    """Four requests a second come, of which three are answered."""
+    records = [Record(n, n / 4, 1, 1, sent=n / 4, ended=1.0 + n / 3) for n in range(400)]
+    assert InFlight.of(records, Window(20.0, 100.0)).growth == pytest.approx(1.0, abs=0.03)
 
 
 def test_little_s_law_holds() -> None:

@@ -78,7 +78,7 @@ def look(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], list
 
 @pytest.mark.parametrize(
     ("page", "drawings"),
-    [(a_run, 4), (a_run_of_one, 4), (a_saturated_run, 4), (a_sweep, 6), (a_comparison, 14)],
+    [(a_run, 4), (a_run_of_one, 4), (a_saturated_run, 4), (a_sweep, 6), (a_comparison, 15)],
 )
 def test_pages_fit_and_no_text_covers_another(
     look: Callable[[str], list[dict[str, Any]]], page: Callable[[], str], drawings: int

@@ -75,6 +75,19 @@ def test_failures_are_told_by_kind_with_what_was_seen() -> None:
     assert content.tile("Requests failed")[1] == f"{failed} of {document['outcomes']['total']}"
 
 
+def test_answers_that_differ_are_shown() -> None:
+    records = records_of(10, 40)
+    example = {"number": 3, "at": 7, "unit": "token", "found": "[1, 2]", "expected": "<b>[1, 3]"}
+    check = {
+        "reference": "http://other", "equal": 4, "different": 1, "missing": 0,
+        "examples": [example],
+    }  # fmt: skip
+    page = run_page(records, document_of(records, WINDOW, check=check))
+    assert "token 7" in page
+    assert "&lt;b&gt;[1, 3]" in page
+    assert "<b>[1, 3]" not in page
+
+
 def test_attainment_is_told_of_each_objective() -> None:
     records = records_of(10, 40)
     document = document_of(records, WINDOW, objectives={"ttft": 0.06, "e2e": 1e-3})

@@ -37,4 +37,7 @@ def test_an_interval_by_hand() -> None:
     found = Interval.of([1.0, 2.0, 3.0])
     assert found.mean == 2.0
     assert found.high - 2.0 == pytest.approx(4.30265 / 3**0.5, rel=1e-5)
-    assert Interval.of([1.0]).high == float("inf")
+    alone = Interval.of([1.0])
+    assert alone.high == float("inf")
+    assert alone.within(0.0, 9.0) == alone
+    assert (found.within(0.0, 4.0).low, found.within(0.0, 4.0).high) == (0.0, 4.0)

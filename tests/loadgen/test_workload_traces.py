@@ -243,9 +243,12 @@ def changed(**values: object) -> dict[str, object]:
 def test_names_the_wrong_line_of_prompts(
     write: Callable[..., Path], tokenizer: LocalTokenizer, line: object, says: str
 ) -> None:
-    path = write(GOOD, line)
+    names_the_second_line(write(GOOD, line), says, lambda path: PromptFile(path, tokenizer))
+
+
+def names_the_second_line(path: Path, says: str, read: Callable[[Path], object]) -> None:
     with pytest.raises(UsageError) as raised:
-        PromptFile(path, tokenizer)
+        read(path)
     assert str(raised.value).startswith(f"{path}:2: ")
     assert says in str(raised.value)
 
@@ -265,11 +268,7 @@ def test_names_the_wrong_line_of_prompts(
 def test_names_the_wrong_line_of_a_mooncake_trace(
     write: Callable[..., Path], ids: PromptWriter, line: object, says: str
 ) -> None:
-    path = write(GOOD, line)
-    with pytest.raises(UsageError) as raised:
-        MooncakeTrace(path, ids)
-    assert str(raised.value).startswith(f"{path}:2: ")
-    assert says in str(raised.value)
+    names_the_second_line(write(GOOD, line), says, lambda path: MooncakeTrace(path, ids))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""Sweeps, over a queue with one server that one can work out."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loadgen.arrivals import Poisson
+from loadgen.errors import UsageError
+from loadgen.files import read_run, read_sweep
+from loadgen.measures import TTFT, Objective, Window
+from loadgen.plan import Bounds
+from loadgen.record import Record
+from loadgen.run import Outcome, Request
+from loadgen.source import Process, Source, Timing
+from loadgen.summary import Summary
+from loadgen.sweep import Plan, parse_rates, sweep
+
+SERVICE_S, RUN_S = 0.1, 200.0
+REQUEST = Request("http://127.0.0.1:1/v1", Source(), Timing(rate=1.0), Bounds(duration_s=RUN_S))
+
+
+def queue(request: Request) -> Outcome:
+    """A server that answers ten requests a second, one after the other."""
+    rate = request.timing.rate
+    assert rate is not None
+    records, free = [], 0.0
+    for number, due in enumerate(Poisson(rate).times(request.seed)):
+        if due >= RUN_S:
+            break
+        free = max(due, free) + SERVICE_S
+        record = Record(number, due, 5, 1, sent=due, times=[free], counts=[1], ended=free)
+        records.append(record)
+    summary = Summary.of(records, Window(0.0, RUN_S), request.objectives)
+    document = {"manifest": {"seed": request.seed}, **summary.as_json()}
+    return Outcome(records, summary, document, stopped=False, check=None)
+
+
+def test_it_doubles_up_to_saturation_and_closes_in(tmp_path: Path) -> None:
+    told: list[str] = []
+    document = sweep(REQUEST, Plan(seeds=2, refinements=2), tmp_path, queue, told.append)
+    rates = {point["rate"]: point["saturated"] for point in document["points"]}
+    assert rates == {1: False, 2: False, 4: False, 8: False, 10: False, 12: True, 16: True}
+    # An M/D/1 queue has latency s + s r / (2 (1 - r)), r its load, and most power at 0.586.
+    assert document["knee"]["rate"] in (4, 8)
+    assert len(told) == 2 * len(rates)
+    assert read_sweep(tmp_path) == document
+
+    busy = next(point for point in document["points"] if point["rate"] == 8)
+    expected = SERVICE_S + SERVICE_S * 0.8 / (2 * 0.2)
+    assert busy["figures"]["throughput"]["mean"] == pytest.approx(8, rel=0.1)
+    assert busy["figures"]["e2e:p50"]["mean"] < expected < busy["figures"]["e2e:p99"]["mean"]
+    assert busy["figures"]["attainment"] is None
+    for seed, folder in zip(busy["seeds"], busy["folders"], strict=True):
+        records, summary = read_run(tmp_path / folder)
+        assert summary["manifest"]["seed"] == seed
+        assert len(records) == summary["outcomes"]["total"]
+    with (tmp_path / "sweep.csv").open(newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert [float(row["rate"]) for row in rows] == list(rates)
+    assert float(rows[3]["ttft:p50 mean"]) == busy["figures"]["ttft:p50"]["mean"]
+
+
+def test_rates_that_are_named_are_measured_and_no_others(tmp_path: Path) -> None:
+    request = replace(REQUEST, objectives=(Objective(TTFT, 1.0),), seed=7)
+    plan = Plan(parse_rates("9,3,20"), seeds=2, attainment=0.95)
+    document = sweep(request, plan, tmp_path, queue, print)
+    assert [point["rate"] for point in document["points"]] == [3, 9, 20]
+    assert document["points"][0]["seeds"] == [7, 8]
+    assert document["points"][0]["figures"]["attainment"]["mean"] == 1.0
+    assert document["knee"]["rate"] in (3, 9)
+
+
+def test_a_run_that_is_stopped_ends_the_sweep_and_does_not_count(tmp_path: Path) -> None:
+    def stopped(request: Request) -> Outcome:
+        rate = request.timing.rate or 0.0
+        return replace(queue(request), stopped=rate > 2 and request.seed == 1)
+
+    document = sweep(REQUEST, Plan(seeds=2), tmp_path, stopped, print)
+    seeds = {point["rate"]: point["seeds"] for point in document["points"]}
+    assert seeds == {1: [0, 1], 2: [0, 1], 4: [0]}
+    assert document["points"][-1]["figures"]["ttft:p50"]["low"] is None
+    assert not sweep(REQUEST, Plan((4.0,), 1), tmp_path, lambda r: _ended(r), print)
+
+
+def _ended(request: Request) -> Outcome:
+    return replace(queue(request), stopped=True)
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,,2", "0", "-1,2", "inf", "nan"])
+def test_what_are_no_rates(text: str) -> None:
+    with pytest.raises(UsageError, match="rates are like"):
+        parse_rates(text)
+
+
+def test_what_cannot_be_swept(tmp_path: Path) -> None:
+    for timing in (Timing(Process.TRACE), Timing(Process.RAMP, 1.0, 2.0), Timing()):
+        with pytest.raises(UsageError):
+            sweep(replace(REQUEST, timing=timing), Plan(), tmp_path, queue, print)
