@@ -10,7 +10,7 @@ GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/
 KEEP   ?= 0.9
 UP     ?=
 
-.PHONY: up down test check equality bench link-policy install clean
+.PHONY: up down test check equality bench speed link-policy install clean
 
 up: $(VENV)/.ready        ## set up, then start everything on loopback
 	$(BIN)/headrace up --keep $(KEEP) $(UP)
@@ -30,7 +30,10 @@ check: $(VENV)/.ready-dev ## format, lint, types, import contracts
 equality: $(VENV)/.ready-dev ## 50 prompts, disaggregated against colocated
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.equality
 
-bench: $(VENV)/.ready-dev    ## speed on one core, against transformers
+bench: $(VENV)/.ready-dev    ## under load, disaggregated beside colocated: runs/bench/report.html
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.load_bench --out runs/bench
+
+speed: $(VENV)/.ready-dev    ## on one core, against transformers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.bench
 
 link-policy: $(VENV)/.ready-dev ## KV transfer by codec setting, on throttled links
