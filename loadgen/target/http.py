@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
+from yarl import URL
 
 from loadgen.clock import Clock
 from loadgen.errors import UsageError
@@ -52,7 +53,7 @@ class HttpTarget:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"{base} is no http or https URL")
         self.name = f"{parts.scheme}://{parts.hostname}:{parts.port or parts.scheme}{parts.path}"
-        self._url = base.rstrip("/") + _PATHS[endpoint]
+        self._url = URL(base.rstrip("/") + _PATHS[endpoint])  # not parsed again for every request
         self._options, self._endpoint = options, endpoint
         headers = {"content-type": "application/json", "accept": "text/event-stream"}
         if api_key is not None:
