@@ -96,12 +96,12 @@ class Faults:
 
     async def _do(self, fault: Fault, clock: Clock) -> None:
         await _until(fault.at - _ASKED_S, clock)
-        processes = await asyncio.to_thread(self._processes)
-        await _until(fault.at, clock)
         try:
+            processes = await asyncio.to_thread(self._processes)
+            await _until(fault.at, clock)
             pid = self._pid(fault.process, processes)
             os.kill(pid, _SIGNALS[fault.action])
-        except (UsageError, ProcessLookupError) as error:
+        except (UsageError, OSError, subprocess.SubprocessError) as error:  # the run goes on
             self.done.append({"at": clock(), "what": str(fault), "failed": str(error)})
             return
         self.done.append({"at": clock(), "what": str(fault), "pid": pid})

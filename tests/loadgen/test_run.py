@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from loadgen.cli import app
 from loadgen.errors import UsageError
 from loadgen.files import read_run
+from loadgen.statistics import Distribution
 from tests.loadgen.synthetic import Behaviour, Outcome, SyntheticServer, closed_port, serving
 
 COMMAND = [sys.executable, "-m", "loadgen"]
@@ -40,31 +41,39 @@ LENGTHS = ("--input", "fixed:5", "--output", "fixed:8")
 
 @pytest.mark.parametrize("rpc", [False, True])
 def test_a_server_that_stops_is_seen_from_the_scheduled_times(tmp_path: Path, rpc: bool) -> None:
-    """20 requests a second for 2.4 s, of which the server reads none from 0.6 to 1.6 s. Each token
-    takes 10 ms, the first 20 ms; those that were being written at 0.6 s go on at 1.6 s."""
-    behaviour = Behaviour(ttft_s=0.02, itl_s=0.01, stall_s=(0.6, 1.6))
+    """20 requests a second for 4.4 s, of which the server reads none from 0.6 to 3.6 s. Each token
+    takes 10 ms, the first 20 ms; those that were being written at 0.6 s go on at 3.6 s."""
+    behaviour = Behaviour(ttft_s=0.02, itl_s=0.01, stall_s=(0.6, 3.6))
     with serving(behaviour) as server:
         code, said = run(
             server, tmp_path, *LENGTHS, "--arrivals", "constant", "--rate", "20",
-            "--duration", "2.4", rpc=rpc,
+            "--duration", "4.4", rpc=rpc,
         )  # fmt: skip
     assert code == 0, said
     records, summary = read_run(tmp_path)
-    assert len(records) == 48
-    assert summary["outcomes"]["succeeded"] == 48
+    assert summary["outcomes"]["succeeded"] == len(records) == 88
     for record in records:
         assert record.first is not None
         assert record.last is not None
-        begins = 1.6 if 0.6 <= record.due < 1.6 else record.due
-        assert record.first - record.due == pytest.approx(begins + 0.02 - record.due, abs=0.04)
+        begins = 3.6 if 0.6 <= record.due < 3.6 else record.due
+        assert record.first == pytest.approx(begins + 0.02, abs=0.04)
         stalled = 0.5 < record.due < 0.65  # the server's clock starts with its first request
         assert record.last - record.first == pytest.approx(0.07, abs=0.04) or stalled
-    assert summary["measures"]["ttft"]["max"] == pytest.approx(1.02, abs=0.06)
-    assert summary["measures"]["ttft"]["p50"] == pytest.approx(0.02, abs=0.02)
-    # A request of each 50 ms of the stall waits for what is left of it.
-    late = sorted(1.6 + 0.02 - 0.05 * n for n in range(12, 32))
-    found = sorted(r.first - r.due for r in records if r.first and 0.6 <= r.due < 1.6)
-    assert found == pytest.approx(late, abs=0.04)
+    # A request of each 50 ms of the stall waits for what is left of it; 7 gaps follow the first.
+    ttft = [0.02] * 28 + [3.6 + 0.02 - 0.05 * n for n in range(12, 72)]
+    measures = summary["measures"]
+    for name, more in (("ttft", 0.0), ("e2e", 0.07)):
+        expected = Distribution.of([one + more for one in ttft])
+        assert expected is not None
+        assert measures[name]["mean"] == pytest.approx(expected.mean, abs=0.05)
+        assert measures[name]["max"] == pytest.approx(expected.most, abs=0.06)
+        for which in (50, 90, 99):
+            found = measures[name][f"p{which}"]
+            assert found == pytest.approx(expected.percentile(which), abs=0.06)
+    for name in ("tpot", "itl"):
+        assert measures[name]["p50"] == pytest.approx(0.01, abs=0.003)
+    in_eights = measures["normalized_latency"]["p50"]
+    assert in_eights == pytest.approx(measures["e2e"]["p50"] / 8, rel=1e-9)
 
 
 def test_every_outcome_is_counted_and_requirements_are_judged(tmp_path: Path) -> None:
