@@ -60,16 +60,17 @@ def test_a_server_that_stops_is_seen_from_the_scheduled_times(tmp_path: Path, rp
         stalled = 0.5 < record.due < 0.65  # the server's clock starts with its first request
         assert record.last - record.first == pytest.approx(0.07, abs=0.04) or stalled
     # A request of each 50 ms of the stall waits for what is left of it; 7 gaps follow the first.
+    # When it ends 60 are answered at a time, which takes both sides a while.
     ttft = [0.02] * 28 + [3.6 + 0.02 - 0.05 * n for n in range(12, 72)]
     measures = summary["measures"]
     for name, more in (("ttft", 0.0), ("e2e", 0.07)):
         expected = Distribution.of([one + more for one in ttft])
         assert expected is not None
-        assert measures[name]["mean"] == pytest.approx(expected.mean, abs=0.05)
-        assert measures[name]["max"] == pytest.approx(expected.most, abs=0.06)
+        assert measures[name]["mean"] == pytest.approx(expected.mean, abs=0.1)
+        assert measures[name]["max"] == pytest.approx(expected.most, abs=0.15)
         for which in (50, 90, 99):
             found = measures[name][f"p{which}"]
-            assert found == pytest.approx(expected.percentile(which), abs=0.06)
+            assert found == pytest.approx(expected.percentile(which), abs=0.15)
     for name in ("tpot", "itl"):
         assert measures[name]["p50"] == pytest.approx(0.01, abs=0.003)
     in_eights = measures["normalized_latency"]["p50"]
