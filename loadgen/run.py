@@ -155,6 +155,7 @@ def run(request: Request, console: Console, arguments: Sequence[str] = ()) -> Ou
             for one in request.requirements
         },
         "generator": spent,
+        "lengths": _lengths(runner.records, planned),
         "server": server,
         "faults": faults.done,
         "check": None if checked is None else checked.as_json(),
@@ -215,6 +216,22 @@ def _window(request: Request, planned: Sequence[Planned]) -> Window:
     if begin >= end:
         raise UsageError("nothing is left of the run between its warm-up and its cool-down")
     return Window(begin, end)
+
+
+def _lengths(records: Sequence[Record], planned: Sequence[Planned]) -> dict[str, dict[str, int]]:
+    """Tokens of the requests that succeeded, as they were ``asked`` for and as the target counts
+    them: what prompts were off by, and what answers that ended early."""
+    pairs = [(r, p.ask) for r, p in zip(records, planned, strict=True) if r.succeeded]
+    return {
+        "input": {
+            "asked": sum(ask.input_tokens for _, ask in pairs),
+            "counted": sum(record.input_tokens for record, _ in pairs),
+        },
+        "output": {
+            "asked": sum(record.wanted_tokens for record, _ in pairs),
+            "counted": sum(record.output_tokens for record, _ in pairs),
+        },
+    }
 
 
 def _allow_many_connections() -> None:

@@ -20,7 +20,11 @@ Counters = dict[tuple[str, str], float]
 
 
 class ServerMetrics:
-    """``urls`` of metrics; of ``expected`` ones it is an error not to answer."""
+    """``urls`` of metrics; of ``expected`` ones it is an error not to answer.
+
+    Stages are those that the first one tells: Headrace's workers count parts of what its gateway
+    has. Bytes are added up over all.
+    """
 
     def __init__(self, urls: Sequence[str], *, expected: bool) -> None:
         self._urls, self._expected = urls, expected
@@ -40,21 +44,21 @@ class ServerMetrics:
 
     def _read(self) -> Counters:
         counters: Counters = defaultdict(float)
-        for url in self._urls:
+        for number, url in enumerate(self._urls):
             try:
                 answer = httpx.get(url, timeout=_TIMEOUT_S)
                 answer.raise_for_status()
-                _add(counters, answer.text)
+                _add(counters, answer.text, (_KV,) if number else (_STAGE, _KV))
             except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
                 if self._expected:
                     raise UsageError(f"{url} has no metrics: {error}") from error
         return counters
 
 
-def _add(counters: Counters, text: str) -> None:
+def _add(counters: Counters, text: str, names: tuple[str, ...]) -> None:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name.startswith((_STAGE, _KV)) and "le" not in sample.labels:
+            if sample.name.startswith(names) and "le" not in sample.labels:
                 labels = sample.labels
                 key = (sample.name, labels.get("stage") or labels.get("kind", ""))
                 counters[key] += sample.value

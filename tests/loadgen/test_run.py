@@ -103,7 +103,10 @@ def test_prompts_and_answers_have_the_lengths_that_were_asked_for(tmp_path: Path
         )  # fmt: skip
         truths = server.log()
     assert code == 0, said
-    records, _ = read_run(tmp_path)
+    records, summary = read_run(tmp_path)
+    tokens = sum(truth.prompt_tokens for truth in truths)
+    assert summary["lengths"]["input"] == {"asked": tokens, "counted": tokens}
+    assert len(set(summary["lengths"]["output"].values())) == 1
     assert sorted(t.prompt_tokens for t in truths) == sorted(r.input_tokens for r in records)
     assert len({record.input_tokens for record in records}) > 15
     for record in records:

@@ -53,6 +53,7 @@ def test_stages_and_bytes_are_those_since_the_begin() -> None:
         for seconds in (0.5, 1.5):
             told.stage.labels("queue").observe(seconds)
         told.stage.labels("prefill").observe(0.25)
+        other.stage.labels("a part of prefill").observe(0.125)
         told.bytes.labels("raw").inc(100.0)
         other.bytes.labels("raw").inc(300.0)
         other.bytes.labels("wire").inc(200.0)
