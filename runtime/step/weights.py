@@ -66,6 +66,7 @@ class StepWeights:
     Attributes:
         vectors: fp32, norms and biases one after the other.
         final_norm: where the last one is among them.
+        embedding: bf16 `[vocab, hidden]`, contiguous.
         inner_most: numbers between two factors, at most.
     """
 
@@ -87,7 +88,7 @@ class StepWeights:
         layers = tuple(packer.layer(layer) for layer in checkpoint.layers)
         final_norm = packer.vector(checkpoint.final_norm)
         head = packer.matrix(checkpoint.lm_head)
-        tied = checkpoint.embedding is checkpoint.lm_head
+        tied = checkpoint.embedding is checkpoint.lm_head and head.weight.is_contiguous()
         return cls(
             config=config,
             layers=layers,

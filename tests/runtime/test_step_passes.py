@@ -1,6 +1,7 @@
 """The list of a decode step's passes, gone through in torch as the kernel's programs do."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -173,6 +174,16 @@ def test_rows_begin_lines(ranks: tuple[int | None, ...]) -> None:
     for matrix in matrices:
         assert matrix.weight.data_ptr() % LINE_BYTES == 0
         assert matrix.weight.stride() == (up(matrix.weight.stride(0), LINE), 1)
+
+
+@pytest.mark.parametrize("hidden", [48, 64])
+def test_a_tied_embedding_is_read_without_gaps(hidden: int) -> None:
+    """The head's rows begin lines; those of the embedding lie one after the other."""
+    checkpoint = tiny_checkpoint(config=replace(CONFIG, hidden_size=hidden))
+    weights = StepWeights.of(replace(checkpoint, embedding=checkpoint.lm_head), "cpu")
+    assert weights.embedding.is_contiguous()
+    assert torch.equal(weights.embedding, weights.head.weight)
+    assert (weights.embedding is weights.head.weight) == (hidden == 64)
 
 
 def test_models_that_the_step_does_not_have_are_refused() -> None:
