@@ -81,10 +81,14 @@ def sweep_command(
 
     write_page(out / REPORT, sweep_page(document))
     console.print(sweep_table(document), f"written to {out}; {out / REPORT} shows it")
-    invalid = [point["invalid"] for point in document["points"] if point["invalid"]]
-    if invalid:
+    if document["stopped"]:
+        raise typer.Exit(STOPPED)
+    if invalid := [point["invalid"] for point in document["points"] if point["invalid"]]:
         console.print(f"a run does not count: {invalid[0]}")
         raise typer.Exit(INVALID)
+    if different := sum(point["different"] for point in document["points"]):
+        console.print(f"{different} answers are not those of {request.reference}")
+        raise typer.Exit(MISSED)
 
 
 @app.command("compare")

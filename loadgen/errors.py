@@ -1,8 +1,7 @@
-"""What keeps a run from starting, and what makes it worthless.
+"""What keeps a run from starting.
 
 LoadgenError
-├── UsageError      options, files or a target that cannot be used as they are
-└── RunInvalid      what was measured says nothing of the target
+└── UsageError      options, files or a target that cannot be used as they are
 """
 
 
@@ -12,7 +11,3 @@ class LoadgenError(Exception):
 
 class UsageError(LoadgenError):
     """Options, files or a target that cannot be used as they are."""
-
-
-class RunInvalid(LoadgenError):
-    """What was measured says nothing of the target: the generator itself was late, say."""

@@ -2,17 +2,20 @@
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+_IN_URL = re.compile(r"//[^/@\s]+@")
 _PACKAGES = ("headrace", "aiohttp", "grpcio", "uvloop", "numpy")
 
 
 def manifest(target: str, model: str, seed: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """``target`` without credentials, ``arguments`` as they were given, keys taken out."""
+    """``target`` without credentials, ``arguments`` as they were given, keys and passwords taken
+    out."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "target": target,
@@ -33,7 +36,7 @@ def _without_keys(arguments: Sequence[str]) -> list[str]:
             argument = "…"
         elif argument.startswith("--api-key="):
             argument = "--api-key=…"
-        shown.append(argument)
+        shown.append(_IN_URL.sub("//…@", argument))
     return shown
 
 

@@ -132,6 +132,7 @@ def run(request: Request, console: Console, arguments: Sequence[str] = ()) -> Ou
     """
     planned, options = prepare(request)
     window = _window(request, planned)
+    reference = _reference(request, options)
     faults = Faults.at(request.faults, request.target, request.gateway_port)
     own = metrics_of(request.target)
     urls = request.metrics or ((own,) if own else ())
@@ -143,7 +144,10 @@ def run(request: Request, console: Console, arguments: Sequence[str] = ()) -> Ou
         spent = {"seconds": time.monotonic() - began[0], "cpu": time.process_time() - began[1]}
         server, checked, stopped = metrics.since(), None, runner.stopped.is_set()
         if request.reference is not None and not stopped:
-            checked = loop.run(_check(request, request.reference, runner.records, planned, options))
+            checked = loop.run(
+                _check(request, request.reference, runner.records, planned, reference)
+            )
+            stopped = checked is None
     summary = Summary.of(runner.records, window, request.objectives, most_lag_s=request.most_lag_s)
     document = {
         "manifest": manifest(name, options.model, request.seed, arguments),
@@ -190,19 +194,28 @@ async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
                 await task
 
 
+def _reference(request: Request, options: Options) -> Options:
+    """What the reference is asked with. Raises UsageError for one that lists no model."""
+    if request.reference is None:
+        return options
+    return replace(options, model=listed_model(request.reference, headers_of(request.api_key)))
+
+
 async def _check(
     request: Request,
     reference: str,
     records: Sequence[Record],
     planned: Sequence[Planned],
     options: Options,
-) -> Check:
-    model = await asyncio.to_thread(listed_model, reference, headers_of(request.api_key))
-    target = open_target(
-        reference, replace(options, model=model), request.endpoint, request.api_key
-    )
+) -> Check | None:
+    """None: the user stopped it."""
+    target = open_target(reference, options, request.endpoint, request.api_key)
+    checking = asyncio.create_task(check(records, planned, target))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, checking.cancel)
     try:
-        return await check(records, planned, target)
+        return await checking
+    except asyncio.CancelledError:
+        return None
     finally:
         await target.close()
 

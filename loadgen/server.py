@@ -20,20 +20,25 @@ Counters = dict[tuple[str, str], float]
 
 
 class ServerMetrics:
-    """``urls`` of metrics; of ``expected`` ones it is an error not to answer.
+    """``urls`` of metrics; of ``expected`` ones it is an error not to answer before the run. After
+    it, one that does not answer any more is left out: what was measured is not lost for it.
 
     Stages are those that the first one tells: Headrace's workers count parts of what its gateway
     has. Bytes are added up over all.
     """
 
     def __init__(self, urls: Sequence[str], *, expected: bool) -> None:
-        self._urls, self._expected = urls, expected
-        self._before = self._read()
+        self._urls = urls
+        self._before = [self._read(number, expected) for number in range(len(urls))]
 
     def since(self) -> dict[str, Any] | None:
         """``stages``, mean seconds of a request, and ``kv_bytes``; None: nothing was told."""
-        after = self._read()
-        grown = {key: value - self._before.get(key, 0.0) for key, value in after.items()}
+        grown: Counters = defaultdict(float)
+        for number, before in enumerate(self._before):
+            after = self._read(number, expected=False)
+            again = any(value < before.get(key, 0.0) for key, value in after.items())
+            for key, value in after.items():  # who was started again counts from 0
+                grown[key] += value if again else value - before.get(key, 0.0)
         found: dict[str, Any] = {}
         if stages := _stages(grown):
             found["stages"] = stages
@@ -42,16 +47,17 @@ class ServerMetrics:
             found["kv_bytes"] = {"raw": raw, "wire": wire, "ratio": raw / wire}
         return found or None
 
-    def _read(self) -> Counters:
+    def _read(self, number: int, expected: bool) -> Counters:
         counters: Counters = defaultdict(float)
-        for number, url in enumerate(self._urls):
-            try:
-                answer = httpx.get(url, timeout=_TIMEOUT_S)
-                answer.raise_for_status()
-                _add(counters, answer.text, (_KV,) if number else (_STAGE, _KV))
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-                if self._expected:
-                    raise UsageError(f"{url} has no metrics: {error}") from error
+        url = self._urls[number]
+        try:
+            answer = httpx.get(url, timeout=_TIMEOUT_S)
+            answer.raise_for_status()
+            _add(counters, answer.text, (_KV,) if number else (_STAGE, _KV))
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            if expected:
+                raise UsageError(f"{url} has no metrics: {error}") from error
+            return {}
         return counters
 
 

@@ -78,8 +78,11 @@ def sweep(request: Request, plan: Plan, out: Path, run: Run, log: Log) -> dict[s
             points.append(point)
             measured.append(shown | {"saturated": point.saturated})
             document = _document(measured, points, plan, outcomes[0])
+        stopped = len(outcomes) < plan.seeds
+        if document:
+            document["stopped"] = stopped
             _write(out, document)
-        if len(outcomes) < plan.seeds or len(points) >= _MOST_RATES:
+        if stopped or len(points) >= _MOST_RATES:
             break
         if not plan.rates:
             refining = any(point.saturated for point in points)
@@ -139,6 +142,7 @@ def _shown(seed: int, rate: float, outcomes: Sequence[Outcome]) -> dict[str, Any
         "folders": [_folder(rate, one) for one in seeds],
         "figures": figures,
         "invalid": invalid,
+        "different": sum(len(one.check.different) for one in outcomes if one.check is not None),
     }
 
 

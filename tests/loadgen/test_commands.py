@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.loadgen.synthetic import Behaviour, Outcome, serving
+from tests.loadgen.synthetic import Behaviour, Outcome, closed_port, serving
 
 LENGTHS = ("--input", "fixed:5", "--output", "fixed:8", "--most-lag", "60")  # on a busy machine
 
@@ -85,6 +85,17 @@ def test_an_answer_that_is_not_the_reference_s_is_a_failure() -> None:
         )  # fmt: skip
     assert code == 1
     assert "0 answers are those of" in said
+
+
+def test_a_reference_that_is_not_there_is_told_before_anything_is_sent() -> None:
+    with serving(Behaviour()) as server, closed_port() as nowhere:
+        code, said = loadgen(
+            "run", server.url + "/v1", *LENGTHS, "--rate", "50", "--requests", "4",
+            "--check-against", nowhere + "/v1",
+        )  # fmt: skip
+        assert not server.log()
+    assert code == 2
+    assert "lists no model" in said
 
 
 def test_faults_are_for_deployments_here() -> None:

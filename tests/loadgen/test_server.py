@@ -24,12 +24,12 @@ class Told:
 
 
 @contextmanager
-def served(registry: CollectorRegistry) -> Iterator[str]:
+def served(registries: list[CollectorRegistry]) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(generate_latest(registry))
+            self.wfile.write(generate_latest(registries[0]))
 
         def log_message(self, *_: object) -> None:
             return
@@ -47,7 +47,7 @@ def test_stages_and_bytes_are_those_since_the_begin() -> None:
     told, other = Told(), Told()
     told.stage.labels("queue").observe(100.0)
     told.bytes.labels("raw").inc(5.0)
-    with served(told.registry) as url, served(other.registry) as second:
+    with served([told.registry]) as url, served([other.registry]) as second:
         metrics = ServerMetrics([url, second], expected=True)
         assert metrics.since() is None
         for seconds in (0.5, 1.5):
@@ -61,6 +61,19 @@ def test_stages_and_bytes_are_those_since_the_begin() -> None:
             "stages": {"queue": 1.0, "prefill": 0.25},
             "kv_bytes": {"raw": 400.0, "wire": 200.0, "ratio": 2.0},
         }
+
+
+def test_who_is_started_again_counts_from_zero_and_who_is_gone_not_at_all() -> None:
+    told, again, gone = Told(), Told(), Told()
+    told.bytes.labels("raw").inc(500.0)
+    registries = [told.registry]
+    with served(registries) as url:
+        with served([gone.registry]) as second:
+            metrics = ServerMetrics([url, second], expected=True)
+        again.bytes.labels("raw").inc(30.0)
+        again.bytes.labels("wire").inc(20.0)
+        registries[0] = again.registry
+        assert metrics.since() == {"kv_bytes": {"raw": 30.0, "wire": 20.0, "ratio": 1.5}}
 
 
 def test_a_server_need_not_have_metrics_unless_they_are_named() -> None:

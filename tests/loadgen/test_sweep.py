@@ -45,6 +45,7 @@ def test_it_doubles_up_to_saturation_and_closes_in(tmp_path: Path) -> None:
     # An M/D/1 queue has latency s + s r / (2 (1 - r)), r its load, and most power at 0.586.
     assert document["knee"]["rate"] in (4, 8)
     assert len(told) == 2 * len(rates)
+    assert document["stopped"] is False
     assert read_sweep(tmp_path) == document
 
     busy = next(point for point in document["points"] if point["rate"] == 8)
@@ -80,6 +81,8 @@ def test_a_run_that_is_stopped_ends_the_sweep_and_does_not_count(tmp_path: Path)
     document = sweep(REQUEST, Plan(seeds=2), tmp_path, stopped, print)
     seeds = {point["rate"]: point["seeds"] for point in document["points"]}
     assert seeds == {1: [0, 1], 2: [0, 1], 4: [0]}
+    assert document["stopped"] is True
+    assert read_sweep(tmp_path)["stopped"] is True
     assert document["points"][-1]["figures"]["ttft:p50"]["low"] is None
     assert not sweep(REQUEST, Plan((4.0,), 1), tmp_path, lambda r: _ended(r), print)
 
