@@ -4,10 +4,15 @@ What came and what is waited for is bounded in every state: a request's head in 
 what surrounds a body in bytes, a body in time (`edge` bounds its size), requests sent ahead in
 number, a client that does not read in time. What never becomes a request is answered in OpenAI's
 shape as well, and counted.
+
+Who is answered before all was sent has time to read the answer: a socket closed while more comes
+answers with a reset, and that takes the answer from clients that still write.
 """
 
 import asyncio
 import socket
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -30,7 +35,9 @@ log = structlog.get_logger()
 
 _BACKLOG = 2048
 _LAST_ANSWERS_S = 2  # to write what is left after the drain
-_LINGER_S = 5.0  # for the rest of a body that was answered early: else the answer may be lost
+_LINGER_S = 5.0  # without a byte of what was answered before all of it had come
+_LINGER_MOST_S = 30.0  # with bytes
+_MAX_REFUSED = 256  # connections past the bound that linger
 _MAX_AHEAD = 32  # requests sent while another is being answered
 
 
@@ -80,6 +87,13 @@ def http_config(app: ASGIApp, gateway: Gateway) -> uvicorn.Config:
     )
 
 
+class _Closing:
+    """The transport as an answer knows it: to close it leaves time for the rest of the request."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
+
+
 class Connection(HttpToolsProtocol):
     """One client's connection, from accept to close."""
 
@@ -93,6 +107,8 @@ class Connection(HttpToolsProtocol):
         self._in_body = False
         self._answered: RequestResponseCycle | None = None  # uvicorn knows the newest alone
         self._clock: asyncio.TimerHandle | None = None
+        self._hung_up = False
+        self._lingers_until: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -102,14 +118,21 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
-        self.pipeline.clear()
-        if self._answered is not None and self._busy:
-            self._answered.disconnected = True
-            self._answered.message_event.set()
+        self._drop_requests()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        if self._hung_up:
+            self.transport.close()
+        else:
+            super().shutdown()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        if self._lingers_until is not None:
+            self._linger()
+        if self._hung_up:
+            return
         if self._clock is None and not self._in_body:
             self._start_clock(self._settings.header_timeout_s)
         self._unframed += len(data)
@@ -141,6 +164,7 @@ class Connection(HttpToolsProtocol):
             return
         self._stop_clock()
         super().on_headers_complete()
+        self.cycle.transport = cast("asyncio.Transport", _Closing(self.transport, self._close))
         self._in_body = True
 
     def on_body(self, body: bytes) -> None:
@@ -152,6 +176,7 @@ class Connection(HttpToolsProtocol):
             return
         self._unframed = 0
         self._in_body = False
+        self._lingers_until = None
         self._stop_clock()
         super().on_message_complete()
         if self.cycle.response_complete:  # nothing else waits for the next request
@@ -160,7 +185,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._in_body and self.cycle.response_complete and not self.transport.is_closing():
-            self._start_clock(_LINGER_S)
+            self._linger()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answered = cycle
@@ -205,14 +230,49 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: ServiceError) -> None:
         """Hangs up, with an answer unless it would be read as a part of another request's."""
-        if self.transport.is_closing():
+        if self._hung_up or self.transport.is_closing():
             return
         mine = self._in_body and self._answered is self.cycle and not self.cycle.response_started
-        if mine or not self._busy:
+        answered = mine or not self._busy
+        if answered:
             self.transport.write(self._answer(error))
         self._gateway.metrics.requests.labels("unknown", str(error.status)).inc()
         log.info("refused", status=error.status, error=error.message)
-        self.transport.close()
+        if answered and len(self.connections) <= self._settings.max_connections + _MAX_REFUSED:
+            self._hang_up()
+        else:
+            self.transport.close()
+
+    def _close(self) -> None:
+        """An answer is the last of its connection."""
+        if self._in_body and not self.transport.is_closing():
+            self._hang_up()
+        else:
+            self.transport.close()
+
+    def _hang_up(self) -> None:
+        """Says that nothing follows, and leaves what still comes unread until it ends."""
+        self._hung_up = True
+        self._drop_requests()
+        with suppress(OSError):  # the client was faster
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._linger()
+
+    def _linger(self) -> None:
+        now = self.loop.time()
+        if self._lingers_until is None:
+            self._lingers_until = now + _LINGER_MOST_S
+        if now < self._lingers_until:
+            self._start_clock(min(_LINGER_S, self._lingers_until - now))
+        else:  # a clock started anew with all that comes would never end
+            self.transport.close()
+
+    def _drop_requests(self) -> None:
+        self.pipeline.clear()
+        if self._answered is not None and self._busy:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def _answer(self, error: ServiceError) -> bytes:
         response = error_response(error)
@@ -237,7 +297,9 @@ class Connection(HttpToolsProtocol):
 
     def _time_is_up(self) -> None:
         self._clock = None
-        if self._busy:
+        if self._hung_up:
+            self.transport.close()
+        elif self._busy:
             # What comes behind a request that is being answered may be held up by us.
             self._start_clock(self._settings.header_timeout_s)
         elif self._in_head:

@@ -147,8 +147,9 @@ def test_why_a_step_is_not_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tied_embedding_is_in_memory_once() -> None:
-    tied = tiny_checkpoint(config=replace(CONFIG, tied_embeddings=True))
-    untied = tiny_checkpoint()
+    whole_lines = replace(CONFIG, hidden_size=64)
+    tied = tiny_checkpoint(config=replace(whole_lines, tied_embeddings=True))
+    untied = tiny_checkpoint(config=whole_lines)
     for device in ("cpu", "meta"):
         weights = StepWeights.of(tied, device)
         assert weights.embedding is weights.head.weight

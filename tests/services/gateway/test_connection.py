@@ -131,7 +131,68 @@ async def test_what_surrounds_a_body_is_bounded(open_site: OpenSite, framing: by
     await refused(raw, 431, "headers_too_large")
 
 
-async def test_endless_headers_take_no_memory(open_site: OpenSite) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status", "code"),
+    [
+        (GET[:-2] + b"x: " + b"a" * 5000, 431, "headers_too_large"),
+        (b"no HTTP\r\n\r\n", 400, "invalid_value"),
+        (post(b"", b"connection: close", length=10**9), 413, "request_too_large"),
+    ],
+    ids=["headers", "no HTTP", "body"],
+)
+async def test_who_still_writes_can_read_why_it_is_refused(
+    open_site: OpenSite, sent: bytes, status: int, code: str
+) -> None:
+    site: Site = await open_site(**QUICK)
+    raw = await Raw.to(site, sent)
+    for _ in range(3):  # the second would meet a reset
+        await asyncio.sleep(0.05)
+        await raw.send(b"a" * 1000)
+    await refused(raw, status, code)
+    await lives_on(site)
+
+
+async def test_one_connection_too_many_can_read_so_when_its_request_is_out(
+    open_site: OpenSite,
+) -> None:
+    site: Site = await open_site(max_connections=1)
+    first = await Raw.to(site)
+    second = await Raw.to(site)
+    for part in (GET[:10], GET[10:], GET):
+        await asyncio.sleep(0.05)
+        await second.send(part)
+    await refused(second, 429, "overloaded")
+    await first.close()
+
+
+async def test_who_never_stops_writing_is_hung_up_on(
+    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.connection._LINGER_MOST_S", 0.3)
+    site: Site = await open_site(**QUICK)
+    raw = await Raw.to(site, b"no HTTP\r\n\r\n")
+    async with asyncio.timeout(PATIENCE_S):
+        await raw.flood(b"a" * 60_000)
+    await raw.close()
+
+
+async def test_a_long_body_that_was_answered_may_take_its_time(
+    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.connection._LINGER_S", 0.2)
+    site: Site = await open_site()
+    raw = await Raw.to(site, GET[:-2] + b"content-length: 20\r\n\r\n")
+    assert (await raw.answer())[0] == 200
+    await raw.drip(b" " * 20, 0.05)
+    await raw.send(GET)
+    assert (await raw.answer())[0] == 200
+    await raw.close()
+
+
+async def test_endless_headers_take_no_memory(
+    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.connection._LINGER_MOST_S", 0.1)
     site: Site = await open_site(**QUICK)
     process, tasks = psutil.Process(), len(asyncio.all_tasks())
     before = process.memory_info().rss
@@ -205,7 +266,7 @@ async def test_a_body_that_drips_is_408(open_site: OpenSite) -> None:
 async def test_the_rest_of_a_body_nobody_reads_ends(
     open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.connection._LINGER_S", 0.3)
+    monkeypatch.setattr("services.gateway.connection._LINGER_MOST_S", 0.3)
     site: Site = await open_site(**QUICK)
     raw = await Raw.to(site, GET[:-2] + b"content-length: 1000000\r\n\r\n")
     assert (await raw.answer())[0] == 200
