@@ -37,7 +37,7 @@ _BACKLOG = 2048
 _LAST_ANSWERS_S = 2  # to write what is left after the drain
 _LINGER_S = 5.0  # without a byte of what was answered before all of it had come
 _LINGER_MOST_S = 30.0  # with bytes
-_MAX_REFUSED = 256  # connections past the bound that linger
+_MAX_TURNED_AWAY = 256  # connections past the bound that linger
 _MAX_AHEAD = 32  # requests sent while another is being answered
 
 
@@ -72,7 +72,7 @@ def listen(host: str, port: int, *, write_timeout_s: float) -> socket.socket:
 
 def http_config(app: ASGIApp, gateway: Gateway) -> uvicorn.Config:
     """How uvicorn serves a gateway."""
-    connection = partial(Connection, gateway=gateway)
+    connection = partial(Connection, gateway=gateway, turned_away=set())
     return uvicorn.Config(
         app,
         http=cast("type[asyncio.Protocol]", connection),
@@ -97,10 +97,13 @@ class _Closing:
 class Connection(HttpToolsProtocol):
     """One client's connection, from accept to close."""
 
-    def __init__(self, *args: Any, gateway: Gateway, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, gateway: Gateway, turned_away: set["Connection"], **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._gateway = gateway
         self._settings = gateway.settings
+        self._turned_away = turned_away  # of all: one too many when they came, and reading why
         self._fault: ServiceError | None = None  # why a callback stopped the parser
         self._unframed = 0  # bytes since the last one of a body, or the end of a request
         self._in_head = False
@@ -113,13 +116,19 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_clock(self._settings.header_timeout_s)
-        if len(self.connections) > self._settings.max_connections:
+        if len(self.connections) - len(self._turned_away) > self._settings.max_connections:
+            self._turned_away.add(self)
             self._refuse(Overloaded("too many connections", retry_after_s=1.0))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
+        self._turned_away.discard(self)
         self._drop_requests()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn leaves it after a reset, for `keep_alive_s`
+        for cycle in (self.cycle, self._answered):
+            if cycle is not None:
+                cycle.transport = self.transport  # else all this waits for the garbage collector
 
     def shutdown(self) -> None:
         if self._hung_up:
@@ -184,7 +193,9 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._in_body and self.cycle.response_complete and not self.transport.is_closing():
+        if self._hung_up:
+            self._unset_keepalive_if_required()
+        elif self._in_body and self.cycle.response_complete and not self.transport.is_closing():
             self._linger()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
@@ -232,13 +243,16 @@ class Connection(HttpToolsProtocol):
         """Hangs up, with an answer unless it would be read as a part of another request's."""
         if self._hung_up or self.transport.is_closing():
             return
+        if self._in_body and self.cycle.response_complete:  # it has its answer
+            self._hang_up()
+            return
         mine = self._in_body and self._answered is self.cycle and not self.cycle.response_started
         answered = mine or not self._busy
         if answered:
             self.transport.write(self._answer(error))
         self._gateway.metrics.requests.labels("unknown", str(error.status)).inc()
         log.info("refused", status=error.status, error=error.message)
-        if answered and len(self.connections) <= self._settings.max_connections + _MAX_REFUSED:
+        if answered and len(self._turned_away) <= _MAX_TURNED_AWAY:
             self._hang_up()
         else:
             self.transport.close()
@@ -272,6 +286,7 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
         if self._answered is not None and self._busy:
             self._answered.disconnected = True
+            self._answered.waiting_for_100_continue = False
             self._answered.message_event.set()
 
     def _answer(self, error: ServiceError) -> bytes:

@@ -1,14 +1,18 @@
 """What a client can do below HTTP: every state of a connection is bounded, and nothing stays."""
 
 import asyncio
+import gc
 import json
 import socket
+import struct
+import weakref
 from contextlib import suppress
 from typing import Any
 
 import psutil
 import pytest
 
+from services.gateway.connection import Connection
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import FakeStream, say, until
 
@@ -70,6 +74,10 @@ class Raw:
             with suppress(ConnectionError):
                 return await self.reader.read()
         return b""
+
+    def reset_on_close(self) -> None:
+        linger = struct.pack("ii", 1, 0)
+        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
     async def close(self) -> None:
         self.writer.close()
@@ -163,6 +171,66 @@ async def test_one_connection_too_many_can_read_so_when_its_request_is_out(
         await second.send(part)
     await refused(second, 429, "overloaded")
     await first.close()
+
+
+async def test_those_turned_away_do_not_keep_others_out(open_site: OpenSite) -> None:
+    site: Site = await open_site(max_connections=2)
+    first = [await Raw.to(site) for _ in range(2)]
+    turned_away = [await Raw.to(site) for _ in range(4)]
+    for raw in turned_away:
+        assert (await raw.answer())[0] == 429
+    for raw in first:
+        await raw.close()
+    await asyncio.sleep(0.05)
+    third = await Raw.to(site, GET)
+    assert (await third.answer())[0] == 200
+    for raw in (*turned_away, third):
+        await raw.close()
+
+
+async def test_a_request_is_answered_once(open_site: OpenSite) -> None:
+    site: Site = await open_site(**QUICK)
+    raw = await Raw.to(site, GET[:-2] + b"transfer-encoding: chunked\r\n\r\n")
+    assert (await raw.answer())[0] == 200
+    await raw.send(b"no chunk\r\n")
+    assert await raw.end() == b""
+    await raw.close()
+
+
+async def test_a_refused_body_is_not_asked_for(open_site: OpenSite) -> None:
+    site: Site = await open_site(**QUICK)
+    chunked = post(b"", b"expect: 100-continue").replace(
+        b"content-length: 0", b"transfer-encoding: chunked"
+    )
+    await refused(await Raw.to(site, chunked + b"no chunk\r\n"), 400, "invalid_value")
+    assert site.metric("headrace_requests_total", endpoint="/v1/completions", status="499") == 1
+
+
+@pytest.mark.parametrize("resets", [False, True], ids=["closes", "resets"])
+async def test_nothing_is_kept_of_a_client_that_left(
+    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch, resets: bool
+) -> None:
+    made: list[weakref.ref[Connection]] = []
+    connection_made = Connection.connection_made
+
+    def note(connection: Connection, transport: asyncio.Transport) -> None:
+        made.append(weakref.ref(connection))
+        connection_made(connection, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", note)
+    site: Site = await open_site()
+    gc.disable()
+    try:
+        for _ in range(3):
+            raw = await Raw.to(site, GET)
+            assert (await raw.answer())[0] == 200
+            if resets:
+                raw.reset_on_close()
+            await raw.close()
+        await until(lambda: not any(it() for it in made))
+    finally:
+        gc.enable()
+    assert len(made) == 3
 
 
 async def test_who_never_stops_writing_is_hung_up_on(
