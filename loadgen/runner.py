@@ -9,9 +9,7 @@ from loadgen.clock import Clock
 from loadgen.plan import Planned
 from loadgen.record import Record
 from loadgen.target.base import Target
-
-_SPIN_S = 1.5e-3
-"""Timers of event loops are this late at most; what is left is waited for in turns of the loop."""
+from loadgen.timer import Timer, open_timer
 
 
 class Runner:
@@ -37,12 +35,12 @@ class Runner:
             ExceptionGroup: a bug of ours; what a target does is in the records.
         """
         under_way: set[asyncio.Task[None]] = set()
-        with _no_pauses():
+        with _no_pauses(), open_timer() as timer:
             clock.restart()
             async with asyncio.TaskGroup() as tasks:
-                leaver = tasks.create_task(self._leave_when_stopped(under_way))
+                leaver = tasks.create_task(self._leave_when_stopped(under_way, timer))
                 for planned, record in zip(self._planned, self.records, strict=True):
-                    await self._until(planned.due, clock)
+                    await self._until(planned.due, clock, timer)
                     if self.stopped.is_set():
                         break
                     task = tasks.create_task(self._target.send(planned, record, clock))
@@ -52,20 +50,16 @@ class Runner:
                     await asyncio.wait(under_way)
                 leaver.cancel()
 
-    async def _leave_when_stopped(self, under_way: set[asyncio.Task[None]]) -> None:
+    async def _leave_when_stopped(self, under_way: set[asyncio.Task[None]], timer: Timer) -> None:
         await self.stopped.wait()
+        timer.ring()
         for task in under_way:
             task.cancel()
 
-    async def _until(self, due: float, clock: Clock) -> None:
-        wait_s = due - clock() - _SPIN_S
-        if wait_s > 0:
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self.stopped.wait()
-            except TimeoutError:
-                pass
-        while clock() < due and not self.stopped.is_set():  # noqa: ASYNC110 - timers are too coarse
+    async def _until(self, due: float, clock: Clock, timer: Timer) -> None:
+        if (early_s := due - clock() - timer.late_s) > 0:
+            await timer.sleep(early_s)
+        while clock() < due and not self.stopped.is_set():  # noqa: ASYNC110 - what is left is short
             await asyncio.sleep(0)
 
 
