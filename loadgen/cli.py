@@ -86,8 +86,8 @@ def sweep_command(
     if invalid := [point["invalid"] for point in document["points"] if point["invalid"]]:
         console.print(f"a run does not count: {invalid[0]}")
         raise typer.Exit(INVALID)
-    if different := sum(point["different"] for point in document["points"]):
-        console.print(f"{different} answers are not those of {request.reference}")
+    if unlike := sum(point["unlike"] for point in document["points"]):
+        console.print(f"{unlike} runs wrote other answers than {request.reference}, or none")
         raise typer.Exit(MISSED)
 
 
@@ -133,6 +133,9 @@ def report_command(
 
 def _verdict(request: Request, outcome: Outcome, console: Console) -> int:
     """The exit code, and why."""
+    for fault in outcome.document["faults"]:
+        if "failed" in fault:
+            console.print(f"{fault['what']} failed: {fault['failed']}")
     missed = [one for one in request.requirements if not one.met_by(outcome.summary)]
     for requirement in missed:
         console.print(f"not met: {requirement}, found {requirement.found_in(outcome.summary)}")

@@ -63,7 +63,7 @@ class Fault:
 
 
 class Faults:
-    """Does them, and keeps what was done: ``done``, as a summary has it."""
+    """Does them, and keeps what was done, or why it ``failed``: ``done``, as a summary has it."""
 
     def __init__(self, faults: Sequence[Fault], port: int) -> None:
         self._faults, self._port = sorted(faults, key=lambda fault: fault.at), port
@@ -95,20 +95,26 @@ class Faults:
             self._go_on(*self._stopped)
 
     async def _do(self, fault: Fault, clock: Clock) -> None:
-        await _until(fault.at - _ASKED_S, clock)
         try:
+            await _until(fault.at - _ASKED_S, clock)
             processes = await asyncio.to_thread(self._processes)
             await _until(fault.at, clock)
             pid = self._pid(fault.process, processes)
             os.kill(pid, _SIGNALS[fault.action])
+        except asyncio.CancelledError:
+            self._failed(fault, clock, "the run was over before")
+            raise
         except (UsageError, OSError, subprocess.SubprocessError) as error:  # the run goes on
-            self.done.append({"at": clock(), "what": str(fault), "failed": str(error)})
+            self._failed(fault, clock, str(error))
             return
         self.done.append({"at": clock(), "what": str(fault), "pid": pid})
         if fault.for_s is not None:
             self._stopped.add(pid)
             await asyncio.sleep(fault.for_s)
             self._go_on(pid)
+
+    def _failed(self, fault: Fault, clock: Clock, why: str) -> None:
+        self.done.append({"at": clock(), "what": str(fault), "failed": why})
 
     def _go_on(self, *pids: int) -> None:
         for pid in pids:

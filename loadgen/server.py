@@ -20,8 +20,8 @@ Counters = dict[tuple[str, str], float]
 
 
 class ServerMetrics:
-    """``urls`` of metrics; of ``expected`` ones it is an error not to answer before the run. After
-    it, one that does not answer any more is left out: what was measured is not lost for it.
+    """``urls`` of metrics; of ``expected`` ones it is an error not to answer before the run. One
+    that does not answer, before or after it, is left out: what was measured is not lost for it.
 
     Stages are those that the first one tells: Headrace's workers count parts of what its gateway
     has. Bytes are added up over all.
@@ -36,6 +36,8 @@ class ServerMetrics:
         grown: Counters = defaultdict(float)
         for number, before in enumerate(self._before):
             after = self._read(number, expected=False)
+            if before is None or after is None:
+                continue
             again = any(value < before.get(key, 0.0) for key, value in after.items())
             for key, value in after.items():  # who was started again counts from 0
                 grown[key] += value if again else value - before.get(key, 0.0)
@@ -47,7 +49,7 @@ class ServerMetrics:
             found["kv_bytes"] = {"raw": raw, "wire": wire, "ratio": raw / wire}
         return found or None
 
-    def _read(self, number: int, expected: bool) -> Counters:
+    def _read(self, number: int, expected: bool) -> Counters | None:
         counters: Counters = defaultdict(float)
         url = self._urls[number]
         try:
@@ -57,7 +59,7 @@ class ServerMetrics:
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             if expected:
                 raise UsageError(f"{url} has no metrics: {error}") from error
-            return {}
+            return None
         return counters
 
 

@@ -98,7 +98,7 @@ def ratio_of(a: Sequence[float], b: Sequence[float], *, paired: bool) -> Interva
         if sum(errors)
         else math.inf
     )
-    error = math.sqrt(sum(errors)) * float(stats.t.ppf(0.975, freedom))
+    error = math.sqrt(sum(errors)) * float(stats.t.ppf((1 + LEVEL) / 2, freedom))
     return _exponential(mean, mean - error, mean + error, min(len(a), len(b)))
 
 

@@ -142,7 +142,7 @@ def _shown(seed: int, rate: float, outcomes: Sequence[Outcome]) -> dict[str, Any
         "folders": [_folder(rate, one) for one in seeds],
         "figures": figures,
         "invalid": invalid,
-        "different": sum(len(one.check.different) for one in outcomes if one.check is not None),
+        "unlike": sum(one.check is not None and not one.check.passed for one in outcomes),
     }
 
 

@@ -76,9 +76,14 @@ def timeline(records: Sequence[Record], window: Window, faults: Sequence[dict[st
     keys = [Key("sent", "blue"), Key("answered", "green"), Key("failed", "red", "dashed")]
     if window.begin > 0 or window.end < found.edges[-1]:
         keys.append(Key("does not count", "shade", "area"))
-    keys += [Key(f"{float(fault['at']):g} s: {fault['what']}", "ink", "dotted") for fault in faults]
+    keys += [Key(_told(fault), "ink", "dotted") for fault in faults]
     width = f"{found.edges[1] - found.edges[0]:g}"
     return Plot("", drawings, tuple(keys), f"Means over each {width} s.")
+
+
+def _told(fault: dict[str, Any]) -> str:
+    failed = ", which failed" if "failed" in fault else ""
+    return f"{float(fault['at']):.3g} s: {fault['what']}{failed}"
 
 
 def _drawing(found: Timeline, window: Window, faults: list[float], name: str, width: int) -> Markup:

@@ -140,7 +140,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._lingers_until is not None:
             self._linger()
-        if self._hung_up:
+        if self._hung_up or self.transport.is_closing():
             return
         if self._clock is None and not self._in_body:
             self._start_clock(self._settings.header_timeout_s)

@@ -91,6 +91,19 @@ async def test_a_process_that_is_gone_is_told(processes: dict[str, int]) -> None
     assert "failed" in doing.done[0]
 
 
+async def test_what_a_run_was_too_short_for_is_told(processes: dict[str, int]) -> None:
+    doing = Faults.at([Fault("kill", "decode", 60.0)], TARGET, None)
+    running = asyncio.create_task(doing.run(Clock()))
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert [(one["what"], one["failed"]) for one in doing.done] == [
+        ("kill decode", "the run was over before")
+    ]
+    assert state(processes["decode-0"]) != psutil.STATUS_ZOMBIE
+
+
 async def _until_stopped(pid: int) -> None:
     while state(pid) != psutil.STATUS_STOPPED:  # noqa: ASYNC110 - of another process
         await asyncio.sleep(0.01)

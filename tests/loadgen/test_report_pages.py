@@ -105,13 +105,15 @@ def test_what_the_server_tells_and_faults_are_shown_where_they_are_there() -> No
         "stages": {"prefill": 0.03, "decode & more": 0.01},
         "kv_bytes": {"raw": 3 * 2**20, "wire": 2 * 2**20, "ratio": 1.5},
     }
-    faults = [{"at": 12.5, "what": "kill <prefill>"}]
+    late = {"at": 14.0, "what": "stop router", "failed": "gone"}
+    faults = [{"at": 12.5, "what": "kill <prefill>"}, late]
     page = run_page(*a_run(server=server, faults=faults))
     content = Content(page)
     assert content.row("prefill")[1:] == ["30.0", "75.0"]
     assert content.row("decode & more")[1:] == ["10.0", "25.0"]
     assert content.row("raw")[1] == "3 MiB"
-    assert "12.5 s: kill &lt;prefill&gt;" in page
+    assert "12.5 s: kill &lt;prefill&gt;<" in page
+    assert "14 s: stop router, which failed<" in page
     without = run_page(*a_run())
     assert "KV transfer" not in without
     assert "Where the time went" not in without

@@ -76,6 +76,18 @@ def test_who_is_started_again_counts_from_zero_and_who_is_gone_not_at_all() -> N
         assert metrics.since() == {"kv_bytes": {"raw": 30.0, "wire": 20.0, "ratio": 1.5}}
 
 
+def test_who_comes_later_is_left_out() -> None:
+    """What it had counted before the run cannot be told from what it counted since."""
+    told = Told()
+    told.bytes.labels("raw").inc(500.0)
+    told.bytes.labels("wire").inc(400.0)
+    with served([told.registry]) as url:
+        urls = ["http://127.0.0.1:9/metrics"]
+        metrics = ServerMetrics(urls, expected=False)
+        urls[0] = url
+        assert metrics.since() is None
+
+
 def test_a_server_need_not_have_metrics_unless_they_are_named() -> None:
     nowhere = ["http://127.0.0.1:9/metrics"]
     assert ServerMetrics(nowhere, expected=False).since() is None

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadgen.arrivals import Poisson
+from loadgen.check import Check, Difference
 from loadgen.errors import UsageError
 from loadgen.files import read_run, read_sweep
 from loadgen.measures import TTFT, Objective, Window
@@ -85,6 +86,22 @@ def test_a_run_that_is_stopped_ends_the_sweep_and_does_not_count(tmp_path: Path)
     assert read_sweep(tmp_path)["stopped"] is True
     assert document["points"][-1]["figures"]["ttft:p50"]["low"] is None
     assert not sweep(REQUEST, Plan((4.0,), 1), tmp_path, lambda r: _ended(r), print)
+
+
+@pytest.mark.parametrize(
+    ("check", "unlike"),
+    [
+        (Check("http://reference", equal=3, different=(), missing=1), 0),
+        (Check("http://reference", 2, (Difference(1, 0, "token", "[1]", "[2]"),), 0), 2),
+        (Check("http://reference", equal=0, different=(), missing=3), 2),
+    ],
+    ids=["equal", "different", "nothing to compare"],
+)
+def test_runs_whose_check_failed_are_counted(tmp_path: Path, check: Check, unlike: int) -> None:
+    document = sweep(
+        REQUEST, Plan((2.0,), 2), tmp_path, lambda r: replace(queue(r), check=check), print
+    )
+    assert document["points"][0]["unlike"] == unlike
 
 
 def _ended(request: Request) -> Outcome:
