@@ -1,101 +1,18 @@
 """What a client can do below HTTP: every state of a connection is bounded, and nothing stays."""
 
 import asyncio
-import gc
 import json
 import socket
-import struct
-import weakref
-from contextlib import suppress
 from typing import Any
 
 import psutil
 import pytest
 
-from services.gateway.connection import Connection
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import FakeStream, say, until
+from tests.services.gateway.raw import GET, PATIENCE_S, QUICK, Raw, lives_on, post, refused
 
-GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-QUICK = {"header_timeout_s": 0.3, "body_timeout_s": 0.3, "max_header_bytes": 4096}
 STREAM = json.dumps({"prompt": "x", "max_tokens": 8000, "stream": True}).encode()
-PATIENCE_S = 10.0
-
-
-def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
-    lines = (*headers, b"content-length: %d" % (len(body) if length is None else length))
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
-    return head + b"".join(line + b"\r\n" for line in lines) + b"\r\n" + body
-
-
-class Raw:
-    """A client without manners."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    @classmethod
-    async def to(cls, site: Site, *data: bytes) -> "Raw":
-        host, port = site.url.removeprefix("http://").split(":")
-        raw = cls(*await asyncio.open_connection(host, int(port)))
-        for chunk in data:
-            await raw.send(chunk)
-        return raw
-
-    async def send(self, data: bytes) -> None:
-        self.writer.write(data)
-        await self.writer.drain()
-
-    async def drip(self, data: bytes, pause_s: float) -> None:
-        """Sends byte by byte, until the other side has enough."""
-        with suppress(ConnectionError):
-            for at in range(len(data)):
-                await self.send(data[at : at + 1])
-                await asyncio.sleep(pause_s)
-
-    async def flood(self, data: bytes) -> None:
-        """Sends the same for ever, until the other side has enough."""
-        with suppress(ConnectionError):
-            while True:
-                await self.send(data)
-
-    async def answer(self) -> tuple[int, dict[str, str], Any]:
-        """The next answer; its body is JSON."""
-        async with asyncio.timeout(PATIENCE_S):
-            head = await self.reader.readuntil(b"\r\n\r\n")
-            first, *lines = head.decode().strip().split("\r\n")
-            headers = dict(line.split(": ", 1) for line in lines)
-            body = await self.reader.readexactly(int(headers["content-length"]))
-        return int(first.split()[1]), headers, json.loads(body)
-
-    async def end(self) -> bytes:
-        """What came until the other side hung up."""
-        async with asyncio.timeout(PATIENCE_S):
-            with suppress(ConnectionError):
-                return await self.reader.read()
-        return b""
-
-    def reset_on_close(self) -> None:
-        linger = struct.pack("ii", 1, 0)
-        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-
-    async def close(self) -> None:
-        self.writer.close()
-        with suppress(ConnectionError):
-            await self.writer.wait_closed()
-
-
-async def refused(raw: Raw, status: int, code: str) -> None:
-    got, headers, body = await raw.answer()
-    assert (got, body["error"]["code"]) == (status, code), body
-    assert headers["connection"] == "close"
-    assert headers["x-request-id"].startswith("req-")
-    assert await raw.end() == b""
-    await raw.close()
-
-
-async def lives_on(site: Site) -> None:
-    assert (await site.http.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -137,124 +54,6 @@ async def test_what_surrounds_a_body_is_bounded(open_site: OpenSite, framing: by
     await asyncio.sleep(0.05)
     await raw.send(b"a" * 5000)
     await refused(raw, 431, "headers_too_large")
-
-
-@pytest.mark.parametrize(
-    ("sent", "status", "code"),
-    [
-        (GET[:-2] + b"x: " + b"a" * 5000, 431, "headers_too_large"),
-        (b"no HTTP\r\n\r\n", 400, "invalid_value"),
-        (post(b"", b"connection: close", length=10**9), 413, "request_too_large"),
-    ],
-    ids=["headers", "no HTTP", "body"],
-)
-async def test_who_still_writes_can_read_why_it_is_refused(
-    open_site: OpenSite, sent: bytes, status: int, code: str
-) -> None:
-    site: Site = await open_site(**QUICK)
-    raw = await Raw.to(site, sent)
-    for _ in range(3):  # the second would meet a reset
-        await asyncio.sleep(0.05)
-        await raw.send(b"a" * 1000)
-    await refused(raw, status, code)
-    await lives_on(site)
-
-
-async def test_one_connection_too_many_can_read_so_when_its_request_is_out(
-    open_site: OpenSite,
-) -> None:
-    site: Site = await open_site(max_connections=1)
-    first = await Raw.to(site)
-    second = await Raw.to(site)
-    for part in (GET[:10], GET[10:], GET):
-        await asyncio.sleep(0.05)
-        await second.send(part)
-    await refused(second, 429, "overloaded")
-    await first.close()
-
-
-async def test_those_turned_away_do_not_keep_others_out(open_site: OpenSite) -> None:
-    site: Site = await open_site(max_connections=2)
-    first = [await Raw.to(site) for _ in range(2)]
-    turned_away = [await Raw.to(site) for _ in range(4)]
-    for raw in turned_away:
-        assert (await raw.answer())[0] == 429
-    for raw in first:
-        await raw.close()
-    await asyncio.sleep(0.05)
-    third = await Raw.to(site, GET)
-    assert (await third.answer())[0] == 200
-    for raw in (*turned_away, third):
-        await raw.close()
-
-
-async def test_a_request_is_answered_once(open_site: OpenSite) -> None:
-    site: Site = await open_site(**QUICK)
-    raw = await Raw.to(site, GET[:-2] + b"transfer-encoding: chunked\r\n\r\n")
-    assert (await raw.answer())[0] == 200
-    await raw.send(b"no chunk\r\n")
-    assert await raw.end() == b""
-    await raw.close()
-
-
-async def test_a_refused_body_is_not_asked_for(open_site: OpenSite) -> None:
-    site: Site = await open_site(**QUICK)
-    chunked = post(b"", b"expect: 100-continue").replace(
-        b"content-length: 0", b"transfer-encoding: chunked"
-    )
-    await refused(await Raw.to(site, chunked + b"no chunk\r\n"), 400, "invalid_value")
-    assert site.metric("headrace_requests_total", endpoint="/v1/completions", status="499") == 1
-
-
-@pytest.mark.parametrize("resets", [False, True], ids=["closes", "resets"])
-async def test_nothing_is_kept_of_a_client_that_left(
-    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch, resets: bool
-) -> None:
-    made: list[weakref.ref[Connection]] = []
-    connection_made = Connection.connection_made
-
-    def note(connection: Connection, transport: asyncio.Transport) -> None:
-        made.append(weakref.ref(connection))
-        connection_made(connection, transport)
-
-    monkeypatch.setattr(Connection, "connection_made", note)
-    site: Site = await open_site()
-    gc.disable()
-    try:
-        for _ in range(3):
-            raw = await Raw.to(site, GET)
-            assert (await raw.answer())[0] == 200
-            if resets:
-                raw.reset_on_close()
-            await raw.close()
-        await until(lambda: not any(it() for it in made))
-    finally:
-        gc.enable()
-    assert len(made) == 3
-
-
-async def test_who_never_stops_writing_is_hung_up_on(
-    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.gateway.connection._LINGER_MOST_S", 0.3)
-    site: Site = await open_site(**QUICK)
-    raw = await Raw.to(site, b"no HTTP\r\n\r\n")
-    async with asyncio.timeout(PATIENCE_S):
-        await raw.flood(b"a" * 60_000)
-    await raw.close()
-
-
-async def test_a_long_body_that_was_answered_may_take_its_time(
-    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.gateway.connection._LINGER_S", 0.2)
-    site: Site = await open_site()
-    raw = await Raw.to(site, GET[:-2] + b"content-length: 20\r\n\r\n")
-    assert (await raw.answer())[0] == 200
-    await raw.drip(b" " * 20, 0.05)
-    await raw.send(GET)
-    assert (await raw.answer())[0] == 200
-    await raw.close()
 
 
 async def test_endless_headers_take_no_memory(
@@ -329,34 +128,6 @@ async def test_a_body_that_drips_is_408(open_site: OpenSite) -> None:
     dripping = asyncio.create_task(raw.drip(b" " * 1000, 0.05))
     await refused(raw, 408, "request_timeout")
     await dripping
-
-
-async def test_the_rest_of_a_body_nobody_reads_ends(
-    open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.gateway.connection._LINGER_MOST_S", 0.3)
-    site: Site = await open_site(**QUICK)
-    raw = await Raw.to(site, GET[:-2] + b"content-length: 1000000\r\n\r\n")
-    assert (await raw.answer())[0] == 200
-    dripping = asyncio.create_task(raw.drip(b" " * 1000, 0.05))
-    assert await raw.end() == b""
-    await dripping
-    await raw.close()
-
-
-async def test_a_late_body_of_an_answered_request_leaves_the_connection_usable(
-    open_site: OpenSite,
-) -> None:
-    site: Site = await open_site(**QUICK)
-    raw = await Raw.to(site, GET[:-2] + b"content-length: 2\r\n\r\n")
-    assert (await raw.answer())[0] == 200
-    await raw.send(b"{}" + GET)
-    assert (await raw.answer())[0] == 200
-    await raw.send(GET[:-2] + b"content-length: 2\r\n\r\n")
-    assert (await raw.answer())[0] == 200
-    await raw.send(b"{}")
-    assert await raw.end() == b"", "it is idle, and ends"
-    await raw.close()
 
 
 async def test_requests_sent_ahead_are_bounded(site: Site) -> None:

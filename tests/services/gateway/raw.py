@@ -1,0 +1,90 @@
+"""A client below HTTP, without manners."""
+
+import asyncio
+import json
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+from tests.services.gateway.conftest import Site
+
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+QUICK = {"header_timeout_s": 0.3, "body_timeout_s": 0.3, "max_header_bytes": 4096}
+PATIENCE_S = 10.0
+
+
+def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
+    lines = (*headers, b"content-length: %d" % (len(body) if length is None else length))
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    return head + b"".join(line + b"\r\n" for line in lines) + b"\r\n" + body
+
+
+class Raw:
+    """A client without manners."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def to(cls, site: Site, *data: bytes) -> "Raw":
+        host, port = site.url.removeprefix("http://").split(":")
+        raw = cls(*await asyncio.open_connection(host, int(port)))
+        for chunk in data:
+            await raw.send(chunk)
+        return raw
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def drip(self, data: bytes, pause_s: float) -> None:
+        """Sends byte by byte, until the other side has enough."""
+        with suppress(ConnectionError):
+            for at in range(len(data)):
+                await self.send(data[at : at + 1])
+                await asyncio.sleep(pause_s)
+
+    async def flood(self, data: bytes) -> None:
+        """Sends the same for ever, until the other side has enough."""
+        with suppress(ConnectionError):
+            while True:
+                await self.send(data)
+
+    async def answer(self) -> tuple[int, dict[str, str], Any]:
+        """The next answer; its body is JSON."""
+        async with asyncio.timeout(PATIENCE_S):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            first, *lines = head.decode().strip().split("\r\n")
+            headers = dict(line.split(": ", 1) for line in lines)
+            body = await self.reader.readexactly(int(headers["content-length"]))
+        return int(first.split()[1]), headers, json.loads(body)
+
+    async def end(self) -> bytes:
+        """What came until the other side hung up."""
+        async with asyncio.timeout(PATIENCE_S):
+            with suppress(ConnectionError):
+                return await self.reader.read()
+        return b""
+
+    def reset_on_close(self) -> None:
+        linger = struct.pack("ii", 1, 0)
+        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+    async def close(self) -> None:
+        self.writer.close()
+        with suppress(ConnectionError):
+            await self.writer.wait_closed()
+
+
+async def refused(raw: Raw, status: int, code: str) -> None:
+    got, headers, body = await raw.answer()
+    assert (got, body["error"]["code"]) == (status, code), body
+    assert headers["connection"] == "close"
+    assert headers["x-request-id"].startswith("req-")
+    assert await raw.end() == b""
+    await raw.close()
+
+
+async def lives_on(site: Site) -> None:
+    assert (await site.http.get("/health")).status_code == 200
