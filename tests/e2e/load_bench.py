@@ -24,15 +24,8 @@ def measure(name: str, rates: str, seeds: int, seconds: float, out: Path) -> Non
     with deployed(*SIDES[name], environment=_JSON) as running:
         command = [
             *(*_LOADGEN, "sweep", f"{running.url}/v1", "--rates", rates, "--seeds", str(seeds)),
-            *(
-                "--preset",
-                "humaneval",
-                "--scale",
-                "0.3",
-                "--ignore-eos",
-                "--duration",
-                str(seconds),
-            ),
+            *("--preset", "humaneval", "--scale", "0.3"),
+            *("--ignore-eos", "--duration", str(seconds)),
             *("--most-lag", str(MOST_LAG_S)),
             *("--warm-up", str(seconds / 5), "--objective", "ttft=1", "--objective", "tpot=0.1"),
             *(part for url in _metrics(running) for part in ("--metrics", url)),
