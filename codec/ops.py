@@ -276,14 +276,14 @@ def raw_bytes(planes: Sequence[Tensor], geometry: Geometry) -> int:
 def _backend_of(device: torch.device) -> Backend:
     """The device's implementation, imported when first needed: each brings its own compiler."""
     if device.type == "cuda":
-        from codec import cuda
+        from codec.gpu import backend as cuda
 
         return cuda
     if device.type == "cpu":
-        from codec import cpu
+        from codec.cpu import backend as cpu
 
         return cpu
-    from codec import reference
+    from codec.reference import backend as reference
 
     return reference
 

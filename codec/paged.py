@@ -56,7 +56,7 @@ def paged(planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> Pag
     Calls come from one thread and, on a GPU, one stream. Raises as `encode_pages` does.
     """
     if planes and planes[0].is_cuda:
-        from codec.planned import PlannedCodec
+        from codec.gpu.planned import PlannedCodec
 
         return PlannedCodec(planes, codebooks)
     return _DirectCodec(planes, codebooks)

@@ -148,7 +148,7 @@ def calibrate(
     tokenizer: Annotated[str | None, typer.Option(help="where it differs from the model")] = None,
 ) -> None:
     """Calibrate the codec's codebooks on a model's own KV."""
-    from services.local.calibrate import calibrate as make
+    from services.offline.calibrate import calibrate as make
 
     with _refusals("calibrate"):
         make(model, tokenizer or model, out)
@@ -160,7 +160,7 @@ def tune(
     model: Annotated[str, typer.Option(help="name or path of a checkpoint")] = "smollm2-135m",
 ) -> None:
     """Measure how this machine's GPU computes a model fastest: a kernel plan for all workers."""
-    from services.local.tune import tune as make
+    from services.offline.tune import tune as make
 
     with _refusals("tune"):
         print(f"kernel plan {make(model, out)}: {out}")  # noqa: T201
@@ -174,7 +174,7 @@ def kv_statistics(
     keep_kv: Annotated[bool, typer.Option(help="write the KV itself, too: kv.pt")] = False,
 ) -> None:
     """Measure exponents and compression ratios, layer by layer, on a model's own KV."""
-    from services.local.kv_statistics import kv_statistics as make
+    from services.offline.kv_statistics import kv_statistics as make
 
     with _refusals("kv-statistics"):
         make(model, tokenizer or model, out, keep_kv=keep_kv)
@@ -196,7 +196,7 @@ def compress(
     ] = 32,
 ) -> None:
     """Factorize a model by truncation-aware SVD, and report perplexity before and after."""
-    from services.local.compress import compress as make
+    from services.offline.compress import compress as make
 
     with _refusals("compress"):
         make(model, keep, out, method, ranks, rows)
@@ -210,7 +210,7 @@ def convert(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
 ) -> None:
     """Convert SVD-LLM, Dobi-SVD, ASVD, Basis Sharing, Hugging Face or GGUF to Headrace's form."""
-    from services.local.convert import convert as make
+    from services.offline.convert import convert as make
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise typer.BadParameter("auto, float32, bfloat16 or float16", param_hint="--dtype")

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from runtime.attention import loops
 from runtime.attention.base import Batch
-from runtime.compiled import Halves
-from runtime.tiles import LANES
+from runtime.cpu.jit import Halves
+from runtime.cpu.tiles import LANES
 
 
 class CompiledAttention:

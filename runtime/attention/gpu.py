@@ -8,9 +8,9 @@ import triton
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.kernels.decode_attention import decode_kernel
-from runtime.kernels.heads import turn_and_write_kernel
-from runtime.kernels.prefill_attention import factored_prefill_kernel, prefill_kernel
+from runtime.attention.kernels.decode import decode_kernel
+from runtime.attention.kernels.prefill import factored_prefill_kernel, prefill_kernel
+from runtime.attention.kernels.rope_write import turn_and_write_kernel
 
 _ROWS = 8
 """Heads that a program of `turn_and_write_kernel` turns."""
@@ -53,7 +53,7 @@ class _Space:
 class TritonAttention:
     """See `runtime.attention.base.DenseAttention`. Queries are bf16 or fp32, K and V bf16.
 
-    With ``by_halves``, rows of heads come in the order of `runtime.step.weights.by_halves`.
+    With ``by_halves``, rows of heads come in the order of `runtime.gemm.weights.by_halves`.
     """
 
     name = "triton"

@@ -12,8 +12,8 @@ Arguments that recur:
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.compiled import Floats, Halves, as_bits, as_float, compiled, exp
-from runtime.tiles import LANES, accumulate, prefetch, transpose
+from runtime.cpu.jit import Floats, Halves, as_bits, as_float, compiled, exp
+from runtime.cpu.tiles import LANES, accumulate, prefetch, transpose
 
 Ints = NDArray[np.int32]
 _f, _u = np.float32, np.uint32

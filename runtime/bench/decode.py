@@ -13,15 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runtime import peers as transformers_peers
 from runtime.attention.base import Batch
+from runtime.bench import peers as transformers_peers
 from runtime.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
 from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
-from runtime.captured import capture
 from runtime.checkpoint.weights import Checkpoint
+from runtime.gemm.weights import StepWeights
+from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
-from runtime.model import Model
-from runtime.step import MOST, StepWeights
+from runtime.megakernel.launch import MOST
+from runtime.models.model import Model
 
 
 class DecodeBench:

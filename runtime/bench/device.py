@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from runtime.captured import capture
+from runtime.graphs.capture import capture
 
 
 @dataclass(frozen=True)

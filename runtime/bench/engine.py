@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from runtime import peers
+from runtime.bench import peers
 from runtime.checkpoint import Checkpoint, Dense, load_checkpoint, resolve_model
-from runtime.engine import Add, Engine, Limits
-from runtime.model import Model
-from runtime.sequence import Request, Sampling
+from runtime.core.limits import Limits
+from runtime.core.request import Request, SamplingParams
+from runtime.engine import Add, Engine
+from runtime.models.model import Model
 
 PROMPT_TOKENS = 512
 CONTEXT_TOKENS = 128
@@ -104,7 +105,7 @@ def _alternate(
 def _prefill_ms(model: Model, prompt: list[int]) -> float:
     engine = Engine(model, num_pages=64, limits=Limits(max_running=1, max_waiting=1))
     start = time.perf_counter()
-    engine.step([Add(Request("r", tuple(prompt), len(prompt), Sampling(), max_tokens=1))])
+    engine.step([Add(Request("r", tuple(prompt), len(prompt), SamplingParams(), max_tokens=1))])
     while engine.has_work:
         engine.step([])
     return (time.perf_counter() - start) * 1e3
@@ -115,7 +116,7 @@ def _decode_ms(model: Model, prompt: list[int], streams: int) -> float:
     limits = Limits(max_running=streams, max_waiting=streams)
     engine = Engine(model, num_pages=32 * streams, limits=limits)
     requests = [
-        Request(str(n), (*prompt, n), len(prompt) + 1, Sampling(), max_tokens=200)
+        Request(str(n), (*prompt, n), len(prompt) + 1, SamplingParams(), max_tokens=200)
         for n in range(streams)
     ]
     engine.step([Add(request) for request in requests])

@@ -17,11 +17,12 @@ import torch
 
 from runtime.bench.device import describe
 from runtime.bench.shapes import PAGE, SHAPES, random_checkpoint
-from runtime.commands import Arrived, Cancel, Command, Reserve
-from runtime.engine import Engine, Limits
-from runtime.model import Model
-from runtime.sequence import Request, SampledToken, Sampling
-from runtime.static_sampling import Needs
+from runtime.core.limits import Limits
+from runtime.core.request import Request, SampledToken, SamplingParams
+from runtime.engine import Engine
+from runtime.engine.commands import Arrived, Cancel, Command, Reserve
+from runtime.models.model import Model
+from runtime.sampling.on_device import Needs
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 4096
 
@@ -77,7 +78,7 @@ class HostBench:
 
     def _request(self, number: int) -> Request:
         length = PROMPT_TOKENS + number % PAGE  # so that not all get their pages at once
-        return Request(str(number), (1,) * length, length, Sampling(), OUTPUT_TOKENS)
+        return Request(str(number), (1,) * length, length, SamplingParams(), OUTPUT_TOKENS)
 
     @staticmethod
     def _arrived(number: int) -> Arrived:

@@ -18,12 +18,11 @@ from runtime.bench.device import captured, describe, milliseconds
 from runtime.bench.shapes import PAGE
 from runtime.checkpoint import load_checkpoint, resolve_model
 from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights
-from runtime.model import Model
-from runtime.rope import cos_sin_table
-from runtime.step import DecodeStep, KernelPlan, StepWeights
-from runtime.step.kinds import Kind
-from runtime.step.plan import (
+from runtime.gemm.epilogues import Kind
+from runtime.gemm.ops import Products
+from runtime.gemm.plan import (
     BUCKETS,
+    KernelPlan,
     LargeTile,
     Tile,
     group_key,
@@ -31,8 +30,10 @@ from runtime.step.plan import (
     large_tile,
     multiplied_out,
 )
-from runtime.step.products import Products
-from runtime.step.weights import GROUPS
+from runtime.gemm.weights import GROUPS, StepWeights
+from runtime.layers.rope import cos_sin_table
+from runtime.megakernel.launch import DecodeStep
+from runtime.models.model import Model
 
 _LAYERS = 8
 """Of a kind, that are measured together: more than an L2 holds, for models that matter."""

@@ -19,11 +19,12 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.bench.device import Figure, captured, describe, milliseconds, product_rate, show
 from runtime.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
-from runtime.layers.decoder import LayerParts
-from runtime.model import Model
-from runtime.prefill_replay import TOKENS, PrefillReplay
-from runtime.rope import cos_sin_table
-from runtime.step import KernelPlan, StepWeights
+from runtime.gemm.plan import KernelPlan
+from runtime.gemm.weights import StepWeights
+from runtime.layers.rope import cos_sin_table
+from runtime.models.decoder import LayerParts
+from runtime.models.model import Model
+from runtime.replay.prefill import TOKENS, PrefillReplay
 
 
 class Materialized:

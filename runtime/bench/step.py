@@ -11,8 +11,9 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
 from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
-from runtime.rope import cos_sin_table
-from runtime.step import DecodeStep, StepWeights
+from runtime.gemm.weights import StepWeights
+from runtime.layers.rope import cos_sin_table
+from runtime.megakernel.launch import DecodeStep
 
 
 def figures(

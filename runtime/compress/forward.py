@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from runtime.checkpoint.weights import Checkpoint, Dense, LayerWeights, Linear
 from runtime.config import ModelConfig
-from runtime.rope import cos_sin_table
+from runtime.layers.rope import cos_sin_table
 
 Observer = Callable[[str, Tensor, Tensor], None]
 """Called with a projection (a field of `LayerWeights`), its input ``[batch, length, in]`` and its
@@ -35,7 +35,7 @@ def forward_layer(
 ) -> Tensor:
     """One decoder layer over ``hidden`` ``[batch, length, hidden]``, causal from position 0.
 
-    ``rope`` is the first ``length`` rows of `runtime.rope.cos_sin_table`.
+    ``rope`` is the first ``length`` rows of `runtime.layers.rope.cos_sin_table`.
     """
 
     def project(name: str, x: Tensor) -> Tensor:

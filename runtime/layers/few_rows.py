@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.compiled import Bytes, Floats, Halves
+from runtime.cpu.jit import Bytes, Floats, Halves
+from runtime.cpu.tiles import GROUP, LANES
 from runtime.layers import loops
-from runtime.tiles import GROUP, LANES
 
 _COLUMNS = 16
 """oneDNN pads the columns of a packed weight to a multiple of it."""

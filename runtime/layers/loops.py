@@ -1,6 +1,6 @@
 """Compiled loops of a decoder layer on the CPU, in fp32. Loops only: callers prepare arguments.
 
-As in `runtime.compiled`, a row's result is defined by the order of operations as written, so it is
+As in `runtime.cpu.jit`, a row's result is defined by the order of operations as written, so it is
 the same bits in any batch.
 """
 
@@ -10,8 +10,8 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from runtime.compiled import Bytes, Floats, Halves, as_bits, as_float, compiled, exp, fma
-from runtime.tiles import GROUP, LANES, accumulate
+from runtime.cpu.jit import Bytes, Floats, Halves, as_bits, as_float, compiled, exp, fma
+from runtime.cpu.tiles import GROUP, LANES, accumulate
 
 Source = Floats | Halves | tuple[Bytes, Floats, Floats]
 """A weight `[out, in]` in blocks of LANES rows, of which the last is padded: floats or bf16

@@ -11,17 +11,17 @@ from headrace.v1 import decode_pb2_grpc, error_pb2, prefill_pb2
 from runtime.engine import Add, Arrived, Cancel, Reserve, StepOutput
 from runtime.errors import RuntimeFault
 from services.common.grpc_server import GrpcServer, MessageStream
-from services.common.lifecycle import Worker, live
 from services.common.placement import Role
-from services.common.wire import fault_to_code, token_from_message
-from services.common.worker import PAGE_SIZE, Loaded, digest_pages, load_worker
 from services.decode.session import DecodeSession, Stream
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.codec_plan import CodecPlan
-from services.transfer.link import FetchFailed, PrefillLinks
+from services.transfer.codecs import CodecPlan
+from services.transfer.prefill_client import FetchFailed, PrefillLinks
 from services.transfer.receiver import Fetch, FetchTimes, Receiver
 from services.transfer.slab import Slab
+from services.worker.lifecycle import Worker, live
+from services.worker.loading import PAGE_SIZE, Loaded, digest_pages, load_worker
+from services.worker.wire import fault_to_code, token_from_message
 
 log = structlog.get_logger()
 

@@ -10,10 +10,10 @@ import structlog
 
 from headrace.v1 import decode_pb2 as pb
 from headrace.v1 import error_pb2
-from runtime.sequence import FinishReason, Request, SampledToken
+from runtime.core.request import FinishReason, Request, SampledToken
 from services.common.grpc_server import MessageStream, next_message
-from services.common.wire import finish_to_message, sampling_from_message, token_to_message
 from services.transfer.receiver import Fetch
+from services.worker.wire import finish_to_message, sampling_from_message, token_to_message
 
 log = structlog.get_logger()
 

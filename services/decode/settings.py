@@ -3,7 +3,7 @@
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from services.common.worker_settings import WorkerSettings
+from services.worker.settings import WorkerSettings
 
 
 class DecodeSettings(WorkerSettings):

@@ -12,9 +12,9 @@ import uvloop
 from headrace.v1 import inference_pb2_grpc
 from services.common.collector import freeze_loaded
 from services.common.grpc_server import GrpcServer
-from services.gateway.connection import http_config, listen
 from services.gateway.gateway import Gateway, ServedModel
-from services.gateway.http import build_app
+from services.gateway.http.connection import http_config, listen
+from services.gateway.http.routes import build_app
 from services.gateway.keys import ApiKeys
 from services.gateway.rpc import SERVICE, InferenceServicer
 from services.gateway.settings import GatewaySettings

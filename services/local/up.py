@@ -21,7 +21,7 @@ from services.common.errors import SettingsError
 from services.common.logging import configure_logging
 from services.local.artifacts import prepare
 from services.local.options import UpOptions
-from services.local.plan import plan_processes
+from services.local.processes import plan_processes
 from services.local.state import Deployment
 from services.local.supervisor import ServiceFailed, Supervisor
 

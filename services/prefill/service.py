@@ -13,16 +13,16 @@ from headrace.v1 import prefill_pb2_grpc
 from runtime.engine import Engine, StepOutput
 from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer, MessageStream, next_message
-from services.common.lifecycle import Worker, live
 from services.common.placement import Role
-from services.common.worker import PAGE_SIZE, Loaded, digest_pages, load_worker
 from services.prefill.session import Job, PrefillSession
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.codec_plan import CodecPlan
+from services.transfer.codecs import CodecPlan
 from services.transfer.policy import LinkPolicy
 from services.transfer.sender import Sender
 from services.transfer.slab import Slab
+from services.worker.lifecycle import Worker, live
+from services.worker.loading import PAGE_SIZE, Loaded, digest_pages, load_worker
 
 log = structlog.get_logger()
 

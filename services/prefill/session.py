@@ -10,14 +10,14 @@ import structlog
 
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
+from runtime.core.request import Request, SampledToken
 from runtime.engine import Add, Cancel
 from runtime.errors import RuntimeFault
-from runtime.sequence import Request, SampledToken
-from services.common.engine_thread import EngineThread
 from services.common.grpc_server import MessageStream, next_message
-from services.common.wire import fault_to_code, sampling_from_message, token_to_message
 from services.transfer.policy import SegmentTiming
 from services.transfer.sender import Outgoing, Sender
+from services.worker.engine_thread import EngineThread
+from services.worker.wire import fault_to_code, sampling_from_message, token_to_message
 
 log = structlog.get_logger()
 

@@ -17,16 +17,16 @@ import codec
 from headrace.v1 import decode_pb2, error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Engine
-from services.common.engine_thread import EngineThread
-from services.common.worker_metrics import WorkerMetrics
 from services.transfer.agent import ReadDone, TransferAgent
-from services.transfer.codec_plan import CodecPlan, outcome_of
+from services.transfer.codecs import CodecPlan, outcome_of
 from services.transfer.errors import ForeignSegment, FrameError, PeerLost, TransferError
 from services.transfer.frame import HEADER_BYTES, FrameHeader, verify
 from services.transfer.landing import Landing
-from services.transfer.link import FetchFailed, PrefillLink, PrefillLinks, Subscription
 from services.transfer.manifest import Coverage, frame_of
+from services.transfer.prefill_client import FetchFailed, PrefillLink, PrefillLinks, Subscription
 from services.transfer.slab import Slab, SlotRef
+from services.worker.engine_thread import EngineThread
+from services.worker.metrics import WorkerMetrics
 
 log = structlog.get_logger()
 

@@ -17,9 +17,7 @@ import codec
 from headrace.v1 import error_pb2 as pb_error
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Computed, Engine
-from services.common.engine_thread import EngineThread
-from services.common.worker_metrics import WorkerMetrics
-from services.transfer.codec_plan import CodecPlan, outcome_of
+from services.transfer.codecs import CodecPlan, outcome_of
 from services.transfer.drift import Escapes
 from services.transfer.frame import HEADER_BYTES
 from services.transfer.lease import LeaseTable
@@ -27,6 +25,8 @@ from services.transfer.manifest import SegmentPlan, frame_of, plan_segments
 from services.transfer.policy import LinkPolicy, SegmentTiming, WireMode
 from services.transfer.shares import SharedSlots
 from services.transfer.slab import Slab, SlotRef
+from services.worker.engine_thread import EngineThread
+from services.worker.metrics import WorkerMetrics
 
 log = structlog.get_logger()
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 import codec
-from codec import cpu, reference
+from codec.cpu import backend as cpu
 from codec.elements import BY_NAME, ELEMENT_TYPES, ElementType, element_of
 from codec.format import Mode
 from codec.ops import Backend
+from codec.reference import backend as reference
 
 BACKENDS: dict[str, Backend] = {"reference": reference, "cpu": cpu}
 STALE = {1: 0x7F, 2: 0x7FC1}

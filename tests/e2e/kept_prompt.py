@@ -16,17 +16,17 @@ import uvloop
 
 from headrace.v1 import prefill_pb2_grpc
 from runtime.compress import documentation
+from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Add, Command, Computed, Engine, StepOutput
-from runtime.sequence import Request, SampledToken, Sampling
 from services.common.grpc_server import GrpcServer
 from services.common.logging import configure_logging
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
-from services.common.worker import PAGE_SIZE, digest_pages, load_worker
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
 from services.transfer.slab import Slab
+from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
 
 TOKENS = 4096
 CHUNK = 512
@@ -66,7 +66,7 @@ class KeptPrompt(Engine):
         return output
 
     def _prefill_once(self) -> tuple[int, ...]:
-        request = Request("kept", prompt(), TOKENS, Sampling(), max_tokens=2)
+        request = Request("kept", prompt(), TOKENS, SamplingParams(), max_tokens=2)
         pages: tuple[int, ...] = ()
         commands: list[Command] = [Add(request, hold=True)]
         while len(pages) < TOKENS // PAGE_SIZE:

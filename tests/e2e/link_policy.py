@@ -40,13 +40,13 @@ from rich.table import Table
 from headrace.v1 import decode_pb2, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
 from services.common.logging import configure_logging
-from services.common.worker import PAGE_SIZE, digest_pages, load_worker
 from services.decode.service import DecodeWorker
 from services.decode.settings import DecodeSettings
-from services.local.calibrate import calibrate
+from services.offline.calibrate import calibrate
 from services.transfer.agent import TransferAgent
 from services.transfer.receiver import Fetch
 from services.transfer.slab import Slab
+from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
 from tests.e2e.kept_prompt import TOKENS, prompt
 
 CODECS = ("raw", "splitzip", "auto")

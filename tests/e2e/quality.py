@@ -15,17 +15,18 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from runtime import peers
 from runtime.attention.base import Batch, SequenceSlice
+from runtime.bench import peers
 from runtime.checkpoint import load_checkpoint
 from runtime.compress import documentation
-from runtime.engine import Add, Engine, Limits
+from runtime.core.limits import Limits
+from runtime.core.request import Request, SamplingParams
+from runtime.engine import Add, Engine
 from runtime.kv.pages import pages_for
-from runtime.model import Model, step_refusal
-from runtime.sequence import Request, Sampling
+from runtime.models.model import Model, step_refusal
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
-from services.common.worker import PAGE_SIZE
+from services.worker.loading import PAGE_SIZE
 
 PROMPTS, LONGEST, OUTPUT = 20, 300, 64
 
@@ -103,7 +104,7 @@ def written_by(model: Model, prompts: Sequence[list[int]]) -> list[list[int]]:
     engine = Engine(model, num_pages=pages, limits=limits, replay=model.replayable)
     texts = [list(prompt) for prompt in prompts]
     commands = [
-        Add(Request(str(number), tuple(prompt), len(prompt), Sampling(), max_tokens=OUTPUT))
+        Add(Request(str(number), tuple(prompt), len(prompt), SamplingParams(), max_tokens=OUTPUT))
         for number, prompt in enumerate(prompts)
     ]
     output = engine.step(commands)

@@ -24,14 +24,15 @@ from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from runtime.bench.shapes import SHAPES, random_checkpoint
 from runtime.checkpoint import load_checkpoint
-from runtime.engine import Add, Engine, Limits
+from runtime.core.limits import Limits
+from runtime.core.request import Request, SamplingParams
+from runtime.engine import Add, Engine
 from runtime.kv.pages import pages_for
-from runtime.model import Model, step_refusal
-from runtime.sequence import Request, Sampling
+from runtime.models.model import Model, step_refusal
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
-from services.common.worker import PAGE_SIZE
-from services.local.model_folder import write_model
+from services.offline.model_folder import write_model
+from services.worker.loading import PAGE_SIZE
 from tests.e2e.deployment import Running, deployed
 
 MODEL = "smollm2-135m"
@@ -74,7 +75,7 @@ def alone_ms(model_path: Path, streams: int, tokens: int, device: str) -> float:
 
 def _request(number: int, tokens: int) -> Request:
     prompt = tuple(number + 7 * at for at in range(PROMPT))
-    return Request(str(number), prompt, PROMPT, Sampling(), max_tokens=tokens)
+    return Request(str(number), prompt, PROMPT, SamplingParams(), max_tokens=tokens)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.attention.gpu import TritonAttention
 from runtime.attention.reference import ReferenceAttention
 from runtime.checkpoint import Checkpoint
-from runtime.model import Model
-from runtime.rope import cos_sin_table
-from runtime.step import DecodeStep, KernelPlan, Norm, StepWeights
-from runtime.step.kinds import Kind
-from runtime.step.plan import LargeTile, Tile
-from runtime.step.products import Products
-from runtime.step.weights import LINE, Matrix, up
-from tests.runtime.attention_samples import batch_of, pages_of, random_pages
+from runtime.gemm.epilogues import Kind
+from runtime.gemm.ops import Norm, Products
+from runtime.gemm.plan import KernelPlan, LargeTile, Tile
+from runtime.gemm.weights import LINE, Matrix, StepWeights, up
+from runtime.layers.rope import cos_sin_table
+from runtime.megakernel.launch import DecodeStep
+from runtime.models.model import Model
+from tests.runtime.attention.samples import batch_of, pages_of, random_pages
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,9 +7,10 @@ import torch
 
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, LayerWeights, Linear
 from runtime.config import ModelConfig, RopeConfig
-from runtime.engine import Command, Engine, Limits, StepOutput
-from runtime.model import Model
-from runtime.sequence import FinishReason, Request, SampledToken, Sampling
+from runtime.core.limits import Limits
+from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
+from runtime.engine import Command, Engine, StepOutput
+from runtime.models.model import Model
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -97,14 +98,14 @@ def request_of(
     length: int,
     max_tokens: int = 8,
     *,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     choices: int = 1,
     stop: Sequence[int] = (),
     seed: int = 0,
 ) -> Request:
     tokens = prompt_of(length, seed)
     return Request(
-        name, tokens, length, sampling or Sampling(), max_tokens, frozenset(stop), choices
+        name, tokens, length, sampling or SamplingParams(), max_tokens, frozenset(stop), choices
     )
 
 

@@ -15,7 +15,6 @@ from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
 from services.common.placement import Compatibility, ModelInfo
-from services.common.worker import PAGE_SIZE, Identity, Loaded
 from services.decode.service import DecodeWorker
 from services.decode.settings import DecodeSettings
 from services.prefill.service import SERVICE, PrefillWorker
@@ -23,6 +22,7 @@ from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
 from services.transfer.receiver import Fetch
 from services.transfer.slab import Slab
+from services.worker.loading import PAGE_SIZE, Identity, Loaded
 from tests.runtime.tiny import CONFIG, engine_of, prompt_of, tiny_model
 
 LIMIT_S = 20.0  # for what takes milliseconds

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from services.common.errors import InvalidRequest, SettingsError
-from services.gateway.bodies import (
+from services.gateway.http.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,

@@ -1,0 +1,1 @@
+"""Benchmarks of the codec: ``python -m codec.bench --help``."""

@@ -1,0 +1,278 @@
+"""How fast the codec is on a GPU: `python -m codec.bench --device cuda --help`.
+
+A row is a segment with a `Plan` of its own, timed by events around its launches, the L2 cache
+flushed between runs, or a CUDA graph of many that follow one another through memory. Its floor is
+the time to move what must move, the raw bytes and the payload, at the speed of a copy. With
+`--peer` the public code of the paper, `codec_gpu.py`, runs on the same tensors in the same process.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.testing import do_bench
+
+import codec
+from codec.elements import BF16, ELEMENT_TYPES, ElementType
+from codec.format import Geometry, Layout, Mode
+from codec.gpu.plan import Plan
+
+MIB = 1 << 20
+_PEER_CLASS = "ChunkLocalSplitZipGPU"
+
+
+@dataclass(frozen=True)
+class GpuRow:
+    """One measured case.
+
+    Attributes:
+        ratio, escapes: raw bytes over the payload's; elements whose exponent has no code.
+        encode, decode, floor: GB/s (10^9 bytes) of raw data.
+        peer_encode, peer_decode: the paper's code on the same tensor; 0 if it was not asked for.
+    """
+
+    name: str
+    raw_bytes: int
+    ratio: float
+    escapes: float
+    encode: float
+    decode: float
+    floor: float
+    peer_encode: float = 0.0
+    peer_decode: float = 0.0
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.name:46} {self.ratio:7.4f} {self.escapes:8.3%} "
+            f"{self.encode:7.0f} ({self.encode / self.floor:4.0%}) "
+            f"{self.decode:7.0f} ({self.decode / self.floor:4.0%}) {self.floor:7.0f}"
+        )
+        return text + (
+            f" {self.peer_encode:7.0f} {self.peer_decode:7.0f}" if self.peer_encode else ""
+        )
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all rows share: the speed of a copy, bytes read and written, and the peer's class."""
+
+    copied: float
+    peer: Any = None
+
+    @classmethod
+    def start(cls, peer: Path | None) -> "Bench":
+        source = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        copied = 2 * source.numel() / _milliseconds(lambda: target.copy_(source)) / 1e6
+        return cls(copied, _load_peer(peer) if peer else None)
+
+    def row(
+        self,
+        name: str,
+        planes: list[Tensor],
+        books: codec.Codebook | list[codec.Codebook],
+        ids: list[int],
+        tokens: int,
+        *,
+        against_peer: bool = False,
+    ) -> GpuRow:
+        """Encode some pages of all planes, decode into others; checked before it is timed."""
+        encoding, out = _plan(planes, books, tokens)
+        pages = torch.tensor(ids, device="cuda")
+        encoding.encode(pages, out)
+        length, checksum, escapes, _ = encoding.facts().read()
+        payload = out[:length]
+        back = [torch.zeros_like(plane) for plane in planes]
+        decoding, _ = _plan(back, books, tokens)
+        decoding.decode(pages, payload)
+        _, found, announced, errors = decoding.facts().read()
+        if errors or not checksum == found == announced or not _same(planes, back, ids):
+            raise AssertionError(f"{name}: what was decoded is not what was encoded")
+        _, heads, _, dim = planes[0].shape
+        elements = len(planes) * heads * tokens * dim
+        raw = elements * planes[0].element_size()
+        encode = raw / _milliseconds(lambda: encoding.encode(pages, out)) / 1e6
+        decode = raw / _milliseconds(lambda: decoding.decode(pages, payload)) / 1e6
+        peer = self._peer(planes[0]) if against_peer and self.peer else (0.0, 0.0)
+        floor = self.copied / (1 + length / raw)
+        return GpuRow(name, raw, raw / length, escapes / elements, encode, decode, floor, *peer)
+
+    def graph_row(self, name: str, segments: list[Tensor], book: codec.Codebook) -> GpuRow:
+        """Flat segments one after another in a CUDA graph, what ends each aside."""
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        page = torch.zeros(1, dtype=torch.int64, device="cuda")
+        plans = [_plan([_flat(x)], book, x.numel(), aside) for x in segments]
+        back = [torch.zeros_like(x) for x in segments]
+        decodes = [_plan([_flat(x)], book, x.numel(), aside)[0] for x in back]
+
+        def encode() -> None:
+            for plan, out in plans:
+                plan.encode(page, out)
+
+        encode()
+        facts = [plan.facts().read() for plan, _ in plans]
+        lengths = [length for length, *_ in facts]
+        payloads = [out[:length] for (_, out), length in zip(plans, lengths, strict=True)]
+
+        def decode() -> None:
+            for plan, payload in zip(decodes, payloads, strict=True):
+                plan.decode(page, payload)
+
+        raw = sum(x.numel() * x.element_size() for x in segments)
+        speeds = [raw / _milliseconds(_captured(f, aside).replay) / 1e6 for f in (encode, decode)]
+        if not all(torch.equal(_bits(x), _bits(y)) for x, y in zip(segments, back, strict=True)):
+            raise AssertionError(f"{name}: what was decoded is not what was encoded")
+        floor = self.copied / (1 + sum(lengths) / raw)
+        escapes = sum(found for _, _, found, _ in facts) / sum(x.numel() for x in segments)
+        return GpuRow(name, raw, raw / sum(lengths), escapes, speeds[0], speeds[1], floor)
+
+    def _peer(self, plane: Tensor) -> tuple[float, float]:
+        flat, coder = plane.view(-1), self.peer()
+        coder.calibrate(flat[: 1 << 24])
+        encoded, raw = coder.encode(flat), 2 * flat.numel()
+        encode = raw / _milliseconds(lambda: coder.encode(flat)) / 1e6
+        return encode, raw / _milliseconds(lambda: coder.decode(encoded)) / 1e6
+
+
+Kv = dict[str, list[Tensor]]
+"""Planes `[page, kv_head, slot, dim]` under "calibration" and "test", as `headrace kv-statistics
+--keep-kv` writes them."""
+
+
+def real_rows(bench: Bench, kv: Kv) -> Iterator[GpuRow]:
+    """All planes of a model with codebooks of their own, repeated up to 512 MiB."""
+    size = sum(plane.numel() * 2 for plane in kv["test"])
+    times = max(1, 512 * MIB // size)
+    planes = [plane.repeat(times, 1, 1, 1).cuda() for plane in kv["test"]]
+    ids = torch.randperm(len(planes[0])).tolist()
+    for mode in (Mode.TOP16, Mode.INBAND, Mode.THREE_BIT, None):
+        books = [codec.calibrate(plane, mode=mode) for plane in kv["calibration"]]
+        name = f"real KV, {mode.name.lower() if mode else 'the best of each plane'}, random pages"
+        yield bench.row(name, planes, books, ids, len(ids) * planes[0].shape[2])
+
+
+def rows(bench: Bench, kv: Kv | None) -> Iterator[GpuRow]:
+    """All cases, the acceptance figures among them."""
+    book = _calibrated(Mode.TOP16)
+    for mib in (1, 16, 64, 512, 4096):
+        x = normal(mib * MIB // 2)
+        yield bench.row(f"flat bf16 top16 {mib} MiB", [_flat(x)], book, [0], x.numel())
+    for rate in (0.0, 0.0001, 0.003, 0.05, 0.1):
+        x = normal(256 * MIB, rate)
+        for mode in (Mode.TOP16, Mode.INBAND, Mode.THREE_BIT):
+            name = f"flat bf16 {mode.name.lower()} 512 MiB, {rate:.2%} outliers"
+            against = mode is Mode.TOP16
+            own = _calibrated(mode)
+            yield bench.row(name, [_flat(x)], own, [0], x.numel(), against_peer=against)
+    if kv is not None:
+        yield from real_rows(bench, kv)
+    for element in ELEMENT_TYPES[1:]:
+        x = normal(512 * MIB // element.size).to(element.dtype)
+        for mode in (m for m in Mode if 0 < m.code_bits < element.exponent_bits):
+            name = f"flat {element.name} {mode.name.lower()} 512 MiB"
+            yield bench.row(name, [_flat(x)], _calibrated(mode, element), [0], x.numel())
+    x = normal(256 * MIB)
+    gaps = codec.Codebook((3, *range(116, 130), 200))
+    yield bench.row("flat bf16 top16 512 MiB, codebook with gaps", [_flat(x)], gaps, [0], x.numel())
+    x = torch.randint(-(1 << 15), 1 << 15, (256 * MIB,), dtype=torch.int16, device="cuda")
+    x = x.view(torch.bfloat16)
+    yield bench.row("flat bf16 top16 512 MiB, random bits", [_flat(x)], book, [0], x.numel())
+    del x
+    for layers, heads, dim, tokens in ((32, 8, 128, 4096), (30, 3, 64, 8192)):
+        shape = (tokens // 16 + 64, heads, 16, dim)
+        planes = [normal(torch.Size(shape).numel()).view(shape) for _ in range(2 * layers)]
+        ids = torch.randperm(shape[0])[: tokens // 16].tolist()
+        name = f"{layers} layers, {heads} heads of {dim}, {tokens} tokens, random pages"
+        yield bench.row(name, planes, book, ids, tokens)
+    segments = [normal(8 * MIB) for _ in range(24)]
+    yield bench.graph_row("16 MiB, one of 24 in a graph", segments, book)
+
+
+def normal(count: int, outliers: float = 0.0) -> Tensor:
+    """N(0, 1) in bf16, a share of them times 2^20."""
+    parts = [1 << 26] * (count >> 26) + [count & (1 << 26) - 1]
+    x = torch.cat([torch.randn(part, device="cuda").bfloat16() for part in parts])
+    if outliers:
+        x[torch.randint(count, (int(count * outliers),), device="cuda")] *= 2.0**20
+    return x
+
+
+def _calibrated(mode: Mode, element: ElementType = BF16) -> codec.Codebook:
+    return codec.calibrate(normal(1 << 22), element.dtype, mode)
+
+
+def _plan(
+    planes: list[Tensor],
+    books: codec.Codebook | list[codec.Codebook],
+    tokens: int,
+    aside: torch.cuda.Stream | None = None,
+) -> tuple[Plan, Tensor]:
+    """A plan, and an output that holds whatever it encodes."""
+    _, heads, slots, dim = planes[0].shape
+    geometry = Geometry(heads, dim, tokens, slots)
+    books = books if isinstance(books, list) else [books] * len(planes)
+    layout = Layout.of(geometry, books[0].element, [book.mode for book in books])
+    plan = Plan(planes, books, geometry, layout, aside=aside)
+    return plan, torch.empty(layout.bound, dtype=torch.uint8, device="cuda")
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.view(1, 1, x.numel(), 1)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int16 if x.element_size() == 2 else torch.uint8)
+
+
+def _same(planes: list[Tensor], back: list[Tensor], ids: list[int]) -> bool:
+    if len(planes[0]) == 1:
+        return all(torch.equal(_bits(a), _bits(b)) for a, b in zip(planes, back, strict=True))
+    pairs = zip(planes, back, strict=True)
+    return all(torch.equal(_bits(a)[ids], _bits(b)[ids]) for a, b in pairs)
+
+
+def _captured(call: Callable[[], None], aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+        torch.cuda.current_stream().wait_stream(aside)
+    return graph
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    """The median of many runs."""
+    return float(do_bench(call, warmup=20, rep=60, return_mode="median"))
+
+
+def _load_peer(path: Path) -> Any:
+    """The encoder's class of the paper's public code, from its file `codec_gpu.py`."""
+    spec = importlib.util.spec_from_file_location("peer_codec_gpu", path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look for it
+    spec.loader.exec_module(module)
+    return getattr(module, _PEER_CLASS)
+
+
+def run(peer: Path | None, kv: Path | None) -> list[GpuRow]:
+    """Measure and print all rows."""
+    values: Kv | None = torch.load(kv) if kv else None
+    bench = Bench.start(peer)
+    print(f"{torch.cuda.get_device_name()}, a copy moves {bench.copied:.0f} GB/s")
+    print(
+        f"{'GB/s of raw data':46} {'ratio':>7} {'escapes':>8} {'encode':>14} {'decode':>14}", end=""
+    )
+    print(f" {'floor':>7}" + (f" {'peer encode, decode':>15}" if peer else ""))
+    measured = []
+    for row in rows(bench, values):
+        print(row, flush=True)
+        measured.append(row)
+    return measured

@@ -1,0 +1,103 @@
+"""The CPU backend's compiled loops of the checksum; `checksum.py` defines it.
+
+A chunk's digests are made word by word of its columns, u64 `[32]`. Arguments that recur:
+
+    digests: their address.
+    columns: how many the chunk has.
+    keys: u32 `[16]`, the checksum's.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from codec.checksum import GOLDEN, UNITS_BITS
+from codec.cpu.jit import compiled, load, pointer, store
+from codec.cpu.tables import Element
+from codec.format import COLUMNS
+
+Keys = NDArray[np.uint32]
+Sum = np.uint64
+
+_u = np.uint64
+_GOLDEN = _u(GOLDEN)
+_LOW = _u(0xFFFF_FFFF)
+
+
+@compiled
+def _fold(value: Sum) -> Sum:
+    value = (value ^ value >> _u(32)) * _GOLDEN
+    return value ^ value >> _u(32)
+
+
+@compiled
+def tag_columns(chunk: int, units: int, columns: int, digests: int) -> None:
+    """Start the digests of a chunk's columns: by its number in the segment and its entries."""
+    out = pointer(digests, np.uint64)
+    for c in range(columns):
+        store(out, c, _u(COLUMNS * chunk + c << UNITS_BITS | units) * _GOLDEN)
+
+
+@compiled
+def add_fours(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
+    """Add four words of each column, `[columns][4]`, with four keys from number `key` on."""
+    data, out = pointer(words, np.uint64), pointer(digests, np.uint64)
+    key0, key1, key2, key3 = _u(keys[key]), _u(keys[key + 1]), _u(keys[key + 2]), _u(keys[key + 3])
+    for c in range(columns):
+        first, second = load(data, 2 * c), load(data, 2 * c + 1)
+        added = (first & _LOW) * key0 + (first >> _u(32)) * key1
+        added += (second & _LOW) * key2 + (second >> _u(32)) * key3
+        store(out, c, load(out, c) + added)
+
+
+@compiled
+def add_twos(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
+    """Add two words of each column, `[columns][2]`."""
+    data, out = pointer(words, np.uint64), pointer(digests, np.uint64)
+    key0, key1 = _u(keys[key]), _u(keys[key + 1])
+    for c in range(columns):
+        both = load(data, c)
+        store(out, c, load(out, c) + (both & _LOW) * key0 + (both >> _u(32)) * key1)
+
+
+@compiled
+def add_ones(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
+    """Add three words of each column, `[3][columns]`."""
+    data, out = pointer(words, np.uint32), pointer(digests, np.uint64)
+    key0, key1, key2 = _u(keys[key]), _u(keys[key + 1]), _u(keys[key + 2])
+    for c in range(columns):
+        added = _u(load(data, c)) * key0 + _u(load(data, columns + c)) * key1
+        added += _u(load(data, 2 * columns + c)) * key2
+        store(out, c, load(out, c) + added)
+
+
+@compiled
+def sum_columns(digests: int, columns: int) -> Sum:
+    """What a chunk's columns add to the checksum."""
+    data, total = pointer(digests, np.uint64), _u(0)
+    for c in range(columns):
+        total += _fold(load(data, c))
+    return total
+
+
+@compiled
+def sum_elements(
+    chunk: int, elements: int, columns: int, element: Element, units: int, digests: int, keys: Keys
+) -> Sum:
+    """What a chunk adds whose words are its elements: stored raw, without entries, or in full."""
+    tag_columns(chunk, units, columns, digests)
+    for row in range(4):
+        if element.size == 2:
+            add_fours(elements + 16 * columns * row, columns, keys, 4 * row, digests)
+        else:
+            add_twos(elements + 8 * columns * row, columns, keys, 2 * row, digests)
+    return sum_columns(digests, columns)
+
+
+@compiled
+def sum_entries(chunk: int, entries: int, units: int) -> Sum:
+    """What a chunk's entries, at this address, add to the checksum."""
+    data, total = pointer(entries, np.uint32), _u(0)
+    for j in range(units):
+        key = _fold(_u(chunk << UNITS_BITS | j) * _GOLDEN) | _u(1)
+        total += _u(load(data, j)) * key
+    return total

@@ -1,0 +1,31 @@
+"""Bounds of one engine."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one engine.
+
+    Attributes:
+        max_running: sequences (choices) that hold a batch slot at the same time.
+        max_waiting: requests that may wait for batch slots or pages.
+        step_tokens: maximum prompt tokens computed in one step.
+        chunk_tokens: maximum prompt tokens of one sequence computed in one step, a multiple of the
+            page size.
+    """
+
+    max_running: int
+    max_waiting: int
+    step_tokens: int = 512
+    chunk_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_waiting", "step_tokens", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.chunk_tokens > self.step_tokens:
+            raise ValueError(
+                f"chunk_tokens ({self.chunk_tokens}) must be at most "
+                f"step_tokens ({self.step_tokens})"
+            )

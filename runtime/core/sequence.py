@@ -1,0 +1,81 @@
+"""Sequences, and the groups of them that share a prompt."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from runtime.core.request import Request
+
+
+class Purpose(Enum):
+    """What a sequence group is scheduled for on this worker."""
+
+    GENERATE = "generate"  # prefill here, then decode
+    HOLD = "hold"  # prefill here, then keep the pages for another worker
+    RECEIVE = "receive"  # receive the KV from another worker, then decode
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One choice of a request: its tokens so far, and the pages that hold their KV.
+
+    Attributes:
+        arrival: position of the request in arrival order.
+        limit: maximum length in tokens, prompt included.
+        running: whether the sequence is in the decode batch.
+        ahead: tokens that launched steps sample for it and that the host has not read yet.
+        decided: False while its sampling needs the host: its step must be read before the next
+            one is launched.
+    """
+
+    request: Request
+    choice: int
+    arrival: int
+    tokens: list[int]
+    limit: int
+    pages: list[int] = field(default_factory=list)
+    running: bool = False
+    ahead: int = 0
+    decided: bool = True
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, including those being sampled by launched steps."""
+        return len(self.tokens) + self.ahead
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sort key that orders sequences from oldest to youngest."""
+        return self.arrival, self.choice
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """Sequences that share a prompt and are scheduled together until its prefill completes.
+
+    Attributes:
+        computed: prompt tokens whose KV is in the pages.
+    """
+
+    purpose: Purpose
+    sequences: list[Sequence]
+    computed: int = 0
+
+    @property
+    def request(self) -> Request:
+        """The request that all sequences belong to."""
+        return self.sequences[0].request
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that all sequences start from."""
+        return self.sequences[0].tokens
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sort key that orders groups from oldest to youngest."""
+        return self.sequences[0].age
+
+    @property
+    def slots(self) -> int:
+        """Number of batch slots the group needs."""
+        return 1 if self.purpose is Purpose.HOLD else len(self.sequences)

@@ -1,0 +1,1 @@
+"""What compiled CPU loops share: just-in-time compilation and register tiles."""

@@ -1,0 +1,91 @@
+"""What compiled loops are made of: the compiler's settings and exact floating-point steps.
+
+Loops that use these and no fast-math compute what is written, operation by operation, on any x86:
+a result then depends on its own inputs alone, not on what else is in the batch.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+Floats = NDArray[np.float32]
+Halves = NDArray[np.uint16]
+Bytes = NDArray[np.uint8]
+_f, _u, _i = np.float32, np.uint32, np.int32
+
+
+def _stamp_of(package: Path) -> str:
+    """Changes with any of a package's sources."""
+    sources = (source.read_bytes() for source in sorted(package.rglob("*.py")))
+    return "_" + hashlib.blake2b(b"".join(sources), digest_size=8).hexdigest()
+
+
+_STAMP = _stamp_of(Path(__file__).parents[1])
+
+
+def compiled(function: _Function) -> _Function:
+    """Compile on first use, to run without the interpreter's lock; cached on disk if possible.
+
+    numba knows a cached function by its name and its own file. The stamp in the name makes it know
+    what that calls and imports from other files, too.
+    """
+    function.__qualname__ += _STAMP
+    try:
+        made: _Function = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:  # no writable directory for the cache
+        made = numba.njit(nogil=True, error_model="numpy")(function)
+    return made
+
+
+def _fma_type(_typing_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
+    """How ``fma(a, b, c)``, a·b + c rounded once, is typed and compiled."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    f32 = types.float32
+    return f32(f32, f32, f32), generate
+
+
+def _bitcast(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+
+
+def _as_float_type(_typing_context: Any, _bits: Any) -> Any:
+    return types.float32(types.uint32), _bitcast
+
+
+def _as_bits_type(_typing_context: Any, _value: Any) -> Any:
+    return types.uint32(types.float32), _bitcast
+
+
+fma = intrinsic(_fma_type)
+as_float = intrinsic(_as_float_type)
+as_bits = intrinsic(_as_bits_type)
+
+
+@compiled
+def exp(x: np.float32) -> np.float32:
+    """e^x for x <= 0, to 2 ulp; 0 below -87, where the result would be subnormal.
+
+    Source: range reduction and polynomial of Moshier's Cephes library, `expf`.
+    """
+    bounded = x if x > _f(-87.0) else _f(-87.0)
+    n = np.floor(fma(bounded, _f(1.44269504), _f(0.5)))
+    y = fma(n, _f(2.12194440e-4), fma(n, _f(-0.693359375), bounded))
+    z = fma(y, _f(1.9875691500e-4), _f(1.3981999507e-3))
+    z = fma(z, y, _f(8.3334519073e-3))
+    z = fma(z, y, _f(4.1665795894e-2))
+    z = fma(z, y, _f(1.6666665459e-1))
+    z = fma(z, y, _f(5.0000001201e-1))
+    z = fma(z, y * y, y + _f(1.0))
+    power = as_float(_u(_i(n) + _i(127)) << _u(23))
+    return z * power if x > _f(-87.0) else _f(0.0)

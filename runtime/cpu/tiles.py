@@ -1,0 +1,286 @@
+"""Register tiles: the inner steps of products that the compiler does not find by itself.
+
+Every element is summed on its own, in the order of k, by fused multiply-adds. So neither the width
+of the vectors nor the shape of a tile changes a bit of a result: both are this machine's choice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+from runtime.cpu.jit import Bytes, Floats, Halves, as_float, compiled
+
+LANES = 64
+"""Columns of what is accumulated."""
+GROUP = 32
+"""Rows of codes that share a scale and an offset."""
+Right = Floats | Halves | tuple[Bytes, Floats, Floats]
+
+_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]
+_WIDTH, _VECTORS = (16, 4) if "+avx512f" in _FEATURES else (8, 2)
+_TALL = 4
+"""Floats of a vector, and vectors of a tile's row: four such rows just fit the registers, and eight
+of half as many vectors."""
+
+_FLOATS = ir.VectorType(ir.FloatType(), _WIDTH)
+_WORDS = ir.VectorType(ir.IntType(32), _WIDTH)
+_PATTERNS = ir.VectorType(ir.IntType(16), _WIDTH)
+_BYTES = ir.VectorType(ir.IntType(8), _WIDTH)
+_AHEAD = 128
+"""Rows of weights that are asked for before they are needed; the processor's own guesses stop short
+while it multiplies: with eight rows 13 ms for SmolLM2's codes instead of 18."""
+_u = np.uint32
+
+
+class _Writer:
+    """Writes vector instructions into the function that numba is compiling.
+
+    Args:
+        signature, arguments: of an intrinsic. Its arrays may have any strides; the elements of a
+            tuple count as arguments of their own.
+    """
+
+    def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        self._builder = builder
+        self._arrays: list[Any] = []
+        for kind, value in zip(signature.args, arguments, strict=True):
+            tuples = isinstance(kind, types.BaseTuple)
+            parts = cgutils.unpack_tuple(builder, value) if tuples else [value]
+            for part, item in zip(kind if tuples else [kind], parts, strict=True):
+                array = isinstance(part, types.Array)
+                view = context.make_array(part)(context, builder, item) if array else None
+                self._arrays.append(view)
+        name, kind = f"llvm.fma.v{_WIDTH}f32", ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+        self._fma = cgutils.get_or_insert_function(builder.module, kind, name)
+
+    def extent(self, array: int, axis: int) -> Any:
+        return self._builder.extract_value(self._arrays[array].shape, axis)
+
+    def address(self, array: int, *indices: Any) -> Any:
+        """Of one element of the array that is the argument of this number."""
+        view = self._arrays[array]
+        at = self._builder.ptrtoint(view.data, ir.IntType(64))
+        for axis, index in enumerate(indices):
+            stride = self._builder.extract_value(view.strides, axis)
+            at = self._builder.add(at, self._builder.mul(_constant(index), stride))
+        return self._builder.inttoptr(at, view.data.type)
+
+    def group_of(self, row: Any) -> Any:
+        return self._builder.udiv(row, _constant(GROUP))
+
+    def load(self, address: Any, kind: ir.VectorType = _FLOATS) -> Any:
+        return self._builder.load(self._builder.bitcast(address, kind.as_pointer()), align=1)
+
+    def store(self, vector: Any, address: Any) -> None:
+        self._builder.store(vector, self._builder.bitcast(address, _FLOATS.as_pointer()), align=1)
+
+    def everywhere(self, address: Any) -> Any:
+        """One float in all lanes."""
+        empty = ir.Constant(_FLOATS, ir.Undefined)
+        first = self._builder.insert_element(
+            empty, self._builder.load(address), ir.Constant(ir.IntType(32), 0)
+        )
+        return self._builder.shuffle_vector(first, empty, ir.Constant(_WORDS, [0] * _WIDTH))
+
+    def to_floats(self, codes: Any) -> Any:
+        return self._builder.uitofp(self._builder.zext(codes, _WORDS), _FLOATS)
+
+    def widen(self, patterns: Any) -> Any:
+        """Floats of bf16 patterns."""
+        high = ir.Constant(_WORDS, [16] * _WIDTH)
+        bits = self._builder.shl(self._builder.zext(patterns, _WORDS), high)
+        return self._builder.bitcast(bits, _FLOATS)
+
+    def blend(self, first: Any, second: Any, lanes: list[int]) -> Any:
+        """Lanes of two vectors, which are numbered one after the other."""
+        return self._builder.shuffle_vector(first, second, ir.Constant(_WORDS, lanes))
+
+    def expect(self, address: Any, distance: int) -> None:
+        """What lies so many bytes further will be read soon."""
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        hint = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0i8")
+        ahead = self._builder.gep(self._builder.bitcast(address, byte), [_constant(distance)])
+        self._builder.call(hint, [ahead, word(0), word(3), word(1)])
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        return self._builder.call(self._fma, [a, b, c])
+
+
+def _constant(index: Any) -> Any:
+    return ir.Constant(ir.IntType(64), index) if isinstance(index, int) else index
+
+
+def _tile(rows: int) -> Any:
+    """`accumulate` for ``rows`` rows from ``first`` on, whose sums stay in registers."""
+    vectors = _VECTORS if rows <= _TALL else _VECTORS // 2
+
+    def typed(
+        _typing: Any, c: Any, a: Any, _column: Any, b: Any, _row: Any, _steps: Any, _first: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            write = _Writer(context, builder, signature, arguments)
+            _, _, column, _, row, steps, first = arguments
+            numbers = [builder.add(first, _constant(number)) for number in range(rows)]
+            for strip in range(0, LANES, _WIDTH * vectors):
+                lanes = [strip + vector * _WIDTH for vector in range(vectors)]
+                targets = [[write.address(0, number, lane) for lane in lanes] for number in numbers]
+                sums = [
+                    [cgutils.alloca_once_value(builder, write.load(target)) for target in line]
+                    for line in targets
+                ]
+                read = _reader(write, b, row, lanes)
+                with cgutils.for_range(builder, steps) as step:
+                    right = read(builder.add(row, step.index))
+                    at = builder.add(column, step.index)
+                    for number, totals in zip(numbers, sums, strict=True):
+                        left = write.everywhere(write.address(1, number, at))
+                        for vector, total in zip(right, totals, strict=True):
+                            builder.store(write.fma(left, vector, builder.load(total)), total)
+                for line, totals in zip(targets, sums, strict=True):
+                    for target, total in zip(line, totals, strict=True):
+                        write.store(builder.load(total), target)
+            return context.get_dummy_value()
+
+        index = types.intp
+        return types.void(c, a, index, b, index, index, index), generate
+
+    return intrinsic(typed)
+
+
+def _reader(write: _Writer, b: Any, row: Any, lanes: list[int]) -> Callable[[Any], list[Any]]:
+    """How a tile reads some lanes of one row of its right side."""
+    if isinstance(b, types.Array):
+        if b.dtype == types.uint16:
+
+            def widened(at: Any) -> list[Any]:
+                write.expect(write.address(3, at, lanes[0]), 2 * LANES * _AHEAD)
+                return [
+                    write.widen(write.load(write.address(3, at, lane), _PATTERNS)) for lane in lanes
+                ]
+
+            return widened
+        return lambda at: [write.load(write.address(3, at, lane)) for lane in lanes]
+    group = write.group_of(row)
+    scales = [write.load(write.address(4, group, lane)) for lane in lanes]
+    offsets = [write.load(write.address(5, group, lane)) for lane in lanes]
+
+    def decode(at: Any) -> list[Any]:
+        if lanes[0] == 0:
+            write.expect(write.address(3, at, 0), LANES * _AHEAD)
+        codes = [write.to_floats(write.load(write.address(3, at, lane), _BYTES)) for lane in lanes]
+        return [write.fma(*terms) for terms in zip(scales, codes, offsets, strict=True)]
+
+    return decode
+
+
+_one_row, _two_rows, _three_rows, _four_rows = (_tile(rows) for rows in (1, 2, 3, 4))
+_five_rows, _six_rows, _seven_rows, _eight_rows = (_tile(rows) for rows in (5, 6, 7, 8))
+
+
+@compiled
+def accumulate(c: Floats, a: Floats, column: int, b: Right, row: int, steps: int) -> None:
+    """``c += a[:, column : column + steps] b[row : row + steps]``, each element in that order.
+
+    Args:
+        c: `[m, LANES]`.
+        a: `[m, k]`, of any strides.
+        b: `[n, LANES]` floats or bf16 patterns; or u8 codes with scales and offsets
+            `[n / GROUP, LANES]`, which stand for ``scale · code + offset``, rounded once. The
+            steps over codes stay within a group.
+    """
+    done = 0
+    while len(c) - done >= 8:
+        _eight_rows(c, a, column, b, row, steps, done)
+        done += 8
+    left = len(c) - done
+    if left == 1:
+        _one_row(c, a, column, b, row, steps, done)
+    elif left == 2:
+        _two_rows(c, a, column, b, row, steps, done)
+    elif left == 3:
+        _three_rows(c, a, column, b, row, steps, done)
+    elif left == 4:
+        _four_rows(c, a, column, b, row, steps, done)
+    elif left == 5:
+        _five_rows(c, a, column, b, row, steps, done)
+    elif left == 6:
+        _six_rows(c, a, column, b, row, steps, done)
+    elif left == 7:
+        _seven_rows(c, a, column, b, row, steps, done)
+
+
+def _square_type(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any, _at: Any) -> Any:
+    """How a square of `transpose` is typed and compiled."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        write = _Writer(context, builder, signature, arguments)
+        rows = [builder.add(arguments[1], _constant(row)) for row in range(_WIDTH)]
+        square = [write.load(write.address(0, row, arguments[2]), _PATTERNS) for row in rows]
+        square = [write.widen(patterns) for patterns in square]
+        distance = 1
+        while distance < _WIDTH:  # swap the off-diagonal quarters of ever larger blocks
+            for i in range(_WIDTH):
+                if not i & distance:
+                    pair = square[i], square[i + distance]
+                    square[i] = write.blend(*pair, [_low(lane, distance) for lane in range(_WIDTH)])
+                    square[i + distance] = write.blend(
+                        *pair, [_low(lane, distance) + distance for lane in range(_WIDTH)]
+                    )
+            distance *= 2
+        for row, vector in enumerate(square):
+            target = builder.add(arguments[2], _constant(row))
+            write.store(vector, write.address(3, target, arguments[4]))
+        return context.get_dummy_value()
+
+    index = types.intp
+    return types.void(patterns, index, index, out, index), generate
+
+
+def _low(lane: int, distance: int) -> int:
+    """Which of two rows' lanes, one after the other, comes to ``lane`` of the first."""
+    return lane + _WIDTH - distance if lane & distance else lane
+
+
+_square = intrinsic(_square_type)
+
+
+@compiled
+def transpose(patterns: Halves, out: Floats, at: int) -> None:
+    """``out[d, at + j]`` becomes the float of the bf16 pattern ``patterns[j, d]``."""
+    rows, columns = patterns.shape
+    whole_rows, whole_columns = rows // _WIDTH * _WIDTH, columns // _WIDTH * _WIDTH
+    for row in range(0, whole_rows, _WIDTH):
+        for column in range(0, whole_columns, _WIDTH):
+            _square(patterns, row, column, out, at + row)
+    for row in range(rows):
+        for column in range(whole_columns if row < whole_rows else 0, columns):
+            out[column, at + row] = as_float(_u(patterns[row, column]) << _u(16))
+
+
+def _prefetch_type(_typing: Any, pages: Any, _page: Any, _head: Any) -> Any:
+    """How `prefetch` is typed and compiled."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        write = _Writer(context, builder, signature, arguments)
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        start = builder.bitcast(write.address(0, *arguments[1:], 0, 0), byte)
+        patterns = builder.mul(write.extent(0, 2), write.extent(0, 3))
+        with cgutils.for_range(builder, builder.udiv(patterns, _constant(32))) as line:
+            at = builder.gep(start, [builder.mul(line.index, _constant(64))])
+            builder.call(hint, [at, word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(pages, types.intp, types.intp), generate
+
+
+prefetch = intrinsic(_prefetch_type)
+"""``prefetch(pages, page, head)``: ``pages[page, head]``, u16 `[slot, dim]`, will be read soon."""

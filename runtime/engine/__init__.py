@@ -1,0 +1,25 @@
+"""The engine: scheduling, chunked prefill and continuous batching over a paged KV cache."""
+
+from runtime.engine.commands import (
+    Add,
+    Arrived,
+    Cancel,
+    Command,
+    Computed,
+    Release,
+    Reserve,
+    StepOutput,
+)
+from runtime.engine.engine import Engine
+
+__all__ = [
+    "Add",
+    "Arrived",
+    "Cancel",
+    "Command",
+    "Computed",
+    "Engine",
+    "Release",
+    "Reserve",
+    "StepOutput",
+]

@@ -1,0 +1,1 @@
+"""Matrix products on a GPU: plan, packed weights, epilogues and kernels."""

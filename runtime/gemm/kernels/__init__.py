@@ -1,0 +1,1 @@
+"""Triton and Gluon GEMM kernels."""

@@ -1,0 +1,1 @@
+"""CUDA graph capture and asynchronous copies between host and device."""

@@ -1,0 +1,1 @@
+"""A decode step of a few sequences as one persistent kernel launch."""

@@ -1,0 +1,1 @@
+"""Decoder models: layers, their parts, and the families they are built from."""

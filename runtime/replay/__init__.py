@@ -1,0 +1,1 @@
+"""Prefill and decode under CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Sampling: the reference, and the same on the device under CUDA graphs."""

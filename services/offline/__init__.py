@@ -1,0 +1,1 @@
+"""Offline commands: calibrate, compress, convert, KV statistics, tune."""

@@ -1,0 +1,29 @@
+"""`headrace calibrate`: codebooks from a model's own KV on real text."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+import codec
+from runtime.checkpoint import load_checkpoint
+from runtime.compress import documentation
+from runtime.models.model import Model
+from services.common.model_source import resolve_model
+from services.common.tokenizer import load_tokenizer
+from services.offline.real_kv import prefill_sample
+from services.worker.loading import PAGE_SIZE
+
+
+def calibrate(model: str, tokenizer: str, out: Path) -> codec.Codebooks:
+    """Prefills real text, counts the exponents of each plane, writes the codebooks to ``out``."""
+    console = Console(stderr=True)
+    with console.status("loading the model, compiling the codec"):
+        codec.warm_up()  # the workers find the compiled loops in the cache
+        tokens = load_tokenizer(resolve_model(tokenizer)).encode(documentation()[0])
+        runtime_model = Model(load_checkpoint(resolve_model(model)), page_size=PAGE_SIZE)
+    codebooks = codec.calibrate_model(prefill_sample(runtime_model, tokens, console))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = out.with_suffix(".draft")
+    codebooks.save(draft)
+    draft.replace(out)
+    return codebooks

@@ -1,0 +1,182 @@
+"""The life of a worker process: serve, register, stay known; on a signal drain, then leave."""
+
+import asyncio
+import signal
+import sys
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import structlog
+from prometheus_client import start_http_server
+
+from runtime.engine import StepOutput
+from services.common.collector import freeze_loaded
+from services.common.grpc_server import GrpcServer
+from services.common.placement import Registration, Role
+from services.transfer.agent import TransferAgent
+from services.worker.engine_thread import EngineThread
+from services.worker.loading import PAGE_SIZE, Loaded
+from services.worker.metrics import WorkerMetrics
+from services.worker.registration import Registrar
+from services.worker.settings import WorkerSettings
+
+log = structlog.get_logger()
+
+
+class Worker(ABC):
+    """What prefill and decode workers have in common: an engine's thread, metrics, an end.
+
+    Attributes:
+        fault: fails when the engine or the transfer does: the process must end.
+        draining: nothing new is accepted.
+    """
+
+    def __init__(self, loaded: Loaded, agent: TransferAgent) -> None:
+        loop = asyncio.get_running_loop()
+        self.identity = loaded.identity
+        self.metrics = WorkerMetrics()
+        model = loaded.engine.model
+        self.metrics.info.labels(
+            self.identity.model.name, model.products, model.kv_format.kernels, model.kernel_plan
+        ).set(1)
+        self.fault: asyncio.Future[None] = loop.create_future()
+        self.engine = EngineThread(loaded.engine, on_output=self._deliver, on_fault=self._fail)
+        self.draining = False
+        self._registrar: Registrar | None = None
+
+        def transfer_died(thread: "Future[None]") -> None:
+            if error := thread.exception():
+                loop.call_soon_threadsafe(self._fail, error)
+
+        agent.fault.add_done_callback(transfer_died)
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Nothing of any request is left here."""
+
+    @abstractmethod
+    def _deliver(self, output: StepOutput) -> None:
+        """What a step did, to whom it concerns."""
+
+    def join(self, registrar: Registrar) -> None:
+        """From now on the routers hear which placements have arrived."""
+        self._registrar = registrar
+
+    def observe(self) -> None:
+        """Refreshes the gauges; called once in a while."""
+        load = self.engine.load
+        self.metrics.observe_load(
+            running=load.running,
+            waiting=load.waiting,
+            queue_tokens=load.queue_tokens,
+            free=load.pages_free,
+            total=self.engine.pages_total,
+        )
+        self.metrics.observe_steps(load.steps, load.busy_s)
+
+    async def close(self) -> None:
+        """Ends the engine's thread; the pages go with the process."""
+        await self.engine.stop()
+
+    def _admitted(self, placement_id: str) -> None:
+        if self._registrar is not None:
+            self._registrar.admit(placement_id)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.fault.done():
+            self.fault.set_exception(error)
+
+
+SWITCH_S = 5e-5
+"""For which a thread may keep Python's lock while another one waits: the engine's has a step to
+launch, and 64 streams keep the others busy. Python's own is 5 ms, more than a step may take."""
+
+
+async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role) -> None:
+    """Runs a worker until SIGTERM or SIGINT, then lets running work finish within ``drain_s``.
+
+    Raises:
+        BaseException: what broke the engine or the transfer, after everything else was shut.
+    """
+    sys.setswitchinterval(SWITCH_S)
+    freeze_loaded()
+    stop, identity = stop_on_signals(), worker.identity
+    registration = Registration(
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        role=role,
+        address=f"{settings.advertise or settings.host}:{server.port}",
+        model=identity.model,
+        compatibility=identity.compatibility,
+        page_size=PAGE_SIZE,
+        pages_total=worker.engine.pages_total,
+        max_running=settings.max_running,
+    )
+    registrar = Registrar(
+        registration,
+        worker.engine,
+        settings.routers,
+        token=settings.token,
+        period_s=settings.heartbeat_s,
+    )
+    worker.join(registrar)
+    worker.engine.start()
+    await server.start()
+    metrics_server, _ = start_http_server(
+        settings.metrics_port, settings.host, worker.metrics.registry
+    )
+    await server.set_serving(True)
+    registrar.start()
+    tending = asyncio.create_task(_tend(worker, settings.heartbeat_s))
+    log.info(
+        "ready",
+        role=role.value,
+        worker=identity.worker_id,
+        epoch=identity.epoch,
+        port=server.port,
+        metrics_port=metrics_server.server_port,
+    )
+    try:
+        stopping = asyncio.create_task(stop.wait())
+        ends: set[asyncio.Future[Any]] = {stopping, worker.fault, tending}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set() and not worker.fault.done():
+            worker.draining = True
+            await server.set_serving(False)
+            await registrar.drain()
+            await _wait_until_idle(worker, settings.drain_s)
+    finally:
+        log.info("stopping", worker=identity.worker_id, idle=worker.idle)
+        tending.cancel()
+        await registrar.stop()
+        await server.stop(0.5)
+        await worker.close()
+        metrics_server.shutdown()
+    for watched in (worker.fault, tending):
+        if watched.done() and not watched.cancelled():
+            watched.result()
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGTERM or SIGINT sets."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _tend(worker: Worker, period_s: float) -> None:
+    while True:
+        worker.observe()
+        await asyncio.sleep(period_s)
+
+
+async def _wait_until_idle(worker: Worker, limit_s: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while not worker.idle and not worker.fault.done():  # noqa: ASYNC110 - a poll is enough, once in a process's life
+                await asyncio.sleep(0.05)

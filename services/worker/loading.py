@@ -1,0 +1,231 @@
+"""A worker process: the engine it holds, who it is, and how it tells the routers."""
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+import codec
+from headrace.v1 import prefill_pb2
+from runtime.checkpoint import load_checkpoint
+from runtime.config import ModelConfig
+from runtime.core.limits import Limits
+from runtime.engine import Engine
+from runtime.errors import RuntimeFault
+from runtime.models.model import Model, step_refusal
+from services.common.errors import SettingsError
+from services.common.model_source import model_name, resolve_model
+from services.common.placement import Compatibility, ModelInfo
+from services.worker.kv_budget import CPU_TOKENS, DeviceMemory, kv_tokens_for
+from services.worker.settings import WorkerSettings
+from services.worker.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from runtime.gemm.plan import KernelPlan
+
+log = structlog.get_logger()
+
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One life of one worker, and what it can work together with."""
+
+    worker_id: str
+    epoch: str  # 32 hex digits
+    model: ModelInfo
+    compatibility: Compatibility
+
+    def compatibility_message(self) -> prefill_pb2.Compatibility:
+        return prefill_pb2.Compatibility(**self.compatibility.model_dump())
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a worker has after start-up: its engine, its codebooks, its identity."""
+
+    engine: Engine
+    codebooks: tuple[codec.Codebook | None, ...]
+    identity: Identity
+    config: ModelConfig
+    device: str
+
+
+def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
+    """Reads the model and the codebooks, builds the engine and warms it up.
+
+    Args:
+        decodes: sequences are continued here, on a GPU by replays of CUDA graphs.
+
+    Raises:
+        SettingsError: what was named cannot be served, and why.
+    """
+    device = _device(settings.device)
+    try:
+        path = resolve_model(settings.model)
+        model, model_hash = _load_model(path, settings, device)
+        engine = _engine(model, settings, decodes=decodes)
+        codebooks, codebook_id = _codebooks(settings, model.config.num_layers)
+        warm_up(engine, codebooks, settings)
+    except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
+        raise SettingsError(f"cannot serve {settings.model}: {error}") from error
+    _log_capacity(engine, device)
+    config = model.config
+    identity = Identity(
+        worker_id=settings.worker_id,
+        epoch=uuid.uuid4().hex,
+        model=ModelInfo(
+            name=settings.served_model_name or model_name(path),
+            context_length=config.context_length,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            model_hash=model_hash,
+        ),
+        compatibility=Compatibility(
+            model_hash=model_hash,
+            kv_format=engine.cache.format.name,
+            kv_format_hash=engine.cache.format.artifact_hash,
+            page_size=PAGE_SIZE,
+            codec_version=codec.WIRE_VERSION,
+            codec="splitzip" if codebook_id else "raw",
+            codebook_id=codebook_id,
+            kernel_plan=model.kernel_plan,
+        ),
+    )
+    return Loaded(engine, codebooks, identity, config, device)
+
+
+def _device(name: str) -> str:
+    """A worker on a GPU host is given one GPU to see.
+
+    Raises:
+        SettingsError: a GPU was asked for and torch sees none.
+    """
+    if name == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda:0"
+    if name == "auto":
+        return "cpu"
+    build = f"torch {torch.__version__}, built for {torch.version.cuda or 'the CPU alone'}"
+    raise SettingsError(f"device cuda: {build}, sees no GPU here")
+
+
+def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str]:
+    """The model on its device, and its hash.
+
+    It is read into the host's memory, where tensors of a safetensors file that has this dtype are
+    only mapped, and moved as the model packs it, matrix after matrix: the device never has much of
+    it twice, and nothing of what was read is left at the end.
+    """
+    dtype = _dtype(settings.dtype, device)
+    checkpoint = load_checkpoint(path, dtype=dtype)
+    refusal = step_refusal(checkpoint, device, dtype)
+    if refusal is not None and settings.kernel_plan is not None:
+        raise SettingsError(f"kernel_plan is for models whose step is one launch: {refusal}")
+    plan = _kernel_plan(settings.kernel_plan, device)
+    model = Model(
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        page_size=PAGE_SIZE,
+        stepped=refusal is None,
+        plan=plan,
+    )
+    log.info(
+        "model loaded",
+        model=str(path),
+        device="cpu" if device == "cpu" else torch.cuda.get_device_name(device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        weight_bytes=checkpoint.nbytes,
+        layers_dense=model.config.num_layers - model.factorized_layers,
+        layers_factorized=model.factorized_layers,
+        products=model.products,
+        not_stepped=refusal,
+        attention=model.kv_format.kernels,
+        kernel_plan=model.kernel_plan,
+        plan_file=plan and plan.hash,
+        plan_by_kernels=plan and sorted(name for name, tile in plan.choices.items() if tile),
+        plan_multiplied_out=plan and sorted(plan.dense),
+    )
+    return model, checkpoint.model_hash
+
+
+def _kernel_plan(path: Path | None, device: str) -> "KernelPlan | None":
+    if path is None:
+        return None
+    from runtime.gemm.plan import KernelPlan
+
+    plan = KernelPlan.load(path)
+    if plan.device != torch.cuda.get_device_name(device):
+        raise SettingsError(f"{path} is a plan for {plan.device}: `headrace tune` makes one here")
+    return plan
+
+
+def _engine(model: Model, settings: WorkerSettings, *, decodes: bool) -> Engine:
+    """Raises:
+    SettingsError: no page fits beside the weights.
+    """
+    limits = Limits(
+        max_running=settings.max_running,
+        max_waiting=settings.max_waiting,
+        step_tokens=settings.step_tokens,
+        chunk_tokens=settings.chunk_tokens,
+    )
+    tokens = settings.kv_tokens
+    if tokens == "auto" and model.device.type == "cpu":
+        tokens = CPU_TOKENS
+    elif tokens == "auto":
+        per_token = model.kv_format.bytes_per_token(model.config)
+        tokens = kv_tokens_for(
+            DeviceMemory.now(model.device),
+            utilization=settings.gpu_memory_utilization,
+            slab=settings.slots * settings.slot_bytes + model.replayable * PAGE_SIZE * per_token,
+            logits=settings.max_running * model.config.vocab_size if decodes else 0,
+            bytes_per_token=per_token,
+            page_size=PAGE_SIZE,
+        )
+    return Engine(
+        model,
+        num_pages=tokens // PAGE_SIZE,
+        limits=limits,
+        replay=model.replayable,
+        decodes=decodes,
+        by_layer=settings.decode_graphs == "layer",
+    )
+
+
+def _log_capacity(engine: Engine, device: str) -> None:
+    """What there is to serve with, after everything was built and warmed up."""
+    free = None if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    pages = engine.pages_total
+    log.info("kv pages", pages=pages, kv_tokens=pages * PAGE_SIZE, memory_left_bytes=free)
+
+
+def _dtype(name: str, device: str) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device != "cpu" else torch.float32
+    return torch.float32 if name == "float32" else torch.bfloat16
+
+
+def _codebooks(
+    settings: WorkerSettings, num_layers: int
+) -> tuple[tuple[codec.Codebook | None, ...], str]:
+    """One codebook for each plane in the engine's order, and the id that the handshake compares."""
+    if settings.codebooks is None:
+        if settings.codec == "splitzip":
+            raise SettingsError("codec splitzip needs codebooks: `headrace calibrate` makes them")
+        return (None,) * (2 * num_layers), ""
+    books = codec.Codebooks.load(Path(settings.codebooks))
+    planes = tuple(books[layer, name] for layer in range(num_layers) for name in ("k", "v"))
+    return planes, books.id
+
+
+def digest_pages(engine: Engine, pages: tuple[int, ...], num_tokens: int) -> str:
+    """Of a sequence's KV in all planes, on the engine's thread: equal content, equal digest."""
+    held = pages[: -(-num_tokens // PAGE_SIZE)]
+    return f"{codec.checksum_pages(engine.cache.planes, held, num_tokens):016x}"

@@ -1,0 +1,119 @@
+"""How a worker makes itself known: registration and heartbeats to every router."""
+
+import asyncio
+from collections import deque
+
+import httpx
+import structlog
+
+from services.common.placement import Heartbeat, Registration, WorkerState
+from services.worker.engine_thread import EngineThread
+
+log = structlog.get_logger()
+
+MAX_UNTOLD = (
+    4096  # placements remembered for a router that does not answer; older ones expire there
+)
+
+
+class Registrar:
+    """Keeps one worker registered with all routers; each learns its load with every heartbeat.
+
+    A router that restarted answers that it does not know the worker, and is told again.
+    """
+
+    def __init__(
+        self,
+        registration: Registration,
+        engine: EngineThread,
+        routers: list[str],
+        *,
+        token: str | None,
+        period_s: float,
+    ) -> None:
+        self._registration = registration
+        self._engine = engine
+        self._routers = routers
+        self._period_s = period_s
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(2.0), trust_env=False)
+        self._admitted: dict[str, deque[str]] = {url: deque(maxlen=MAX_UNTOLD) for url in routers}
+        self._turns = {url: asyncio.Lock() for url in routers}  # one beat at a time, in order
+        self._tasks: list[asyncio.Task[None]] = []
+        self.state: WorkerState = WorkerState.STARTING
+
+    def admit(self, placement_id: str) -> None:
+        """Tells the routers of a placement, once the engine's own figures include it.
+
+        Call it right after its command was submitted.
+        """
+
+        def included(_done: "asyncio.Future[None]") -> None:
+            for pending in self._admitted.values():
+                pending.append(placement_id)
+
+        self._engine.run(lambda _engine: None).add_done_callback(included)
+
+    def start(self) -> None:
+        self.state = WorkerState.READY
+        self._tasks = [asyncio.create_task(self._keep_known(url)) for url in self._routers]
+
+    async def drain(self) -> None:
+        """Tells every router that nothing new may come."""
+        self.state = WorkerState.DRAINING
+        await asyncio.gather(*(self._beat(url) for url in self._routers), return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Leaves every router."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        body = {"worker_id": self._registration.worker_id, "epoch": self._registration.epoch}
+        leave = (self._http.post(f"{url}/v1/deregister", json=body) for url in self._routers)
+        await asyncio.gather(*leave, return_exceptions=True)
+        await self._http.aclose()
+
+    async def _keep_known(self, url: str) -> None:
+        known = complained = False
+        while True:
+            try:
+                if not known:
+                    await self._register(url)
+                    log.info("registered", router=url)
+                known, complained = await self._beat(url), False
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+                if not complained:
+                    log.warning("router does not answer", router=url, error=repr(error))
+                known, complained = False, True
+            await asyncio.sleep(self._period_s)
+
+    async def _register(self, url: str) -> None:
+        response = await self._http.post(
+            f"{url}/v1/register", json=self._registration.model_dump(mode="json")
+        )
+        if response.status_code == httpx.codes.CONFLICT:
+            log.error("a newer life of this worker is known", router=url)
+        response.raise_for_status()
+
+    async def _beat(self, url: str) -> bool:
+        """One heartbeat; False where the router asks for a registration."""
+        async with self._turns[url]:
+            return await self._tell(url)
+
+    async def _tell(self, url: str) -> bool:
+        load, told = self._engine.load, list(self._admitted[url])
+        beat = Heartbeat(
+            worker_id=self._registration.worker_id,
+            epoch=self._registration.epoch,
+            state=self.state,
+            queue_tokens=load.queue_tokens,
+            pages_free=load.pages_free,
+            running=load.running,
+            waiting=load.waiting,
+            admitted=told,
+        )
+        response = await self._http.post(f"{url}/v1/heartbeat", json=beat.model_dump(mode="json"))
+        response.raise_for_status()
+        for _ in told:
+            self._admitted[url].popleft()
+        return not response.json().get("register_again", False)

@@ -1,0 +1,59 @@
+"""Between the protocol's messages and the runtime's own types."""
+
+from headrace.v1 import error_pb2
+from headrace.v1 import sampling_pb2 as pb
+from runtime.core.request import FinishReason, SampledToken, SamplingParams
+from runtime.errors import InvalidRequest, NotFinite, RuntimeFault
+
+_FINISH = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+def sampling_from_message(message: pb.Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        seed=message.seed,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=dict(message.logit_bias),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+
+
+def token_to_message(token: SampledToken) -> pb.Token:
+    return pb.Token(
+        choice=token.choice,
+        index=token.index,
+        token=token.token,
+        logprob=0.0 if token.logprob is None else token.logprob,
+        top=[pb.TopLogprob(token=t, logprob=p) for t, p in token.top],
+    )
+
+
+def token_from_message(message: pb.Token, *, with_logprobs: bool) -> SampledToken:
+    return SampledToken(
+        choice=message.choice,
+        index=message.index,
+        token=message.token,
+        logprob=message.logprob if with_logprobs else None,
+        top=tuple((t.token, t.logprob) for t in message.top),
+    )
+
+
+def finish_to_message(reason: FinishReason) -> "pb.FinishReason.ValueType":
+    return _FINISH[reason]
+
+
+def fault_to_code(fault: RuntimeFault) -> "error_pb2.ErrorCode.ValueType":
+    """What the gateway decides by, where the engine refused a request."""
+    if isinstance(fault, InvalidRequest):
+        return error_pb2.ERROR_CODE_INVALID
+    if isinstance(fault, NotFinite):
+        return error_pb2.ERROR_CODE_INTERNAL
+    return error_pb2.ERROR_CODE_OVERLOADED

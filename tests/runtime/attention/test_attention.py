@@ -1,0 +1,131 @@
+"""The compiled loops against the torch reference, and what neither may depend on."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.attention import dense_attention
+from runtime.attention.base import Batch, DenseAttention, SequenceSlice
+from runtime.attention.cpu import CompiledAttention
+from runtime.attention.reference import ReferenceAttention
+from runtime.cpu.jit import exp
+from tests.runtime.attention.samples import batch_of, random_pages
+from tests.runtime.tiny import CONFIG
+
+SHAPES = [(6, 2, 16), (9, 3, 64), (4, 4, 20), (8, 1, 32), (14, 2, 64), (40, 2, 8)]
+LENGTHS = [[1], [15, 17], [63, 1, 100], [16, 32, 1000]]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("new", [1, 7, 33])
+def test_attend_is_the_reference_and_reads_no_stale_slot(
+    shape: tuple[int, int, int], lengths: list[int], new: int
+) -> None:
+    heads, kv_heads, dim = shape
+    batch = batch_of(lengths, new)
+    k, v = random_pages(lengths, kv_heads, dim)
+    q = torch.randn(len(batch.tokens), heads, dim, generator=torch.Generator().manual_seed(4))
+    expected = ReferenceAttention().attend(q, k, v, batch)
+    got = CompiledAttention(heads, kv_heads, dim).attend(q, k, v, batch)
+    # fp32 sums in another order: values are averages of N(0, 1), so the tolerance is absolute.
+    torch.testing.assert_close(got, expected, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("attention", [ReferenceAttention(), CompiledAttention(6, 2, 16)])
+def test_attend_is_softmax_attention(attention: DenseAttention) -> None:
+    lengths = [37]
+    batch = batch_of(lengths, 5)
+    k, v = random_pages(lengths, 2, 16)
+    q = torch.randn(5, 6, 16, generator=torch.Generator().manual_seed(5))
+    pages = batch.page_table[0].long()
+    keys, values = (x[pages].transpose(0, 1).flatten(1, 2)[:, :37].float() for x in (k, v))
+    for row in range(5):
+        for head in range(6):
+            seen = 37 - 5 + row + 1
+            scores = keys[head // 3, :seen] @ q[row, head] / 4.0
+            expected = scores.softmax(0) @ values[head // 3, :seen]
+            got = attention.attend(q, k, v, batch)[row, head * 16 : head * 16 + 16]
+            torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_write_is_the_reference_bit_for_bit(shape: tuple[int, int, int]) -> None:
+    heads, kv_heads, dim = shape
+    lengths = [63, 1, 100]
+    batch = batch_of(lengths, 19)
+    generator = torch.Generator().manual_seed(6)
+    qkv = torch.randn(len(batch.tokens), (heads + 2 * kv_heads) * dim, generator=generator)
+    qkv[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    qkv[1, -3:] = torch.tensor([torch.inf, torch.nan, 3.4e38])
+    angles = torch.rand(100, dim // 2, generator=generator) * 6
+    rope = (angles.cos(), angles.sin())
+    written = []
+    for attention in (ReferenceAttention(), CompiledAttention(heads, kv_heads, dim)):
+        k, v = random_pages(lengths, kv_heads, dim)
+        q = attention.write(qkv, rope, k, v, batch)
+        written.append((q, k, v))
+    for expected, got in zip(*written, strict=True):
+        both_nan = expected.isnan() & got.isnan()  # torch itself has more than one pattern for it
+        integers = torch.int32 if got.dtype == torch.float32 else torch.int16
+        assert bool(((expected.view(integers) == got.view(integers)) | both_nan).all())
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (6, 2, 80), (3, 1, 130)])
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+def test_a_token_is_attended_to_the_same_bits_alone_and_in_its_prompt(
+    shape: tuple[int, int, int], page_size: int
+) -> None:
+    heads, kv_heads, dim = shape
+    generator = torch.Generator().manual_seed(7)
+    k, v = (torch.randn(40, kv_heads, page_size, dim, generator=generator) for _ in "kv")
+    pages = torch.randperm(40, generator=generator).tolist()
+    attention = CompiledAttention(heads, kv_heads, dim)
+    for length in (1, 63, 64, 65, 150):
+        q = torch.randn(length, heads, dim, generator=generator)
+        whole = Batch.of([SequenceSlice([0] * length, 0, pages)])
+        last = Batch.of([SequenceSlice([0], length - 1, pages)])
+        prompt = attention.attend(q, k.bfloat16(), v.bfloat16(), whole)
+        alone = attention.attend(q[-1:].contiguous(), k.bfloat16(), v.bfloat16(), last)
+        assert torch.equal(alone[0], prompt[-1]), length
+
+
+def test_exponential_is_within_two_units_in_the_last_place() -> None:
+    xs = torch.cat([torch.linspace(-86.9, 0, 4001), -torch.logspace(-8, 1, 500)])
+    got = torch.tensor([exp(x) for x in xs.numpy()], dtype=torch.float64)
+    relative = (got / xs.double().exp() - 1).abs().max()
+    assert relative < 2 * 2.0**-23
+    assert exp(np.float32(0.0)) == 1.0
+    assert exp(np.float32(-np.inf)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dim", "name"),
+    [
+        ("cpu", torch.float32, 64, "compiled"),
+        ("cpu", torch.float32, 6, "reference"),
+        ("cpu", torch.bfloat16, 64, "reference"),
+        ("cuda", torch.bfloat16, 64, "triton"),
+        ("cuda", torch.bfloat16, 256, "triton"),
+        ("cuda", torch.float32, 128, "triton"),
+        ("cuda", torch.float32, 256, "reference"),
+    ],
+)
+def test_each_device_has_its_own(device: str, dtype: torch.dtype, dim: int, name: str) -> None:
+    config = replace(CONFIG, head_dim=dim)
+    assert dense_attention(config, torch.device(device), dtype).name == name
+
+
+def test_the_cpu_needs_no_triton() -> None:
+    script = """
+import sys
+from runtime.engine import Engine
+from tests.runtime.tiny import tiny_model
+tiny_model(), tiny_model(ranks=(5,) * 7)
+sys.exit("runtime.attention.gpu" in sys.modules or "runtime.megakernel" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

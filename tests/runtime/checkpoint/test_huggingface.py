@@ -1,0 +1,261 @@
+"""Tiny random models of each family, written by transformers, read back, logits compared."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from runtime.checkpoint import load_checkpoint
+from runtime.compress.forward import forward
+from runtime.errors import CheckpointError
+from runtime.layers.rope import cos_sin_table, inverse_frequencies
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "eos_token_id": 3,
+    "bos_token_id": 1,
+    "pad_token_id": None,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10_000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 500.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+    "rope_theta": 1000.0,
+}
+MODELS: dict[str, Any] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY)),
+    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=True)),
+    "llama-biased": lambda: LlamaForCausalLM(
+        LlamaConfig(**TINY, attention_bias=True, mlp_bias=True, head_dim=12)
+    ),
+    "llama-linear": lambda: LlamaForCausalLM(LlamaConfig(**TINY, rope_parameters=LINEAR)),
+    "llama-llama3": lambda: LlamaForCausalLM(LlamaConfig(**TINY, rope_parameters=LLAMA3)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**TINY, head_dim=10, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**TINY)),
+    "qwen2-yarn": lambda: Qwen2ForCausalLM(Qwen2Config(**TINY, rope_parameters=YARN)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=16)),
+    "qwen3-yarn": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**TINY, head_dim=16, rope_parameters={**YARN, "truncate": False})
+    ),
+}
+
+
+def save_random(name: str, directory: Path, **options: Any) -> Any:
+    """A model whose every weight, norms and biases included, is random and matters."""
+    torch.manual_seed(len(name))
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    model.save_pretrained(directory, **options)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("length", [1, 63])
+def test_logits_equal_those_of_transformers(name: str, length: int, tmp_path: Path) -> None:
+    model = save_random(name, tmp_path)
+    tokens = torch.randint(0, 97, (3, length))
+    with torch.no_grad():
+        expected = model(tokens).logits
+    actual = forward(load_checkpoint(tmp_path), tokens)
+    # fp32 on both sides, sums in another order over at most 80 terms and two layers.
+    torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-linear", "llama-llama3", "qwen2-yarn"])
+def test_rope_tables_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = save_random(name, tmp_path)
+    config = load_checkpoint(tmp_path).config
+    rotary = model.model.rotary_emb
+    torch.testing.assert_close(inverse_frequencies(config), rotary.inv_freq, rtol=1e-6, atol=0)
+    cos, sin = cos_sin_table(config, 63)
+    expected = rotary(torch.zeros(1), torch.arange(63)[None])
+    half = config.head_dim // 2
+    torch.testing.assert_close(cos, expected[0][0, :, :half], rtol=0, atol=1e-5)
+    torch.testing.assert_close(sin, expected[1][0, :, :half], rtol=0, atol=1e-5)
+
+
+def test_a_sharded_model_is_the_same_model(tmp_path: Path) -> None:
+    save_random("qwen2", tmp_path / "one")
+    save_random("qwen2", tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    tokens = torch.randint(0, 97, (1, 17))
+    one, many = (load_checkpoint(tmp_path / folder) for folder in ("one", "many"))
+    assert torch.equal(forward(one, tokens), forward(many, tokens))
+
+
+def test_the_rope_words_of_older_configs_are_understood(tmp_path: Path) -> None:
+    save_random("llama-llama3", tmp_path)
+    new = load_checkpoint(tmp_path).config
+    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    change_config(tmp_path, rope_parameters=None, rope_scaling=scaling, rope_theta=500.0)
+    assert load_checkpoint(tmp_path).config == new
+    change_config(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
+    assert load_checkpoint(tmp_path).config.rope.scaling == "linear"
+
+
+def test_end_of_sequence_tokens_come_from_both_configs(tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
+    assert load_checkpoint(tmp_path).config.eos_token_ids == (3, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "context"),
+    [
+        ("mistral", {"sliding_window": 33}, 33),
+        ("mistral", {"sliding_window": None}, 96),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 33}, 96),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 33}, 33),
+        ("qwen2-yarn", {}, 96),
+        ("qwen2-yarn", {"max_position_embeddings": 24}, 96),
+    ],
+)
+def test_context_length_ends_where_full_attention_stops_being_exact(
+    name: str, change: dict[str, Any], context: int, tmp_path: Path
+) -> None:
+    save_random(name, tmp_path)
+    change_config(tmp_path, **change)
+    assert load_checkpoint(tmp_path).config.context_length == context
+
+
+def test_the_model_hash_is_of_config_and_weights(tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    original = load_checkpoint(tmp_path).model_hash
+    assert load_checkpoint(tmp_path, torch.bfloat16).model_hash == original
+    change_config(tmp_path, rms_norm_eps=1e-5)
+    changed = load_checkpoint(tmp_path).model_hash
+    change_weights(tmp_path, lambda weights: weights["model.norm.weight"].mul_(2))
+    assert len({original, changed, load_checkpoint(tmp_path).model_hash}) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": None}, "architecture None"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers"),
+        ({"num_hidden_layers": 3}, "no tensor model.layers.2"),
+        ({"num_hidden_layers": 1}, "not of this architecture"),
+        ({"num_key_value_heads": 4}, "cannot share"),
+        ({"num_key_value_heads": 3}, "k_proj.weight has shape"),
+        ({"intermediate_size": 81}, "gate_proj.weight has shape"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"vocab_size": float("nan")}, "vocab_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id"),
+        ({"head_dim": 7}, "odd"),
+        ({"attention_bias": True}, "no tensor model.layers.0.self_attn.q_proj.bias"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "between layers"),
+        ({"partial_rotary_factor": 0.5}, "part of the head"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    change_config(tmp_path, **change)
+    with pytest.raises(CheckpointError, match=complaint):
+        load_checkpoint(tmp_path)
+
+
+def test_missing_and_strange_tensors_are_named(tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    change_weights(tmp_path, lambda weights: weights.pop("model.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"no tensor model\.norm\.weight"):
+        load_checkpoint(tmp_path)
+    change_weights(tmp_path, lambda weights: weights.update(extra=torch.ones(1)))
+    change_weights(tmp_path, lambda weights: weights.update({"model.norm.weight": torch.ones(48)}))
+    with pytest.raises(CheckpointError, match="extra"):
+        load_checkpoint(tmp_path)
+
+
+def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    change_weights(
+        tmp_path,
+        lambda weights: weights.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}),
+    )
+    with pytest.raises(CheckpointError, match="int8"):
+        load_checkpoint(tmp_path)
+
+
+class Bomb:
+    """Explodes when unpickled."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("a pickle was read",)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
+def test_pickles_are_refused_unread(name: str, tmp_path: Path) -> None:
+    save_random("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"model": Bomb()}, tmp_path / name)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(CheckpointError, match="pickled"):
+            load_checkpoint(path)
+
+
+def test_broken_directories_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no model directory"):
+        load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_checkpoint(tmp_path / "nothing")
+    save_random("llama", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{not json       ")
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="neither"):
+        load_checkpoint(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "../elsewhere.safetensors"}}))
+    with pytest.raises(CheckpointError, match="elsewhere"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        load_checkpoint(tmp_path)
+
+
+def change_config(directory: Path, **change: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+
+def change_weights(directory: Path, change: Any) -> None:
+    path = directory / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(weights)
+    save_file(weights, path)

@@ -1,0 +1,162 @@
+"""Random commands in a small pool: nothing leaks, nothing is said twice, everything ends, whether
+decode steps are read at once or while the next one runs."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.core.limits import Limits
+from runtime.core.request import Request, SampledToken, SamplingParams
+from runtime.engine import Add, Arrived, Cancel, Command, Engine, Release, Reserve, StepOutput
+from runtime.models.model import Model
+from tests.runtime.tiny import CONFIG, Record, prompt_of, tiny_model
+
+ACTIONS = ("add", "hold", "reserve", "cancel", "step", "step", "step")
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return tiny_model(config=replace(CONFIG, num_layers=1))
+
+
+@dataclass
+class Driver:
+    """Sends commands as the services would, and knows what must come of them."""
+
+    engine: Engine
+    record: Record = field(default_factory=Record)
+    alive: dict[str, tuple[str, Request]] = field(default_factory=dict)
+    arriving: list[str] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)
+    pending: list[Command] = field(default_factory=list)
+
+    def send(self, kind: str, length: int, max_tokens: int, choices: int) -> None:
+        name = f"{kind}-{len(self.alive) + len(self.gone)}"
+        sampling = SamplingParams(temperature=0.7 * (length % 2), seed=length)
+        request = Request(
+            name, prompt_of(length), length, sampling, max_tokens, frozenset({5, 9}), choices
+        )
+        self.alive[name] = (kind, request)
+        command = Reserve(request) if kind == "reserve" else Add(request, hold=kind == "hold")
+        self.pending.append(command)
+
+    def leave(self, name: str, *, release: bool = False) -> None:
+        del self.alive[name]
+        self.gone.add(name)
+        self.pending.append(Release(name) if release else Cancel(name))
+
+    def step(self) -> None:
+        for name in self.arriving:
+            if name in self.alive:
+                _, request = self.alive[name]
+                index = len(request.tokens) - request.prompt_tokens
+                first = tuple(SampledToken(c, index, 11 + c) for c in range(request.choices))
+                self.pending.append(Arrived(name, first))
+        self.arriving.clear()
+        commands, self.pending = self.pending, []
+        output = self.engine.step(commands)
+        self.record.add(output)
+        self.check(output)
+
+    def check(self, output: StepOutput) -> None:
+        engine = self.engine
+        assert 0 <= engine.pages_free <= engine.pages_total
+        spoken = {name for name, _ in output.tokens} | {chunk.id for chunk in output.computed}
+        assert not spoken & self.gone, "what was cancelled is silent"
+        self.arriving += [name for name, _ in output.reserved]
+        ended = [*output.ended, *(name for name, _ in output.refused)]
+        for name in ended:
+            if name in self.gone:  # refused, and cancelled before it could know
+                assert name in self.record.refused
+                continue
+            kind, _ = self.alive[name]
+            if kind != "hold" or name in self.record.refused:
+                del self.alive[name]
+                self.gone.add(name)
+
+    def finish(self) -> None:
+        """Until only what is held is left; then that is released."""
+        steps = 0
+        self.release_held()
+        while self.pending or self.arriving or self.engine.has_work:
+            self.step()
+            steps += 1
+            assert steps < 3000
+            self.release_held()
+
+    def release_held(self) -> None:
+        for name, (kind, request) in list(self.alive.items()):
+            spoken = [self.record.output(name, c) for c in range(request.choices)]
+            if kind == "hold" and all(spoken):
+                self.leave(name, release=True)
+
+
+def engines(model: Model, pages: int, **limits: int) -> list[Engine]:
+    """One that reads its steps at once, and one that runs ahead."""
+    bounds = Limits(step_tokens=64, chunk_tokens=32, **limits)
+    return [
+        Engine(model, num_pages=pages, limits=bounds, replay=replay) for replay in (False, True)
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    actions=st.lists(
+        st.tuples(
+            st.sampled_from(ACTIONS), st.integers(1, 70), st.integers(1, 40), st.integers(1, 3)
+        ),
+        max_size=40,
+    ),
+    pages=st.integers(3, 14),
+    max_running=st.integers(1, 6),
+    max_waiting=st.integers(1, 5),
+)
+def test_whatever_is_sent_all_pages_return_and_every_request_ends_once(
+    model: Model,
+    actions: list[tuple[str, int, int, int]],
+    pages: int,
+    max_running: int,
+    max_waiting: int,
+) -> None:
+    limits = {"max_running": max_running, "max_waiting": max_waiting}
+    drivers = [Driver(engine) for engine in engines(model, pages, **limits)]
+    for driver in drivers:
+        for action, length, max_tokens, choices in actions:
+            if action == "step":
+                driver.step()
+            elif action == "cancel":
+                if driver.alive:
+                    driver.leave(sorted(driver.alive)[length % len(driver.alive)])
+            else:
+                driver.send(action, length, max_tokens, choices)
+        driver.finish()
+        check_end(driver)
+
+
+def check_end(driver: Driver) -> None:
+    engine = driver.engine
+    assert not driver.alive, "every request came to an end"
+    assert engine.pages_free == engine.pages_total
+    assert (engine.num_running, engine.num_waiting, engine.queue_tokens) == (0, 0, 0)
+    for (name, choice), tokens in driver.record.tokens.items():
+        if name.startswith("add"):
+            assert [token.index for token in tokens] == list(range(len(tokens)))
+        if (name, choice) in driver.record.finished and not name.startswith("hold"):
+            assert tokens[-1].token in {5, 9} or len(tokens) <= 40
+
+
+def test_the_same_commands_give_the_same_outputs(model: Model) -> None:
+    def play(engine: Engine) -> list[StepOutput]:
+        driver = Driver(engine)
+        for number in range(24):
+            driver.send(("add", "hold", "reserve")[number % 3], 7 + 5 * number % 61, 20, 2)
+            driver.step()
+        driver.finish()
+        return driver.record.steps
+
+    limits = {"max_running": 4, "max_waiting": 64}
+    for pair in zip(engines(model, 9, **limits), engines(model, 9, **limits), strict=True):
+        first, second = (play(engine) for engine in pair)
+        assert [str(output) for output in first] == [str(output) for output in second]

@@ -1,0 +1,250 @@
+"""Logits against transformers, and the products' independence of their neighbours."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, resolve_model
+from runtime.errors import CheckpointError
+from runtime.gemm.weights import StepWeights
+from runtime.kv.pages import pages_for
+from runtime.layers import few_rows
+from runtime.layers.linear import PackedProduct, PlainProduct, Projection
+from runtime.models.model import Model, _place, step_refusal
+from tests.runtime.tiny import CONFIG, tiny_checkpoint, tiny_model
+
+TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is Rome. Water boils at one hundred "
+    "degrees Celsius at sea level, but on a high mountain it boils at a lower temperature.",
+    "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n"
+    "    return a\n\n\nprint([fibonacci(i) for i in range(10)])\n",
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhy is the sky "
+    "blue? Answer in one sentence.<|im_end|>\n<|im_start|>assistant\nThe sky is blue because the "
+    "molecules of the air scatter short wavelengths of sunlight more than long ones.<|im_end|>\n",
+    "She opened the letter slowly, as if the paper itself might object. Inside there was a single "
+    "line, written in pencil: meet me where the river turns. She read it twice, folded it along "
+    "its old creases, and put on her coat. Outside, the first snow of the year had begun to fall.",
+    "Entropy is a measure of the number of microscopic configurations that are consistent with "
+    "the macroscopic state of a system. The second law of thermodynamics says that the entropy of "
+    "an isolated system never decreases; heat flows from hot to cold, and not the other way.",
+)
+
+
+def logits_of(model: Model, tokens: list[int], chunk: int = 1 << 20) -> torch.Tensor:
+    """After every token: `[len(tokens), vocab]`."""
+    pages = list(range(pages_for(len(tokens), model.page_size)))[::-1]
+    cache = model.new_cache(len(pages))
+    parts = []
+    for first in range(0, len(tokens), chunk):
+        piece = tokens[first : first + chunk]
+        batch = Batch.of([SequenceSlice(piece, first, pages)], model.device)
+        every = replace(batch, logit_rows=torch.arange(len(piece)))
+        parts.append(model.forward(every, cache))
+    return torch.cat(parts)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Checkpoint:
+    try:
+        path = resolve_model("smollm2-135m")
+    except CheckpointError as missing:
+        pytest.skip(str(missing))
+    return load_checkpoint(path)
+
+
+def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> None:
+    """Top-1 equal at 99 % of positions, logits within 2 % of the largest: pages hold bf16."""
+    from runtime.bench.engine import peer_of
+    from services.common.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
+    peer = peer_of(smollm2)
+    model = Model(smollm2)
+    equal = positions = 0
+    worst = 0.0
+    for text in TEXTS:
+        tokens = list(tokenizer.encode(text))
+        ours = logits_of(model, tokens)
+        with torch.inference_mode():
+            theirs = peer(torch.tensor([tokens])).logits[0]
+        equal += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        positions += len(tokens)
+        error = (ours - theirs).abs().amax(-1) / theirs.abs().amax(-1)
+        worst = max(worst, float(error.max()))
+    assert positions > 250
+    assert equal >= 0.99 * positions
+    assert worst < 0.02, f"top-1 equal at {equal} of {positions}"
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="oneDNN before 3.12 packs some shapes by the number of rows"
+)
+def test_smollm2_gives_the_same_bits_in_any_chunks_and_any_batch(smollm2: Checkpoint) -> None:
+    model = Model(smollm2)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(49152, (75,), generator=generator).tolist()
+    whole = logits_of(model, tokens)
+    for chunk in (32, 16, 1):
+        assert torch.equal(logits_of(model, tokens, chunk), whole)
+    others = [SequenceSlice(tokens[n : n + 9], 0, [9 + n]) for n in range(6)]
+    batch = Batch.of([*others[:3], SequenceSlice(tokens, 0, [5, 1, 4, 0, 3]), *others[3:]])
+    assert torch.equal(model.forward(batch, model.new_cache(16))[3], whole[-1])
+
+
+def test_the_kernel_plan_tells_what_computes_differently() -> None:
+    dense, factorized = tiny_model(), tiny_model(ranks=(5,) * 7)
+    half = Model(tiny_checkpoint(), dtype=torch.bfloat16)
+    assert dense.kernel_plan == tiny_model(seed=4).kernel_plan
+    assert len({dense.kernel_plan, factorized.kernel_plan, half.kernel_plan}) == 3
+
+
+def test_bfloat16_models_run_on_the_reference() -> None:
+    tokens = list(range(40))
+    expected = logits_of(tiny_model(), tokens)
+    got = logits_of(Model(tiny_checkpoint(), dtype=torch.bfloat16), tokens)
+    assert got.dtype == torch.float32
+    # bf16 has 8 bits: a few layers of it err by some per cent of the largest logit.
+    assert (got - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_layers_that_are_placed_one_by_one_are_the_checkpoints(shared: bool) -> None:
+    """Memory of one is the next one's: nothing may be taken for what was there before."""
+    ranks = (9, 5, None, 12, 17, 11, 24)
+    checkpoint = tiny_checkpoint(ranks=ranks, config=replace(CONFIG, num_layers=12))
+    if shared:
+        first = checkpoint.layers[0].down
+        assert isinstance(first, FactorPair)
+        checkpoint = replace(
+            checkpoint,
+            layers=tuple(replace(each, down=first) for each in checkpoint.layers),
+        )
+    rounded: Checkpoint = _place(checkpoint, torch.device("cpu"), torch.bfloat16, {})
+    first_logits, second_logits = (
+        logits_of(Model(one, dtype=torch.bfloat16), list(range(20)))
+        for one in (checkpoint, rounded)
+    )
+    assert torch.equal(first_logits, second_logits)
+
+
+def test_why_a_step_is_not_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    checkpoint, bf16 = tiny_checkpoint(), torch.bfloat16
+    assert step_refusal(checkpoint, "cuda:0", bf16) is None
+    assert "cpu" in str(step_refusal(checkpoint, "cpu", bf16))
+    assert "float32" in str(step_refusal(checkpoint, "cuda", torch.float32))
+    assert "norms" in str(step_refusal(tiny_checkpoint(head_norms=True), "cuda", bf16))
+    odd = tiny_checkpoint(config=replace(CONFIG, head_dim=20))
+    assert "heads of 20" in str(step_refusal(odd, "cuda", bf16))
+    with pytest.raises(ValueError, match="heads of 20"):
+        StepWeights.of(odd, "cpu")
+    capability = (8, 0)
+    assert "8.0" in str(step_refusal(checkpoint, "cuda", bf16))
+
+
+def test_a_tied_embedding_is_in_memory_once() -> None:
+    whole_lines = replace(CONFIG, hidden_size=64)
+    tied = tiny_checkpoint(config=replace(whole_lines, tied_embeddings=True))
+    untied = tiny_checkpoint(config=whole_lines)
+    for device in ("cpu", "meta"):
+        weights = StepWeights.of(tied, device)
+        assert weights.embedding is weights.head.weight
+        weights = StepWeights.of(untied, device)
+        assert weights.embedding is not weights.head.weight
+    assert untied.nbytes - tied.nbytes == untied.lm_head.nbytes
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 1000), (64, 576), (576, 1536), (300, 77)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_products_of_a_row_are_the_same_bits_in_any_batch(
+    shape: tuple[int, int], biased: bool
+) -> None:
+    generator = torch.Generator().manual_seed(sum(shape))
+    weight = torch.randn(shape, generator=generator)
+    bias = torch.randn(shape[0], generator=generator) if biased else None
+    x = torch.randn(130, shape[1], generator=generator)
+    product = PackedProduct(weight, bias)
+    whole = product(x)
+    torch.testing.assert_close(whole, PlainProduct(weight, bias)(x), rtol=1e-4, atol=1e-4)
+    for rows in (1, 2, 7, 16, 17, 63, 64, 129):
+        for first in (0, 1, 130 - rows):
+            part = product(x[first : first + rows].contiguous())
+            assert torch.equal(part, whole[first : first + rows]), (rows, first)
+
+
+def quantized(kind: str, rows: int, columns: int) -> torch.Tensor:
+    """Weights as a file's Q4_1 or Q8_0 blocks of 32 stand for."""
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(rows, columns // 32, 32, generator=generator)
+    if kind == "q8_0":
+        scale = (weight.abs().amax(-1, keepdim=True) / 127).half().float()
+        return (scale * (weight / scale).round()).flatten(1)
+    low, high = weight.amin(-1, keepdim=True).half().float(), weight.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).half().float()
+    codes = ((weight - low) / scale).round().clamp(0, 15)
+    codes[..., 0], codes[..., 1] = 0, 15
+    return (scale * codes + low).flatten(1)
+
+
+def kind_of(weight: torch.Tensor) -> str | None:
+    """As what a few rows read a weight."""
+    few = PackedProduct(weight, None)._few
+    return None if few is None else f"{few._source[0].dtype}"
+
+
+@pytest.mark.parametrize("kind", ["q4_1", "q8_0", "bf16"])
+@pytest.mark.parametrize("shape", [(2, 32), (63, 96), (64, 576), (100, 1536)])
+def test_weights_are_read_in_their_shortest_form_to_the_same_bits(
+    kind: str, shape: tuple[int, int]
+) -> None:
+    if kind == "bf16":
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    else:
+        weight = quantized(kind, *shape)
+        weight[0, :32] = 0.0
+    assert kind_of(weight) == ("uint16" if kind == "bf16" else "uint8")
+    bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(2))
+    product = PackedProduct(weight, bias)
+    x = torch.randn(40, shape[1], generator=torch.Generator().manual_seed(3))
+    whole = product(x)
+    torch.testing.assert_close(whole, functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+    for rows in (1, 2, 7, 8, 9, 16, 17):
+        assert torch.equal(product(x[5 : 5 + rows].contiguous()), whole[5 : 5 + rows]), rows
+
+
+def test_weights_are_never_read_in_a_form_that_loses_something() -> None:
+    weight = quantized("q4_1", 64, 64)
+    weight[63, 63] = torch.nextafter(weight[63, 63], torch.tensor(torch.inf))
+    assert kind_of(weight) == "float32"
+    weight[63, 63] = torch.nan
+    assert few_rows._find_codes(weight) is None
+    assert few_rows._find_codes(torch.randn(8, 40)) is None, "groups have 32 columns"
+    assert kind_of(torch.randn(8, 40).bfloat16().float()) == "uint16"
+
+
+@pytest.mark.parametrize("ranks", [(None, None, None), (5, 9, 3), (5, None, 3), (None, 4, None)])
+@pytest.mark.parametrize("biases", [(True, True, True), (False, True, False)])
+def test_projections_are_their_layers_side_by_side(
+    ranks: tuple[int | None, ...], biases: tuple[bool, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    linears: list[Dense | FactorPair] = []
+    x = torch.randn(7, 24, generator=generator)
+    parts = []
+    for out, rank, biased in zip((16, 8, 9), ranks, biases, strict=True):
+        bias = torch.randn(out, generator=generator) if biased else None
+        if rank is None:
+            weight = torch.randn(out, 24, generator=generator)
+            linears.append(Dense(weight, bias))
+        else:
+            u = torch.randn(out, rank, generator=generator)
+            v = torch.randn(rank, 24, generator=generator)
+            linears.append(FactorPair(u, v, bias))
+            weight = u @ v
+        parts.append(functional.linear(x, weight, bias))
+    got = Projection(linears)(x)
+    torch.testing.assert_close(got, torch.cat(parts, dim=1), rtol=1e-4, atol=1e-4)

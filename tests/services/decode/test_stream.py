@@ -1,0 +1,28 @@
+"""When a first token, which came from a prefill worker, is also its choice's last one."""
+
+from typing import cast
+
+import pytest
+
+from headrace.v1 import decode_pb2
+from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
+from services.decode.session import DecodeSession, Stream
+
+
+@pytest.mark.parametrize(
+    ("token", "max_tokens", "context_length", "reason"),
+    [
+        (7, 5, 100, FinishReason.STOP),
+        (8, 1, 100, FinishReason.LENGTH),
+        (8, 5, 4, FinishReason.LENGTH),  # three of the prompt and this one fill the context
+        (8, 5, 5, None),
+    ],
+)
+def test_a_first_token_may_be_the_last(
+    token: int, max_tokens: int, context_length: int, reason: FinishReason | None
+) -> None:
+    request = Request("r", (1, 2, 3), 3, SamplingParams(), max_tokens, frozenset({7}))
+    session = cast(DecodeSession, None)
+    stream = Stream(1, "r", session, decode_pb2.StartStream(), request, {0})
+    first = SampledToken(0, 0, token, None, ())
+    assert stream.ends_with(first, context_length) is reason

@@ -1,0 +1,52 @@
+"""Which process gets which GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from services.local.artifacts import Artifacts
+from services.local.options import UpOptions
+from services.local.processes import plan_processes
+
+ARTIFACTS = Artifacts(Path("model"), Path("model"), None, "model")
+
+
+def gpus_of(options: UpOptions) -> dict[str, str | None]:
+    specs = plan_processes(options, ARTIFACTS, "token")
+    return {spec.name: spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs}
+
+
+def test_workers_share_the_gpus_that_the_environment_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
+    assert gpus_of(UpOptions(prefill=2, decode=1)) == {
+        "router": None,
+        "gateway": None,
+        "prefill-0": "3",
+        "prefill-1": "GPU-ab",
+        "decode-0": "3",
+    }
+
+
+def test_workers_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the environment says otherwise; of two GPUs, one has two of three workers."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.delenv("HEADRACE_PREFILL_GPU_MEMORY_UTILIZATION", raising=False)
+    monkeypatch.setenv("HEADRACE_DECODE_GPU_MEMORY_UTILIZATION", "0.3")
+    specs = plan_processes(UpOptions(prefill=2, decode=1), ARTIFACTS, "token")
+    shares = {
+        spec.name: value
+        for spec in specs
+        for name, value in spec.environment.items()
+        if name.endswith("_GPU_MEMORY_UTILIZATION")
+    }
+    assert shares == {"prefill-0": "0.450", "prefill-1": "0.900", "decode-0": "0.3"}
+
+
+@pytest.mark.parametrize(("device", "visible"), [("auto", ""), ("cpu", "0,1")])
+def test_without_gpus_no_worker_is_given_one(
+    monkeypatch: pytest.MonkeyPatch, device: str, visible: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert set(gpus_of(UpOptions(device=device)).values()) == {None}

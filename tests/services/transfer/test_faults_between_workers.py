@@ -1,0 +1,142 @@
+"""What goes wrong between two workers, and what must not come of it."""
+
+import asyncio
+from concurrent.futures import Future
+
+import pytest
+
+from headrace.v1 import decode_pb2, error_pb2
+from runtime.engine import Engine
+from services.decode.session import DecodeSession, Stream
+from services.transfer.agent import ReadDone, TransferAgent
+from services.transfer.errors import PeerLost
+from services.transfer.prefill_client import FetchFailed
+from tests.services.workers import LIMIT_S, Decode, Prefill, Site, fetch_of, start_of, until
+
+TOKENS = 100  # four segments, two of which have a landing slot at a time
+
+
+class HeldReads(TransferAgent):
+    """READs for real, of whose ends nobody hears before `let_go`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.held: list[tuple[Future[ReadDone], Future[ReadDone]]] = []
+
+    def read(self, *args: object, **kwargs: object) -> "Future[ReadDone]":
+        heard: Future[ReadDone] = Future()
+        self.held.append((super().read(*args, **kwargs), heard))  # type: ignore[arg-type]
+        return heard
+
+    def let_go(self) -> None:
+        for done, heard in self.held:
+            heard.set_result(done.result(LIMIT_S))
+        self.held.clear()
+
+
+def open_stream(decode: Decode, prefill: Prefill, number: int) -> Stream:
+    """As a gateway does."""
+    worker, asked = decode.worker, start_of(TOKENS)
+    session = DecodeSession(f"gateway-{number}", worker._open, worker._drop)
+    start = decode_pb2.StartStream(
+        stream=number,
+        request_id=asked.request_id,
+        epoch=worker.identity.epoch,
+        prefill=prefill.address,
+        tokens=asked.tokens,
+        prompt_tokens=asked.prompt_tokens,
+        sampling=asked.sampling,
+        max_tokens=asked.max_tokens,
+        choices=asked.choices,
+        deadline_s=LIMIT_S,
+    )
+    session._start(start)
+    return session.streams[number]
+
+
+async def reading(decode: Decode, prefill: Prefill, number: int) -> tuple[Stream, HeldReads]:
+    """A stream that has both of its READs in flight."""
+    agent = decode.agent
+    assert isinstance(agent, HeldReads)
+    stream = open_stream(decode, prefill, number)
+    await until(lambda: len(agent.held) == 2)
+    return stream, agent
+
+
+async def all_is_back(decode: Decode, prefill: Prefill) -> None:
+    engine, sender = decode.worker.engine, prefill.worker.sender
+    await until(lambda: decode.landing_slots() == {"held": 0, "quarantined": 0})
+    await until(lambda: engine.load.pages_free == engine.pages_total)
+    await until(lambda: prefill.worker.idle and not sender.active and not sender.slots_in_use)
+
+
+async def test_nothing_is_written_to_pages_that_a_dropped_stream_gave_back(site: Site) -> None:
+    """Wherever between a READ's end and the decode of its segment the stream was dropped."""
+    prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=2)
+
+    def overwrite(engine: Engine) -> None:
+        for plane in engine.cache.planes:
+            plane.fill_(7)
+
+    for turns in range(8):
+        stream, agent = await reading(decode, prefill, turns + 1)
+        agent.let_go()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        stream.session.end(stream)
+        await decode.worker.engine.run(overwrite)  # as the next owner of the pages would
+        agent.let_go()
+        await all_is_back(decode, prefill)
+        assert all(bool((plane == 7).all()) for plane in decode.planes()), turns
+
+
+async def test_a_dropped_streams_landing_slots_wait_for_its_reads(site: Site) -> None:
+    prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=2)
+    stream, agent = await reading(decode, prefill, 1)
+    assert decode.landing_slots() == {"held": 2, "quarantined": 0}
+    stream.session.end(stream)
+    await until(lambda: decode.landing_slots() == {"held": 0, "quarantined": 2})
+    agent.let_go()
+    await all_is_back(decode, prefill)
+
+
+class SlowToAdd(TransferAgent):
+    """Adds its first peer, but nobody hears of it."""
+
+    slow = True
+
+    def add_peer(self, name: str, metadata: bytes) -> "Future[None]":
+        added = super().add_peer(name, metadata)
+        if not self.slow:
+            return added
+        added.result(LIMIT_S)
+        self.slow = False
+        return Future()
+
+
+async def test_a_handshake_that_times_out_leaves_no_peer(site: Site) -> None:
+    prefill, decode = await site.prefill(), await site.decode(SlowToAdd, handshake_s=1.0)
+    receiver, agent = decode.worker.receiver, decode.agent
+    with pytest.raises(FetchFailed) as failed:
+        await receiver.fetch(fetch_of(prefill, TOKENS))
+    assert failed.value.code == error_pb2.ERROR_CODE_PREFILL_LOST
+    assert isinstance(agent, SlowToAdd)
+    assert not agent.slow
+    slot = receiver.landing.slab.view(0, 64)
+    with pytest.raises(PeerLost, match="is not here"):
+        agent.read(prefill.agent.name, 0, 64, slot, deadline_s=1).result(LIMIT_S)
+    assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
+
+
+async def test_a_peer_that_nixl_has_lost_is_met_in_a_new_session(site: Site) -> None:
+    """gRPC goes on all the while, and would carry prompts whose KV nobody can read."""
+    prefill, decode = await site.prefill(), await site.decode()
+    receiver = decode.worker.receiver
+    assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
+    decode.agent.remove_peer(prefill.agent.name).result(LIMIT_S)
+    with pytest.raises(FetchFailed) as failed:
+        await receiver.fetch(fetch_of(prefill, TOKENS))
+    assert failed.value.code == error_pb2.ERROR_CODE_PREFILL_LOST
+    assert failed.value.worker_id == prefill.address.worker_id
+    assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
+    await all_is_back(decode, prefill)

@@ -1,0 +1,114 @@
+"""The engine's thread: what it says when, and whom its faults reach."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import torch
+
+from runtime.attention.base import Batch
+from runtime.engine import Add, Engine, Reserve, StepOutput
+from runtime.kv.cache import PagedCache
+from services.worker import engine_thread
+from services.worker.engine_thread import EngineThread
+from tests.runtime.tiny import engine_of, request_of, tiny_model
+
+LIMIT_S = 20.0  # for what takes milliseconds
+
+
+class Gate:
+    """Holds the forward passes of an engine until it is opened."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        forward = engine.model.forward
+
+        def gated(batch: Batch, cache: PagedCache) -> torch.Tensor:
+            assert self.open.wait(LIMIT_S)
+            return forward(batch, cache)
+
+        monkeypatch.setattr(engine.model, "forward", gated)
+
+
+class Outputs:
+    """Everything a thread said, in order."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[StepOutput] = asyncio.Queue()
+
+    async def next(self) -> StepOutput:
+        return await asyncio.wait_for(self.queue.get(), LIMIT_S)
+
+
+def _raise(said: object) -> None:
+    raise AssertionError(said)
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., EngineThread]]:
+    """Runs engines' threads, and ends them."""
+    threads: list[EngineThread] = []
+
+    def run(
+        engine: Engine,
+        on_output: Callable[[StepOutput], None],
+        on_fault: Callable[[BaseException], None] = _raise,
+    ) -> EngineThread:
+        threads.append(EngineThread(engine, on_output=on_output, on_fault=on_fault))
+        threads[-1].start()
+        return threads[-1]
+
+    yield run
+    for thread in threads:
+        await thread.stop()
+
+
+async def test_pages_are_reserved_while_a_step_computes(
+    start: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, outputs = engine_of(tiny_model()), Outputs()
+    gate = Gate(engine, monkeypatch)
+    thread = start(engine, outputs.queue.put_nowait)
+    thread.submit(Add(request_of("running", 20)), Reserve(request_of("waiting", 20)))
+    planned = await outputs.next()
+    assert planned.started == ["running"]
+    assert [name for name, _ in planned.reserved] == ["waiting"]
+    assert not gate.open.is_set()
+    gate.open.set()
+    assert (await outputs.next()).computed
+
+
+async def test_output_that_nobody_takes_is_a_fault(start: Callable[..., EngineThread]) -> None:
+    """Its requests would wait for their tokens for ever."""
+    fault: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def lose(output: StepOutput) -> None:
+        raise LookupError("no such stream")
+
+    def take(error: BaseException) -> None:
+        if not fault.done():
+            fault.set_result(error)
+
+    thread = start(engine_of(tiny_model()), lose, take)
+    thread.submit(Reserve(request_of("r", 20)))
+    assert isinstance(await asyncio.wait_for(fault, LIMIT_S), LookupError)
+
+
+async def test_the_end_does_not_wait_for_a_device_that_hangs(
+    start: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "STOP_S", 0.05)
+    engine, outputs = engine_of(tiny_model()), Outputs()
+    gate = Gate(engine, monkeypatch)
+    thread = start(engine, outputs.queue.put_nowait)
+    thread.submit(Add(request_of("r", 20)))
+    assert (await outputs.next()).started
+    await asyncio.wait_for(thread.stop(), LIMIT_S / 2)
+    assert outputs.queue.empty()
+    gate.open.set()
+    assert (await outputs.next()).computed
+
+
+async def test_a_thread_that_never_ran_can_be_stopped() -> None:
+    await EngineThread(engine_of(tiny_model()), on_output=_raise, on_fault=_raise).stop()

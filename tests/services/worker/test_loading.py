@@ -1,0 +1,83 @@
+"""What a worker makes of its settings, and what it says of a device that it cannot have."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.checkpoint import Checkpoint, Dense, load_checkpoint, write_checkpoint
+from runtime.engine import Add
+from runtime.models.model import Model
+from services.common.errors import SettingsError
+from services.offline.tune import tune
+from services.worker import loading as worker
+from services.worker.loading import PAGE_SIZE, load_worker
+from services.worker.settings import WorkerSettings
+from tests.runtime.tiny import CONFIG, drive, engine_of, request_of, tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("worker") / "model"
+    write_checkpoint(tiny_checkpoint(ranks=(9, 5, None, 12, 17, 11, 24)), folder)
+    return folder
+
+
+def settings_of(model: Path, **changes: Any) -> WorkerSettings:
+    return WorkerSettings.model_validate(
+        {"model": str(model), "device": "cpu", "codec": "raw", "max_running": 4, **changes}
+    )
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    settings = WorkerSettings.model_validate({"device": "cuda", "codec": "raw"})
+    with pytest.raises(SettingsError, match=r"device cuda: torch .* sees no GPU"):
+        load_worker(settings, decodes=True)
+
+
+@pytest.mark.parametrize(("kv_tokens", "pages"), [("auto", 1024), (160, 10)])
+def test_pages_are_as_many_as_was_said(model: Path, kv_tokens: object, pages: int) -> None:
+    loaded = load_worker(settings_of(model, kv_tokens=kv_tokens), decodes=True)
+    assert loaded.engine.pages_total == pages == len(loaded.engine.cache.planes[0])
+    assert loaded.identity.compatibility.page_size == PAGE_SIZE
+    assert loaded.config == CONFIG
+
+
+def test_a_kernel_plan_is_for_a_gpu(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match="kernel_plan is for models whose step is one launch"):
+        load_worker(settings_of(model, kernel_plan=tmp_path / "plan.json"), decodes=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingsError, match="measured on a GPU"):
+        tune(str(model), tmp_path / "plan.json")
+
+
+def test_both_roles_have_the_same_plan_and_compute_the_model(model: Path) -> None:
+    prefill, decode = (load_worker(settings_of(model), decodes=one) for one in (False, True))
+    assert prefill.identity.compatibility == decode.identity.compatibility
+    request = request_of("r", 30)
+    expected = drive(engine_of(Model(load_checkpoint(model))), Add(request))
+    assert drive(decode.engine, Add(request)).tokens == expected.tokens
+
+
+def test_nothing_of_the_checkpoint_stays(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this dtype it would be most of a worker's memory, once more."""
+    read: list[weakref.ref[Any]] = []
+
+    def watched(path: Path, dtype: torch.dtype) -> Checkpoint:
+        checkpoint = load_checkpoint(path, dtype=dtype)
+        value = checkpoint.layers[0].v
+        assert isinstance(value, Dense)
+        read.extend([weakref.ref(checkpoint), weakref.ref(value.weight)])
+        return checkpoint
+
+    monkeypatch.setattr(worker, "load_checkpoint", watched)
+    loaded = load_worker(settings_of(model), decodes=False)
+    gc.collect()
+    assert loaded.identity.model.model_hash
+    assert [found() for found in read] == [None, None]

@@ -1,0 +1,200 @@
+"""A worker on a GPU: what computes there, that it is warm, and what memory it takes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import codec
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
+from runtime.core.request import SamplingParams
+from runtime.engine import Add, Engine
+from runtime.graphs.capture import Captured
+from runtime.kv.pages import pages_for
+from runtime.models.model import Model
+from runtime.replay.decode import KINDS, DecodeReplay
+from services.common.errors import SettingsError
+from services.worker.kv_budget import RESERVE, ROW_BYTES
+from services.worker.loading import Loaded, _load_model, load_worker
+from services.worker.settings import WorkerSettings
+from tests.runtime.tiny import CONFIG, drive, request_of, tiny_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+GIB = 1 << 30
+MIXED = (9, 5, None, 12, 17, 11, 24)
+CHECKPOINTS = {
+    "dense": tiny_checkpoint(),
+    "factorized": tiny_checkpoint(ranks=(9, 5, 8, 12, 17, 11, 24)),
+    "mixed": tiny_checkpoint(ranks=MIXED, bias=True),
+    "norms of heads": tiny_checkpoint(ranks=MIXED, head_norms=True),
+}
+NOT_STEPPED = {"norms of heads"}
+
+
+def folder_of(checkpoint: Checkpoint, folder: Path) -> Path:
+    write_checkpoint(checkpoint, folder / "model")
+    return folder / "model"
+
+
+def settings_of(model: Path, **changes: Any) -> WorkerSettings:
+    return WorkerSettings.model_validate(
+        {"model": str(model), "device": "cuda", "codec": "raw", "kv_tokens": 4096}
+        | {"max_running": 12, "step_tokens": 64, "chunk_tokens": 32}
+        | changes
+    )
+
+
+@pytest.fixture(params=list(CHECKPOINTS))
+def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Loaded]:
+    """The kind of checkpoint, where it is, and a decode worker of it."""
+    path = folder_of(CHECKPOINTS[request.param], tmp_path)
+    return request.param, path, load_worker(settings_of(path), decodes=True)
+
+
+def replay_of(engine: Engine) -> DecodeReplay:
+    assert engine._replay is not None
+    return engine._replay
+
+
+def reference_logits(model: Model, tokens: Sequence[int]) -> Tensor:
+    """After every token: `[len(tokens), vocab]`."""
+    pages = range(pages_for(len(tokens), model.page_size))
+    batch = Batch.of([SequenceSlice(tokens, 0, pages)])
+    every = replace(batch, logit_rows=torch.arange(len(tokens)))
+    return model.forward(every, model.new_cache(len(pages)))
+
+
+def test_it_computes_by_the_best_there_is_and_says_what_the_cpu_says(
+    loaded: tuple[str, Path, Loaded],
+) -> None:
+    """Greedy tokens, each after the GPU's own ones before it, are the best of the same weights in
+    fp32 on the CPU, or near it. bf16 errs by up to 0.04 of the largest logit, as `kernel_checks`
+    allows; two logits may so change places within twice that."""
+    kind, path, worker = loaded
+    model = worker.engine.model
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert model.products == ("step" if hopper and kind not in NOT_STEPPED else "plain")
+    assert model.kv_format.kernels.startswith("triton-")
+    assert model.dtype == torch.bfloat16
+
+    requests = [request_of(f"r{n}", 3 + 9 * n, 12, seed=n) for n in range(7)]
+    record = drive(worker.engine, *map(Add, requests))
+    reference = Model(load_checkpoint(path, dtype=torch.bfloat16), dtype=torch.float32)
+    best = total = 0
+    for request in requests:
+        output = record.output(request.id)
+        assert len(output) == 12
+        logits = reference_logits(reference, (*request.tokens, *output[:-1]))
+        for row, token in zip(logits[request.prompt_tokens - 1 :], output, strict=True):
+            behind = float(row.max() - row[token])
+            assert behind <= 0.08 * float(row.abs().max())
+            best, total = best + (behind == 0), total + 1
+    assert best > 0.8 * total
+
+
+def test_requests_find_every_graph_captured(loaded: tuple[str, Path, Loaded]) -> None:
+    _, _, worker = loaded
+    replay = replay_of(worker.engine)
+    captured = dict(replay._steps)
+    assert set(captured) == {(bucket, kind) for bucket in (1, 2, 4, 8, 12) for kind in KINDS}
+    assert all(isinstance(step, Captured) for step in captured.values())
+    sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
+    for sampling in (SamplingParams(), sampled, replace(sampled, presence_penalty=0.3, logprobs=4)):
+        requests = [request_of(f"r{n}", 5 + n, 4 + n, sampling=sampling) for n in range(12)]
+        record = drive(worker.engine, *map(Add, requests))
+        assert len(record.ended) == 12
+    assert replay._steps == captured
+
+
+def test_graphs_of_layers_say_what_one_of_a_step_says(tmp_path: Path) -> None:
+    """Of a model whose step is not one launch, the same kernels: the same bits."""
+    path = folder_of(CHECKPOINTS["norms of heads"], tmp_path)
+    requests = [request_of(f"r{n}", 3 + 9 * n, 12, seed=n) for n in range(7)]
+    outputs = []
+    for graphs in ("step", "layer"):
+        worker = load_worker(settings_of(path, decode_graphs=graphs), decodes=True)
+        record = drive(worker.engine, *map(Add, requests))
+        outputs.append([record.output(request.id) for request in requests])
+    assert outputs[0] == outputs[1]
+
+
+def test_a_prefill_worker_works_with_it_and_has_no_graphs(
+    loaded: tuple[str, Path, Loaded],
+) -> None:
+    _, path, decode = loaded
+    prefill = load_worker(settings_of(path), decodes=False)
+    assert prefill.engine._replay is None
+    assert prefill.identity.compatibility == decode.identity.compatibility
+    request = request_of("r", 40, max_tokens=2)
+    held = drive(prefill.engine, Add(request, hold=True))
+    assert held.output("r") == drive(decode.engine, Add(request)).output("r")[:1]
+
+
+def test_fp32_is_not_stepped(tmp_path: Path) -> None:
+    path = folder_of(CHECKPOINTS["dense"], tmp_path)
+    worker = load_worker(settings_of(path, dtype="float32"), decodes=True)
+    assert worker.engine.model.products == "plain"
+    assert worker.engine.model.kv_format.kernels.startswith("triton-")
+    assert len(drive(worker.engine, Add(request_of("r", 20))).output("r")) == 8
+
+
+def test_the_codec_is_warm_with_this_workers_codebooks(tmp_path: Path) -> None:
+    """Warming up decodes what it encodes, and a worker that cannot does not start."""
+    path = folder_of(CHECKPOINTS["dense"], tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    book = codec.calibrate(torch.randn(1 << 14, generator=generator).bfloat16())
+    books = codec.Codebooks.of(
+        {(layer, name): book for layer in range(CONFIG.num_layers) for name in ("k", "v")}
+    )
+    books.save(tmp_path / "codebooks.json")
+    settings = settings_of(path, codec="splitzip", codebooks=str(tmp_path / "codebooks.json"))
+    worker = load_worker(settings, decodes=False)
+    assert worker.identity.compatibility.codebook_id == books.id
+
+
+def test_pages_fill_the_workers_share(tmp_path: Path) -> None:
+    """Of 3 GiB beside what other tests have left in this process."""
+    path = folder_of(CHECKPOINTS["dense"], tmp_path)
+    torch.cuda.empty_cache()
+    had, total = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
+    share = (had + 3 * GIB) / total
+    settings = settings_of(path, kv_tokens="auto", gpu_memory_utilization=share)
+    worker = load_worker(settings, decodes=True)
+    logits = settings.max_running * CONFIG.vocab_size
+    left = 3 * GIB - RESERVE - ROW_BYTES * logits - settings.slots * settings.slot_bytes
+    assert 0.95 * left < sum(plane.nbytes for plane in worker.engine.cache.planes) <= left
+    assert torch.cuda.memory_reserved() - had <= 3 * GIB
+
+
+def test_a_share_that_holds_no_page_is_refused(tmp_path: Path) -> None:
+    path = folder_of(CHECKPOINTS["dense"], tmp_path)
+    settings = settings_of(path, kv_tokens="auto", gpu_memory_utilization=1e-3)
+    with pytest.raises(SettingsError, match=r"no memory is left for KV, .* GiB are missing"):
+        load_worker(settings, decodes=True)
+
+
+@pytest.mark.parametrize("head_norms", [False, True])
+def test_loading_never_has_the_weights_twice(head_norms: bool, tmp_path: Path) -> None:
+    """Of twelve layers, one may be there as it was read and as it is packed."""
+    config = replace(
+        CONFIG, hidden_size=512, intermediate_size=2048, num_layers=12, num_heads=8, head_dim=64
+    )
+    path = folder_of(tiny_checkpoint(config=config, head_norms=head_norms), tmp_path)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model, _ = _load_model(path, settings_of(path), "cuda:0")
+    kept = torch.cuda.memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before
+    weights = load_checkpoint(path, dtype=torch.bfloat16).nbytes
+    assert model.config == config
+    assert kept < 1.1 * weights
+    assert peak < 1.3 * weights

@@ -1,0 +1,87 @@
+"""Heartbeats: one at a time for each router, and every placement told once."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from services.common.placement import Registration, Role, WorkerState
+from services.worker.engine_thread import EngineThread
+from services.worker.registration import Registrar
+from tests.runtime.tiny import engine_of, tiny_model
+from tests.services.workers import LIMIT_S, load
+
+URL = "http://router"
+
+
+class Router:
+    """Answers registrations at once, and each heartbeat when it is told to."""
+
+    def __init__(self) -> None:
+        self.beats: asyncio.Queue[tuple[dict[str, Any], asyncio.Event]] = asyncio.Queue()
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/heartbeat":
+            answered = asyncio.Event()
+            self.beats.put_nowait((json.loads(request.content), answered))
+            await answered.wait()
+        return httpx.Response(200, json={})
+
+    async def next(self) -> tuple[dict[str, Any], asyncio.Event]:
+        return await asyncio.wait_for(self.beats.get(), LIMIT_S)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[EngineThread]:
+    thread = EngineThread(engine_of(tiny_model()), on_output=print, on_fault=print)
+    thread.start()
+    yield thread
+    await thread.stop()
+
+
+async def test_two_heartbeats_at_a_time_tell_each_placement_once(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draining beats while the periodic one is on its way."""
+    router = Router()
+    client = httpx.AsyncClient(transport=httpx.MockTransport(router.answer))
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client)
+    identity = load().identity
+    introduction = Registration(
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        role=Role.DECODE,
+        address="127.0.0.1:1",
+        model=identity.model,
+        compatibility=identity.compatibility,
+        page_size=16,
+        pages_total=engine.pages_total,
+        max_running=16,
+    )
+    registrar = Registrar(introduction, engine, [URL], token=None, period_s=3600)
+
+    async def admit(placement: str) -> None:
+        registrar.admit(placement)
+        await engine.run(lambda _: None)
+
+    await admit("a")
+    await admit("b")
+    registrar.start()
+    first, first_answered = await router.next()
+    await admit("c")
+    draining = asyncio.create_task(registrar.drain())
+    await asyncio.sleep(0.05)  # both are on their way, where nothing holds the second one back
+    first_answered.set()
+    second, second_answered = await router.next()
+    second_answered.set()
+    await draining
+    last = asyncio.create_task(registrar.drain())
+    third, third_answered = await router.next()
+    third_answered.set()
+    await last
+    assert [beat["admitted"] for beat in (first, second, third)] == [["a", "b"], ["c"], []]
+    assert (first["state"], second["state"]) == (WorkerState.READY, WorkerState.DRAINING)
+    await registrar.stop()
