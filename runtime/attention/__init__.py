@@ -1,4 +1,4 @@
-"""Attention over paged KV, and the choice of what computes it."""
+"""Attention over paged KV: selection of the backend for a model and device."""
 
 import torch
 
@@ -7,17 +7,18 @@ from runtime.attention.cpu import CompiledAttention
 from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
 
-_WIDEST_ON_GPU = {torch.bfloat16: 256, torch.float32: 128}
-"""Heads of which a prefill block fits a Hopper's shared memory, by the dtype of queries."""
+_MAX_HEAD_DIM_ON_GPU = {torch.bfloat16: 256, torch.float32: 128}
+"""Maximum head dimension for which a prefill block fits into Hopper's shared memory, by the dtype
+of queries."""
 
 
 def dense_attention(
     config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> DenseAttention:
-    """The backend for a model of this shape on a device."""
+    """Return the attention backend for a model of this shape."""
     heads = config.num_heads, config.num_kv_heads, config.head_dim
-    if device.type == "cuda" and config.head_dim <= _WIDEST_ON_GPU.get(dtype, 0):
-        from runtime.attention.gpu import TritonAttention  # no other device needs Triton
+    if device.type == "cuda" and config.head_dim <= _MAX_HEAD_DIM_ON_GPU.get(dtype, 0):
+        from runtime.attention.gpu import TritonAttention  # optional: Triton
 
         return TritonAttention(*heads)
     compiled = device.type == "cpu" and dtype == torch.float32 and config.head_dim % 4 == 0

@@ -1,4 +1,4 @@
-"""What every attention backend is given, and what it must do."""
+"""Inputs of a forward pass, and the interface of attention backends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """The tokens of one sequence that a forward pass computes.
+    """Consecutive tokens of one sequence, to be computed by a forward pass.
 
-    ``tokens`` sit at positions ``first, first + 1, …``; what is before them is in ``pages``
-    already, and ``pages`` has room for all of them. ``want_logits`` asks for the logits after the
-    last of them.
+    Attributes:
+        tokens: token ids at positions ``first``, ``first + 1``, ….
+        first: position of the first token. The KV of all earlier tokens is in ``pages``.
+        pages: pages of the sequence, enough for all of its tokens including these.
+        want_logits: whether to compute the logits after the last of these tokens.
     """
 
     tokens: Sequence[int]
@@ -28,17 +30,17 @@ class SequenceSlice:
 
 @dataclass(frozen=True)
 class Batch:
-    """The ragged input of one forward pass over `s` sequences with `n` tokens together.
+    """Ragged input of one forward pass over `s` sequences with `n` tokens in total.
 
     Attributes:
-        tokens: int64 `[n]`, sequence after sequence.
-        positions: int64 `[n]`, of each token in its sequence.
-        page_table: int32 `[s, p]`, the pages of each sequence, padded with 0.
-        starts: int32 `[s + 1]`, where each sequence's tokens start in `tokens`.
-        lengths: int32 `[s]`, tokens of each sequence in its pages after this pass.
-        sequences: int32 `[n]`, which sequence each token belongs to.
-        logit_rows: int64 `[m]`, the tokens after which logits are wanted.
-        single: whether every sequence has one token.
+        tokens: int64 `[n]`, token ids, grouped by sequence.
+        positions: int64 `[n]`, position of each token in its sequence.
+        page_table: int32 `[s, p]`, pages of each sequence, padded with 0.
+        starts: int32 `[s + 1]`, index of each sequence's first token in ``tokens``, then `n`.
+        lengths: int32 `[s]`, number of tokens of each sequence in its pages after this pass.
+        sequences: int32 `[n]`, index of each token's sequence.
+        logit_rows: int64 `[m]`, indices of the tokens whose logits to compute.
+        single: whether every sequence has exactly one token (a decode step).
     """
 
     tokens: Tensor
@@ -52,11 +54,14 @@ class Batch:
 
     @cached_property
     def tables(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """`page_table`, `starts` and `lengths` as a compiled loop takes them; on the CPU only."""
+        """``page_table``, ``starts`` and ``lengths`` as numpy arrays, for compiled CPU loops."""
         return self.page_table.numpy(), self.starts.numpy(), self.lengths.numpy()
 
     def where_logits(self) -> "Batch":
-        """The tokens after which logits are wanted, each as a sequence's only new one."""
+        """Return a batch of `m` sequences with one token each: the tokens of ``logit_rows``.
+
+        The last layer needs no other tokens once the KV of all tokens is written.
+        """
         rows = self.logit_rows
         count = torch.arange(len(rows) + 1, device=rows.device)
         return Batch(
@@ -72,18 +77,25 @@ class Batch:
 
     @staticmethod
     def static(sequences: int, pages: int, device: torch.device | str) -> "Batch":
-        """One token of each sequence, all numbers 0: for who writes them in place."""
+        """Return a decode batch of one token for each sequence, to be filled in place.
+
+        All values are 0, except ``starts``, ``sequences`` and ``logit_rows``, which are constant.
+        """
         count = torch.arange(sequences + 1, device=device)
-        room = Batch.room(sequences, sequences, pages, sequences, device)
+        batch = Batch.zeros(sequences, sequences, pages, sequences, device)
         return replace(
-            room, starts=count.int(), sequences=count[:-1].int(), logit_rows=count[:-1], single=True
+            batch,
+            starts=count.int(),
+            sequences=count[:-1].int(),
+            logit_rows=count[:-1],
+            single=True,
         )
 
     @staticmethod
-    def room(
+    def zeros(
         tokens: int, sequences: int, pages: int, logits: int, device: torch.device | str
     ) -> "Batch":
-        """Any batch of such a size, all numbers 0: for who writes them in place."""
+        """Return a batch of the given sizes with all values 0, to be filled in place."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -101,7 +113,7 @@ class Batch:
 
     @staticmethod
     def of(slices: Sequence[SequenceSlice], device: torch.device | str = "cpu") -> "Batch":
-        """The batch of some sequences, in their order."""
+        """Build the batch of some sequence slices, in their order."""
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
@@ -134,10 +146,14 @@ class Batch:
 
 
 class DenseAttention(Protocol):
-    """Causal attention over dense K and V in pages: the kernels of KV format `dense`.
+    """Causal attention over paged dense K and V: the kernels of KV format `dense`.
 
-    K and V are read from the pages, as bf16, also those of the tokens being computed, so that it
-    makes no difference which worker wrote them. Nothing past a sequence's length is ever read.
+    All K and V are read from the pages as bf16, including those of the tokens being computed. The
+    result therefore does not depend on which worker wrote them. Slots at or beyond a sequence's
+    length are never used.
+
+    Attributes:
+        name, version: identify the kernels in the model's kernel plan.
     """
 
     name: str
@@ -151,26 +167,26 @@ class DenseAttention(Protocol):
         v_pages: Tensor,
         batch: Batch,
     ) -> Tensor:
-        """Turn q and k by their positions, and put k and v into the pages.
+        """Apply RoPE to q and k, and write k and v into the pages.
 
         Args:
-            qkv: `[n, (heads + 2 kv_heads) * dim]`, of each token q, k and v, before RoPE.
+            qkv: `[n, (heads + 2 kv_heads) * dim]`, q, k and v of each token, before RoPE.
             rope: cosines and sines, fp32 `[context, dim / 2]` each.
             k_pages, v_pages: bf16 `[page, kv_head, slot, dim]`, written.
 
         Returns:
-            q after RoPE, `[n, heads, dim]`, of qkv's dtype.
+            q after RoPE, `[n, heads, dim]`, in the dtype of ``qkv``.
         """
         ...
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
-        """Softmax(q·k / √dim)·v over each token's sequence up to and including itself.
+        """Compute softmax(q·k / √dim)·v over each token's sequence up to and including the token.
 
         Args:
             q: `[n, heads, dim]`, after RoPE.
             k_pages, v_pages: bf16 `[page, kv_head, slot, dim]`.
 
         Returns:
-            `[n, heads * dim]`, of q's dtype.
+            `[n, heads * dim]`, in the dtype of ``q``.
         """
         ...

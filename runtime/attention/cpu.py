@@ -1,4 +1,4 @@
-"""Attention on the CPU from compiled loops, in fp32: see `loops.py` for its guarantee."""
+"""fp32 attention on the CPU with compiled loops. `loops.py` states what it guarantees."""
 
 import math
 
@@ -13,7 +13,7 @@ from runtime.cpu.tiles import LANES
 
 
 class CompiledAttention:
-    """See `runtime.attention.base.DenseAttention`. q is fp32."""
+    """CPU backend of `runtime.attention.base.DenseAttention`; q is fp32."""
 
     name = "compiled"
     version = 1
@@ -23,24 +23,24 @@ class CompiledAttention:
         self._compile(heads, kv_heads, dim)
 
     def _compile(self, heads: int, kv_heads: int, dim: int) -> None:
-        """Run everything over no sequence at all, so that no request waits for it."""
-        nothing = torch.zeros(0, dtype=torch.int32)
+        """Compile all loops by running them on an empty batch, so that no request waits for it."""
+        empty = torch.zeros(0, dtype=torch.int32)
         starts = torch.zeros(1, dtype=torch.int32)
         batch = Batch(
-            tokens=nothing.long(),
-            positions=nothing.long(),
-            page_table=nothing[None],
+            tokens=empty.long(),
+            positions=empty.long(),
+            page_table=empty[None],
             starts=starts,
-            lengths=nothing,
-            sequences=nothing,
-            logit_rows=nothing.long(),
+            lengths=empty,
+            sequences=empty,
+            logit_rows=empty.long(),
             single=False,
         )
         pages = torch.empty(0, kv_heads, LANES, dim, dtype=torch.bfloat16)
         rope = (torch.empty(0, dim // 2), torch.empty(0, dim // 2))
         q = self.write(torch.empty(0, (heads + 2 * kv_heads) * dim), rope, pages, pages, batch)
         self._attend(q, pages, pages, batch)
-        self._attend_last(q, pages, pages, batch)
+        self._attend_one(q, pages, pages, batch)
 
     def write(
         self,
@@ -66,8 +66,8 @@ class CompiledAttention:
         return q
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
-        decoding = len(batch.lengths) == len(q) and LANES % k_pages.shape[2] == 0
-        return (self._attend_last if decoding else self._attend)(q, k_pages, v_pages, batch)
+        one_each = len(batch.lengths) == len(q) and LANES % k_pages.shape[2] == 0
+        return (self._attend_one if one_each else self._attend)(q, k_pages, v_pages, batch)
 
     def _attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
         out = torch.empty_like(q)
@@ -75,15 +75,15 @@ class CompiledAttention:
         loops.attend(q.numpy(), k, v, *batch.tables, self._scale, out.numpy())
         return out.flatten(1)
 
-    def _attend_last(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
+    def _attend_one(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
         out = torch.empty_like(q)
         k, v = _patterns(k_pages), _patterns(v_pages)
         page_table, _, lengths = batch.tables
-        loops.attend_last(q.numpy(), k, v, page_table, lengths, self._scale, out.numpy())
+        loops.attend_one(q.numpy(), k, v, page_table, lengths, self._scale, out.numpy())
         return out.flatten(1)
 
 
 def _patterns(pages: Tensor) -> Halves:
-    """The pages as a loop takes them."""
+    """View bf16 pages as u16 patterns, without a copy."""
     patterns: Halves = pages.view(torch.uint16).numpy()
     return patterns

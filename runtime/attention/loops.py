@@ -1,12 +1,16 @@
-"""Compiled loops of attention on the CPU. Loops only: `cpu.py` prepares their arguments.
+"""Compiled CPU attention kernels. `cpu.py` prepares their arguments.
 
-Every result is defined by the order of IEEE operations as written (no fast-math; fused
-multiply-adds are explicit), so that neither the batch, nor the chunks of a prompt, nor the width of
-the lanes changes a bit of it. Each lane is one query head of one token; lanes never mix.
+Operations are executed in the order written: there is no fast-math, and fused multiply-adds are
+explicit. Neither the batch, nor the chunking of a prompt, nor the vector width changes a bit of a
+result. Each lane computes one query row (one query head of one token); lanes are independent.
 
-Arguments that recur:
+Common arguments:
     k_pages, v_pages: u16 `[page, kv_head, slot, dim]`, bf16 patterns.
-    page_table: int32 `[s, p]`; starts: int32 `[s + 1]`; lengths: int32 `[s]`, see `base.Batch`.
+    page_table: int32 `[s, p]`; starts: int32 `[s + 1]`; lengths: int32 `[s]`; see `base.Batch`.
+
+Online softmax keeps for each query row the running maximum ``m`` of the scores, the sum ``l`` of
+``exp(score - m)``, and the weighted sum ``acc`` of values, not yet divided by ``l``. When ``m``
+grows, ``l`` and ``acc`` are multiplied by ``rescale = exp(old m - new m)``.
 """
 
 import numpy as np
@@ -21,7 +25,7 @@ _f, _u = np.float32, np.uint32
 
 @compiled
 def _to_bf16(value: np.float32) -> np.uint16:
-    """Round to nearest, ties to even; every NaN becomes the quiet one."""
+    """Round to the nearest bf16, ties to even. Every NaN becomes the quiet NaN."""
     bits = as_bits(value)
     if value != value:
         return np.uint16(0x7FC0)
@@ -40,12 +44,12 @@ def write(
     lengths: Ints,
     q_out: Floats,
 ) -> None:
-    """RoPE on q and k, then k and v into the pages.
+    """Apply RoPE to q and k, and write k and v into the pages.
 
     Args:
-        qkv: `[n, heads + 2 kv_heads, dim]`.
-        cos, sin: `[context, dim / 2]`.
-        q_out: `[n, heads, dim]`, written.
+        qkv: fp32 `[n, heads + 2 kv_heads, dim]`.
+        cos, sin: fp32 `[context, dim / 2]`.
+        q_out: fp32 `[n, heads, dim]`, written.
     """
     heads, dim = q_out.shape[1], q_out.shape[2]
     kv_heads, size = k_pages.shape[1], k_pages.shape[2]
@@ -81,40 +85,42 @@ def attend(
     scale: np.float32,
     out: Floats,
 ) -> None:
-    """Causal softmax(q·k·scale)·v with an online softmax, a page at a time.
+    """Causal ``softmax(q·k·scale)·v`` with an online softmax over pages.
 
-    LANES query rows are computed side by side.
+    The query rows of a KV head (its tokens times `group` query heads) are processed in blocks of
+    LANES rows. Lane r of a block holds row ``block + r``.
 
     Args:
-        q: `[n, heads, dim]`.
-        out: `[n, heads, dim]`, written.
+        q: fp32 `[n, heads, dim]`.
+        out: fp32 `[n, heads, dim]`, written.
     """
     kv_heads, size, dim = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
     group = q.shape[1] // kv_heads
-    queries = np.empty((dim, LANES), np.float32)
-    mixed = np.empty((dim, LANES), np.float32)
-    weights = np.empty((size, LANES), np.float32)
+    queries = np.empty((dim, LANES), np.float32)  # scaled
+    acc = np.empty((dim, LANES), np.float32)
+    weights = np.empty((size, LANES), np.float32)  # scores, then exp(score - m)
     keys, values = np.empty((size, dim), np.float32), np.empty((size, dim), np.float32)
-    peak, rescale = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-    total = np.empty(LANES, np.float32)
+    m, rescale = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    l = np.empty(LANES, np.float32)  # noqa: E741 - as in the papers
     position = np.empty(LANES, np.int32)
     for s in range(len(lengths)):
         rows = (starts[s + 1] - starts[s]) * group
-        before = lengths[s] - (starts[s + 1] - starts[s])
+        before = lengths[s] - (starts[s + 1] - starts[s])  # tokens before the new ones
         for h in range(kv_heads):
             for block in range(0, rows, LANES):
                 for r in range(LANES):
                     row = min(block + r, rows - 1)  # spare lanes repeat the last row
                     token, head = starts[s] + row // group, h * group + row % group
                     position[r] = before + row // group
-                    peak[r], total[r] = _f(-np.inf), _f(0.0)
+                    m[r], l[r] = _f(-np.inf), _f(0.0)
                     for d in range(dim):
                         queries[d, r] = q[token, head, d] * scale
-                        mixed[d, r] = _f(0.0)
-                end = position[LANES - 1] + 1
+                        acc[d, r] = _f(0.0)
+                end = position[LANES - 1] + 1  # keys that the last row of the block attends to
                 for p in range((end + size - 1) // size):
                     page, first = page_table[s, p], p * size
                     count = min(size, end - first)
+                    # Scores of the page's keys: weights[j, r] = keys[j] · queries[:, r]
                     for j in range(count):
                         for d in range(dim):
                             keys[j, d] = as_float(_u(k_pages[page, h, j, d]) << _u(16))
@@ -123,35 +129,38 @@ def attend(
                         for r in range(LANES):
                             weights[j, r] = _f(0.0)
                     accumulate(weights[:count], keys, 0, queries, 0, dim)
+                    # Causal mask and running maximum.
                     for r in range(LANES):
-                        rescale[r] = peak[r]
+                        rescale[r] = m[r]
                     for j in range(count):
                         for r in range(LANES):
-                            seen = first + j <= position[r]
-                            x = weights[j, r] if seen else _f(-np.inf)
+                            visible = first + j <= position[r]
+                            x = weights[j, r] if visible else _f(-np.inf)
                             weights[j, r] = x
-                            peak[r] = x if x > peak[r] else peak[r]
+                            m[r] = x if x > m[r] else m[r]
+                    # Weights, and their sum.
                     for r in range(LANES):
-                        rescale[r] = exp(rescale[r] - peak[r])
-                        total[r] *= rescale[r]
+                        rescale[r] = exp(rescale[r] - m[r])
+                        l[r] *= rescale[r]
                     for j in range(count):
                         for r in range(LANES):
-                            x = exp(weights[j, r] - peak[r])
+                            x = exp(weights[j, r] - m[r])
                             weights[j, r] = x
-                            total[r] += x
+                            l[r] += x
+                    # acc[d, r] = acc[d, r] * rescale[r] + sum over j: values[j, d] * weights[j, r]
                     for d in range(dim):
                         for r in range(LANES):
-                            mixed[d, r] *= rescale[r]
-                    accumulate(mixed, values.T, 0, weights, 0, count)
+                            acc[d, r] *= rescale[r]
+                    accumulate(acc, values.T, 0, weights, 0, count)
                 for r in range(min(LANES, rows - block)):
                     row = block + r
                     token, head = starts[s] + row // group, h * group + row % group
                     for d in range(dim):
-                        out[token, head, d] = mixed[d, r] / total[r]
+                        out[token, head, d] = acc[d, r] / l[r]
 
 
 @compiled
-def attend_last(
+def attend_one(
     q: Floats,
     k_pages: Halves,
     v_pages: Halves,
@@ -160,69 +169,74 @@ def attend_last(
     scale: np.float32,
     out: Floats,
 ) -> None:
-    """`attend` where each sequence has one row, to the same bits: keys are the lanes of scores, and
-    dimensions those of the result.
+    """Compute `attend` for one token of each sequence, with the same bits.
+
+    Here lanes are keys while scores are computed, and dimensions while values are accumulated. The
+    keys of a sequence are processed in stretches of LANES keys, the online softmax page by page.
 
     Args:
-        k_pages, v_pages: of a page size that divides LANES.
-        q, out: `[s, heads, dim]`.
+        k_pages, v_pages: pages of a size that divides LANES.
+        q, out: fp32 `[s, heads, dim]`; ``out`` is written.
     """
     kv_heads, size, dim = k_pages.shape[1], k_pages.shape[2], k_pages.shape[3]
     group = q.shape[1] // kv_heads
-    strips = (dim + LANES - 1) // LANES
-    queries = np.empty((group, dim), np.float32)
+    strips = (dim + LANES - 1) // LANES  # dimensions are split into strips of LANES
+    queries = np.empty((group, dim), np.float32)  # scaled
     keys = np.empty((dim, LANES), np.float32)
     values = np.zeros((strips, size, LANES), np.float32)
-    scores = np.empty((group, LANES), np.float32)
-    mixed = np.empty((strips, group, LANES), np.float32)
-    peak, total = np.empty(group, np.float32), np.empty(group, np.float32)
+    scores = np.empty((group, LANES), np.float32)  # scores, then exp(score - m)
+    acc = np.empty((strips, group, LANES), np.float32)
+    m, l = np.empty(group, np.float32), np.empty(group, np.float32)  # noqa: E741 - see `attend`
     for s in range(len(lengths)):
         for h in range(kv_heads):
             for g in range(group):
-                peak[g], total[g] = _f(-np.inf), _f(0.0)
+                m[g], l[g] = _f(-np.inf), _f(0.0)
                 for d in range(dim):
                     queries[g, d] = q[s, h * group + g, d] * scale
-            mixed[:] = _f(0.0)
+            acc[:] = _f(0.0)
             for start in range(0, lengths[s], LANES):
                 end = min(start + LANES, lengths[s])
-                # Where it goes on after this stretch: pages lie too far apart for the processor to
-                # find that out, so they are asked for one by one on the way.
-                then, then_head, then_start = s, h, end
+                # The stretch that follows, maybe of the next head or sequence. Its pages are
+                # prefetched one by one: they are too far apart for the hardware prefetcher.
+                next_s, next_h, next_start = s, h, end
                 if end == lengths[s]:
-                    then, then_head, then_start = s + (h + 1) // kv_heads, (h + 1) % kv_heads, 0
-                then_length = lengths[then] if then < len(lengths) else 0
+                    next_s, next_h, next_start = s + (h + 1) // kv_heads, (h + 1) % kv_heads, 0
+                next_length = lengths[next_s] if next_s < len(lengths) else 0
+                # scores[g, j] = queries[g] · keys[:, j]
                 for first in range(start, end, size):
                     transpose(k_pages[page_table[s, first // size], h], keys, first - start)
                 scores[:] = _f(0.0)
                 accumulate(scores, queries, 0, keys, 0, dim)
                 for first in range(start, end, size):
                     count, at = min(size, end - first), first - start
-                    if then_start + at < then_length:
-                        soon = page_table[then, (then_start + at) // size]
-                        prefetch(k_pages, soon, then_head)
-                        prefetch(v_pages, soon, then_head)
-                    page = v_pages[page_table[s, first // size], h]
+                    if next_start + at < next_length:
+                        next_page = page_table[next_s, (next_start + at) // size]
+                        prefetch(k_pages, next_page, next_h)
+                        prefetch(v_pages, next_page, next_h)
+                    page = v_pages[page_table[s, first // size], h]  # [slot, dim]
                     for j in range(count):
                         for strip in range(strips):
                             for d in range(min(LANES, dim - strip * LANES)):
                                 bits = _u(page[j, strip * LANES + d]) << _u(16)
                                 values[strip, j, d] = as_float(bits)
+                    # Running maximum, weights and their sum, for the keys of this page.
                     for g in range(group):
-                        top = peak[g]
+                        new_m = m[g]
                         for j in range(at, at + count):
-                            top = scores[g, j] if scores[g, j] > top else top
+                            new_m = scores[g, j] if scores[g, j] > new_m else new_m
                         for j in range(at, at + count):
-                            scores[g, j] = exp(scores[g, j] - top)
-                        rescale = exp(peak[g] - top)
-                        together = total[g] * rescale
+                            scores[g, j] = exp(scores[g, j] - new_m)
+                        rescale = exp(m[g] - new_m)
+                        new_l = l[g] * rescale
                         for j in range(at, at + count):
-                            together += scores[g, j]
-                        peak[g], total[g] = top, together
+                            new_l += scores[g, j]
+                        m[g], l[g] = new_m, new_l
                         for strip in range(strips):
                             for d in range(LANES):
-                                mixed[strip, g, d] *= rescale
+                                acc[strip, g, d] *= rescale
+                    # acc[strip, g] += sum over j: scores[g, at + j] * values[strip, j]
                     for strip in range(strips):
-                        accumulate(mixed[strip], scores, at, values[strip], 0, count)
+                        accumulate(acc[strip], scores, at, values[strip], 0, count)
             for g in range(group):
                 for d in range(dim):
-                    out[s, h * group + g, d] = mixed[d // LANES, g, d % LANES] / total[g]
+                    out[s, h * group + g, d] = acc[d // LANES, g, d % LANES] / l[g]

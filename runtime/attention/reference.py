@@ -1,4 +1,4 @@
-"""Attention in plain torch, for any device: the specification of the other backends."""
+"""Attention in plain torch for any device: the specification of the other backends."""
 
 import math
 
@@ -9,7 +9,7 @@ from runtime.attention.base import Batch
 
 
 class ReferenceAttention:
-    """See `runtime.attention.base.DenseAttention`."""
+    """Reference backend of `runtime.attention.base.DenseAttention`."""
 
     name = "reference"
     version = 1
@@ -23,18 +23,18 @@ class ReferenceAttention:
         batch: Batch,
     ) -> Tensor:
         kv_heads, page_size, dim = k_pages.shape[1:]
-        by_head = qkv.view(len(qkv), -1, dim)
+        by_head = qkv.view(len(qkv), -1, dim)  # [n, heads + 2 kv_heads, dim]
         heads = by_head.shape[1] - 2 * kv_heads
-        cos, sin = (table[batch.positions, None] for table in rope)
+        cos, sin = (table[batch.positions, None] for table in rope)  # [n, 1, dim / 2]
         first, second = by_head[:, : heads + kv_heads].float().chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         tokens_each = batch.starts.diff().long()
         sequences = torch.repeat_interleave(tokens_each)
         pages = batch.page_table[sequences, batch.positions // page_size].long()
         slots = batch.positions % page_size
-        k_pages[pages, :, slots] = turned[:, heads:].to(k_pages.dtype)
+        k_pages[pages, :, slots] = rotated[:, heads:].to(k_pages.dtype)
         v_pages[pages, :, slots] = by_head[:, heads + kv_heads :].to(v_pages.dtype)
-        return turned[:, :heads].to(qkv.dtype)
+        return rotated[:, :heads].to(qkv.dtype)
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
         kv_heads, _, dim = k_pages.shape[1:]
@@ -44,15 +44,16 @@ class ReferenceAttention:
         for sequence, length in enumerate(lengths):
             rows = slice(starts[sequence], starts[sequence + 1])
             pages = batch.page_table[sequence].long()
-            # [p, h, slot, d] -> [h, length, d]: nothing past the length is looked at.
+            # [p, kv_head, slot, dim] -> [kv_head, length, dim], without slots beyond the length
             keys, values = (
                 plane[pages].transpose(0, 1).flatten(1, 2)[:, :length].float()
                 for plane in (k_pages, v_pages)
             )
+            # n: new tokens, h: KV heads, g: query heads of a KV head, t: tokens, d: dim
             queries = q[rows].float().view(-1, kv_heads, heads // kv_heads, dim)
             scores = torch.einsum("nhgd,htd->hgnt", queries, keys) / math.sqrt(dim)
             later = torch.arange(length, device=q.device)[None] > batch.positions[rows][:, None]
             weights = scores.masked_fill(later, -math.inf).softmax(dim=-1)
-            mixed = torch.einsum("hgnt,htd->nhgd", weights, values)
-            out[rows] = mixed.reshape(-1, heads * dim).to(q.dtype)
+            attended = torch.einsum("hgnt,htd->nhgd", weights, values)
+            out[rows] = attended.reshape(-1, heads * dim).to(q.dtype)
         return out

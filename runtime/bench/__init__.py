@@ -1,5 +1,5 @@
-"""How fast the runtime is: ``python -m runtime.bench engine|step|decode|prefill|plan|host --help``.
+"""Benchmarks: ``python -m runtime.bench engine|step|decode|prefill|plan|host [--help]``.
 
-Each table has a figure, its floor by what the device was seen to do in the same run, and peers with
-the same weights. On a GPU weights are random, at real shapes.
+A table shows each measurement beside its physical floor, computed from rates measured in the same
+run, and beside peers with the same weights. GPU benchmarks use random weights at real shapes.
 """

@@ -1,4 +1,4 @@
-"""``python -m runtime.bench``: the table that is asked for."""
+"""``python -m runtime.bench TABLE …``: run the benchmark named by the first argument."""
 
 import sys
 from importlib import import_module

@@ -1,7 +1,8 @@
-"""A decode step of a whole model, by each of its ways: ``python -m runtime.bench decode --help``.
+"""Decode steps of a whole model, in each implementation: ``python -m runtime.bench decode --help``.
 
-The floor is the time to read weights and KV once, at the rate of a copy, bytes read and written.
-Peers are transformers with a static cache, eager and compiled, with the same weights.
+The floor is the time to read weights and KV once, at the measured rate of a copy (bytes read plus
+bytes written). The peer is transformers with a static cache and the same weights, eager and
+compiled.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from runtime.models.model import Model
 
 
 class DecodeBench:
-    """One model, and its steps for batches of any size."""
+    """A model and its decode steps."""
 
     def __init__(self, checkpoint: Checkpoint, device: str) -> None:
         self._config, self._device = checkpoint.config, device
@@ -34,13 +35,13 @@ class DecodeBench:
         self.weight_bytes = StepWeights.of(checkpoint, "meta").nbytes
 
     def figures(
-        self, name: str, batch: int, context: int, copied: float, runs: int
+        self, name: str, batch: int, context: int, rate: float, runs: int
     ) -> Iterator[Figure]:
-        """By one launch, where there is one, and layer by layer, as one graph and as many."""
-        each = -(-(context + 1) // PAGE)
-        cache = self._cache(batch * each)
-        inputs = Batch.static(batch, each, self._device)
-        inputs.page_table.copy_(torch.randperm(batch * each).view(batch, each))
+        """Measure one launch (if supported), layer by layer, and a graph for each layer."""
+        pages = -(-(context + 1) // PAGE)  # pages of a sequence
+        cache = self._cache(batch * pages)
+        inputs = Batch.static(batch, pages, self._device)
+        inputs.page_table.copy_(torch.randperm(batch * pages).view(batch, pages))
         inputs.positions.fill_(context)
         inputs.lengths.fill_(context + 1)
         read = self.weight_bytes + kv_bytes(self._config, batch * (context + 1))
@@ -52,12 +53,12 @@ class DecodeBench:
         calls["a graph for each layer"] = self._by_layer(inputs, cache)
         for way, call in calls.items():
             took = milliseconds(call, device=self._device, runs=runs)
-            yield Figure(f"{name}, {way}", took, read / copied)
+            yield Figure(f"{name}, {way}", took, read / rate)
 
     def _by_layer(self, inputs: Batch, cache: PagedCache) -> Callable[[], None]:
         calls: list[Callable[[], object]] = [*self._model.stages(inputs, cache)]
         if self._device == "cuda":
-            calls = [capture(stage) for stage in calls]  # each reads what the one before made
+            calls = [capture(stage) for stage in calls]  # each reads the output of the one before
 
         def run() -> None:
             for call in calls:
@@ -82,9 +83,14 @@ def figures(
     device: str,
     runs: int,
 ) -> Iterator[Figure]:
-    """Ours, then the peers; ``cases`` are batch and context."""
-    copied = copy_rate(device)
-    yield Figure("a copy, GB/s", copied / 1e6, copied / 1e6)
+    """Measure our steps, then the peers.
+
+    Args:
+        cases: pairs of batch size and context length.
+        ragged: variation of ranks between layers.
+    """
+    rate = copy_rate(device)
+    yield Figure("copy rate, GB/s", rate / 1e6, rate / 1e6)
     for keep in keeps:
         checkpoint = random_checkpoint(SHAPES[shape], keep, ragged, device)
         bench = DecodeBench(checkpoint, device)
@@ -93,7 +99,7 @@ def figures(
             for case in cases
         }
         for case, name in named.items():
-            yield from bench.figures(name, *case, copied, runs)
+            yield from bench.figures(name, *case, rate, runs)
         if not peers:
             continue
         model = transformers_peers.build(checkpoint)
@@ -103,25 +109,25 @@ def figures(
                 peer = transformers_peers.decode_step(model, context, batch, compiled=compiled)
                 took = milliseconds(peer.run, peer.reset, device=device, runs=runs)
                 kind = "compiled" if compiled else "eager"
-                yield Figure(f"{name}, transformers {kind}", took, read / copied)
+                yield Figure(f"{name}, transformers {kind}", took, read / rate)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench decode")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 1.0])
-    parser.add_argument("--ragged", type=int, default=0, help="how much ranks differ by layer")
+    parser.add_argument("--ragged", type=int, default=0, help="variation of ranks between layers")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--context", type=int, nargs="+", default=[512])
-    parser.add_argument("--peers", action="store_true", help="transformers as well")
+    parser.add_argument("--peers", action="store_true", help="also measure transformers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--runs", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    own = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
     with torch.inference_mode():
-        cases = list(product(own.batch, own.context))
+        cases = list(product(args.batch, args.context))
         rows = figures(
-            own.shape, own.keep, own.ragged, cases, peers=own.peers, device=own.device,
-            runs=own.runs,
+            args.shape, args.keep, args.ragged, cases, peers=args.peers, device=args.device,
+            runs=args.runs,
         )  # fmt: skip
-        show(describe(own.device), rows, own.json)
+        show(describe(args.device), rows, args.json)

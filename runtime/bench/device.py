@@ -1,4 +1,4 @@
-"""What a device was seen to do, and how long something takes on it."""
+"""Timing on a device, and its measured copy and matmul rates."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from runtime.graphs.capture import capture
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of a table, milliseconds."""
+    """One row of a table: a measured time and its physical floor."""
 
     name: str
     ms: float
@@ -25,19 +25,19 @@ class Figure:
 
 
 def show(title: str, figures: Iterable[Figure], target: Path | None) -> None:
-    """Print figures as they come, and write them to ``target``."""
+    """Print figures as they are measured, then write them to ``target`` as JSON, if given."""
     print(title)
     print(f"{'':72} {'ms':>9} {'floor':>9}")
-    found = []
+    rows = []
     for figure in figures:
         print(figure, flush=True)
-        found.append(asdict(figure))
+        rows.append(asdict(figure))
     if target:
-        target.write_text(json.dumps(found, indent=1))
+        target.write_text(json.dumps(rows, indent=1))
 
 
 def describe(device: str) -> str:
-    """The device and torch's version."""
+    """Return the device name and the torch version."""
     name = torch.cuda.get_device_name() if device == "cuda" else device
     return f"{name}, torch {torch.__version__}"
 
@@ -49,20 +49,23 @@ def milliseconds(
     device: str = "cuda",
     runs: int = 30,
 ) -> float:
-    """The median of several runs after a few, ``before`` not counted."""
+    """Return the median time of ``runs`` calls after five warm-up calls.
+
+    ``before`` is called before each of them and not timed.
+    """
     once = _on_gpu if device == "cuda" else _on_cpu
-    found = []
+    times = []
     for run in range(runs + 5):
         if before:
             before()
         took = once(call)
         if run >= 5:
-            found.append(took)
-    return median(found)
+            times.append(took)
+    return median(times)
 
 
 def captured(call: Callable[[], object], *, device: str = "cuda") -> Callable[[], object]:
-    """The same as a CUDA graph; on the CPU just the same."""
+    """Capture a call as a CUDA graph; on the CPU return it unchanged."""
     if device != "cuda":
         return call
     call()
@@ -70,15 +73,15 @@ def captured(call: Callable[[], object], *, device: str = "cuda") -> Callable[[]
 
 
 def copy_rate(device: str = "cuda") -> float:
-    """Bytes read and written in a millisecond by a copy."""
+    """Return the bytes that a large copy reads and writes per millisecond."""
     size = 1 << (30 if device == "cuda" else 24)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / milliseconds(lambda: target.copy_(source), device=device)
 
 
-def product_rate(device: str = "cuda") -> float:
-    """Multiplications and additions in a millisecond by a large bf16 product."""
+def matmul_rate(device: str = "cuda") -> float:
+    """Return the floating-point operations per millisecond of a large bf16 matmul."""
     size = 8192 if device == "cuda" else 256
     a, b = torch.randn(2, size, size, device=device).bfloat16()
     return 2 * size**3 / milliseconds(lambda: a @ b, device=device, runs=10)

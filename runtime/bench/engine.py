@@ -1,11 +1,13 @@
-"""How fast the engine is on this machine, beside transformers and the physical floor.
+"""The engine on this machine's CPU, compared with transformers and the physical floor.
 
-``python -m runtime.bench engine [--model NAME|PATH] [--json PATH]`` prints prefill of 512 tokens,
-decode of one stream and of eight, each as the best of several runs, ours and theirs alternating.
-The peer's time is that of its forward pass and an argmax, without ``generate``; ours is the
-engine's whole step. The floor of a decode step is the time to read fp32 weights once, at the
-bandwidth that a plain sum over a large array reaches (weights that are read as exact codes go below
-it); that of a prefill is its multiplications at the rate of one large matrix product.
+``python -m runtime.bench engine [--model NAME|PATH] [--json PATH]`` prints prefill of 512 tokens
+and decode of one and of eight streams. Each figure is the best of several runs, in which engine and
+peer alternate. The peer's time covers its forward pass and an argmax, without ``generate``; ours
+covers the engine's whole step.
+
+The floor of a decode step is the time to read the fp32 weights once, at the bandwidth of a sum over
+a large array. Weights stored as exact codes take less than that. The floor of a prefill is its
+operations at the rate of one large matmul.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import torch
 
 from runtime.bench import peers
 from runtime.checkpoint import Checkpoint, Dense, load_checkpoint, resolve_model
+from runtime.checkpoint.weights import linears_of
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine
@@ -34,7 +37,7 @@ STREAMS = 8
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table, in milliseconds for a prefill or a decode step."""
+    """One row of the table: milliseconds of a prefill or a decode step."""
 
     name: str
     ours_ms: float
@@ -45,7 +48,7 @@ class Figure:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench engine")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     checkpoint = load_checkpoint(resolve_model(arguments.model))
     figures = list(measure(checkpoint))
@@ -66,7 +69,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def measure(checkpoint: Checkpoint) -> Iterator[Figure]:
-    """Prefill, decode of one stream, decode of eight."""
+    """Measure prefill, decode of one stream, and decode of eight streams."""
     generator = torch.Generator().manual_seed(0)
     vocab = checkpoint.config.vocab_size
     prompt = torch.randint(vocab, (PROMPT_TOKENS,), generator=generator).tolist()
@@ -74,12 +77,12 @@ def measure(checkpoint: Checkpoint) -> Iterator[Figure]:
     peer = peer_of(checkpoint)
     weights = sum(_parameters(checkpoint)) * 4
     read_ms = weights / _bandwidth() * 1e3
-    products_ms = 2 * sum(_parameters(checkpoint)[:-1]) * PROMPT_TOKENS / _product_rate() * 1e3
+    matmul_ms = 2 * sum(_parameters(checkpoint)[:-1]) * PROMPT_TOKENS / _matmul_rate() * 1e3
 
     ours, theirs = _alternate(
         partial(_prefill_ms, model, prompt), peer and partial(_peer_prefill_ms, peer, prompt), 5
     )
-    yield Figure(f"prefill {PROMPT_TOKENS}", ours, products_ms, theirs)
+    yield Figure(f"prefill {PROMPT_TOKENS}", ours, matmul_ms, theirs)
     context = prompt[:CONTEXT_TOKENS]
     for streams in (1, STREAMS):
         ours, theirs = _alternate(
@@ -93,7 +96,7 @@ def measure(checkpoint: Checkpoint) -> Iterator[Figure]:
 def _alternate(
     ours: Callable[[], float], theirs: Callable[[], float] | None, repeats: int
 ) -> tuple[float, float | None]:
-    """The best of ``repeats`` runs of each, taken in turns."""
+    """Return the best of ``repeats`` alternating runs of each."""
     mine, peers = [], []
     for _ in range(repeats):
         mine.append(ours())
@@ -112,7 +115,7 @@ def _prefill_ms(model: Model, prompt: list[int]) -> float:
 
 
 def _decode_ms(model: Model, prompt: list[int], streams: int) -> float:
-    """The fastest of 24 steps in which ``streams`` sequences get a token each."""
+    """Return the fastest of 24 steps in which ``streams`` sequences get a token each."""
     limits = Limits(max_running=streams, max_waiting=streams)
     engine = Engine(model, num_pages=32 * streams, limits=limits)
     requests = [
@@ -132,7 +135,7 @@ def _timed_ms(call: Callable[[], object]) -> float:
 
 
 def peer_of(checkpoint: Checkpoint) -> Any:
-    """The same weights in transformers, fp32; None where it cannot run them."""
+    """Build a transformers model with the same weights; None if it cannot run them."""
     try:
         return peers.build(checkpoint)
     except (ImportError, ValueError) as error:
@@ -157,31 +160,23 @@ def _peer_decode_ms(peer: Any, prompt: list[int], streams: int) -> float:
 
 
 def _parameters(checkpoint: Checkpoint) -> list[int]:
-    """Of every product of a token, the language model head last."""
+    """Return the parameter count of every linear layer, the language model head last."""
     counts = [
         linear.weight.numel() if isinstance(linear, Dense) else linear.u.numel() + linear.v.numel()
         for layer in checkpoint.layers
-        for linear in (
-            layer.q,
-            layer.k,
-            layer.v,
-            layer.o,
-            layer.gate,
-            layer.up,
-            layer.down,
-        )
+        for _, linear in linears_of(layer)
     ]
     return [*counts, checkpoint.lm_head.numel()]
 
 
 def _bandwidth() -> float:
-    """Bytes per second of a plain sum over 512 MiB."""
+    """Return the bytes per second of a sum over 512 MiB."""
     data = torch.ones(1 << 27)
     return data.nbytes / min(_timed_ms(data.sum) for _ in range(5)) * 1e3
 
 
-def _product_rate() -> float:
-    """Floating-point operations per second of a 512 x 2048 x 2048 product."""
+def _matmul_rate() -> float:
+    """Return the floating-point operations per second of a 512 x 2048 x 2048 matmul."""
     a, b = torch.randn(512, 2048), torch.randn(2048, 2048)
     return 2 * 512 * 2048 * 2048 / min(_timed_ms(lambda: a @ b) for _ in range(5)) * 1e3
 

@@ -1,8 +1,8 @@
-"""What the host does for a replayed decode step: ``python -m runtime.bench host --help``.
+"""Host time of a replayed decode step: ``python -m runtime.bench host --help``.
 
-The step itself is left out: a launch that says "the same token again" is in its place. What remains
-is the engine's own work, commands and scheduling to tokens, and the launches it takes. While the
-device computes a step the host has that long for it; beyond that the device waits.
+The step's graph is replaced by one launch that writes a constant token. The remaining time is the
+engine's own work, from commands and scheduling to tokens, and its launches and copies. If it is
+longer than the device takes for a step, the device waits for the host.
 """
 
 import argparse
@@ -22,18 +22,18 @@ from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Engine
 from runtime.engine.commands import Arrived, Cancel, Command, Reserve
 from runtime.models.model import Model
-from runtime.sampling.on_device import Needs
+from runtime.sampling.on_device import SamplingFeatures
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 4096
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Microseconds of the host for one step of that many streams, the median of many.
+    """Median host time of a step with ``streams`` streams, in microseconds.
 
     Attributes:
-        step_us: a page for one stream in sixteen.
-        join_us: one stream's KV has arrived, and it takes the place of another.
+        step_us: step in which, on average, one stream in sixteen gets a page.
+        join_us: step in which the KV of a new stream has arrived, after another one left.
     """
 
     streams: int
@@ -42,18 +42,18 @@ class Figure:
 
 
 class HostBench:
-    """An engine full of streams, whose device does nothing."""
+    """An engine with all batch slots in use, whose decode step is replaced by a constant."""
 
     def __init__(self, model: Model, streams: int) -> None:
         limits = Limits(max_running=streams, max_waiting=streams)
-        each = -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // model.page_size)
-        self._engine = Engine(model, num_pages=streams * each, limits=limits, replay=True)
+        pages = -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // model.page_size)
+        self._engine = Engine(model, num_pages=streams * pages, limits=limits, replay=True)
         replay = self._engine._replay
         assert replay is not None
-        drawn = replay._sampler.drawn
+        sampled = replay._sampler.sampled
 
-        def run(bucket: int, needs: Needs) -> None:  # noqa: ARG001 - in the place of a step
-            drawn.fill_(1)
+        def run(bucket: int, features: SamplingFeatures) -> None:  # noqa: ARG001 - replaces a step
+            sampled.fill_(1)
 
         replay._run = run  # type: ignore[method-assign]
         self._names = [self._join(number) for number in range(streams)]
@@ -63,7 +63,7 @@ class HostBench:
         return self._timed([])
 
     def join_us(self) -> float:
-        """Of the step in which the oldest stream's successor joins."""
+        """Time the step in which a new stream replaces the oldest one."""
         number = len(self._names)
         oldest = self._names[number - self._engine.num_running]
         self._engine.step([Cancel(oldest)])
@@ -77,7 +77,7 @@ class HostBench:
         return str(number)
 
     def _request(self, number: int) -> Request:
-        length = PROMPT_TOKENS + number % PAGE  # so that not all get their pages at once
+        length = PROMPT_TOKENS + number % PAGE  # streams get pages in different steps
         return Request(str(number), (1,) * length, length, SamplingParams(), OUTPUT_TOKENS)
 
     @staticmethod
@@ -105,17 +105,17 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--runs", type=int, default=300)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    own = parser.parse_args()
-    print(describe(own.device))
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+    print(describe(args.device))
     print(f"{'streams':>8} {'step, us':>9} {'join, us':>9}")
-    found = []
+    rows = []
     with torch.inference_mode():
-        for figure in figures(own.device, own.streams, own.runs):
+        for figure in figures(args.device, args.streams, args.runs):
             print(f"{figure.streams:8} {figure.step_us:9.0f} {figure.join_us:9.0f}", flush=True)
-            found.append(asdict(figure))
-    if own.json:
-        own.json.write_text(json.dumps(found, indent=1))
+            rows.append(asdict(figure))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""transformers with the weights of a checkpoint, as the peer of the benchmarks.
+"""transformers models with the weights of a checkpoint, as peers of the benchmarks.
 
-On a GPU its decode step is one over a `StaticCache`, as it is or under
-`torch.compile(mode="reduce-overhead")`.
+Decode steps use a `StaticCache`, eager or with `torch.compile(mode="reduce-overhead")`.
 """
 
 from collections.abc import Callable
@@ -16,15 +15,18 @@ from runtime.checkpoint.weights import Checkpoint, Dense, linears_of
 
 
 def build(checkpoint: Checkpoint) -> Any:
-    """A Llama of transformers that has the checkpoint's own tensors, factor pairs as two layers.
+    """Build a transformers Llama that shares the checkpoint's tensors.
 
-    Raises ValueError for a checkpoint of another kind.
+    A factor pair becomes two linear layers. Raises ValueError for another architecture.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = checkpoint.config
     if config.architecture != "LlamaForCausalLM" or config.rope.scaling != "default":
-        raise ValueError(f"the peer runs plain Llama models, not {config.architecture}")
+        raise ValueError(
+            f"the peer supports LlamaForCausalLM with default RoPE scaling, not "
+            f"{config.architecture} with {config.rope.scaling}"
+        )
     with torch.device("meta"):
         model = LlamaForCausalLM(
             LlamaConfig(
@@ -52,23 +54,27 @@ def build(checkpoint: Checkpoint) -> Any:
         for name, linear in linears_of(weights):
             parent, _, child = PROJECTIONS[name].rpartition(".")
             if isinstance(linear, Dense):
-                made: nn.Module = _linear(linear.weight)
+                module: nn.Module = _linear(linear.weight)
             else:
-                made = nn.Sequential(_linear(linear.v), _linear(linear.u))
-            setattr(layer.get_submodule(parent), child, made)
+                module = nn.Sequential(_linear(linear.v), _linear(linear.u))
+            setattr(layer.get_submodule(parent), child, module)
     return model.eval()
 
 
 @dataclass(frozen=True)
 class PeerStep:
-    """A decode step of transformers, and what makes the next one start where it did."""
+    """A decode step of transformers.
+
+    Attributes:
+        reset: restores the cache length, so that every step starts from the same context.
+    """
 
     run: Callable[[], Tensor]
     reset: Callable[[], None]
 
 
 def decode_step(model: Any, context: int, batch: int, *, compiled: bool) -> PeerStep:
-    """A step of ``batch`` sequences that have ``context`` tokens."""
+    """Return a step of ``batch`` sequences with ``context`` tokens each."""
     from transformers import StaticCache
 
     device = model.lm_head.weight.device
@@ -80,13 +86,13 @@ def decode_step(model: Any, context: int, batch: int, *, compiled: bool) -> Peer
     model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     def run() -> Tensor:
-        found = forward(token, past_key_values=cache, position_ids=position, use_cache=True)
-        chosen: Tensor = found.logits[:, -1].argmax(-1)
-        return chosen
+        output = forward(token, past_key_values=cache, position_ids=position, use_cache=True)
+        tokens: Tensor = output.logits[:, -1].argmax(-1)
+        return tokens
 
     def reset() -> None:
         for layer in cache.layers:
-            length = getattr(layer, "cumulative_length", None)  # newer ones count for themselves
+            length = getattr(layer, "cumulative_length", None)  # newer versions track their length
             if isinstance(length, Tensor):
                 length.fill_(context)
 
@@ -99,6 +105,6 @@ def _parameter(values: Tensor) -> nn.Parameter:
 
 def _linear(weight: Tensor) -> nn.Linear:
     with torch.device("meta"):
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    made.weight = _parameter(weight)
-    return made
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = _parameter(weight)
+    return linear

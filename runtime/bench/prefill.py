@@ -1,9 +1,9 @@
 """Prefill of one prompt: ``python -m runtime.bench prefill --help``.
 
-Ours, as an engine computes it, up to 2,048 tokens as CUDA graphs, writes K and V into pages and
-attends over them; beside it, with the same weights, q, k and v materialized and torch's
-scaled_dot_product_attention, which writes no pages. The floor is the multiplications at the rate of
-one large product.
+Ours is the prefill of an engine, with CUDA graphs up to 2,048 tokens. It writes K and V into pages
+and attends over the pages. The comparison has the same weights, materializes q, k and v, and uses
+torch's scaled_dot_product_attention without pages. The floor is the operations at the rate of one
+large matmul.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.attention.base import Batch, SequenceSlice
-from runtime.bench.device import Figure, captured, describe, milliseconds, product_rate, show
+from runtime.bench.device import Figure, captured, describe, matmul_rate, milliseconds, show
 from runtime.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
 from runtime.gemm.plan import KernelPlan
@@ -24,11 +24,11 @@ from runtime.gemm.weights import StepWeights
 from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import LayerParts
 from runtime.models.model import Model
-from runtime.replay.prefill import TOKENS, PrefillReplay
+from runtime.replay.prefill import TOKEN_BUCKETS, PrefillReplay
 
 
 class Materialized:
-    """The layers of a checkpoint with q, k and v whole."""
+    """The decoder layers of a checkpoint with q, k and v materialized and torch's attention."""
 
     def __init__(self, checkpoint: Checkpoint, tokens: int, device: str) -> None:
         config = checkpoint.config
@@ -47,8 +47,8 @@ class Materialized:
                 qkv, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
             )
             attended = functional.scaled_dot_product_attention(
-                self._turned(q).transpose(0, 1)[None],
-                self._turned(k).transpose(0, 1)[None],
+                self._rotated(q).transpose(0, 1)[None],
+                self._rotated(k).transpose(0, 1)[None],
                 v.transpose(0, 1)[None],
                 is_causal=True,
                 enable_gqa=config.num_heads != config.num_kv_heads,
@@ -57,14 +57,14 @@ class Materialized:
             hidden = parts.down(parts.gated(parts.post_norm(hidden)), hidden)
         return hidden
 
-    def _turned(self, x: Tensor) -> Tensor:
+    def _rotated(self, x: Tensor) -> Tensor:
         first, second = x.float().chunk(2, dim=-1)
-        turned = [first * self._cos - second * self._sin, second * self._cos + first * self._sin]
-        return torch.cat(turned, dim=-1).to(x.dtype)
+        rotated = [first * self._cos - second * self._sin, second * self._cos + first * self._sin]
+        return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def operations(checkpoint: Checkpoint, tokens: int) -> int:
-    """Multiplications and additions of all layers' products and of causal attention."""
+    """Return the floating-point operations of all linear layers and of causal attention."""
     config = checkpoint.config
     weights = StepWeights.of(checkpoint, "meta")
     elements = (weights.nbytes - weights.head.weight.nbytes) // 2
@@ -81,9 +81,13 @@ def figures(
     *,
     forced: bool,
 ) -> Iterator[Figure]:
-    """Ours and the materialized one; ``forced``: all by our kernels, too."""
-    rate = product_rate(device)
-    yield Figure("a product, TFLOP/s", rate / 1e9, rate / 1e9)
+    """Measure our prefill and the materialized one.
+
+    Args:
+        forced: also measure a model whose matmuls all use our kernels.
+    """
+    rate = matmul_rate(device)
+    yield Figure("matmul rate, TFLOP/s", rate / 1e9, rate / 1e9)
     for keep in keeps:
         checkpoint = random_checkpoint(SHAPES[shape], keep, 0, device)
         model = Model(checkpoint, device=device, page_size=PAGE, stepped=True)
@@ -97,20 +101,20 @@ def figures(
             piece = SequenceSlice([1] * length, 0, torch.randperm(pages).tolist())
             floor = operations(checkpoint, length) / rate
             name = f"{title(shape, keep)}, {length} tokens"
-            replay = PrefillReplay(model, cache, TOKENS[-1])
-            ways: dict[str, Callable[[], object]] = {
+            replay = PrefillReplay(model, cache, TOKEN_BUCKETS[-1])
+            variants: dict[str, Callable[[], object]] = {
                 "": partial(replay.forward, [piece])
-                if length <= TOKENS[-1]
+                if length <= TOKEN_BUCKETS[-1]
                 else partial(model.forward, Batch.of([piece], device), cache)
             }
             if forced:
                 other = partial(kernels.forward, Batch.of([piece], device), cache)
-                ways[", all by our kernels"] = captured(other, device=device)
-            for way, call in ways.items():
+                variants[", all by our kernels"] = captured(other, device=device)
+            for variant, call in variants.items():
                 took = milliseconds(call, device=device, runs=runs)
-                yield Figure(name + way, took, floor)
-            whole = Materialized(checkpoint, length, device)
-            theirs = partial(whole, torch.ones(length, dtype=torch.int64, device=device))
+                yield Figure(name + variant, took, floor)
+            materialized = Materialized(checkpoint, length, device)
+            theirs = partial(materialized, torch.ones(length, dtype=torch.int64, device=device))
             took = milliseconds(theirs, device=device, runs=runs)
             yield Figure(f"{name}, materialized and SDPA", took, floor)
 
@@ -120,11 +124,15 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 1.0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048, 8192, 32768])
-    parser.add_argument("--forced", action="store_true", help="all by our kernels, too")
+    parser.add_argument(
+        "--forced", action="store_true", help="also measure all matmuls with our kernels"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    own = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
     with torch.inference_mode():
-        rows = figures(own.shape, own.keep, own.tokens, own.device, own.runs, forced=own.forced)
-        show(describe(own.device), rows, own.json)
+        rows = figures(
+            args.shape, args.keep, args.tokens, args.device, args.runs, forced=args.forced
+        )
+        show(describe(args.device), rows, args.json)

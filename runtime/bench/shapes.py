@@ -1,4 +1,4 @@
-"""Random weights at the shapes of real models."""
+"""Random checkpoints with the shapes of real models."""
 
 import torch
 from torch import Tensor
@@ -24,12 +24,17 @@ SHAPES = {
 def random_checkpoint(
     config: ModelConfig, keep: float, ragged: int = 0, device: str = "cuda"
 ) -> Checkpoint:
-    """bf16; ``keep`` 1 is dense, ``ragged`` varies ranks by so much up and down, layer by layer."""
+    """Build a random bf16 checkpoint.
+
+    Args:
+        keep: fraction of parameters that factor pairs keep; 1 for dense layers.
+        ragged: amount by which ranks vary up and down from layer to layer.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int, scale: float) -> Tensor:
-        made = torch.empty(*shape, dtype=torch.bfloat16, device=device)
-        return made.normal_(0, scale, generator=generator)
+        values = torch.empty(*shape, dtype=torch.bfloat16, device=device)
+        return values.normal_(0, scale, generator=generator)
 
     def linear(out: int, inner: int, layer: int) -> Linear:
         if keep >= 1:
@@ -68,11 +73,11 @@ def random_checkpoint(
 
 
 def kv_bytes(config: ModelConfig, tokens: int) -> int:
-    """Of K and V of some tokens."""
+    """Return the bytes of bf16 K and V of ``tokens`` tokens in all layers."""
     return 4 * config.num_layers * config.num_kv_heads * config.head_dim * tokens
 
 
 def title(shape: str, keep: float, ragged: int = 0) -> str:
-    """What a model is called in a table."""
+    """Return the name of a model in a table."""
     kind = "dense" if keep >= 1 else f"keep {keep:g}"
     return f"{shape}, {kind}" + (f", ragged by {ragged}" if ragged else "")

@@ -1,4 +1,4 @@
-"""The decode step's launch alone, with every ring: ``python -m runtime.bench step --help``."""
+"""The megakernel alone, by ring size: ``python -m runtime.bench step --help``."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -23,23 +23,23 @@ def figures(
     cases: Sequence[tuple[int, int]],
     rings: Sequence[tuple[int, int]],
 ) -> Iterator[Figure]:
-    """``cases`` are batch and context, ``rings`` slots and tiles ahead."""
+    """Measure every case (batch, context) with every ring (slots, tiles in flight)."""
     config, copied = SHAPES[shape], copy_rate()
-    yield Figure("a copy, GB/s", copied / 1e6, copied / 1e6)
+    yield Figure("copy rate, GB/s", copied / 1e6, copied / 1e6)
     cos, sin = cos_sin_table(config, config.context_length)
     rope = cos.cuda(), sin.cuda()
     programs = torch.cuda.get_device_properties(0).multi_processor_count
     for keep in keeps:
         weights = StepWeights.of(random_checkpoint(config, keep, ragged), "cuda")
         for batch, context in cases:
-            each = -(-(context + 1) // PAGE)
-            size = (batch * each, config.num_kv_heads, PAGE, config.head_dim)
+            pages = -(-(context + 1) // PAGE)  # pages of a sequence
+            size = (batch * pages, config.num_kv_heads, PAGE, config.head_dim)
             planes: list[Tensor] = [
                 torch.randn(size, dtype=torch.bfloat16, device="cuda")
                 for _ in range(2 * config.num_layers)
             ]
-            inputs = Batch.static(batch, each, "cuda")
-            inputs.page_table.copy_(torch.randperm(batch * each).view(batch, each))
+            inputs = Batch.static(batch, pages, "cuda")
+            inputs.page_table.copy_(torch.randperm(batch * pages).view(batch, pages))
             inputs.positions.fill_(context)
             inputs.lengths.fill_(context + 1)
             floor = (weights.nbytes + kv_bytes(config, batch * (context + 1))) / copied
@@ -56,14 +56,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench step")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.5])
-    parser.add_argument("--ragged", type=int, default=0, help="how much ranks differ by layer")
+    parser.add_argument("--ragged", type=int, default=0, help="variation of ranks between layers")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--context", type=int, nargs="+", default=[512])
     parser.add_argument("--slots", type=int, nargs="+", default=[5])
     parser.add_argument("--ahead", type=int, nargs="+", default=[1])
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
-    own = parser.parse_args()
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
     with torch.inference_mode():
-        cases = list(product(own.batch, own.context))
-        rings = list(product(own.slots, own.ahead))
-        show(describe("cuda"), figures(own.shape, own.keep, own.ragged, cases, rings), own.json)
+        cases = list(product(args.batch, args.context))
+        rings = list(product(args.slots, args.ahead))
+        show(describe("cuda"), figures(args.shape, args.keep, args.ragged, cases, rings), args.json)

@@ -1,11 +1,11 @@
-"""Bounds of one engine."""
+"""Limits of one engine."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one engine.
+    """Limits of one engine.
 
     Attributes:
         max_running: sequences (choices) that hold a batch slot at the same time.

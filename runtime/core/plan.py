@@ -1,4 +1,4 @@
-"""What the scheduler decides for one step."""
+"""Plan of one engine step, as the scheduler makes it."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from runtime.errors import RuntimeFault
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens ``first … first + count - 1`` of a group, to be computed in this step."""
+    """Prompt tokens ``first … first + count - 1`` of a group, to compute in this step."""
 
     group: SequenceGroup
     first: int
@@ -26,7 +26,8 @@ class StepPlan:
 
     Attributes:
         chunks: prompt chunks to prefill.
-        decode: sequences to decode; the last token of one may still be in flight.
+        decode: sequences to decode. The last token of a sequence may be in flight, that is, not
+            read by the host yet.
         reserved: groups that received pages for KV from another worker.
         refused: request ids, each with the reason it was refused.
     """

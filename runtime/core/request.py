@@ -1,7 +1,7 @@
-"""What the runtime is asked to generate, and what it answers: values, without behaviour of a model.
+"""Requests, sampling parameters and sampled tokens: plain values without tensor code.
 
 A request is one prompt with one or more choices. Output tokens are counted from the end of the
-prompt, also where some of them were generated elsewhere and come along as part of ``tokens``.
+prompt, including those that another worker generated and the request carries in ``tokens``.
 """
 
 import math
@@ -12,12 +12,12 @@ from enum import Enum
 from runtime.config import ModelConfig
 from runtime.errors import InvalidRequest
 
-MOST_LOGPROBS = 20
-"""Alternatives beside a token, as in OpenAI's API."""
+MAX_LOGPROBS = 20
+"""Maximum alternatives reported for each token, as in OpenAI's API."""
 
 
 class FinishReason(Enum):
-    """Why a choice ended."""
+    """Reason a choice ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -25,12 +25,17 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is drawn from the model's distribution.
+    """Sampling parameters of a request. They are parsed once and carried unchanged.
 
-    The order is: ``logit_bias``, penalties, then the largest logit if ``temperature`` is 0, else
-    temperature, ``min_p``, ``top_k`` (0: off), ``top_p`` and a draw that depends on ``seed``, the
-    choice and the output index alone. ``logprobs`` asks for log probabilities of the token drawn
-    and of that many most probable ones, in the model's own distribution, before any of the above.
+    They apply in this order: ``logit_bias``, penalties, then the largest logit if ``temperature``
+    is 0. Otherwise temperature, ``min_p``, ``top_k``, ``top_p`` and a random draw, which depends
+    only on ``seed``, the choice and the output index.
+
+    Attributes:
+        temperature: 0 for greedy decoding.
+        top_k: 0 for no limit.
+        logprobs: number of most probable tokens to report beside the sampled one, or None for no
+            log probabilities. They come from the model's logits, before any processing.
     """
 
     temperature: float = 0.0
@@ -45,8 +50,8 @@ class SamplingParams:
     logprobs: int | None = None
 
     @property
-    def reshapes(self) -> bool:
-        """Whether logits are changed before the temperature."""
+    def processes_logits(self) -> bool:
+        """Whether a bias or a penalty changes the logits before the temperature applies."""
         return bool(
             self.logit_bias
             or self.presence_penalty
@@ -54,18 +59,28 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
         )
 
+    @property
+    def filters(self) -> tuple[float, float, float]:
+        """Temperature, min-p and top-p. The temperature of greedy decoding is given as 1."""
+        return self.temperature or 1.0, self.min_p, self.top_p
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Repetition, frequency and presence penalty."""
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+
     def validate(self, vocab_size: int) -> None:
-        """Raises `InvalidRequest` naming the first field that is out of bounds."""
+        """Check all fields. Raises `InvalidRequest` for the first one that is out of bounds."""
         bounds = {
             "temperature": (self.temperature, 0.0, 1e6),
             "min_p": (self.min_p, 0.0, 1.0),
             "presence_penalty": (self.presence_penalty, -1e3, 1e3),
             "frequency_penalty": (self.frequency_penalty, -1e3, 1e3),
             "top_k": (self.top_k, 0, 2**31),
-            "logprobs": (self.logprobs or 0, 0, min(vocab_size, MOST_LOGPROBS)),
+            "logprobs": (self.logprobs or 0, 0, min(vocab_size, MAX_LOGPROBS)),
         }
         for name, (value, low, high) in bounds.items():
-            if not low <= value <= high:  # a NaN is not
+            if not low <= value <= high:  # false for a NaN
                 raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequest(f"top_p must be above 0 and at most 1, not {self.top_p}")
@@ -76,18 +91,24 @@ class SamplingParams:
             )
         for token, bias in self.logit_bias.items():
             if not 0 <= token < vocab_size:
-                raise InvalidRequest(f"logit_bias names token {token}, of {vocab_size}")
+                raise InvalidRequest(
+                    f"logit_bias token {token} is outside the vocabulary of {vocab_size}"
+                )
             if not math.isfinite(bias):
-                raise InvalidRequest(f"logit_bias of token {token} is {bias}")
+                raise InvalidRequest(f"logit_bias of token {token} must be finite, not {bias}")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, and how to continue it.
+    """One prompt and the parameters of its continuation.
 
-    ``tokens`` is the prompt followed by output tokens that were delivered already (a replay after
-    a failover); the first ``prompt_tokens`` of them are the prompt. ``max_tokens`` counts output
-    tokens of each choice, replayed ones included. ``stop_token_ids`` end a choice and are emitted.
+    Attributes:
+        tokens: the prompt, then output tokens that were already delivered (replay after a
+            failover).
+        prompt_tokens: length of the prompt in ``tokens``.
+        max_tokens: maximum output tokens of each choice, including already delivered ones.
+        stop_token_ids: tokens that end a choice; the stop token itself is emitted.
+        choices: number of continuations to generate (OpenAI's ``n``).
     """
 
     id: str
@@ -99,14 +120,15 @@ class Request:
     choices: int = 1
 
     def validate(self, config: ModelConfig) -> None:
-        """Raises `InvalidRequest` if the model cannot continue these tokens."""
+        """Check the request against a model. Raises `InvalidRequest` if it cannot be served."""
         if not 1 <= self.prompt_tokens <= len(self.tokens):
             raise InvalidRequest(
                 f"prompt_tokens must be between 1 and {len(self.tokens)}, not {self.prompt_tokens}"
             )
         if len(self.tokens) >= config.context_length:
             raise InvalidRequest(
-                f"{len(self.tokens)} tokens leave no room in a context of {config.context_length}"
+                f"{len(self.tokens)} tokens leave no space for output in a "
+                f"context of {config.context_length}"
             )
         if min(self.tokens) < 0 or max(self.tokens) >= config.vocab_size:
             raise InvalidRequest(f"token ids must be between 0 and {config.vocab_size - 1}")
@@ -120,10 +142,14 @@ class Request:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """One output token. ``index`` counts a choice's output tokens from the prompt's end, from 0.
+    """One output token.
 
-    ``logprob`` and ``top`` (most probable first) are natural logarithms, in the model's own
-    distribution; None and empty unless they were asked for.
+    Attributes:
+        index: position among the choice's output tokens, from 0.
+        logprob: natural logarithm of the token's probability under the unprocessed logits; None
+            if not requested.
+        top: the most probable tokens with their log probabilities, in descending order; empty if
+            not requested.
     """
 
     choice: int

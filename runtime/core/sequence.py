@@ -1,4 +1,4 @@
-"""Sequences, and the groups of them that share a prompt."""
+"""Sequences, and groups of sequences that share a prompt."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -7,10 +7,10 @@ from runtime.core.request import Request
 
 
 class Purpose(Enum):
-    """What a sequence group is scheduled for on this worker."""
+    """Task of a sequence group on this worker."""
 
     GENERATE = "generate"  # prefill here, then decode
-    HOLD = "hold"  # prefill here, then keep the pages for another worker
+    HOLD = "hold"  # prefill here, then keep the pages until another worker has read them
     RECEIVE = "receive"  # receive the KV from another worker, then decode
 
 
@@ -22,9 +22,9 @@ class Sequence:
         arrival: position of the request in arrival order.
         limit: maximum length in tokens, prompt included.
         running: whether the sequence is in the decode batch.
-        ahead: tokens that launched steps sample for it and that the host has not read yet.
-        decided: False while its sampling needs the host: its step must be read before the next
-            one is launched.
+        lookahead: number of tokens that launched steps sample and the host has not read yet.
+        resolved: whether the device could sample the last token. If not, the host completes the
+            sampling, and the step must be read before the next one is launched.
     """
 
     request: Request
@@ -34,13 +34,13 @@ class Sequence:
     limit: int
     pages: list[int] = field(default_factory=list)
     running: bool = False
-    ahead: int = 0
-    decided: bool = True
+    lookahead: int = 0
+    resolved: bool = True
 
     @property
     def length(self) -> int:
         """Number of tokens, including those being sampled by launched steps."""
-        return len(self.tokens) + self.ahead
+        return len(self.tokens) + self.lookahead
 
     @property
     def age(self) -> tuple[int, int]:
@@ -62,12 +62,12 @@ class SequenceGroup:
 
     @property
     def request(self) -> Request:
-        """The request that all sequences belong to."""
+        """Request that all sequences belong to."""
         return self.sequences[0].request
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens that all sequences start from."""
+        """Tokens that all sequences start from."""
         return self.sequences[0].tokens
 
     @property

@@ -1,1 +1,1 @@
-"""What compiled CPU loops share: just-in-time compilation and register tiles."""
+"""Just-in-time compilation of CPU loops, and register-tiled GEMM micro-kernels for them."""

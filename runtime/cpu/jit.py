@@ -1,7 +1,7 @@
-"""What compiled loops are made of: the compiler's settings and exact floating-point steps.
+"""Just-in-time compilation of CPU loops, and exact floating-point primitives for them.
 
-Loops that use these and no fast-math compute what is written, operation by operation, on any x86:
-a result then depends on its own inputs alone, not on what else is in the batch.
+Loops compiled here use no fast-math. Every x86 processor executes the operations as written, so a
+result depends only on its own inputs and not on the rest of the batch.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _f, _u, _i = np.float32, np.uint32, np.int32
 
 
 def _stamp_of(package: Path) -> str:
-    """Changes with any of a package's sources."""
+    """Return a hash suffix that changes with any source file of a package."""
     sources = (source.read_bytes() for source in sorted(package.rglob("*.py")))
     return "_" + hashlib.blake2b(b"".join(sources), digest_size=8).hexdigest()
 
@@ -32,21 +32,21 @@ _STAMP = _stamp_of(Path(__file__).parents[1])
 
 
 def compiled(function: _Function) -> _Function:
-    """Compile on first use, to run without the interpreter's lock; cached on disk if possible.
+    """Compile a function on first use, without the GIL, and cache the result on disk if possible.
 
-    numba knows a cached function by its name and its own file. The stamp in the name makes it know
-    what that calls and imports from other files, too.
+    numba's cache key is the function's name and its own file. The stamp in the name also
+    invalidates the cache when other files change that the function calls or imports.
     """
     function.__qualname__ += _STAMP
     try:
-        made: _Function = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+        result: _Function = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # no writable directory for the cache
-        made = numba.njit(nogil=True, error_model="numpy")(function)
-    return made
+        result = numba.njit(nogil=True, error_model="numpy")(function)
+    return result
 
 
 def _fma_type(_typing_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
-    """How ``fma(a, b, c)``, a·b + c rounded once, is typed and compiled."""
+    """Type and code generator of ``fma(a, b, c)``: a·b + c, rounded once."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
@@ -74,7 +74,9 @@ as_bits = intrinsic(_as_bits_type)
 
 @compiled
 def exp(x: np.float32) -> np.float32:
-    """e^x for x <= 0, to 2 ulp; 0 below -87, where the result would be subnormal.
+    """Return e^x for x <= 0 with an error of at most 2 ulp.
+
+    The result is 0 below -87, where it would be subnormal.
 
     Source: range reduction and polynomial of Moshier's Cephes library, `expf`.
     """

@@ -1,7 +1,8 @@
-"""Register tiles: the inner steps of products that the compiler does not find by itself.
+"""Register-tiled GEMM micro-kernels, generated as LLVM vector code for numba functions.
 
-Every element is summed on its own, in the order of k, by fused multiply-adds. So neither the width
-of the vectors nor the shape of a tile changes a bit of a result: both are this machine's choice.
+Each output element is accumulated separately, in the order of k, with fused multiply-adds. The
+vector width and the tile shape therefore do not change any bit of a result. Both are chosen for the
+host processor.
 """
 
 from collections.abc import Callable
@@ -17,33 +18,36 @@ from numba.extending import intrinsic
 from runtime.cpu.jit import Bytes, Floats, Halves, as_float, compiled
 
 LANES = 64
-"""Columns of what is accumulated."""
+"""Columns of an accumulator tile."""
 GROUP = 32
-"""Rows of codes that share a scale and an offset."""
+"""Rows of 8-bit codes that share a scale and an offset."""
 Right = Floats | Halves | tuple[Bytes, Floats, Floats]
+"""Right-hand operand of `accumulate`: floats, bf16 patterns, or (codes, scales, offsets)."""
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]
 _WIDTH, _VECTORS = (16, 4) if "+avx512f" in _FEATURES else (8, 2)
+"""Floats in a vector, and vectors in a row of a tile."""
 _TALL = 4
-"""Floats of a vector, and vectors of a tile's row: four such rows just fit the registers, and eight
-of half as many vectors."""
+"""Maximum rows of a tile with `_VECTORS` vectors in a row. Tiles of up to eight rows have half as
+many vectors, so that both kinds just fit the vector registers."""
 
 _FLOATS = ir.VectorType(ir.FloatType(), _WIDTH)
 _WORDS = ir.VectorType(ir.IntType(32), _WIDTH)
 _PATTERNS = ir.VectorType(ir.IntType(16), _WIDTH)
 _BYTES = ir.VectorType(ir.IntType(8), _WIDTH)
-_AHEAD = 128
-"""Rows of weights that are asked for before they are needed; the processor's own guesses stop short
-while it multiplies: with eight rows 13 ms for SmolLM2's codes instead of 18."""
+_PREFETCH_ROWS = 128
+"""Distance of software prefetch, in rows of weights. The hardware prefetcher does not keep up with
+the multiplications: SmolLM2's codes take 13 ms for eight rows with software prefetch, 18 without.
+"""
 _u = np.uint32
 
 
 class _Writer:
-    """Writes vector instructions into the function that numba is compiling.
+    """Emits vector instructions into the function that numba is compiling.
 
     Args:
-        signature, arguments: of an intrinsic. Its arrays may have any strides; the elements of a
-            tuple count as arguments of their own.
+        signature, arguments: signature and argument values of the intrinsic. Arrays may have any
+            strides. Each element of a tuple counts as a separate argument.
     """
 
     def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any) -> None:
@@ -63,7 +67,7 @@ class _Writer:
         return self._builder.extract_value(self._arrays[array].shape, axis)
 
     def address(self, array: int, *indices: Any) -> Any:
-        """Of one element of the array that is the argument of this number."""
+        """Return the address of one element of argument number ``array``."""
         view = self._arrays[array]
         at = self._builder.ptrtoint(view.data, ir.IntType(64))
         for axis, index in enumerate(indices):
@@ -80,8 +84,8 @@ class _Writer:
     def store(self, vector: Any, address: Any) -> None:
         self._builder.store(vector, self._builder.bitcast(address, _FLOATS.as_pointer()), align=1)
 
-    def everywhere(self, address: Any) -> Any:
-        """One float in all lanes."""
+    def broadcast(self, address: Any) -> Any:
+        """Load one float into all lanes of a vector."""
         empty = ir.Constant(_FLOATS, ir.Undefined)
         first = self._builder.insert_element(
             empty, self._builder.load(address), ir.Constant(ir.IntType(32), 0)
@@ -92,22 +96,22 @@ class _Writer:
         return self._builder.uitofp(self._builder.zext(codes, _WORDS), _FLOATS)
 
     def widen(self, patterns: Any) -> Any:
-        """Floats of bf16 patterns."""
+        """Convert bf16 patterns to floats."""
         high = ir.Constant(_WORDS, [16] * _WIDTH)
         bits = self._builder.shl(self._builder.zext(patterns, _WORDS), high)
         return self._builder.bitcast(bits, _FLOATS)
 
     def blend(self, first: Any, second: Any, lanes: list[int]) -> Any:
-        """Lanes of two vectors, which are numbered one after the other."""
+        """Select lanes of two vectors; lanes of ``second`` are numbered after ``first``'s."""
         return self._builder.shuffle_vector(first, second, ir.Constant(_WORDS, lanes))
 
-    def expect(self, address: Any, distance: int) -> None:
-        """What lies so many bytes further will be read soon."""
+    def prefetch(self, address: Any, distance: Any) -> None:
+        """Prefetch the cache line at ``distance`` bytes after an address."""
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
         hint = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0i8")
-        ahead = self._builder.gep(self._builder.bitcast(address, byte), [_constant(distance)])
-        self._builder.call(hint, [ahead, word(0), word(3), word(1)])
+        target = self._builder.gep(self._builder.bitcast(address, byte), [_constant(distance)])
+        self._builder.call(hint, [target, word(0), word(3), word(1)])
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         return self._builder.call(self._fma, [a, b, c])
@@ -118,7 +122,7 @@ def _constant(index: Any) -> Any:
 
 
 def _tile(rows: int) -> Any:
-    """`accumulate` for ``rows`` rows from ``first`` on, whose sums stay in registers."""
+    """Return an intrinsic: `accumulate` for rows ``first … first + rows - 1``, in registers."""
     vectors = _VECTORS if rows <= _TALL else _VECTORS // 2
 
     def typed(
@@ -131,7 +135,7 @@ def _tile(rows: int) -> Any:
             for strip in range(0, LANES, _WIDTH * vectors):
                 lanes = [strip + vector * _WIDTH for vector in range(vectors)]
                 targets = [[write.address(0, number, lane) for lane in lanes] for number in numbers]
-                sums = [
+                accs = [
                     [cgutils.alloca_once_value(builder, write.load(target)) for target in line]
                     for line in targets
                 ]
@@ -139,13 +143,13 @@ def _tile(rows: int) -> Any:
                 with cgutils.for_range(builder, steps) as step:
                     right = read(builder.add(row, step.index))
                     at = builder.add(column, step.index)
-                    for number, totals in zip(numbers, sums, strict=True):
-                        left = write.everywhere(write.address(1, number, at))
-                        for vector, total in zip(right, totals, strict=True):
-                            builder.store(write.fma(left, vector, builder.load(total)), total)
-                for line, totals in zip(targets, sums, strict=True):
-                    for target, total in zip(line, totals, strict=True):
-                        write.store(builder.load(total), target)
+                    for number, row_accs in zip(numbers, accs, strict=True):
+                        left = write.broadcast(write.address(1, number, at))
+                        for vector, acc in zip(right, row_accs, strict=True):
+                            builder.store(write.fma(left, vector, builder.load(acc)), acc)
+                for line, row_accs in zip(targets, accs, strict=True):
+                    for target, acc in zip(line, row_accs, strict=True):
+                        write.store(builder.load(acc), target)
             return context.get_dummy_value()
 
         index = types.intp
@@ -155,12 +159,12 @@ def _tile(rows: int) -> Any:
 
 
 def _reader(write: _Writer, b: Any, row: Any, lanes: list[int]) -> Callable[[Any], list[Any]]:
-    """How a tile reads some lanes of one row of its right side."""
+    """Return a function that loads vectors of one row of the right-hand operand as floats."""
     if isinstance(b, types.Array):
         if b.dtype == types.uint16:
 
             def widened(at: Any) -> list[Any]:
-                write.expect(write.address(3, at, lanes[0]), 2 * LANES * _AHEAD)
+                write.prefetch(write.address(3, at, lanes[0]), 2 * LANES * _PREFETCH_ROWS)
                 return [
                     write.widen(write.load(write.address(3, at, lane), _PATTERNS)) for lane in lanes
                 ]
@@ -173,7 +177,7 @@ def _reader(write: _Writer, b: Any, row: Any, lanes: list[int]) -> Callable[[Any
 
     def decode(at: Any) -> list[Any]:
         if lanes[0] == 0:
-            write.expect(write.address(3, at, 0), LANES * _AHEAD)
+            write.prefetch(write.address(3, at, 0), LANES * _PREFETCH_ROWS)
         codes = [write.to_floats(write.load(write.address(3, at, lane), _BYTES)) for lane in lanes]
         return [write.fma(*terms) for terms in zip(scales, codes, offsets, strict=True)]
 
@@ -186,14 +190,14 @@ _five_rows, _six_rows, _seven_rows, _eight_rows = (_tile(rows) for rows in (5, 6
 
 @compiled
 def accumulate(c: Floats, a: Floats, column: int, b: Right, row: int, steps: int) -> None:
-    """``c += a[:, column : column + steps] b[row : row + steps]``, each element in that order.
+    """Compute ``c += a[:, column : column + steps] @ b[row : row + steps]`` in the order of k.
 
     Args:
-        c: `[m, LANES]`.
-        a: `[m, k]`, of any strides.
-        b: `[n, LANES]` floats or bf16 patterns; or u8 codes with scales and offsets
-            `[n / GROUP, LANES]`, which stand for ``scale · code + offset``, rounded once. The
-            steps over codes stay within a group.
+        c: fp32 `[m, LANES]`, accumulated in place.
+        a: fp32 `[m, k]`, with any strides.
+        b: fp32 or bf16 patterns `[n, LANES]`; or u8 codes `[n, LANES]` with fp32 scales and offsets
+            `[n / GROUP, LANES]`, where an element is ``scale · code + offset``, rounded once. With
+            codes, ``row … row + steps - 1`` must lie within one group.
     """
     done = 0
     while len(c) - done >= 8:
@@ -217,7 +221,7 @@ def accumulate(c: Floats, a: Floats, column: int, b: Right, row: int, steps: int
 
 
 def _square_type(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any, _at: Any) -> Any:
-    """How a square of `transpose` is typed and compiled."""
+    """Type and code generator of one square block of `transpose`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         write = _Writer(context, builder, signature, arguments)
@@ -225,7 +229,7 @@ def _square_type(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any,
         square = [write.load(write.address(0, row, arguments[2]), _PATTERNS) for row in rows]
         square = [write.widen(patterns) for patterns in square]
         distance = 1
-        while distance < _WIDTH:  # swap the off-diagonal quarters of ever larger blocks
+        while distance < _WIDTH:  # swap the off-diagonal quarters of blocks that double in size
             for i in range(_WIDTH):
                 if not i & distance:
                     pair = square[i], square[i + distance]
@@ -244,7 +248,7 @@ def _square_type(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any,
 
 
 def _low(lane: int, distance: int) -> int:
-    """Which of two rows' lanes, one after the other, comes to ``lane`` of the first."""
+    """Return the lane of a pair of rows that moves to ``lane`` of the first row."""
     return lane + _WIDTH - distance if lane & distance else lane
 
 
@@ -253,7 +257,7 @@ _square = intrinsic(_square_type)
 
 @compiled
 def transpose(patterns: Halves, out: Floats, at: int) -> None:
-    """``out[d, at + j]`` becomes the float of the bf16 pattern ``patterns[j, d]``."""
+    """Transpose bf16 patterns into floats: ``out[d, at + j] = patterns[j, d]``."""
     rows, columns = patterns.shape
     whole_rows, whole_columns = rows // _WIDTH * _WIDTH, columns // _WIDTH * _WIDTH
     for row in range(0, whole_rows, _WIDTH):
@@ -265,22 +269,18 @@ def transpose(patterns: Halves, out: Floats, at: int) -> None:
 
 
 def _prefetch_type(_typing: Any, pages: Any, _page: Any, _head: Any) -> Any:
-    """How `prefetch` is typed and compiled."""
+    """Type and code generator of `prefetch`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         write = _Writer(context, builder, signature, arguments)
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        start = builder.bitcast(write.address(0, *arguments[1:], 0, 0), byte)
+        start = write.address(0, *arguments[1:], 0, 0)
         patterns = builder.mul(write.extent(0, 2), write.extent(0, 3))
         with cgutils.for_range(builder, builder.udiv(patterns, _constant(32))) as line:
-            at = builder.gep(start, [builder.mul(line.index, _constant(64))])
-            builder.call(hint, [at, word(0), word(3), word(1)])
+            write.prefetch(start, builder.mul(line.index, _constant(64)))
         return context.get_dummy_value()
 
     return types.void(pages, types.intp, types.intp), generate
 
 
 prefetch = intrinsic(_prefetch_type)
-"""``prefetch(pages, page, head)``: ``pages[page, head]``, u16 `[slot, dim]`, will be read soon."""
+"""``prefetch(pages, page, head)``: prefetch ``pages[page, head]``, u16 `[slot, dim]`."""

@@ -1,4 +1,4 @@
-"""What goes into an engine's step and what comes out of it."""
+"""Commands that an engine takes and the output of its steps."""
 
 from dataclasses import dataclass, field
 
@@ -8,8 +8,12 @@ from runtime.errors import RuntimeFault
 
 @dataclass(frozen=True)
 class Add:
-    """Prefill a request here, and decode it; or, with ``hold``, sample the first token of every
-    choice and keep the pages until `Release`."""
+    """Prefill a request here, then decode it.
+
+    Attributes:
+        hold: do not decode; sample the first token of every choice and keep the pages until
+            `Release`.
+    """
 
     request: Request
     hold: bool = False
@@ -17,7 +21,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Give a request the pages of its tokens: their KV comes from another worker."""
+    """Allocate the pages of a request's tokens, whose KV another worker will send."""
 
     request: Request
 
@@ -26,7 +30,10 @@ class Reserve:
 class Arrived:
     """The KV of a reserved request is in its pages: decode every choice from its first token.
 
-    A choice that its first token ended is not run, and not reported as finished again.
+    A choice that ended with its first token is neither run nor reported as finished again.
+
+    Attributes:
+        first: the first token of every choice.
     """
 
     id: str
@@ -35,14 +42,14 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Forget a request and free its pages, at any time. Unknown ids are ignored."""
+    """Drop a request in any state and free its pages. Unknown ids are ignored."""
 
     id: str
 
 
 @dataclass(frozen=True)
 class Release:
-    """Free the pages of a request that was held. Unknown ids are ignored."""
+    """Free the pages of a held request. Unknown ids are ignored."""
 
     id: str
 
@@ -52,9 +59,11 @@ Command = Add | Reserve | Arrived | Cancel | Release
 
 @dataclass(frozen=True)
 class Computed:
-    """A chunk whose KV is in the pages now.
+    """A prompt chunk whose KV has been written.
 
-    ``first_token`` is a multiple of the page size; ``pages`` hold this chunk's tokens.
+    Attributes:
+        first_token: position of the first token, a multiple of the page size.
+        pages: pages that hold the chunk's tokens.
     """
 
     id: str
@@ -65,17 +74,17 @@ class Computed:
 
 @dataclass
 class StepOutput:
-    """What one step did.
+    """Results of one step.
 
     Attributes:
-        tokens: request id and token, in the order in which they were sampled.
-        finished: request id, choice and reason; a choice's last token is in ``tokens``.
-        computed: chunks whose KV is in the pages now. Those of a sequence that was preempted are
-            reported again.
-        reserved: request id and the pages of its tokens.
-        refused: request id and why; nothing of it is left.
-        started: requests whose first chunk this step computes. One that was preempted starts again.
-        ended: requests all of whose choices finished; their pages are returned unless held.
+        tokens: request ids with sampled tokens, in sampling order.
+        finished: choices that ended: request id, choice and reason. The last token of a choice is
+            in ``tokens`` of the same step.
+        computed: chunks whose KV was written. Chunks of a preempted sequence are reported again.
+        reserved: request ids with the pages allocated for their tokens.
+        refused: request ids with the reason. All pages of a refused request are free again.
+        started: requests whose first chunk this step computes. A preempted request starts again.
+        ended: requests whose choices all finished. Their pages are free, unless held.
     """
 
     tokens: list[tuple[str, SampledToken]] = field(default_factory=list)

@@ -1,16 +1,17 @@
-"""One worker's engine: commands in, tokens and computed chunks out, one step at a time.
+"""The engine of one worker: takes commands, returns tokens and computed chunks, step by step.
 
-A step has two halves, so that what was decided can be told before its forward passes run: `plan`
-takes commands and decides, `compute` does what was planned.
+A step has two halves: `Engine.plan` takes commands and schedules, `Engine.compute` runs the forward
+passes. The caller can thus report the decisions of `plan` before the computation.
 
-Where decode steps are replayed, `compute` launches one and reads the one before: the host does its
-work on a step's tokens while the device computes the next.
+With replayed decode steps, `compute` launches a step and then reads the previous one. The host
+processes the tokens of a step while the device computes the next.
 """
 
 from collections.abc import Sequence as Items
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.limits import Limits
@@ -31,7 +32,7 @@ from runtime.engine.scheduler import Scheduler
 from runtime.errors import NotFinite, RuntimeFault
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
-from runtime.replay.decode import UNDECIDED, DecodeReplay, Flight
+from runtime.replay.decode import UNRESOLVED, DecodeReplay, InFlightStep
 from runtime.replay.prefill import PrefillReplay
 from runtime.replay.warm_up import Progress, silent, warm_up_prefill
 from runtime.sampling.reference import Draw, SamplingRow, sample
@@ -51,17 +52,17 @@ __all__ = [
 
 
 class Engine:
-    """Runs a model over its own pages.
+    """Runs a model over its own page pool.
 
-    `plan` and `compute`, in turns, are the whole interface; `step` is one of each. They have no
-    thread and no clock, and the same commands in the same steps give the same outputs. A step is up
-    to two forward passes, one over chunks of prompts and one over all running sequences.
+    Call `plan` and `compute` alternately, or `step` for one of each. The engine uses no thread and
+    no clock: the same commands in the same steps give the same outputs. A step runs at most two
+    forward passes, one over prompt chunks and one over all running sequences.
 
     Args:
-        replay: prefill by `PrefillReplay` and decode by `DecodeReplay`, for a device that is faster
-            than its host. Tokens are the same, and those of decode are said one step later.
-        decodes: whether there is anything to decode: a prefill worker needs no graphs for it.
-        by_layer: decode has a graph for each layer instead of one for a step.
+        replay: use `PrefillReplay` and `DecodeReplay`, for a device that is faster than its host.
+            Tokens are the same; decoded tokens are reported one step later.
+        decodes: whether the engine decodes. A prefill worker needs no decode graphs.
+        by_layer: capture a decode graph for each layer instead of one for a step.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class Engine:
         by_layer: bool = False,
     ) -> None:
         self.model = model
-        self.cache = model.new_cache(num_pages + replay)  # one is nobody's, see `DecodeReplay`
+        self.cache = model.new_cache(num_pages + replay)  # replay needs a null page
         self._replay: DecodeReplay | None = None
         if replay and decodes:
-            most = limits.max_running
-            self._replay = DecodeReplay(model, self.cache, most, by_layer=by_layer)
-        self._prompts = PrefillReplay(model, self.cache, limits.step_tokens) if replay else None
+            self._replay = DecodeReplay(model, self.cache, limits.max_running, by_layer=by_layer)
+        self._prefill_replay = (
+            PrefillReplay(model, self.cache, limits.step_tokens) if replay else None
+        )
         self._scheduler = Scheduler(
             limits,
             num_pages=num_pages,
@@ -89,79 +91,83 @@ class Engine:
         )
         self._planned: StepPlan | None = None
         self._limits = limits
-        self._flight: Flight | None = None  # a decode step whose tokens nobody has read
+        self._in_flight: InFlightStep | None = None  # launched decode step, not read yet
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress = silent) -> None:
-        """Compile and capture now what the first requests would wait for. For an engine that has
-        taken no command yet; on the CPU nothing is to be done."""
+        """Compile kernels and capture graphs, so that the first requests need not wait.
+
+        The engine must not have taken a command yet. On a CPU there is nothing to do.
+        """
         if self.model.device.type == "cpu":
             return
         warm_up_prefill(self.model, self.cache, self._limits, progress)
-        if self._prompts is not None:
-            self._prompts.warm_up(partial(progress, "prompts"))
+        if self._prefill_replay is not None:
+            self._prefill_replay.warm_up(partial(progress, "prompts"))
         if self._replay is not None:
             self._replay.warm_up(partial(progress, "decode"))
 
     @property
     def pages_total(self) -> int:
+        """Number of pages, without the null page."""
         return self._scheduler.pool.total
 
     @property
     def pages_free(self) -> int:
+        """Number of pages not allocated to any sequence."""
         return self._scheduler.pool.free
 
     @property
     def num_running(self) -> int:
-        """Sequences (choices) in group."""
+        """Number of batch slots in use, including those of reserved and prefilling sequences."""
         return self._scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Requests, and preempted sequences, that wait for a batch slot or for pages."""
+        """Number of requests and preempted sequences that wait for batch slots or pages."""
         return self._scheduler.num_waiting
 
     @property
     def queue_tokens(self) -> int:
-        """Tokens accepted and not yet finished: of prompts that are held for others those not yet
-        computed, of all else those that are, or will be, resident."""
+        """Number of tokens accepted and not yet finished, see `Scheduler.queue_tokens`."""
         return self._scheduler.queue_tokens
 
     @property
     def has_work(self) -> bool:
-        """Whether a step without commands would do anything."""
-        return self._flight is not None or self._scheduler.has_work
+        """Whether a step without new commands would compute or report anything."""
+        return self._in_flight is not None or self._scheduler.has_work
 
     @torch.inference_mode()
     def plan(self, incoming: Items[Command]) -> StepOutput:
-        """Take commands, and decide what `compute`, which comes next, is to do.
+        """Take commands and schedule the step that `compute` will run.
 
         Returns:
-            What is known before anything is computed: ``refused``, ``reserved``, ``started``, and
-            as ``ended`` the requests that ended with the tokens they arrived with; where the next
-            step cannot be launched before the last one was read, also what that one drew.
+            Results known before the computation: ``refused``, ``reserved``, ``started``, and in
+            ``ended`` the requests that ended with the tokens they arrived with. If the in-flight
+            step must be read before the next launch, its tokens as well.
 
         Raises:
-            ValueError: an id was added twice, or KV arrived that was not reserved. Nothing that a
-                user sends causes it.
+            ValueError: an id was added twice, or KV arrived that was not reserved. Only a bug of
+                the caller causes it, not a user's request.
         """
         output = StepOutput()
         for command in incoming:
-            self._take(command, output)
-        if self._flight is not None and not self._runs_ahead(self._flight):
-            self._land(self._flight, output)
-            self._flight = None
+            self._execute(command, output)
+        if self._in_flight is not None and not self._can_launch_ahead(self._in_flight):
+            self._collect(self._in_flight, output)
+            self._in_flight = None
         plan = self._planned = self._scheduler.plan()
         output.refused += plan.refused
-        output.reserved += [(w.request.id, tuple(w.sequences[0].pages)) for w in plan.reserved]
+        output.reserved += [(g.request.id, tuple(g.sequences[0].pages)) for g in plan.reserved]
         output.started += [chunk.group.request.id for chunk in plan.chunks if not chunk.first]
         return output
 
     @torch.inference_mode()
     def compute(self) -> StepOutput:
-        """Compute what was planned last, once: a batch of chunks, a batch of running sequences.
+        """Run the planned step: a batch of prompt chunks, then a batch of running sequences.
 
-        Of a batch that is replayed the next step's output has the tokens.
+        A plan is computed once; without a new plan nothing happens. Tokens of a replayed decode
+        batch are part of the next step's output.
         """
         output = StepOutput()
         plan, self._planned = self._planned, None
@@ -169,16 +175,16 @@ class Engine:
             return output
         if plan.chunks:
             self._prefill(plan.chunks, output)
-        flown, self._flight = self._flight, None
-        # Without those whose other choice was just refused.
+        previous, self._in_flight = self._in_flight, None
+        # Prefill may have refused a request and dropped its other, running choices.
         if running := [sequence for sequence in plan.decode if sequence.running]:
             self._decode(running, output)
-        if flown is not None:
-            self._land(flown, output)
+        if previous is not None:
+            self._collect(previous, output)
         return output
 
     def step(self, incoming: Items[Command]) -> StepOutput:
-        """`plan`, then `compute`, as one output. Raises what they raise."""
+        """Run `plan`, then `compute`, and return both outputs as one."""
         planned, output = self.plan(incoming), self.compute()
         output.reserved, output.started = planned.reserved, planned.started
         output.tokens = planned.tokens + output.tokens
@@ -187,7 +193,7 @@ class Engine:
         output.ended = planned.ended + output.ended
         return output
 
-    def _take(self, command: Command, output: StepOutput) -> None:
+    def _execute(self, command: Command, output: StepOutput) -> None:
         match command:
             case Add(request, hold):
                 self._submit(request, Purpose.HOLD if hold else Purpose.GENERATE, output)
@@ -207,24 +213,10 @@ class Engine:
             output.refused.append((request.id, fault))
 
     def _prefill(self, chunks: list[Chunk], output: StepOutput) -> None:
-        size = self.model.page_size
-        slices = [
-            SequenceSlice(
-                chunk.group.tokens[chunk.first : chunk.first + chunk.count],
-                chunk.first,
-                chunk.group.sequences[0].pages,
-                chunk.completes,
-            )
-            for chunk in chunks
-        ]
-        logits = self._prompts.forward(slices) if self._prompts is not None else None
-        if logits is None:
-            logits = self.model.forward(Batch.of(slices, self.model.device), self.cache)
+        """Compute prompt chunks, and sample the first tokens of completed prompts."""
+        logits = self._forward_chunks(chunks)
         for chunk in chunks:
-            end = chunk.first + chunk.count
-            pages = chunk.group.sequences[0].pages[chunk.first // size : pages_for(end, size)]
-            request_id = chunk.group.request.id
-            output.computed.append(Computed(request_id, chunk.first, chunk.count, tuple(pages)))
+            self._report(chunk, output)
             self._scheduler.computed(chunk)
         complete = [chunk.group for chunk in chunks if chunk.completes]
         for group in complete:
@@ -241,33 +233,61 @@ class Engine:
                     if group.purpose is Purpose.GENERATE and not ended:
                         self._scheduler.run(sequence)
 
+    def _forward_chunks(self, chunks: list[Chunk]) -> Tensor:
+        """Run the forward pass of prompt chunks: a row of logits for each completed prompt."""
+        slices = [
+            SequenceSlice(
+                chunk.group.tokens[chunk.first : chunk.first + chunk.count],
+                chunk.first,
+                chunk.group.sequences[0].pages,
+                chunk.completes,
+            )
+            for chunk in chunks
+        ]
+        logits = self._prefill_replay.forward(slices) if self._prefill_replay is not None else None
+        if logits is None:
+            logits = self.model.forward(Batch.of(slices, self.model.device), self.cache)
+        return logits
+
+    def _report(self, chunk: Chunk, output: StepOutput) -> None:
+        """Add a chunk and its pages to ``output.computed``."""
+        group, size = chunk.group, self.model.page_size
+        end = chunk.first + chunk.count
+        pages = group.sequences[0].pages[chunk.first // size : pages_for(end, size)]
+        output.computed.append(Computed(group.request.id, chunk.first, chunk.count, tuple(pages)))
+
     def _decode(self, sequences: list[Sequence], output: StepOutput) -> None:
+        """Launch a replayed step, or compute one and accept its tokens."""
         if self._replay is not None:
-            self._flight = self._replay.launch(sequences)
-            self._scheduler.launched(sequences)
+            self._in_flight = self._replay.launch(sequences)
+            self._scheduler.step_launched(sequences)
             return
         for sequence, draw in zip(sequences, self._decode_once(sequences), strict=True):
             self._accept(sequence, draw, output)
 
-    def _runs_ahead(self, flight: Flight) -> bool:
-        """Whether the next step can be launched before that one's tokens are known: none of its
-        draws needs the host, and nobody has to give pages back."""
+    def _can_launch_ahead(self, step: InFlightStep) -> bool:
+        """Return whether the next step can be launched before ``step`` is read.
+
+        It cannot if the host must complete the sampling of a token, if a sequence must be
+        preempted, or if batch slots should move.
+        """
         return (
-            flight.replay.follows(self._scheduler.continuing)
-            and not self._scheduler.starved
-            and all(sequence.decided for sequence in flight.sequences)
+            step.replay.can_launch_ahead(self._scheduler.continuing)
+            and not self._scheduler.must_preempt
+            and all(sequence.resolved for sequence in step.sequences)
         )
 
-    def _land(self, flight: Flight, output: StepOutput) -> None:
-        """Read a step's tokens; those of sequences that ended or left meanwhile are nobody's."""
-        draws = flight.replay.collect(flight)
-        self._scheduler.landed(flight.sequences)
-        for sequence, draw in zip(flight.sequences, draws, strict=True):
-            sequence.decided = draw is not UNDECIDED
-            if sequence.running and sequence.decided:
+    def _collect(self, step: InFlightStep, output: StepOutput) -> None:
+        """Read the tokens of a step; drop those of sequences that have ended or left."""
+        draws = step.replay.collect(step)
+        self._scheduler.step_completed(step.sequences)
+        for sequence, draw in zip(step.sequences, draws, strict=True):
+            sequence.resolved = draw is not UNRESOLVED
+            if sequence.running and sequence.resolved:
                 self._accept(sequence, draw, output)
 
     def _decode_once(self, sequences: list[Sequence]) -> list[Draw | None]:
+        """Compute one decode step and sample from it, without replay."""
         slices = [
             SequenceSlice(sequence.tokens[-1:], len(sequence.tokens) - 1, sequence.pages)
             for sequence in sequences
@@ -278,7 +298,7 @@ class Engine:
     def _start_received(
         self, group: SequenceGroup, first: tuple[SampledToken, ...], output: StepOutput
     ) -> None:
-        """Every choice continues from the token that the prefill worker sampled for it."""
+        """Run every choice from the token that the prefill worker sampled for it."""
         self._fork(group)
         tokens = {token.choice: token for token in first}
         for sequence in group.sequences:
@@ -290,7 +310,7 @@ class Engine:
                 output.ended.append(group.request.id)
 
     def _fork(self, group: SequenceGroup) -> None:
-        """Give each choice its own copy of the page that its next tokens go into."""
+        """Copy the partly filled last page of a prompt for each choice after the first."""
         first, *others = group.sequences
         if others and len(group.tokens) % self.model.page_size:
             last = len(first.pages) - 1
@@ -299,13 +319,13 @@ class Engine:
             )
 
     def _accept(self, sequence: Sequence, draw: Draw | None, output: StepOutput) -> bool:
-        """Append a token and report it. True if it is the choice's last one."""
+        """Append a sampled token and report it. Return whether the choice has ended."""
         request = sequence.request
         if draw is None and request.id in self._scheduler:
             fault = NotFinite(f"the model's logits at token {len(sequence.tokens)} are not finite")
             output.refused.append((request.id, fault))
             self._scheduler.drop(request.id)
-        if draw is None or request.id not in self._scheduler:  # or it went with another choice
+        if draw is None or request.id not in self._scheduler:  # refused, maybe with another choice
             self._scheduler.discard(sequence)
             return True
         index = len(sequence.tokens) - request.prompt_tokens
@@ -321,7 +341,7 @@ class Engine:
         return True
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        """Whether a sequence's last token ends it."""
+        """Return why a sequence's last token ends it, or None."""
         if sequence.tokens[-1] in sequence.request.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None

@@ -1,18 +1,20 @@
-"""Decides what the next step computes: queues, batch slots and pages, without a model.
+"""Scheduling of engine steps: queues, batch slots and pages, without a model.
 
-A `SequenceGroup` waits, is admitted with all the pages of its tokens, is prefilled chunk by chunk
-(or receives its KV from another worker), and then each of its sequences runs in the decode batch
-until it ends. Chunks of a sequence end at multiples of ``chunk_tokens`` whatever else is computed,
-and admission is first come, first served.
+A `SequenceGroup` waits, is admitted with all pages of its tokens, and is prefilled chunk by chunk
+or receives its KV from another worker. Then each of its sequences runs in the decode batch until it
+ends. Admission is first come, first served. Chunks of a sequence end at multiples of
+``chunk_tokens``, regardless of other sequences.
 
-A decode step may be in flight: launched, its tokens not known yet. It counts in the lengths of its
-sequences, and pages that anybody lets go are not free before it has landed: until then it, and what
-was launched before it, may write into them, and KV from another worker does not wait for that.
+A decode step may be in flight: launched, but its tokens not read yet. Its tokens count in the
+lengths of its sequences. Pages released meanwhile become free only when the step has completed. The
+step, and work launched before it, may still write to them, and KV that another worker sends is not
+ordered with the device's stream.
 """
 
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk, StepPlan
@@ -21,9 +23,11 @@ from runtime.core.sequence import Purpose, Sequence, SequenceGroup
 from runtime.errors import InvalidRequest, OutOfPages, QueueFull, RuntimeFault
 from runtime.kv.pages import PagePool, pages_for
 
+_age = attrgetter("age")
+
 
 class Scheduler:
-    """The queues of one engine. Deterministic: nothing but the order of calls decides."""
+    """Queues, batch slots and pages of one engine. Deterministic in the order of calls."""
 
     def __init__(
         self, limits: Limits, *, num_pages: int, page_size: int, context_length: int
@@ -41,32 +45,30 @@ class Scheduler:
         self._received: dict[str, SequenceGroup] = {}
         self._held: dict[str, SequenceGroup] = {}
         self._running: list[Sequence] = []  # by age
-        self._flights: deque[list[int]] = (
-            deque()
-        )  # of each step, pages let go since it was launched
-        self._unfinished: dict[str, int] = {}  # choices, of every request that is known
+        self._deferred: deque[list[int]] = deque()  # pages released during each in-flight step
+        self._unfinished: dict[str, int] = {}  # number of unfinished choices of each request
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._unfinished
 
     @property
     def num_running(self) -> int:
-        """Sequences that have a batch slot."""
-        return (
-            len(self._running)
-            + sum(group.slots for group in self._prefilling)
-            + sum(group.slots for group in self._received.values())
-        )
+        """Number of batch slots in use."""
+        groups = (*self._prefilling, *self._received.values())
+        return len(self._running) + sum(group.slots for group in groups)
 
     @property
     def num_waiting(self) -> int:
-        """Sequence groups without a batch slot."""
+        """Number of sequence groups without batch slots."""
         return len(self._waiting)
 
     @property
     def queue_tokens(self) -> int:
-        """Tokens accepted and not yet finished: of prompts that are held for others those not yet
-        computed, of all else those that are, or will be, resident."""
+        """Number of tokens accepted and not yet finished.
+
+        A held prompt counts with its tokens not yet computed. Any other sequence counts with its
+        tokens whose KV is, or will be, in the pages.
+        """
         tokens = sum(len(sequence.tokens) for sequence in self._running)
         for group in (*self._waiting, *self._prefilling, *self._received.values()):
             if group.purpose is Purpose.HOLD:
@@ -77,20 +79,20 @@ class Scheduler:
 
     @property
     def continuing(self) -> list[Sequence]:
-        """What runs and goes on after the tokens that are being drawn, as far as one can know."""
-        return [s for s in self._running if len(s.tokens) + s.ahead < s.limit]
+        """Running sequences that the tokens in flight do not bring to their maximum length."""
+        return [s for s in self._running if len(s.tokens) + s.lookahead < s.limit]
 
     @property
-    def starved(self) -> bool:
-        """Whether somebody would have to go for the others to get the slots of the next step."""
+    def must_preempt(self) -> bool:
+        """Whether the next decode step needs more pages than are free."""
         free = self.pool.free
-        if free >= len(self._running):  # none needs more than one
+        if free >= len(self._running):  # a sequence needs at most one page
             return False
         return sum(self._missing(sequence) for sequence in self.continuing) > free
 
     @property
     def has_work(self) -> bool:
-        """Whether a step without new commands would do anything."""
+        """Whether a step without new commands would compute or admit anything."""
         return bool(self._running or self._prefilling) or (
             bool(self._waiting) and self._admissible(self._waiting[0])
         )
@@ -99,11 +101,11 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            InvalidRequest: it has more choices than there are batch slots.
-            OutOfPages: its tokens would not fit an empty pool.
+            InvalidRequest: the request has more choices than there are batch slots.
+            OutOfPages: its tokens do not fit into an empty pool.
         """
         if request.id in self:
-            raise ValueError(f"request {request.id} is known already")
+            raise ValueError(f"request {request.id} already exists")
         limit = min(request.prompt_tokens + request.max_tokens, self._context_length)
         sequences = [
             Sequence(request, choice, self._arrivals, list(request.tokens), limit)
@@ -112,7 +114,7 @@ class Scheduler:
         group = SequenceGroup(purpose, sequences)
         if group.slots > self._limits.max_running:
             raise InvalidRequest(
-                f"{request.choices} choices, where {self._limits.max_running} may run"
+                f"{request.choices} choices exceed the {self._limits.max_running} batch slots"
             )
         self._check_fits_ever(group)
         self._arrivals += 1
@@ -121,18 +123,18 @@ class Scheduler:
         self._unfinished[request.id] = request.choices
 
     def arrived(self, request_id: str) -> SequenceGroup:
-        """Take a group whose KV has arrived; its sequences are then for `run` or `retire`.
+        """Return the group whose KV has arrived, for the caller to `run` or `finish` its sequences.
 
         Raises ValueError if the request was not reserved.
         """
         if request_id not in self._received:
-            raise ValueError(f"KV arrived for {request_id}, which has no reservation")
+            raise ValueError(f"KV arrived for request {request_id}, which has no reservation")
         group = self._received.pop(request_id)
         group.computed = len(group.tokens)
         return group
 
     def drop(self, request_id: str) -> None:
-        """Forget a request and free its pages, whatever it is doing. Idempotent."""
+        """Remove a request in any state and release its pages. Idempotent."""
         if self._unfinished.pop(request_id, None) is None:
             return
         for group in self._groups():
@@ -141,15 +143,15 @@ class Scheduler:
         for sequence in [s for s in self._running if s.request.id == request_id]:
             self._stop(sequence)
             self._release([sequence])
-        self._waiting = [w for w in self._waiting if w.request.id != request_id]
-        self._prefilling = [w for w in self._prefilling if w.request.id != request_id]
+        self._waiting = [g for g in self._waiting if g.request.id != request_id]
+        self._prefilling = [g for g in self._prefilling if g.request.id != request_id]
         self._received.pop(request_id, None)
         self._held.pop(request_id, None)
 
     def plan(self) -> StepPlan:
-        """Grow what runs, admit what fits, and choose this step's chunks.
+        """Allocate pages for running sequences, admit waiting groups and choose prompt chunks.
 
-        If it is `starved`, no step may be in flight.
+        If `must_preempt` is true, no step may be in flight.
         """
         decode = self.continuing
         refused = self._grow(decode)
@@ -159,7 +161,7 @@ class Scheduler:
         return StepPlan(self._choose_chunks(), decode, reserved, refused)
 
     def computed(self, chunk: Chunk) -> None:
-        """A chunk is in the pages; the last one takes its group out of the prefill queue."""
+        """Record a computed chunk. The last one removes its group from the prefill queue."""
         group = chunk.group
         group.computed += chunk.count
         if chunk.completes:
@@ -168,26 +170,27 @@ class Scheduler:
                 self._held[group.request.id] = group
 
     def run(self, sequence: Sequence) -> None:
-        """A sequence whose tokens but the last are in its pages joins the decode batch."""
+        """Add a sequence to the decode batch. Its pages hold the KV of all tokens but the last."""
         sequence.running = True
         insort(self._running, sequence, key=_age)
 
-    def launched(self, sequences: Iterable[Sequence]) -> None:
-        """A step is in flight that draws one more token for each of these."""
-        self._flights.append([])
+    def step_launched(self, sequences: Iterable[Sequence]) -> None:
+        """Record the launch of a step that samples one more token for each sequence."""
+        self._deferred.append([])
         for sequence in sequences:
-            sequence.ahead += 1
+            sequence.lookahead += 1
 
-    def landed(self, sequences: Iterable[Sequence]) -> None:
-        """The first of the steps in flight has ended, and needs no page any more."""
-        self.pool.release(self._flights.popleft())
+    def step_completed(self, sequences: Iterable[Sequence]) -> None:
+        """Record the completion of the oldest in-flight step and free its deferred pages."""
+        self.pool.release(self._deferred.popleft())
         for sequence in sequences:
-            sequence.ahead -= 1
+            sequence.lookahead -= 1
 
     def finish(self, sequence: Sequence) -> bool:
-        """One choice has ended; True if it was its request's last one.
+        """Record the end of a choice and release its pages, unless they are held.
 
-        Its pages are returned unless they are held.
+        Returns:
+            Whether it was the last unfinished choice of its request.
         """
         request_id = sequence.request.id
         if sequence.running:
@@ -203,34 +206,31 @@ class Scheduler:
         return True
 
     def discard(self, sequence: Sequence) -> None:
-        """Free the pages of a sequence that was in no queue when its request was dropped."""
+        """Release the pages of a sequence that was in no queue when its request was dropped."""
         self._release([sequence])
 
     def _grow(self, sequences: Iterable[Sequence]) -> list[tuple[str, RuntimeFault]]:
-        """Give running sequences the slot of their last token, the oldest first.
+        """Allocate the page that each sequence's next token needs, the oldest sequence first.
 
-        Where no page is free the youngest sequence loses its own and waits to be computed again;
-        one that finds no page although nobody else holds any is refused.
+        If no page is free, the youngest sequence is preempted: it releases its pages and waits to
+        be computed again. A sequence that does not fit into an empty pool is refused.
         """
         refused: list[tuple[str, RuntimeFault]] = []
         for sequence in sequences:
-            if not sequence.running:  # it was preempted for an older one
+            if not sequence.running:  # preempted for an older one
                 continue
             missing = self._missing(sequence)
-            if missing and self._make_room(missing, sequence, refused):
+            if missing and self._preempt_for(missing, sequence, refused):
                 sequence.pages += self.pool.allocate(missing)
         return refused
 
-    def _make_room(
-        self, pages: int, wanting: Sequence, refused: list[tuple[str, RuntimeFault]]
+    def _preempt_for(
+        self, pages: int, requester: Sequence, refused: list[tuple[str, RuntimeFault]]
     ) -> bool:
-        """Preempt until ``pages`` are free. False if ``wanting`` itself had to go."""
+        """Preempt until ``pages`` pages are free. Return False if ``requester`` was preempted."""
         while self.pool.free < pages:
-            prefill = max(
-                (g for g in self._prefilling if g.purpose is Purpose.GENERATE),
-                key=_age,
-                default=None,
-            )
+            candidates = (g for g in self._prefilling if g.purpose is Purpose.GENERATE)
+            prefill = max(candidates, key=_age, default=None)
             youngest = max(self._running, key=_age)
             if prefill is not None and prefill.age > youngest.age:
                 self._prefilling.remove(prefill)
@@ -246,17 +246,18 @@ class Scheduler:
                 self.drop(youngest.request.id)
             else:
                 self._requeue(group)
-            if youngest is wanting:
+            if youngest is requester:
                 return False
         return True
 
     def _requeue(self, group: SequenceGroup) -> None:
+        """Return a preempted group to the waiting queue."""
         self._release(group.sequences)
         group.computed = 0
         insort(self._waiting, group, key=_age)
 
     def _admit(self) -> list[SequenceGroup]:
-        """Seat what waits, in order, with all its pages. Returns what was reserved."""
+        """Admit waiting groups in order, with all their pages. Return the reserved ones."""
         reserved = []
         while self._waiting and self._admissible(self._waiting[0]):
             group = self._waiting.pop(0)
@@ -269,7 +270,7 @@ class Scheduler:
         return reserved
 
     def _give_pages(self, group: SequenceGroup) -> None:
-        """Pages for the tokens: full ones are shared by all choices, the last is each one's own."""
+        """Allocate pages. Choices share full pages; each gets its own last page."""
         first, *others = group.sequences
         tokens = len(group.tokens)
         first.pages = self.pool.allocate(pages_for(tokens, self._page_size))
@@ -281,20 +282,20 @@ class Scheduler:
             sequence.pages = full + self.pool.allocate(len(first.pages) - len(full))
 
     def _refuse_overflow(self) -> list[tuple[str, RuntimeFault]]:
-        """Of what came since the last plan, refuse the latest that exceeds the queue's bound."""
+        """Refuse the latest groups since the last plan until the queue is within its bound."""
         refused: list[tuple[str, RuntimeFault]] = []
         for group in reversed(self._fresh):
             if len(self._waiting) <= self._limits.max_waiting:
                 break
             if group in self._waiting:
                 self.drop(group.request.id)
-                fault = QueueFull(f"{self._limits.max_waiting} requests wait already")
+                fault = QueueFull(f"{self._limits.max_waiting} requests are already waiting")
                 refused.append((group.request.id, fault))
         self._fresh.clear()
         return refused
 
     def _choose_chunks(self) -> list[Chunk]:
-        """The next chunk of each piece of group, in order, as far as the step's budget goes."""
+        """Choose the next chunk of each prefilling group, in order, within ``step_tokens``."""
         chunks, budget = [], self._limits.step_tokens
         for group in self._prefilling:
             count = min(self._limits.chunk_tokens, len(group.tokens) - group.computed)
@@ -311,22 +312,20 @@ class Scheduler:
     def _check_fits_ever(self, group: SequenceGroup) -> None:
         need = self._need(group)
         if need > self.pool.total:
-            raise OutOfPages(
-                f"{len(group.tokens)} tokens need {need} pages, of {self.pool.total} in all"
-            )
+            raise OutOfPages(f"{len(group.tokens)} tokens need {need} of {self.pool.total} pages")
 
     def _need(self, group: SequenceGroup) -> int:
-        """Pages that must be free to start: of the tokens, and of each sequence's next one."""
+        """Return the free pages that admission needs: for all tokens and the next ones."""
         tokens = len(group.tokens)
         if group.purpose is Purpose.HOLD:
             return pages_for(tokens, self._page_size)
         shared = tokens // self._page_size
         longest = group.sequences[0].limit - 1
-        own = pages_for(min(tokens + 1, longest), self._page_size) - shared
-        return shared + own * len(group.sequences)
+        separate = pages_for(min(tokens + 1, longest), self._page_size) - shared
+        return shared + separate * len(group.sequences)
 
     def _missing(self, sequence: Sequence) -> int:
-        """Pages of the slots of its tokens that it does not have yet."""
+        """Return how many more pages the tokens of a sequence need."""
         return pages_for(sequence.length, self._page_size) - len(sequence.pages)
 
     def _stop(self, sequence: Sequence) -> None:
@@ -340,13 +339,10 @@ class Scheduler:
         yield from self._held.values()
 
     def _release(self, sequences: Iterable[Sequence]) -> None:
+        """Release pages now, or after the latest in-flight step."""
         for sequence in sequences:
-            if self._flights:
-                self._flights[-1] += sequence.pages
+            if self._deferred:
+                self._deferred[-1] += sequence.pages
             else:
                 self.pool.release(sequence.pages)
             sequence.pages = []
-
-
-def _age(item: SequenceGroup | Sequence) -> tuple[int, int]:
-    return item.age

@@ -1,4 +1,4 @@
-"""Calls that a CUDA graph has recorded."""
+"""CUDA graph capture."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -11,7 +11,12 @@ import torch
 
 @dataclass(frozen=True)
 class Captured:
-    """A recorded call. A graph knows addresses only: ``held`` keeps what it reads and writes."""
+    """A captured call. Calling it replays the graph.
+
+    Attributes:
+        held: the captured callable. A graph stores only addresses, so this reference keeps the
+            tensors alive that the graph reads and writes.
+    """
 
     graph: torch.cuda.CUDAGraph
     held: Callable[[], object]
@@ -21,15 +26,20 @@ class Captured:
 
 
 def capture(call: Callable[[], object], pool: Any = None) -> Captured:
-    """Record a call that has been made before: what it compiles and sets up is there.
+    """Capture a call as a CUDA graph.
 
-    Other threads may go on asking the device. Graphs of one ``pool`` share memory, and must not run
-    at the same time; what a call returned stays as long as somebody has it.
+    The call must have run before, so that its kernels are compiled and its buffers allocated.
+    Other threads may use the device during the capture.
+
+    Args:
+        call: callable without arguments that only launches work on the current stream.
+        pool: memory pool. Graphs of one pool share memory and must not run concurrently. A tensor
+            that the call returned keeps its memory while it is referenced.
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with (
-        _nothing_collected(),
+        _garbage_collection_disabled(),
         torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
     ):
         call()
@@ -37,8 +47,8 @@ def capture(call: Callable[[], object], pool: Any = None) -> Captured:
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Without the garbage collector: another graph, when it is let go, invalidates a capture."""
+def _garbage_collection_disabled() -> Iterator[None]:
+    """Disable the garbage collector: destroying another graph would invalidate the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Numbers on their way between host and device; nobody waits but who asks for what has arrived.
+"""Asynchronous copies between host and device; only `HostCopy.wait` blocks.
 
-On a device they go through pinned memory, in the order of its stream; on the CPU they are copied.
+On a GPU they go through pinned memory in stream order. On the CPU they are plain copies.
 """
 
 from collections.abc import Sequence
@@ -12,36 +12,42 @@ from torch import Tensor
 
 
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    """A copy there. torch keeps the pinned memory until it was read."""
+    """Copy an array to the device without blocking.
+
+    torch keeps the pinned staging memory until the copy has finished.
+    """
     staged = torch.from_numpy(values)
     if device.type == "cuda":
         return staged.pin_memory().to(device, non_blocking=True)
     return staged.clone()
 
 
-class Landing:
-    """Room on the host for the first rows of some tensors, as they are at one point of the stream.
+class HostCopy:
+    """Host buffers for the leading rows of some tensors, filled asynchronously.
 
     Args:
-        like: tensors `[rows, …]` of the shapes and dtypes that will be sent.
+        like: tensors `[rows, …]` with the shapes and dtypes of those that `start` will copy.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         on_device = like[0].device.type == "cuda"
-        self._rooms = [
+        self._buffers = [
             torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device) for tensor in like
         ]
-        self._arrived = torch.cuda.Event() if on_device else None  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.Event() if on_device else None  # type: ignore[no-untyped-call]
 
-    def send(self, tensors: Sequence[Tensor], rows: int) -> None:
-        """Copy the first ``rows`` of each once what was launched so far has computed them."""
-        for room, tensor in zip(self._rooms, tensors, strict=False):
-            room[:rows].copy_(tensor[:rows], non_blocking=True)
-        if self._arrived is not None:
-            self._arrived.record()
+    def start(self, tensors: Sequence[Tensor], rows: int) -> None:
+        """Start copying the first ``rows`` rows of each tensor, in stream order.
+
+        With fewer tensors than buffers, the remaining buffers keep their contents.
+        """
+        for buffer, tensor in zip(self._buffers, tensors, strict=False):
+            buffer[:rows].copy_(tensor[:rows], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     def wait(self) -> list[Tensor]:
-        """The tensors on the host, those that were sent last; of the others, what they were."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._rooms
+        """Wait for the last `start` and return all buffers."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._buffers

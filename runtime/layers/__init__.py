@@ -1,1 +1,1 @@
-"""Layers of the decoder: packed projections, dense or factorized."""
+"""Decoder layer parts: linear layers (dense or factorized), norms, activations and RoPE tables."""

@@ -1,9 +1,9 @@
-"""Matrix products with weights that are packed once, and projections that share an input.
+"""Linear layers with weights that are packed once, and projections that share an input.
 
-On the CPU in fp32 the weights are kept in oneDNN's blocked layout. It is faster than MKL's sgemm
-where it matters here (2 to 32 rows), and a row's result does not depend on how many other rows are
-computed with it, which is what makes a token's KV and logits the same bits in any batch. A few rows
-go through our own loops, which read less memory and give the same bits (`few_rows.py`).
+On the CPU in fp32, weights are kept in oneDNN's blocked layout. It is faster than MKL's sgemm for
+the relevant sizes (2 to 32 rows). A row's result does not depend on the number of other rows, so a
+token's KV and logits have the same bits in any batch. A few rows are computed by compiled loops,
+which read less memory and give the same bits (`few_rows.py`).
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.checkpoint.weights import Dense, FactorPair, Linear
-from runtime.layers.few_rows import FewRows, few_rows
+from runtime.layers.few_rows import FewRowsLinear, few_rows_linear
 
 _TYPICAL_ROWS = 64  # oneDNN packs for a row count; measured the same from 8 to 256
-_K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)  # as oneDNN was seen to choose them
+_K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)  # block sizes observed in oneDNN
 
 
-class Product(Protocol):
-    """``x W^T + b`` for one weight."""
+class LinearOp(Protocol):
+    """``x W^T + b`` for one weight: `[n, in]` to `[n, out]`."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-class PlainProduct:
-    """The product as torch computes it on the weight's device."""
+class TorchLinear:
+    """Linear layer computed by torch on the weight's device."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
@@ -36,39 +36,37 @@ class PlainProduct:
         return functional.linear(x, self._weight, self._bias)
 
 
-class PackedProduct:
-    """The product over oneDNN's blocked layout: rows are independent of one another, bit for bit.
+class PackedLinear:
+    """Linear layer over oneDNN's packed layout, whose rows are independent, bit for bit.
 
-    oneDNN blocks the sum of a single row differently, and does not reach the memory's speed with a
-    few rows. Where its order of summing several rows is one that we know, few rows are computed by
-    our own loops, to the same bits; else a single row is computed as two.
+    oneDNN sums a single row in different blocks than several rows, and does not reach the memory
+    bandwidth with a few rows. If its summation order for several rows is a known one, compiled
+    loops compute a few rows in that order. Otherwise a single row is computed as two.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
         self._bias = bias
-        self._few = few_rows(weight, self._weight)
+        self._few = few_rows_linear(weight, self._weight)
         if self._few is not None and not self._match(self._few, weight.shape[1]):
             self._few = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._few is not None and 0 < len(x) <= self._few.most:
+        if self._few is not None and 0 < len(x) <= self._few.max_rows:
             y = self._few(x)
             return y if self._bias is None else y.add_(self._bias)
         if len(x) == 1:
-            return self._product(x.repeat(2, 1))[:1]
-        return self._product(x)
+            return self._onednn(x.repeat(2, 1))[:1]
+        return self._onednn(x)
 
-    def _product(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._weight, self._bias, "none", [], ""
-        )
-        return product
+    def _onednn(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return y
 
-    def _match(self, few: FewRows, columns: int) -> bool:
-        """Find the block of the sum with which ``few`` gives oneDNN's bits. False if none does."""
+    def _match(self, few: FewRowsLinear, columns: int) -> bool:
+        """Set the block size with which ``few`` gives oneDNN's bits. Return whether one exists."""
         probe = torch.randn(2, columns, generator=torch.Generator().manual_seed(0))
-        expected = self._product(probe)
+        expected = self._onednn(probe)
         for few.k_block in _K_BLOCKS:
             y = torch.cat([few(row[None]) for row in probe])
             if torch.equal(y if self._bias is None else y + self._bias, expected):
@@ -76,47 +74,51 @@ class PackedProduct:
         return False
 
 
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of this kind use the packed layout."""
+def uses_packed_layout(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether linear layers of this device and dtype use oneDNN's packed layout."""
     return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 
-def product(weight: Tensor, bias: Tensor | None = None) -> Product:
-    """The best product that there is for a weight ``[out, in]``."""
-    kind = PackedProduct if packs(weight.device, weight.dtype) else PlainProduct
+def linear_op(weight: Tensor, bias: Tensor | None = None) -> LinearOp:
+    """Return the fastest available linear layer for a weight ``[out, in]``."""
+    kind = PackedLinear if uses_packed_layout(weight.device, weight.dtype) else TorchLinear
     return kind(weight, bias)
 
 
-Packed = dict[tuple[int, ...], Product]
-"""Products by the tensors that are stacked in them, while these live."""
+SharedOps = dict[tuple[int, ...], LinearOp]
+"""Linear layers by the ids of the tensors stacked in them. Valid only while these tensors exist."""
 
 
 class Projection:
-    """Linear layers that read the same input, as few products: ``[n, in]`` to ``[n, sum(out)]``.
+    """Linear layers with the same input, in few matmuls: ``[n, in]`` to ``[n, sum(out)]``.
 
-    All dense: one product over the stacked weights. Otherwise the first product stacks V of the
-    factor pairs and W of the dense ones, and each pair's U takes its slice: the ranks may differ.
-    What ``packed`` has already is not stacked again.
+    If all are dense, one matmul computes the stacked weights. Otherwise a first matmul computes the
+    stacked V of the factor pairs and W of the dense layers. Then the U of each factor pair
+    multiplies its slice of the result; ranks may differ.
+
+    Args:
+        shared: first matmuls of other projections. Those with the same weights are reused.
     """
 
-    def __init__(self, linears: Sequence[Linear], packed: Packed | None = None) -> None:
+    def __init__(self, linears: Sequence[Linear], shared: SharedOps | None = None) -> None:
         self.factorized = any(isinstance(linear, FactorPair) for linear in linears)
         if not self.factorized:
             weights = [linear.weight for linear in linears if isinstance(linear, Dense)]
-            self._first = product(torch.cat(weights), _stack_biases(linears))
+            self._first = linear_op(torch.cat(weights), _stack_biases(linears))
             return
         inner = [
             linear.v if isinstance(linear, FactorPair) else linear.weight for linear in linears
         ]
         biases = [None if isinstance(linear, FactorPair) else linear.bias for linear in linears]
         key = tuple(id(part) for part in (*inner, *biases) if part is not None)
-        packed = {} if packed is None else packed
-        if key not in packed:
-            packed[key] = product(torch.cat(inner), _stack(biases, [len(rows) for rows in inner]))
-        self._first = packed[key]
-        self._sizes = [len(rows) for rows in inner]
+        shared = {} if shared is None else shared
+        if key not in shared:
+            bias = _stack(biases, [len(weight) for weight in inner])
+            shared[key] = linear_op(torch.cat(inner), bias)
+        self._first = shared[key]
+        self._sizes = [len(weight) for weight in inner]
         self._second = [
-            product(linear.u, linear.bias) if isinstance(linear, FactorPair) else None
+            linear_op(linear.u, linear.bias) if isinstance(linear, FactorPair) else None
             for linear in linears
         ]
 
@@ -139,7 +141,7 @@ def _stack_biases(linears: Sequence[Linear]) -> Tensor | None:
 
 
 def _stack(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    """Biases one after the other, zeros where there is none; None if there is none at all."""
+    """Concatenate biases, with zeros for missing ones. None if all are missing."""
     given = [bias for bias in biases if bias is not None]
     if not given:
         return None

@@ -1,7 +1,7 @@
-"""Compiled loops of a decoder layer on the CPU, in fp32. Loops only: callers prepare arguments.
+"""Compiled loops of a decoder layer on the CPU, in fp32. Callers check and prepare arguments.
 
-As in `runtime.cpu.jit`, a row's result is defined by the order of operations as written, so it is
-the same bits in any batch.
+As in `runtime.cpu.jit`, operations are executed in the order written, so that a row has the same
+bits in any batch.
 """
 
 from typing import Any
@@ -14,21 +14,23 @@ from runtime.cpu.jit import Bytes, Floats, Halves, as_bits, as_float, compiled, 
 from runtime.cpu.tiles import GROUP, LANES, accumulate
 
 Source = Floats | Halves | tuple[Bytes, Floats, Floats]
-"""A weight `[out, in]` in blocks of LANES rows, of which the last is padded: floats or bf16
-patterns `[b, in, LANES]`, or 8-bit codes with scales and offsets `[b, in / GROUP, LANES]`. Each
-block is as `accumulate` takes it."""
+"""A weight `[out, in]` in blocks of LANES rows, the last of them padded.
 
-_SUMS = 16
+It is fp32 or bf16 patterns `[b, in, LANES]`, or u8 codes `[b, in, LANES]` with scales and offsets
+`[b, in / GROUP, LANES]`. Each block has the layout that `accumulate` takes.
+"""
+
+_SUMS = 16  # partial sums of `rms_norm`
 _f, _u = np.float32, np.uint32
 
 
 def _add_block(part: Floats, x: Floats, source: Source, b: int, first: int, end: int) -> None:
-    """Columns ``first … end - 1`` of the product with block ``b``, added to ``part``."""
-    raise NotImplementedError("compiled code alone multiplies")
+    """Add ``x[:, first:end] @ block[first:end]`` of block ``b`` to ``part`` `[n, LANES]`."""
+    raise NotImplementedError("available in compiled code only")
 
 
 def _choose_block(part: Any, x: Any, source: Any, b: Any, first: Any, end: Any) -> Any:  # noqa: ARG001 - `_add_block`'s arguments
-    """What `_add_block` is for this kind of source, when a caller of it is compiled."""
+    """Return the implementation of `_add_block` for a type of source, at compile time."""
 
     def add_codes(part: Any, x: Any, source: Any, b: Any, first: Any, end: Any) -> None:
         codes, scales, offsets = source
@@ -46,16 +48,19 @@ overload(_add_block)(_choose_block)
 
 
 @compiled
-def product(source: Source, blocks: int, x: Floats, k_block: int, y: Floats) -> None:
-    """``y = x W^T`` for a few rows, summed as oneDNN sums: in order within blocks of k.
+def linear(source: Source, blocks: int, x: Floats, k_block: int, y: Floats) -> None:
+    """Compute ``y = x W^T`` for a few rows, in oneDNN's order: sequentially in blocks of k.
 
     Args:
-        x: `[n, in]`.
-        k_block: columns that are summed before they join the total, a multiple of GROUP.
-        y: `[n, out]`, written.
+        source: the weight.
+        blocks: number of blocks of the weight.
+        x: fp32 `[n, in]`.
+        k_block: columns that are summed before they are added to the output, a multiple of GROUP.
+        y: fp32 `[n, out]`, written.
     """
     rows, columns, outputs = x.shape[0], x.shape[1], y.shape[1]
-    part, total = np.empty((rows, LANES), np.float32), np.empty((rows, LANES), np.float32)
+    part = np.empty((rows, LANES), np.float32)  # sum over one block of k
+    acc = np.empty((rows, LANES), np.float32)
     for b in range(blocks):
         for first in range(0, columns, k_block):
             for r in range(rows):
@@ -64,22 +69,27 @@ def product(source: Source, blocks: int, x: Floats, k_block: int, y: Floats) -> 
             _add_block(part, x, source, b, first, min(columns, first + k_block))
             for r in range(rows):
                 for lane in range(LANES):
-                    total[r, lane] = part[r, lane] if first == 0 else total[r, lane] + part[r, lane]
+                    acc[r, lane] = part[r, lane] if first == 0 else acc[r, lane] + part[r, lane]
         for r in range(rows):
             for lane in range(min(LANES, outputs - b * LANES)):
-                y[r, b * LANES + lane] = total[r, lane]
+                y[r, b * LANES + lane] = acc[r, lane]
 
 
 @compiled
 def find_codes(
     weight: Floats, levels: int, signed: bool, codes: Bytes, scales: Floats, offsets: Floats
 ) -> bool:
-    """Write the codes of a weight for `product`; False as soon as one would not be exact.
+    """Quantize a weight exactly into codes for `linear`.
 
     Args:
-        weight: `[out, in]`, in a multiple of GROUP.
-        levels: the largest code of a group, counted from its smallest element; or, if ``signed``,
-            the magnitude that its largest element has, with 0 in the middle.
+        weight: fp32 `[out, in]`, where ``in`` is a multiple of GROUP.
+        levels: code of a group's largest element. Unsigned codes count from the smallest element;
+            signed ones are symmetric around 0, and ``levels`` is the largest magnitude.
+        codes: u8 `[b, in, LANES]`, written.
+        scales, offsets: fp32 `[b, in / GROUP, LANES]`, written.
+
+    Returns:
+        False if some element cannot be represented exactly; the outputs are then incomplete.
     """
     for row in range(weight.shape[0]):
         b, lane = row // LANES, row % LANES
@@ -88,7 +98,7 @@ def find_codes(
             for k in range(g * GROUP, (g + 1) * GROUP):
                 low, high = min(low, weight[row, k]), max(high, weight[row, k])
             span = max(high, -low) if signed else high - low
-            # To the 11 bits that half precision has: files keep scales so.
+            # Round to the 11 significant bits of fp16, in which files store scales.
             bits = as_bits(_f(span / _f(levels)))
             bits = (bits + _u(0xFFF) + ((bits >> _u(13)) & _u(1))) & _u(0xFFFFE000)
             scale = as_float(bits)
@@ -105,7 +115,7 @@ def find_codes(
 
 @compiled
 def rms_norm(x: Floats, weight: Floats, eps: np.float32, out: Floats) -> None:
-    """``x / sqrt(mean(x²) + eps) · weight`` for each row of `[n, d]`, into ``out``."""
+    """Compute ``x / sqrt(mean(x²) + eps) · weight`` for each row of `[n, d]`, into ``out``."""
     width = x.shape[1]
     whole = width // _SUMS * _SUMS
     sums = np.empty(_SUMS, np.float32)
@@ -128,7 +138,7 @@ def rms_norm(x: Floats, weight: Floats, eps: np.float32, out: Floats) -> None:
 
 @compiled
 def silu_mul(gate_up: Floats, out: Floats) -> None:
-    """``silu(gate) · up`` for rows `[gate | up]` of `[n, 2 d]`, into ``out`` `[n, d]`."""
+    """Compute ``silu(gate) · up`` for rows `[gate | up]` of `[n, 2 d]`, into ``out`` `[n, d]`."""
     width = out.shape[1]
     for row in range(out.shape[0]):
         for i in range(width):

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products: compiled on the CPU in fp32, else torch."""
+"""RMSNorm and SiLU of a decoder layer: compiled loops on the CPU in fp32, torch elsewhere."""
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ def _compiles(x: Tensor) -> bool:
 
 
 class RmsNorm:
-    """Over the last dimension; ``weight`` `[d]`."""
+    """RMSNorm over the last dimension; ``weight`` `[d]`."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._weight, self._eps = weight, eps
@@ -31,7 +31,7 @@ class RmsNorm:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) · up`` of `[n, 2 d]`, gate first: `[n, d]`."""
+    """Compute ``silu(gate) · up`` of `[n, 2 d]`, gate first: `[n, d]`."""
     if not _compiles(gate_up):
         gate, up = gate_up.chunk(2, dim=1)
         return functional.silu(gate) * up

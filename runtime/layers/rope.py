@@ -1,8 +1,8 @@
-"""Rotary position embedding: frequencies and tables, for every scaling that checkpoints ask for.
+"""Rotary position embedding (RoPE): frequencies and tables for every scaling in checkpoints.
 
-Pairs are rotate-half: dimension ``i`` turns with dimension ``i + head_dim / 2``. Everything is
-fp32, position times frequency included, which is what the reference implementations of these
-models compute.
+Pairs follow the rotate-half convention: dimensions ``i`` and ``i + head_dim / 2`` rotate together.
+All values are fp32, including position times frequency, as in the models' reference
+implementations.
 """
 
 import math
@@ -14,7 +14,7 @@ from runtime.config import ModelConfig, RopeConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position of each pair of dimensions: ``[head_dim / 2]`` fp32."""
+    """Return the radians per position of each pair of dimensions: ``[head_dim / 2]`` fp32."""
     rope = config.rope
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / (rope.theta**exponents)
@@ -32,9 +32,9 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 def cos_sin_table(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions ``0 .. length - 1``, each ``[length, head_dim / 2]`` fp32.
+    """Return cosines and sines of positions ``0 … length - 1``, fp32 ``[length, head_dim / 2]``.
 
-    YaRN's attention factor is in both, so that the product q·k carries its square.
+    Both include YaRN's attention factor, so that q·k is scaled by its square.
     """
     positions = torch.arange(length, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(config))
@@ -42,7 +42,7 @@ def cos_sin_table(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: wavelengths beyond the original context are interpolated, short ones are kept."""
+    """Llama 3.1 scaling: interpolate long wavelengths, keep short ones."""
     wavelengths = 2 * math.pi / frequencies
     blend = (rope.original_context / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
@@ -52,13 +52,13 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): a ramp over dimensions, by rotations in the context."""
+    """YaRN scaling: a ramp over dimensions by rotations in the context (arXiv 2309.00071, 3.2)."""
 
-    def dimension_turning(rotations: float) -> float:
+    def dimension_of(rotations: float) -> float:
         spread = math.log(rope.original_context / (rotations * 2 * math.pi))
         return head_dim * spread / (2 * math.log(rope.theta))
 
-    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)

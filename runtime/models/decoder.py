@@ -10,7 +10,7 @@ from runtime.attention.base import Batch
 from runtime.checkpoint.weights import LayerWeights
 from runtime.config import ModelConfig
 from runtime.kv.format import KVFormat
-from runtime.layers.linear import Packed, Projection
+from runtime.layers.linear import Projection, SharedOps
 from runtime.layers.pointwise import RmsNorm, silu_mul
 
 Prefill = Callable[[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...], Batch], Tensor]
@@ -40,7 +40,7 @@ class LayerParts:
     prefill: Prefill | None = None
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: LayerWeights, packed: Packed) -> "LayerParts":
+    def of(cls, config: ModelConfig, weights: LayerWeights, packed: SharedOps) -> "LayerParts":
         """By the best products there are. ``packed`` goes from layer to layer, for bases that they
         share."""
 

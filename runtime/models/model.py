@@ -19,7 +19,7 @@ from runtime.checkpoint.weights import Checkpoint
 from runtime.kv.cache import PagedCache
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import KVFormat
-from runtime.layers.linear import Packed, packs, product
+from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
 from runtime.layers.pointwise import RmsNorm
 from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import DecoderLayer, LayerParts
@@ -70,7 +70,7 @@ class Model:
     def _set_up(self, checkpoint: Checkpoint) -> None:
         """Layer by layer: of what is packed, no more than a layer is on the device as it was, too.
         Where layers share a basis all of it is, until the last one is packed."""
-        packed: Packed = {}
+        packed: SharedOps = {}
         placed: dict[int, Tensor] = {}
         place = partial(_place, device=self.device, dtype=self.dtype, placed=placed)
         sharing = bool(basis_groups(checkpoint))
@@ -81,7 +81,7 @@ class Model:
         self._final_norm: Callable[[Tensor], Tensor] = RmsNorm(
             place(checkpoint.final_norm), self.config.rms_norm_eps
         )
-        self._lm_head = product(place(checkpoint.lm_head))
+        self._lm_head = linear_op(place(checkpoint.lm_head))
         self._layers: list[DecoderLayer] = []
         for layer in checkpoint.layers:
             parts = LayerParts.of(self.config, place(layer), packed)
@@ -112,7 +112,7 @@ class Model:
         self._plan_hash = plan.hash
         final = weights.vectors[weights.final_norm : weights.final_norm + config.hidden_size]
         self._final_norm = Norm(final, config.rms_norm_eps)
-        self._lm_head = product(weights.head.weight)
+        self._lm_head = linear_op(weights.head.weight)
         return weights
 
     def static_step(self, batch: Batch, cache: PagedCache) -> Callable[[], Tensor]:
@@ -177,7 +177,7 @@ class Model:
         layout, or torch: "step", "packed" or "plain"."""
         if self._step_weights is not None:
             return "step"
-        return "packed" if packs(self.device, self.dtype) else "plain"
+        return "packed" if uses_packed_layout(self.device, self.dtype) else "plain"
 
     def step_products(self) -> "Iterator[Products]":
         """Of a stepped model, what a kernel plan chooses for."""

@@ -1,15 +1,15 @@
-"""Decode without a word from the host: a step's tensors stay, and a CUDA graph replays it.
+"""Decode steps over static tensors, replayed as CUDA graphs.
 
-A sequence has a row of them for as long as it runs. A step feeds itself: the token drawn is the
-next one's input, positions count up on the device. So a step can be launched before anybody has
-read what the last one drew: `launch` writes what has changed, a row when a sequence joins, its page
-table when it gets a page, and `collect` waits for the draws. A graph is captured for each bucket of
-rows and each kind of sampling in it, at first use or by `warm_up`; on the CPU the same step is
-called.
+A running sequence holds a batch slot. A step produces its own next input: the sampled token becomes
+the slot's input token, and positions advance on the device. The next step can therefore be launched
+before the host has read the sampled tokens (lookahead). `DecodeReplay.launch` writes only changes,
+such as joined sequences and new page-table entries. `DecodeReplay.collect` waits for the tokens. A
+graph is captured for each bucket of slots and each set of sampling features, at first use or by
+`DecodeReplay.warm_up`. On the CPU the same step is called without a graph.
 
-A row whose draw needs the host (`StaticSampler.decided`) does not move: a step that was launched
-meanwhile computes it once more, and the host finishes the draw of the latest step only, whose
-logits are still there.
+If the device cannot resolve a slot's token (`DeviceSampler.resolved`), the slot does not advance. A
+step that was launched in the meantime computes the slot again. The host completes the sampling of
+the latest step only, because its logits are still available.
 """
 
 from bisect import bisect_left
@@ -21,156 +21,182 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.core.request import MOST_LOGPROBS
+from runtime.core.request import MAX_LOGPROBS
 from runtime.core.sequence import Sequence as Running
 from runtime.graphs.capture import capture
-from runtime.graphs.host_copy import Landing
+from runtime.graphs.host_copy import HostCopy
 from runtime.kv.cache import PagedCache
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
-from runtime.replay.slots import Rows
-from runtime.sampling.on_device import EVERYTHING, Needs, StaticSampler
+from runtime.replay.slots import BatchSlots
+from runtime.sampling.on_device import ALL_FEATURES, DeviceSampler, SamplingFeatures
 from runtime.sampling.reference import Draw, SamplingRow
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Rows of graphs; and so on, half as many more."""
-KINDS = (
-    Needs(draws=False, shapes=False, logprobs=False),
-    Needs(draws=True, shapes=False, logprobs=False),
-    EVERYTHING,
+"""Batch sizes, in slots, that graphs are captured for. Larger ones grow by half each."""
+CAPTURED_FEATURES = (
+    SamplingFeatures(random=False, processing=False, logprobs=False),
+    SamplingFeatures(random=True, processing=False, logprobs=False),
+    ALL_FEATURES,
 )
-"""Kinds of sampling that graphs are captured for: greedy, drawn without reshaping, and all else."""
-UNDECIDED = Draw(-1)
-"""The next step, which is launched already, draws this token again."""
+"""Sampling features that graphs are captured for: greedy, random without bias or penalties, and all
+features for any other combination."""
+UNRESOLVED = Draw(-1)
+"""Result of a slot that did not advance. The next launched step samples its token again."""
 
 
 @dataclass(frozen=True)
-class Seating:
-    """Who sits in which row of a step; the next one's is often the same."""
+class SlotAssignment:
+    """Batch slots of a step's sequences. Consecutive steps often share an assignment.
+
+    Attributes:
+        slots: the slot of each sequence.
+        bucket: number of leading slots that the step computes.
+        features: sampling features of the graph.
+    """
 
     sequences: list[Running]
-    rows: list[int]
+    slots: list[int]
     bucket: int
-    needs: Needs
+    features: SamplingFeatures
 
 
 @dataclass(frozen=True)
-class Flight:
-    """A step that was launched, and whose draws are on their way to the host."""
+class InFlightStep:
+    """A launched step whose results the host has not read yet."""
 
     replay: "DecodeReplay"
-    seating: Seating
-    landing: Landing
+    assignment: SlotAssignment
+    results: HostCopy
 
     @property
     def sequences(self) -> list[Running]:
-        return self.seating.sequences
+        return self.assignment.sequences
 
 
 class DecodeReplay:
-    """Decode steps of one model over one cache, for up to ``most`` sequences.
+    """Decode steps of one model over one cache.
 
-    The cache's last page must be nobody's: rows without a sequence write there. Raises ValueError
-    for a model whose attention looks at lengths on the host, which no graph can hold. With
-    ``by_layer`` a step is a graph for each layer, as FlashSVD v1.5 has it, and never one launch.
+    Args:
+        cache: pages. The last one must be the null page, which no sequence uses: unassigned slots
+            write to it.
+        max_sequences: maximum sequences in a step.
+        by_layer: capture a graph for each layer, as FlashSVD v1.5 does, instead of one for a step.
+            The step is then never computed in one launch.
+
+    Raises:
+        ValueError: the model's attention reads lengths on the host, which a graph cannot capture.
     """
 
     def __init__(
-        self, model: Model, cache: PagedCache, most: int, *, by_layer: bool = False
+        self, model: Model, cache: PagedCache, max_sequences: int, *, by_layer: bool = False
     ) -> None:
         if model.device.type == "cuda" and "reference" in model.kv_format.kernels:
-            raise ValueError(f"attention by {model.kv_format.kernels} cannot be replayed")
+            raise ValueError(
+                f"attention kernels {model.kv_format.kernels} cannot run in a CUDA graph"
+            )
         self._model, self._cache, self._by_layer = model, cache, by_layer
         device, pages = model.device, len(cache.planes[0])
         buckets = list(BUCKETS)
-        while buckets[-1] < most:
+        while buckets[-1] < max_sequences:
             buckets.append(buckets[-1] * 3 // 2)
-        self._buckets = [bucket for bucket in buckets if bucket < most] + [most]
-        width = pages_for(model.context_length, model.page_size)
-        self._rows = Rows(most, width, pages - 1, device)
-        self._order = torch.arange(most + 1, device=device)
+        self._buckets = [bucket for bucket in buckets if bucket < max_sequences] + [max_sequences]
+        max_pages = pages_for(model.context_length, model.page_size)
+        self._slots = BatchSlots(max_sequences, max_pages, pages - 1, device)
+        self._order = torch.arange(max_sequences + 1, device=device)
         vocab = model.config.vocab_size
-        sampler = self._sampler = StaticSampler(most, vocab, device, top=MOST_LOGPROBS)
-        self._logits = torch.zeros(most, vocab, dtype=torch.float32, device=device)
+        self._sampler = DeviceSampler(max_sequences, vocab, device, top=MAX_LOGPROBS)
+        self._logits = torch.zeros(max_sequences, vocab, dtype=torch.float32, device=device)
+        sampler = self._sampler
         self._results = [
-            sampler.drawn, sampler.logprobs, sampler.top_logprobs, sampler.top_tokens
+            sampler.sampled, sampler.logprobs, sampler.top_logprobs, sampler.top_tokens
         ]  # fmt: skip
-        self._landings = cycle(Landing(self._results) for _ in range(2))
-        self._steps: dict[tuple[int, Needs], Callable[[], object]] = {}
+        self._host_copies = cycle(HostCopy(self._results) for _ in range(2))
+        self._steps: dict[tuple[int, SamplingFeatures], Callable[[], object]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._seating = Seating([], [], 0, Needs.of([]))
-        self._latest: Flight | None = None
+        self._assignment = SlotAssignment([], [], 0, SamplingFeatures.of([]))
+        self._latest: InFlightStep | None = None
 
-    def follows(self, sequences: list[Running]) -> bool:
-        """Whether a step of these may be launched before the last one's draws are known.
+    def can_launch_ahead(self, sequences: list[Running]) -> bool:
+        """Return whether a step of these sequences may be launched before the last one is read.
 
-        It may not where rows would better move forward first: to move they have to be written.
+        It may not if slots should first move into a smaller bucket, because the host must know the
+        tokens of the sequences that it moves.
         """
-        least = self._bucket_of(len(sequences))
-        if sequences == self._seating.sequences:
-            return self._seating.bucket <= least
-        return self._bucket_of(self._rows.last(sequences)) <= least
+        smallest = self._bucket_of(len(sequences))
+        if sequences == self._assignment.sequences:
+            return self._assignment.bucket <= smallest
+        return self._bucket_of(self._slots.extent(sequences)) <= smallest
 
-    def launch(self, sequences: list[Running]) -> Flight:
-        """Start a step that draws the next token of each sequence.
+    def launch(self, sequences: list[Running]) -> InFlightStep:
+        """Launch a step that samples the next token of each sequence.
 
-        A sequence with a token that is not known yet must have been in the step before.
+        A sequence with a token in flight must have been part of the previous step.
         """
-        seating = self._seating
-        if sequences != seating.sequences or seating.bucket > self._bucket_of(len(sequences)):
-            seating = self._seating = self._seat(sequences)
-        if joined := self._rows.write(sequences):
+        assignment = self._assignment
+        bucket = self._bucket_of(len(sequences))
+        if sequences != assignment.sequences or assignment.bucket > bucket:
+            assignment = self._assignment = self._assign(sequences)
+        if joined := self._slots.update(sequences):
             self._sampler.load(
                 list(joined), [SamplingRow.of(sequence) for sequence in joined.values()]
             )
-        self._run(seating.bucket, seating.needs)
-        self._latest = Flight(self, seating, next(self._landings))
-        self._send(self._latest)
+        self._run(assignment.bucket, assignment.features)
+        self._latest = InFlightStep(self, assignment, next(self._host_copies))
+        self._start_copy(self._latest)
         return self._latest
 
-    def collect(self, flight: Flight) -> list[Draw | None]:
-        """Wait for a step's tokens; at most one may have been launched after it.
+    def collect(self, step: InFlightStep) -> list[Draw | None]:
+        """Wait for the tokens of a step. At most one other step may have been launched after it.
 
         Returns:
-            For each sequence its draw, None where its logits are not finite, or `UNDECIDED`.
+            The draw of each sequence, None if its logits are not finite, or `UNRESOLVED`.
         """
-        seating = flight.seating
-        results = flight.landing.wait()
-        found = results[0][: seating.bucket].tolist()
-        missing = [row for row in seating.rows if found[row][1] and not found[row][2]]
-        if missing and flight is self._latest:
-            self._sampler.redraw(self._logits, missing)
-            self._rows.move(missing, self._sampler.tokens)
-            self._send(flight)
-            found = flight.landing.wait()[0][: seating.bucket].tolist()
-        return self._draws(seating, found, results)
+        assignment = step.assignment
+        results = step.results.wait()
+        sampled = results[0][: assignment.bucket].tolist()
+        missing = [slot for slot in assignment.slots if sampled[slot][1] and not sampled[slot][2]]
+        if missing and step is self._latest:
+            self._sampler.resolve(self._logits, missing)
+            self._slots.advance(missing, self._sampler.tokens)
+            self._start_copy(step)
+            sampled = step.results.wait()[0][: assignment.bucket].tolist()
+        return self._draws(assignment, sampled, results)
 
-    def warm_up(self, captured: Callable[[int], None]) -> None:
-        """Capture every bucket for every kind of sampling, the largest first: the others use its
-        memory. For a start, while nobody has a row. ``captured`` is told of each bucket."""
+    def warm_up(self, progress: Callable[[int], None]) -> None:
+        """Capture all graphs, the largest bucket first, so that the others reuse its memory.
+
+        No slot may be assigned yet.
+
+        Args:
+            progress: called with the size of each captured bucket.
+        """
         for bucket in reversed(self._buckets):
-            for kind in KINDS:
-                self._run(bucket, kind)
-            captured(bucket)
+            for features in CAPTURED_FEATURES:
+                self._run(bucket, features)
+            progress(bucket)
 
-    def _bucket_of(self, rows: int) -> int:
-        return self._buckets[bisect_left(self._buckets, rows)]
+    def _bucket_of(self, slots: int) -> int:
+        return self._buckets[bisect_left(self._buckets, slots)]
 
-    def _seat(self, sequences: list[Running]) -> Seating:
-        rows = self._rows.seat(sequences, self._bucket_of(len(sequences)))
-        needs = Needs.of(sequence.request.sampling for sequence in sequences)
-        needs = needs if needs in KINDS else EVERYTHING
-        return Seating(sequences, rows, self._bucket_of(max(rows) + 1), needs)
+    def _assign(self, sequences: list[Running]) -> SlotAssignment:
+        slots = self._slots.assign(sequences, self._bucket_of(len(sequences)))
+        features = SamplingFeatures.of(sequence.request.sampling for sequence in sequences)
+        features = features if features in CAPTURED_FEATURES else ALL_FEATURES
+        return SlotAssignment(sequences, slots, self._bucket_of(max(slots) + 1), features)
 
-    def _run(self, bucket: int, needs: Needs) -> None:
-        key = bucket, needs
+    def _run(self, bucket: int, features: SamplingFeatures) -> None:
+        key = bucket, features
         if key not in self._steps:
-            self._steps[key] = self._captured(bucket, needs)
+            self._steps[key] = self._captured(bucket, features)
         self._steps[key]()
 
-    def _captured(self, bucket: int, needs: Needs) -> Callable[[], object]:
-        """A step as graphs. What is run to prepare them is undone."""
-        parts = self._parts(bucket, needs)
+    def _captured(self, bucket: int, features: SamplingFeatures) -> Callable[[], object]:
+        """Capture a step as one graph or several.
+
+        The step runs once before the capture; its effects on the state are undone.
+        """
+        parts = self._parts(bucket, features)
 
         def run() -> None:
             for part in parts:
@@ -178,73 +204,77 @@ class DecodeReplay:
 
         if self._model.device.type != "cuda":
             return run
-        state = [self._rows.state, *self._sampler.state]
-        kept = [tensor.clone() for tensor in state]
+        state = [self._slots.state, *self._sampler.state]
+        saved = [tensor.clone() for tensor in state]
         run()
-        for tensor, was in zip(state, kept, strict=True):
-            tensor.copy_(was)
+        for tensor, before in zip(state, saved, strict=True):
+            tensor.copy_(before)
         if not self._by_layer:
             return capture(run, self._pool)
         parts = [capture(part, self._pool) for part in parts]
         return run
 
-    def _parts(self, bucket: int, needs: Needs) -> Sequence[Callable[[], object]]:
-        """A step in parts, of which each is called once, in their order."""
-        rows, own = slice(bucket), self._rows
+    def _parts(self, bucket: int, features: SamplingFeatures) -> Sequence[Callable[[], object]]:
+        """Return the parts of a step, to be called once each and in order."""
+        leading, slots = slice(bucket), self._slots
         batch = self._batch(bucket)
         if self._by_layer:
             *stages, logits_of = self._model.stages(batch, self._cache)
         else:
             stages, logits_of = [], self._model.static_step(batch, self._cache)
         return [
-            lambda: torch.add(own.positions[rows], 1, out=own.lengths[rows]),
+            lambda: torch.add(slots.positions[leading], 1, out=slots.lengths[leading]),
             *stages,
-            lambda: self._draw(bucket, needs, logits_of()),
+            lambda: self._sample(bucket, features, logits_of()),
         ]
 
     def _batch(self, bucket: int) -> Batch:
-        """The first rows, as tensors that stay."""
-        rows, own = slice(bucket), self._rows
+        """Return the leading slots as a batch of static tensors."""
+        leading, slots = slice(bucket), self._slots
         return Batch(
-            tokens=own.tokens[rows],
-            positions=own.positions[rows],
-            page_table=own.page_table[rows],
+            tokens=slots.tokens[leading],
+            positions=slots.positions[leading],
+            page_table=slots.page_table[leading],
             starts=self._order[: bucket + 1].int(),
-            lengths=own.lengths[rows],
-            sequences=self._order[rows].int(),
-            logit_rows=self._order[rows],
+            lengths=slots.lengths[leading],
+            sequences=self._order[leading].int(),
+            logit_rows=self._order[leading],
             single=True,
         )
 
-    def _draw(self, bucket: int, needs: Needs, logits: Tensor) -> None:
-        rows, own, sampler = slice(bucket), self._rows, self._sampler
-        if needs.draws:
-            self._logits[rows] = logits
-        sampler(logits, needs)
-        moved = own.active[rows] * sampler.decided[rows]
-        own.tokens[rows] = torch.where(moved > 0, sampler.tokens[rows], own.tokens[rows])
-        own.positions[rows] += moved
+    def _sample(self, bucket: int, features: SamplingFeatures, logits: Tensor) -> None:
+        """Sample from logits ``[bucket, vocab]`` and advance the slots that are resolved."""
+        leading, slots, sampler = slice(bucket), self._slots, self._sampler
+        if features.random:
+            self._logits[leading] = logits
+        sampler(logits, features)
+        advanced = slots.active[leading] * sampler.resolved[leading]
+        slots.tokens[leading] = torch.where(
+            advanced > 0, sampler.tokens[leading], slots.tokens[leading]
+        )
+        slots.positions[leading] += advanced
 
-    def _send(self, flight: Flight) -> None:
-        seating = flight.seating
-        flight.landing.send(self._results[: None if seating.needs.logprobs else 1], seating.bucket)
+    def _start_copy(self, step: InFlightStep) -> None:
+        assignment = step.assignment
+        tensors = self._results[: None if assignment.features.logprobs else 1]
+        step.results.start(tensors, assignment.bucket)
 
     def _draws(
-        self, seating: Seating, found: list[list[int]], results: list[Tensor]
+        self, assignment: SlotAssignment, sampled: list[list[int]], results: list[Tensor]
     ) -> list[Draw | None]:
         draws: list[Draw | None] = []
-        for sequence, row in zip(seating.sequences, seating.rows, strict=True):
-            token, finite, decided = found[row]
-            wanted = sequence.request.sampling.logprobs
+        for sequence, slot in zip(assignment.sequences, assignment.slots, strict=True):
+            token, finite, resolved = sampled[slot]
+            num_top = sequence.request.sampling.logprobs
             if not finite:
                 draws.append(None)
-            elif not decided:
-                self._rows.stood_still(sequence)
-                draws.append(UNDECIDED)
-            elif wanted is None:
+            elif not resolved:
+                self._slots.did_not_advance(sequence)
+                draws.append(UNRESOLVED)
+            elif num_top is None:
                 draws.append(Draw(token))
             else:
-                own, values, tokens = (result[row].tolist() for result in results[1:])
-                top = tuple(zip(tokens[:wanted], values[:wanted], strict=True))
-                draws.append(Draw(token, own[0], top))
+                logprob, values, tokens = (result[slot].tolist() for result in results[1:])
+                top = tuple(zip(tokens[:num_top], values[:num_top], strict=True))
+                draws.append(Draw(token, logprob[0], top))
         return draws

@@ -1,9 +1,10 @@
-"""Chunks of prompts as CUDA graphs: a few tokens are computed before the host has launched a layer.
+"""Prefill batches replayed as CUDA graphs, padded to a few sizes.
 
-There is a graph for some numbers of tokens and of sequences, with logits and without; a batch takes
-the smallest that it fits. Tensors of a graph's batch stay: the host writes into them what a batch
-is. The rest are tokens of nobody, in the cache's last page. Larger batches are not replayed: the
-device is busy with them for longer than the host.
+The host takes longer to launch the layers of a small batch than the device to compute it; replaying
+a graph removes that delay. There is a graph for some numbers of tokens and sequences, with and
+without logits. A batch uses the smallest graph that holds it. The tensors of a graph's batch are
+static, and the host overwrites them. Padding tokens write to the null page, the last of the cache.
+Larger batches are not replayed, because the device computes them for longer than the launches take.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,53 +21,66 @@ from runtime.kv.cache import PagedCache
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
 
-TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-SEQUENCES = (1, 8)
-_WRITTEN = ("tokens", "positions", "starts", "lengths", "sequences")
+TOKEN_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+SEQUENCE_BUCKETS = (1, 8)
+_COPIED_WHOLE = ("tokens", "positions", "starts", "lengths", "sequences")
 
 
 class PrefillReplay:
-    """Prefill of one model over one cache, whose last page must be nobody's.
+    """Prefill of one model over one cache.
 
-    ``most`` tokens are in a batch at most. Graphs are captured by `warm_up` or at first use; on the
-    CPU the same batches are computed without.
+    Graphs are captured by `warm_up` or at first use. On the CPU the same padded batches are
+    computed without graphs.
+
+    Args:
+        cache: pages. The last one must be the null page, which no sequence uses.
+        max_tokens: maximum tokens in a batch.
     """
 
-    def __init__(self, model: Model, cache: PagedCache, most: int) -> None:
+    def __init__(self, model: Model, cache: PagedCache, max_tokens: int) -> None:
         self._model, self._cache = model, cache
-        most = min(most, TOKENS[-1], model.context_length)  # nobody's tokens have positions, too
-        self._tokens = [*(tokens for tokens in TOKENS if tokens < most), most]
-        self._chunks: dict[tuple[int, int, bool], _Chunk] = {}
+        # Padding tokens have positions as well, which must lie within the context.
+        max_tokens = min(max_tokens, TOKEN_BUCKETS[-1], model.context_length)
+        self._tokens = [*(size for size in TOKEN_BUCKETS if size < max_tokens), max_tokens]
+        self._batches: dict[tuple[int, int, bool], _PaddedBatch] = {}
         self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
     @torch.inference_mode()
     def forward(self, slices: Sequence[SequenceSlice]) -> Tensor | None:
-        """As `Model.forward`; overwritten by the next call. None for a batch that is too large."""
+        """Compute a batch like `Model.forward`.
+
+        Returns:
+            Logits, overwritten by the next call; None if the batch is too large for every graph.
+        """
         count = sum(len(piece.tokens) for piece in slices)
         tokens = next((size for size in self._tokens if size >= count), None)
-        sequences = next((size for size in SEQUENCES if size >= len(slices)), None)
+        sequences = next((size for size in SEQUENCE_BUCKETS if size >= len(slices)), None)
         if tokens is None or sequences is None:
             return None
         logits = any(piece.want_logits for piece in slices)
-        return self._chunk(tokens, sequences, logits).forward(slices)
+        return self._batch(tokens, sequences, logits).forward(slices)
 
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int], None]) -> None:
-        """Capture every graph, the largest first: the others use its memory."""
+        """Capture all graphs, the largest first, so that the others reuse its memory.
+
+        Args:
+            progress: called with each number of tokens whose graphs are captured.
+        """
         for tokens in reversed(self._tokens):
-            for sequences, logits in product(reversed(SEQUENCES), (True, False)):
-                self._chunk(tokens, sequences, logits)
+            for sequences, logits in product(reversed(SEQUENCE_BUCKETS), (True, False)):
+                self._batch(tokens, sequences, logits)
             progress(tokens)
 
-    def _chunk(self, tokens: int, sequences: int, logits: bool) -> "_Chunk":
+    def _batch(self, tokens: int, sequences: int, logits: bool) -> "_PaddedBatch":
         key = tokens, sequences, logits
-        if key not in self._chunks:
-            self._chunks[key] = _Chunk(self._model, self._cache, *key, pool=self._pool)
-        return self._chunks[key]
+        if key not in self._batches:
+            self._batches[key] = _PaddedBatch(self._model, self._cache, *key, pool=self._pool)
+        return self._batches[key]
 
 
-class _Chunk:
-    """A batch of so many tokens, of so many sequences and one that is nobody's."""
+class _PaddedBatch:
+    """A static batch of fixed size, with one more sequence for the padding tokens."""
 
     def __init__(
         self,
@@ -78,10 +92,10 @@ class _Chunk:
         *,
         pool: Any,
     ) -> None:
-        self._model, self._cache, self._size = model, cache, model.page_size
-        self._nowhere = len(cache.planes[0]) - 1
-        pages = pages_for(model.context_length, self._size)
-        self._batch = Batch.room(tokens, sequences + 1, pages, sequences * logits, model.device)
+        self._model, self._cache, self._page_size = model, cache, model.page_size
+        self._null_page = len(cache.planes[0]) - 1
+        pages = pages_for(model.context_length, self._page_size)
+        self._batch = Batch.zeros(tokens, sequences + 1, pages, sequences * logits, model.device)
         self._write([])
         self._run: Callable[[], object] = self._compute
         if pool is not None:
@@ -97,16 +111,17 @@ class _Chunk:
         return self._logits[: sum(piece.want_logits for piece in slices)]
 
     def _write(self, slices: Sequence[SequenceSlice]) -> None:
-        """Make it the batch of ``slices``, in order with what the device does: nobody waits."""
-        batch, nowhere = self._batch, [self._nowhere]
-        left = len(batch.tokens) - sum(len(piece.tokens) for piece in slices)
-        rest = SequenceSlice([0] * left, 0, nowhere * max(1, pages_for(left, self._size)), False)
-        none = SequenceSlice((), 0, nowhere, False)
-        others = len(batch.lengths) - len(slices) - 1
-        made = Batch.of([*slices, rest, *[none] * others])
-        width, rows = made.page_table.shape[1], len(made.logit_rows)
-        places = [getattr(batch, name) for name in _WRITTEN]
-        places += [batch.page_table[:, :width], batch.logit_rows[:rows]]
-        values = [getattr(made, name) for name in (*_WRITTEN, "page_table", "logit_rows")]
-        for place, value in zip(places, values, strict=True):
-            place.copy_(to_device(value.numpy(), place.device))
+        """Write ``slices`` and padding into the static tensors, asynchronously in stream order."""
+        target, null_page = self._batch, [self._null_page]
+        left = len(target.tokens) - sum(len(piece.tokens) for piece in slices)
+        padding_pages = null_page * max(1, pages_for(left, self._page_size))
+        padding = SequenceSlice([0] * left, 0, padding_pages, want_logits=False)
+        unused = SequenceSlice((), 0, null_page, want_logits=False)
+        num_unused = len(target.lengths) - len(slices) - 1
+        source = Batch.of([*slices, padding, *[unused] * num_unused])
+        width, rows = source.page_table.shape[1], len(source.logit_rows)
+        targets = [getattr(target, name) for name in _COPIED_WHOLE]
+        targets += [target.page_table[:, :width], target.logit_rows[:rows]]
+        values = [getattr(source, name) for name in (*_COPIED_WHOLE, "page_table", "logit_rows")]
+        for tensor, value in zip(targets, values, strict=True):
+            tensor.copy_(to_device(value.numpy(), tensor.device))

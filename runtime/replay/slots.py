@@ -1,7 +1,8 @@
-"""Who sits in which row of a step's tensors, and what the host writes into them.
+"""Batch slots of the decode step: their assignment to sequences and their static tensors.
 
-A sequence keeps its row for as long as it runs. What changes, a row when somebody joins or leaves,
-a page table when a page is given, is collected and written by one copy and one launch of each kind.
+A sequence keeps its slot while it runs. The host writes only changes: the state of a slot when a
+sequence joins or leaves, and page-table entries when a sequence gets pages. The changes of a step
+are collected and written with one copy and one launch for each kind of tensor.
 """
 
 from dataclasses import dataclass
@@ -15,106 +16,122 @@ from runtime.graphs.host_copy import to_device
 
 
 @dataclass
-class _Seat:
-    """What a row's tensors hold of a sequence once what is launched has run."""
+class _SlotState:
+    """Contents of a sequence's slot on the device once all launched steps have run.
 
-    row: int
+    Attributes:
+        tokens: number of tokens; 0 if the slot has not been written.
+        pages: number of page-table entries written.
+    """
+
+    slot: int
     tokens: int
     pages: int
 
 
-class Rows:
-    """``most`` rows, each of a sequence or of nobody.
+class BatchSlots:
+    """A fixed number of batch slots, each assigned to a running sequence or unassigned.
 
     Args:
-        width: pages of the longest sequence.
-        nowhere: the page that nobody's rows write into.
+        max_slots: number of slots.
+        max_pages: pages of the longest sequence.
+        null_page: page that unassigned slots write to.
 
     Attributes:
-        tokens: int64 `[most]`, the last one of each sequence.
-        positions: int64 `[most]`, of that token.
-        active: int64 `[most]`, 1 where somebody sits.
-        lengths: int32 `[most]`, room for the positions and one.
-        page_table: int32 `[most, width]`.
+        tokens: int64 `[max_slots]`, the last token of each sequence.
+        positions: int64 `[max_slots]`, the position of that token.
+        active: int64 `[max_slots]`, 1 for an assigned slot.
+        state: int64 `[3, max_slots]`, the storage of ``tokens``, ``positions`` and ``active``.
+        lengths: int32 `[max_slots]`, buffer for ``positions + 1``.
+        page_table: int32 `[max_slots, max_pages]`.
     """
 
-    def __init__(self, most: int, width: int, nowhere: int, device: torch.device) -> None:
-        self.most, self._width, self._nowhere, self._device = most, width, nowhere, device
-        self.state = torch.zeros(3, most, dtype=torch.int64, device=device)
+    def __init__(
+        self, max_slots: int, max_pages: int, null_page: int, device: torch.device
+    ) -> None:
+        self._max_slots, self._max_pages = max_slots, max_pages
+        self._null_page, self._device = null_page, device
+        self.state = torch.zeros(3, max_slots, dtype=torch.int64, device=device)
         self.tokens, self.positions, self.active = self.state
-        self.lengths = torch.ones(most, dtype=torch.int32, device=device)
-        self.page_table = torch.full((most, width), nowhere, dtype=torch.int32, device=device)
-        self._seats: dict[Sequence, _Seat] = {}
-        self._left: set[int] = set()  # rows that the device still takes for somebody's
+        self.lengths = torch.ones(max_slots, dtype=torch.int32, device=device)
+        self.page_table = torch.full(
+            (max_slots, max_pages), null_page, dtype=torch.int32, device=device
+        )
+        self._states: dict[Sequence, _SlotState] = {}
+        self._vacated: set[int] = set()  # released slots that the device still treats as active
 
-    def last(self, sequences: list[Sequence]) -> int:
-        """How many rows it takes to hold those of them that have one where they are."""
-        rows = (self._seats[s].row + 1 for s in sequences if s in self._seats)
-        return max(rows, default=0)
+    def extent(self, sequences: list[Sequence]) -> int:
+        """Return the number of leading slots that contain all slots these sequences hold."""
+        ends = (self._states[s].slot + 1 for s in sequences if s in self._states)
+        return max(ends, default=0)
 
-    def seat(self, sequences: list[Sequence], within: int) -> list[int]:
-        """A row for each, and for nobody else: those that have one the same.
+    def assign(self, sequences: list[Sequence], within: int) -> list[int]:
+        """Assign a slot to each sequence and release the slots of all others.
 
-        Where rows are not among the first ``within``, they move there, unless one of them has a
-        token that only the device knows.
-        """
-        staying = set(sequences)
-        for sequence in [s for s in self._seats if s not in staying]:
-            self._left.add(self._seats.pop(sequence).row)
-        behind = [s for s, seat in self._seats.items() if seat.row >= within]
-        if not any(sequence.ahead for sequence in behind):
-            self._left.update(self._seats.pop(sequence).row for sequence in behind)
-        taken = {seat.row for seat in self._seats.values()}
-        free = (row for row in range(self.most) if row not in taken)
-        for sequence in sequences:
-            if sequence not in self._seats:
-                self._seats[sequence] = _Seat(next(free), 0, 0)
-        return [self._seats[sequence].row for sequence in sequences]
-
-    def write(self, sequences: list[Sequence]) -> dict[int, Sequence]:
-        """Bring rows up to date for a step of these; it moves each on by one token.
+        Sequences keep the slots they hold. Slots at or above ``within`` move below it, unless one
+        of their sequences has a token in flight, which the host cannot rewrite.
 
         Returns:
-            Those that were written anew, by their rows: they joined, moved, or went on elsewhere.
+            The slot of each sequence.
+        """
+        staying = set(sequences)
+        for sequence in [s for s in self._states if s not in staying]:
+            self._vacated.add(self._states.pop(sequence).slot)
+        beyond = [s for s, state in self._states.items() if state.slot >= within]
+        if not any(sequence.lookahead for sequence in beyond):
+            self._vacated.update(self._states.pop(sequence).slot for sequence in beyond)
+        taken = {state.slot for state in self._states.values()}
+        free = (slot for slot in range(self._max_slots) if slot not in taken)
+        for sequence in sequences:
+            if sequence not in self._states:
+                self._states[sequence] = _SlotState(next(free), 0, 0)
+        return [self._states[sequence].slot for sequence in sequences]
+
+    def update(self, sequences: list[Sequence]) -> dict[int, Sequence]:
+        """Write what changed for a step of these sequences, which adds a token to each.
+
+        Returns:
+            Slots that were rewritten completely, with their sequences: a sequence joined, moved to
+            another slot, or got tokens that no launched step sampled.
         """
         joined: dict[int, Sequence] = {}
-        slots: list[int] = []
+        entries: list[int] = []  # flat indices into the page table
         pages: list[int] = []
         for sequence in sequences:
-            seat, length, num_pages = self._seats[sequence], sequence.length, len(sequence.pages)
-            if seat.tokens != length:
-                joined[seat.row] = sequence
-                seat.pages = 0
-            if seat.pages != num_pages:
-                row = seat.row * self._width
-                slots += range(row + seat.pages, row + num_pages)
-                pages += sequence.pages[seat.pages :]
-                seat.pages = num_pages
-            seat.tokens = length + 1
-        if joined or self._left:
-            empty = sorted(self._left.difference(seat.row for seat in self._seats.values()))
-            self._left.clear()
-            slots += [row * self._width for row in empty]
-            pages += [self._nowhere] * len(empty)
+            state, length, num_pages = self._states[sequence], sequence.length, len(sequence.pages)
+            if state.tokens != length:
+                joined[state.slot] = sequence
+                state.pages = 0
+            if state.pages != num_pages:
+                row = state.slot * self._max_pages
+                entries += range(row + state.pages, row + num_pages)
+                pages += sequence.pages[state.pages :]
+                state.pages = num_pages
+            state.tokens = length + 1
+        if joined or self._vacated:
+            empty = sorted(self._vacated.difference(state.slot for state in self._states.values()))
+            self._vacated.clear()
+            entries += [slot * self._max_pages for slot in empty]
+            pages += [self._null_page] * len(empty)
             self._write_state(joined, empty)
-        if slots:
-            words = to_device(np.array([slots, pages], np.int64), self._device)
+        if entries:
+            words = to_device(np.array([entries, pages], np.int64), self._device)
             self.page_table.view(-1).index_copy_(0, words[0], words[1].int())
         return joined
 
-    def stood_still(self, sequence: Sequence) -> None:
-        """A step did not move it on after all."""
-        if sequence in self._seats:
-            self._seats[sequence].tokens -= 1
+    def did_not_advance(self, sequence: Sequence) -> None:
+        """Record that a launched step added no token to a sequence."""
+        if sequence in self._states:
+            self._states[sequence].tokens -= 1
 
-    def move(self, rows: list[int], tokens: Tensor) -> None:
-        """Rows of the last step that stood still go on, each to its one of ``tokens`` `[most]`."""
-        moved = to_device(np.array(rows, np.int64), self._device)
-        self.tokens[moved] = tokens[moved]
-        self.positions[moved] += 1
+    def advance(self, slots: list[int], tokens: Tensor) -> None:
+        """Advance slots that the last step did not, to the tokens in ``tokens`` `[max_slots]`."""
+        advanced = to_device(np.array(slots, np.int64), self._device)
+        self.tokens[advanced] = tokens[advanced]
+        self.positions[advanced] += 1
 
     def _write_state(self, joined: dict[int, Sequence], empty: list[int]) -> None:
-        state = [(row, s.tokens[-1], len(s.tokens) - 1, 1) for row, s in joined.items()]
-        state += [(row, 0, 0, 0) for row in empty]
+        state = [(slot, s.tokens[-1], len(s.tokens) - 1, 1) for slot, s in joined.items()]
+        state += [(slot, 0, 0, 0) for slot in empty]
         words = to_device(np.array(state, np.int64).T.copy(), self._device)
         self.state.index_copy_(1, words[0], words[1:])

@@ -1,8 +1,8 @@
-"""What a device is asked before the first request, so that no request waits for a compiler.
+"""Prefill warm-up: compile all kernel variants before the first request.
 
-Kernels are compiled for kinds of sizes: Triton tells 1, multiples of 16 and all else apart, and
-decode splits lengths by the number of sequences. Batches of each kind are computed once, of tokens
-that nobody sent, into a page that nobody has yet.
+Triton specializes kernels for integer arguments that are 1, multiples of 16, or anything else, and
+decode attention splits lengths by the number of sequences. A batch of each kind is computed once,
+with dummy tokens, into a page that is not allocated yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,22 +16,25 @@ from runtime.models.model import Model
 from runtime.sampling.reference import SamplingRow, sample
 
 Progress = Callable[[str, int], None]
-"""Told of each part as it is done, by stage and size: "prefill" of so many sequences; graphs of
-"prompts" of so many tokens and of "decode" with so many rows."""
+"""Callback with the stage and size of each completed part of a warm-up.
+
+Stages: "prefill" with a number of sequences, "prompts" (prefill graphs) with a number of tokens,
+and "decode" (decode graphs) with a number of batch slots.
+"""
 
 SAMPLED = (SamplingParams(), SamplingParams(temperature=1.0))
-"""What nearly every request asks for: greedy, and drawn without anything that reshapes."""
+"""Sampling of nearly all requests: greedy, and random without bias or penalties."""
 _WIDTHS = (1, 2, 16)
-"""Of page tables."""
+"""Page-table widths that Triton specializes separately."""
 _ROWS = tuple(SamplingRow(sampling, 0, (0,), 1) for sampling in SAMPLED)
 
 
 def silent(_stage: str, _size: int) -> None:
-    """Progress that nobody follows."""
+    """Ignore progress."""
 
 
 def warm_up_prefill(model: Model, cache: PagedCache, limits: Limits, progress: Progress) -> None:
-    """Compute a batch of every kind that prefill has, the largest included, and sample from it."""
+    """Compute a batch of each kind, then the largest possible one, and sample from the logits."""
     for sequences in _powers_of_two(min(limits.max_running, limits.step_tokens // 2)):
         for batch in _small(sequences):
             logits = model.forward(Batch.of(batch, model.device), cache)
@@ -44,22 +47,22 @@ def warm_up_prefill(model: Model, cache: PagedCache, limits: Limits, progress: P
 
 
 def _small(sequences: int) -> Iterator[list[SequenceSlice]]:
-    """Prompts of two tokens, then one more of each, all of them in page 0."""
+    """Yield batches of prompts of two tokens, then of one more token each, all in page 0."""
     for width in _WIDTHS:
         for tokens, first in (((0, 0), 0), ((0,), 2)):
             yield [SequenceSlice(tokens, first, (0,) * width)] * sequences
 
 
 def _largest(limits: Limits, context: int, page_size: int) -> list[SequenceSlice]:
-    """As many tokens as a step may have, as chunks of the largest size."""
+    """Return the chunks of a step with the maximum number of tokens."""
     each = min(limits.chunk_tokens, context - 1)
     pages = (0,) * pages_for(each, page_size)
     return [SequenceSlice((0,) * each, 0, pages)] * max(1, limits.step_tokens // each)
 
 
-def _powers_of_two(most: int) -> Iterator[int]:
-    """1, 2, 4, … up to ``most``, and 1 in any case."""
+def _powers_of_two(maximum: int) -> Iterator[int]:
+    """Yield 1, 2, 4, … up to ``maximum``, and 1 in any case."""
     number = 1
-    while number == 1 or number <= most:
+    while number == 1 or number <= maximum:
         yield number
         number *= 2

@@ -1,10 +1,13 @@
-"""Sampling without the host: `sampling.sample` over tensors that stay, step after step.
+"""Sampling on the device, in static tensors, so that a CUDA graph can capture it.
 
-A batch has a fixed number of rows. `StaticSampler.load` says whose logits a row is; from then on
-each call draws a token for every row, counts it, and goes on to the next random number, all on the
-device, so that a CUDA graph can hold it. The tokens are those of `sampling.sample`; of the most
-probable ones beside them, equally probable ones may come in another order. A row that is not
-decided stays where it was: from the same logits the next call would draw the same again.
+`DeviceSampler.load` assigns sequences to rows. Each call then samples a token for every row, counts
+it and advances the row's random counter, all on the device. The tokens equal those of
+`runtime.sampling.reference.sample`. Among the reported most probable tokens, equally probable ones
+may be ordered differently.
+
+A few rows cannot be resolved on the device: their distribution is too flat for the best 1,024
+logits. The state of such a row does not advance, so the next call with the same logits gives the
+same result. `DeviceSampler.resolve` completes it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,165 +20,198 @@ from torch import Tensor
 
 from runtime.core.request import SamplingParams
 from runtime.graphs.host_copy import to_device
-from runtime.sampling.reference import LARGEST, SamplingRow, Settings, draw, draw_from_all
+from runtime.sampling.reference import (
+    MAX_LOGIT,
+    SamplingRow,
+    SamplingTensors,
+    draw,
+    draw_from_all,
+)
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What some row of a batch needs beyond the largest logit."""
+class SamplingFeatures:
+    """Sampling features that some row of a batch uses; greedy decoding uses none.
 
-    draws: bool
-    shapes: bool
+    Attributes:
+        random: draws with a temperature above 0.
+        processing: bias or penalties, which change the logits.
+        logprobs: log probabilities.
+    """
+
+    random: bool
+    processing: bool
     logprobs: bool
 
     @classmethod
-    def of(cls, samplings: Iterable[SamplingParams]) -> "Needs":
-        draws = shapes = logprobs = False
+    def of(cls, samplings: Iterable[SamplingParams]) -> "SamplingFeatures":
+        random = processing = logprobs = False
         for sampling in samplings:
-            draws |= sampling.temperature > 0
-            shapes |= sampling.reshapes
+            random |= sampling.temperature > 0
+            processing |= sampling.processes_logits
             logprobs |= sampling.logprobs is not None
-        return cls(draws, shapes, logprobs)
+        return cls(random, processing, logprobs)
 
 
-EVERYTHING = Needs(draws=True, shapes=True, logprobs=True)
+ALL_FEATURES = SamplingFeatures(random=True, processing=True, logprobs=True)
 
 _WORDS, _REALS = 5, 6
-"""Of a row: greedy, top-k, seed, choice, output index; temperature, min-p, top-p, penalties."""
+"""Parameters of a row: int64 (greedy, top-k, seed, choice, output index), and fp64 (temperature,
+min-p, top-p, and repetition, frequency and presence penalty)."""
 
 
-class StaticSampler:
-    """What a batch's rows are drawn by.
+class DeviceSampler:
+    """Sampling state of a fixed number of rows.
 
     Args:
-        rows, vocab: of the logits; thirteen bytes are kept for each.
-        top: how many of the most probable tokens can be found beside each one.
+        rows, vocab: shape of the logits. The state takes thirteen bytes for each of them.
+        top: number of most probable tokens reported with log probabilities.
 
     Attributes:
-        drawn: int64 `[rows, 3]`: the three below.
-        tokens: int64 `[rows]`, drawn last.
-        finite: int64 `[rows]`, 1 where there was anything to draw from.
-        decided: int64 `[rows]`: where it is 0 the row is flat beyond its best thousand logits, and
-            `redraw` finds its token.
-        logprobs: fp32 `[rows, 1]`; ``top_logprobs`` fp32 and ``top_tokens`` int64 `[rows, top]`.
+        sampled: int64 `[rows, 3]`, the storage of ``tokens``, ``finite`` and ``resolved``.
+        tokens: int64 `[rows]`, the token sampled last.
+        finite: int64 `[rows]`, 1 where the logits were finite.
+        resolved: int64 `[rows]`, 0 where the best 1,024 logits did not suffice to draw a token, so
+            that `resolve` must find it.
+        logprobs: fp32 `[rows, 1]`, log probability of each token.
+        top_logprobs: fp32 `[rows, top]`.
+        top_tokens: int64 `[rows, top]`.
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device, *, top: int = 0) -> None:
         self._vocab, self._top, self._device = vocab, top, device
 
-        def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.drawn = numbers(rows, 3)
-        self.tokens, self.finite, self.decided = self.drawn.unbind(dim=1)
-        self.logprobs = numbers(rows, 1, dtype=torch.float32)
-        self.top_logprobs = numbers(rows, top, dtype=torch.float32)
-        self.top_tokens = numbers(rows, top)
-        self._settings_of = numbers(_WORDS + _REALS, rows)  # reals as their bits
-        self._greedy, self._top_k = self._settings_of[0], self._settings_of[1, :, None]
-        self._counter = self._settings_of[2:_WORDS]
-        reals = self._settings_of[_WORDS:].view(torch.float64)[:, :, None]
-        self._drawn_by = reals[:3]
-        self._shapes = _Shapes(
-            bias=numbers(rows, vocab, dtype=torch.float32),
-            outputs=numbers(rows, vocab, dtype=torch.int32),
-            seen=numbers(rows, vocab, dtype=torch.bool),
+        self.sampled = zeros(rows, 3)
+        self.tokens, self.finite, self.resolved = self.sampled.unbind(dim=1)
+        self.logprobs = zeros(rows, 1, dtype=torch.float32)
+        self.top_logprobs = zeros(rows, top, dtype=torch.float32)
+        self.top_tokens = zeros(rows, top)
+        self._parameters = zeros(_WORDS + _REALS, rows)  # fp64 values stored as int64 bits
+        self._greedy, self._top_k = self._parameters[0], self._parameters[1, :, None]
+        self._counter = self._parameters[2:_WORDS]  # seed, choice, output index
+        reals = self._parameters[_WORDS:].view(torch.float64)[:, :, None]  # [_REALS, rows, 1]
+        self._filters = reals[:3]
+        self._processor = _LogitsProcessor(
+            bias=zeros(rows, vocab, dtype=torch.float32),
+            outputs=zeros(rows, vocab, dtype=torch.int32),
+            seen=zeros(rows, vocab, dtype=torch.bool),
             penalties=reals[3:],
         )
-        self._last = numbers(rows, vocab, dtype=torch.float32)
+        self._processed = zeros(rows, vocab, dtype=torch.float32)
         self.load(range(rows), [SamplingRow(SamplingParams(), 0, (), 0)] * rows)
 
     @property
     def state(self) -> list[Tensor]:
-        """What a call changes and the next one reads."""
-        return [self._counter, self._shapes.outputs]
+        """Tensors that a call updates and the next call reads."""
+        return [self._counter, self._processor.outputs]
 
     def load(self, numbers: Sequence[int], rows: Sequence[SamplingRow]) -> None:
-        """From now on the logits of these numbers are those rows', each number once."""
+        """Assign sequences to rows.
+
+        Args:
+            numbers: row numbers, each at most once.
+            rows: parameters and context of the sequence for each of them.
+        """
         words = np.empty((1 + _WORDS + _REALS, len(rows)), np.int64)
         words[0] = numbers
         reals = words[1 + _WORDS :].view(np.float64)
         for column, row in enumerate(rows):
-            own = row.sampling
-            counted = (_signed(own.seed), _signed(row.choice), row.index)
+            sampling = row.sampling
             words[1 : 1 + _WORDS, column] = (
-                own.temperature == 0,
-                own.top_k or self._vocab,
-                *counted,
+                sampling.temperature == 0,
+                sampling.top_k or self._vocab,
+                _signed(sampling.seed),
+                _signed(row.choice),
+                row.index,
             )
-            reals[:, column] = (
-                own.temperature or 1.0, own.min_p, own.top_p,
-                own.repetition_penalty, own.frequency_penalty, own.presence_penalty,
-            )  # fmt: skip
+            reals[:, column] = *sampling.filters, *sampling.penalties
         loaded = to_device(words, self._device)
-        self._settings_of.index_copy_(1, loaded[0], loaded[1:])
+        self._parameters.index_copy_(1, loaded[0], loaded[1:])
         for number, row in zip(numbers, rows, strict=True):
-            self._shapes.load(number, row)
+            self._processor.load(number, row)
 
-    def __call__(self, logits: Tensor, needs: Needs = EVERYTHING) -> None:
-        """Draw for the first `m` rows, from fp32 `[m, vocab]`, which stay as they are.
+    def __call__(self, logits: Tensor, features: SamplingFeatures = ALL_FEATURES) -> None:
+        """Sample a token for each of the first `m` rows.
 
-        What no row ``needs`` is left out: then the tokens are the same, at less work.
+        Args:
+            logits: fp32 `[m, vocab]`, not modified.
+            features: features that the rows use. Leaving out unused ones saves work and does not
+                change the tokens.
         """
         rows = slice(len(logits))
-        shaped = self._shapes.apply(logits, rows) if needs.shapes else logits
-        tokens = shaped.argmax(dim=-1)
-        if needs.draws:
-            drawn, decided = draw(shaped, self._settings(rows))
+        processed = self._processor.apply(logits, rows) if features.processing else logits
+        tokens = processed.argmax(dim=-1)
+        if features.random:
+            drawn, resolved = draw(processed, self._tensors(rows))
             greedy = self._greedy[rows] > 0
             tokens = torch.where(greedy, tokens, drawn)
-            self.decided[rows] = decided | greedy
-            self._last[rows] = shaped
+            self.resolved[rows] = resolved | greedy
+            self._processed[rows] = processed
         else:
-            self.decided[rows] = 1
+            self.resolved[rows] = 1
         self.tokens[rows] = tokens
         self.finite[rows] = logits.sum(dim=-1).isfinite()
-        if needs.logprobs:
+        if features.logprobs:
             logprobs = logits.log_softmax(dim=-1)
             self.logprobs[rows] = logprobs.gather(1, tokens[:, None])
             self.top_logprobs[rows], self.top_tokens[rows] = logprobs.topk(self._top)
-        self._counter[2, rows] += self.decided[rows]
-        if needs.shapes:
-            self._shapes.count(tokens[:, None], self.decided[rows], rows)
+        self._counter[2, rows] += self.resolved[rows]
+        if features.processing:
+            self._processor.count(tokens[:, None], self.resolved[rows], rows)
 
-    def redraw(self, logits: Tensor, numbers: Sequence[int]) -> None:
-        """Find the tokens of these rows, which the last call, of these logits, left undecided."""
+    def resolve(self, logits: Tensor, numbers: Sequence[int]) -> None:
+        """Sample the tokens of rows that the last call left unresolved.
+
+        Args:
+            logits: fp32 `[rows, vocab]`, the logits of that call.
+            numbers: row numbers.
+        """
         missing = to_device(np.array(numbers, np.int64), self._device)
-        tokens = draw_from_all(self._last[missing], self._settings(missing))
+        tokens = draw_from_all(self._processed[missing], self._tensors(missing))
         logprobs = logits[missing].log_softmax(dim=-1)
         self.logprobs[missing] = logprobs.gather(1, tokens[:, None])
         self.tokens[missing] = tokens
-        self.decided[missing] = 1
+        self.resolved[missing] = 1
         self._counter[2, missing] += 1
-        self._shapes.outputs[missing, tokens] += 1
+        self._processor.outputs[missing, tokens] += 1
 
-    def _settings(self, rows: slice | Tensor) -> Settings:
-        temperature, min_p, top_p = self._drawn_by[:, rows]
-        drawn = uniforms(*self._counter[:, rows])[:, None]
-        return Settings(temperature, min_p, top_p, self._top_k[rows], drawn)
+    def _tensors(self, rows: slice | Tensor) -> SamplingTensors:
+        temperature, min_p, top_p = self._filters[:, rows]
+        uniform = uniforms(*self._counter[:, rows])[:, None]
+        return SamplingTensors(temperature, min_p, top_p, self._top_k[rows], uniform)
 
 
-class _Shapes:
-    """Bias and penalties of all rows, as `sampling.reshape` applies them.
+class _LogitsProcessor:
+    """Bias and penalties of all rows, as in `runtime.sampling.reference.process_logits`.
 
-    Outputs are counted where some row is reshaped; what is counted for the others has no effect.
+    Output tokens are counted for all rows of a batch in which some row uses bias or penalties. The
+    counts of the other rows have no effect.
+
+    Attributes:
+        outputs: int32 `[rows, vocab]`, occurrences of each token in the output.
     """
 
     def __init__(self, bias: Tensor, outputs: Tensor, seen: Tensor, penalties: Tensor) -> None:
         self._bias, self.outputs, self._seen = bias, outputs, seen
         self._penalties = penalties  # repetition, frequency, presence
-        self._biased: set[int] = set()
+        self._biased: set[int] = set()  # rows with a non-zero bias
 
     def load(self, number: int, row: SamplingRow) -> None:
-        """What a row's sampling leaves as it is costs nothing. Penalties are there already."""
+        """Load bias and token counts of a row. Rows that use neither cost nothing.
+
+        The penalty parameters are loaded by `DeviceSampler.load`.
+        """
         sampling, vocab = row.sampling, self._bias.shape[1]
         if number in self._biased:
             self._biased.remove(number)
             self._bias[number] = 0.0
-        if not sampling.reshapes:
+        if not sampling.processes_logits:
             return
         if sampling.logit_bias:
             bias = np.zeros(vocab, np.float32)
@@ -190,15 +226,17 @@ class _Shapes:
         self._write(self.outputs, number, counts.astype(np.int32))
 
     def apply(self, logits: Tensor, rows: slice) -> Tensor:
+        """Return the processed logits ``[m, vocab]``."""
         repetition, frequency, presence = self._penalties[:, rows].float()
         bias, outputs = self._bias[rows], self.outputs[rows]
-        logits = torch.where(bias != 0, (logits + bias).clamp(-LARGEST, LARGEST), logits)
+        logits = torch.where(bias != 0, (logits + bias).clamp(-MAX_LOGIT, MAX_LOGIT), logits)
         penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
         known = (self._seen[rows] | (outputs > 0)) & (repetition != 1)
-        logits = torch.where(known, penalized.clamp(-LARGEST, LARGEST), logits)
+        logits = torch.where(known, penalized.clamp(-MAX_LOGIT, MAX_LOGIT), logits)
         return torch.where(outputs > 0, logits - (outputs * frequency + presence), logits)
 
     def count(self, tokens: Tensor, counted: Tensor, rows: slice) -> None:
+        """Count the tokens ``[m, 1]`` of rows for which ``counted`` is 1."""
         self.outputs[rows].scatter_add_(1, tokens, counted.int()[:, None])
 
     @staticmethod
@@ -207,7 +245,7 @@ class _Shapes:
 
 
 def uniforms(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:
-    """`sampling.uniform` of each row: int64 words to fp64 in [0, 1)."""
+    """Compute `runtime.sampling.reference.uniform` of each row: int64 words to fp64 in [0, 1)."""
     state = torch.zeros_like(seed)
     for word in (seed, choice, index):
         state = _mix64(state ^ word)
@@ -222,11 +260,11 @@ def _mix64(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, count: int) -> Tensor:
-    """Shifted right without its sign."""
+    """Return a logical (unsigned) right shift."""
     return (value >> count) & ((1 << 64 - count) - 1)
 
 
 def _signed(word: int) -> int:
-    """64 bits as torch holds them."""
+    """Return the low 64 bits as a signed integer, as torch stores them."""
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word

@@ -1,7 +1,8 @@
-"""From logits to tokens, for a whole batch; each row's draw depends on that row alone.
+"""Batched sampling, the specification of `runtime.sampling.on_device`.
 
-Randomness is counter-based: the uniform number of a draw is a hash of (seed, choice, output
-index), so that a replay on another worker, in another batch, draws the same token.
+Each row's token depends only on that row. Randomness is counter-based: the uniform number of a draw
+is a hash of (seed, choice, output index). A replay on another worker, in another batch, therefore
+draws the same token.
 """
 
 from collections.abc import Sequence
@@ -14,17 +15,19 @@ from torch import Tensor
 from runtime.core.request import SamplingParams
 from runtime.core.sequence import Sequence as RunningSequence
 
-LARGEST = 1e30
-"""What a bias or a penalty may bring a logit to, so that sums of logits stay finite."""
+MAX_LOGIT = 1e30
+"""Bound on the magnitude of a logit after bias and penalties, so that sums stay finite."""
 _CANDIDATES = 1024
-"""How many of the most probable tokens are sorted before it is known whether they suffice."""
+"""Most probable tokens that a draw considers first. They suffice for most distributions."""
 
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """Whose logits a row is: how to sample, and what came before.
+    """Sampling parameters and context of one row of logits.
 
-    ``tokens`` is the prompt, of ``prompt_tokens``, and the choice's output so far.
+    Attributes:
+        tokens: the prompt, followed by the choice's output so far.
+        prompt_tokens: length of the prompt in ``tokens``.
     """
 
     sampling: SamplingParams
@@ -34,7 +37,7 @@ class SamplingRow:
 
     @classmethod
     def of(cls, sequence: RunningSequence) -> "SamplingRow":
-        """The row of a sequence's next token."""
+        """Return the row for a sequence's next token."""
         request = sequence.request
         return cls(request.sampling, sequence.choice, sequence.tokens, request.prompt_tokens)
 
@@ -45,7 +48,12 @@ class SamplingRow:
 
 
 class Draw(NamedTuple):
-    """A token, and the log probabilities that its row asked for."""
+    """A sampled token with the log probabilities that its request asked for.
+
+    Attributes:
+        logprob: log probability of the token, or None.
+        top: the most probable tokens with their log probabilities, in descending order.
+    """
 
     token: int
     logprob: float | None = None
@@ -53,14 +61,14 @@ class Draw(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How rows are drawn from, a number of each `[m, 1]`.
+class SamplingTensors:
+    """Parameters of the random draws of `m` rows, each `[m, 1]`.
 
     Attributes:
         temperature: fp64, above 0.
         min_p, top_p: fp64.
-        top_k: int64, the whole vocabulary where it is off.
-        uniform: fp64, the row's random number.
+        top_k: int64, the vocabulary size for no limit.
+        uniform: fp64 in [0, 1), the random number of the draw.
     """
 
     temperature: Tensor
@@ -70,68 +78,74 @@ class Settings:
     uniform: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> "Settings":
+    def of(cls, rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> "SamplingTensors":
         def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
-        samplings = [row.sampling for row in rows]
-        return cls(
-            column([s.temperature for s in samplings]),
-            column([s.min_p for s in samplings]),
-            column([s.top_p for s in samplings]),
-            column([s.top_k or vocab for s in samplings], torch.int64),
-            column([uniform(r.sampling.seed, r.choice, r.index) for r in rows]),
-        )
+        filters = zip(*(row.sampling.filters for row in rows), strict=True)
+        temperature, min_p, top_p = (column(values) for values in filters)
+        top_k = column([row.sampling.top_k or vocab for row in rows], torch.int64)
+        random = column([uniform(r.sampling.seed, r.choice, r.index) for r in rows])
+        return cls(temperature, min_p, top_p, top_k, random)
 
-    def where(self, numbers: list[int]) -> "Settings":
-        """Those of some rows."""
-        return Settings(
-            *(
-                column[numbers]
-                for column in (self.temperature, self.min_p, self.top_p, self.top_k, self.uniform)
-            )
-        )
+    def select(self, rows: list[int]) -> "SamplingTensors":
+        """Return the parameters of some rows."""
+        return SamplingTensors(*(column[rows] for column in vars(self).values()))
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Draw | None]:
-    """One token for each row of ``logits`` fp32 ``[len(rows), vocab]``; None where a row is not
-    finite."""
-    if not any(row.sampling.reshapes for row in rows):
-        shaped = logits
-    else:
-        shaped = logits.clone()
-        for number, row in enumerate(rows):
-            if row.sampling.reshapes:
-                reshape(shaped[number], row)
-    tokens = shaped.argmax(dim=-1).tolist()
-    drawn = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
-    if drawn:
-        settings = Settings.of([rows[number] for number in drawn], logits.shape[-1], logits.device)
-        for number, token in zip(drawn, _drawn(shaped[drawn], settings), strict=True):
+    """Sample one token for each row.
+
+    Args:
+        logits: fp32 `[len(rows), vocab]`, not modified.
+
+    Returns:
+        A draw for each row, or None if the row's logits are not finite.
+    """
+    processed = _process(logits, rows)
+    tokens = processed.argmax(dim=-1).tolist()
+    random = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
+    if random:
+        drawn_rows = [rows[number] for number in random]
+        parameters = SamplingTensors.of(drawn_rows, logits.shape[-1], logits.device)
+        drawn = _draw_all(processed[random], parameters)
+        for number, token in zip(random, drawn, strict=True):
             tokens[number] = token
     finite = logits.sum(dim=-1).isfinite().tolist()
     draws = _with_logprobs(tokens, logits, rows)
-    return [draw if fine else None for draw, fine in zip(draws, finite, strict=True)]
+    return [draw if is_finite else None for draw, is_finite in zip(draws, finite, strict=True)]
 
 
-def reshape(logits: Tensor, row: SamplingRow) -> None:
-    """Apply bias and penalties to one row ``[vocab]``, in place.
+def _process(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Return the logits after bias and penalties; a copy if any row changes."""
+    if not any(row.sampling.processes_logits for row in rows):
+        return logits
+    processed = logits.clone()
+    for number, row in enumerate(rows):
+        if row.sampling.processes_logits:
+            process_logits(processed[number], row)
+    return processed
 
-    As in OpenAI's API and in vLLM: a biased token's logit grows by its bias; the repetition
-    penalty r divides the positive logits, and multiplies the negative ones, of every token in
-    prompt or output; a token that is in the output c > 0 times loses c·frequency + presence.
+
+def process_logits(logits: Tensor, row: SamplingRow) -> None:
+    """Apply bias and penalties to one row ``[vocab]``, in place, as OpenAI's API and vLLM do.
+
+    - The bias is added to the logit of its token.
+    - The repetition penalty r applies to every token of prompt and output: it divides positive
+      logits and multiplies negative ones.
+    - A token that occurs c > 0 times in the output loses c·frequency + presence.
     """
     sampling = row.sampling
     if sampling.logit_bias:
         biased = torch.tensor(list(sampling.logit_bias), device=logits.device)
         bias = torch.tensor(list(sampling.logit_bias.values()), device=logits.device)
-        logits[biased] = (logits[biased] + bias).clamp_(-LARGEST, LARGEST)
+        logits[biased] = (logits[biased] + bias).clamp_(-MAX_LOGIT, MAX_LOGIT)
     if sampling.repetition_penalty != 1.0:
         seen = torch.unique(torch.tensor(row.tokens, device=logits.device))
         values = logits[seen]
         penalty = torch.tensor(sampling.repetition_penalty, device=logits.device)
         penalized = torch.where(values > 0, values / penalty, values * penalty)
-        logits[seen] = penalized.clamp_(-LARGEST, LARGEST)
+        logits[seen] = penalized.clamp_(-MAX_LOGIT, MAX_LOGIT)
     output = row.tokens[row.prompt_tokens :]
     if output and (sampling.frequency_penalty or sampling.presence_penalty):
         seen, counts = torch.unique(torch.tensor(output, device=logits.device), return_counts=True)
@@ -139,7 +153,9 @@ def reshape(logits: Tensor, row: SamplingRow) -> None:
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
-    """The number in [0, 1) of one draw: SplitMix64 over seed, choice and output index.
+    """Return the random number in [0, 1) of one draw.
+
+    It is SplitMix64 over seed, choice and output index.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), figure 12.
     """
@@ -159,82 +175,83 @@ def _mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _drawn(logits: Tensor, settings: Settings) -> list[int]:
-    tokens, decided = draw(logits, settings)
+def _draw_all(logits: Tensor, parameters: SamplingTensors) -> list[int]:
+    """Draw from the candidates, then from the whole vocabulary for rows that need it."""
+    tokens, resolved = draw(logits, parameters)
     found: list[int] = tokens.tolist()
-    missing = [number for number, known in enumerate(decided.tolist()) if not known]
+    missing = [number for number, known in enumerate(resolved.tolist()) if not known]
     if missing:
-        rest = draw_from_all(logits[missing], settings.where(missing))
+        rest = draw_from_all(logits[missing], parameters.select(missing))
         for number, token in zip(missing, rest.tolist(), strict=True):
             found[number] = token
     return found
 
 
-def draw(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Inverse-CDF draws from the filtered distributions of rows ``[m, vocab]``.
+def draw(logits: Tensor, parameters: SamplingTensors) -> tuple[Tensor, Tensor]:
+    """Draw from the filtered distributions of rows ``[m, vocab]`` by inverting the CDF.
 
-    The CDF runs from the most probable token down, and a few candidates decide most rows.
+    The CDF starts at the most probable token, so that a few candidates suffice for most rows.
 
     Returns:
-        int64 `[m]`, the tokens, and bool `[m]`, whether the candidates were enough: if not, the
-        token is what `draw_from_all` says.
+        Tokens int64 `[m]`, and bool `[m]`, whether the candidates sufficed. Where they did not, the
+        token is invalid and `draw_from_all` must be used.
     """
     values, indices = logits.topk(min(_CANDIDATES, logits.shape[-1]), dim=-1)
-    picks, decided = _pick(_masses(values, logits, settings), settings, logits.shape[-1])
-    return indices.gather(1, picks[:, None])[:, 0], decided
+    picks, resolved = _pick(_masses(values, logits, parameters), parameters, logits.shape[-1])
+    return indices.gather(1, picks[:, None])[:, 0], resolved
 
 
-def draw_from_all(logits: Tensor, settings: Settings) -> Tensor:
-    """The same over the whole vocabulary, sorted: int64 `[m]`."""
+def draw_from_all(logits: Tensor, parameters: SamplingTensors) -> Tensor:
+    """Draw as `draw` does, but over the whole sorted vocabulary: int64 `[m]`."""
     values, indices = logits.sort(dim=-1, descending=True, stable=True)
-    picks, _ = _pick(_masses(values, logits, settings), settings, logits.shape[-1])
+    picks, _ = _pick(_masses(values, logits, parameters), parameters, logits.shape[-1])
     return indices.gather(1, picks[:, None])[:, 0]
 
 
-def _masses(values: Tensor, logits: Tensor, settings: Settings) -> Tensor:
-    """fp64 probabilities of some logits of each row, after the temperature."""
-    peak = logits.amax(dim=-1, keepdim=True)
-    total = ((logits - peak).double() / settings.temperature).logsumexp(dim=-1, keepdim=True)
-    return ((values - peak).double() / settings.temperature - total).exp()
+def _masses(values: Tensor, logits: Tensor, parameters: SamplingTensors) -> Tensor:
+    """Return the fp64 probabilities of ``values``, some of each row's logits, after temperature."""
+    m = logits.amax(dim=-1, keepdim=True)
+    log_sum = ((logits - m).double() / parameters.temperature).logsumexp(dim=-1, keepdim=True)
+    return ((values - m).double() / parameters.temperature - log_sum).exp()
 
 
-def _pick(mass: Tensor, settings: Settings, vocab: int) -> tuple[Tensor, Tensor]:
-    """Filter, then draw.
+def _pick(mass: Tensor, parameters: SamplingTensors, vocab: int) -> tuple[Tensor, Tensor]:
+    """Apply min-p, top-k and top-p to the candidates, then draw one.
 
     Args:
-        mass: fp64 `[m, c]`, the probabilities of each row's most probable tokens, descending.
+        mass: fp64 `[m, c]`, probabilities of each row's most probable tokens, descending.
 
     Returns:
-        int64 `[m]`, the rank drawn, and bool `[m]`, whether the candidates were enough to know it.
+        The rank drawn, int64 `[m]`, and bool `[m]`, whether the candidates sufficed to find it.
     """
     count = mass.shape[-1]
-    min_p, top_p = settings.min_p, settings.top_p
+    min_p, top_p = parameters.min_p, parameters.top_p
     rank = torch.arange(count, device=mass.device)
-    kept = (mass >= mass[:, :1] * min_p) & (rank < settings.top_k)
+    kept = (mass >= mass[:, :1] * min_p) & (rank < parameters.top_k)
     running = torch.where(kept, mass, 0.0).cumsum(dim=-1)
-    truncated = (min_p > 0) | (settings.top_k < vocab)
-    # min-p and top-k leave a distribution of their own total; without them the total is 1.
+    truncated = (min_p > 0) | (parameters.top_k < vocab)
+    # After min-p or top-k the remaining mass is the total; without them it is 1.
     total = torch.where(truncated, running[:, -1:], 1.0)
     nucleus = kept & ((running - mass < top_p * total) | (top_p == 1.0))
-    nucleus[:, 0] = True  # also where top_p times the total is too small for a number
+    nucleus[:, 0] = True  # even if top_p * total underflows
     everything = count == vocab
     ended = ~nucleus[:, -1:] & (~kept[:, -1:] | ~truncated) | everything
     total = torch.where(ended, torch.where(nucleus, mass, 0.0).sum(dim=-1, keepdim=True), 1.0)
-    ranks = ((running <= settings.uniform * total) & nucleus).sum(dim=-1, keepdim=True)
+    ranks = ((running <= parameters.uniform * total) & nucleus).sum(dim=-1, keepdim=True)
     size = nucleus.sum(dim=-1, keepdim=True)
-    decided = ended | (~truncated & (top_p == 1.0) & (ranks < size))
-    return torch.minimum(ranks, size - 1)[:, 0], decided[:, 0]
+    resolved = ended | (~truncated & (top_p == 1.0) & (ranks < size))
+    return torch.minimum(ranks, size - 1)[:, 0], resolved[:, 0]
 
 
 def _with_logprobs(tokens: list[int], logits: Tensor, rows: Sequence[SamplingRow]) -> list[Draw]:
-    asked = [number for number, row in enumerate(rows) if row.sampling.logprobs is not None]
+    requested = [number for number, row in enumerate(rows) if row.sampling.logprobs is not None]
     draws = [Draw(token) for token in tokens]
-    if not asked:
+    if not requested:
         return draws
-    logprobs = logits[asked].log_softmax(dim=-1)
-    for line, number in zip(logprobs, asked, strict=True):
-        wanted = rows[number].sampling.logprobs or 0
-        values, indices = line.topk(min(wanted, line.shape[-1]))
+    logprobs = logits[requested].log_softmax(dim=-1)
+    for line, number in zip(logprobs, requested, strict=True):
+        num_top = rows[number].sampling.logprobs or 0
+        values, indices = line.topk(min(num_top, line.shape[-1]))
         top = tuple(zip(indices.tolist(), values.tolist(), strict=True))
         draws[number] = Draw(tokens[number], float(line[tokens[number]]), top)
     return draws

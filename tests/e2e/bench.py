@@ -1,7 +1,7 @@
-"""Speed on one core: the whole service against transformers, and the gateway by itself.
+"""Speed of the whole service on one core compared with transformers, and of the gateway alone.
 
-``python -m tests.e2e.bench`` runs both with the same fp32 weights and one thread for each worker,
-one after the other, and prints four figures with their goals. ``--json FILE`` keeps them.
+``python -m tests.e2e.bench`` runs both one after the other, with the same fp32 weights and one
+thread for each worker. It prints four figures with their goals. ``--json FILE`` saves them.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
 from tests.e2e.deployment import Running, deployed
 
-if TYPE_CHECKING:  # it exists in the type stubs alone
+if TYPE_CHECKING:  # defined in the type stubs only
     from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
 
 PREFILL_TOKENS, DECODE_PROMPT, DECODE_TOKENS, STREAMS, REPEATS = 512, 128, 48, 8, 7
-GATEWAY_GOAL = 5000.0  # tokens a second, on one core
+GATEWAY_GOAL = 5000.0  # tokens/s on one core
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured figure against what it is compared with."""
+    """A measurement, the value it is compared with, and the goal of their ratio."""
 
     name: str
     ours: float
@@ -53,6 +53,7 @@ class Figure:
 
 
 def measure_peer() -> dict[str, float]:
+    """Measure transformers in a separate process."""
     command = [sys.executable, "-m", "tests.e2e.peer"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
@@ -61,7 +62,7 @@ def measure_peer() -> dict[str, float]:
 
 
 def measure_gateway() -> float:
-    """Tokens a second that the gateway streams by itself, before a synthetic worker."""
+    """Return the tokens/s that the gateway streams from a synthetic worker."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "gateway.json"
         command = [sys.executable, "-m", "services.gateway.bench", "--json", str(report)]
@@ -71,14 +72,14 @@ def measure_gateway() -> float:
 
 
 async def measure_service(running: Running) -> dict[str, float]:
-    """Prefill, one stream and eight, through gateway, router, transfer and decode worker."""
+    """Measure prefill, one stream and eight streams through the whole service."""
     text = load_tokenizer(resolve_model("smollm2-135m")).encode(documentation()[1])
     async with aio.insecure_channel(running.grpc_target) as channel:
         stub = InferenceStub(channel)
         await _stream(stub, text[:DECODE_PROMPT], 4)  # the first request opens the sessions
         prefill, single, eight = [], [], []
-        for turn in range(REPEATS):
-            prompt = text[turn * 1000 :]
+        for repeat in range(REPEATS):
+            prompt = text[repeat * 1000 :]
             started = time.perf_counter()
             times = await _stream(stub, prompt[:PREFILL_TOKENS], 1)
             prefill.append(times[0] - started)
@@ -97,19 +98,22 @@ async def measure_service(running: Running) -> dict[str, float]:
 
 
 def _rate_while_all_run(streams: list[list[float]]) -> float:
-    """Tokens a second of all streams, from when the last one starts until the first one ends."""
+    """Return the tokens/s of all streams from the start of the last to the end of the first."""
     start, end = max(times[0] for times in streams), min(times[-1] for times in streams)
     tokens = sum(start < at <= end for times in streams for at in times)
     return tokens / (end - start)
 
 
 async def _stream(stub: "InferenceAsyncStub", prompt: list[int], max_tokens: int) -> list[float]:
-    """When each token of one request arrived."""
+    """Send one request and return the arrival time of each token."""
     request = pb.GenerateRequest(
         tokens=pb.TokenIds(ids=prompt),
         max_tokens=max_tokens,
         temperature=0,
-        logit_bias={0: -100.0, 2: -100.0},  # no end of sequence: every stream is equally long
+        logit_bias={
+            0: -100.0,
+            2: -100.0,
+        },  # suppress end tokens, so that all streams have the same length
     )
     times: list[float] = []
     async for response in stub.Generate(request):

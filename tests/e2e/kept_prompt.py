@@ -1,8 +1,8 @@
-"""A real prefill worker whose one prompt was computed beforehand: only its transfer takes time.
+"""A prefill worker with one precomputed prompt, so that only the transfer takes time.
 
 ``python -m tests.e2e.kept_prompt --codec auto --codebooks FILE`` computes a prompt of real text
-with the real engine, then serves `headrace.v1.Prefill`, answering every request with that KV, chunk
-by chunk. It prints one line of JSON when it is ready, and one for each line that it reads.
+with the engine, then serves `headrace.v1.Prefill`. It answers every request with that KV, chunk by
+chunk. It prints a line of JSON when it is ready, and another for each line that it reads.
 """
 
 import argparse
@@ -33,36 +33,36 @@ CHUNK = 512
 
 
 def prompt() -> tuple[int, ...]:
-    """Real text that no codebook was calibrated on."""
+    """Return the tokens of a real text that no codebook was calibrated on."""
     tokens = load_tokenizer(resolve_model("smollm2-135m")).encode(documentation()[1])
     return tuple(tokens[:TOKENS])
 
 
 class KeptPrompt(Engine):
-    """An engine that has computed its prompt, and answers every request with those pages."""
+    """An engine that computes one prompt at the start and answers every request with its pages."""
 
     def __init__(self, engine: Engine) -> None:
         vars(self).update(vars(engine))
-        self._asked: list[str] = []
+        self._pending: list[str] = []
         self.pages = self._prefill_once()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._asked)
+        return bool(self._pending)
 
     def plan(self, incoming: Sequence[Command]) -> StepOutput:
-        asked = [command.request.id for command in incoming if isinstance(command, Add)]
-        self._asked += asked
-        return StepOutput(started=asked)
+        ids = [command.request.id for command in incoming if isinstance(command, Add)]
+        self._pending += ids
+        return StepOutput(started=ids)
 
     def compute(self) -> StepOutput:
         output, token = StepOutput(), SampledToken(choice=0, index=0, token=1)
-        for key in self._asked:
+        for request_id in self._pending:
             for first in range(0, TOKENS, CHUNK):
                 pages = self.pages[first // PAGE_SIZE : (first + CHUNK) // PAGE_SIZE]
-                output.computed.append(Computed(key, first, CHUNK, pages))
-            output.tokens.append((key, token))
-        self._asked.clear()
+                output.computed.append(Computed(request_id, first, CHUNK, pages))
+            output.tokens.append((request_id, token))
+        self._pending.clear()
         return output
 
     def _prefill_once(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class KeptPrompt(Engine):
 
 
 async def serve(settings: PrefillSettings) -> None:
-    """Until stdin ends."""
+    """Serve until stdin is closed."""
     loaded = load_worker(settings, decodes=False)
     engine = KeptPrompt(loaded.engine)
     slab = Slab(settings.slots, settings.slot_bytes)
@@ -104,7 +104,7 @@ async def serve(settings: PrefillSettings) -> None:
 
 
 def _report(worker: PrefillWorker) -> dict[str, object]:
-    """The metrics of the policy, as an operator sees them."""
+    """Return the metrics of the link policy by name and labels."""
     worker.observe()
     names = ("kv_segments", "kv_wire_mode", "kv_link", "kv_encode_bytes", "kv_decode_bytes")
     return {

@@ -1,4 +1,4 @@
-"""transformers with our own weights, in a process of its own: the peer of the benchmark."""
+"""transformers with the same weights, run in a separate process: the peer of `tests.e2e.bench`."""
 
 import json
 import statistics
@@ -15,7 +15,7 @@ PREFILL_TOKENS, DECODE_PROMPT, DECODE_TOKENS, REPEATS = 512, 128, 48, 3
 
 
 def build(checkpoint: Checkpoint) -> LlamaForCausalLM:
-    """The same dense fp32 weights in transformers' own model."""
+    """Build a transformers model with the same dense fp32 weights."""
     config = checkpoint.config
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -50,13 +50,13 @@ def build(checkpoint: Checkpoint) -> LlamaForCausalLM:
 
 def _weight(linear: Linear) -> torch.Tensor:
     if not isinstance(linear, Dense):
-        raise TypeError("the peer runs the dense model")
+        raise TypeError("the peer supports dense models only")
     return linear.weight
 
 
 @torch.inference_mode()
 def measure(model: LlamaForCausalLM) -> dict[str, float]:
-    """Seconds of a prefill of 512 tokens, and tokens a second of greedy decode; medians of 3."""
+    """Measure seconds of a 512-token prefill and tokens/s of greedy decode; medians of 3."""
     generator = torch.Generator().manual_seed(0)
     vocab = model.config.vocab_size
     prompt = torch.randint(vocab, (1, PREFILL_TOKENS), generator=generator)

@@ -1,9 +1,9 @@
-"""How near a model's logits and greedy text are to transformers' in fp32, with the same weights.
+"""Logits and greedy text of a model compared with transformers in fp32, with the same weights.
 
 ``python -m tests.e2e.quality [--model NAME|PATH] [--device cuda]`` continues 20 prompts of real
-text by 64 tokens, greedily, with the engine as a worker has it; the reference then reads each text
-once. A text is equal if every token is the reference's best one after the same tokens: it is what
-the reference itself would have written.
+text by 64 tokens greedily, with an engine configured as in a worker. The reference then computes
+the logits of each text in one pass. A text counts as equal if every generated token has the largest
+reference logit, so that the reference would have generated the same text.
 """
 
 import argparse
@@ -28,12 +28,19 @@ from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
 from services.worker.loading import PAGE_SIZE
 
-PROMPTS, LONGEST, OUTPUT = 20, 300, 64
+PROMPTS, MAX_PROMPT_TOKENS, OUTPUT = 20, 300, 64
 
 
 @dataclass
 class Agreement:
-    """Of some logits with the reference's, over all positions of all texts."""
+    """Agreement of logits with the reference, accumulated over all positions of all texts.
+
+    Attributes:
+        differences: sum of squared differences.
+        sizes: sum of squares of the reference's logits.
+        same: positions with the same best token.
+        rows: relative error of each position.
+    """
 
     differences: float = 0.0
     sizes: float = 0.0
@@ -43,22 +50,24 @@ class Agreement:
 
     @property
     def error(self) -> float:
-        """Root mean square of the differences, of that of the reference's logits. A few positions,
-        such as the first of a text, make up most of it."""
+        """RMS of the differences relative to the RMS of the reference's logits.
+
+        A few positions, such as the first of a text, contribute most of it.
+        """
         return float((self.differences / self.sizes) ** 0.5)
 
     @property
     def typical(self) -> float:
-        """The same of each position by itself: the median."""
+        """Median over positions of the relative error of one position."""
         return median(self.rows)
 
     @property
     def top1(self) -> float:
-        """Share of positions whose best token is the reference's."""
+        """Fraction of positions whose best token equals the reference's."""
         return self.same / self.positions
 
     def add(self, got: Tensor, expected: Tensor) -> None:
-        """Both fp32 `[n, vocab]`."""
+        """Add the logits of `n` positions, both fp32 `[n, vocab]`."""
         self.differences += float((got - expected).square().sum())
         self.sizes += float(expected.square().sum())
         self.same += int((got.argmax(1) == expected.argmax(1)).sum())
@@ -74,13 +83,14 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Quality:
-    """Against the reference.
+    """Result of a comparison with the reference.
 
     Attributes:
-        ours, bf16: logits of ours, and of transformers in bf16, to compare with.
-        equal: texts that are equal.
-        gaps: of each other text, what the reference's best logit was above that of the token that
-            was written instead, at the first one.
+        ours: agreement of our logits.
+        bf16: agreement of the logits of transformers in bf16, for comparison.
+        equal: number of equal texts.
+        gaps: for each other text, the reference's best logit minus its logit of the generated
+            token, at the first difference.
     """
 
     ours: Agreement
@@ -90,17 +100,16 @@ class Quality:
 
 
 def prompts_of(model: str, count: int) -> list[list[int]]:
-    """Real text, from 1 to `LONGEST` tokens."""
+    """Return prompts of real text, from 1 to `MAX_PROMPT_TOKENS` tokens long."""
     text = load_tokenizer(resolve_model(model)).encode(documentation()[1])
-    lengths = [15 * (number + 1) % LONGEST + 1 for number in range(count)]
+    lengths = [15 * (number + 1) % MAX_PROMPT_TOKENS + 1 for number in range(count)]
     return [text[400 * n : 400 * n + length] for n, length in enumerate(lengths)]
 
 
-def written_by(model: Model, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Prompts and their greedy continuations, all of them at a time."""
-    most = len(prompts)
+def continuations(model: Model, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Continue all prompts greedily in one batch. Returns prompts with their continuations."""
     pages = sum(pages_for(len(prompt) + OUTPUT + 1, PAGE_SIZE) for prompt in prompts)
-    limits = Limits(max_running=most, max_waiting=most)
+    limits = Limits(max_running=len(prompts), max_waiting=len(prompts))
     engine = Engine(model, num_pages=pages, limits=limits, replay=model.replayable)
     texts = [list(prompt) for prompt in prompts]
     commands = [
@@ -117,7 +126,7 @@ def written_by(model: Model, prompts: Sequence[list[int]]) -> list[list[int]]:
 
 
 def logits_of(model: Model, tokens: list[int]) -> Tensor:
-    """After every token, by one prefill: `[n, vocab]`."""
+    """Return the logits after every token, computed by one prefill: `[n, vocab]`."""
     pages = pages_for(len(tokens), PAGE_SIZE)
     batch = Batch.of([SequenceSlice(tokens, 0, list(range(pages)))], model.device)
     batch = replace(batch, logit_rows=torch.arange(len(tokens), device=model.device))
@@ -126,7 +135,7 @@ def logits_of(model: Model, tokens: list[int]) -> Tensor:
 
 @torch.inference_mode()
 def measure(name: str, device: str, count: int = PROMPTS) -> Quality:
-    """Ours in the dtype that a worker on the device has."""
+    """Measure a model in the dtype that a worker on the device uses."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     checkpoint = load_checkpoint(resolve_model(name), dtype=torch.float32)
     stepped = step_refusal(checkpoint, device, dtype) is None
@@ -135,14 +144,14 @@ def measure(name: str, device: str, count: int = PROMPTS) -> Quality:
     rounded = peers.build(load_checkpoint(resolve_model(name), dtype=torch.bfloat16)).to(device)
     prompts = prompts_of(name, count)
     ours, bf16, gaps = Agreement(), Agreement(), []
-    for prompt, text in zip(prompts, written_by(model, prompts), strict=True):
+    for prompt, text in zip(prompts, continuations(model, prompts), strict=True):
         tokens = torch.tensor([text], device=device)
         expected = reference(tokens).logits[0].float()
         ours.add(logits_of(model, text), expected)
         bf16.add(rounded(tokens).logits[0].float(), expected)
-        written = tokens[0, len(prompt) :]
+        generated = tokens[0, len(prompt) :]
         after = expected[len(prompt) - 1 : -1]
-        behind = after.amax(1) - after.gather(1, written[:, None])[:, 0]
+        behind = after.amax(1) - after.gather(1, generated[:, None])[:, 0]
         gaps += behind[behind > 0][:1].tolist()
     return Quality(ours, bf16, len(prompts) - len(gaps), tuple(gaps))
 
@@ -151,16 +160,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.quality")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    own = parser.parse_args()
-    found = measure(own.model, own.device)
+    args = parser.parse_args()
+    found = measure(args.model, args.device)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{own.model} on {own.device}, against transformers in fp32")
+    console.print(f"{args.model} on {args.device}, against transformers in fp32")
     console.print(f"ours: {found.ours}")
     console.print(f"transformers in bf16: {found.bf16}")
     console.print(f"greedy texts of {OUTPUT} tokens: {found.equal} of {PROMPTS} equal")
     if found.gaps:
         gaps = ", ".join(f"{gap:.3f}" for gap in found.gaps)
-        console.print(f"where others part, the reference's best logit is ahead by {gaps}")
+        console.print(
+            f"at the first difference of the others, the reference's best logit leads by {gaps}"
+        )
 
 
 if __name__ == "__main__":

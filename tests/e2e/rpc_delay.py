@@ -1,10 +1,10 @@
-"""What serving costs a decode step: ``python -m tests.e2e.rpc_delay [--device cuda] [--shape …]``.
+"""Serving overhead of a decode step: ``python -m tests.e2e.rpc_delay [--device cuda] [--shape …]``.
 
-An engine in a process of its own steps 64 sequences; then a colocated deployment streams 64
-sequences of the same lengths over gRPC, through gateway and worker. A step is what it took on
-average while all of them ran, of the worker by its own metrics: whoever reads the streams more
-slowly than they are written gets several tokens at a time, and delays nobody. With a shape, of
-`runtime.bench`, the model has random weights, and SmolLM2's vocabulary.
+First an engine alone steps 64 sequences. Then a colocated deployment streams 64 sequences of the
+same lengths over gRPC, through gateway and worker. Both step times are averages while all sequences
+run. The served one comes from the worker's metrics: a client that reads slowly gets several tokens
+at a time and does not delay the worker. With a shape of `runtime.bench`, the model has random
+weights and SmolLM2's vocabulary.
 """
 
 import argparse
@@ -42,7 +42,7 @@ POLL_S = 0.2
 
 
 def random_model(shape: str, keep: float, folder: Path, device: str) -> Path:
-    """A model's folder, of random weights, which never end a text."""
+    """Write a model with random weights that never samples an end token. Returns its folder."""
     tokenizer = load_tokenizer(resolve_model(MODEL))
     vocab = load_checkpoint(resolve_model(MODEL)).config.vocab_size
     config = replace(SHAPES[shape], vocab_size=vocab)
@@ -53,7 +53,7 @@ def random_model(shape: str, keep: float, folder: Path, device: str) -> Path:
 
 
 def alone_ms(model_path: Path, streams: int, tokens: int, device: str) -> float:
-    """Milliseconds of a step without anybody to tell."""
+    """Return the milliseconds of a step of an engine without a service."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     checkpoint = load_checkpoint(model_path, dtype=dtype)
     stepped = step_refusal(checkpoint, device, dtype) is None
@@ -80,7 +80,13 @@ def _request(number: int, tokens: int) -> Request:
 
 @dataclass(frozen=True)
 class Sample:
-    """What the worker's metrics say."""
+    """Values of the worker's metrics.
+
+    Attributes:
+        running: sequences that are running.
+        steps: engine steps so far.
+        busy_s: seconds that the engine has been stepping.
+    """
 
     running: float
     steps: float
@@ -93,21 +99,21 @@ class Sample:
 
 
 def step_ms(samples: Sequence[Sample], streams: int) -> float:
-    """Of the steps from the first to the last sample in which all streams ran."""
+    """Return the milliseconds of a step, averaged over the samples with all streams running."""
     full = [sample for sample in samples if sample.running == streams]
     if len(full) < 2 or full[0].steps == full[-1].steps:
-        raise ValueError(f"{streams} streams ran for too short a time: more --tokens are needed")
+        raise ValueError(f"{streams} streams ran too briefly to measure; use more --tokens")
     return 1e3 * (full[-1].busy_s - full[0].busy_s) / (full[-1].steps - full[0].steps)
 
 
 async def serve(running: Running, streams: int, tokens: int) -> list[Sample]:
-    """Streams, and asks for the worker's metrics meanwhile."""
+    """Run the streams, and sample the worker's metrics meanwhile."""
     samples: list[Sample] = []
-    asked = asyncio.create_task(_stream(running, streams, tokens))
-    while not asked.done():
+    streaming = asyncio.create_task(_stream(running, streams, tokens))
+    while not streaming.done():
         await asyncio.sleep(POLL_S)
         samples.append(await asyncio.to_thread(Sample.of, running))
-    await asked
+    await streaming
     return samples
 
 
@@ -115,7 +121,7 @@ async def _stream(running: Running, streams: int, tokens: int) -> None:
     async with aio.insecure_channel(running.grpc_target) as channel:
         stub = InferenceStub(channel)
 
-        async def ask(number: int) -> int:
+        async def run(number: int) -> int:
             request = pb.GenerateRequest(
                 tokens=pb.TokenIds(ids=_request(number, tokens).tokens),
                 max_tokens=tokens,
@@ -123,7 +129,7 @@ async def _stream(running: Running, streams: int, tokens: int) -> None:
             )
             return sum([len(response.tokens) async for response in stub.Generate(request)])
 
-        await asyncio.gather(*(ask(number) for number in range(streams)))
+        await asyncio.gather(*(run(number) for number in range(streams)))
 
 
 def main() -> None:
@@ -131,20 +137,22 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="of a random model")
-    parser.add_argument("--keep", type=float, default=0.5, help="of a random model")
-    own = parser.parse_args()
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="shape of a model with random weights"
+    )
+    parser.add_argument("--keep", type=float, default=0.5, help="its fraction of parameters kept")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = resolve_model(MODEL)
-        if own.shape:
-            path = random_model(own.shape, own.keep, Path(folder), own.device)
-        alone = alone_ms(path, own.streams, own.tokens, own.device)
+        if args.shape:
+            path = random_model(args.shape, args.keep, Path(folder), args.device)
+        alone = alone_ms(path, args.streams, args.tokens, args.device)
         torch.cuda.empty_cache()
-        flags = ("--colocated", "--codec", "raw", "--model", str(path), "--device", own.device)
+        flags = ("--colocated", "--codec", "raw", "--model", str(path), "--device", args.device)
         with deployed(*flags) as running:
-            served = step_ms(asyncio.run(serve(running, own.streams, own.tokens)), own.streams)
+            served = step_ms(asyncio.run(serve(running, args.streams, args.tokens)), args.streams)
     Console().print(
-        f"{own.shape or MODEL}, {own.streams} streams on {own.device}: "
+        f"{args.shape or MODEL}, {args.streams} streams on {args.device}: "
         f"a step {alone:.3f} ms alone, {served:.3f} ms served, {served / alone - 1:+.1%}"
     )
 

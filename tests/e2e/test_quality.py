@@ -1,4 +1,4 @@
-"""The measures of a model's quality, and of what serving costs, on the CPU."""
+"""Measurements of model quality and of serving overhead, on the CPU."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from tests.e2e.quality import Agreement, measure
 from tests.e2e.rpc_delay import Sample, step_ms
 
 
-def test_agreement_is_what_one_can_count() -> None:
+def test_agreement_counts_errors_and_equal_tokens() -> None:
     expected = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     found = Agreement()
     found.add(expected, expected)
@@ -24,8 +24,8 @@ def test_agreement_is_what_one_can_count() -> None:
     assert found.top1 == 0.75
 
 
-def test_on_the_cpu_only_near_ties_differ() -> None:
-    """KV is bf16, and all else fp32: nearer than transformers in bf16."""
+def test_cpu_output_differs_only_at_near_ties() -> None:
+    """Only KV is bf16, so logits are closer to fp32 than those of transformers in bf16."""
     found = measure("smollm2-135m", "cpu", 3)
     assert found.ours.error < 0.01
     assert found.ours.error < found.bf16.error / 2
@@ -34,15 +34,15 @@ def test_on_the_cpu_only_near_ties_differ() -> None:
     assert all(gap < 0.05 for gap in found.gaps)
 
 
-def test_steps_count_while_all_streams_run() -> None:
+def test_step_time_uses_only_samples_in_which_all_streams_run() -> None:
     samples = [Sample(1, 10, 5.0), Sample(2, 100, 6.0), Sample(2, 300, 6.5), Sample(1, 900, 9.0)]
     assert step_ms(samples, 2) == pytest.approx(2.5)
     with pytest.raises(ValueError, match="more --tokens"):
         step_ms(samples[2:], 2)
 
 
-def test_what_serving_costs_is_measured_of_a_random_model() -> None:
-    """Written as a canonical checkpoint with a tokenizer, and served from there."""
+def test_serving_overhead_of_a_random_model() -> None:
+    """The model is written as a canonical checkpoint with a tokenizer, then served."""
     command = [sys.executable, "-m", "tests.e2e.rpc_delay", "--device", "cpu", "--shape", "tiny"]
     done = subprocess.run(
         [*command, "--streams", "2", "--tokens", "3000"],

@@ -1,4 +1,4 @@
-"""Sequences in pages: random K and V where tokens are, NaN in every other slot."""
+"""Paged sequences with random K and V, and NaN in all unused slots."""
 
 import torch
 
@@ -8,13 +8,14 @@ PAGE = 16
 
 
 def pages_of(lengths: list[int]) -> list[list[int]]:
-    """Pages out of order, none of them page 0."""
+    """Return pages for each sequence, in random order and without page 0."""
     counts = [-(-length // PAGE) for length in lengths]
     ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
     return [part.tolist() for part in torch.split(ids, counts)]
 
 
 def batch_of(lengths: list[int], new: int, device: torch.device | str = "cpu") -> Batch:
+    """Return a batch of the last ``new`` tokens of each sequence."""
     return Batch.of(
         [
             SequenceSlice([0] * min(new, length), length - min(new, length), pages)
@@ -27,7 +28,7 @@ def batch_of(lengths: list[int], new: int, device: torch.device | str = "cpu") -
 def random_pages(
     lengths: list[int], kv_heads: int, dim: int, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random K and V where tokens are, NaN in every other slot."""
+    """Return K and V pages with random values for tokens and NaN in all other slots."""
     count = sum(-(-length // PAGE) for length in lengths) + 1
     planes = []
     for seed in (2, 3):

@@ -1,4 +1,4 @@
-"""The compiled loops against the torch reference, and what neither may depend on."""
+"""Compiled CPU attention against the torch reference, and its independence of the batch."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ LENGTHS = [[1], [15, 17], [63, 1, 100], [16, 32, 1000]]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("new", [1, 7, 33])
-def test_attend_is_the_reference_and_reads_no_stale_slot(
+def test_attend_matches_the_reference_and_ignores_unused_slots(
     shape: tuple[int, int, int], lengths: list[int], new: int
 ) -> None:
     heads, kv_heads, dim = shape
@@ -32,7 +32,7 @@ def test_attend_is_the_reference_and_reads_no_stale_slot(
     q = torch.randn(len(batch.tokens), heads, dim, generator=torch.Generator().manual_seed(4))
     expected = ReferenceAttention().attend(q, k, v, batch)
     got = CompiledAttention(heads, kv_heads, dim).attend(q, k, v, batch)
-    # fp32 sums in another order: values are averages of N(0, 1), so the tolerance is absolute.
+    # fp32 sums in another order. Values are averages of N(0, 1), so the tolerance is absolute.
     torch.testing.assert_close(got, expected, rtol=0, atol=3e-6)
 
 
@@ -46,15 +46,15 @@ def test_attend_is_softmax_attention(attention: DenseAttention) -> None:
     keys, values = (x[pages].transpose(0, 1).flatten(1, 2)[:, :37].float() for x in (k, v))
     for row in range(5):
         for head in range(6):
-            seen = 37 - 5 + row + 1
-            scores = keys[head // 3, :seen] @ q[row, head] / 4.0
-            expected = scores.softmax(0) @ values[head // 3, :seen]
+            visible = 37 - 5 + row + 1
+            scores = keys[head // 3, :visible] @ q[row, head] / 4.0
+            expected = scores.softmax(0) @ values[head // 3, :visible]
             got = attention.attend(q, k, v, batch)[row, head * 16 : head * 16 + 16]
             torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_write_is_the_reference_bit_for_bit(shape: tuple[int, int, int]) -> None:
+def test_write_equals_the_reference_bit_for_bit(shape: tuple[int, int, int]) -> None:
     heads, kv_heads, dim = shape
     lengths = [63, 1, 100]
     batch = batch_of(lengths, 19)
@@ -70,14 +70,14 @@ def test_write_is_the_reference_bit_for_bit(shape: tuple[int, int, int]) -> None
         q = attention.write(qkv, rope, k, v, batch)
         written.append((q, k, v))
     for expected, got in zip(*written, strict=True):
-        both_nan = expected.isnan() & got.isnan()  # torch itself has more than one pattern for it
+        both_nan = expected.isnan() & got.isnan()  # torch produces several NaN patterns
         integers = torch.int32 if got.dtype == torch.float32 else torch.int16
         assert bool(((expected.view(integers) == got.view(integers)) | both_nan).all())
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (6, 2, 80), (3, 1, 130)])
 @pytest.mark.parametrize("page_size", [4, 16, 64])
-def test_a_token_is_attended_to_the_same_bits_alone_and_in_its_prompt(
+def test_decode_and_prefill_attention_give_the_same_bits(
     shape: tuple[int, int, int], page_size: int
 ) -> None:
     heads, kv_heads, dim = shape
@@ -94,7 +94,7 @@ def test_a_token_is_attended_to_the_same_bits_alone_and_in_its_prompt(
         assert torch.equal(alone[0], prompt[-1]), length
 
 
-def test_exponential_is_within_two_units_in_the_last_place() -> None:
+def test_exp_is_within_two_ulp() -> None:
     xs = torch.cat([torch.linspace(-86.9, 0, 4001), -torch.logspace(-8, 1, 500)])
     got = torch.tensor([exp(x) for x in xs.numpy()], dtype=torch.float64)
     relative = (got / xs.double().exp() - 1).abs().max()
@@ -115,12 +115,14 @@ def test_exponential_is_within_two_units_in_the_last_place() -> None:
         ("cuda", torch.float32, 256, "reference"),
     ],
 )
-def test_each_device_has_its_own(device: str, dtype: torch.dtype, dim: int, name: str) -> None:
+def test_backend_for_each_device_dtype_and_head_size(
+    device: str, dtype: torch.dtype, dim: int, name: str
+) -> None:
     config = replace(CONFIG, head_dim=dim)
     assert dense_attention(config, torch.device(device), dtype).name == name
 
 
-def test_the_cpu_needs_no_triton() -> None:
+def test_cpu_engine_does_not_import_triton_modules() -> None:
     script = """
 import sys
 from runtime.engine import Engine

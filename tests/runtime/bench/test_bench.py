@@ -1,4 +1,4 @@
-"""The GPU's tables, on tiny models and the CPU: they run, and say what they are of."""
+"""Benchmarks run with tiny models on the CPU and print the expected rows."""
 
 import json
 import os
@@ -12,12 +12,14 @@ import pytest
 @pytest.mark.parametrize(
     ("table", "lines"),
     [
-        (["decode", "--context", "20"], ["a copy", "layer by layer", "a graph for each layer"]),
-        (["prefill", "--tokens", "20"], ["a product", "20 tokens", "materialized and SDPA"]),
+        (["decode", "--context", "20"], ["copy rate", "layer by layer", "a graph for each layer"]),
+        (["prefill", "--tokens", "20"], ["matmul rate", "20 tokens", "materialized and SDPA"]),
     ],
     ids=["decode", "prefill"],
 )
-def test_tables_of_a_tiny_model(table: list[str], lines: list[str], tmp_path: Path) -> None:
+def test_decode_and_prefill_benchmarks_run(
+    table: list[str], lines: list[str], tmp_path: Path
+) -> None:
     target = tmp_path / "figures.json"
     command = [sys.executable, "-m", "runtime.bench", *table]
     command += ["--shape", "tiny", "--keep", "0.5", "--device", "cpu", "--runs", "1"]
@@ -33,7 +35,7 @@ def test_tables_of_a_tiny_model(table: list[str], lines: list[str], tmp_path: Pa
     assert all(figure["ms"] > 0 and figure["floor_ms"] > 0 for figure in figures)
 
 
-def test_the_table_of_the_host(tmp_path: Path) -> None:
+def test_host_benchmark_runs(tmp_path: Path) -> None:
     target = tmp_path / "figures.json"
     command = [sys.executable, "-m", "runtime.bench", "host", "--device", "cpu", "--runs", "3"]
     done = subprocess.run(

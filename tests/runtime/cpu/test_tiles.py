@@ -1,4 +1,4 @@
-"""Register tiles on whole numbers, where every order of summing gives the same."""
+"""GEMM micro-kernels on whole numbers, for which every summation order is exact."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def whole_numbers(*shape: int) -> Floats:
 @pytest.mark.parametrize("rows", range(18))
 @pytest.mark.parametrize(("column", "row", "steps"), [(0, 0, 0), (0, 5, 1), (3, 2, 17), (1, 0, 32)])
 @pytest.mark.parametrize("kind", ["floats", "transposed", "patterns"])
-def test_accumulate_adds_a_product(rows: int, column: int, row: int, steps: int, kind: str) -> None:
+def test_accumulate_adds_a_matmul(rows: int, column: int, row: int, steps: int, kind: str) -> None:
     a = whole_numbers(40, rows).T if kind == "transposed" else whole_numbers(rows, 40)
     b, c = whole_numbers(33, LANES), whole_numbers(rows, LANES)
     expected = c + a[:, column : column + steps] @ b[row : row + steps]
@@ -24,7 +24,7 @@ def test_accumulate_adds_a_product(rows: int, column: int, row: int, steps: int,
 
 
 @pytest.mark.parametrize("rows", [1, 4, 5, 8, 13])
-def test_accumulate_reads_codes_by_their_groups(rows: int) -> None:
+def test_accumulate_decodes_codes_by_group(rows: int) -> None:
     codes = np.random.default_rng(rows).integers(0, 256, (96, LANES)).astype(np.uint8)
     scales, offsets = whole_numbers(3, LANES), whole_numbers(3, LANES)
     a, c = whole_numbers(rows, 96), whole_numbers(rows, LANES)

@@ -1,5 +1,7 @@
-"""Random commands in a small pool: nothing leaks, nothing is said twice, everything ends, whether
-decode steps are read at once or while the next one runs."""
+"""Random commands with a small page pool: no page leaks, no output repeats, every request ends.
+
+This holds with and without replay, that is, whether decode steps are read at once or later.
+"""
 
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +25,7 @@ def model() -> Model:
 
 @dataclass
 class Driver:
-    """Sends commands as the services would, and knows what must come of them."""
+    """Sends commands as the services do, and checks the output of every step."""
 
     engine: Engine
     record: Record = field(default_factory=Record)
@@ -63,12 +65,12 @@ class Driver:
     def check(self, output: StepOutput) -> None:
         engine = self.engine
         assert 0 <= engine.pages_free <= engine.pages_total
-        spoken = {name for name, _ in output.tokens} | {chunk.id for chunk in output.computed}
-        assert not spoken & self.gone, "what was cancelled is silent"
+        reported = {name for name, _ in output.tokens} | {chunk.id for chunk in output.computed}
+        assert not reported & self.gone, "no output for cancelled requests"
         self.arriving += [name for name, _ in output.reserved]
         ended = [*output.ended, *(name for name, _ in output.refused)]
         for name in ended:
-            if name in self.gone:  # refused, and cancelled before it could know
+            if name in self.gone:  # refused and cancelled at the same time
                 assert name in self.record.refused
                 continue
             kind, _ = self.alive[name]
@@ -77,7 +79,7 @@ class Driver:
                 self.gone.add(name)
 
     def finish(self) -> None:
-        """Until only what is held is left; then that is released."""
+        """Step until the engine is idle, and release held requests."""
         steps = 0
         self.release_held()
         while self.pending or self.arriving or self.engine.has_work:
@@ -88,13 +90,13 @@ class Driver:
 
     def release_held(self) -> None:
         for name, (kind, request) in list(self.alive.items()):
-            spoken = [self.record.output(name, c) for c in range(request.choices)]
-            if kind == "hold" and all(spoken):
+            outputs = [self.record.output(name, c) for c in range(request.choices)]
+            if kind == "hold" and all(outputs):
                 self.leave(name, release=True)
 
 
 def engines(model: Model, pages: int, **limits: int) -> list[Engine]:
-    """One that reads its steps at once, and one that runs ahead."""
+    """Return an engine without replay and one with replay."""
     bounds = Limits(step_tokens=64, chunk_tokens=32, **limits)
     return [
         Engine(model, num_pages=pages, limits=bounds, replay=replay) for replay in (False, True)
@@ -113,7 +115,7 @@ def engines(model: Model, pages: int, **limits: int) -> list[Engine]:
     max_running=st.integers(1, 6),
     max_waiting=st.integers(1, 5),
 )
-def test_whatever_is_sent_all_pages_return_and_every_request_ends_once(
+def test_all_pages_return_and_every_request_ends_once(
     model: Model,
     actions: list[tuple[str, int, int, int]],
     pages: int,
@@ -137,7 +139,7 @@ def test_whatever_is_sent_all_pages_return_and_every_request_ends_once(
 
 def check_end(driver: Driver) -> None:
     engine = driver.engine
-    assert not driver.alive, "every request came to an end"
+    assert not driver.alive, "every request ended"
     assert engine.pages_free == engine.pages_total
     assert (engine.num_running, engine.num_waiting, engine.queue_tokens) == (0, 0, 0)
     for (name, choice), tokens in driver.record.tokens.items():
@@ -147,7 +149,7 @@ def check_end(driver: Driver) -> None:
             assert tokens[-1].token in {5, 9} or len(tokens) <= 40
 
 
-def test_the_same_commands_give_the_same_outputs(model: Model) -> None:
+def test_same_commands_give_same_outputs(model: Model) -> None:
     def play(engine: Engine) -> list[StepOutput]:
         driver = Driver(engine)
         for number in range(24):

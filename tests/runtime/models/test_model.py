@@ -12,7 +12,7 @@ from runtime.errors import CheckpointError
 from runtime.gemm.weights import StepWeights
 from runtime.kv.pages import pages_for
 from runtime.layers import few_rows
-from runtime.layers.linear import PackedProduct, PlainProduct, Projection
+from runtime.layers.linear import PackedLinear, Projection, TorchLinear
 from runtime.models.model import Model, _place, step_refusal
 from tests.runtime.tiny import CONFIG, tiny_checkpoint, tiny_model
 
@@ -167,9 +167,9 @@ def test_packed_products_of_a_row_are_the_same_bits_in_any_batch(
     weight = torch.randn(shape, generator=generator)
     bias = torch.randn(shape[0], generator=generator) if biased else None
     x = torch.randn(130, shape[1], generator=generator)
-    product = PackedProduct(weight, bias)
+    product = PackedLinear(weight, bias)
     whole = product(x)
-    torch.testing.assert_close(whole, PlainProduct(weight, bias)(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(whole, TorchLinear(weight, bias)(x), rtol=1e-4, atol=1e-4)
     for rows in (1, 2, 7, 16, 17, 63, 64, 129):
         for first in (0, 1, 130 - rows):
             part = product(x[first : first + rows].contiguous())
@@ -192,7 +192,7 @@ def quantized(kind: str, rows: int, columns: int) -> torch.Tensor:
 
 def kind_of(weight: torch.Tensor) -> str | None:
     """As what a few rows read a weight."""
-    few = PackedProduct(weight, None)._few
+    few = PackedLinear(weight, None)._few
     return None if few is None else f"{few._source[0].dtype}"
 
 
@@ -208,7 +208,7 @@ def test_weights_are_read_in_their_shortest_form_to_the_same_bits(
         weight[0, :32] = 0.0
     assert kind_of(weight) == ("uint16" if kind == "bf16" else "uint8")
     bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(2))
-    product = PackedProduct(weight, bias)
+    product = PackedLinear(weight, bias)
     x = torch.randn(40, shape[1], generator=torch.Generator().manual_seed(3))
     whole = product(x)
     torch.testing.assert_close(whole, functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)

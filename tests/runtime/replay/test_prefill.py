@@ -1,4 +1,4 @@
-"""Prefill in batches of a few sizes against the same batches as they are, on the CPU."""
+"""Padded prefill batches against the same batches without padding, on the CPU."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PAGES = 40
 @pytest.mark.parametrize(
     "pieces",
     [
-        # first, tokens, whether logits are wanted
+        # (first position, number of tokens, want_logits)
         [(0, 16, True)],
         [(0, 1, True)],
         [(32, 17, False)],
@@ -25,7 +25,7 @@ PAGES = 40
     ],
     ids=str,
 )
-def test_logits_and_pages_are_those_of_the_batch_itself(
+def test_padded_batch_gives_the_same_logits_and_pages(
     pieces: list[tuple[int, int, bool]],
 ) -> None:
     model = Model(tiny_checkpoint(bias=True))
@@ -38,7 +38,9 @@ def test_logits_and_pages_are_those_of_the_batch_itself(
         SequenceSlice([7 * n % 211 for n in range(count)], first, own, logits)
         for (first, count, logits), own in zip(pieces, pages, strict=True)
     ]
-    replay.forward([SequenceSlice([5] * 100, 0, list(range(7)))])  # leaves its numbers behind
+    replay.forward(
+        [SequenceSlice([5] * 100, 0, list(range(7)))]
+    )  # leaves stale values in the static tensors
     for plane, other in zip(cache.planes, expected.planes, strict=True):
         other.copy_(plane)
     logits = replay.forward(batch)
@@ -48,7 +50,7 @@ def test_logits_and_pages_are_those_of_the_batch_itself(
         assert torch.equal(plane[:PAGES], other[:PAGES])
 
 
-def test_what_does_not_fit_is_not_replayed() -> None:
+def test_too_large_batch_is_not_replayed() -> None:
     model = Model(tiny_checkpoint())
     replay = PrefillReplay(model, model.new_cache(PAGES), 64)
     assert replay.forward([SequenceSlice([1] * 65, 0, list(range(5)))]) is None
@@ -56,13 +58,13 @@ def test_what_does_not_fit_is_not_replayed() -> None:
     assert replay.forward([SequenceSlice([1] * 64, 0, list(range(4)))]) is not None
 
 
-def test_warm_up_tells_of_every_size_and_writes_nobodys_page_alone() -> None:
+def test_warm_up_reports_every_size_and_writes_only_the_null_page() -> None:
     model = Model(tiny_checkpoint())
     cache = model.new_cache(3)
     for plane in cache.planes:
         plane.fill_(7)
-    told: list[int] = []
-    PrefillReplay(model, cache, 100).warm_up(told.append)
-    assert told == [100, 64, 32, 16]
+    progress: list[int] = []
+    PrefillReplay(model, cache, 100).warm_up(progress.append)
+    assert progress == [100, 64, 32, 16]
     for plane in cache.planes:
         assert (plane[:2] == 7).all()

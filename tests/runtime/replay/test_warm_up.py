@@ -1,4 +1,4 @@
-"""Warming up computes every kind of batch, and leaves nothing behind that anybody sees."""
+"""Warm-up computes every kind of batch and does not affect later output."""
 
 import pytest
 
@@ -10,26 +10,26 @@ from tests.runtime.tiny import drive, request_of, tiny_model
 LIMITS = Limits(max_running=5, max_waiting=8, step_tokens=64, chunk_tokens=32)
 
 
-def test_every_kind_of_prefill_is_computed_and_leaves_no_trace() -> None:
+def test_prefill_warm_up_reports_all_sizes_and_does_not_change_output() -> None:
     model = tiny_model()
     warm, cold = (Engine(model, num_pages=8, limits=LIMITS) for _ in range(2))
-    told: list[tuple[str, int]] = []
-    warm_up_prefill(model, warm.cache, LIMITS, lambda stage, size: told.append((stage, size)))
-    assert told == [("prefill", size) for size in (1, 2, 4, 2)]
+    progress: list[tuple[str, int]] = []
+    warm_up_prefill(model, warm.cache, LIMITS, lambda stage, size: progress.append((stage, size)))
+    assert progress == [("prefill", size) for size in (1, 2, 4, 2)]
     assert warm.pages_free == 8
     requests = [Add(request_of(f"r{n}", 20 + n, seed=n)) for n in range(3)]
     assert drive(warm, *requests).tokens == drive(cold, *requests).tokens
 
 
-def test_on_the_cpu_there_is_nothing_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_does_nothing_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     engine = Engine(model, num_pages=8, limits=LIMITS)
     monkeypatch.setattr(model, "forward", None)
     engine.warm_up(silent)
 
 
-def test_small_batches_have_what_kernels_tell_apart() -> None:
-    """Page tables of 1, of a multiple of 16 and of another width; one token of each, and more."""
+def test_small_batches_cover_all_kernel_specializations() -> None:
+    """Page-table widths of 1, a multiple of 16 and another one; one token each, and several."""
     kinds = [(len(batch[0].pages), len(batch[0].tokens)) for batch in _small(3)]
     assert {width % 16 if width > 1 else "one" for width, _ in kinds} == {"one", 0, 2}
     assert len(set(kinds)) == len(kinds) == 6
@@ -45,7 +45,7 @@ def test_small_batches_have_what_kernels_tell_apart() -> None:
         (16, 16, 17, 16, 1),
     ],
 )
-def test_the_largest_batch_is_that_of_a_full_step(
+def test_largest_batch_fills_a_step(
     step_tokens: int, chunk_tokens: int, context: int, each: int, sequences: int
 ) -> None:
     limits = Limits(8, 8, step_tokens=step_tokens, chunk_tokens=chunk_tokens)

@@ -1,4 +1,4 @@
-"""The sampler that a graph can hold draws the tokens of the one that asks the host."""
+"""The device sampler produces the same tokens as the reference sampler."""
 
 from dataclasses import replace
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from runtime.core.request import SamplingParams
-from runtime.sampling.on_device import EVERYTHING, Needs, StaticSampler, uniforms
+from runtime.sampling.on_device import ALL_FEATURES, DeviceSampler, SamplingFeatures, uniforms
 from runtime.sampling.reference import Draw, SamplingRow, sample, uniform
 
 VOCAB = 1500
 CPU = torch.device("cpu")
-KINDS = [
+SAMPLINGS = [
     SamplingParams(),
     SamplingParams(temperature=0.7, seed=1),
     SamplingParams(temperature=1.3, top_p=0.9, seed=2**63 + 5),
@@ -20,20 +20,22 @@ KINDS = [
     SamplingParams(temperature=0.9, presence_penalty=0.7, frequency_penalty=0.4, seed=4),
     SamplingParams(repetition_penalty=1.3, logit_bias={3: 4.0, 700: -100.0}),
     SamplingParams(temperature=1.0, repetition_penalty=0.8, logit_bias={5: 2.5}, seed=6),
-    SamplingParams(temperature=50.0, seed=7),  # flat: the candidates do not decide it
+    SamplingParams(temperature=50.0, seed=7),  # flat: the candidates do not suffice
 ]
 
 
 def logits_of(step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(len(KINDS), VOCAB, generator=generator) * 3
+    return torch.randn(len(SAMPLINGS), VOCAB, generator=generator) * 3
 
 
-def drawn(sampler: StaticSampler, logits: torch.Tensor, needs: Needs = EVERYTHING) -> list[int]:
-    """By the candidates, and the rest by all. Returns which those were."""
-    sampler(logits, needs)
-    rest = (sampler.decided[: len(logits)] == 0).nonzero()[:, 0].tolist()
-    sampler.redraw(logits, rest)
+def sample_on_device(
+    sampler: DeviceSampler, logits: torch.Tensor, features: SamplingFeatures = ALL_FEATURES
+) -> list[int]:
+    """Sample, resolve the rows that the device could not, and return their numbers."""
+    sampler(logits, features)
+    rest = (sampler.resolved[: len(logits)] == 0).nonzero()[:, 0].tolist()
+    sampler.resolve(logits, rest)
     return rest
 
 
@@ -44,61 +46,62 @@ def draws(logits: torch.Tensor, rows: list[SamplingRow]) -> list[Draw]:
 
 
 @pytest.mark.parametrize("choice", [0, 3])
-def test_many_steps_give_the_same_tokens(choice: int) -> None:
-    texts = [[7, 9, 700, 3, number] for number in range(len(KINDS))]
-    sampler = StaticSampler(len(KINDS), VOCAB, CPU)
+def test_tokens_equal_the_reference_over_many_steps(choice: int) -> None:
+    texts = [[7, 9, 700, 3, number] for number in range(len(SAMPLINGS))]
+    sampler = DeviceSampler(len(SAMPLINGS), VOCAB, CPU)
     rows = [
-        SamplingRow(sampling, choice, text, 4) for sampling, text in zip(KINDS, texts, strict=True)
+        SamplingRow(sampling, choice, text, 4)
+        for sampling, text in zip(SAMPLINGS, texts, strict=True)
     ]
-    sampler.load(range(len(KINDS)), rows)
-    undecided = 0
+    sampler.load(range(len(SAMPLINGS)), rows)
+    unresolved = 0
     for step in range(40):
         logits = logits_of(step)
-        rows = [SamplingRow(s, choice, text, 4) for s, text in zip(KINDS, texts, strict=True)]
+        rows = [SamplingRow(s, choice, text, 4) for s, text in zip(SAMPLINGS, texts, strict=True)]
         expected = [draw.token for draw in draws(logits, rows)]
-        undecided += len(drawn(sampler, logits))
+        unresolved += len(sample_on_device(sampler, logits))
         assert sampler.tokens.tolist() == expected, step
         assert bool(sampler.finite.all())
         for text, token in zip(texts, expected, strict=True):
             text.append(token)
-    assert undecided > 0
+    assert unresolved > 0
 
 
-def test_a_row_that_is_not_decided_stays_where_it_was() -> None:
-    """Called again, with the same logits, it is as if the first call had not been."""
-    sampling = replace(KINDS[5], temperature=50.0, repetition_penalty=1.3)
-    text, sampler = [7, 9, 700], StaticSampler(1, VOCAB, CPU)
+def test_unresolved_row_does_not_advance() -> None:
+    """A second call with the same logits gives the same result as the first."""
+    sampling = replace(SAMPLINGS[5], temperature=50.0, repetition_penalty=1.3)
+    text, sampler = [7, 9, 700], DeviceSampler(1, VOCAB, CPU)
     sampler.load([0], [SamplingRow(sampling, 2, text, 2)])
     called_again = 0
     for step in range(30):
         logits = logits_of(step)[:1]
         (expected,) = draws(logits, [SamplingRow(sampling, 2, text, 2)])
         sampler(logits)
-        if not sampler.decided[0]:
+        if not sampler.resolved[0]:
             sampler(logits)
-            assert not sampler.decided[0]
-            sampler.redraw(logits, [0])
+            assert not sampler.resolved[0]
+            sampler.resolve(logits, [0])
             called_again += 1
         assert sampler.tokens.tolist() == [expected.token]
         text.append(expected.token)
     assert called_again > 3
 
 
-def test_a_row_may_become_another_sequences() -> None:
-    sampler = StaticSampler(2, VOCAB, CPU)
+def test_row_can_be_loaded_with_another_sequence() -> None:
+    sampler = DeviceSampler(2, VOCAB, CPU)
     for step, (first, second) in enumerate([(5, 1), (2, 6), (7, 0)]):
         rows = [
-            SamplingRow(KINDS[first], 0, [1, 2, 3, step], 2),
-            SamplingRow(KINDS[second], 1, [9] * (step + 1), step + 1),
+            SamplingRow(SAMPLINGS[first], 0, [1, 2, 3, step], 2),
+            SamplingRow(SAMPLINGS[second], 1, [9] * (step + 1), step + 1),
         ]
         sampler.load([0, 1], rows)
         logits = logits_of(step)[:2]
-        drawn(sampler, logits)
+        sample_on_device(sampler, logits)
         assert sampler.tokens.tolist() == [draw.token for draw in draws(logits, rows)]
 
 
-def test_log_probabilities_are_the_models_own() -> None:
-    sampler = StaticSampler(len(KINDS), VOCAB, CPU, top=3)
+def test_log_probabilities_come_from_unprocessed_logits() -> None:
+    sampler = DeviceSampler(len(SAMPLINGS), VOCAB, CPU, top=3)
     asked = [
         SamplingRow(
             SamplingParams(temperature=s.temperature, seed=s.seed, logprobs=3, logit_bias={9: 8.0}),
@@ -106,11 +109,11 @@ def test_log_probabilities_are_the_models_own() -> None:
             (),
             0,
         )
-        for s in KINDS
+        for s in SAMPLINGS
     ]
-    sampler.load(range(len(KINDS)), asked)
+    sampler.load(range(len(SAMPLINGS)), asked)
     logits = logits_of(0)
-    drawn(sampler, logits)
+    sample_on_device(sampler, logits)
     for number, draw in enumerate(draws(logits, asked)):
         assert int(sampler.tokens[number]) == draw.token
         assert float(sampler.logprobs[number]) == draw.logprob
@@ -118,8 +121,8 @@ def test_log_probabilities_are_the_models_own() -> None:
         assert sampler.top_logprobs[number].tolist() == [value for _, value in draw.top]
 
 
-def test_what_is_not_finite_is_said() -> None:
-    sampler = StaticSampler(3, VOCAB, CPU)
+def test_non_finite_rows_are_reported() -> None:
+    sampler = DeviceSampler(3, VOCAB, CPU)
     logits = torch.zeros(3, VOCAB)
     logits[1, 7] = torch.nan
     logits[2, 9] = torch.inf
@@ -128,23 +131,23 @@ def test_what_is_not_finite_is_said() -> None:
 
 
 @pytest.mark.parametrize("kinds", [[0, 0], [0, 1], [6, 0], [1, 5, 8]])
-def test_what_no_row_needs_makes_no_difference(kinds: list[int]) -> None:
-    """And rows of the sampler that no logits come for stay as they are."""
-    rows = [SamplingRow(KINDS[kind], 0, [4, 700, 3], 2) for kind in kinds]
-    needs = Needs.of(row.sampling for row in rows)
-    assert needs != EVERYTHING
-    samplers = [StaticSampler(4, VOCAB, CPU) for _ in range(2)]
+def test_unused_features_do_not_change_tokens(kinds: list[int]) -> None:
+    """Rows without logits keep their values."""
+    rows = [SamplingRow(SAMPLINGS[kind], 0, [4, 700, 3], 2) for kind in kinds]
+    features = SamplingFeatures.of(row.sampling for row in rows)
+    assert features != ALL_FEATURES
+    samplers = [DeviceSampler(4, VOCAB, CPU) for _ in range(2)]
     for sampler in samplers:
         sampler.load(range(len(rows)), rows)
     for step in range(5):
         logits = logits_of(step)[: len(rows)]
-        for sampler, wanted in zip(samplers, (needs, EVERYTHING), strict=True):
-            drawn(sampler, logits, wanted)
+        for sampler, wanted in zip(samplers, (features, ALL_FEATURES), strict=True):
+            sample_on_device(sampler, logits, wanted)
         assert torch.equal(samplers[0].tokens, samplers[1].tokens)
         assert samplers[0].tokens[len(rows) :].tolist() == [0] * (4 - len(rows))
 
 
-def test_random_numbers_are_those_of_the_host() -> None:
+def test_uniforms_equal_the_reference() -> None:
     words = [0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15]
     signed = torch.tensor([word - (1 << 64) if word >> 63 else word for word in words])
     for choice, index in ((0, 0), (3, 17), (2**40, 5)):

@@ -1,4 +1,4 @@
-"""Penalties by hand, filters by hand, distributions by counting, draws by replay."""
+"""The reference sampler: penalties, filters, distributions and reproducible draws."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.core.request import SamplingParams
-from runtime.sampling.reference import Draw, SamplingRow, _mix64, reshape, uniform
+from runtime.sampling.reference import Draw, SamplingRow, _mix64, process_logits, uniform
 from runtime.sampling.reference import sample as sample_or_none
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
@@ -26,13 +26,13 @@ def row(
 
 
 def counts(sampling: SamplingParams, logits: torch.Tensor, draws: int) -> torch.Tensor:
-    """How often each token is drawn: one draw for each of ``draws`` choices."""
+    """Count how often each token is drawn, with one draw for each of ``draws`` choices."""
     rows = [SamplingRow(sampling, choice, (0,), 1) for choice in range(draws)]
     tokens = [draw.token for draw in sample(logits.expand(draws, -1), rows)]
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
 
 
-def test_greedy_takes_the_largest_logit_and_the_first_of_equal_ones() -> None:
+def test_greedy_takes_the_first_of_the_largest_logits() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 1.0]])
     assert [draw.token for draw in sample(logits, [row(SamplingParams())] * 2)] == [1, 0]
 
@@ -55,11 +55,11 @@ def test_greedy_takes_the_largest_logit_and_the_first_of_equal_ones() -> None:
 )
 def test_penalties_and_bias(sampling: SamplingParams, expected: list[float]) -> None:
     logits = torch.tensor([2.0, 2.0, 2.0, 2.0, -2.0])
-    reshape(logits, row(sampling, (1, 2, 2, 3, 3), prompt=2))
+    process_logits(logits, row(sampling, (1, 2, 2, 3, 3), prompt=2))
     assert logits.tolist() == expected
 
 
-def test_penalties_touch_their_own_row_alone_and_not_the_logprobs() -> None:
+def test_penalties_change_only_their_row_and_not_its_logprobs() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]]).repeat(2, 1)
     before = logits.clone()
     rows = [row(SamplingParams(logit_bias={2: 9.0}, logprobs=2)), row(SamplingParams(logprobs=0))]
@@ -83,7 +83,7 @@ def test_penalties_touch_their_own_row_alone_and_not_the_logprobs() -> None:
         (SamplingParams(temperature=1.0, top_p=0.41), {1, 3}),
         (SamplingParams(temperature=1.0, top_p=0.66), {1, 3, 4}),
         (SamplingParams(temperature=1.0, min_p=0.3), {1, 3, 4}),
-        # top-p counts within what top-k left: 0.4 / 0.65 = 0.615
+        # top-p applies to the distribution after top-k: 0.4 / 0.65 = 0.615
         (SamplingParams(temperature=1.0, top_k=2, top_p=0.61), {1}),
         (SamplingParams(temperature=1.0, top_k=2, top_p=0.62), {1, 3}),
         # min-p after the temperature: at 2 the ratios are square roots, √(0.1 / 0.4) = 0.5
@@ -91,7 +91,7 @@ def test_penalties_touch_their_own_row_alone_and_not_the_logprobs() -> None:
         (SamplingParams(temperature=2.0, min_p=0.51), {1, 3, 4}),
     ],
 )
-def test_filters_and_the_distribution_they_leave(
+def test_filters_and_the_resulting_distribution(
     sampling: SamplingParams, support: set[int]
 ) -> None:
     draws = 4000
@@ -100,7 +100,7 @@ def test_filters_and_the_distribution_they_leave(
     weights *= torch.tensor([float(token in support) for token in range(5)])
     expected = weights / weights.sum() * draws
     assert set(got.nonzero()[:, 0].tolist()) == support
-    # Counts are binomial: five standard deviations, and seeds are fixed.
+    # Counts are binomial; allow five standard deviations. Seeds are fixed.
     assert bool(((got - expected).abs() <= 5 * expected.sqrt() + 1e-9).all())
 
 
@@ -113,7 +113,7 @@ def test_filters_and_the_distribution_they_leave(
         SamplingParams(temperature=1.0, min_p=1e-9),
     ],
 )
-def test_flat_distributions_reach_beyond_the_first_candidates(sampling: SamplingParams) -> None:
+def test_flat_distributions_draw_beyond_the_candidates(sampling: SamplingParams) -> None:
     vocab, draws = 3000, 2000
     logits = torch.linspace(0.0, 0.1, vocab)
     got = counts(sampling, logits, draws)
@@ -125,7 +125,7 @@ def test_flat_distributions_reach_beyond_the_first_candidates(sampling: Sampling
     assert abs(half - expected) < 5 * 0.5 / math.sqrt(draws)
 
 
-def test_a_draw_depends_on_its_own_row_alone() -> None:
+def test_draw_depends_only_on_its_row() -> None:
     logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(1)) * 3
     samplings = [
         SamplingParams(temperature=1.0, seed=1),
@@ -161,7 +161,7 @@ def test_uniforms_are_a_fixed_hash_of_seed_choice_and_index() -> None:
     assert all(0.0 <= value < 1.0 for value in values.values())
     assert uniform(-1, 0, 0) == uniform(2**64 - 1, 0, 0)
     assert _mix64(0) == 0xE220A8397B1DCDAF  # the published generator's first output from state 0
-    assert uniform(7, 1, 2) == 0.08945047175044918  # workers of other versions draw the same
+    assert uniform(7, 1, 2) == 0.08945047175044918  # must not change between versions
     series = torch.tensor([uniform(7, 0, index) for index in range(4000)])
     assert abs(series.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 4000)
     assert abs(series.square().mean() - 1 / 3) < 5 * math.sqrt(4 / 45 / 4000)
@@ -170,7 +170,7 @@ def test_uniforms_are_a_fixed_hash_of_seed_choice_and_index() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_draws_nothing_and_no_other_is_touched(
+def test_non_finite_row_has_no_draw_and_does_not_affect_others(
     temperature: float, broken: float
 ) -> None:
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1))
@@ -192,7 +192,7 @@ def test_a_row_that_is_not_finite_draws_nothing_and_no_other_is_touched(
     ],
     ids=["penalty", "min-p", "top-k", "bias"],
 )
-def test_extremes_that_underflow_or_overflow_still_draw_a_token(sampling: SamplingParams) -> None:
+def test_extreme_parameters_still_draw_a_token(sampling: SamplingParams) -> None:
     logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(2))
     (draw,) = sample(logits, [row(sampling, tokens=(1, 2, 3), prompt=2)])
     assert 0 <= draw.token < 5000

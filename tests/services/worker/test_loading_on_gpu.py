@@ -17,7 +17,7 @@ from runtime.engine import Add, Engine
 from runtime.graphs.capture import Captured
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
-from runtime.replay.decode import KINDS, DecodeReplay
+from runtime.replay.decode import CAPTURED_FEATURES, DecodeReplay
 from services.common.errors import SettingsError
 from services.worker.kv_budget import RESERVE, ROW_BYTES
 from services.worker.loading import Loaded, _load_model, load_worker
@@ -105,7 +105,9 @@ def test_requests_find_every_graph_captured(loaded: tuple[str, Path, Loaded]) ->
     _, _, worker = loaded
     replay = replay_of(worker.engine)
     captured = dict(replay._steps)
-    assert set(captured) == {(bucket, kind) for bucket in (1, 2, 4, 8, 12) for kind in KINDS}
+    assert set(captured) == {
+        (bucket, features) for bucket in (1, 2, 4, 8, 12) for features in CAPTURED_FEATURES
+    }
     assert all(isinstance(step, Captured) for step in captured.values())
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
     for sampling in (SamplingParams(), sampled, replace(sampled, presence_penalty=0.3, logprobs=4)):

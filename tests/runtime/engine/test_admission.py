@@ -1,0 +1,75 @@
+"""Admission order, page allocation, preemption and queue length."""
+
+import pytest
+
+from runtime.core.request import SamplingParams
+from runtime.engine import Add, Cancel, Command, Reserve
+from runtime.models.model import Model
+from tests.runtime.tiny import Record, drive, engine_of, request_of
+
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=7)
+
+
+def test_choices_share_full_pages(model: Model) -> None:
+    engine = engine_of(model)
+    engine.step([Add(request_of("r", 40, 30, choices=4))])
+    assert engine.pages_total - engine.pages_free == 2 + 4
+    drive(engine, Cancel("r"))
+    assert engine.pages_free == engine.pages_total
+
+
+def test_prompts_are_admitted_first_come_first_served(model: Model) -> None:
+    engine = engine_of(model, pages=8)
+    adds: list[Command] = [Add(request_of("a", 60, 60)), Add(request_of("b", 100, 4))]
+    record = drive(engine, *adds, Add(request_of("c", 5, 4)))
+    computed = [chunk.id for output in record.steps for chunk in output.computed]
+    assert computed[:2] == ["a", "a"]
+    assert computed.index("b") < computed.index("c"), "c fits beside a, but b arrived first"
+
+
+def test_reserved_sequences_are_queued_and_hold_a_batch_slot(model: Model) -> None:
+    engine = engine_of(model, max_running=2)
+    record = drive(engine, *(Reserve(request_of(n, 20)) for n in "abc"))
+    assert list(record.reserved) == ["a", "b"]
+    assert (engine.num_running, engine.num_waiting) == (2, 1)
+    drive(engine, Cancel("a"), record=record)
+    assert list(record.reserved) == ["a", "b", "c"]
+    assert len(set(record.reserved["b"]) & set(record.reserved["c"])) == 0
+
+
+def test_queue_tokens_count_accepted_and_unfinished_tokens(model: Model) -> None:
+    engine = engine_of(model, step_tokens=32, chunk_tokens=32)
+    engine.step([Add(request_of("h", 100), hold=True)])
+    assert engine.queue_tokens == 68
+    drive(engine)
+    assert engine.queue_tokens == 0
+    engine.step([Reserve(request_of("r", 50))])
+    assert engine.queue_tokens == 50
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SEEDED], ids=["greedy", "seeded"])
+def test_preempted_sequences_produce_the_same_tokens(
+    model: Model, sampling: SamplingParams
+) -> None:
+    requests = [request_of(f"r{n}", 20 + n, 60, sampling=sampling) for n in range(5)]
+    adds = [Add(request) for request in requests]
+    roomy, tight = engine_of(model, pages=64), engine_of(model, pages=14)
+    expected = drive(roomy, *adds)
+    record = Record()
+    record.add(tight.step(adds))
+    max_waiting = 0
+    while tight.has_work:
+        record.add(tight.step([]))
+        max_waiting = max(max_waiting, tight.num_waiting)
+    assert max_waiting > 1, "sequences were preempted"
+    assert record.tokens == expected.tokens
+    assert record.finished == expected.finished
+    assert tight.pages_free == tight.pages_total
+
+
+def test_choices_are_preempted_individually(model: Model) -> None:
+    request = request_of("r", 40, 50, sampling=SEEDED, choices=4)
+    expected = drive(engine_of(model), Add(request))
+    tight = engine_of(model, pages=12)
+    assert drive(tight, Add(request)).tokens == expected.tokens
+    assert tight.pages_free == tight.pages_total

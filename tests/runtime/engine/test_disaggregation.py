@@ -1,0 +1,84 @@
+"""A prefill and a decode engine against one colocated engine."""
+
+from dataclasses import replace
+
+import pytest
+
+from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
+from runtime.engine import Add, Arrived, Cancel, Engine, Release, Reserve
+from runtime.models.model import Model
+from tests.runtime.tiny import Record, drive, engine_of, request_of
+
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=7)
+
+
+def transfer(prefill: Engine, decode: Engine, record: Record, name: str) -> None:
+    """Copy the held KV from the prefill to the decode engine, as the services do over the wire."""
+    target = list(record.reserved[name])
+    for output in record.steps:
+        for chunk in output.computed:
+            first = chunk.first_token // 16
+            pages = target[first : first + len(chunk.pages)]
+            for source, plane in zip(prefill.cache.planes, decode.cache.planes, strict=True):
+                plane[pages] = source[list(chunk.pages)]
+
+
+def disaggregate(model: Model, request: Request) -> Record:
+    """Prefill on one engine, decode on another, and check that both end without pages in use."""
+    prefill, decode = engine_of(model), engine_of(model)
+    record = Record()
+    drive(decode, Reserve(request), record=record)
+    assert not decode.has_work, "waiting for KV takes no steps"
+    first = drive(prefill, Add(request, hold=True))
+    assert prefill.pages_free < prefill.pages_total, "held pages stay allocated"
+    record.steps += first.steps
+    transfer(prefill, decode, record, request.id)
+    record.tokens |= first.tokens
+    record.finished |= first.finished
+    tokens = tuple(first.tokens[request.id, choice][0] for choice in range(request.choices))
+    drive(decode, Arrived(request.id, tokens), record=record)
+    drive(prefill, Release(request.id))
+    for engine in (prefill, decode):
+        assert engine.pages_free == engine.pages_total
+        assert engine.queue_tokens == 0
+    return record
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
+def test_disaggregated_output_equals_colocated_output(
+    model: Model, length: int, sampling: SamplingParams, choices: int
+) -> None:
+    request = request_of("r", length, 20, sampling=sampling, choices=choices)
+    colocated = drive(engine_of(model), Add(request))
+    disaggregated = disaggregate(model, request)
+    assert disaggregated.tokens == colocated.tokens
+    assert disaggregated.finished == colocated.finished
+    assert disaggregated.ended == colocated.ended
+
+
+def test_choice_that_ends_with_its_first_token_is_not_decoded(model: Model) -> None:
+    request = request_of("r", 20, 5, sampling=SEEDED, choices=3)
+    whole = drive(engine_of(model), Add(request))
+    stop = whole.tokens["r", 1][0].token
+    stopping = replace(request, stop_token_ids=frozenset({stop}))
+    record = disaggregate(model, stopping)
+    assert record.output("r", 1) == [stop]
+    assert record.finished["r", 1] is FinishReason.STOP
+    assert record.ended == ["r"]
+    once = replace(request, max_tokens=1)
+    assert drive(engine_of(model), Add(once, hold=True), Release("r")).ended == []
+    assert drive(engine_of(model), Add(once, hold=True)).ended == ["r"]
+
+
+def test_kv_arrival_is_ignored_after_cancel_and_raises_without_reservation(model: Model) -> None:
+    engine = engine_of(model)
+    drive(engine, Reserve(request_of("r", 20)), Cancel("r"))
+    drive(engine, Arrived("r", (SampledToken(0, 0, 3),)), Cancel("unknown"), Release("r"))
+    assert engine.pages_free == engine.pages_total
+    engine.step([Add(request_of("r", 20))])
+    with pytest.raises(ValueError, match="no reservation"):
+        engine.step([Arrived("r", (SampledToken(0, 0, 3),))])
+    with pytest.raises(ValueError, match="already exists"):
+        engine.step([Add(request_of("r", 20))])

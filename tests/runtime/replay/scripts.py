@@ -1,0 +1,141 @@
+"""Scripts of engine commands, run with and without replay."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.core.limits import Limits
+from runtime.core.request import MAX_LOGPROBS, Request, SampledToken, SamplingParams
+from runtime.core.sequence import Sequence
+from runtime.engine import Add, Arrived, Command, Engine, Release, Reserve
+from runtime.models.model import Model
+from runtime.replay.decode import UNRESOLVED, InFlightStep
+from runtime.sampling.reference import Draw
+from tests.runtime.tiny import Record, prompt_of
+
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(logprobs=3),
+    SamplingParams(temperature=0.8, seed=11),
+    SamplingParams(temperature=1.2, top_p=0.9, seed=12, logprobs=0),
+    SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.2, seed=13),
+    SamplingParams(repetition_penalty=1.2, logit_bias={4: 2.0}),
+    SamplingParams(temperature=90.0, seed=14),
+    SamplingParams(logprobs=MAX_LOGPROBS),
+    SamplingParams(temperature=90.0, top_p=0.99, seed=15, logprobs=2),  # resolved by the host
+]
+STOPS = frozenset(range(9, 1300, 50))  # frequent enough that some sequences end with one
+
+
+def engine_of(model: Model, pages: int, running: int, *, replay: bool) -> Engine:
+    limits = Limits(max_running=running, max_waiting=64, step_tokens=64, chunk_tokens=32)
+    return Engine(model, num_pages=pages, limits=limits, replay=replay)
+
+
+def fill(engine: Engine, request: Request, pages: list[int]) -> None:
+    """Write the KV of a prompt into pages, as another worker would send it."""
+    cache = engine.model.new_cache(len(pages))
+    prompt = SequenceSlice(request.tokens, 0, range(len(pages)))
+    engine.model.forward(Batch.of([prompt]), cache)
+    for target, source in zip(engine.cache.planes, cache.planes, strict=True):
+        target[pages] = source
+
+
+def play(engine: Engine, script: list[list[Command]]) -> Record:
+    """Run a script of commands, one list for each step, until the engine is idle.
+
+    KV of reserved requests arrives in the next step; held requests are released in the next step.
+    """
+    record = Record()
+    held = {c.request.id for step in script for c in step if isinstance(c, Add) and c.hold}
+    sent = {c.request.id: c.request for step in script for c in step if isinstance(c, Reserve)}
+    steps = 0
+    arriving: list[Command] = []
+    while steps < len(script) or engine.has_work or arriving:
+        commands = arriving + (script[steps] if steps < len(script) else [])
+        output = engine.step(commands)
+        for name, pages in output.reserved:
+            fill(engine, sent[name], list(pages))
+        arriving = [
+            Arrived(name, tuple(SampledToken(choice, 0, 7 + choice) for choice in range(2)))
+            for name, _ in output.reserved
+        ]
+        arriving += [Release(name) for name, _ in output.tokens if name in held]
+        record.add(output)
+        steps += 1
+        assert steps < 3000
+    assert engine.pages_free == engine.pages_total
+    return record
+
+
+def compare(found: Record, expected: Record, cancelled: set[str]) -> None:
+    """Check that records are equal, except where cancelled and refused requests end."""
+    cut = cancelled | set(found.refused) | set(expected.refused)
+    for key in found.tokens.keys() | expected.tokens.keys():
+        one, other = found.tokens.get(key, []), expected.tokens.get(key, [])
+        if key[0] in cut:
+            one, other = one[: len(other)], other[: len(one)]
+        assert one == other, key
+    for record, against in ((found, expected), (expected, found)):
+        for (name, choice), reason in record.finished.items():
+            assert name in cut or against.finished[name, choice] is reason
+        assert set(record.ended) - cut <= set(against.ended)
+        refused = set(record.refused) - cancelled
+        assert all(type(record.refused[n]) is type(against.refused[n]) for n in refused)
+
+
+@dataclass
+class Watch:
+    """Check that pages used by in-flight steps are not allocated again.
+
+    Attributes:
+        in_flight: launched steps, with the pages that they and earlier chunks read or write.
+        launches: number of launched steps.
+        unresolved: number of draws that the device did not resolve.
+    """
+
+    in_flight: list[tuple[InFlightStep, set[int]]] = field(default_factory=list)
+    launches: int = 0
+    unresolved: int = 0
+
+    @contextmanager
+    def over(self, engine: Engine) -> Iterator["Watch"]:
+        replay, pool = engine._replay, engine._scheduler.pool
+        assert replay is not None
+        launch, collect, allocate = replay.launch, replay.collect, pool.allocate
+
+        def launched(sequences: list[Sequence]) -> InFlightStep:
+            step = launch(sequences)
+            chunks = [s for group in engine._scheduler._prefilling for s in group.sequences]
+            pages = {page for sequence in sequences + chunks for page in sequence.pages}
+            self.in_flight.append((step, pages))
+            self.launches += 1
+            return step
+
+        def collected(step: InFlightStep) -> list[Draw | None]:
+            draws = collect(step)
+            assert self.in_flight.pop(0)[0] is step, "steps are read in launch order"
+            self.unresolved += draws.count(UNRESOLVED)
+            return draws
+
+        def allocated(count: int) -> list[int]:
+            pages = allocate(count)
+            for _, busy in self.in_flight:
+                assert busy.isdisjoint(pages), "a page of an in-flight step is allocated"
+            return pages
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(replay, "launch", launched)
+            patch.setattr(replay, "collect", collected)
+            patch.setattr(pool, "allocate", allocated)
+            yield self
+        assert not self.in_flight
+
+
+def request(number: int, length: int, tokens: int, kind: int, choices: int) -> Request:
+    prompt = prompt_of(length, number)
+    stops = STOPS if number % 2 else frozenset()
+    return Request(f"r{number}", prompt, length, SAMPLINGS[kind], tokens, stops, choices)
