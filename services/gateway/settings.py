@@ -92,8 +92,3 @@ class GatewaySettings(ServiceSettings):
     stream_buffer_tokens: int = Field(
         8192, ge=64, le=1 << 20, description="tokens held for a client that reads slowly"
     )
-
-    @property
-    def token(self) -> str | None:
-        """The cluster token in the clear, for headers."""
-        return self.cluster_token.get_secret_value() if self.cluster_token else None

@@ -78,8 +78,3 @@ class RouterSettings(ServiceSettings):
             max_workers=self.max_workers,
             backlog=self.backlog,
         )
-
-    @property
-    def token(self) -> str | None:
-        """The cluster token in the clear, to compare with."""
-        return self.cluster_token.get_secret_value() if self.cluster_token else None
