@@ -14,8 +14,8 @@ from grpc import aio
 from headrace.v1 import inference_pb2_grpc
 from services.common.grpc_server import GrpcServer
 from services.gateway.gateway import Gateway, ServedModel
-from services.gateway.http.connection import http_config, listen
 from services.gateway.http.routes import build_app
+from services.gateway.http.server import http_config, listen
 from services.gateway.keys import ApiKeys
 from services.gateway.router_client import RouterClient
 from services.gateway.rpc import SERVICE, InferenceServicer

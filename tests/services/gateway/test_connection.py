@@ -59,7 +59,7 @@ async def test_what_surrounds_a_body_is_bounded(open_site: OpenSite, framing: by
 async def test_endless_headers_take_no_memory(
     open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.http.connection._LINGER_MOST_S", 0.1)
+    monkeypatch.setattr("services.gateway.http.connection._MAX_LINGER_S", 0.1)
     site: Site = await open_site(**QUICK)
     process, tasks = psutil.Process(), len(asyncio.all_tasks())
     before = process.memory_info().rss

@@ -190,7 +190,7 @@ async def test_a_request_that_may_be_what_ends_workers_takes_few_with_it(
     site.worker.script = failing(error_pb2.ERROR_CODE_PREFILL_LOST)
     answer = await completion(site)
     assert answer.status_code == 503
-    assert "2 workers ended under this request" in answer.json()["error"]["message"]
+    assert "2 workers were lost by this request" in answer.json()["error"]["message"]
     assert len(site.worker.streams) == 2
     await site.router.settled()
 

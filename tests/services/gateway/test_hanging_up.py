@@ -109,7 +109,7 @@ async def test_nothing_is_kept_of_a_client_that_left(
 async def test_who_never_stops_writing_is_hung_up_on(
     open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.http.connection._LINGER_MOST_S", 0.3)
+    monkeypatch.setattr("services.gateway.http.connection._MAX_LINGER_S", 0.3)
     site: Site = await open_site(**QUICK)
     raw = await Raw.to(site, b"no HTTP\r\n\r\n")
     async with asyncio.timeout(PATIENCE_S):
@@ -133,7 +133,7 @@ async def test_a_long_body_that_was_answered_may_take_its_time(
 async def test_the_rest_of_a_body_nobody_reads_ends(
     open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.http.connection._LINGER_MOST_S", 0.3)
+    monkeypatch.setattr("services.gateway.http.connection._MAX_LINGER_S", 0.3)
     site: Site = await open_site(**QUICK)
     raw = await Raw.to(site, GET[:-2] + b"content-length: 1000000\r\n\r\n")
     assert (await raw.answer())[0] == 200

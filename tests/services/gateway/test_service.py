@@ -52,10 +52,12 @@ async def test_it_listens_on_both_ports_until_it_is_told_to_end() -> None:
             await asyncio.open_connection("127.0.0.1", closed)
 
 
-async def test_a_taken_port_is_a_settings_error() -> None:
+@pytest.mark.parametrize("name", ["port", "grpc_port"])
+async def test_port_in_use_is_a_settings_error(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        settings = GatewaySettings.model_validate({"port": taken.getsockname()[1]})
-        with pytest.raises(SettingsError, match="cannot listen"):
+        port = taken.getsockname()[1]
+        settings = GatewaySettings.model_validate({"port": 0, "grpc_port": 0, name: port})
+        with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port}"):
             await serve(settings)
 
 

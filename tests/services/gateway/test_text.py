@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from headrace.v1 import sampling_pb2
 from services.gateway.gateway import ServedModel
-from services.gateway.text import StopStrings, TextAssembly
+from services.gateway.text import StopStringFilter, TextAssembler
 
 letters = st.text("ab", max_size=12)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
@@ -22,7 +22,7 @@ def reference(text: str, stops: list[str]) -> tuple[str, bool]:
 
 @given(st.lists(letters, max_size=8), stop_lists)
 def test_any_division_gives_the_same_cut(parts: list[str], stops: list[str]) -> None:
-    strings = StopStrings(stops)
+    strings = StopStringFilter(stops)
     shown, stopped = "", False
     for part in parts:
         text, stopped = strings.push(part)
@@ -38,7 +38,7 @@ def test_any_division_gives_the_same_cut(parts: list[str], stops: list[str]) -> 
 def test_only_what_may_become_a_stop_string_is_held_back(
     parts: list[str], stops: list[str]
 ) -> None:
-    strings = StopStrings(stops)
+    strings = StopStringFilter(stops)
     shown = seen = ""
     for part in parts:
         text, stopped = strings.push(part)
@@ -52,7 +52,7 @@ def test_only_what_may_become_a_stop_string_is_held_back(
 def test_nothing_follows_a_stop_string(model: ServedModel) -> None:
     ids = model.tokenizer.encode("a b c d")
     tokens = [sampling_pb2.Token(choice=0, index=i, token=t) for i, t in enumerate(ids)]
-    assembly = TextAssembly(model.tokenizer, 1, ["b"])
+    assembly = TextAssembler(model.tokenizer, 1, ["b"])
     (piece,) = assembly.push(tokens, [(0, sampling_pb2.FINISH_REASON_LENGTH)])
     assert (piece.text, piece.finish) == ("a ", sampling_pb2.FINISH_REASON_STOP)
     assert len(piece.tokens) == 2
