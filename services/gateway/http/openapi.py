@@ -13,7 +13,9 @@ from services.gateway.http.response_schemas import ErrorResponse
 from services.gateway.http.schemas import BODIES
 
 _SCHEMAS = "#/components/schemas/{model}"
-_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+# The schema of one event, as tools that understand event streams expect it.
+_EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+_EVENTS = {"text/event-stream": {"schema": _EVENT}}
 _ERROR = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model=ErrorResponse.__name__)}}}
 _BEARER = "ApiKey"
 
@@ -108,7 +110,7 @@ def _complete_responses(responses: dict[str, Any]) -> None:
             headers["retry-after"] = _RETRY_AFTER
         if status == "401":
             headers["www-authenticate"] = {"required": True, "schema": _STRING}
-        if status in ("408", "431"):
+        if status in map(str, CONNECTION_ERRORS):
             headers["connection"] = {
                 "description": "`close` if the connection is closed",
                 "schema": _STRING,
