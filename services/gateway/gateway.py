@@ -1,4 +1,4 @@
-"""What HTTP and gRPC share: authentication, the served model, admission, and drain."""
+"""The gateway behind HTTP and gRPC: authentication, model, admission, generation, drain."""
 
 import asyncio
 import re

@@ -68,14 +68,14 @@ class _Worker:
     last_placement: int = 0
     snapshot: WorkerSnapshot | None = None  # cached until the worker changes
 
-    def promise(self, placement_id: str, demand: Demand, turn: int) -> None:
+    def promise(self, placement_id: str, demand: Demand, number: int) -> None:
         role, page_size = self.registration.role, self.registration.page_size
         promise = _Promise(demand.tokens(role), demand.pages(role, page_size), demand.slots(role))
         self.promises[placement_id] = promise
         self.promised_tokens += promise.tokens
         self.promised_pages += promise.pages
         self.promised_slots += promise.slots
-        self.last_placement = turn
+        self.last_placement = number
         self.snapshot = None
 
     def forget(self, placement_id: str) -> None:
@@ -113,9 +113,7 @@ class Fleet:
     def __init__(self, limits: FleetLimits) -> None:
         self._limits = limits
         self._workers: dict[str, _Worker] = {}
-        self._epochs: OrderedDict[str, str] = (
-            OrderedDict()
-        )  # newest of each worker id, present or removed
+        self._epochs: OrderedDict[str, str] = OrderedDict()  # newest epoch by worker id
         self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._records: OrderedDict[str, _PlacementRecord] = OrderedDict()
         self._expiries: deque[tuple[float, str]] = deque()
@@ -211,9 +209,9 @@ class Fleet:
             for worker_id, worker in self._workers.items()
             if now - worker.last_heartbeat_at > self._limits.gone_after_s
         ]
-        lives = (self._workers.pop(worker_id).registration for worker_id in gone)
+        removed = (self._workers.pop(worker_id).registration for worker_id in gone)
         return [
-            WorkerAddress(worker_id=r.worker_id, epoch=r.epoch, address=r.address) for r in lives
+            WorkerAddress(worker_id=r.worker_id, epoch=r.epoch, address=r.address) for r in removed
         ]
 
     def snapshots(self, now: float) -> list[WorkerSnapshot]:

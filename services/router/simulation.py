@@ -144,7 +144,7 @@ class Simulation:
         self._left = len(jobs)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self._parked: dict[PendingPlacement, Job] = {}
+        self._pending: dict[PendingPlacement, Job] = {}
         self.prefill = {f"p{i}": _Prefill(self, s) for i, s in enumerate(PREFILL_SPEEDS)}
         self.decode = {f"d{i}": _Decode(self, s) for i, s in enumerate(DECODE_SPEEDS)}
 
@@ -177,12 +177,12 @@ class Simulation:
         request = PlaceRequest(
             request_id="r", prompt_tokens=job.prompt, max_tokens=job.max_tokens, wait_s=3600.0
         )
-        self._parked[self.router.submit(request, self.now)] = job
+        self._pending[self.router.submit(request, self.now)] = job
 
     def _dispatch(self) -> None:
         """Start the jobs that the last event placed."""
-        for call in [call for call in self._parked if call.answer is not None]:
-            job, placement = self._parked.pop(call), call.answer
+        for call in [call for call in self._pending if call.answer is not None]:
+            job, placement = self._pending.pop(call), call.answer
             if not isinstance(placement, Placement) or placement.prefill is None:
                 raise RuntimeError(f"the router did not place a job: {placement!r}")
             job.placement_id = placement.placement_id

@@ -85,8 +85,9 @@ def build_document(app: FastAPI, gateway: Gateway) -> dict[str, Any]:
     document = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
+    models: tuple[type[BaseModel], ...] = (*BODIES, ErrorResponse)
     _, schemas = models_json_schema(
-        [(model, "validation") for model in (*BODIES, ErrorResponse)], ref_template=_SCHEMAS
+        [(model, "validation") for model in models], ref_template=_SCHEMAS
     )
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(schemas["$defs"])

@@ -10,7 +10,7 @@ class _Response(BaseModel):
 
 
 class ErrorDetail(_Response):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str

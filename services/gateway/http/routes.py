@@ -42,6 +42,10 @@ from services.gateway.http.schemas import (
 )
 from services.gateway.requests import GenerationOptions, RequestContext
 
+_DESCRIPTION = """OpenAI-compatible API.
+
+Every error has the same body, `ErrorResponse`. An unknown path is a 404, and a method that a path
+does not support is a 405 with `Allow`. A HEAD request to a probe is answered like its GET."""
 _METRICS_CONTENT = {"text/plain": {"schema": {"type": "string"}}}
 
 
@@ -50,7 +54,7 @@ def build_app(gateway: Gateway) -> ASGIApp:
     app = FastAPI(
         title="Headrace",
         version=version("headrace"),
-        description="OpenAI-compatible API",
+        description=_DESCRIPTION,
         redirect_slashes=False,  # a redirect would contain the client's Host header
     )
     app.add_exception_handler(ServiceError, handle_error)

@@ -1,4 +1,4 @@
-"""A whole gateway between a fake router and fake workers."""
+"""A complete gateway between a fake router and fake workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +30,7 @@ def model() -> ServedModel:
 
 @dataclass
 class Site:
-    """Everything a test may want to look at."""
+    """A running gateway with its fakes and clients."""
 
     gateway: Gateway
     router: FakeRouter

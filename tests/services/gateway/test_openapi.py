@@ -14,7 +14,7 @@ from services.gateway.http import response_schemas
 from services.gateway.keys import ApiKeys
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import hang, say
-from tests.services.gateway.raw import QUICK, Raw, post
+from tests.services.gateway.raw import SHORT_TIMEOUTS, Raw, post
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -121,7 +121,7 @@ async def test_error_responses_match_the_document(open_site: OpenSite) -> None:
 async def test_errors_of_the_connection_match_the_document(
     open_site: OpenSite, sent: bytes, status: int
 ) -> None:
-    site: Site = await open_site(**QUICK)
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     document = await Document.of(site)
     for path in document.content["paths"]:
         raw = await Raw.to(site, b"GET %s HTTP/1.1\r\nhost: x\r\n" % path.encode() + sent)
@@ -133,7 +133,7 @@ async def test_errors_of_the_connection_match_the_document(
 
 
 async def test_stalled_body_matches_the_document(open_site: OpenSite) -> None:
-    site: Site = await open_site(**QUICK)
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     document = await Document.of(site)
     raw = await Raw.to(site, post(b"{", length=100))
     status, headers, body = await raw.answer()

@@ -1,4 +1,4 @@
-"""The router over HTTP, without a socket: statuses, headers, bodies, callers that remove."""
+"""The router's HTTP API without a socket: statuses, headers, bodies, disconnects."""
 
 import asyncio
 import json
