@@ -87,7 +87,7 @@ class ServiceSettings(BaseSettings):
 
         Args:
             arguments: ``--kebab-case value`` for any field; ``--help`` prints them and exits.
-            program: command name in error messages and in the help text.
+            program: command name in the help text.
 
         Raises:
             SettingsError: if a value is invalid or the file cannot be read.
@@ -107,7 +107,7 @@ class ServiceSettings(BaseSettings):
         try:
             return settings_class(**command_line)
         except (ValidationError, PydanticSettingsError) as error:
-            raise SettingsError(f"{program}: {_describe(error)}") from None
+            raise SettingsError(_describe(error)) from None
         except yaml.YAMLError as error:
             raise SettingsError(f"{config} is not YAML: {error}") from None
 
