@@ -1,6 +1,6 @@
-"""Generates the protobuf and gRPC stubs of ``headrace.v1`` beside their schemas.
+"""Generation of the protobuf and gRPC stubs of ``headrace.v1``, beside their schemas.
 
-Runs as a hatch build hook on install, and by hand as ``python proto/build_stubs.py``.
+This is a hatch build hook that runs at installation. By hand: ``python proto/build_stubs.py``.
 """
 
 import sys
@@ -9,12 +9,12 @@ from typing import Any
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-except ImportError:  # by hand, outside a build environment
+except ImportError:  # run by hand, outside of a build environment
     BuildHookInterface = object  # type: ignore[assignment,misc]
 
 
 def generate(source_root: Path) -> None:
-    """Writes ``*_pb2.py``, ``*_pb2_grpc.py`` and their ``.pyi`` beside each schema."""
+    """Write ``*_pb2.py``, ``*_pb2_grpc.py`` and their ``.pyi`` beside each schema."""
     import grpc_tools
     from grpc_tools import protoc
 
@@ -42,7 +42,7 @@ def generate(source_root: Path) -> None:
 
 
 class StubBuildHook(BuildHookInterface):  # type: ignore[misc,valid-type]
-    """The hatch hook: stubs exist before any wheel, editable or not, is made."""
+    """Hatch hook that generates the stubs before any wheel, editable or not, is built."""
 
     PLUGIN_NAME = "custom"
 

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja in a sandbox, with the names that models' templates expect."""
+"""Chat templates: sandboxed Jinja with the functions that templates of models expect."""
 
 import json
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from services.common.errors import InvalidRequest, SettingsError
 
 
 class ChatTemplateError(InvalidRequest):
-    """The model's template does not take these messages."""
+    """The chat template rejects the messages."""
 
 
 class ChatTemplate:
     """A compiled template.
 
     Raises:
-        SettingsError: the source is not a valid template.
+        SettingsError: if the source is not a valid template.
     """
 
     def __init__(self, source: str) -> None:
@@ -33,12 +33,15 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, path: Path, config: dict[str, Any]) -> Self | None:
-        """The template of a Hugging Face directory, or None. A file of its own comes first."""
+        """Return the template of a Hugging Face directory, or None.
+
+        ``chat_template.jinja`` takes precedence over ``tokenizer_config.json``.
+        """
         file = path / "chat_template.jinja"
         if file.is_file():
             return cls(file.read_text(encoding="utf-8"))
         source = config.get("chat_template")
-        if isinstance(source, list):  # several, by name
+        if isinstance(source, list):  # several templates, by name
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         return cls(source) if source else None
 
@@ -47,13 +50,13 @@ class ChatTemplate:
         raise ChatTemplateError("this model has no chat template", param="messages")
 
     def render(self, messages: Sequence[dict[str, Any]], names: dict[str, str]) -> str:
-        """The prompt up to where the assistant speaks.
+        """Return the prompt, up to the start of the assistant's message.
 
         Args:
-            names: texts of special tokens, such as ``bos_token``.
+            names: texts of special tokens, by names such as ``bos_token``.
 
         Raises:
-            ChatTemplateError: the template refuses the messages.
+            ChatTemplateError: if the template rejects the messages.
         """
         try:
             return self._template.render(
@@ -65,7 +68,7 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise ChatTemplateError(
-                f"the chat template refuses these messages: {error}", param="messages"
+                f"the chat template rejects the messages: {error}", param="messages"
             ) from error
 
 

@@ -1,13 +1,13 @@
-"""Python's garbage collector in a process that serves."""
+"""Garbage collection in a serving process."""
 
 import gc
 
 
 def freeze_loaded() -> None:
-    """What has been loaded stays, and no collection goes through it again.
+    """Exclude all existing objects from future garbage collections.
 
-    Models, tokenizers and modules are some 300,000 objects: a full collection that visits them
-    stops all threads, and with them every stream, for 100 ms and more.
+    Models, tokenizers and modules are about 300,000 objects. A full collection that visits them
+    stops all threads, and thus every stream, for 100 ms or more.
     """
     gc.collect()
     gc.freeze()

@@ -1,17 +1,17 @@
-"""The error tree of the services, and its translation at the edges.
+"""Errors of the services with their HTTP and gRPC statuses.
 
-ServiceError                     what ends a request, with a code a client can act on
-├── InvalidRequest               400  INVALID_ARGUMENT     the request itself is wrong
+ServiceError                     ends a request
+├── InvalidRequest               400  INVALID_ARGUMENT
 ├── Unauthenticated              401  UNAUTHENTICATED
 ├── ModelNotFound                404  NOT_FOUND
-├── QueueTimeout                 408  DEADLINE_EXCEEDED    waited too long to be placed
-├── TooLarge                     413  INVALID_ARGUMENT     body or prompt past a bound
+├── QueueTimeout                 408  DEADLINE_EXCEEDED    waited too long in the queue
+├── TooLarge                     413  INVALID_ARGUMENT     body or prompt exceeds a limit
 ├── Overloaded                   429  RESOURCE_EXHAUSTED   with Retry-After
-├── ClientGone                   499  CANCELLED            log only
-├── Unavailable                  503  UNAVAILABLE          no workers, draining; with Retry-After
+├── ClientGone                   499  CANCELLED            logged only
+├── Unavailable                  503  UNAVAILABLE          no workers, or draining; with Retry-After
 ├── DeadlineExceeded             504  DEADLINE_EXCEEDED
-└── InternalFault                500  INTERNAL             ours, not the client's
-SettingsError                    a service cannot start as it was told
+└── InternalFault                500  INTERNAL
+SettingsError                    a service cannot start with its settings
 """
 
 from typing import ClassVar
@@ -20,7 +20,12 @@ import grpc
 
 
 class ServiceError(Exception):
-    """Ends a request. ``param`` names the offending field; ``retry_after_s`` invites a retry."""
+    """Ends a request.
+
+    Args:
+        param: path of the invalid field.
+        retry_after_s: time after which the client should retry, seconds.
+    """
 
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "server_error"
@@ -36,7 +41,7 @@ class ServiceError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        """The error as OpenAI's API shapes it."""
+        """Return the body of the error in OpenAI's format."""
         return {
             "error": {
                 "message": self.message,
@@ -48,56 +53,56 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError):
-    """The request itself is wrong; ``param`` says where."""
+    """The request is invalid; ``param`` names the field."""
 
     status, kind, code = 400, "invalid_request_error", "invalid_value"
     grpc_status = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class Unauthenticated(ServiceError):
-    """No key, or a wrong one."""
+    """The API key is missing or wrong."""
 
     status, kind, code = 401, "authentication_error", "invalid_api_key"
     grpc_status = grpc.StatusCode.UNAUTHENTICATED
 
 
 class ModelNotFound(ServiceError):
-    """A model nobody here serves."""
+    """The requested model is not served."""
 
     status, kind, code = 404, "invalid_request_error", "model_not_found"
     grpc_status = grpc.StatusCode.NOT_FOUND
 
 
 class QueueTimeout(ServiceError):
-    """Waited for a place as long as allowed."""
+    """The request waited in the queue as long as allowed."""
 
     status, kind, code = 408, "timeout_error", "queue_timeout"
     grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class TooLarge(ServiceError):
-    """A body or prompt past its bound."""
+    """A body or prompt exceeds its limit."""
 
     status, kind, code = 413, "invalid_request_error", "request_too_large"
     grpc_status = grpc.StatusCode.INVALID_ARGUMENT
 
 
 class Overloaded(ServiceError):
-    """Queues are full; come back after ``retry_after_s``."""
+    """The queues are full."""
 
     status, kind, code = 429, "rate_limit_error", "overloaded"
     grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class ClientGone(ServiceError):
-    """The client left; nobody reads this but the log."""
+    """The client disconnected. The error is only logged."""
 
     status, kind, code = 499, "client_error", "client_closed_request"
     grpc_status = grpc.StatusCode.CANCELLED
 
 
 class Unavailable(ServiceError):
-    """Nobody can serve this now."""
+    """No worker can take the request now."""
 
     status, kind, code = 503, "server_error", "unavailable"
     grpc_status = grpc.StatusCode.UNAVAILABLE
@@ -111,8 +116,8 @@ class DeadlineExceeded(ServiceError):
 
 
 class InternalFault(ServiceError):
-    """A fault of ours, after every retry that was safe."""
+    """An error of the service, not of the client, after all safe retries."""
 
 
 class SettingsError(Exception):
-    """A service cannot start as it was told."""
+    """A service cannot start with its settings."""

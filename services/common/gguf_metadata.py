@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, read by itself: what takes a general reader seconds takes 0.1 s.
+"""Reader of GGUF metadata. It takes 0.1 s, where a reader of the whole file takes seconds.
 
 The layout is that of the GGUF specification, versions 2 and 3, little-endian: ``magic u32, version
 u32, tensors u64, entries u64``, then for each entry ``key string, type u32, value``; a string is
@@ -19,20 +19,20 @@ _LETTERS = dict(enumerate(_SCALARS)) | _WIDE
 
 
 class MetadataError(ValueError):
-    """Not a GGUF file, or a damaged one."""
+    """The file is not GGUF, or is damaged."""
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file starts as GGUF files do."""
+    """Return whether a file starts with the magic number of GGUF."""
     with path.open("rb") as file:
         return file.read(4) == MAGIC
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """All entries of a file: numbers, strings, and lists of them.
+    """Return all entries of a file: numbers, strings, and lists of them.
 
     Raises:
-        MetadataError: the file is not GGUF 2 or 3, is cut short, or holds invalid UTF-8.
+        MetadataError: if the file is not GGUF 2 or 3, is truncated, or has invalid UTF-8.
     """
     try:
         with (
@@ -66,7 +66,7 @@ class _Cursor:
         start = self._at + 8
         end = start + self._take("Q")
         if end > len(self._data):
-            raise MetadataError("a string runs past the end")
+            raise MetadataError("a string extends past the end of the file")
         self._at = end
         return self._data[start:end].decode()
 
@@ -81,7 +81,7 @@ class _Cursor:
 
     def _array(self, kind: int, count: int) -> list[Any]:
         if count > len(self._data):
-            raise MetadataError(f"an array claims {count} items")
+            raise MetadataError(f"an array has {count} items, more than the file has bytes")
         if kind not in _LETTERS:
             return [self._value(kind) for _ in range(count)]
         layout = struct.Struct(f"<{count}{_LETTERS[kind]}")

@@ -1,4 +1,4 @@
-"""gRPC servers and channels as all services use them: authenticated, bounded, with health."""
+"""gRPC servers and channels of the services: authentication, size limits, health, reflection."""
 
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,6 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
+
+from services.common.errors import SettingsError
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
@@ -24,14 +26,14 @@ _OPTIONS = [
     ("grpc.so_reuseport", 0),
 ]
 
-_OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+_UNAUTHENTICATED_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
-Handler = Any  # grpc.RpcMethodHandler, generic in the stubs and plain at run time
-MessageStream = Any  # either side of a bidirectional call: its stubs know neither read() nor EOF
+Handler = Any  # grpc.RpcMethodHandler: generic in the stubs, a plain class at run time
+MessageStream = Any  # either side of a bidirectional call: the stubs lack read() and EOF
 
 
 class TokenInterceptor(aio.ServerInterceptor):
-    """Refuses calls without the cluster token; health and reflection stay open."""
+    """Reject calls without the cluster token. Health and reflection need no token."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
@@ -41,45 +43,51 @@ class TokenInterceptor(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        if handler_call_details.method.startswith(_OPEN_SERVICES):
+        if handler_call_details.method.startswith(_UNAUTHENTICATED_SERVICES):
             return await continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata or ()).get("authorization", "")
         presented = given if isinstance(given, bytes) else given.encode()
         if hmac.compare_digest(presented, self._expected):
             return await continuation(handler_call_details)
-        return _refuse(await continuation(handler_call_details))
+        return _reject(await continuation(handler_call_details))
 
 
-def _refuse(handler: Handler) -> Handler:
-    """A handler of the same kind that answers UNAUTHENTICATED."""
+def _reject(handler: Handler) -> Handler:
+    """Return a handler with the same arity that answers UNAUTHENTICATED."""
 
-    async def unary(_request: object, context: aio.ServicerContext[object, object]) -> None:
+    async def abort(_request: object, context: aio.ServicerContext[object, object]) -> None:
         await context.abort(
             grpc.StatusCode.UNAUTHENTICATED, "the cluster token is missing or wrong"
         )
 
     if handler.request_streaming and handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler(
-            unary, handler.request_deserializer, handler.response_serializer
+            abort, handler.request_deserializer, handler.response_serializer
         )
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(
-            unary, handler.request_deserializer, handler.response_serializer
+            abort, handler.request_deserializer, handler.response_serializer
         )
     return grpc.unary_unary_rpc_method_handler(
-        unary, handler.request_deserializer, handler.response_serializer
+        abort, handler.request_deserializer, handler.response_serializer
     )
 
 
 class GrpcServer:
-    """One listening gRPC server with health and reflection.
+    """A listening gRPC server with health and reflection.
 
     Args:
-        address: ``host:port``; port 0 takes a free one, `port` tells which.
-        services: full names of what it serves, for health and reflection.
-        token: the cluster token, or None for an open server.
-        max_message_bytes: a longer one is refused before it is parsed.
-        max_rpcs: at a time; more are refused.
+        address: ``host:port``; port 0 takes a free one.
+        services: full names of the services, for health and reflection.
+        token: cluster token, or None for a server without authentication.
+        max_message_bytes: size above which a message is rejected before it is parsed.
+        max_rpcs: maximum number of concurrent calls; further ones are rejected.
+
+    Attributes:
+        port: TCP port that the server listens on.
+
+    Raises:
+        SettingsError: if the address is invalid or the port is in use.
     """
 
     def __init__(
@@ -92,12 +100,18 @@ class GrpcServer:
         max_rpcs: int | None = None,
     ) -> None:
         interceptors = [TokenInterceptor(token)] if token else []
-        bound = ("grpc.max_receive_message_length", max_message_bytes)
-        options = [option for option in _OPTIONS if option[0] != bound[0]]
+        limit = ("grpc.max_receive_message_length", max_message_bytes)
+        options = [option for option in _OPTIONS if option[0] != limit[0]]
         self.server = aio.server(
-            options=[*options, bound], interceptors=interceptors, maximum_concurrent_rpcs=max_rpcs
+            options=[*options, limit], interceptors=interceptors, maximum_concurrent_rpcs=max_rpcs
         )
-        self.port = self.server.add_insecure_port(address)
+        try:
+            self.port = self.server.add_insecure_port(address)
+        except RuntimeError as error:  # the reason goes to grpc's own log only
+            raise SettingsError(
+                f"cannot listen on {address} for gRPC: "
+                "the port is in use or the address is not of this machine"
+            ) from error
         self._services = tuple(services)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -106,32 +120,34 @@ class GrpcServer:
         )
 
     async def start(self) -> None:
+        """Start serving; health reports NOT_SERVING until `set_serving`."""
         await self.set_serving(False)
         await self.server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """Readiness, as ``grpc.health.v1`` tells it, for each service and for the whole."""
+        """Set the readiness that ``grpc.health.v1`` reports for every service."""
         states = health_pb2.HealthCheckResponse
         state = states.SERVING if serving else states.NOT_SERVING
         for service in ("", *self._services):
             await self._health.set(service, state)
 
     async def stop(self, grace_s: float) -> None:
+        """Stop accepting calls and cancel those that run longer than ``grace_s`` seconds."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 
 
 def open_channel(address: str) -> aio.Channel:
-    """A channel to one of our own services."""
+    """Open a channel to one of our own services."""
     return aio.insecure_channel(address, options=_OPTIONS)
 
 
 def credentials(token: str | None) -> list[tuple[str, str]]:
-    """The call metadata that carries the cluster token."""
+    """Return the call metadata that carries the cluster token."""
     return [("authorization", f"Bearer {token}")] if token else []
 
 
 async def next_message(stream: MessageStream) -> Any | None:
-    """The next message of a bidirectional call, or None at its end."""
+    """Return the next message of a bidirectional call, or None at its end."""
     message = await stream.read()
     return None if message is aio.EOF else message

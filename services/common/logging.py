@@ -1,4 +1,4 @@
-"""Structured logs: JSON for machines, one readable line for people, a request id in each."""
+"""Structured logging, as JSON or as readable lines, with the request id."""
 
 import logging
 import sys
@@ -9,12 +9,12 @@ from structlog.typing import EventDict, Processor
 
 
 def configure_logging(service: str, *, format: str = "auto", level: str = "info") -> None:
-    """Sends structlog and the standard library's loggers to stderr in one format.
+    """Send the logs of structlog and of the standard library to stderr in one format.
 
     Args:
-        service: named in each line.
+        service: name that each line contains.
         format: ``json``, ``human``, or ``auto`` (human on a terminal).
-        level: the least severe level that is written.
+        level: lowest level that is logged.
     """
     as_json = format == "json" or (format == "auto" and not sys.stderr.isatty())
 

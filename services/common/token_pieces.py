@@ -1,4 +1,4 @@
-"""The bytes that each token of a vocabulary stands for."""
+"""Byte strings of the tokens of a vocabulary."""
 
 from typing import Any
 
@@ -8,32 +8,32 @@ from services.common.errors import SettingsError
 
 
 class TokenizerError(SettingsError):
-    """A tokenizer that cannot be read, or of a kind that is not understood."""
+    """A tokenizer cannot be read or is not supported."""
 
 
 def flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a declared decoder."""
+    """Return the steps of a decoder of ``tokenizer.json``."""
     if decoder is None:
         raise TokenizerError("tokenizer.json has no decoder")
     return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
 
 
 def pieces_for(backend: tokenizers.Tokenizer, decoders: list[dict[str, Any]]) -> list[bytes]:
-    """Bytes of each token, by the decoders that ``tokenizer.json`` declares.
+    """Return the bytes of each token, according to the decoders of ``tokenizer.json``.
 
     Raises:
-        TokenizerError: they are of a kind that is not understood.
+        TokenizerError: if a decoder is not supported.
     """
     kinds = {decoder["type"] for decoder in decoders}
     if "ByteLevel" in kinds:
         return byte_level_pieces(backend)
     if kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         return _sentencepiece_pieces(backend)
-    raise TokenizerError(f"a decoder of {sorted(kinds)} is not understood")
+    raise TokenizerError(f"a decoder of {sorted(kinds)} is not supported")
 
 
 def byte_level_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """Bytes of each token under GPT-2's alphabet: a printable character for each byte."""
+    """Return the bytes of each token in GPT-2's alphabet of printable characters."""
     to_byte = str.maketrans(_byte_alphabet())
     added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
     pieces = []

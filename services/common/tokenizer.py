@@ -1,12 +1,11 @@
-"""Text to token ids and back, and conversations to prompts. Needs no model and no torch.
+"""Tokenizers: text to token ids and back, and conversations to prompts.
 
 A tokenizer is read from a GGUF file (vocabulary, merges and chat template in its metadata) or from
 a Hugging Face directory (``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja``).
 
-Decoding goes through one table, the bytes of each token. Both kinds of vocabulary that the Llama
-family uses reduce to it: GPT-2's byte-level alphabet, and SentencePiece's with byte fallback. A
-text is the concatenated bytes read as UTF-8, so that decoding in pieces and at once agree by
-construction and each token costs one lookup.
+Decoding looks up the bytes of each token in a table and decodes the concatenated bytes as UTF-8.
+Both kinds of vocabulary of the Llama family have such a table: GPT-2's byte-level alphabet, and
+SentencePiece with byte fallback. Incremental and full decoding therefore give the same text.
 """
 
 import codecs
@@ -42,7 +41,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids with a meaning; ``names`` are those a chat template may use, as text."""
+    """Ids of special tokens; ``names`` maps names in chat templates to their texts."""
 
     bos: int | None
     eos: tuple[int, ...]
@@ -50,7 +49,13 @@ class SpecialTokens:
 
 
 class Tokenizer:
-    """A vocabulary with its rules, as loaded by `load_tokenizer`. Safe to use from many threads."""
+    """A tokenizer, created by `load_tokenizer`. Thread-safe.
+
+    Attributes:
+        pieces: bytes of each token.
+        visible_pieces: the same, but empty for special tokens.
+        context_length: context length of the model in tokens, if its files state it.
+    """
 
     def __init__(
         self,
@@ -64,19 +69,19 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._strips_space = strips_space
-        self.pieces = tuple(pieces)  # the bytes of each token
+        self.pieces = tuple(pieces)
         self.eos_ids = special.eos
         self.bos_id = special.bos
         self.special_names = special.names
         self.chat_template = chat_template
-        self.context_length = context_length  # tokens, where the model's files say it
+        self.context_length = context_length
         self.special_ids = frozenset(
             id for id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         hidden = list(self.pieces)
         for id in self.special_ids:
             hidden[id] = b""
-        self.visible_pieces = tuple(hidden)  # those of special tokens are empty
+        self.visible_pieces = tuple(hidden)
 
     @property
     def vocab_size(self) -> int:
@@ -85,39 +90,39 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special: bool = True, parse_special: bool = True
     ) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Args:
-            add_special: put the tokens around it that the model expects, such as a BOS.
-            parse_special: read ``<|im_end|>`` and its like in the text as the tokens they name,
-                not as plain characters.
+            add_special: add the special tokens that the model expects, such as BOS.
+            parse_special: parse names of special tokens such as ``<|im_end|>`` as these tokens
+                instead of as plain text.
         """
         backend = self._backend if parse_special else self._plain_backend
-        # As a batch: that alone lets go of the interpreter's lock, so that a long text in a thread
-        # does not hold up the event loop.
+        # As a batch, since only this releases the interpreter lock: a long text that is encoded in
+        # a thread must not block the event loop.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
         return list(encoding.ids)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The text of a whole sequence. Bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of a sequence. Bytes that are not UTF-8 become U+FFFD."""
         detokenizer = IncrementalDetokenizer(self, skip_special=skip_special)
         text = detokenizer.push(ids) + detokenizer.finish()
         return text.removeprefix(" ") if self._strips_space else text
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The prompt of a conversation, up to where the assistant speaks.
+        """Return the prompt of a conversation, up to the start of the assistant's message.
 
         Raises:
-            ChatTemplateError: the model has no template, or it refuses these messages.
+            ChatTemplateError: if the model has no template, or it rejects the messages.
         """
         template = self.chat_template or ChatTemplate.missing()
         return template.render(messages, self.special_names)
 
     def save(self, directory: Path) -> None:
-        """Writes it as a Hugging Face directory holds it, so that `load_tokenizer` reads it back.
+        """Write the files of a Hugging Face directory, which `load_tokenizer` can read.
 
         Raises:
-            OSError: the directory cannot be written.
+            OSError: if the directory cannot be written.
         """
         config: dict[str, Any] = dict(self.special_names)
         if self.chat_template is not None:
@@ -134,10 +139,10 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Turns a growing sequence into text that only ever grows by whole characters.
+    """Decodes a growing sequence by whole characters.
 
-    What `push` and `finish` return, concatenated, is the decoded sequence. It continues a text: a
-    leading space is kept.
+    The concatenated results of `push` and `finish` are the text of the sequence, including a
+    leading space.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
@@ -145,20 +150,20 @@ class IncrementalDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """The characters that these ids complete. An id past the vocabulary has no text."""
+        """Return the characters that these ids complete; ids outside the vocabulary are skipped."""
         pieces, size = self._pieces, len(self._pieces)
         return self._utf8.decode(b"".join([pieces[id] for id in ids if id < size]))
 
     def finish(self) -> str:
-        """What is left at the end: U+FFFD for a character that was never completed, or nothing."""
+        """Return U+FFFD if the last character is incomplete, else an empty string."""
         return self._utf8.decode(b"", final=True)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a GGUF file or of a Hugging Face directory.
+    """Load the tokenizer of a GGUF file or of a Hugging Face directory.
 
     Raises:
-        TokenizerError: files are missing or damaged, or of a kind that is not understood.
+        TokenizerError: if files are missing, damaged or not supported.
     """
     try:
         return _load_directory(path) if path.is_dir() else _load_gguf(path)
@@ -168,8 +173,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise TokenizerError(f"cannot read the tokenizer of {path}: {error}") from error
 
 
-# The splits of text into words, by the names that GGUF files call them. The second and third are
-# the published ones of Llama 3 and Qwen2.
+# Pre-tokenizers by their names in GGUF files. The second and third are those of Llama 3 and Qwen2.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -191,33 +195,33 @@ def _split(pattern: str) -> list[Any]:
 
 
 def _load_gguf(path: Path) -> Tokenizer:
-    facts = read_metadata(path)
-    ours = {k.removeprefix("tokenizer.ggml."): v for k, v in facts.items()}
-    if ours.get("model") != "gpt2":
-        raise TokenizerError(f"tokenizer model {ours.get('model')!r} is not understood, only gpt2")
-    if ours.get("pre") not in _PRE_TOKENIZERS:
+    metadata = read_metadata(path)
+    fields = {k.removeprefix("tokenizer.ggml."): v for k, v in metadata.items()}
+    if fields.get("model") != "gpt2":
+        raise TokenizerError(f"tokenizer model {fields.get('model')!r} is not supported, only gpt2")
+    if fields.get("pre") not in _PRE_TOKENIZERS:
         raise TokenizerError(
-            f"pre-tokenizer {ours.get('pre')!r} is not understood, only {list(_PRE_TOKENIZERS)}"
+            f"pre-tokenizer {fields.get('pre')!r} is not supported, only {list(_PRE_TOKENIZERS)}"
         )
     try:
-        tokens, merges = ours["tokens"], [tuple(m.split(" ", 1)) for m in ours["merges"]]
-        types = ours.get("token_type", [])
+        tokens, merges = fields["tokens"], [tuple(m.split(" ", 1)) for m in fields["merges"]]
+        types = fields.get("token_type", [])
     except KeyError as error:
         raise TokenizerError(f"no tokenizer.ggml.{error.args[0]}") from None
-    backend = _byte_level_backend(tokens, merges, types, ours["pre"])
-    special = _gguf_special(ours, tokens)
-    if ours.get("add_bos_token", ours["pre"] == "llama-bpe") and special.bos is not None:
+    backend = _byte_level_backend(tokens, merges, types, fields["pre"])
+    special = _gguf_special(fields, tokens)
+    if fields.get("add_bos_token", fields["pre"] == "llama-bpe") and special.bos is not None:
         bos = tokens[special.bos]
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=None, special_tokens=[(bos, special.bos)]
         )
-    template = facts.get("tokenizer.chat_template")
+    template = metadata.get("tokenizer.chat_template")
     return Tokenizer(
         backend,
         special,
         pieces=byte_level_pieces(backend),
         chat_template=ChatTemplate(template) if template else None,
-        context_length=facts.get(f"{facts.get('general.architecture')}.context_length"),
+        context_length=metadata.get(f"{metadata.get('general.architecture')}.context_length"),
     )
 
 
@@ -234,7 +238,7 @@ def _byte_level_backend(
         raise TokenizerError(f"vocabulary and merges do not fit: {error}") from error
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
-    backend.decoder = decoders.ByteLevel()  # we decode by pieces; a saved tokenizer must say how
+    backend.decoder = decoders.ByteLevel()  # for `save`; decoding here uses the table
     added = [
         AddedToken(token, special=kind == _CONTROL, normalized=False)
         for token, kind in zip(tokens, types, strict=False)
@@ -244,9 +248,9 @@ def _byte_level_backend(
     return backend
 
 
-def _gguf_special(ours: dict[str, Any], tokens: list[str]) -> SpecialTokens:
+def _gguf_special(fields: dict[str, Any], tokens: list[str]) -> SpecialTokens:
     def id_of(key: str) -> int | None:
-        id = ours.get(f"{key}_token_id")
+        id = fields.get(f"{key}_token_id")
         if id is not None and not 0 <= id < len(tokens):
             raise TokenizerError(f"{key}_token_id {id} is outside the vocabulary")
         return id
@@ -263,8 +267,7 @@ def _gguf_special(ours: dict[str, Any], tokens: list[str]) -> SpecialTokens:
     )
 
 
-_FACTS = "headrace.json"
-"""Of a canonical checkpoint, which has no config.json but the same facts in here."""
+_CANONICAL_CONFIG = "headrace.json"  # replaces config.json in a canonical checkpoint
 
 
 def _load_directory(path: Path) -> Tokenizer:
@@ -274,11 +277,13 @@ def _load_directory(path: Path) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:
-        raise TokenizerError(f"tokenizer.json is not understood: {error}") from error
+        raise TokenizerError(f"tokenizer.json is not supported: {error}") from error
     backend.no_truncation()
     backend.no_padding()
     config = _read_json(path / "tokenizer_config.json")
-    model = _read_json(path / "config.json") or _read_json(path / _FACTS).get("config", {})
+    model = _read_json(path / "config.json") or _read_json(path / _CANONICAL_CONFIG).get(
+        "config", {}
+    )
     steps = flat_decoders(json.loads(text).get("decoder"))
     return Tokenizer(
         backend,

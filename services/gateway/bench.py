@@ -1,8 +1,8 @@
-"""Tokens/s that the gateway alone streams on one core: ``python -m services.gateway.bench``.
+"""Throughput of the gateway on one core, in tokens/s: ``python -m services.gateway.bench``.
 
-Three processes: a synthetic decode worker with a minimal router, the real gateway pinned to one
-core, and the clients here. The worker sends one message a step with one token for every stream.
-First as fast as the gateway takes them; then at the goal's pace, to see what it costs.
+Three processes run: a synthetic decode worker with a minimal router, the real gateway pinned to one
+core, and this one with the clients. In each step the worker sends one token of every stream. The
+first run is as fast as possible; the second has the pace of the goal, to measure the CPU time.
 """
 
 import argparse
@@ -41,7 +41,7 @@ _ADDRESS = "127.0.0.1"
 
 
 class SyntheticWorker(decode_pb2_grpc.DecodeServicer):
-    """Gives every stream one token a step, paced to ``rate`` tokens/s in all, or unpaced at 0."""
+    """Sends one token of every stream per step, at ``rate`` tokens/s in total; 0 is unpaced."""
 
     def __init__(self, tokens: list[int], rate: float) -> None:
         self._tokens = tokens
@@ -50,7 +50,7 @@ class SyntheticWorker(decode_pb2_grpc.DecodeServicer):
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
         self, commands: Any, context: Any
     ) -> None:
-        streams: dict[int, list[int]] = {}  # number: sent, wanted
+        streams: dict[int, list[int]] = {}  # stream number to [sent, requested] tokens
         wake = asyncio.Event()
 
         async def read() -> None:
@@ -133,9 +133,13 @@ def _run_gateway(core: int, port: int, grpc_port: int, router_port: int) -> None
 
 @dataclass
 class Result:
-    """One run. ``cpu`` is the gateway's share of its core; ``tokens_per_event`` is above 1 by
-    tokens that complete no character, and by those of one stream that were merged because the
-    gateway fell behind."""
+    """Results of one run.
+
+    Attributes:
+        tokens_per_event: above 1 due to tokens that complete no character, and to tokens of one
+            stream that were merged while the gateway was behind.
+        cpu: share of its core that the gateway used.
+    """
 
     pace: float
     tokens_per_s: float
@@ -145,7 +149,7 @@ class Result:
 
 
 class Clients:
-    """``count`` clients, each asking again as soon as its answer is complete."""
+    """``count`` clients; each sends its next request when its response is complete."""
 
     def __init__(self, port: int, count: int, length: int) -> None:
         self._port = port
@@ -200,7 +204,7 @@ async def _until_listening(*ports: int) -> None:
 
 
 def measure(rate: float, *, seconds: float, clients: int, length: int) -> Result:
-    """One run on fresh processes: warm up, then count what arrives."""
+    """Run once with new processes: warm up, then count the received tokens."""
     cores = sorted(os.sched_getaffinity(0))
     port, grpc_port, worker_port, router_port = (_free_port() for _ in range(4))
     context = multiprocessing.get_context("spawn")
@@ -242,12 +246,14 @@ def measure(rate: float, *, seconds: float, clients: int, length: int) -> Result
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each of the two runs")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="duration of each of the two runs"
+    )
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--length", type=int, default=256, help="tokens of an answer")
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--length", type=int, default=256, help="output tokens of a request")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     given = parser.parse_args()
-    table = Table(title=f"gateway alone, one core, {given.clients} clients, SSE")
+    table = Table(title=f"gateway, one core, {given.clients} clients, SSE")
     for column in ("pace", "tokens/s", "goal", "ratio", "requests/s", "tokens/event", "core used"):
         table.add_column(column, justify="right")
     results = []

@@ -1,4 +1,4 @@
-"""What HTTP and gRPC have in common: who may ask, what is served, and how much at a time."""
+"""The gateway behind HTTP and gRPC: authentication, model, admission, generation, drain."""
 
 import asyncio
 import re
@@ -26,27 +26,32 @@ from services.common.tokenizer import Tokenizer, load_tokenizer
 from services.gateway.generation import Generator
 from services.gateway.keys import ApiKeys
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.requests import Arrival, Checker, ContextLengthExceeded, GenerationRequest
+from services.gateway.requests import (
+    ContextLengthExceeded,
+    GenerationRequest,
+    RequestBuilder,
+    RequestContext,
+)
 from services.gateway.router_client import RouterClient
-from services.gateway.sessions import Sessions
+from services.gateway.sessions import SessionPool
 from services.gateway.settings import GatewaySettings
-from services.gateway.text import Piece
+from services.gateway.text import TextDelta
 
 log = structlog.get_logger()
 
-# As chat templates know them: `developer` is OpenAI's newer word for `system`.
+# Role names of chat templates. `developer` is OpenAI's newer name for `system`.
 _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_LONG_TEXT = 4096  # characters; longer ones are tokenized off the event loop
-_LONGEST_NAME = 128  # of what a client made up, in an error
-_READY_FOR_S = 0.5  # how long one look at the router counts
-_MERGE_BATCHES = 32  # of pieces, waiting for a client with several prompts
+_LONG_TEXT = 4096  # characters; longer texts are tokenized in a thread
+_MAX_NAME_CHARS = 128  # length of a client's model name in an error message
+_READY_CACHE_S = 0.5  # how long a positive answer of the router is reused
+_MERGE_QUEUE_SIZE = 32  # batches of deltas buffered for a request with several prompts
 _RETRY_AFTER_S = 5.0
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The one model that a gateway serves; ``created`` in seconds since 1970."""
+    """The model that a gateway serves. ``created`` is in seconds since 1970."""
 
     name: str
     tokenizer: Tokenizer
@@ -55,22 +60,28 @@ class ServedModel:
 
     @classmethod
     def load(cls, settings: GatewaySettings) -> "ServedModel":
-        """Reads the tokenizer of the model that settings name.
+        """Read the tokenizer of the model in the settings.
 
         Raises:
-            SettingsError: there is no such model, or its tokenizer is not understood.
+            SettingsError: if the model is missing or its tokenizer is not supported.
         """
         path = resolve_model(settings.model)
         tokenizer = load_tokenizer(path)
         context_length = settings.context_length or tokenizer.context_length
         if context_length is None:
-            raise SettingsError(f"{path} does not say its context length: set context_length")
+            raise SettingsError(f"{path} has no context length: set context_length")
         name = settings.served_model_name or model_name(path)
         return cls(name, tokenizer, context_length, int(time.time()))
 
 
 class Gateway:
-    """Everything behind the two public interfaces. Made inside a running event loop."""
+    """The state behind both public interfaces. Must be created inside a running event loop.
+
+    Attributes:
+        draining: new requests are refused.
+        requires_key: requests need an API key.
+        builder: builds validated generation requests.
+    """
 
     def __init__(
         self,
@@ -83,21 +94,22 @@ class Gateway:
         self.model = model
         self.metrics = GatewayMetrics()
         self.draining = False
+        self.requires_key = keys.required
         self._keys = keys
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._ready_until = 0.0
-        self._longest_piece = max(map(len, model.tokenizer.pieces))
+        self._max_token_bytes = max(map(len, model.tokenizer.pieces))
         self._router = router or RouterClient(
             settings.routers, token=settings.token, timeout_s=settings.connect_timeout_s
         )
-        self._sessions = Sessions(
+        self._sessions = SessionPool(
             token=settings.token,
             connect_timeout_s=settings.connect_timeout_s,
-            max_held=settings.stream_buffer_tokens,
+            max_buffered_tokens=settings.stream_buffer_tokens,
         )
-        self.checker = Checker(
+        self.builder = RequestBuilder(
             settings,
             context_length=model.context_length,
             vocab_size=model.tokenizer.vocab_size,
@@ -111,35 +123,35 @@ class Gateway:
             metrics=self.metrics,
         )
 
-    def arrive(self, request_id: str, authorization: str | None) -> Arrival:
-        """The first look at a request that wants work.
+    def accept(self, request_id: str, authorization: str | None) -> RequestContext:
+        """Authenticate a request and set its deadline.
 
         Raises:
-            Unauthenticated: its key does not pass.
-            Unavailable: the gateway is draining.
+            Unauthenticated: if its key is missing or unknown.
+            Unavailable: if the gateway is draining.
         """
         tenant = self._keys.tenant(authorization)
         if self.draining:
-            raise Unavailable("the gateway is going away", retry_after_s=_RETRY_AFTER_S)
+            raise Unavailable("the gateway is shutting down", retry_after_s=_RETRY_AFTER_S)
         now = asyncio.get_running_loop().time()
-        return Arrival(request_id, tenant, now, now + self.settings.deadline_s)
+        return RequestContext(request_id, tenant, now, now + self.settings.deadline_s)
 
     def require_model(self, name: str | None) -> None:
-        """Raises `ModelNotFound` unless a request names the served model, or none."""
+        """Raise `ModelNotFound` unless ``name`` is empty or the served model."""
         if name and name != self.model.name:
             raise ModelNotFound(
-                f"the model {name[:_LONGEST_NAME]!r} is not served here, only {self.model.name!r}",
+                f"the model {name[:_MAX_NAME_CHARS]!r} is not served, only {self.model.name!r}",
                 param="model",
             )
 
     async def encode_prompt(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of a prompt.
+        """Return the token ids of a prompt.
 
         Raises:
-            ContextLengthExceeded: it cannot fit; seen without tokenizing it, where it is long.
+            ContextLengthExceeded: if the text is too long for the context whatever its tokens.
         """
-        longest, context = self._longest_piece, self.model.context_length
-        if len(text) > longest * context:
+        context = self.model.context_length
+        if len(text) > self._max_token_bytes * context:
             raise ContextLengthExceeded(
                 f"{len(text)} characters cannot fit the model's context of {context} tokens",
                 param="prompt",
@@ -149,7 +161,7 @@ class Gateway:
     async def encode(
         self, text: str, *, add_special: bool, parse_special: bool = True
     ) -> list[int]:
-        """Token ids; a long text does not hold up the streams."""
+        """Return the token ids of a text. A long text does not block the event loop."""
         tokenizer = self.model.tokenizer
         if len(text) <= _LONG_TEXT:
             return tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
@@ -158,68 +170,72 @@ class Gateway:
         )
 
     async def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation's prompt.
+        """Return the token ids of a conversation.
 
         Raises:
-            InvalidRequest: it is empty, a role is none, or the model's chat template refuses it.
+            InvalidRequest: if there is no message, a role is unknown, or the chat template of the
+                model rejects the messages.
         """
         if not messages:
-            raise InvalidRequest("a conversation needs a message", param="messages")
+            raise InvalidRequest("at least one message is required", param="messages")
         for at, message in enumerate(messages):
-            if message["role"] not in _ROLES:  # a template would write any text into the prompt
+            if message["role"] not in _ROLES:  # a template copies it into the prompt
                 raise InvalidRequest(
-                    f"a role is one of {', '.join(_ROLES)}", param=f"messages[{at}].role"
+                    f"role must be one of {', '.join(_ROLES)}", param=f"messages[{at}].role"
                 )
         known = [{**message, "role": _ROLES[message["role"]]} for message in messages]
         prompt = self.model.tokenizer.render_chat(known)
         return await self.encode_prompt(prompt, add_special=False)
 
-    async def answer(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[Piece]]:
-        """The pieces of all requests, as they come. Close it to cancel.
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[list[TextDelta]]:
+        """Yield the output of all requests as it arrives. Closing the generator cancels them.
 
-        Choices are numbered through: those of the first request, then those of the next.
+        Choices are numbered across requests: those of the first, then those of the second, etc.
 
         Raises:
-            ServiceError: why one of them has no answer; the others are cancelled.
+            ServiceError: if one request cannot be completed; the others are cancelled.
         """
-        with self._admitted(len(requests)):
+        with self._admit(len(requests)):
             if len(requests) == 1:
-                pieces = self._generator.run(requests[0])
+                output = self._generator.run(requests[0])
             else:
-                pieces = self._merged(requests)
-            async with aclosing(pieces):
-                async for batch in pieces:
-                    yield batch
+                output = self._merge(requests)
+            async with aclosing(output):
+                async for deltas in output:
+                    yield deltas
 
     async def ready(self) -> bool:
-        """Whether a request would find workers; looks at the routers every half second at most."""
+        """Return whether a router has ready workers; caches a positive answer for 0.5 s."""
         if self.draining:
             return False
         now = asyncio.get_running_loop().time()
         if now >= self._ready_until:
             if not await self._router.can_place(self.model.name):
                 return False
-            self._ready_until = now + _READY_FOR_S
+            self._ready_until = now + _READY_CACHE_S
         return True
 
     async def drain(self, limit_s: float) -> None:
-        """No new work; what runs may finish, and what has not in time ends with an error."""
+        """Refuse new requests, and end those that still run after ``limit_s`` with an error."""
         self.draining = True
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
         except TimeoutError:
-            self._sessions.fail_all(Unavailable("the gateway is going away"))
+            self._sessions.fail_all(Unavailable("the gateway is shutting down"))
 
     async def close(self) -> None:
+        """Close the sessions with workers, then the connections to routers."""
         await self._sessions.close()
         await self._router.close()
 
     @contextmanager
-    def _admitted(self, count: int) -> Iterator[None]:
+    def _admit(self, count: int) -> Iterator[None]:
         if self._running + count > self.settings.max_concurrent:
             raise Overloaded(
-                f"{self._running} prompts are being answered, the limit is "
+                f"{self._running} prompts are in progress, the limit is "
                 f"{self.settings.max_concurrent}",
                 retry_after_s=1.0,
             )
@@ -234,15 +250,19 @@ class Gateway:
             if not self._running:
                 self._idle.set()
 
-    async def _merged(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[Piece]]:
-        queue: asyncio.Queue[list[Piece] | ServiceError | None] = asyncio.Queue(_MERGE_BATCHES)
+    async def _merge(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[list[TextDelta]]:
+        """Run several requests concurrently and yield their deltas with renumbered choices."""
+        queue: asyncio.Queue[list[TextDelta] | ServiceError | None]
+        queue = asyncio.Queue(_MERGE_QUEUE_SIZE)
 
         async def follow(request: GenerationRequest, offset: int) -> None:
-            async with aclosing(self._generator.run(request)) as pieces:
-                async for batch in pieces:
-                    for piece in batch:
-                        piece.choice += offset
-                    await queue.put(batch)
+            async with aclosing(self._generator.run(request)) as output:
+                async for deltas in output:
+                    for delta in deltas:
+                        delta.choice += offset
+                    await queue.put(deltas)
 
         async def follow_all() -> None:
             end: ServiceError | None = None
@@ -251,11 +271,11 @@ class Gateway:
                 async with asyncio.TaskGroup() as group:
                     for request in requests:
                         group.create_task(follow(request, offset))
-                        offset += request.choices
+                        offset += request.options.n
             except* ServiceError as errors:
                 end = next(e for e in errors.exceptions if isinstance(e, ServiceError))
-            except* Exception as errors:  # the reader must hear of it, or it waits for ever
-                log.exception("prompts failed")
+            except* Exception as errors:  # without an item the reader would wait for ever
+                log.exception("unexpected error in a request with several prompts")
                 end = InternalFault(f"internal error: {errors.exceptions[0]!r}")
             await queue.put(end)
 
@@ -271,8 +291,8 @@ class Gateway:
 
 
 @asynccontextmanager
-async def within(deadline: float) -> AsyncGenerator[None]:
-    """Raises `DeadlineExceeded` where the block lasts past ``deadline``, the event loop's time."""
+async def enforce_deadline(deadline: float) -> AsyncGenerator[None]:
+    """Cancel the block at ``deadline``, of the event loop's clock, and raise `DeadlineExceeded`."""
     try:
         async with asyncio.timeout_at(deadline):
             yield
@@ -280,6 +300,6 @@ async def within(deadline: float) -> AsyncGenerator[None]:
         raise DeadlineExceeded("the request's deadline passed") from None
 
 
-def request_id_from(given: str | None) -> str:
-    """The client's id, where it is printable and short enough; else a new one."""
+def valid_request_id(given: str | None) -> str:
+    """Return the client's request id if it is printable and short, else a new one."""
     return given if given and _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

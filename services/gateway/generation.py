@@ -1,8 +1,9 @@
-"""The life of an admitted request: placed, streamed, placed again where a worker fails it.
+"""The life of an admitted request: placement, streaming, and retries after a worker failure.
 
-It ends exactly once, with its answer or with a `ServiceError`, and gives every placement back
-exactly once. A failure before the first token starts over elsewhere. After it the prompt is
-replayed with the tokens that were already passed on, so that none is repeated or changed.
+A request ends exactly once, with its output or with a `ServiceError`, and every placement is
+released exactly once. A failure before the first token starts over on other workers. After the
+first token, the next attempt replays the prompt and the delivered tokens, so that no token is
+repeated or changed.
 """
 
 import asyncio
@@ -20,25 +21,23 @@ from services.common.errors import (
     TooLarge,
     Unavailable,
 )
-from services.common.placement import Outcome
+from services.common.placement import Outcome, PlaceRequest
 from services.common.tokenizer import Tokenizer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.progress import Progress
 from services.gateway.requests import GenerationRequest
-from services.gateway.router_client import Placed, RouterClient
-from services.gateway.sessions import Sessions, WorkerFailure
+from services.gateway.router_client import RoutedPlacement, RouterClient
+from services.gateway.sessions import SessionPool, WorkerFailure
 from services.gateway.settings import GatewaySettings
-from services.gateway.text import Piece, TextAssembly
+from services.gateway.text import TextAssembler, TextDelta
+from services.gateway.wire import start_stream_message
 
 log = structlog.get_logger()
 
-_BACKOFF_S = 0.05  # before the second attempt; doubles with each further one, up to
+_BACKOFF_S = 0.05  # before the second attempt; doubles with each further one
 _MAX_BACKOFF_S = 1.0
-_REFUSALS = (
-    error_pb2.ERROR_CODE_OVERLOADED,
-    error_pb2.ERROR_CODE_DRAINING,
-)
-_LOSSES = (error_pb2.ERROR_CODE_UNSPECIFIED, error_pb2.ERROR_CODE_PREFILL_LOST)
+_REFUSALS = (error_pb2.ERROR_CODE_OVERLOADED, error_pb2.ERROR_CODE_DRAINING)
+_LOST_WORKER = (error_pb2.ERROR_CODE_UNSPECIFIED, error_pb2.ERROR_CODE_PREFILL_LOST)
 _FINAL = {
     error_pb2.ERROR_CODE_INVALID: InvalidRequest,
     error_pb2.ERROR_CODE_DEADLINE: DeadlineExceeded,
@@ -47,7 +46,7 @@ _FINAL = {
 
 
 class Generator:
-    """Answers requests through routers and workers."""
+    """Generates the output of requests through routers and workers."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class Generator:
         model: str,
         tokenizer: Tokenizer,
         router: RouterClient,
-        sessions: Sessions,
+        sessions: SessionPool,
         metrics: GatewayMetrics,
     ) -> None:
         self._settings = settings
@@ -66,99 +65,116 @@ class Generator:
         self._sessions = sessions
         self._metrics = metrics
 
-    async def run(self, request: GenerationRequest) -> AsyncGenerator[list[Piece]]:
-        """The pieces of an answer as they come. Close it to cancel, down to the worker.
+    async def run(self, request: GenerationRequest) -> AsyncGenerator[list[TextDelta]]:
+        """Yield the output as it arrives. Closing the generator cancels the stream on the worker.
 
-        The caller holds it to the request's deadline.
+        The caller enforces the deadline of the request.
 
         Raises:
-            ServiceError: why there is no answer, or no more of it.
+            ServiceError: if the request cannot be completed.
         """
-        text = TextAssembly(self._tokenizer, request.choices, request.stop)
-        progress = Progress(request, () if request.ignore_eos else self._tokenizer.eos_ids)
-        watch = _Stopwatch(request.arrived, self._metrics)
+        options, context = request.options, request.context
+        text = TextAssembler(self._tokenizer, options.n, options.stop)
+        stop_token_ids = () if options.ignore_eos else self._tokenizer.eos_ids
+        progress = Progress(request, stop_token_ids)
+        latency = _LatencyRecorder(context.arrived, self._metrics)
         self._metrics.prompt_tokens.inc(len(request.prompt))
         excluded: set[str] = set()
         attempt, lost = 0, 0
         while not text.done:
-            placed = await self._place(request, progress, attempt, excluded)
-            worker = placed.placement.decode
+            routed = await self._place(request, progress, attempt, excluded)
+            worker = routed.placement.decode
             outcome, blame, stream = Outcome.CANCELLED, None, None
             try:
                 stream = self._sessions.get(worker).start(
-                    progress.start(placed, attempt, request.deadline - _now())
+                    start_stream_message(
+                        request,
+                        routed.placement,
+                        attempt=attempt,
+                        replayed=progress.replayed,
+                        stop_token_ids=stop_token_ids,
+                        deadline_s=context.deadline - _now(),
+                    )
                 )
                 while not text.done:
-                    deltas = await stream.next()
-                    progress.accept(deltas, worker.worker_id)
-                    pieces = self._assemble(deltas, text, watch)
-                    if pieces:
-                        yield pieces
+                    received = await stream.next()
+                    progress.accept(received, worker.worker_id)
+                    deltas = self._assemble(received, text, latency)
+                    if deltas:
+                        yield deltas
                 outcome = Outcome.OK
             except WorkerFailure as failure:
                 outcome = Outcome.REFUSED if failure.code in _REFUSALS else Outcome.FAILED
-                blame = _blamed(failure, placed)
-                attempt, lost = attempt + 1, lost + (failure.code in _LOSSES)
-                if not progress.end():
-                    self._check_retry(failure, request, progress, attempt, lost)
+                blame = _blamed_worker(failure, routed)
+                attempt, lost = attempt + 1, lost + (failure.code in _LOST_WORKER)
+                if not progress.finish_reason():
+                    self._check_retry(failure, progress, attempt, lost)
                 excluded.add(blame or worker.worker_id)
             finally:
                 if stream is not None:
-                    stream.close(cancel=bool(progress.unended))
-                self._router.release(placed, outcome, blame)
+                    stream.close(cancel=bool(progress.unfinished))
+                self._router.release(routed, outcome, blame)
             if outcome is not Outcome.OK:
-                if reason := progress.end():
+                if reason := progress.finish_reason():
                     yield text.push((), ((0, reason),))
                 else:
                     await asyncio.sleep(_backoff_s(attempt))
-        watch.finish()
+        latency.finish()
 
     def _assemble(
-        self, deltas: Sequence[decode_pb2.StreamDelta], text: TextAssembly, watch: "_Stopwatch"
-    ) -> list[Piece]:
-        if len(deltas) == 1:
-            tokens: Sequence[sampling_pb2.Token] = deltas[0].tokens
-            ended = [(end.choice, end.reason) for end in deltas[0].ended]
+        self,
+        received: Sequence[decode_pb2.StreamDelta],
+        text: TextAssembler,
+        latency: "_LatencyRecorder",
+    ) -> list[TextDelta]:
+        if len(received) == 1:
+            tokens: Sequence[sampling_pb2.Token] = received[0].tokens
+            ended = [(end.choice, end.reason) for end in received[0].ended]
         else:
-            tokens = [token for delta in deltas for token in delta.tokens]
-            ended = [(end.choice, end.reason) for delta in deltas for end in delta.ended]
+            tokens = [token for delta in received for token in delta.tokens]
+            ended = [(end.choice, end.reason) for delta in received for end in delta.ended]
         if tokens:
-            watch.tokens(len(tokens))
-        if deltas[-1].HasField("stages"):
-            self._metrics.stages(deltas[-1].stages)
+            latency.record_tokens(len(tokens))
+        if received[-1].HasField("stages"):
+            self._metrics.observe_stages(received[-1].stages)
         return text.push(tokens, ended)
 
     async def _place(
         self, request: GenerationRequest, progress: Progress, attempt: int, excluded: set[str]
-    ) -> Placed:
-        """A place for an attempt. Workers that failed this request are avoided while others can
-        take it."""
+    ) -> RoutedPlacement:
+        """Place an attempt, on workers that did not fail this request if there are any."""
         began = _now()
-        wait_s = max(0.0, min(self._settings.queue_wait_s, request.deadline - began))
+        context, replayed = request.context, len(progress.replayed)
+        wait_s = max(0.0, min(self._settings.queue_wait_s, context.deadline - began))
         while True:
-            asked = progress.place(self._model, attempt, excluded, wait_s)
+            call = PlaceRequest(
+                request_id=context.request_id,
+                attempt=attempt,
+                model=self._model,
+                prompt_tokens=len(request.prompt) + replayed,
+                max_tokens=request.max_tokens - replayed,
+                choices=request.options.n,
+                tenant=context.tenant,
+                exclude=sorted(excluded),
+                wait_s=wait_s,
+            )
             try:
-                placed = await self._router.place(asked)
+                routed = await self._router.place(call)
             except (TooLarge, Unavailable):
                 if not excluded:
                     raise
                 excluded.clear()
             else:
-                self._metrics.routed(_now() - began)
-                return placed
+                self._metrics.observe_routing(_now() - began)
+                return routed
 
     def _check_retry(
-        self,
-        failure: WorkerFailure,
-        request: GenerationRequest,
-        progress: Progress,
-        attempts: int,
-        lost: int,
+        self, failure: WorkerFailure, progress: Progress, attempts: int, lost: int
     ) -> None:
-        """Returns where another attempt may follow.
+        """Return if another attempt is allowed.
 
         Raises:
-            ServiceError: none may.
+            ServiceError: if the failure ends the request.
         """
         log.warning(
             "worker failed a request",
@@ -170,25 +186,25 @@ class Generator:
         )
         if (final := _FINAL.get(failure.code)) is not None:
             raise final(failure.message)
-        if progress.started and request.choices > 1:
-            raise Unavailable(f"{failure.message}; n > 1 cannot be continued elsewhere")
-        if lost >= self._settings.max_lost_workers:  # it may be what ends them
-            raise Unavailable(f"{lost} workers ended under this request: {failure.message}")
+        if progress.started and len(progress.delivered) > 1:
+            raise Unavailable(f"{failure.message}; n > 1 cannot be continued on another worker")
+        if lost >= self._settings.max_lost_workers:  # the request itself may crash workers
+            raise Unavailable(f"{lost} workers were lost by this request: {failure.message}")
         if attempts >= self._settings.max_attempts:
             error = Overloaded if failure.code in _REFUSALS else Unavailable
             raise error(f"after {attempts} attempts: {failure.message}", retry_after_s=1.0)
         self._metrics.failovers.labels(failure.reason).inc()
 
 
-class _Stopwatch:
-    """Measures one request, from its arrival."""
+class _LatencyRecorder:
+    """Records the latency metrics of one request. ``arrived`` is of the event loop's clock."""
 
     def __init__(self, arrived: float, metrics: GatewayMetrics) -> None:
         self._arrived = arrived
         self._metrics = metrics
         self._last: float | None = None
 
-    def tokens(self, count: int) -> None:
+    def record_tokens(self, count: int) -> None:
         now = _now()
         if self._last is None:
             self._metrics.first_token.observe(now - self._arrived)
@@ -201,9 +217,9 @@ class _Stopwatch:
         self._metrics.end_to_end.observe(_now() - self._arrived)
 
 
-def _blamed(failure: WorkerFailure, placed: Placed) -> str | None:
-    """Whom the router shall be told of: a worker of this placement, or nobody."""
-    placement = placed.placement
+def _blamed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> str | None:
+    """Return the id of the blamed worker if it belongs to the placement."""
+    placement = routed.placement
     workers = {placement.decode.worker_id}
     if placement.prefill is not None:
         workers.add(placement.prefill.worker_id)
@@ -211,7 +227,7 @@ def _blamed(failure: WorkerFailure, placed: Placed) -> str | None:
 
 
 def _backoff_s(attempt: int) -> float:
-    """Random, so that what one worker's end has failed does not come back all at once."""
+    """Return a random pause, so that requests of one failed worker do not retry all at once."""
     return float(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1))
 
 

@@ -1,4 +1,4 @@
-"""API keys: the gateway knows their hashes alone."""
+"""API keys. The gateway stores only their SHA-256 digests."""
 
 import hashlib
 import hmac
@@ -12,21 +12,26 @@ _LINE = re.compile(r"^([0-9a-fA-F]{64})(?:\s+(\S{1,128}))?$")
 
 
 class ApiKeys:
-    """Which keys may pass, and the tenant each stands for.
+    """The accepted keys with their tenants.
 
     Args:
-        tenants: SHA-256 digest of a key to its tenant's name. Empty lets everyone pass.
+        tenants: SHA-256 digest of each key to its tenant. If empty, no key is required.
     """
 
     def __init__(self, tenants: dict[bytes, str] | None = None) -> None:
         self._tenants = tenants or {}
 
+    @property
+    def required(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._tenants)
+
     @classmethod
     def load(cls, path: Path | None) -> Self:
-        """Reads ``sha256-hex [name]`` lines; blank ones and ``#`` comments are skipped.
+        """Read ``sha256-hex [name]`` lines, skipping blank lines and ``#`` comments.
 
         Raises:
-            SettingsError: the file cannot be read, has another line, or holds no key.
+            SettingsError: if the file cannot be read, has an invalid line, or has no key.
         """
         if path is None:
             return cls()
@@ -39,19 +44,21 @@ class ApiKeys:
             if not (text := line.partition("#")[0].strip()):
                 continue
             if not (match := _LINE.match(text)):
-                raise SettingsError(f"{path}, line {number}: not a SHA-256 in hex and a name")
+                raise SettingsError(
+                    f"{path}, line {number}: expected a SHA-256 digest in hex and an optional name"
+                )
             tenants[bytes.fromhex(match[1])] = match[2] or f"key-{match[1][:8]}"
-        if not tenants:  # an empty file must not open the door
-            raise SettingsError(f"{path} holds no API key")
+        if not tenants:  # an empty file must not disable authentication
+            raise SettingsError(f"{path} has no API key")
         return cls(tenants)
 
     def tenant(self, authorization: str | None) -> str | None:
-        """Whose key an ``Authorization`` value carries; None where no keys are asked for.
+        """Return the tenant of the key in an ``Authorization`` header; None if none is required.
 
-        Takes the same time for every wrong key: all digests are compared.
+        Compares all digests, so that the time does not depend on the key.
 
         Raises:
-            Unauthenticated: no key, or one that is not known.
+            Unauthenticated: if the key is missing or unknown.
         """
         if not self._tenants:
             return None

@@ -1,4 +1,4 @@
-"""What the gateway measures; names as the field uses them."""
+"""Prometheus metrics of the gateway."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -9,41 +9,41 @@ _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 
 
 class GatewayMetrics:
-    """The metrics of one gateway process, in a registry of their own.
+    """Metrics of one gateway, in a registry of their own.
 
-    Label values are bounded: endpoints are routes, statuses are codes, reasons are the protocol's
-    error codes.
+    Label values are bounded: endpoints are routes, statuses are HTTP status codes, and reasons are
+    error codes of the protocol.
     """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "headrace_requests",
-            "requests answered, by status",
+            "requests completed, by endpoint and status",
             ["endpoint", "status"],
             registry=registry,
         )
         self.first_token = Histogram(
             "headrace_time_to_first_token_seconds",
-            "from the request's arrival to its first token",
+            "from the arrival of a request to its first token",
             buckets=_SECONDS,
             registry=registry,
         )
         self.inter_token = Histogram(
             "headrace_inter_token_latency_seconds",
-            "between two tokens of a stream",
+            "between consecutive tokens of a stream",
             buckets=_BETWEEN_TOKENS,
             registry=registry,
         )
         self.end_to_end = Histogram(
             "headrace_e2e_request_latency_seconds",
-            "from the request's arrival to its last token",
+            "from the arrival of a request to its last token",
             buckets=_SECONDS,
             registry=registry,
         )
         self._stages = Histogram(
             "headrace_request_stage_seconds",
-            "time of a request in each stage",
+            "time that a request spends in each stage",
             ["stage"],
             buckets=_SECONDS,
             registry=registry,
@@ -52,22 +52,23 @@ class GatewayMetrics:
             "headrace_prompt_tokens", "prompt tokens admitted", registry=registry
         )
         self.generation_tokens = Counter(
-            "headrace_generation_tokens", "tokens passed to clients", registry=registry
+            "headrace_generation_tokens", "tokens generated for clients", registry=registry
         )
         self.running = Gauge(
-            "headrace_num_requests_running", "prompts being answered", registry=registry
+            "headrace_num_requests_running", "prompts in progress", registry=registry
         )
         self.failovers = Counter(
             "headrace_failovers",
-            "requests placed again, by what failed",
+            "attempts after a worker failure, by reason",
             ["reason"],
             registry=registry,
         )
 
-    def routed(self, seconds: float) -> None:
+    def observe_routing(self, seconds: float) -> None:
+        """Record the time that a place call took."""
         self._stages.labels("route").observe(seconds)
 
-    def stages(self, times: decode_pb2.StageTimes) -> None:
-        """What the workers report with the end of a stream; a stage that did not happen is 0."""
+    def observe_stages(self, times: decode_pb2.StageTimes) -> None:
+        """Record the stage times at the end of a stream. A skipped stage is 0 and not recorded."""
         for field, seconds in times.ListFields():
             self._stages.labels(field.name).observe(seconds)

@@ -1,98 +1,73 @@
-"""What of a request has been passed on, across its attempts, and what an attempt must be told."""
+"""Tokens of a request that were delivered to the client, across all attempts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from headrace.v1 import decode_pb2, error_pb2, sampling_pb2
-from services.common.placement import PlaceRequest
 from services.gateway.requests import GenerationRequest
-from services.gateway.router_client import Placed
 from services.gateway.sessions import WorkerFailure
 from services.gateway.text import FINISH_REASONS, FinishReason
 
 
 class Progress:
-    """The tokens that a client has, choice by choice; an attempt starts where they end."""
+    """Delivered tokens of each choice. A new attempt replays them after the prompt.
+
+    Attributes:
+        delivered: token ids of each choice, in order.
+        unfinished: choices that the worker has not ended.
+    """
 
     def __init__(self, request: GenerationRequest, stop_token_ids: tuple[int, ...]) -> None:
-        self._request = request
+        self._max_tokens = request.max_tokens
         self._stop_token_ids = stop_token_ids
-        self.delivered: list[list[int]] = [[] for _ in range(request.choices)]
-        self.unended = set(range(request.choices))  # by the worker
+        self.delivered: list[list[int]] = [[] for _ in range(request.options.n)]
+        self.unfinished = set(range(request.options.n))
 
     @property
     def started(self) -> bool:
+        """Whether any token was delivered."""
         return any(self.delivered)
 
+    @property
+    def replayed(self) -> Sequence[int]:
+        """Output tokens that another attempt has to replay. Only a single choice is replayed."""
+        return self.delivered[0]
+
     def accept(self, deltas: Sequence[decode_pb2.StreamDelta], worker_id: str) -> None:
-        """Notes tokens that are about to be passed on: all of them, or none.
+        """Record tokens that are about to be delivered: all of them, or none on an error.
 
         Raises:
-            WorkerFailure: a token that is not its choice's next one, or an end that is none.
+            WorkerFailure: if a token is not the next one of its choice, or an end is invalid.
         """
         next_index = [len(tokens) for tokens in self.delivered]
         for delta in deltas:
             for token in delta.tokens:
                 if token.choice >= len(next_index) or token.index != next_index[token.choice]:
-                    raise _broken(f"token {token.index} is out of order", worker_id)
+                    raise _protocol_error(f"token {token.index} is out of order", worker_id)
                 next_index[token.choice] += 1
             for end in delta.ended:
                 if end.choice >= len(next_index) or end.reason not in FINISH_REASONS:
-                    raise _broken(f"choice {end.choice} ended for reason {end.reason}", worker_id)
+                    message = f"choice {end.choice} ended for reason {end.reason}"
+                    raise _protocol_error(message, worker_id)
         for delta in deltas:
             for token in delta.tokens:
                 self.delivered[token.choice].append(token.token)
-            self.unended.difference_update(end.choice for end in delta.ended)
+            self.unfinished.difference_update(end.choice for end in delta.ended)
 
-    def end(self) -> "FinishReason | None":
-        """How a single choice ended, where the tokens passed on say that it has."""
-        if self._request.choices > 1:
+    def finish_reason(self) -> "FinishReason | None":
+        """Return how a single choice ended if its delivered tokens are complete, else None."""
+        if len(self.delivered) > 1:
             return None
         delivered = self.delivered[0]
         if delivered and delivered[-1] in self._stop_token_ids:
             return sampling_pb2.FINISH_REASON_STOP
-        if len(delivered) >= self._request.max_tokens:
+        if len(delivered) >= self._max_tokens:
             return sampling_pb2.FINISH_REASON_LENGTH
         return None
 
-    def place(
-        self, model: str, attempt: int, excluded: Iterable[str], wait_s: float
-    ) -> PlaceRequest:
-        request, replayed = self._request, len(self.delivered[0])
-        return PlaceRequest(
-            request_id=request.request_id,
-            attempt=attempt,
-            model=model,
-            prompt_tokens=len(request.prompt) + replayed,
-            max_tokens=request.max_tokens - replayed,
-            choices=request.choices,
-            tenant=request.tenant,
-            exclude=sorted(excluded),
-            wait_s=wait_s,
-        )
 
-    def start(self, placed: Placed, attempt: int, deadline_s: float) -> decode_pb2.StartStream:
-        request, placement = self._request, placed.placement
-        message = decode_pb2.StartStream(
-            request_id=request.request_id,
-            attempt=attempt,
-            placement_id=placement.placement_id,
-            epoch=placement.decode.epoch,
-            tokens=(*request.prompt, *self.delivered[0]),
-            prompt_tokens=len(request.prompt),
-            sampling=request.sampling,
-            max_tokens=request.max_tokens,
-            stop_token_ids=self._stop_token_ids,
-            choices=request.choices,
-            deadline_s=deadline_s,
-        )
-        if placement.prefill is not None:
-            message.prefill.worker_id = placement.prefill.worker_id
-            message.prefill.epoch = placement.prefill.epoch
-            message.prefill.address = placement.prefill.address
-        return message
-
-
-def _broken(what: str, worker_id: str) -> WorkerFailure:
+def _protocol_error(message: str, worker_id: str) -> WorkerFailure:
     return WorkerFailure(
-        f"worker {worker_id} broke the protocol: {what}", error_pb2.ERROR_CODE_INTERNAL, worker_id
+        f"worker {worker_id} violated the protocol: {message}",
+        error_pb2.ERROR_CODE_INTERNAL,
+        worker_id,
     )

@@ -1,218 +1,266 @@
-"""A generation request as the gateway keeps it, and the one place that checks what was asked."""
+"""The generation request: its fields with their bounds, and its construction.
 
+`GenerationFields` declares each field once, for HTTP and gRPC. Field names equal those of the
+protobuf messages ``GenerateRequest`` and ``Sampling``, so that both conversions are generic.
+"""
+
+import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from headrace.v1 import sampling_pb2
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+)
+from pydantic_core import ErrorDetails
+
 from services.common.errors import InvalidRequest
 from services.gateway.settings import GatewaySettings
 
 _SEED_BITS = 64
-_LEAST_PENALTY = 0.01  # of repetition: it divides logits, and infinite ones have no distribution
-_LEAST_TOP_P = 1e-6  # a smaller one also keeps one token, until it underflows and keeps none
+_MIN_REPETITION_PENALTY = 0.01  # it divides logits, and infinite logits have no distribution
+_MIN_TOP_P = 1e-6  # keeps one token, as smaller values do until they underflow to 0
+_MAX_LOGIT_BIAS = 100.0
+_MAX_NAME_CHARS = 128  # length of a field name in an error message
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and answer do not fit the model's context."""
+    """The prompt and the requested output do not fit the context length of the model."""
 
     code = "context_length_exceeded"
 
 
 class UnsupportedField(InvalidRequest):
-    """A field that is not served, refused by its name."""
+    """A field of OpenAI's API that this service does not support."""
 
     code = "unsupported_parameter"
 
 
+def _parse_logit_bias(bias: Any) -> dict[int, float]:
+    """Convert the keys to token ids. Stops at the first error: a body may have 100,000 entries."""
+    if not isinstance(bias, Mapping):
+        raise ValueError("must map token ids to numbers")
+    parsed = {}
+    for token, value in bias.items():
+        if isinstance(token, str) and not _TOKEN_ID.fullmatch(token):  # int() accepts more
+            raise ValueError("keys must be token ids")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError("values must be numbers")
+        if not -_MAX_LOGIT_BIAS <= value <= _MAX_LOGIT_BIAS:  # false for NaN
+            raise ValueError(f"values must be between -100 and 100, not {value}")
+        parsed[int(token)] = value
+    return parsed
+
+
+def _parse_stop(stop: Any) -> Any:
+    """Accept a single string as a list of one; a repeated field of protobuf is a sequence, too."""
+    if isinstance(stop, str):
+        return [stop]
+    return list(stop) if isinstance(stop, Sequence) else stop
+
+
+_LOGIT_BIAS_SCHEMA = {
+    "type": "object",
+    "propertyNames": {"pattern": f"^({_TOKEN_ID.pattern})$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
+_STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Stop = Annotated[
+    tuple[str, ...],
+    Field(strict=False, fail_fast=True, description="strings that end the output, not included"),
+    BeforeValidator(_parse_stop),
+    WithJsonSchema(_STOP_SCHEMA),
+]
+
+
+class GenerationFields(BaseModel):
+    """Fields that completions, chat completions and gRPC share. Settings bound some further."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    max_tokens: Annotated[int, Field(ge=1, description="output tokens of each choice")] | None = (
+        None
+    )
+    n: Annotated[int, Field(ge=1, description="choices for each prompt")] = 1
+    stop: _Stop = ()
+    seed: (
+        Annotated[
+            int,
+            Field(ge=-(1 << (_SEED_BITS - 1)), lt=1 << _SEED_BITS, description="absent: random"),
+            AfterValidator(lambda seed: seed % (1 << _SEED_BITS)),
+        ]
+        | None
+    ) = None
+    temperature: Annotated[float, Field(ge=0, le=2, description="0 is greedy")] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), AfterValidator(lambda p: max(_MIN_TOP_P, p))] = 1.0
+    top_k: Annotated[
+        int,
+        Field(ge=-1, lt=1 << 31, description="0 or -1 keeps all tokens"),
+        AfterValidator(lambda k: max(0, k)),
+    ] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(ge=_MIN_REPETITION_PENALTY, le=10)] = 1.0
+    logit_bias: Annotated[
+        dict[int, float],
+        BeforeValidator(_parse_logit_bias),
+        WithJsonSchema(_LOGIT_BIAS_SCHEMA),
+    ] = Field(default_factory=dict)
+    ignore_eos: Annotated[
+        bool, Field(description="continue past end-of-sequence tokens, as in vLLM")
+    ] = False
+
+
+class GenerationOptions(GenerationFields):
+    """Generation parameters of one request, independent of the interface it came through."""
+
+    logprobs: Annotated[int, Field(ge=0, description="alternatives for each token")] | None = None
+
+
 @dataclass(frozen=True)
-class Wanted:
-    """What a client asked for, whichever way it came; None where it said nothing."""
+class RequestContext:
+    """Identity and time limits of a request. Times are of the event loop's clock, in seconds."""
 
-    max_tokens: int | None = None
-    n: int | None = None
-    stop: Sequence[str] = ()
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    ignore_eos: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)  # of fields that came under another
-
-    def name(self, field_name: str) -> str:
-        """What the client calls a field, for errors."""
-        return self.names.get(field_name, field_name)
+    request_id: str
+    tenant: str | None
+    arrived: float
+    deadline: float
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to answer, checked and complete. ``deadline`` and ``arrived`` are the event loop's
-    time, in seconds."""
+    """One prompt to complete, validated.
 
-    request_id: str
+    Attributes:
+        prompt: token ids.
+        max_tokens: maximum output tokens of each choice.
+        seed: the client's seed, or a random one; 64 bits.
+        options: the other parameters; their ``max_tokens`` and ``seed`` are what the client sent.
+    """
+
+    context: RequestContext
     prompt: tuple[int, ...]
-    sampling: sampling_pb2.Sampling
-    max_tokens: int  # of each choice
-    choices: int
-    stop: tuple[str, ...]
-    ignore_eos: bool  # nothing but ``stop`` and ``max_tokens`` ends it
-    tenant: str | None
-    arrived: float
-    deadline: float
+    max_tokens: int
+    seed: int
+    options: GenerationOptions
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """What is known of a request before its content: who, when, and until when."""
+class RequestBuilder:
+    """Builds requests within the bounds of the settings and of the model."""
 
-    request_id: str
-    tenant: str | None
-    arrived: float
-    deadline: float
-
-
-class Checker:
-    """Turns what was wanted into requests, within the bounds of settings and model."""
-
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        *,
-        context_length: int,
-        vocab_size: int,
-    ) -> None:
+    def __init__(self, settings: GatewaySettings, *, context_length: int, vocab_size: int) -> None:
         self._settings = settings
         self._context_length = context_length
         self._vocab_size = vocab_size
 
     def build(
-        self, arrival: Arrival, prompt: Sequence[int], wanted: Wanted, *, fill_context: bool
+        self,
+        context: RequestContext,
+        prompt: Sequence[int],
+        options: GenerationOptions,
+        *,
+        fill_context: bool,
+        names: Mapping[str, str] | None = None,
     ) -> GenerationRequest:
-        """A checked request.
+        """Return a validated request.
 
         Args:
-            fill_context: an absent ``max_tokens`` means all that fits, not the default.
+            fill_context: an absent ``max_tokens`` means all tokens that fit the context, not
+                the default of the settings.
+            names: the client's names of fields that it calls differently, for error messages.
 
         Raises:
-            InvalidRequest: ``param`` names what is out of bounds.
+            InvalidRequest: if a value is out of bounds; ``param`` names it.
         """
-        return GenerationRequest(
-            request_id=arrival.request_id,
-            prompt=tuple(prompt),
-            sampling=self._sampling(wanted),
-            max_tokens=self._max_tokens(prompt, wanted, fill_context=fill_context),
-            choices=int(_within("n", wanted.n, 1, 1, self._settings.max_choices)),
-            stop=self._stop(wanted.stop),
-            ignore_eos=wanted.ignore_eos,
-            tenant=arrival.tenant,
-            arrived=arrival.arrived,
-            deadline=arrival.deadline,
-        )
+        names = names or {}
+        self._check_prompt(prompt)
+        self._check_at_most("n", options.n, self._settings.max_choices)
+        self._check_stop(options.stop)
+        self._check_logit_bias(options.logit_bias)
+        if options.logprobs is not None:
+            name = names.get("logprobs", "logprobs")
+            self._check_at_most(name, options.logprobs, self._settings.max_logprobs)
+        name = names.get("max_tokens", "max_tokens")
+        max_tokens = self._max_tokens(len(prompt), options.max_tokens, name, fill_context)
+        seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
+        return GenerationRequest(context, tuple(prompt), max_tokens, seed, options)
 
-    def _max_tokens(self, prompt: Sequence[int], wanted: Wanted, *, fill_context: bool) -> int:
-        context = self._context_length
-        room = context - len(prompt)
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        if room < 1:
+        if len(prompt) >= self._context_length:
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens and leaves no room in the model's context "
-                f"of {context}",
+                f"the prompt has {len(prompt)} tokens and leaves no space for output in the "
+                f"context of {self._context_length} tokens",
                 param="prompt",
             )
         for token in (min(prompt), max(prompt)):
-            if not 0 <= token < self._vocab_size:
-                raise InvalidRequest(
-                    f"token id {token} is outside the vocabulary of {self._vocab_size}",
-                    param="prompt",
-                )
-        limit, name = wanted.max_tokens, wanted.name("max_tokens")
+            self._check_token(token, "prompt")
+
+    def _max_tokens(
+        self, prompt_tokens: int, limit: int | None, name: str, fill_context: bool
+    ) -> int:
+        available = self._context_length - prompt_tokens
         if limit is None:
-            return room if fill_context else min(room, self._settings.default_max_tokens)
-        if limit < 1:
-            raise InvalidRequest(f"{name} must be at least 1, not {limit}", param=name)
-        if limit > room:
+            return available if fill_context else min(available, self._settings.default_max_tokens)
+        if limit > available:
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens: with {name} {limit} it does not fit "
-                f"the model's context of {context}",
+                f"{prompt_tokens} prompt tokens and {name} {limit} exceed the context length of "
+                f"{self._context_length} tokens",
                 param=name,
             )
         return limit
 
-    def _stop(self, stop: Sequence[str]) -> tuple[str, ...]:
+    def _check_stop(self, stop: Sequence[str]) -> None:
         limits = self._settings
         if len(stop) > limits.max_stops:
             raise InvalidRequest(f"at most {limits.max_stops} stop strings", param="stop")
-        for text in stop:
-            if not 1 <= len(text) <= limits.max_stop_chars:
-                raise InvalidRequest(
-                    f"a stop string has 1 to {limits.max_stop_chars} characters", param="stop"
-                )
-        return tuple(stop)
-
-    def _sampling(self, wanted: Wanted) -> sampling_pb2.Sampling:
-        top_k = -1 if wanted.top_k is None else wanted.top_k
-        return sampling_pb2.Sampling(
-            temperature=_within("temperature", wanted.temperature, 1.0, 0, 2),
-            top_p=max(_LEAST_TOP_P, _positive("top_p", wanted.top_p, 1.0, 1)),
-            top_k=max(0, int(_within("top_k", top_k, 0, -1, (1 << 31) - 1))),
-            min_p=_within("min_p", wanted.min_p, 0.0, 0, 1),
-            seed=_seed(wanted.seed),
-            presence_penalty=_within("presence_penalty", wanted.presence_penalty, 0.0, -2, 2),
-            frequency_penalty=_within("frequency_penalty", wanted.frequency_penalty, 0.0, -2, 2),
-            repetition_penalty=_within(
-                "repetition_penalty", wanted.repetition_penalty, 1.0, _LEAST_PENALTY, 10
-            ),
-            logit_bias=self._logit_bias(wanted.logit_bias),
-            logprobs=None
-            if wanted.logprobs is None
-            else int(
-                _within(wanted.name("logprobs"), wanted.logprobs, 0, 0, self._settings.max_logprobs)
-            ),
-        )
-
-    def _logit_bias(self, bias: Mapping[int, float]) -> Mapping[int, float]:
-        if len(bias) > self._settings.max_logit_bias:
+        if not all(1 <= len(text) <= limits.max_stop_chars for text in stop):
             raise InvalidRequest(
-                f"at most {self._settings.max_logit_bias} entries", param="logit_bias"
+                f"a stop string must have 1 to {limits.max_stop_chars} characters", param="stop"
             )
-        for token, value in bias.items():
-            if not 0 <= token < self._vocab_size:
-                raise InvalidRequest(
-                    f"token id {token} is outside the vocabulary of {self._vocab_size}",
-                    param="logit_bias",
-                )
-            _within("logit_bias", value, 0.0, -100, 100)
-        return bias
+
+    def _check_logit_bias(self, bias: Mapping[int, float]) -> None:
+        limit = self._settings.max_logit_bias
+        if len(bias) > limit:
+            raise InvalidRequest(f"at most {limit} entries", param="logit_bias")
+        for token in bias:
+            self._check_token(token, "logit_bias")
+
+    def _check_token(self, token: int, param: str) -> None:
+        if not 0 <= token < self._vocab_size:
+            raise InvalidRequest(
+                f"token id {token} is outside the vocabulary of {self._vocab_size}", param=param
+            )
+
+    @staticmethod
+    def _check_at_most(name: str, value: int, limit: int) -> None:
+        if value > limit:
+            raise InvalidRequest(f"{name} must be at most {limit}, not {value}", param=name)
 
 
-def _within(name: str, value: float | None, default: float, low: float, high: float) -> float:
-    if value is None:
-        return default
-    if not low <= value <= high:  # also where it is not a number
-        raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}", param=name)
-    return value
+def invalid_field(error: ErrorDetails) -> InvalidRequest:
+    """Convert an error of pydantic; ``param`` is a path such as ``messages[0].content``."""
+    param = field_path(error)
+    return InvalidRequest(f"{param}: {error['msg'].removeprefix('Value error, ')}", param=param)
 
 
-def _positive(name: str, value: float | None, default: float, high: float) -> float:
-    if value is None:
-        return default
-    if not 0 < value <= high:
-        raise InvalidRequest(
-            f"{name} must be greater than 0 and at most {high}, not {value}", param=name
-        )
-    return value
-
-
-def _seed(wanted: int | None) -> int:
-    if wanted is None:
-        return secrets.randbits(_SEED_BITS)
-    if not -(1 << (_SEED_BITS - 1)) <= wanted < 1 << _SEED_BITS:
-        raise InvalidRequest(f"seed must fit {_SEED_BITS} bits", param="seed")
-    return wanted % (1 << _SEED_BITS)
+def field_path(error: ErrorDetails) -> str:
+    """Return the path of the invalid field, without pydantic's names of union members."""
+    path = ""
+    for step in error["loc"]:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step.isidentifier() and step not in ("str", "int"):
+            path += f".{step}" if path else step
+    return (path or str(error["loc"][0]) if error["loc"] else "body")[:_MAX_NAME_CHARS]

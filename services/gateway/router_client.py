@@ -1,12 +1,12 @@
-"""Asks routers for places, and tells them when a placed request ended."""
+"""Client of the routers: places requests and reports when they end."""
 
 import asyncio
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import httpx
 import structlog
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from services.common.errors import (
     InternalFault,
@@ -29,27 +29,27 @@ from services.common.placement import (
 
 log = structlog.get_logger()
 
-_Answer = TypeVar("_Answer", bound=BaseModel)
-
 _RETRY_AFTER_S = 1.0
-_RELEASE_TRIES = 3
+_RELEASE_ATTEMPTS = 3
+_JSON = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A placement, and the router that made it: it alone knows of it."""
+class RoutedPlacement:
+    """A placement and the URL of the router that made it, which must receive the release."""
 
     placement: Placement
     router: str
 
 
 class RouterClient:
-    """Speaks to whichever router answers; the one that did last is asked first.
+    """Calls the routers in order of preference; the one that placed last comes first.
 
     Args:
         routers: base URLs.
-        token: the cluster token, or None.
-        timeout_s: to connect, and to answer beyond the time that a request may queue.
+        token: cluster token, or None.
+        timeout_s: time to connect, and to answer beyond the time in the queue, seconds.
+        transport: replaces the network in tests.
     """
 
     def __init__(
@@ -71,47 +71,45 @@ class RouterClient:
         )
         self._releases: set[asyncio.Task[None]] = set()
 
-    async def place(self, request: PlaceRequest) -> Placed:
-        """A pair of workers for a request; waits in the router's queue up to ``wait_s``.
+    async def place(self, request: PlaceRequest) -> RoutedPlacement:
+        """Return workers for a request; waits in the router's queue for up to ``wait_s``.
 
-        A router that cannot be reached, or knows no worker, is passed over for the next.
+        A router that is unreachable or has no workers is skipped.
 
         Raises:
-            Overloaded, QueueTimeout, TooLarge, Unavailable: as the router said.
-            InternalFault: it did not understand us.
+            Overloaded, QueueTimeout, TooLarge, Unavailable: if the routers refuse.
+            InternalFault: if a router rejects the call as invalid.
         """
         body = request.model_dump_json().encode()
         refusal: ServiceError = Unavailable("no router answers", retry_after_s=_RETRY_AFTER_S)
         for router in tuple(self._routers):
             try:
-                placement = await self._post(
-                    router, "place", body, Placement, self._timeout_s + request.wait_s
-                )
+                placement = await self._place(router, body, request.wait_s)
             except httpx.TransportError as error:
                 log.warning("router does not answer", router=router, error=repr(error))
             except Unavailable as error:
                 refusal = error
             else:
                 self._prefer(router)
-                return Placed(placement, router)
+                return RoutedPlacement(placement, router)
         raise refusal
 
-    def release(self, placed: Placed, outcome: Outcome, blame: str | None = None) -> None:
-        """Tells the router, in the background, that a placed request ended."""
-        message = Release(placement_id=placed.placement.placement_id, outcome=outcome, blame=blame)
-        task = asyncio.create_task(self._release(placed.router, message.model_dump_json().encode()))
+    def release(self, routed: RoutedPlacement, outcome: Outcome, blame: str | None = None) -> None:
+        """Report the end of a placed request, in the background."""
+        message = Release(placement_id=routed.placement.placement_id, outcome=outcome, blame=blame)
+        task = asyncio.create_task(self._release(routed.router, message.model_dump_json().encode()))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
     async def can_place(self, model: str) -> bool:
-        """Whether some router knows workers that are ready to serve a model."""
+        """Return whether any router has ready workers for a model."""
         for router in tuple(self._routers):
             try:
                 response = await self._http.get(f"{router}/v1/workers")
                 response.raise_for_status()
                 known = WorkerList.model_validate_json(response.content)
             except (httpx.HTTPError, ValidationError) as error:
-                log.debug("router does not tell", router=router, error=repr(error))
+                log.debug("router does not list workers", router=router, error=repr(error))
                 continue
             roles = {w.role for w in known.workers if w.model == model and w.state == "ready"}
             if Role.COLOCATED in roles or {Role.PREFILL, Role.DECODE} <= roles:
@@ -120,7 +118,7 @@ class RouterClient:
         return False
 
     async def close(self) -> None:
-        """After the last releases were told."""
+        """Send the outstanding releases, then close the connections."""
         await asyncio.gather(*self._releases, return_exceptions=True)
         await self._http.aclose()
 
@@ -130,40 +128,35 @@ class RouterClient:
             self._routers.insert(0, router)
 
     async def _release(self, router: str, body: bytes) -> None:
-        for attempt in range(_RELEASE_TRIES):
+        for attempt in range(_RELEASE_ATTEMPTS):
             try:
                 response = await self._http.post(
                     f"{router}/v1/release", content=body, headers=_JSON
                 )
                 response.raise_for_status()
             except httpx.HTTPError as error:
-                # Placements expire at the router: a lost release costs accuracy, not correctness.
-                log.warning("release not told", router=router, error=repr(error))
+                # Placements expire at the router: a lost release costs accuracy only.
+                log.warning("release failed", router=router, error=repr(error))
                 await asyncio.sleep(0.1 * 2**attempt)
             else:
                 return
 
-    async def _post(
-        self, router: str, path: str, body: bytes, answer: type[_Answer], timeout_s: float
-    ) -> _Answer:
+    async def _place(self, router: str, body: bytes, wait_s: float) -> Placement:
         response = await self._http.post(
-            f"{router}/v1/{path}",
+            f"{router}/v1/place",
             content=body,
             headers=_JSON,
-            timeout=httpx.Timeout(self._timeout_s, read=timeout_s),
+            timeout=httpx.Timeout(self._timeout_s, read=self._timeout_s + wait_s),
         )
         if response.status_code != httpx.codes.OK:
-            _refuse(response)
+            _raise_refusal(response)
         try:
-            return answer.model_validate_json(response.content)
+            return Placement.model_validate_json(response.content)
         except ValidationError as error:
-            raise InternalFault(f"a router's answer is not understood: {error}") from error
+            raise InternalFault(f"invalid placement from a router: {error}") from error
 
 
-_JSON = {"content-type": "application/json"}
-
-
-def _refuse(response: httpx.Response) -> NoReturn:
+def _raise_refusal(response: httpx.Response) -> NoReturn:
     try:
         detail = RouterError.model_validate_json(response.content).error
     except ValidationError:

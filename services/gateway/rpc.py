@@ -1,4 +1,4 @@
-"""The gRPC interface: ``headrace.v1.Inference``, over the same path as HTTP."""
+"""The gRPC interface ``headrace.v1.Inference``, over the same gateway as HTTP."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -9,11 +9,17 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc import aio
 from grpc_status import rpc_status
+from pydantic import ValidationError
 
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from services.common.errors import InternalFault, InvalidRequest, ServiceError, TooLarge
-from services.gateway.gateway import Gateway, request_id_from, within
-from services.gateway.requests import Arrival, GenerationRequest, Wanted
+from services.gateway.gateway import Gateway, enforce_deadline, valid_request_id
+from services.gateway.requests import (
+    GenerationOptions,
+    GenerationRequest,
+    RequestContext,
+    invalid_field,
+)
 
 log = structlog.get_logger()
 
@@ -21,16 +27,12 @@ SERVICE = "headrace.v1.Inference"
 
 _DOMAIN = "headrace"
 _T = TypeVar("_T")
-_OPTIONAL = (
-    *("max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "logprobs"),
-)
 
 Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Serves one gateway's clients over gRPC."""
+    """Serves the clients of one gateway over gRPC."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -38,8 +40,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802 - named by the schema
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
-        """One response for each piece of each choice; usage comes with the last."""
-        request_id = request_id_from(request.request_id)
+        """Stream one response for each text delta of each choice; the last one has the usage."""
+        request_id = valid_request_id(request.request_id)
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             await self._guard(
                 "Generate", context, lambda: self._generate(request, request_id, context)
@@ -48,10 +50,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def ListModels(  # noqa: N802 - named by the schema
         self, _request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """The models served: one."""
+        """Return the served model."""
 
         async def answer() -> inference_pb2.ListModelsResponse:
-            self._arrive(request_id_from(None), context)
+            self._accept(valid_request_id(None), context)
             model = self._gateway.model
             listed = inference_pb2.Model(id=model.name, context_length=model.context_length)
             return inference_pb2.ListModelsResponse(models=[listed])
@@ -61,8 +63,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _guard(
         self, method: str, context: Context, answer: Callable[[], Awaitable[_T]]
     ) -> _T:
-        """Counts and logs a call, and turns its error into a status with details."""
-        endpoint, status = f"{SERVICE}/{method}", "499"  # where the client leaves
+        """Count and log a call, and convert its exception to a status with details."""
+        endpoint, status = f"{SERVICE}/{method}", "499"  # unless the call ends before its client
         try:
             result = await answer()
             status = "200"
@@ -72,49 +74,49 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await _abort(context, error)
         except Exception:
             status = "500"
-            log.exception("call broke")
+            log.exception("unexpected error in a call")
             await _abort(context, InternalFault("internal error"))
         finally:
             self._gateway.metrics.requests.labels(endpoint, status).inc()
             log.info("answered", endpoint=endpoint, status=status)
 
-    def _arrive(self, request_id: str, context: Context) -> Arrival:
+    def _accept(self, request_id: str, context: Context) -> RequestContext:
         metadata = dict(context.invocation_metadata() or ())
         given = metadata.get("authorization")
         authorization = given.decode("latin-1") if isinstance(given, bytes) else given
-        return self._gateway.arrive(request_id, authorization)
+        return self._gateway.accept(request_id, authorization)
 
     async def _generate(
         self, message: inference_pb2.GenerateRequest, request_id: str, context: Context
     ) -> None:
-        arrival = self._arrive(request_id, context)
+        accepted = self._accept(request_id, context)
         limit = self._gateway.settings.max_body_bytes
         if message.ByteSize() > limit:
             raise TooLarge(f"the request is larger than {limit} bytes")
         self._gateway.require_model(message.model)
-        request = await self._request(message, arrival)
+        request = await self._parse(message, accepted)
         usage = inference_pb2.Usage(prompt_tokens=len(request.prompt))
-        unfinished = request.choices
+        unfinished = request.options.n
         async with (
-            within(_deadline(request, context)),
-            aclosing(self._gateway.answer([request])) as answer,
+            enforce_deadline(_deadline(accepted, context)),
+            aclosing(self._gateway.generate([request])) as output,
         ):
-            async for pieces in answer:
-                for piece in pieces:
-                    usage.completion_tokens += len(piece.tokens)
-                    unfinished -= bool(piece.finish)
+            async for deltas in output:
+                for delta in deltas:
+                    usage.completion_tokens += len(delta.tokens)
+                    unfinished -= bool(delta.finish)
                     response = inference_pb2.GenerateResponse(
                         request_id=request_id,
-                        choice=piece.choice,
-                        text=piece.text,
-                        tokens=piece.tokens,
-                        finish_reason=piece.finish,
+                        choice=delta.choice,
+                        text=delta.text,
+                        tokens=delta.tokens,
+                        finish_reason=delta.finish,
                         usage=None if unfinished else usage,
                     )
                     await context.write(response)
 
-    async def _request(
-        self, message: inference_pb2.GenerateRequest, arrival: Arrival
+    async def _parse(
+        self, message: inference_pb2.GenerateRequest, context: RequestContext
     ) -> GenerationRequest:
         kind = message.WhichOneof("prompt")
         if kind == "chat":
@@ -126,31 +128,38 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         elif kind == "tokens":
             prompt = list(message.tokens.ids)
         else:
-            raise InvalidRequest("one of text, tokens and chat is needed", param="prompt")
-        present = {field.name for field, _ in message.ListFields()}
-        given = {name: getattr(message, name) for name in _OPTIONAL if name in present}
-        wanted = Wanted(
-            stop=tuple(message.stop),
-            logit_bias=dict(message.logit_bias),
-            ignore_eos=message.ignore_eos,
-            **given,
-        )
-        return self._gateway.checker.build(arrival, prompt, wanted, fill_context=kind == "chat")
+            raise InvalidRequest("one of text, tokens and chat is required", param="prompt")
+        options = _options(message)
+        return self._gateway.builder.build(context, prompt, options, fill_context=kind == "chat")
 
 
-def _deadline(request: GenerationRequest, context: Context) -> float:
-    """The earlier of the gateway's deadline and the client's."""
+def _options(message: inference_pb2.GenerateRequest) -> GenerationOptions:
+    """Return the fields that are set in a message, by name."""
+    given = {
+        field.name: value
+        for field, value in message.ListFields()
+        if field.name in GenerationOptions.model_fields
+    }
+    try:
+        return GenerationOptions.model_validate(given)
+    except ValidationError as error:
+        raise invalid_field(error.errors(include_url=False, include_input=False)[0]) from None
+
+
+def _deadline(accepted: RequestContext, context: Context) -> float:
+    """Return the earlier of the gateway's deadline and the client's."""
     remaining = context.time_remaining()
-    return (
-        request.deadline
-        if remaining is None
-        else min(request.deadline, request.arrived + remaining)
-    )
+    if remaining is None:
+        return accepted.deadline
+    return min(accepted.deadline, accepted.arrived + remaining)
 
 
 async def _abort(context: Context, error: ServiceError) -> NoReturn:
-    """Ends a call with a status and ``google.rpc`` details: ErrorInfo always, BadRequest where a
-    field is wrong, RetryInfo where another try may help."""
+    """End a call with a status and ``google.rpc`` details.
+
+    The details are ErrorInfo, BadRequest if a field is invalid, and RetryInfo if the client should
+    retry.
+    """
     details: list[Any] = [error_details_pb2.ErrorInfo(reason=error.code.upper(), domain=_DOMAIN)]
     if error.param is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -167,4 +176,4 @@ async def _abort(context: Context, error: ServiceError) -> NoReturn:
     number = error.grpc_status.value[0]
     status = status_pb2.Status(code=number, message=error.message, details=packed)
     await context.abort_with_status(rpc_status.to_status(status))
-    raise AssertionError("abort raises")
+    raise AssertionError("abort_with_status always raises")

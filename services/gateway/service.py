@@ -1,4 +1,4 @@
-"""The gateway's process: HTTP and gRPC on one event loop, from start to drained end."""
+"""The gateway process: HTTP and gRPC on one event loop, from start to drained shutdown."""
 
 import asyncio
 import signal
@@ -11,10 +11,11 @@ import uvloop
 
 from headrace.v1 import inference_pb2_grpc
 from services.common.collector import freeze_loaded
+from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer
 from services.gateway.gateway import Gateway, ServedModel
-from services.gateway.http.connection import http_config, listen
 from services.gateway.http.routes import build_app
+from services.gateway.http.server import http_config, listen
 from services.gateway.keys import ApiKeys
 from services.gateway.rpc import SERVICE, InferenceServicer
 from services.gateway.settings import GatewaySettings
@@ -23,7 +24,7 @@ log = structlog.get_logger()
 
 loop_factory = uvloop.new_event_loop
 
-_LAST_ANSWERS_S = 2.0  # to end the calls that are left after the drain
+_GRPC_GRACE_S = 2.0  # for calls that outlast the drain
 _HEALTH_PERIOD_S = 1.0
 
 
@@ -36,28 +37,34 @@ class _HttpServer(uvicorn.Server):
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Runs one gateway until SIGTERM or SIGINT, then drains it.
+    """Run a gateway until SIGTERM or SIGINT, then drain it.
 
     Raises:
-        SettingsError: the model, the keys or a port cannot be had.
+        SettingsError: if the model, the API keys or a port is not available.
     """
     keys = ApiKeys.load(settings.api_keys_file)
     model = await asyncio.to_thread(ServedModel.load, settings)
     gateway = Gateway(settings, model, keys)
     listener = listen(settings.host, settings.port, write_timeout_s=settings.write_timeout_s)
-    http = _HttpServer(http_config(build_app(gateway), gateway))
-    rpc = GrpcServer(
-        f"{_bracketed(settings.host)}:{settings.grpc_port}",
-        [SERVICE],
-        max_message_bytes=2 * settings.max_body_bytes,  # past the bound itself the refusal is ours
-        max_rpcs=settings.max_connections,
-    )
+    try:
+        http = _HttpServer(http_config(build_app(gateway), gateway))
+        rpc = GrpcServer(
+            f"{_bracketed(settings.host)}:{settings.grpc_port}",
+            [SERVICE],
+            # Messages up to this size reach the service, which rejects them with details.
+            max_message_bytes=2 * settings.max_body_bytes,
+            max_rpcs=settings.max_connections,
+        )
+    except SettingsError:
+        listener.close()
+        await gateway.close()
+        raise
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), rpc.server)
     stop = _stop_on_signals()
     freeze_loaded()
     await rpc.start()
     serving = asyncio.create_task(http.serve([listener]))
-    health = asyncio.create_task(_tell_health(gateway, rpc))
+    health = asyncio.create_task(_update_health(gateway, rpc))
     port = listener.getsockname()[1]
     log.info("listening", model=model.name, port=port, grpc_port=rpc.port)
     try:
@@ -71,21 +78,21 @@ async def serve(settings: GatewaySettings) -> None:
     finally:
         stopping.cancel()
         http.should_exit = True
-        await rpc.stop(_LAST_ANSWERS_S)
+        await rpc.stop(_GRPC_GRACE_S)
         await serving
         await gateway.close()
         log.info("stopped")
 
 
-async def _tell_health(gateway: Gateway, rpc: GrpcServer) -> None:
-    """Keeps ``grpc.health.v1`` at what ``/ready`` says."""
+async def _update_health(gateway: Gateway, rpc: GrpcServer) -> None:
+    """Keep ``grpc.health.v1`` equal to ``/ready``."""
     while True:
         await rpc.set_serving(await gateway.ready())
         await asyncio.sleep(_HEALTH_PERIOD_S)
 
 
 def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -1,4 +1,4 @@
-"""One session with each decode worker, carrying all our streams there."""
+"""Sessions with decode workers: one bidirectional call per worker carries all streams."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -18,11 +18,11 @@ WORKER_LOST = "worker_lost"
 
 
 class WorkerFailure(Exception):
-    """A stream ended without its answer.
+    """A stream failed on a worker.
 
     Args:
-        code: what the worker said, or UNSPECIFIED where it died without a word.
-        blame: the worker that failed, where somebody is.
+        code: the worker's error code, or UNSPECIFIED if the connection was lost.
+        blame: id of the worker that failed, if it is known.
     """
 
     def __init__(
@@ -35,32 +35,32 @@ class WorkerFailure(Exception):
 
     @property
     def reason(self) -> str:
-        """A bounded label: the protocol's code, or ``worker_lost``."""
+        """Metric label, one of a bounded set: the error code, or ``worker_lost``."""
         if self.code == error_pb2.ERROR_CODE_UNSPECIFIED:
             return WORKER_LOST
         return error_pb2.ErrorCode.Name(self.code).removeprefix("ERROR_CODE_").lower()
 
 
 class WorkerStream:
-    """One request's stream on a worker. Always `close` it."""
+    """The stream of one request on a worker. The caller must `close` it."""
 
-    def __init__(self, session: "WorkerSession", number: int, max_held: int) -> None:
+    def __init__(self, session: "WorkerSession", number: int, max_buffered_tokens: int) -> None:
         self._session = session
         self._number = number
-        self._max_held = max_held
-        self._held: list[decode_pb2.StreamDelta] = []
-        self._held_tokens = 0
+        self._max_buffered_tokens = max_buffered_tokens
+        self._buffer: list[decode_pb2.StreamDelta] = []
+        self._buffered_tokens = 0
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> Sequence[decode_pb2.StreamDelta]:
-        """All that came since the last call; waits for at least one delta.
+        """Return all deltas since the last call; wait until there is at least one.
 
         Raises:
-            WorkerFailure: the worker, or the way to it, failed. What came before was returned.
-            ServiceError: the gateway ended the stream itself.
+            WorkerFailure: if the worker or the connection failed. Earlier deltas come first.
+            ServiceError: if the gateway ended the stream.
         """
-        while not self._held:
+        while not self._buffer:
             if self._failure is not None:
                 raise self._failure
             self._waiter = asyncio.get_running_loop().create_future()
@@ -68,46 +68,54 @@ class WorkerStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        held, self._held, self._held_tokens = self._held, [], 0
-        return held
+        deltas, self._buffer, self._buffered_tokens = self._buffer, [], 0
+        return deltas
 
     def deliver(self, delta: decode_pb2.StreamDelta) -> None:
-        """Keeps a delta for `next`; its error, if it has one, comes after its tokens."""
+        """Buffer a delta for `next`. An error in it is raised after its tokens were returned."""
         if self._failure is not None:
             return
-        self._held_tokens += len(delta.tokens)
-        if self._held_tokens > self._max_held:
+        self._buffered_tokens += len(delta.tokens)
+        if self._buffered_tokens > self._max_buffered_tokens:
             self.fail(
-                Unavailable(f"{self._held_tokens} tokens wait for a client that reads slowly")
+                Unavailable(
+                    f"the client reads too slowly: {self._buffered_tokens} tokens are buffered"
+                )
             )
             return
-        self._held.append(delta)
+        self._buffer.append(delta)
         if delta.HasField("error"):
-            self.fail(_failure(delta.error, self._session.worker.worker_id))
+            self.fail(_failure_of(delta.error, self._session.worker.worker_id))
         else:
             self._wake()
 
     def fail(self, failure: Exception) -> None:
+        """Raise ``failure`` from `next` once the buffer is empty. The first failure wins."""
         if self._failure is None:
             self._failure = failure
             self._wake()
 
     def close(self, *, cancel: bool = True) -> None:
-        """Ends the stream here, and on the worker unless it has ended there. Idempotent."""
-        self._session.forget(self._number, cancel=cancel)
+        """Stop receiving, and cancel the stream on the worker if ``cancel``. Idempotent."""
+        self._session.remove(self._number, cancel=cancel)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-def _failure(error: error_pb2.Error, worker_id: str) -> WorkerFailure:
+def _failure_of(error: error_pb2.Error, worker_id: str) -> WorkerFailure:
     code = error.code or error_pb2.ERROR_CODE_INTERNAL
     return WorkerFailure(error.message, code, error.worker_id or worker_id)
 
 
 class WorkerSession:
-    """The bidirectional call to one epoch of one worker, from its first stream to its end."""
+    """The bidirectional call to one epoch of one worker.
+
+    Attributes:
+        worker: id, epoch and address of the worker.
+        alive: False once the session has ended.
+    """
 
     def __init__(
         self,
@@ -115,14 +123,14 @@ class WorkerSession:
         *,
         token: str | None,
         connect_timeout_s: float,
-        max_held: int,
+        max_buffered_tokens: int,
         on_end: Callable[["WorkerSession"], None],
     ) -> None:
         self.worker = worker
         self.alive = True
         self._token = token
         self._connect_timeout_s = connect_timeout_s
-        self._max_held = max_held
+        self._max_buffered_tokens = max_buffered_tokens
         self._on_end = on_end
         self._streams: dict[int, WorkerStream] = {}
         self._next_number = 1
@@ -130,21 +138,22 @@ class WorkerSession:
         self._task = asyncio.create_task(self._run())
 
     def start(self, message: decode_pb2.StartStream) -> WorkerStream:
-        """Starts a stream; ``message.stream`` is set here."""
+        """Start a stream; sets the stream number of ``message``."""
         number = message.stream = self._next_number
         self._next_number += 1
-        stream = WorkerStream(self, number, self._max_held)
+        stream = WorkerStream(self, number, self._max_buffered_tokens)
         self._streams[number] = stream
         self._outbox.put_nowait(decode_pb2.DecodeCommand(start=message))
         return stream
 
-    def forget(self, number: int, *, cancel: bool) -> None:
+    def remove(self, number: int, *, cancel: bool) -> None:
+        """Stop delivering to a stream, and cancel it on the worker if ``cancel``."""
         if self._streams.pop(number, None) is not None and cancel and self.alive:
             message = decode_pb2.CancelStream(stream=number)
             self._outbox.put_nowait(decode_pb2.DecodeCommand(cancel=message))
 
     def end(self, failure: Exception) -> None:
-        """Fails every stream at once, and hangs up."""
+        """Fail every stream with ``failure`` and close the call. Idempotent."""
         if not self.alive:
             return
         self.alive = False
@@ -155,18 +164,20 @@ class WorkerSession:
         self._task.cancel()
 
     async def wait_closed(self) -> None:
+        """Wait until the call is closed."""
         with suppress(asyncio.CancelledError):
             await self._task
 
-    def lost(self, why: str) -> WorkerFailure:
+    def lost(self, reason: str) -> WorkerFailure:
+        """Return the failure that describes the loss of this worker."""
         name = self.worker.worker_id
         return WorkerFailure(
-            f"worker {name} was lost: {why}", error_pb2.ERROR_CODE_UNSPECIFIED, name
+            f"worker {name} was lost: {reason}", error_pb2.ERROR_CODE_UNSPECIFIED, name
         )
 
     async def _run(self) -> None:
-        """Connects, then carries commands and steps until either side ends."""
-        why = "it ended the session"
+        """Connect, then send commands and receive steps until either side ends the call."""
+        reason = "it ended the session"
         async with open_channel(self.worker.address) as channel:
             try:
                 async with asyncio.timeout(self._connect_timeout_s):
@@ -176,19 +187,19 @@ class WorkerSession:
                 async for step in call:
                     self._dispatch(step)
             except TimeoutError:
-                why = f"no connection within {self._connect_timeout_s} s"
+                reason = f"no connection within {self._connect_timeout_s} s"
             except aio.AioRpcError as error:
-                why = f"{error.code().name}: {error.details()}"
+                reason = f"{error.code().name}: {error.details()}"
             finally:
                 if self.alive:
-                    log.warning("session lost", worker=self.worker.worker_id, reason=why)
-                    self.end(self.lost(why))
+                    log.warning("session lost", worker=self.worker.worker_id, reason=reason)
+                    self.end(self.lost(reason))
 
     def _dispatch(self, step: decode_pb2.DecodeStep) -> None:
         streams = self._streams
         for delta in step.deltas:
             stream = streams.get(delta.stream)
-            if stream is not None:  # else it was cancelled, and this crossed the news
+            if stream is not None:  # else it was cancelled while the delta was under way
                 stream.deliver(delta)
 
     async def _commands(self) -> AsyncIterator[decode_pb2.DecodeCommand]:
@@ -196,44 +207,49 @@ class WorkerSession:
             yield await self._outbox.get()
 
 
-class Sessions:
-    """The sessions of one gateway, opened as placements name workers.
+class SessionPool:
+    """Sessions of one gateway, opened on first use.
 
     Args:
-        max_held: tokens kept for a stream whose client reads slowly; past it the stream fails.
+        token: cluster token, or None.
+        connect_timeout_s: time to connect to a worker, seconds.
+        max_buffered_tokens: buffer of one stream; a stream that exceeds it fails.
     """
 
-    def __init__(self, *, token: str | None, connect_timeout_s: float, max_held: int) -> None:
+    def __init__(
+        self, *, token: str | None, connect_timeout_s: float, max_buffered_tokens: int
+    ) -> None:
         self._token = token
         self._connect_timeout_s = connect_timeout_s
-        self._max_held = max_held
+        self._max_buffered_tokens = max_buffered_tokens
         self._by_worker: dict[str, WorkerSession] = {}
 
     def get(self, worker: WorkerAddress) -> WorkerSession:
-        """The session with this epoch of a worker; one with another epoch is dropped."""
+        """Return the session with this epoch of a worker; ends a session with another epoch."""
         session = self._by_worker.get(worker.worker_id)
         if session is not None and session.worker != worker:
-            session.end(session.lost("another life of it was placed"))
+            session.end(session.lost("it was placed with another epoch"))
             session = None
         if session is None:
             session = WorkerSession(
                 worker,
                 token=self._token,
                 connect_timeout_s=self._connect_timeout_s,
-                max_held=self._max_held,
+                max_buffered_tokens=self._max_buffered_tokens,
                 on_end=self._remove,
             )
             self._by_worker[worker.worker_id] = session
         return session
 
     def fail_all(self, failure: ServiceError) -> None:
-        """Ends every stream with an error of the gateway's own."""
+        """End every stream with an error."""
         for session in tuple(self._by_worker.values()):
             session.end(failure)
 
     async def close(self) -> None:
+        """End all sessions and wait until their calls are closed."""
         sessions = tuple(self._by_worker.values())
-        self.fail_all(Unavailable("the gateway is going away"))
+        self.fail_all(Unavailable("the gateway is shutting down"))
         await asyncio.gather(*(session.wait_closed() for session in sessions))
 
     def _remove(self, session: WorkerSession) -> None:

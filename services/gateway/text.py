@@ -1,4 +1,4 @@
-"""From tokens to what a client reads: the text of each choice, cut where a stop string begins."""
+"""Text of each choice from its tokens, cut at the first stop string."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ FINISH_REASONS = {
 
 
 @dataclass(slots=True)
-class Piece:
-    """What one choice gained. ``finish`` is set on its last piece."""
+class TextDelta:
+    """New output of one choice. ``finish`` is set on its last delta."""
 
     choice: int
     text: str
@@ -25,38 +25,38 @@ class Piece:
     finish: FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
 
 
-class StopStrings:
-    """Passes text on until a stop string appears, and holds back what may become one.
+class StopStringFilter:
+    """Cuts a text at the first stop string; buffers text that may be the start of one.
 
-    The match that is complete first wins, and of those the one that began first, so that the cut
-    does not depend on how the text was divided.
+    The match that ends first wins, and of those the one that starts first. The result does not
+    depend on how the text is split between calls.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._held = ""
+        self._buffer = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """What may be shown, and whether a stop string was met."""
+        """Return text that is safe to show, and whether a stop string was found."""
         if not self._stops:
             return text, False
-        pending = self._held + text
+        pending = self._buffer + text
         matches = [(at + len(stop), at) for stop in self._stops if (at := pending.find(stop)) >= 0]
         if matches:
-            self._held = ""
+            self._buffer = ""
             return pending[: min(matches)[1]], True
         keep = len(pending) - max(_overlap(pending, stop) for stop in self._stops)
-        self._held = pending[keep:]
+        self._buffer = pending[keep:]
         return pending[:keep], False
 
     def finish(self) -> str:
-        """What was held back and became no stop string."""
-        held, self._held = self._held, ""
-        return held
+        """Return the buffered text: it did not become a stop string."""
+        text, self._buffer = self._buffer, ""
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
+    """Return the length of the longest suffix of ``text`` that is a prefix of ``stop``."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0:
         if stop.startswith(text[at:]):
@@ -68,12 +68,12 @@ def _overlap(text: str, stop: str) -> int:
 class _Choice:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self.detokenizer = IncrementalDetokenizer(tokenizer)
-        self.stops = StopStrings(stops)
+        self.stops = StopStringFilter(stops)
         self.finished = False
 
 
-class TextAssembly:
-    """The text of all choices of one request, built token by token."""
+class TextAssembler:
+    """Detokenizes all choices of one request incrementally."""
 
     def __init__(self, tokenizer: Tokenizer, choices: int, stops: Sequence[str]) -> None:
         self._choices = [_Choice(tokenizer, stops) for _ in range(choices)]
@@ -81,40 +81,45 @@ class TextAssembly:
 
     @property
     def done(self) -> bool:
-        """Every choice has ended, for the client: a worker may still be running one."""
+        """Whether every choice is complete for the client; a worker may still run one."""
         return self._unfinished == 0
 
     def push(
         self,
         tokens: Iterable[sampling_pb2.Token],
         ended: Iterable[tuple[int, FinishReason]],
-    ) -> list[Piece]:
-        """What each choice gained by these tokens and ends; nothing after a stop string."""
-        pieces: dict[int, Piece] = {}
+    ) -> list[TextDelta]:
+        """Return the new output of each choice; output after a stop string is dropped.
+
+        Args:
+            tokens: new tokens, in order.
+            ended: index and finish reason of the choices that end after these tokens.
+        """
+        deltas: dict[int, TextDelta] = {}
         for token in tokens:
             choice = self._choices[token.choice]
             if choice.finished:
                 continue
             text, stopped = choice.stops.push(choice.detokenizer.push((token.token,)))
-            piece = pieces.get(token.choice)
-            if piece is None:
-                piece = pieces[token.choice] = Piece(token.choice, text, [token])
+            delta = deltas.get(token.choice)
+            if delta is None:
+                delta = deltas[token.choice] = TextDelta(token.choice, text, [token])
             else:
-                piece.text += text
-                piece.tokens.append(token)
+                delta.text += text
+                delta.tokens.append(token)
             if stopped:
-                self._finish(choice, piece, sampling_pb2.FINISH_REASON_STOP)
+                self._finish(choice, delta, sampling_pb2.FINISH_REASON_STOP)
         for index, reason in ended:
             choice = self._choices[index]
             if choice.finished:
                 continue
-            piece = pieces.setdefault(index, Piece(index, "", []))
+            delta = deltas.setdefault(index, TextDelta(index, "", []))
             text, stopped = choice.stops.push(choice.detokenizer.finish())
-            piece.text += text if stopped else text + choice.stops.finish()
-            self._finish(choice, piece, sampling_pb2.FINISH_REASON_STOP if stopped else reason)
-        return list(pieces.values())
+            delta.text += text if stopped else text + choice.stops.finish()
+            self._finish(choice, delta, sampling_pb2.FINISH_REASON_STOP if stopped else reason)
+        return list(deltas.values())
 
-    def _finish(self, choice: _Choice, piece: Piece, reason: FinishReason) -> None:
+    def _finish(self, choice: _Choice, delta: TextDelta, reason: FinishReason) -> None:
         choice.finished = True
-        piece.finish = reason
+        delta.finish = reason
         self._unfinished -= 1

@@ -1,4 +1,4 @@
-"""The router's HTTP edge: bodies in, answers out; all decisions are the dispatcher's."""
+"""The router's HTTP API. It parses bodies and formats answers; the dispatcher decides."""
 
 import asyncio
 import hmac
@@ -28,10 +28,10 @@ from services.common.placement import (
     WorkerList,
 )
 from services.router.dispatcher import Dispatcher
-from services.router.errors import Malformed, Refusal, Unauthenticated
+from services.router.errors import InvalidBody, RouterException, Unauthenticated
 from services.router.fleet import Fleet
 from services.router.metrics import RouterMetrics
-from services.router.queue import WaitingRoom
+from services.router.queue import PlacementQueue
 from services.router.settings import RouterSettings
 
 log = structlog.get_logger()
@@ -40,10 +40,10 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def build_dispatcher(settings: RouterSettings) -> Dispatcher:
-    """The router without its HTTP edge."""
+    """Return a dispatcher with the settings' limits and policy."""
     return Dispatcher(
         Fleet(settings.fleet),
-        WaitingRoom(settings.max_waiting),
+        PlacementQueue(settings.max_waiting),
         settings.policy,
         Random(settings.seed),
         output_reserve=settings.output_reserve,
@@ -57,11 +57,11 @@ def create_app(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Quart:
-    """The app; it settles the dispatcher every ``tick_s`` while it serves.
+    """Return the app; while it serves, it advances the dispatcher every ``tick_s``.
 
     Args:
-        dispatcher: what decides; default: a new one from the settings.
-        clock: seconds, monotonic.
+        dispatcher: default: a new one from the settings.
+        clock: monotonic clock, in seconds.
     """
     app = Quart(__name__)
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
@@ -81,7 +81,7 @@ def create_app(
 
     @app.while_serving
     async def tick() -> AsyncGenerator[None, None]:
-        ticking = asyncio.create_task(_settle(router, settings.tick_s, clock))
+        ticking = asyncio.create_task(_advance_periodically(router, settings.tick_s, clock))
         yield
         ticking.cancel()
         with suppress(asyncio.CancelledError):
@@ -90,13 +90,15 @@ def create_app(
     return app
 
 
-async def _settle(router: Dispatcher, tick_s: float, clock: Callable[[], float]) -> None:
+async def _advance_periodically(
+    router: Dispatcher, tick_s: float, clock: Callable[[], float]
+) -> None:
     while True:
         try:
-            for gone in router.settle(clock()):
-                log.warning("worker gone", worker=gone.worker_id, epoch=gone.epoch)
+            for gone in router.advance(clock()):
+                log.warning("worker removed", worker=gone.worker_id, epoch=gone.epoch)
         except Exception:
-            log.exception("settling failed")
+            log.exception("advancing the dispatcher failed")
         await asyncio.sleep(tick_s)
 
 
@@ -124,7 +126,7 @@ def _add_workers_api(app: Quart, router: Dispatcher, clock: Callable[[], float])
     async def deregister() -> Response:
         worker = await _body(Deregistration)
         router.fleet.deregister(worker.worker_id, worker.epoch)
-        log.info("worker left", worker=worker.worker_id, epoch=worker.epoch)
+        log.info("worker deregistered", worker=worker.worker_id, epoch=worker.epoch)
         return _empty()
 
 
@@ -133,30 +135,30 @@ def _add_gateways_api(
 ) -> None:
     @app.post("/v1/place")
     async def place() -> Response:
-        wanted = await _body(PlaceRequest)
-        ticket = router.submit(wanted, clock())
+        body = await _body(PlaceRequest)
+        call = router.submit(body, clock())
         outcome = "abandoned"
         try:
-            await ticket.answered.wait()
-            answer = ticket.answer
+            await call.answered.wait()
+            answer = call.answer
             if not isinstance(answer, Placement):
-                raise answer or RuntimeError("a ticket was woken without an answer")
+                raise answer or RuntimeError("a place call was woken without an answer")
             outcome = "placed"
             return _json(answer)
         except asyncio.CancelledError:
-            router.abandon(ticket, clock())
+            router.cancel(call, clock())
             raise
-        except Refusal as refusal:
+        except RouterException as refusal:
             outcome = refusal.code.value
             raise
         finally:
             metrics.placements.labels(outcome).inc()
-            metrics.place_seconds.observe(clock() - ticket.arrived)
+            metrics.place_seconds.observe(clock() - call.arrived)
             log.debug(
                 "place",
-                request_id=wanted.request_id,
-                attempt=wanted.attempt,
-                tenant=wanted.tenant,
+                request_id=body.request_id,
+                attempt=body.attempt,
+                tenant=body.tenant,
                 outcome=outcome,
             )
 
@@ -183,13 +185,13 @@ def _add_probes(
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Whether this router takes calls. It does not depend on workers: an endpoint that is not
-        ready gets no traffic in Kubernetes, and workers could then never register."""
+        """Return 200 if the router accepts calls. Independent of workers: Kubernetes sends no
+        traffic to an endpoint that is not ready, and workers could then never register."""
         return _empty(503 if router.closed else 200)
 
     @app.get("/metrics")
     async def expose() -> Response:
-        text = metrics.render(router.fleet.views(clock()), len(router.room))
+        text = metrics.render(router.fleet.views(clock()), len(router.queue))
         return Response(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -206,8 +208,8 @@ def _add_auth(app: Quart, token: str | None) -> None:
 
 
 def _add_errors(app: Quart, retry_after_s: int) -> None:
-    @app.errorhandler(Refusal)
-    async def refuse(refusal: Refusal) -> Response:
+    @app.errorhandler(RouterException)
+    async def refuse(refusal: RouterException) -> Response:
         response = _error(refusal.status, refusal.code, str(refusal))
         if refusal.retry:
             response.headers["Retry-After"] = str(retry_after_s)
@@ -223,22 +225,22 @@ def _add_errors(app: Quart, retry_after_s: int) -> None:
     @app.errorhandler(Exception)
     async def fault(error: Exception) -> Response:
         log.error("request failed", path=request.path, exc_info=error)
-        return _error(500, ErrorCode.INTERNAL, "the router failed")
+        return _error(500, ErrorCode.INTERNAL, "internal error")
 
 
 async def _body(model: type[M]) -> M:
-    """The request's body as a model.
+    """Parse the request body.
 
     Raises:
-        Malformed: it is not one; the first field that is wrong is named.
-        RequestEntityTooLarge: it is longer than ``max_body_bytes``.
+        InvalidBody: if it does not match the model; the message names the first invalid field.
+        RequestEntityTooLarge: if it is longer than ``max_body_bytes``.
     """
     try:
         return model.model_validate_json(await request.get_data(cache=False))
     except ValidationError as error:
         fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, fault["loc"])) or "body"
-        raise Malformed(f"{where}: {fault['msg']}") from None
+        raise InvalidBody(f"{where}: {fault['msg']}") from None
 
 
 def _json(model: BaseModel, status: int = 200) -> Response:

@@ -1,8 +1,8 @@
-"""``python -m services.router.bench``: what each policy does to latency, and what a decision costs.
+"""Benchmark of the policies and of the cost of a decision: ``python -m services.router.bench``.
 
-Two prefill and three decode workers of unequal speed (`services.router.simulation`), Poisson
-arrivals, the lengths of FDC's Table 6, scaled. All policies meet the same requests. The floor of a
-latency is that of the same requests, each alone on the fastest workers.
+Simulates two prefill and three decode workers of unequal speed (`services.router.simulation`) with
+Poisson arrivals and the scaled lengths of FDC's Table 6. All policies get the same requests. The
+floor is the latency of the same requests, each alone on the fastest workers.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from services.common.placement import Outcome, Placement, PlaceRequest, Release,
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
-from services.router.queue import WaitingRoom
+from services.router.queue import PlacementQueue
 from services.router.simulation import (
     FDC_TABLE_6,
     Simulation,
@@ -29,7 +29,7 @@ from services.router.simulation import (
     registration,
 )
 
-WARM_UP = 0.1  # of the jobs, left out of the figures
+WARM_UP = 0.1  # share of the jobs that is not measured
 WORKLOADS = {name: [trace] for name, trace in FDC_TABLE_6.items()} | {
     "mix": list(FDC_TABLE_6.values())
 }
@@ -37,8 +37,11 @@ WORKLOADS = {name: [trace] for name, trace in FDC_TABLE_6.items()} | {
 
 @dataclass(frozen=True)
 class Row:
-    """Latency of one workload under one policy: means over the seeds, seconds; the ratios of p99 to
-    that of the random policy under the same seed: mean, least and most."""
+    """Latency of one workload under one policy, in seconds: means over the seeds.
+
+    ``to_random`` is the ratio of p99 to that of the random policy with the same seed: mean,
+    minimum and maximum.
+    """
 
     workload: str
     policy: str
@@ -86,7 +89,7 @@ def main() -> None:
 def compare(
     workload: str, seeds: Sequence[int], number: int, utilization: float, scale: float
 ) -> Iterator[Row]:
-    """One row for each policy, the random one first."""
+    """Yield one row for each policy, the random policy first."""
     randoms: list[float] = []
     for policy in sorted(PolicyName, key=lambda policy: policy is not PolicyName.RANDOM):
         halves, tails, floors = [], [], []
@@ -114,15 +117,18 @@ def compare(
 
 
 def percentile(values: Sequence[float], rank: int) -> float:
-    """The ``rank``-th percentile, interpolated."""
+    """Return the ``rank``-th percentile, interpolated."""
     return quantiles(values, n=100, method="inclusive")[rank - 1]
 
 
 def decision_s(workers: int, calls: int = 500) -> float:
-    """CPU seconds of one place and its release, without HTTP, half of the workers of each role."""
+    """Return the CPU seconds of one placement with its release, without HTTP.
+
+    Half of the workers are prefill workers.
+    """
     router = Dispatcher(
         Fleet(FleetLimits()),
-        WaitingRoom(0),
+        PlacementQueue(0),
         PolicyName.SHORTEST_QUEUE,
         Random(0),
         output_reserve=256,
@@ -147,9 +153,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--jobs", type=int, default=1500, help="requests in a run")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each policy")
-    parser.add_argument("--utilization", type=float, default=0.75, help="of the fleet's capacity")
-    parser.add_argument("--scale", type=float, default=1 / 16, help="of FDC's lengths")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument(
+        "--utilization", type=float, default=0.75, help="share of the fleet's capacity"
+    )
+    parser.add_argument("--scale", type=float, default=1 / 16, help="factor of FDC's lengths")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
-"""Brings together the fleet, the waiting room and the policy: every place call goes through here.
+"""Places requests with the fleet, the queue and the policy.
 
-Requests are answered in order. One that cannot be placed holds every worker that it waits for, so
-that nobody behind it takes the room that it needs: large requests do not starve, and requests for
-other workers pass.
+Queued requests are answered in order. A request that cannot be placed reserves every worker that
+could take it, so that later requests cannot use the capacity it waits for. Large requests therefore
+do not starve, and requests for other workers are not blocked.
 """
 
 from collections.abc import Callable
@@ -20,35 +20,39 @@ from services.common.placement import (
     WorkerAddress,
 )
 from services.router.errors import (
-    Malformed,
+    InvalidBody,
     NoWorkers,
     QueueFull,
     QueueTimeout,
-    Refusal,
+    RouterException,
     TooLarge,
     UnknownModel,
 )
 from services.router.fleet import Fleet
 from services.router.policy import (
-    TRUSTED,
+    USABLE,
     Demand,
-    NotNow,
+    NoPlacement,
     Pair,
     PolicyName,
     Reason,
     WorkerSnapshot,
     place,
 )
-from services.router.queue import Ticket, WaitingRoom
+from services.router.queue import PendingPlacement, PlacementQueue
 
 
 class Dispatcher:
-    """Synchronous and without a clock: ``now`` is passed in, waiters are woken through tickets."""
+    """Answers place calls. Synchronous and without a clock: every method takes ``now``, in seconds.
+
+    Attributes:
+        closed: the router shuts down and refuses every call.
+    """
 
     def __init__(
         self,
         fleet: Fleet,
-        room: WaitingRoom,
+        queue: PlacementQueue,
         policy: PolicyName,
         rng: Random,
         *,
@@ -57,7 +61,7 @@ class Dispatcher:
         new_id: Callable[[], str] = lambda: uuid4().hex,
     ) -> None:
         self.fleet = fleet
-        self.room = room
+        self.queue = queue
         self.closed = False
         self._policy = policy
         self._rng = rng
@@ -65,8 +69,8 @@ class Dispatcher:
         self._max_wait_s = max_wait_s
         self._new_id = new_id
 
-    def submit(self, request: PlaceRequest, now: float) -> Ticket:
-        """A ticket that is answered at once, or will be: by a change of load, or its deadline."""
+    def submit(self, request: PlaceRequest, now: float) -> PendingPlacement:
+        """Return a call that is answered now, or later when capacity or its deadline arrives."""
         demand = Demand(
             prompt_tokens=request.prompt_tokens,
             max_tokens=request.max_tokens,
@@ -75,115 +79,119 @@ class Dispatcher:
             exclude=frozenset(request.exclude),
             output_reserve=self._output_reserve,
         )
-        ticket = Ticket(request, demand, now, now + min(request.wait_s, self._max_wait_s))
+        call = PendingPlacement(request, demand, now, now + min(request.wait_s, self._max_wait_s))
         if self.closed:
-            ticket.resolve(NoWorkers("this router is going down"))
-            return ticket
-        verdict = self._place(demand, self.fleet.snapshots(now))
-        if isinstance(verdict, NotNow) and verdict.reason is not Reason.BUSY:
-            ticket.resolve(_refusal(verdict.reason, request))
-            return ticket
-        if isinstance(verdict, Pair) and not len(self.room):
-            ticket.resolve(self._promise(verdict, demand, now))
-            return ticket
-        self.room.enter(ticket)
-        self._sweep(now)
-        if not ticket.answered.is_set() and (self.room.overfull or ticket.deadline <= now):
-            self._answer(ticket, QueueFull("every worker is full"))
-        return ticket
+            call.resolve(NoWorkers("this router is shutting down"))
+            return call
+        result = self._place(demand, self.fleet.snapshots(now))
+        if isinstance(result, NoPlacement) and result.reason is not Reason.BUSY:
+            call.resolve(_exception_for(result.reason, request))
+            return call
+        if isinstance(result, Pair) and not len(self.queue):
+            call.resolve(self._promise(result, demand, now))
+            return call
+        self.queue.add(call)
+        self._place_waiting(now)
+        if not call.answered.is_set() and (self.queue.overfull or call.deadline <= now):
+            self._answer(call, QueueFull("every worker is full"))
+        return call
 
-    def abandon(self, ticket: Ticket, now: float) -> None:
-        """The caller left: nothing of its call may stay, and those behind it move up."""
-        self.room.leave(ticket)
-        if isinstance(ticket.answer, Placement):
-            gone = Release(placement_id=ticket.answer.placement_id, outcome=Outcome.CANCELLED)
+    def cancel(self, call: PendingPlacement, now: float) -> None:
+        """Cancel a call whose caller disconnected, and release its placement if it has one."""
+        self.queue.remove(call)
+        if isinstance(call.answer, Placement):
+            gone = Release(placement_id=call.answer.placement_id, outcome=Outcome.CANCELLED)
             self.fleet.release(gone, now)
-        self._sweep(now)
+        self._place_waiting(now)
 
     def register(self, registration: Registration, now: float) -> None:
-        """Raises: StaleEpoch, QueueFull; see `Fleet.register`."""
+        """Register a worker; see `Fleet.register`."""
         self.fleet.register(registration, now)
 
     def heartbeat(self, beat: Heartbeat, now: float) -> bool:
-        """False where the worker must register first. Raises: StaleEpoch."""
+        """Update a worker; see `Fleet.heartbeat`."""
         known = self.fleet.heartbeat(beat, now)
-        self._sweep(now)
+        self._place_waiting(now)
         return known
 
     def release(self, release: Release, now: float) -> None:
-        """A placed request ended."""
+        """Record the end of a placed request."""
         self.fleet.release(release, now)
-        self._sweep(now)
+        self._place_waiting(now)
 
-    def settle(self, now: float) -> list[WorkerAddress]:
-        """Does what time demands, to be called every few milliseconds; returns workers now gone."""
+    def advance(self, now: float) -> list[WorkerAddress]:
+        """Expire deadlines, promises and silent workers; call it every few milliseconds.
+
+        Returns:
+            The workers that were removed.
+        """
         gone = self.fleet.expire(now)
-        for ticket in self.room.overdue(now):
-            waited_s = now - ticket.arrived
-            self._answer(ticket, QueueTimeout(f"nothing had room within {waited_s:.1f} s"))
-        self._sweep(now)
+        for call in self.queue.overdue(now):
+            waited_s = now - call.arrived
+            self._answer(call, QueueTimeout(f"no worker had capacity within {waited_s:.1f} s"))
+        self._place_waiting(now)
         return gone
 
     def close(self) -> None:
-        """Sends away whoever waits, and whoever comes."""
+        """Refuse all queued and future calls."""
         self.closed = True
-        for ticket in self.room:
-            self._answer(ticket, NoWorkers("this router is going down"))
+        for call in self.queue:
+            self._answer(call, NoWorkers("this router is shutting down"))
 
-    def _sweep(self, now: float) -> None:
-        """Answers whoever can be answered, in the room's order."""
-        if not len(self.room):
+    def _place_waiting(self, now: float) -> None:
+        """Answer the queued calls that can be placed or refused, in order."""
+        if not len(self.queue):
             return
         workers = self.fleet.snapshots(now)
-        held: frozenset[str] = frozenset()
-        for ticket in self.room:
-            if _stands_behind(ticket.demand, workers, held):
+        reserved: frozenset[str] = frozenset()
+        for call in self.queue:
+            if _is_blocked(call.demand, workers, reserved):
                 continue
-            verdict = self._place(ticket.demand, workers, held)
-            if isinstance(verdict, Pair):
-                self._answer(ticket, self._promise(verdict, ticket.demand, now))
+            result = self._place(call.demand, workers, reserved)
+            if isinstance(result, Pair):
+                self._answer(call, self._promise(result, call.demand, now))
                 workers = self.fleet.snapshots(now)
-            elif verdict.reason is Reason.BUSY:
-                held |= verdict.waits_for
+            elif result.reason is Reason.BUSY:
+                reserved |= result.candidates
             else:
-                self._answer(ticket, _refusal(verdict.reason, ticket.request))
+                self._answer(call, _exception_for(result.reason, call.request))
 
     def _place(
         self,
         demand: Demand,
         workers: list[WorkerSnapshot],
-        held: frozenset[str] = frozenset(),
-    ) -> Pair | NotNow:
-        return place(demand, workers, self._policy, self._rng, held=held)
+        reserved: frozenset[str] = frozenset(),
+    ) -> Pair | NoPlacement:
+        return place(demand, workers, self._policy, self._rng, reserved=reserved)
 
     def _promise(self, pair: Pair, demand: Demand, now: float) -> Placement:
         return self.fleet.promise(pair, demand, self._new_id(), now)
 
-    def _answer(self, ticket: Ticket, answer: Placement | Refusal) -> None:
-        self.room.leave(ticket)
-        ticket.resolve(answer)
+    def _answer(self, call: PendingPlacement, answer: Placement | RouterException) -> None:
+        self.queue.remove(call)
+        call.resolve(answer)
 
 
-def _stands_behind(demand: Demand, workers: list[WorkerSnapshot], held: frozenset[str]) -> bool:
-    """Whether all that could take the request is held: a short cut that saves asking the policy."""
-    behind = False
+def _is_blocked(demand: Demand, workers: list[WorkerSnapshot], reserved: frozenset[str]) -> bool:
+    """Return whether every worker that could take the request is reserved. Saves a policy call."""
+    blocked = False
     for worker in workers:
-        if worker.standing not in TRUSTED or worker.worker_id in demand.exclude:
+        if worker.health not in USABLE or worker.worker_id in demand.exclude:
             continue
         if demand.model not in (None, worker.model) or worker.role is Role.PREFILL:
             continue
-        if worker.worker_id not in held:
+        if worker.worker_id not in reserved:
             return False
-        behind = True
-    return behind
+        blocked = True
+    return blocked
 
 
-def _refusal(reason: Reason, request: PlaceRequest) -> Refusal:
+def _exception_for(reason: Reason, request: PlaceRequest) -> RouterException:
     match reason:
         case Reason.UNKNOWN_MODEL:
             return UnknownModel(f"no worker serves the model {request.model!r}")
         case Reason.AMBIGUOUS_MODEL:
-            return Malformed("model: several are served, name one")
+            return InvalidBody("model: required, since several models are served")
         case Reason.TOO_LARGE:
             return TooLarge(
                 f"{request.prompt_tokens} prompt and {request.max_tokens} output tokens in "

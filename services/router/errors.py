@@ -1,7 +1,7 @@
-"""What the router refuses, and as which HTTP status.
+"""Errors of the router's HTTP API.
 
-Refusal                 a body that is a `RouterError`
-├── Malformed           400  invalid
+RouterException         body: `RouterError`
+├── InvalidBody         400  invalid
 ├── Unauthenticated     401  unauthenticated
 ├── UnknownModel        404  unknown_model
 ├── QueueTimeout        408  queue_timeout
@@ -16,57 +16,57 @@ from typing import ClassVar
 from services.common.placement import ErrorCode
 
 
-class Refusal(Exception):
-    """Why a call was not done. ``retry`` says whether the same call may succeed later."""
+class RouterException(Exception):
+    """A refused call. ``retry``: the same call may succeed later."""
 
     status: ClassVar[int]
     code: ClassVar[ErrorCode]
     retry: ClassVar[bool] = False
 
 
-class Malformed(Refusal):
-    """A body that is not what `services.common.placement` describes."""
+class InvalidBody(RouterException):
+    """The body does not match its model in `services.common.placement`."""
 
     status, code = 400, ErrorCode.INVALID
 
 
-class Unauthenticated(Refusal):
-    """No cluster token, or another one."""
+class Unauthenticated(RouterException):
+    """The cluster token is missing or wrong."""
 
     status, code = 401, ErrorCode.UNAUTHENTICATED
 
 
-class UnknownModel(Refusal):
-    """No worker serves a model of this name."""
+class UnknownModel(RouterException):
+    """No worker serves the model."""
 
     status, code = 404, ErrorCode.UNKNOWN_MODEL
 
 
-class QueueTimeout(Refusal):
-    """Waited for a place as long as the caller allowed."""
+class QueueTimeout(RouterException):
+    """The call waited as long as its caller allowed."""
 
     status, code = 408, ErrorCode.QUEUE_TIMEOUT
 
 
-class StaleEpoch(Refusal):
-    """A life of a worker that has ended, or that a newer one replaced."""
+class StaleEpoch(RouterException):
+    """The worker's epoch has ended or was replaced by a newer one."""
 
     status, code = 409, ErrorCode.STALE_EPOCH
 
 
-class TooLarge(Refusal):
-    """A request that no worker could hold if it were empty, or a body past its bound."""
+class TooLarge(RouterException):
+    """The request would not fit any worker even if it were idle, or the body is too long."""
 
     status, code = 413, ErrorCode.TOO_LARGE
 
 
-class QueueFull(Refusal):
-    """Nothing fits now, and nobody more may wait."""
+class QueueFull(RouterException):
+    """No worker has capacity and the queue is full."""
 
     status, code, retry = 429, ErrorCode.QUEUE_FULL, True
 
 
-class NoWorkers(Refusal):
-    """No pair of workers is there that could take the request, now or soon."""
+class NoWorkers(RouterException):
+    """No compatible pair of workers is ready or about to be."""
 
     status, code, retry = 503, ErrorCode.NO_WORKERS, True

@@ -1,9 +1,9 @@
-"""What the router knows of the workers: their lives, their load, and what was promised to them.
+"""The registered workers: epochs, load, health, and placements that they have not reported yet.
 
-A placement counts against each of its workers until that worker's heartbeat lists it as admitted,
-the request is released, or ``placement_ttl_s`` has passed; so a worker's load is its last report
-plus exactly the placements that the report does not include. There is no clock in here: every
-call takes ``now``, in seconds of one monotonic clock.
+A placement counts against each of its workers until the worker's heartbeat lists it as admitted,
+the request is released, or ``placement_ttl_s`` has passed. The load of a worker is thus its last
+report plus exactly the placements that the report does not include. There is no clock: every call
+takes ``now``, in seconds of one monotonic clock.
 """
 
 from collections import OrderedDict, deque
@@ -23,9 +23,9 @@ from services.common.placement import (
     WorkerView,
 )
 from services.router.errors import QueueFull, StaleEpoch
-from services.router.policy import Demand, Pair, Standing, WorkerSnapshot
+from services.router.policy import Demand, Pair, WorkerHealth, WorkerSnapshot
 
-MAX_REMEMBERED = 4096  # epochs that ended, so that a zombie of one cannot return
+MAX_RETIRED_EPOCHS = 4096  # ended epochs, remembered to reject a process that resumes
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -33,7 +33,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class FleetLimits:
-    """Times in seconds; `RouterSettings` documents each."""
+    """Limits of a fleet; times in seconds. `RouterSettings` documents them."""
 
     suspect_after_s: float = 2.0
     gone_after_s: float = 10.0
@@ -49,54 +49,54 @@ class FleetLimits:
 class _Promise:
     tokens: int
     pages: int
-    seats: int
+    slots: int
 
 
 @dataclass
 class _Worker:
-    """One life of a worker."""
+    """One epoch of a worker."""
 
     registration: Registration
-    heard_at: float
+    last_heartbeat_at: float
     load: Heartbeat | None = None
     promises: dict[str, _Promise] = field(default_factory=dict)
     promised_tokens: int = 0
     promised_pages: int = 0
-    promised_seats: int = 0
+    promised_slots: int = 0
     failures: int = 0
     probation_until: float = float("-inf")
-    last_turn: int = 0
-    snapshot: WorkerSnapshot | None = None  # kept until something changes: placing reads them all
+    last_placement: int = 0
+    snapshot: WorkerSnapshot | None = None  # cached until the worker changes
 
-    def promise(self, placement_id: str, demand: Demand, turn: int) -> None:
+    def promise(self, placement_id: str, demand: Demand, number: int) -> None:
         role, page_size = self.registration.role, self.registration.page_size
-        promise = _Promise(demand.tokens(role), demand.pages(role, page_size), demand.seats(role))
+        promise = _Promise(demand.tokens(role), demand.pages(role, page_size), demand.slots(role))
         self.promises[placement_id] = promise
         self.promised_tokens += promise.tokens
         self.promised_pages += promise.pages
-        self.promised_seats += promise.seats
-        self.last_turn = turn
+        self.promised_slots += promise.slots
+        self.last_placement = number
         self.snapshot = None
 
     def forget(self, placement_id: str) -> None:
         if promise := self.promises.pop(placement_id, None):
             self.promised_tokens -= promise.tokens
             self.promised_pages -= promise.pages
-            self.promised_seats -= promise.seats
+            self.promised_slots -= promise.slots
             self.snapshot = None
 
-    def standing(self, now: float, suspect_after_s: float) -> Standing:
+    def health(self, now: float, suspect_after_s: float) -> WorkerHealth:
         if self.load is None or self.load.state is WorkerState.STARTING:
-            return Standing.STARTING
+            return WorkerHealth.STARTING
         if self.load.state is WorkerState.DRAINING:
-            return Standing.DRAINING
-        if now - self.heard_at > suspect_after_s:
-            return Standing.SUSPECT
-        return Standing.PROBATION if now < self.probation_until else Standing.READY
+            return WorkerHealth.DRAINING
+        if now - self.last_heartbeat_at > suspect_after_s:
+            return WorkerHealth.SUSPECT
+        return WorkerHealth.PROBATION if now < self.probation_until else WorkerHealth.READY
 
 
 @dataclass(frozen=True)
-class _Record:
+class _PlacementRecord:
     placement: Placement
     placed_at: float
 
@@ -108,69 +108,69 @@ class _Record:
 
 
 class Fleet:
-    """The workers by id, one life of each, and the placements that are under way."""
+    """The current epoch of each worker, and the placements in progress."""
 
     def __init__(self, limits: FleetLimits) -> None:
         self._limits = limits
         self._workers: dict[str, _Worker] = {}
-        self._epochs: OrderedDict[str, str] = OrderedDict()  # the latest of each name, gone or not
+        self._epochs: OrderedDict[str, str] = OrderedDict()  # newest epoch by worker id
         self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._records: OrderedDict[str, _PlacementRecord] = OrderedDict()
         self._expiries: deque[tuple[float, str]] = deque()
-        self._turn = 0
+        self._placements = 0
 
     def register(self, registration: Registration, now: float) -> None:
-        """A worker introduces itself; it takes requests from its first heartbeat on.
+        """Register a worker; it takes requests from its first heartbeat on.
 
         Raises:
-            StaleEpoch: this life has ended, or a newer one took its place.
-            QueueFull: there are ``max_workers`` already.
+            StaleEpoch: if the epoch has ended or was replaced.
+            QueueFull: if ``max_workers`` are registered.
         """
         self._refuse_retired(registration.worker_id, registration.epoch)
         worker_id, epoch = registration.worker_id, registration.epoch
-        if known := self._life(worker_id, epoch):
-            known.registration, known.heard_at, known.snapshot = registration, now, None
+        if known := self._find(worker_id, epoch):
+            known.registration, known.last_heartbeat_at, known.snapshot = registration, now, None
             return
         if worker_id not in self._workers and len(self._workers) >= self._limits.max_workers:
             raise QueueFull(f"{self._limits.max_workers} workers are registered already")
         last = self._epochs.get(worker_id, epoch)
         if last != epoch:
             self._retire(worker_id, last)
-        _remember(self._epochs, worker_id, epoch)
-        self._workers[worker_id] = _Worker(registration, heard_at=now)
+        _store(self._epochs, worker_id, epoch)
+        self._workers[worker_id] = _Worker(registration, last_heartbeat_at=now)
 
     def heartbeat(self, beat: Heartbeat, now: float) -> bool:
-        """Takes a worker's figures. False where it must register first.
+        """Update the load of a worker; return False if it must register first.
 
         Raises:
-            StaleEpoch: this life has ended, or a newer one took its place.
+            StaleEpoch: if the epoch has ended or was replaced.
         """
         self._refuse_retired(beat.worker_id, beat.epoch)
-        worker = self._life(beat.worker_id, beat.epoch)
+        worker = self._find(beat.worker_id, beat.epoch)
         if worker is None:
             return False
-        worker.load, worker.heard_at, worker.snapshot = beat, now, None
+        worker.load, worker.last_heartbeat_at, worker.snapshot = beat, now, None
         for placement_id in beat.admitted:
             worker.forget(placement_id)
         return True
 
     def deregister(self, worker_id: str, epoch: str) -> None:
-        """This life takes nothing more; harmless where it is not known."""
+        """Remove a worker and reject its epoch from now on. Does nothing else if unknown."""
         self._retire(worker_id, epoch)
-        if self._life(worker_id, epoch) is not None:
+        if self._find(worker_id, epoch) is not None:
             del self._workers[worker_id]
 
     def promise(self, pair: Pair, demand: Demand, placement_id: str, now: float) -> Placement:
-        """Counts a request against the pair that the policy chose from `snapshots`."""
-        self._turn += 1
+        """Create a placement on a pair from `snapshots`, and count the request against it."""
+        self._placements += 1
         placement = Placement(
             placement_id=placement_id,
             prefill=_address(pair.prefill) if pair.prefill else None,
             decode=_address(pair.decode),
         )
-        record = _Record(placement, now)
+        record = _PlacementRecord(placement, now)
         for address in record.addresses:
-            self._workers[address.worker_id].promise(placement_id, demand, self._turn)
+            self._workers[address.worker_id].promise(placement_id, demand, self._placements)
         self._records[placement_id] = record
         self._expiries.append((now + self._limits.placement_ttl_s, placement_id))
         if len(self._records) > self._limits.max_placements:
@@ -178,17 +178,17 @@ class Fleet:
         return placement
 
     def release(self, release: Release, now: float) -> None:
-        """A request ended. Failure puts the blamed worker on probation, success clears its name.
+        """End a placement. A failure puts the blamed worker on probation; a success resets it.
 
-        The backoff grows only with failures of placements made after the last probation: the many
-        requests that one fault ends together count once.
+        Only failures of placements made after the last probation increase the backoff, so that
+        many requests that fail together count once.
         """
         record = self._records.pop(release.placement_id, None)
         if record is None:
             return
         self._forget_promises(record)
         for address in record.addresses:
-            worker = self._life(address.worker_id, address.epoch)
+            worker = self._find(address.worker_id, address.epoch)
             if worker is None or record.placed_at < worker.probation_until:
                 continue
             if release.outcome is Outcome.OK:
@@ -199,7 +199,7 @@ class Fleet:
                 worker.failures += 1
 
     def expire(self, now: float) -> list[WorkerAddress]:
-        """Ends what time ends: old promises, and workers that were silent too long (returned)."""
+        """Drop expired promises, and remove and return workers without recent heartbeats."""
         while self._expiries and self._expiries[0][0] <= now:
             _, placement_id = self._expiries.popleft()
             if record := self._records.get(placement_id):
@@ -207,27 +207,27 @@ class Fleet:
         gone = [
             worker_id
             for worker_id, worker in self._workers.items()
-            if now - worker.heard_at > self._limits.gone_after_s
+            if now - worker.last_heartbeat_at > self._limits.gone_after_s
         ]
-        lives = (self._workers.pop(worker_id).registration for worker_id in gone)
+        removed = (self._workers.pop(worker_id).registration for worker_id in gone)
         return [
-            WorkerAddress(worker_id=r.worker_id, epoch=r.epoch, address=r.address) for r in lives
+            WorkerAddress(worker_id=r.worker_id, epoch=r.epoch, address=r.address) for r in removed
         ]
 
     def snapshots(self, now: float) -> list[WorkerSnapshot]:
-        """Every worker as the policy sees it."""
+        """Return the state of every worker, for the policy."""
         return [self._snapshot(worker, now) for worker in self._workers.values()]
 
     def views(self, now: float) -> list[WorkerView]:
-        """Every worker as an operator sees it."""
+        """Return the state of every worker, for operators."""
         return [self._view(worker, now) for worker in self._workers.values()]
 
     def models(self) -> list[ModelInfo]:
-        """Each model that some worker serves, by name."""
+        """Return the served models, sorted by name."""
         named = {w.registration.model.name: w.registration.model for w in self._workers.values()}
         return [named[name] for name in sorted(named)]
 
-    def _life(self, worker_id: str, epoch: str) -> _Worker | None:
+    def _find(self, worker_id: str, epoch: str) -> _Worker | None:
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.registration.epoch == epoch else None
 
@@ -236,16 +236,16 @@ class Fleet:
             raise StaleEpoch(f"epoch {epoch} of worker {worker_id} has ended")
 
     def _retire(self, worker_id: str, epoch: str) -> None:
-        _remember(self._retired, (worker_id, epoch), None)
+        _store(self._retired, (worker_id, epoch), None)
 
-    def _forget_promises(self, record: _Record) -> None:
+    def _forget_promises(self, record: _PlacementRecord) -> None:
         for address in record.addresses:
-            if worker := self._life(address.worker_id, address.epoch):
+            if worker := self._find(address.worker_id, address.epoch):
                 worker.forget(record.placement.placement_id)
 
     def _snapshot(self, worker: _Worker, now: float) -> WorkerSnapshot:
-        standing = worker.standing(now, self._limits.suspect_after_s)
-        if worker.snapshot is not None and worker.snapshot.standing is standing:
+        health = worker.health(now, self._limits.suspect_after_s)
+        if worker.snapshot is not None and worker.snapshot.health is health:
             return worker.snapshot
         registration, load = worker.registration, worker.load
         worker.snapshot = WorkerSnapshot(
@@ -255,14 +255,14 @@ class Fleet:
             address=registration.address,
             model=registration.model.name,
             compatibility=registration.compatibility,
-            standing=standing,
+            health=health,
             page_size=registration.page_size,
             pages_total=registration.pages_total,
             queue_tokens=(load.queue_tokens if load else 0) + worker.promised_tokens,
             pages_free=(load.pages_free if load else 0) - worker.promised_pages,
-            seats=(load.running + load.waiting if load else 0) + worker.promised_seats,
-            max_seats=int(registration.max_running * self._limits.backlog),
-            last_turn=worker.last_turn,
+            slots=(load.running + load.waiting if load else 0) + worker.promised_slots,
+            max_slots=int(registration.max_running * self._limits.backlog),
+            last_placement=worker.last_placement,
         )
         return worker.snapshot
 
@@ -274,8 +274,8 @@ class Fleet:
             role=registration.role,
             address=registration.address,
             model=registration.model.name,
-            state=worker.standing(now, self._limits.suspect_after_s),
-            reason=load.reason if load else "not heard since it registered",
+            state=worker.health(now, self._limits.suspect_after_s),
+            reason=load.reason if load else "no heartbeat since registration",
             queue_tokens=load.queue_tokens if load else 0,
             promised_tokens=worker.promised_tokens,
             pages_free=load.pages_free if load else 0,
@@ -283,14 +283,14 @@ class Fleet:
             pages_total=registration.pages_total,
             running=load.running if load else 0,
             waiting=load.waiting if load else 0,
-            silent_s=now - worker.heard_at,
+            silent_s=now - worker.last_heartbeat_at,
         )
 
 
-def _remember(memory: OrderedDict[K, V], key: K, value: V) -> None:
+def _store(memory: OrderedDict[K, V], key: K, value: V) -> None:
     memory[key] = value
     memory.move_to_end(key)
-    if len(memory) > MAX_REMEMBERED:
+    if len(memory) > MAX_RETIRED_EPOCHS:
         memory.popitem(last=False)
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads from a router."""
+"""Prometheus metrics of the router."""
 
 from collections import Counter as Tally
 
@@ -10,7 +10,7 @@ PLACE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.25, 1, 2.5,
 
 
 class RouterMetrics:
-    """Metrics of one app, in a registry of its own; label values are bounded by the settings."""
+    """Metrics of one router, in a registry of its own. Settings bound the label values."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -22,13 +22,13 @@ class RouterMetrics:
         )
         self.place_seconds = Histogram(
             "headrace_place_seconds",
-            "From a place call's arrival to its answer, waiting included",
+            "From a place call's arrival to its answer, including the time in the queue",
             buckets=PLACE_BUCKETS_S,
             registry=self.registry,
         )
         self.placements = Counter(
             "headrace_placements",
-            "Place calls by what they were answered",
+            "Place calls, by outcome",
             ["outcome"],
             registry=self.registry,
         )
@@ -37,16 +37,16 @@ class RouterMetrics:
         )
         self._queue_tokens = Gauge(
             "headrace_queue_tokens",
-            "Tokens reported by and promised to a worker",
+            "Tokens queued on a worker, reported and promised",
             ["worker", "role"],
             registry=self.registry,
         )
         self._waiting = Gauge(
-            "headrace_num_requests_waiting", "Place calls that wait", registry=self.registry
+            "headrace_num_requests_waiting", "Place calls in the queue", registry=self.registry
         )
 
     def render(self, workers: list[WorkerView], waiting: int) -> bytes:
-        """The exposition; gauges are as of now, and workers that left leave no series."""
+        """Return the text format with current gauges; removed workers have no series."""
         self._waiting.set(waiting)
         self._workers.clear()
         self._queue_tokens.clear()

@@ -1,7 +1,7 @@
-"""Where a request goes: a pure function of the request, the workers and a random generator.
+"""Placement policies: pure functions of a request, the workers and a random generator.
 
-The default is the shortest queue, in tokens (FDC, §6.1 and §6.2). A queue here is what a worker
-last reported plus what was promised to it since; `services.router.fleet` does that arithmetic.
+The default is the shortest queue, in tokens (FDC, §6.1 and §6.2). The queue of a worker is its last
+report plus the placements since then, as `services.router.fleet` computes it.
 """
 
 from collections import defaultdict
@@ -14,26 +14,26 @@ from typing import Protocol, TypeVar
 from services.common.placement import Compatibility, Role
 
 
-class Standing(StrEnum):
-    """How the router thinks of a worker. Those in `TRUSTED` take requests now or soon."""
+class WorkerHealth(StrEnum):
+    """State of a worker in the router. Those in `USABLE` take requests now or soon."""
 
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
-    SUSPECT = "suspect"  # not heard for a while
-    PROBATION = "probation"  # failed a request; waits before it is given another
+    SUSPECT = "suspect"  # missed heartbeats
+    PROBATION = "probation"  # failed a request; gets no other until a pause is over
 
 
-TRUSTED = frozenset({Standing.READY, Standing.SUSPECT, Standing.PROBATION})
+USABLE = frozenset({WorkerHealth.READY, WorkerHealth.SUSPECT, WorkerHealth.PROBATION})
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks of its workers.
+    """Resources that a request needs.
 
-    How many tokens a request will generate is unknown. Placing counts ``output_reserve`` of them
-    at most, for each choice, so that a client that names no limit does not claim a worker for
-    itself; a worker's own admission has the last word.
+    The number of output tokens is unknown in advance. Placement counts at most ``output_reserve``
+    for each choice, so that a request without a limit does not occupy a whole worker. The worker's
+    own admission decides in the end.
     """
 
     prompt_tokens: int
@@ -45,26 +45,26 @@ class Demand:
 
     @property
     def choice_tokens(self) -> int:
-        """What one choice is counted as on a decode worker: the last token is never stored."""
+        """Tokens counted for one choice on a decode worker; the KV of the last is not stored."""
         return self.prompt_tokens + min(self.max_tokens - 1, self.output_reserve)
 
     def tokens(self, role: Role) -> int:
-        """What this adds to the queue of a worker of that role."""
+        """Return the tokens that this adds to the queue of a worker."""
         return self.prompt_tokens if role is Role.PREFILL else self.choices * self.choice_tokens
 
-    def seats(self, role: Role) -> int:
-        """Places in a worker's batch."""
+    def slots(self, role: Role) -> int:
+        """Return the number of batch slots that this needs."""
         return 1 if role is Role.PREFILL else self.choices
 
     def pages(self, role: Role, page_size: int) -> int:
-        """Pages that must be free for it to start; choices share the full pages of the prompt."""
+        """Return the free pages needed to start; choices share the full pages of the prompt."""
         if role is Role.PREFILL:
             return -(-self.prompt_tokens // page_size)
         shared = self.prompt_tokens // page_size
         return shared + self.choices * (-(-self.choice_tokens // page_size) - shared)
 
-    def pages_at_least(self, role: Role, page_size: int) -> int:
-        """Pages without which it can never end as asked: `pages`, or one choice at full length."""
+    def min_pages(self, role: Role, page_size: int) -> int:
+        """Return the pages needed to finish: `pages`, or those of one choice at full length."""
         if role is Role.PREFILL:
             return self.pages(role, page_size)
         whole = -(-(self.prompt_tokens + self.max_tokens - 1) // page_size)
@@ -73,14 +73,14 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """A worker at one instant, promises included.
+    """State of a worker at one instant, including promised placements.
 
     Attributes:
-        queue_tokens: reported and promised.
-        pages_free: reported, less the promised; may be negative.
-        seats: of its batch, running, waiting and promised.
-        max_seats: that may be taken before it counts as full.
-        last_turn: number of the newest placement it took part in; 0 before the first.
+        queue_tokens: reported tokens plus promised ones.
+        pages_free: reported free pages minus promised ones; may be negative.
+        slots: batch slots of running, waiting and promised sequences.
+        max_slots: slots at which the worker counts as full.
+        last_placement: number of its newest placement, 0 before the first.
     """
 
     worker_id: str
@@ -89,22 +89,22 @@ class WorkerSnapshot:
     address: str
     model: str
     compatibility: Compatibility
-    standing: Standing
+    health: WorkerHealth
     page_size: int
     pages_total: int
     queue_tokens: int
     pages_free: int
-    seats: int
-    max_seats: int
-    last_turn: int = 0
+    slots: int
+    max_slots: int
+    last_placement: int = 0
 
-    def can_hold(self, demand: Demand) -> bool:
-        """Whether it could take the request if it were idle."""
-        return demand.pages_at_least(self.role, self.page_size) <= self.pages_total
+    def fits_when_idle(self, demand: Demand) -> bool:
+        """Return whether the request would fit if the worker were idle."""
+        return demand.min_pages(self.role, self.page_size) <= self.pages_total
 
-    def has_room(self, demand: Demand) -> bool:
-        """Whether it can take the request now; prompts may queue for a prefill worker's pages."""
-        if self.standing is not Standing.READY or self.seats >= self.max_seats:
+    def has_capacity(self, demand: Demand) -> bool:
+        """Return whether the request fits now. Prompts may wait for pages on a prefill worker."""
+        if self.health is not WorkerHealth.READY or self.slots >= self.max_slots:
             return False
         return (
             self.role is Role.PREFILL or demand.pages(self.role, self.page_size) <= self.pages_free
@@ -113,23 +113,23 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The workers of one request; a colocated one is ``decode`` alone."""
+    """The workers of one request. A colocated worker is ``decode``, without ``prefill``."""
 
     prefill: WorkerSnapshot | None
     decode: WorkerSnapshot
 
     @property
     def queue_tokens(self) -> int:
-        """What waits before the request on its whole way."""
+        """Tokens queued on both workers."""
         return self.decode.queue_tokens + (self.prefill.queue_tokens if self.prefill else 0)
 
     @property
-    def last_turn(self) -> int:
-        return self.decode.last_turn
+    def last_placement(self) -> int:
+        return self.decode.last_placement
 
 
 class Reason(Enum):
-    """Why a request is not placed now; only `BUSY` is worth waiting for."""
+    """Reason why a request is not placed. Only `BUSY` can change by waiting."""
 
     UNKNOWN_MODEL = auto()
     AMBIGUOUS_MODEL = auto()  # several are served, and the request names none
@@ -139,28 +139,28 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class NotNow:
-    """No pair; ``waits_for`` are the decode or colocated workers that could take it when free."""
+class NoPlacement:
+    """No pair was found. ``candidates``: decode or colocated workers that may take it later."""
 
     reason: Reason
-    waits_for: frozenset[str] = frozenset()
+    candidates: frozenset[str] = frozenset()
 
 
 class Candidate(Protocol):
-    """What a policy chooses by: a worker, or a pair of them."""
+    """A worker or a pair of workers, as a policy compares them."""
 
     @property
     def queue_tokens(self) -> int: ...
 
     @property
-    def last_turn(self) -> int: ...
+    def last_placement(self) -> int: ...
 
 
 C = TypeVar("C", bound=Candidate)
 
 
 class PolicyName(StrEnum):
-    """The policies by the name that a setting gives them."""
+    """Name of a policy in the settings."""
 
     SHORTEST_QUEUE = "shortest_queue"
     ROUND_ROBIN = "round_robin"
@@ -174,68 +174,70 @@ def place(
     policy: PolicyName,
     rng: Random,
     *,
-    held: frozenset[str] = frozenset(),
-) -> Pair | NotNow:
-    """Chooses a compatible pair that has room.
+    reserved: frozenset[str] = frozenset(),
+) -> Pair | NoPlacement:
+    """Choose a compatible pair with capacity.
 
     Args:
-        held: workers kept free for requests that came earlier; they count as full.
+        reserved: workers kept free for earlier requests; they count as full.
     """
     named = {worker.model for worker in workers}
     if demand.model is None and len(named) > 1:
-        return NotNow(Reason.AMBIGUOUS_MODEL)
+        return NoPlacement(Reason.AMBIGUOUS_MODEL)
     if demand.model is not None and named and demand.model not in named:
-        return NotNow(Reason.UNKNOWN_MODEL)
-    ready = _teams(
+        return NoPlacement(Reason.UNKNOWN_MODEL)
+    ready = _compatible_groups(
         w
         for w in workers
         if demand.model in (None, w.model)
         and w.worker_id not in demand.exclude
-        and w.worker_id not in held
-        and w.has_room(demand)
-        and w.can_hold(demand)
+        and w.worker_id not in reserved
+        and w.has_capacity(demand)
+        and w.fits_when_idle(demand)
     )
-    return _choose(ready, policy, rng) if ready else _why_not(demand, workers)
+    return _choose(ready, policy, rng) if ready else _explain(demand, workers)
 
 
-def _why_not(demand: Demand, workers: Iterable[WorkerSnapshot]) -> NotNow:
+def _explain(demand: Demand, workers: Iterable[WorkerSnapshot]) -> NoPlacement:
     serving = [w for w in workers if demand.model in (None, w.model)]
-    sufficient = [w for w in serving if w.can_hold(demand)]
-    if _teams(serving) and not _teams(sufficient):
-        return NotNow(Reason.TOO_LARGE)
-    teams = _teams(
-        w for w in sufficient if w.standing in TRUSTED and w.worker_id not in demand.exclude
+    sufficient = [w for w in serving if w.fits_when_idle(demand)]
+    if _compatible_groups(serving) and not _compatible_groups(sufficient):
+        return NoPlacement(Reason.TOO_LARGE)
+    groups = _compatible_groups(
+        w for w in sufficient if w.health in USABLE and w.worker_id not in demand.exclude
     )
-    if not teams:
-        return NotNow(Reason.NO_WORKERS)
-    return NotNow(Reason.BUSY, frozenset(w.worker_id for _, decodes in teams for w in decodes))
+    if not groups:
+        return NoPlacement(Reason.NO_WORKERS)
+    return NoPlacement(
+        Reason.BUSY, frozenset(w.worker_id for _, decodes in groups for w in decodes)
+    )
 
 
-Team = tuple[Sequence[WorkerSnapshot], Sequence[WorkerSnapshot]]
+Group = tuple[Sequence[WorkerSnapshot], Sequence[WorkerSnapshot]]
 
 
-def _teams(workers: Iterable[WorkerSnapshot]) -> list[Team]:
-    """Prefill and decode workers that fit together; a colocated one is a team without prefill."""
+def _compatible_groups(workers: Iterable[WorkerSnapshot]) -> list[Group]:
+    """Group workers by compatibility; a colocated worker is a group without prefill workers."""
     prefills: defaultdict[Compatibility, list[WorkerSnapshot]] = defaultdict(list)
     decodes: defaultdict[Compatibility, list[WorkerSnapshot]] = defaultdict(list)
-    teams: list[Team] = []
+    groups: list[Group] = []
     for worker in workers:
         if worker.role is Role.COLOCATED:
-            teams.append(((), (worker,)))
+            groups.append(((), (worker,)))
         elif worker.role is Role.PREFILL:
             prefills[worker.compatibility].append(worker)
         else:
             decodes[worker.compatibility].append(worker)
-    teams.extend((prefills[key], decodes[key]) for key in decodes if key in prefills)
-    return teams
+    groups.extend((prefills[key], decodes[key]) for key in decodes if key in prefills)
+    return groups
 
 
-def _choose(teams: Sequence[Team], policy: PolicyName, rng: Random) -> Pair:
-    """The policy's pair: its choice of each role within each team, then among the teams."""
+def _choose(groups: Sequence[Group], policy: PolicyName, rng: Random) -> Pair:
+    """Apply the policy to each role within each group, then to the resulting pairs."""
     choose = _BY_NAME[policy]
     pairs = [
         Pair(choose(prefills, rng) if prefills else None, choose(decodes, rng))
-        for prefills, decodes in teams
+        for prefills, decodes in groups
     ]
     return choose(pairs, rng)
 
@@ -250,8 +252,8 @@ def _shortest_queue(candidates: Sequence[C], rng: Random) -> C:
 
 
 def _round_robin(candidates: Sequence[C], rng: Random) -> C:
-    """The one whose turn is longest ago: fair also when workers come, go or are skipped."""
-    return _least(candidates, lambda c: c.last_turn, rng)
+    """Choose the least recently used candidate; fair when workers join, leave or are skipped."""
+    return _least(candidates, lambda c: c.last_placement, rng)
 
 
 def _random(candidates: Sequence[C], rng: Random) -> C:

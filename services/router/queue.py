@@ -1,4 +1,4 @@
-"""The waiting room: requests that nothing has room for yet, larger priority first, then FIFO."""
+"""The queue of place calls that no worker has capacity for: by priority, then FIFO."""
 
 import asyncio
 from bisect import insort
@@ -6,56 +6,59 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.common.placement import Placement, PlaceRequest
-from services.router.errors import Refusal
+from services.router.errors import RouterException
 from services.router.policy import Demand
 
 
 @dataclass(eq=False)
-class Ticket:
-    """One place call. It is answered once, whether it had to wait or not; times in seconds."""
+class PendingPlacement:
+    """A place call. It is answered exactly once, queued or not. Times in seconds."""
 
     request: PlaceRequest
     demand: Demand
     arrived: float
     deadline: float
-    answer: Placement | Refusal | None = None
+    answer: Placement | RouterException | None = None
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def resolve(self, answer: Placement | Refusal) -> None:
+    def resolve(self, answer: Placement | RouterException) -> None:
+        """Set the answer and wake the caller."""
         self.answer = answer
         self.answered.set()
 
 
-class WaitingRoom:
-    """At most ``bound`` tickets between calls; the dispatcher looks at `overfull` after each."""
+class PlacementQueue:
+    """Waiting place calls. The dispatcher keeps the length at or below ``max_waiting``."""
 
-    def __init__(self, bound: int) -> None:
-        self._bound = bound
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
         self._arrivals = 0
-        self._order: list[tuple[int, int, Ticket]] = []
+        self._order: list[tuple[int, int, PendingPlacement]] = []
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def __iter__(self) -> Iterator[Ticket]:
-        return iter([ticket for _, _, ticket in self._order])
+    def __iter__(self) -> Iterator[PendingPlacement]:
+        return iter([call for _, _, call in self._order])
 
     @property
     def overfull(self) -> bool:
-        return len(self._order) > self._bound
+        """Whether more than ``max_waiting`` calls are queued."""
+        return len(self._order) > self._max_waiting
 
-    def enter(self, ticket: Ticket) -> None:
+    def add(self, call: PendingPlacement) -> None:
+        """Queue a call behind those of equal or higher priority."""
         self._arrivals += 1
-        insort(self._order, (-ticket.request.priority, self._arrivals, ticket))
+        insort(self._order, (-call.request.priority, self._arrivals, call))
 
-    def leave(self, ticket: Ticket) -> bool:
-        """False where the ticket was not waiting."""
-        for index, (_, _, waiting) in enumerate(self._order):
-            if waiting is ticket:
+    def remove(self, call: PendingPlacement) -> bool:
+        """Remove a call; return whether it was queued."""
+        for index, (_, _, queued) in enumerate(self._order):
+            if queued is call:
                 del self._order[index]
                 return True
         return False
 
-    def overdue(self, now: float) -> list[Ticket]:
-        """Those that have waited as long as they may."""
-        return [ticket for ticket in self if ticket.deadline <= now]
+    def overdue(self, now: float) -> list[PendingPlacement]:
+        """Return the calls whose deadline has passed."""
+        return [call for call in self if call.deadline <= now]

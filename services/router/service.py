@@ -1,4 +1,4 @@
-"""A router process."""
+"""The router process."""
 
 import asyncio
 import logging
@@ -15,12 +15,12 @@ from services.router.settings import RouterSettings
 
 log = structlog.get_logger()
 
-KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections: they close first, without a race
-GRACE_S = 3.0  # answers take microseconds, and whoever waits is sent away first
+KEEP_ALIVE_S = 75.0  # longer than in clients, which then close idle connections first
+GRACE_S = 3.0  # answers take microseconds, and queued calls are refused first
 
 
 class _Bound(Config):
-    """Listens on sockets that are bound already, so that a taken port is known before serving."""
+    """Binds its sockets at construction, so that a port in use is an error before serving."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__()
@@ -40,10 +40,10 @@ class _Bound(Config):
 
 
 async def serve(settings: RouterSettings) -> None:
-    """Runs one router until SIGTERM or SIGINT; place calls that wait are then sent elsewhere.
+    """Run a router until SIGTERM or SIGINT; queued place calls are then refused.
 
     Raises:
-        SettingsError: the address cannot be listened on.
+        SettingsError: if the address is invalid or the port is in use.
     """
     dispatcher = build_dispatcher(settings)
     app = create_app(settings, dispatcher)
@@ -58,7 +58,7 @@ async def serve(settings: RouterSettings) -> None:
 
     async def until_stopped() -> None:
         await stop.wait()
-        log.info("stopping", waiting=len(dispatcher.room))
+        log.info("stopping", waiting=len(dispatcher.queue))
         dispatcher.close()
 
     freeze_loaded()

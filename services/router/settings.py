@@ -9,55 +9,63 @@ from services.router.policy import PolicyName
 
 
 class RouterSettings(ServiceSettings):
-    """``HEADRACE_ROUTER_…``; see `ServiceSettings` for the rest."""
+    """Settings with the prefix ``HEADRACE_ROUTER_``; see `ServiceSettings` for the others."""
 
     model_config = SettingsConfigDict(env_prefix="HEADRACE_ROUTER_")
 
     port: int = Field(8002, ge=0, le=65535, description="HTTP port; 0 takes a free one")
-    policy: PolicyName = Field(PolicyName.SHORTEST_QUEUE, description="how workers are chosen")
+    policy: PolicyName = Field(PolicyName.SHORTEST_QUEUE, description="placement policy")
     seed: int | None = Field(
         None,
         ge=0,
         lt=1 << 63,
-        description="of the policy's random choices; default: another each start",
+        description="seed of the policy's random choices; default: random",
     )
     output_reserve: int = Field(
-        256, ge=0, le=1 << 20, description="output tokens counted for a choice at most when placing"
+        256, ge=0, le=1 << 20, description="largest number of output tokens counted per choice"
     )
     backlog: float = Field(
-        2.0, ge=1, le=64, description="sequences a worker may hold, as a multiple of its batch"
+        2.0, ge=1, le=64, description="sequences on a worker, as a multiple of its batch size"
     )
     max_waiting: int = Field(
-        512, ge=0, le=65_536, description="place calls that may wait; more are refused with 429"
+        512, ge=0, le=65_536, description="place calls in the queue; more are refused with 429"
     )
     max_wait_s: float = Field(
-        120.0, ge=0, le=3600, description="longest wait of a place call, whatever it asks, seconds"
+        120.0, ge=0, le=3600, description="longest wait of a place call in the queue, seconds"
     )
     retry_after_s: int = Field(1, ge=1, le=3600, description="Retry-After of a 429 or 503, seconds")
     suspect_after_s: float = Field(
-        2.0, gt=0, le=600, description="silence after which a worker gets nothing new, seconds"
+        2.0, gt=0, le=600, description="time without heartbeat until a worker is suspect, seconds"
     )
     gone_after_s: float = Field(
-        10.0, gt=0, le=3600, description="silence after which a worker is forgotten, seconds"
+        10.0, gt=0, le=3600, description="time without heartbeat until a worker is removed, seconds"
     )
     probation_s: float = Field(
-        0.5, ge=0, le=600, description="pause of a worker that failed; doubles each time, seconds"
+        0.5,
+        ge=0,
+        le=600,
+        description="first pause of a worker that failed; doubles each time, seconds",
     )
     probation_max_s: float = Field(
-        30.0, ge=0, le=3600, description="longest pause of a worker that fails, seconds"
+        30.0, ge=0, le=3600, description="longest pause of a worker that failed, seconds"
     )
     placement_ttl_s: float = Field(
-        30.0, gt=0, le=3600, description="a placement nobody confirms counts so long, seconds"
+        30.0,
+        gt=0,
+        le=3600,
+        description="time until an unconfirmed placement no longer counts, seconds",
     )
     max_placements: int = Field(
-        65_536, ge=1, le=1 << 22, description="placements remembered; the oldest is forgotten"
+        65_536, ge=1, le=1 << 22, description="placements tracked; the oldest is dropped"
     )
-    max_workers: int = Field(256, ge=1, le=4096, description="workers registered; more get 429")
+    max_workers: int = Field(
+        256, ge=1, le=4096, description="registered workers; more are refused with 429"
+    )
     max_body_bytes: int = Field(
         1 << 20, ge=1024, le=1 << 26, description="largest body of a call, bytes"
     )
     tick_s: float = Field(
-        0.02, gt=0, le=1, description="between looks at deadlines and silences, seconds"
+        0.02, gt=0, le=1, description="period of checks for deadlines and silent workers, seconds"
     )
 
     @model_validator(mode="after")
@@ -78,8 +86,3 @@ class RouterSettings(ServiceSettings):
             max_workers=self.max_workers,
             backlog=self.backlog,
         )
-
-    @property
-    def token(self) -> str | None:
-        """The cluster token in the clear, to compare with."""
-        return self.cluster_token.get_secret_value() if self.cluster_token else None

@@ -1,10 +1,10 @@
 """Discrete-event simulation of a fleet behind the real dispatcher, fleet and policy.
 
-Only the workers and the passing of time are simulated. A prefill worker computes prompts one after
-the other at a rate in tokens/s. A decode worker runs a continuous batch: each step gives every
-sequence one token and takes ``(STEP_S + RESIDENT_S * resident tokens) / speed``. They report as
-real ones do, every ``HEARTBEAT_S``, each at a phase of its own. The rates are round figures, not
-measurements: what is compared is policies. Left out: transfer, preemption, failures.
+Only the workers and the time are simulated. A prefill worker computes one prompt at a time, at a
+rate in tokens/s. A decode worker runs a continuous batch: each step produces one token of every
+sequence and takes ``(STEP_S + RESIDENT_S * resident tokens) / speed`` seconds. Workers send a
+heartbeat every ``HEARTBEAT_S``, each with its own phase. The rates are round figures, not
+measurements, since only policies are compared. Transfer, preemption and failures are left out.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ from services.common.placement import (
 from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
-from services.router.queue import Ticket, WaitingRoom
+from services.router.queue import PendingPlacement, PlacementQueue
 
 PREFILL_SPEEDS = (1.0, 0.75)
 DECODE_SPEEDS = (1.0, 0.9, 0.75)
@@ -41,14 +41,14 @@ RESIDENT_S = 1e-6
 MAX_RUNNING = 32
 HEARTBEAT_S = 0.25
 PAGE_SIZE = 16
-PAGES = 1 << 15  # of each worker: enough that pages never decide
-LONGEST_WAIT_S = 1e9
+PAGES = 1 << 15  # per worker: enough that pages are never the limit
+MAX_WAIT_S = 1e9
 EPOCH = "1"
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Tokens: average, least and most, of inputs and of outputs."""
+    """Token counts of a workload: (average, minimum, maximum) of inputs and of outputs."""
 
     inputs: tuple[float, float, float]
     outputs: tuple[float, float, float]
@@ -65,8 +65,12 @@ FDC_TABLE_6 = {
 
 @dataclass
 class Job:
-    """One request. ``max_tokens`` is what its client allows, ``output`` what only time will tell;
-    times in seconds since the start."""
+    """One request. Times in seconds since the start.
+
+    Attributes:
+        output: output tokens that it will produce, unknown to the router.
+        max_tokens: limit that the client sets.
+    """
 
     arrival: float
     prompt: int
@@ -79,8 +83,11 @@ class Job:
 def draw_jobs(
     traces: Sequence[Trace], number: int, *, utilization: float, scale: float, seed: int
 ) -> list[Job]:
-    """Poisson arrivals at ``utilization`` of `capacity`. Each job takes after one of the traces:
-    its lengths are beta-distributed over the trace's range, with its average, times ``scale``."""
+    """Return jobs with Poisson arrivals at ``utilization`` times `capacity`.
+
+    Each job follows one of the traces: its lengths are beta-distributed over the range of the
+    trace, with its average, multiplied by ``scale``.
+    """
     rng, now = Random(seed), 0.0
     rate = utilization * capacity(traces, scale)
     jobs = []
@@ -93,11 +100,11 @@ def draw_jobs(
 
 
 def capacity(traces: Sequence[Trace], scale: float) -> float:
-    """Requests/s that the busier phase could finish with every worker busy and every batch full."""
+    """Return the requests/s of the slower phase with all workers busy and all batches full."""
     prompts = [trace.inputs[0] * scale for trace in traces]
     outputs = [trace.outputs[0] * scale for trace in traces]
     prefill_s = sum(prompts) / len(traces) / PREFILL_TOKENS_S
-    # A sequence is in the batch for as many steps as it has output, half of it resident on average.
+    # A sequence takes one step per output token; half of its output is resident on average.
     resident = sum(o * (p + o / 2) for p, o in zip(prompts, outputs, strict=True)) / sum(outputs)
     step_s = STEP_S + RESIDENT_S * MAX_RUNNING * resident
     decode_s = sum(outputs) / len(traces) * step_s / MAX_RUNNING
@@ -105,44 +112,44 @@ def capacity(traces: Sequence[Trace], scale: float) -> float:
 
 
 def alone_s(job: Job) -> float:
-    """Seconds of a job that has the fastest workers for itself."""
+    """Return the latency of a job alone on the fastest workers, in seconds."""
     steps_s = job.output * (STEP_S + RESIDENT_S * (job.prompt + job.output / 2))
     prefill_s = job.prompt / (PREFILL_TOKENS_S * max(PREFILL_SPEEDS))
     return prefill_s + steps_s / max(DECODE_SPEEDS)
 
 
 def _draw(rng: Random, span: tuple[float, float, float], scale: float) -> int:
-    average, least, most = span
-    middle = (average - least) / (most - least)
+    average, minimum, maximum = span
+    middle = (average - minimum) / (maximum - minimum)
     share = rng.betavariate(4 * middle, 4 * (1 - middle))
-    return max(1, round(scale * (least + share * (most - least))))
+    return max(1, round(scale * (minimum + share * (maximum - minimum))))
 
 
 class Simulation:
-    """One run of ``jobs`` under one policy; deterministic for a seed."""
+    """A run of ``jobs`` under one policy. Deterministic for a seed."""
 
     def __init__(self, jobs: Sequence[Job], policy: PolicyName, seed: int) -> None:
         ids = count(1)
         self.now = 0.0
         self.router = Dispatcher(
             Fleet(FleetLimits(max_placements=1 << 22)),
-            WaitingRoom(bound=len(jobs)),
+            PlacementQueue(len(jobs)),
             policy,
             Random(seed),
             output_reserve=256,
-            max_wait_s=LONGEST_WAIT_S,
+            max_wait_s=MAX_WAIT_S,
             new_id=lambda: str(next(ids)),
         )
         self._jobs = jobs
         self._left = len(jobs)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
-        self._parked: dict[Ticket, Job] = {}
+        self._pending: dict[PendingPlacement, Job] = {}
         self.prefill = {f"p{i}": _Prefill(self, s) for i, s in enumerate(PREFILL_SPEEDS)}
         self.decode = {f"d{i}": _Decode(self, s) for i, s in enumerate(DECODE_SPEEDS)}
 
     def run(self) -> None:
-        """Until every job is done; their ``done`` is set."""
+        """Run until every job has finished, and set ``done`` of each."""
         workers: dict[str, _Worker] = {**self.prefill, **self.decode}
         for index, (name, worker) in enumerate(workers.items()):
             role = Role.PREFILL if name in self.prefill else Role.DECODE
@@ -170,12 +177,12 @@ class Simulation:
         request = PlaceRequest(
             request_id="r", prompt_tokens=job.prompt, max_tokens=job.max_tokens, wait_s=3600.0
         )
-        self._parked[self.router.submit(request, self.now)] = job
+        self._pending[self.router.submit(request, self.now)] = job
 
     def _dispatch(self) -> None:
-        """Sends off whoever the last event got a place for."""
-        for ticket in [ticket for ticket in self._parked if ticket.answer is not None]:
-            job, placement = self._parked.pop(ticket), ticket.answer
+        """Start the jobs that the last event placed."""
+        for call in [call for call in self._pending if call.answer is not None]:
+            job, placement = self._pending.pop(call), call.answer
             if not isinstance(placement, Placement) or placement.prefill is None:
                 raise RuntimeError(f"the router did not place a job: {placement!r}")
             job.placement_id = placement.placement_id
@@ -201,12 +208,12 @@ class _Worker:
         self.admitted: list[str] = []
 
     def load(self) -> tuple[int, int, int]:
-        """Sequences running and waiting, tokens in the queue."""
+        """Return the numbers of running sequences, waiting sequences and queued tokens."""
         raise NotImplementedError
 
 
 class _Prefill(_Worker):
-    """One prompt at a time, in order of arrival."""
+    """A prefill worker: one prompt at a time, in order of arrival."""
 
     def __init__(self, simulation: Simulation, speed: float) -> None:
         super().__init__(simulation, speed * PREFILL_TOKENS_S)
@@ -238,14 +245,14 @@ class _Prefill(_Worker):
 
 
 class _Decode(_Worker):
-    """A batch in which all sequences advance together: ``_clock`` counts its steps."""
+    """A decode worker: all sequences of the batch advance together; ``_clock`` counts steps."""
 
     def __init__(self, simulation: Simulation, speed: float) -> None:
         super().__init__(simulation, speed)
         self._coming: set[str] = set()
         self._coming_tokens = 0
         self._waiting: deque[Job] = deque()
-        self._batch: list[tuple[float, int, Job]] = []  # a heap, by the step of the last token
+        self._batch: list[tuple[float, int, Job]] = []  # heap, by the step of the last token
         self._entries = count()
         self._resident = 0.0
         self._clock = 0.0
@@ -258,7 +265,7 @@ class _Decode(_Worker):
         self._coming_tokens += job.prompt
 
     def arrive(self, job: Job) -> None:
-        """Its KV is here."""
+        """Move a job whose KV has arrived to the batch or its queue."""
         self._advance()
         self._coming.remove(job.placement_id)
         self._coming_tokens -= job.prompt
@@ -284,7 +291,7 @@ class _Decode(_Worker):
         self._updated = now
 
     def _refill(self) -> None:
-        """Fills the batch and plans the next end; the step time then holds until the next event."""
+        """Fill the batch and schedule its next end; the step time is constant until then."""
         while self._waiting and len(self._batch) < MAX_RUNNING:
             job = self._waiting.popleft()
             heappush(self._batch, (self._clock + job.output, next(self._entries), job))
@@ -306,7 +313,7 @@ class _Decode(_Worker):
 def heartbeat(
     name: str, running: int, waiting: int, queue_tokens: int, admitted: list[str]
 ) -> Heartbeat:
-    """What a simulated worker reports."""
+    """Return the heartbeat of a simulated worker."""
     return Heartbeat(
         worker_id=name,
         epoch=EPOCH,
@@ -320,7 +327,7 @@ def heartbeat(
 
 
 def registration(name: str, role: Role) -> Registration:
-    """How a simulated worker introduces itself."""
+    """Return the registration of a simulated worker."""
     return Registration(
         worker_id=name,
         epoch=EPOCH,

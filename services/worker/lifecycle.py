@@ -9,11 +9,11 @@ from contextlib import suppress
 from typing import Any
 
 import structlog
-from prometheus_client import start_http_server
 
 from runtime.engine import StepOutput
 from services.common.collector import freeze_loaded
 from services.common.grpc_server import GrpcServer
+from services.common.metrics_server import start_metrics_server
 from services.common.placement import Registration, Role
 from services.transfer.agent import TransferAgent
 from services.worker.engine_thread import EngineThread
@@ -125,8 +125,8 @@ async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, rol
     worker.join(registrar)
     worker.engine.start()
     await server.start()
-    metrics_server, _ = start_http_server(
-        settings.metrics_port, settings.host, worker.metrics.registry
+    metrics_server = start_metrics_server(
+        settings.host, settings.metrics_port, worker.metrics.registry
     )
     await server.set_serving(True)
     registrar.start()

@@ -1,5 +1,4 @@
-"""The rim of the HTTP server: request ids, errors, counts and logs of each request, bodies within
-bounds, clients that leave."""
+"""HTTP middleware: request ids, error responses, metrics, logs, bounded bodies, disconnects."""
 
 import asyncio
 import math
@@ -18,24 +17,24 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import ClientGone, InternalFault, ServiceError, TooLarge
-from services.gateway.gateway import request_id_from
+from services.gateway.gateway import valid_request_id
 
 log = structlog.get_logger()
 
 _T = TypeVar("_T")
 
-_PROBES = frozenset({"/health", "/ready", "/metrics"})  # asked for every few seconds
+_PROBES = frozenset({"/health", "/ready", "/metrics"})  # polled, so logged at debug level only
 
 
 class RequestTimeout(ServiceError):
-    """A request that did not arrive in time. Its connection is not used further."""
+    """The request did not arrive in time. Its connection is closed."""
 
     status, kind, code = 408, "timeout_error", "request_timeout"
     grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-class Edge:
-    """Wraps the application: every request gets an id, one log line and one count.
+class RequestMiddleware:
+    """ASGI middleware that gives each request an id, a log line and a count.
 
     Args:
         count: called with the route and the status of each request.
@@ -49,7 +48,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = request_id_from(Headers(scope=scope).get("x-request-id"))
+        request_id = valid_request_id(Headers(scope=scope).get("x-request-id"))
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         header = (b"x-request-id", request_id.encode())
@@ -64,31 +63,31 @@ class Edge:
             try:
                 await self._app(scope, receive, send_with_id)
             except Exception:
-                log.exception("request broke")
-            self._account(scope, state)
+                log.exception("unexpected error in a request")
+            self._record(scope, state)
 
-    def _account(self, scope: Scope, state: dict[str, Any]) -> None:
-        # The error of a stream comes after its status was sent, and counts for more.
+    def _record(self, scope: Scope, state: dict[str, Any]) -> None:
+        # An error in a stream comes after status 200 was sent, and replaces it here.
         error: ServiceError | None = state.get("error")
         status = error.status if error is not None else state.get("status", 500)
         route = getattr(scope.get("route"), "path", "unknown")
         self._count(route, status)
-        told = {} if error is None else {"error": error.message[:300]}
+        details = {} if error is None else {"error": error.message[:300]}
         level = log.warning if status >= HTTPStatus.INTERNAL_SERVER_ERROR else log.info
         if route in _PROBES:
             level = log.debug
-        level("answered", method=scope["method"], endpoint=route, status=status, **told)
+        level("answered", method=scope["method"], endpoint=route, status=status, **details)
 
 
-async def refuse(request: Request, error: Exception) -> Response:
-    """The answer to an error: an expected one as it is, any other as a fault of ours."""
+async def handle_error(request: Request, error: Exception) -> Response:
+    """Exception handler: a `ServiceError` keeps its status, any other exception becomes a 500."""
     expected = error if isinstance(error, ServiceError) else InternalFault("internal error")
     request.state.error = expected
     return error_response(expected)
 
 
 def error_response(error: ServiceError) -> Response:
-    """An error in OpenAI's shape, with what a client needs to try again."""
+    """Return an error in OpenAI's format."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -104,8 +103,8 @@ def error_response(error: ServiceError) -> Response:
     )
 
 
-async def refuse_route(_request: Request, error: Exception) -> Response:
-    """No such path, or not with this method: the framework's own refusals, in OpenAI's shape."""
+async def handle_http_exception(_request: Request, error: Exception) -> Response:
+    """Exception handler of the framework's 404 and 405; answers in OpenAI's format."""
     if not isinstance(error, HTTPException):
         raise error
     body = {"message": str(error.detail), "type": "invalid_request_error"}
@@ -118,10 +117,12 @@ async def refuse_route(_request: Request, error: Exception) -> Response:
 
 
 async def read_body(request: Request, *, limit: int, timeout_s: float) -> bytes:
-    """The body, read no further than ``limit`` bytes and waited for no longer than ``timeout_s``.
+    """Read the request body, up to ``limit`` bytes within ``timeout_s`` seconds.
 
     Raises:
-        TooLarge, RequestTimeout, ClientGone: it is too long, too slow, or will not come.
+        TooLarge: if the body is longer.
+        RequestTimeout: if the body does not arrive in time.
+        ClientGone: if the client disconnects.
     """
     too_large = TooLarge(f"the body is larger than {limit} bytes")
     declared = request.headers.get("content-length", "")
@@ -133,7 +134,7 @@ async def read_body(request: Request, *, limit: int, timeout_s: float) -> bytes:
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
-                    raise ClientGone("the client left before its request was complete")
+                    raise ClientGone("the client disconnected before its request was complete")
                 body += message.get("body", b"")
                 if len(body) > limit:
                     raise too_large
@@ -143,27 +144,27 @@ async def read_body(request: Request, *, limit: int, timeout_s: float) -> bytes:
         raise RequestTimeout(f"the body did not arrive within {timeout_s} s") from None
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of ``work``, which is cancelled when the client leaves.
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of ``work``, or cancel it if the client disconnects.
 
     Raises:
-        ClientGone: it left first.
+        ClientGone: if the client disconnects first.
     """
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_until_disconnected(receive))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone("the client left")
+            raise ClientGone("the client disconnected")
         return working.result()
     finally:
-        leaving.cancel()
+        disconnect.cancel()
         if not working.done():
             working.cancel()
             with suppress(asyncio.CancelledError):
                 await working
 
 
-async def _until_disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

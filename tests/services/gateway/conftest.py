@@ -1,4 +1,4 @@
-"""A whole gateway between a fake router and fake workers."""
+"""A complete gateway between a fake router and fake workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -14,8 +14,8 @@ from grpc import aio
 from headrace.v1 import inference_pb2_grpc
 from services.common.grpc_server import GrpcServer
 from services.gateway.gateway import Gateway, ServedModel
-from services.gateway.http.connection import http_config, listen
 from services.gateway.http.routes import build_app
+from services.gateway.http.server import http_config, listen
 from services.gateway.keys import ApiKeys
 from services.gateway.router_client import RouterClient
 from services.gateway.rpc import SERVICE, InferenceServicer
@@ -30,7 +30,7 @@ def model() -> ServedModel:
 
 @dataclass
 class Site:
-    """Everything a test may want to look at."""
+    """A running gateway with its fakes and clients."""
 
     gateway: Gateway
     router: FakeRouter

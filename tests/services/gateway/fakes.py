@@ -1,4 +1,4 @@
-"""A router and decode workers that do what a test tells them, on loopback."""
+"""A fake router and fake decode workers on loopback, scripted by tests."""
 
 import asyncio
 import uuid
@@ -18,7 +18,7 @@ LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 
 
 class FakeStream:
-    """A stream as the worker sees it, for scripts to write to."""
+    """The worker's side of a stream; scripts write to it."""
 
     def __init__(self, worker: "FakeWorker", start: decode_pb2.StartStream) -> None:
         self.worker = worker
@@ -28,13 +28,13 @@ class FakeStream:
 
     @property
     def replayed(self) -> int:
-        """Output tokens that came with the prompt."""
+        """Number of replayed output tokens after the prompt."""
         return len(self.start.tokens) - self.start.prompt_tokens
 
     async def tokens(
         self, *ids: int, choice: int = 0, logprobs: Sequence[float] = (), top: Any = ()
     ) -> None:
-        """One delta with these tokens."""
+        """Send one delta with these tokens."""
         delta = decode_pb2.StreamDelta(stream=self.start.stream)
         for at, id in enumerate(ids):
             delta.tokens.add(
@@ -54,7 +54,7 @@ class FakeStream:
             delta.stages.CopyFrom(decode_pb2.StageTimes(**stages))
         await self.send(delta)
 
-    async def fail(self, code: Any, message: str = "told to fail", worker_id: str = "") -> None:
+    async def fail(self, code: Any, message: str = "scripted failure", worker_id: str = "") -> None:
         error = error_pb2.Error(code=code, message=message, worker_id=worker_id)
         await self.send(decode_pb2.StreamDelta(stream=self.start.stream, error=error))
 
@@ -66,12 +66,12 @@ Script = Callable[[FakeStream], Coroutine[Any, Any, None]]
 
 
 async def hang(stream: FakeStream) -> None:
-    """Never answers."""
+    """Script: send nothing until cancelled."""
     await stream.cancelled.wait()
 
 
 def say(*ids: int, end: Any = STOP, pause_s: float = 0.0) -> Script:
-    """Sends ids one by one, from where the replayed ones end."""
+    """Return a script that sends ids one by one, after the replayed ones."""
 
     async def script(stream: FakeStream) -> None:
         for id in ids[stream.replayed :]:
@@ -84,7 +84,7 @@ def say(*ids: int, end: Any = STOP, pause_s: float = 0.0) -> Script:
 
 
 class FakeWorker(decode_pb2_grpc.DecodeServicer):
-    """Plays one script for each stream: the queued ones first, then ``script``."""
+    """Runs one script for each stream: the queued ones first, then ``script``."""
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
@@ -114,7 +114,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer):
         await self._server.start()
 
     async def stop(self) -> None:
-        """As a killed process does: every call breaks off."""
+        """Abort every call, like a killed process."""
         for task in self._tasks:
             task.cancel()
         if self._server is not None:
@@ -144,7 +144,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer):
 
 @dataclass
 class FakeRouter:
-    """Places on ``workers`` in order, over an in-process transport, and keeps books."""
+    """Places on ``workers`` in order, over an in-process transport, and records the calls."""
 
     workers: list[FakeWorker]
     model: str
@@ -152,7 +152,7 @@ class FakeRouter:
     releases: list[Release] = field(default_factory=list)
     refusals: list[tuple[int, str]] = field(default_factory=list)
     down: bool = False
-    hold: bool = False  # places are parked until their client leaves
+    hold: bool = False  # place calls block until their client disconnects
     abandoned: int = 0
     prefill: str | None = "prefill-0"
     authorizations: set[str | None] = field(default_factory=set)
@@ -163,11 +163,11 @@ class FakeRouter:
         return self.placed - len(self.releases)
 
     async def started(self, count: int) -> None:
-        """Until so many streams have reached the workers."""
+        """Wait until the workers have received ``count`` streams."""
         await until(lambda: sum(len(w.streams) for w in self.workers) >= count)
 
     async def settled(self) -> None:
-        """Until every placement was given back."""
+        """Wait until every placement was released."""
         await until(lambda: not self.outstanding)
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
@@ -176,7 +176,7 @@ class FakeRouter:
         self.authorizations.add(request.headers.get("authorization"))
         match request.url.path:
             case "/v1/place":
-                await self._park()
+                await self._block()
                 return self._place(PlaceRequest.model_validate_json(request.content))
             case "/v1/release":
                 self.releases.append(Release.model_validate_json(request.content))
@@ -185,9 +185,9 @@ class FakeRouter:
                 return httpx.Response(200, json={"workers": [self._view(w) for w in self.workers]})
         return httpx.Response(404)
 
-    async def _park(self) -> None:
+    async def _block(self) -> None:
         try:
-            while self.hold:  # noqa: ASYNC110 - a flag is what tests set most easily
+            while self.hold:  # noqa: ASYNC110 - a flag is simplest for tests
                 await asyncio.sleep(0.005)
         except asyncio.CancelledError:
             self.abandoned += 1
@@ -228,9 +228,9 @@ class FakeRouter:
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
-    """Waits for what other tasks bring about; fails the test where they do not."""
+    """Poll until a condition holds; raise TimeoutError after ``limit_s`` seconds."""
     async with asyncio.timeout(limit_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no events
+        while not condition():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.005)
 
 

@@ -1,4 +1,4 @@
-"""A client below HTTP, without manners."""
+"""A raw TCP client that may violate HTTP."""
 
 import asyncio
 import json
@@ -10,8 +10,8 @@ from typing import Any
 from tests.services.gateway.conftest import Site
 
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-QUICK = {"header_timeout_s": 0.3, "body_timeout_s": 0.3, "max_header_bytes": 4096}
-PATIENCE_S = 10.0
+SHORT_TIMEOUTS = {"header_timeout_s": 0.3, "body_timeout_s": 0.3, "max_header_bytes": 4096}
+TIMEOUT_S = 10.0
 
 
 def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
@@ -21,7 +21,7 @@ def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
 
 
 class Raw:
-    """A client without manners."""
+    """A TCP connection to a site."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -39,21 +39,21 @@ class Raw:
         await self.writer.drain()
 
     async def drip(self, data: bytes, pause_s: float) -> None:
-        """Sends byte by byte, until the other side has enough."""
+        """Send byte by byte, until the server disconnects."""
         with suppress(ConnectionError):
             for at in range(len(data)):
                 await self.send(data[at : at + 1])
                 await asyncio.sleep(pause_s)
 
     async def flood(self, data: bytes) -> None:
-        """Sends the same for ever, until the other side has enough."""
+        """Send the same data repeatedly, until the server disconnects."""
         with suppress(ConnectionError):
             while True:
                 await self.send(data)
 
     async def answer(self) -> tuple[int, dict[str, str], Any]:
-        """The next answer; its body is JSON."""
-        async with asyncio.timeout(PATIENCE_S):
+        """Return the status, headers and JSON body of the next response."""
+        async with asyncio.timeout(TIMEOUT_S):
             head = await self.reader.readuntil(b"\r\n\r\n")
             first, *lines = head.decode().strip().split("\r\n")
             headers = dict(line.split(": ", 1) for line in lines)
@@ -61,8 +61,8 @@ class Raw:
         return int(first.split()[1]), headers, json.loads(body)
 
     async def end(self) -> bytes:
-        """What came until the other side hung up."""
-        async with asyncio.timeout(PATIENCE_S):
+        """Return the input until the server closes the connection."""
+        async with asyncio.timeout(TIMEOUT_S):
             with suppress(ConnectionError):
                 return await self.reader.read()
         return b""
@@ -77,7 +77,7 @@ class Raw:
             await self.writer.wait_closed()
 
 
-async def refused(raw: Raw, status: int, code: str) -> None:
+async def check_refused(raw: Raw, status: int, code: str) -> None:
     got, headers, body = await raw.answer()
     assert (got, body["error"]["code"]) == (status, code), body
     assert headers["connection"] == "close"
@@ -86,5 +86,5 @@ async def refused(raw: Raw, status: int, code: str) -> None:
     await raw.close()
 
 
-async def lives_on(site: Site) -> None:
+async def check_alive(site: Site) -> None:
     assert (await site.http.get("/health")).status_code == 200

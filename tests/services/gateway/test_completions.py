@@ -1,4 +1,4 @@
-"""Answers over HTTP: shapes, streams, and OpenAI's own client."""
+"""Responses over HTTP: formats, streams, and OpenAI's client library."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ def client(site: Site, key: str = "none") -> openai.AsyncOpenAI:
 
 
 async def events(site: Site, path: str, body: dict[str, Any]) -> list[Any]:
-    """All events of a stream, parsed, the terminator as text."""
+    """Return all parsed events of a stream; the end marker as text."""
     async with site.http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -26,7 +26,7 @@ async def events(site: Site, path: str, body: dict[str, Any]) -> list[Any]:
     return [text if text == "[DONE]" else json.loads(text) for text in data]
 
 
-async def test_a_whole_chat_answer(site: Site) -> None:
+async def test_chat_response(site: Site) -> None:
     site.worker.script = say(*site.encode("Paris is it."))
     answer = await client(site).chat.completions.create(
         model=site.model.name, messages=[{"role": "user", "content": "The capital of France is"}]
@@ -43,7 +43,7 @@ async def test_a_whole_chat_answer(site: Site) -> None:
     assert list(start.stop_token_ids) == list(site.model.tokenizer.eos_ids)
 
 
-async def test_a_streamed_chat_answer_with_usage(site: Site) -> None:
+async def test_chat_stream_with_usage(site: Site) -> None:
     ids = site.encode("Grüße 😀, 日本!")
     site.worker.script = say(*ids, end=LENGTH)
     stream = await client(site).chat.completions.create(
@@ -63,7 +63,7 @@ async def test_a_streamed_chat_answer_with_usage(site: Site) -> None:
     assert chunks[-1].usage.completion_tokens == len(ids)
 
 
-async def test_completion_from_text_and_from_ids(site: Site) -> None:
+async def test_completion_of_text_and_of_token_ids(site: Site) -> None:
     site.worker.script = say(*site.encode(" Paris"))
     ids = site.encode("The capital of France is")
     for prompt in ("The capital of France is", ids, [ids], ["The capital of France is"]):
@@ -79,7 +79,7 @@ async def test_completion_from_text_and_from_ids(site: Site) -> None:
         assert stream.start.prefill.worker_id == "prefill-0"
 
 
-async def test_several_prompts_are_numbered_through(site: Site) -> None:
+async def test_choices_of_several_prompts_are_numbered_consecutively(site: Site) -> None:
     async def script(stream: Any) -> None:
         for choice in range(stream.start.choices):
             await stream.tokens(stream.start.tokens[0], choice=choice)
@@ -137,7 +137,7 @@ async def test_every_sampling_field_reaches_the_worker(site: Site) -> None:
     assert start.max_tokens == 17
 
 
-async def test_nothing_but_max_tokens_ends_an_answer_that_ignores_eos(site: Site) -> None:
+async def test_ignore_eos_generates_up_to_max_tokens(site: Site) -> None:
     (eos,) = site.model.tokenizer.eos_ids
     site.worker.script = say(5, eos, 6, end=LENGTH)
     body = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
@@ -147,7 +147,7 @@ async def test_nothing_but_max_tokens_ends_an_answer_that_ignores_eos(site: Site
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_vanishing_top_p_still_keeps_a_token(site: Site) -> None:
+async def test_tiny_top_p_keeps_one_token(site: Site) -> None:
     site.worker.script = say(5)
     for top_p in (5e-324, 1e-300, 1e-6, 0.5):
         await site.http.post("/v1/completions", json={"prompt": "x", "top_p": top_p})
@@ -155,7 +155,7 @@ async def test_a_vanishing_top_p_still_keeps_a_token(site: Site) -> None:
     assert sent == [1e-6, 1e-6, 1e-6, 0.5]
 
 
-async def test_stop_string_across_tokens_ends_the_stream_on_the_worker(site: Site) -> None:
+async def test_stop_string_across_tokens_cancels_the_stream_on_the_worker(site: Site) -> None:
     ids = site.encode("one two three four five")
 
     async def script(stream: Any) -> None:
@@ -175,7 +175,7 @@ async def test_stop_string_across_tokens_ends_the_stream_on_the_worker(site: Sit
     assert site.router.releases[0].outcome == "ok"
 
 
-async def test_what_was_held_back_for_a_stop_string_is_not_lost(site: Site) -> None:
+async def test_text_buffered_for_a_stop_string_is_returned_at_the_end(site: Site) -> None:
     site.worker.script = say(*site.encode("one two"), end=LENGTH)
     body = {"prompt": "count", "stop": ["two three"]}
     answer = (await site.http.post("/v1/completions", json=body)).json()
@@ -183,8 +183,8 @@ async def test_what_was_held_back_for_a_stop_string_is_not_lost(site: Site) -> N
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-async def test_characters_are_never_cut(site: Site) -> None:
-    """One token a byte, for text with characters of two, three and four bytes."""
+async def test_characters_are_not_split_between_events(site: Site) -> None:
+    """One token per byte, for characters of two, three and four bytes."""
     text = "é日😀"
     by_byte = {piece: id for id, piece in enumerate(site.model.tokenizer.pieces)}
     site.worker.script = say(*(by_byte[bytes([byte])] for byte in text.encode()))
@@ -193,7 +193,7 @@ async def test_characters_are_never_cut(site: Site) -> None:
     assert [t for t in texts if t] == ["é", "日", "😀"]
 
 
-async def test_an_unfinished_character_ends_as_a_replacement(site: Site) -> None:
+async def test_incomplete_character_becomes_a_replacement_character(site: Site) -> None:
     by_byte = {piece: id for id, piece in enumerate(site.model.tokenizer.pieces)}
     site.worker.script = say(by_byte[b"\xf0"], end=LENGTH)
     answer = (await site.http.post("/v1/completions", json={"prompt": "x"})).json()
@@ -239,7 +239,7 @@ async def test_logprobs_of_a_completion_have_offsets(site: Site) -> None:
     assert [at for some in offsets for at in some] == [0, 6]
 
 
-async def test_models_tokenize_and_operations(site: Site) -> None:
+async def test_models_tokenization_and_probes(site: Site) -> None:
     models = await client(site).models.list()
     assert [m.id for m in models.data] == [site.model.name]
     assert (await client(site).models.retrieve(site.model.name)).id == site.model.name
@@ -263,7 +263,7 @@ async def test_models_tokenize_and_operations(site: Site) -> None:
     assert {"CompletionBody", "ChatBody", "Message"} <= schemas.keys()
 
 
-async def test_metrics_follow_a_request(site: Site) -> None:
+async def test_metrics_of_a_request(site: Site) -> None:
     async def script(stream: Any) -> None:
         await stream.tokens(5, 6)
         await stream.tokens(7)
@@ -303,6 +303,6 @@ async def test_request_id_is_echoed(site: Site, given: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "two words"])
-async def test_an_unfit_request_id_is_replaced(site: Site, given: str) -> None:
+async def test_invalid_request_id_is_replaced(site: Site, given: str) -> None:
     response = await site.http.get("/nowhere", headers={"x-request-id": given})
     assert response.headers["x-request-id"].startswith("req-")

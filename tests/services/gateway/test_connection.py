@@ -1,4 +1,4 @@
-"""What a client can do below HTTP: every state of a connection is bounded, and nothing stays."""
+"""Limits of a connection: headers, bodies, time, pipelining, and invalid HTTP."""
 
 import asyncio
 import json
@@ -10,7 +10,15 @@ import pytest
 
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import FakeStream, say, until
-from tests.services.gateway.raw import GET, PATIENCE_S, QUICK, Raw, lives_on, post, refused
+from tests.services.gateway.raw import (
+    GET,
+    SHORT_TIMEOUTS,
+    TIMEOUT_S,
+    Raw,
+    check_alive,
+    check_refused,
+    post,
+)
 
 STREAM = json.dumps({"prompt": "x", "max_tokens": 8000, "stream": True}).encode()
 
@@ -25,15 +33,15 @@ STREAM = json.dumps({"prompt": "x", "max_tokens": 8000, "stream": True}).encode(
     ],
     ids=["headers", "path", "endless value", "empty lines"],
 )
-async def test_a_large_head_is_refused(open_site: OpenSite, head: bytes) -> None:
-    site: Site = await open_site(**QUICK)
-    await refused(await Raw.to(site, head), 431, "headers_too_large")
+async def test_large_head_is_431(open_site: OpenSite, head: bytes) -> None:
+    site: Site = await open_site(**SHORT_TIMEOUTS)
+    await check_refused(await Raw.to(site, head), 431, "headers_too_large")
     assert site.metric("headrace_requests_total", endpoint="unknown", status="431") == 1
-    await lives_on(site)
+    await check_alive(site)
 
 
-async def test_a_head_within_the_bound_passes(open_site: OpenSite) -> None:
-    site: Site = await open_site(**QUICK)
+async def test_head_within_the_limit_is_accepted(open_site: OpenSite) -> None:
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     raw = await Raw.to(site, GET[:-2] + b"x: " + b"a" * 3900, b"\r\n\r\n")
     assert (await raw.answer())[0] == 200
     for _ in range(3):  # each request of a connection has its own bound
@@ -47,25 +55,25 @@ async def test_a_head_within_the_bound_passes(open_site: OpenSite) -> None:
     [b"1;" + b"a" * 5000, b"1\r\n{\r\n0\r\nx: " + b"a" * 5000],
     ids=["chunk extension", "trailer"],
 )
-async def test_what_surrounds_a_body_is_bounded(open_site: OpenSite, framing: bytes) -> None:
-    site: Site = await open_site(**QUICK)
+async def test_framing_of_a_body_is_bounded(open_site: OpenSite, framing: bytes) -> None:
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     chunked = post(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
     raw = await Raw.to(site, chunked + framing)
     await asyncio.sleep(0.05)
     await raw.send(b"a" * 5000)
-    await refused(raw, 431, "headers_too_large")
+    await check_refused(raw, 431, "headers_too_large")
 
 
-async def test_endless_headers_take_no_memory(
+async def test_endless_headers_do_not_use_memory(
     open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.http.connection._LINGER_MOST_S", 0.1)
-    site: Site = await open_site(**QUICK)
+    monkeypatch.setattr("services.gateway.http.connection._MAX_LINGER_S", 0.1)
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     process, tasks = psutil.Process(), len(asyncio.all_tasks())
     before = process.memory_info().rss
     for line in (b"x: " + b"a" * 60_000 + b"\r\n", b"a" * 60_000):
         raws = [await Raw.to(site, GET[:-2] + b"y: ") for _ in range(20)]
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             await asyncio.gather(*(raw.flood(line) for raw in raws))
         for raw in raws:
             await raw.close()
@@ -74,30 +82,30 @@ async def test_endless_headers_take_no_memory(
 
 
 async def test_slow_headers_are_408(open_site: OpenSite) -> None:
-    site: Site = await open_site(**QUICK)
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     raw = await Raw.to(site)
     dripping = asyncio.create_task(raw.drip(GET, 0.05))
-    await refused(raw, 408, "request_timeout")
+    await check_refused(raw, 408, "request_timeout")
     await dripping
-    await lives_on(site)
+    await check_alive(site)
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n"], ids=["nothing", "an empty line"])
-async def test_idle_connections_end(open_site: OpenSite, sent: bytes) -> None:
-    site: Site = await open_site(**QUICK)
+async def test_idle_connections_are_closed(open_site: OpenSite, sent: bytes) -> None:
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     tasks = len(asyncio.all_tasks())
     raws = [await Raw.to(site, sent) for _ in range(200)]
     assert await asyncio.gather(*(raw.end() for raw in raws)) == [b""] * 200
     for raw in raws:
         await raw.close()
     await until(lambda: len(asyncio.all_tasks()) <= tasks)
-    await lives_on(site)
+    await check_alive(site)
 
 
-async def test_an_empty_line_after_an_answer_does_not_keep_the_connection(
+async def test_empty_line_after_a_response_does_not_keep_the_connection(
     open_site: OpenSite,
 ) -> None:
-    site: Site = await open_site(**QUICK)
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     raw = await Raw.to(site, GET)
     assert (await raw.answer())[0] == 200
     await raw.send(b"\r\n")
@@ -105,44 +113,44 @@ async def test_an_empty_line_after_an_answer_does_not_keep_the_connection(
     await raw.close()
 
 
-async def test_more_connections_than_allowed(open_site: OpenSite) -> None:
+async def test_connections_above_the_limit_are_429(open_site: OpenSite) -> None:
     site: Site = await open_site(max_connections=3)
     raws = [await Raw.to(site) for _ in range(3)]
-    await refused(await Raw.to(site), 429, "overloaded")
+    await check_refused(await Raw.to(site), 429, "overloaded")
     for raw in raws:
         await raw.close()
     await asyncio.sleep(0.05)
-    await lives_on(site)
+    await check_alive(site)
 
 
 @pytest.mark.parametrize("start", [post(b"{", length=100), post(b"")[:-4] + b"9\r\n\r\n"])
-async def test_a_body_that_stalls_is_408(open_site: OpenSite, start: bytes) -> None:
-    site: Site = await open_site(**QUICK)
-    await refused(await Raw.to(site, start), 408, "request_timeout")
+async def test_stalled_body_is_408(open_site: OpenSite, start: bytes) -> None:
+    site: Site = await open_site(**SHORT_TIMEOUTS)
+    await check_refused(await Raw.to(site, start), 408, "request_timeout")
     assert site.metric("headrace_requests_total", endpoint="/v1/completions", status="408") == 1
 
 
-async def test_a_body_that_drips_is_408(open_site: OpenSite) -> None:
-    site: Site = await open_site(**QUICK)
+async def test_slow_body_is_408(open_site: OpenSite) -> None:
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     raw = await Raw.to(site, post(b"", length=1000))
     dripping = asyncio.create_task(raw.drip(b" " * 1000, 0.05))
-    await refused(raw, 408, "request_timeout")
+    await check_refused(raw, 408, "request_timeout")
     await dripping
 
 
-async def test_requests_sent_ahead_are_bounded(site: Site) -> None:
+async def test_pipelined_requests_are_bounded(site: Site) -> None:
     site.worker.script = endless
     raw = await Raw.to(site, post(STREAM))
     await site.router.started(1)
     before = psutil.Process().memory_info().rss
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await raw.flood(GET * 10_000)
     await raw.close()
     await site.router.settled()
     assert psutil.Process().memory_info().rss - before < 32 << 20
 
 
-async def test_a_few_sent_ahead_are_answered_in_turn(site: Site) -> None:
+async def test_pipelined_requests_are_answered_in_order(site: Site) -> None:
     site.worker.script = say(5)
     body = json.dumps({"prompt": "x"}).encode()
     raw = await Raw.to(site, post(body) + GET * 5 + post(body))
@@ -151,10 +159,10 @@ async def test_a_few_sent_ahead_are_answered_in_turn(site: Site) -> None:
     await raw.close()
 
 
-async def test_what_follows_a_running_answer_never_breaks_into_it(site: Site) -> None:
+async def test_invalid_pipelined_request_does_not_corrupt_a_running_response(site: Site) -> None:
     site.worker.script = endless
     raw = await Raw.to(site, post(STREAM))
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await raw.reader.readuntil(b"data: ")
     await raw.send(b"no http at all\r\n\r\n")
     assert b"HTTP/1.1 400" not in await raw.end()
@@ -162,22 +170,22 @@ async def test_what_follows_a_running_answer_never_breaks_into_it(site: Site) ->
     await site.router.settled()
 
 
-async def test_a_client_that_leaves_with_requests_sent_ahead_cancels(site: Site) -> None:
+async def test_disconnect_with_pipelined_requests_cancels_the_stream(site: Site) -> None:
     site.worker.script = endless
     raw = await Raw.to(site, post(STREAM))
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await raw.reader.readuntil(b"data: ")
     await raw.send(GET)
     await raw.close()
     await site.router.settled()
-    async with asyncio.timeout(PATIENCE_S):  # the worker hears of it when it does
+    async with asyncio.timeout(TIMEOUT_S):  # asynchronous to the disconnect
         await site.worker.streams[0].cancelled.wait()
 
 
-async def test_half_a_request_behind_a_long_answer_waits_for_its_turn(
+async def test_partial_pipelined_request_does_not_time_out_during_a_response(
     open_site: OpenSite,
 ) -> None:
-    site: Site = await open_site(**QUICK)
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     site.worker.script = say(5, 5, 5, 5, 5, pause_s=0.15)
     body = json.dumps({"prompt": "x"}).encode()
     raw = await Raw.to(site, post(body) + GET[:10])
@@ -187,7 +195,7 @@ async def test_half_a_request_behind_a_long_answer_waits_for_its_turn(
     await raw.close()
 
 
-async def test_a_client_that_never_reads_is_hung_up_on(open_site: OpenSite) -> None:
+async def test_client_that_never_reads_is_disconnected(open_site: OpenSite) -> None:
     site: Site = await open_site(deadline_s=1.0, write_timeout_s=1.0)
     site.worker.script = endless
     host, port = site.url.removeprefix("http://").split(":")
@@ -197,7 +205,7 @@ async def test_a_client_that_never_reads_is_hung_up_on(open_site: OpenSite) -> N
         client.sendall(post(STREAM))
         await site.router.started(1)
         await site.router.settled()
-        await until(lambda: not connections_to(int(port)), PATIENCE_S)
+        await until(lambda: not connections_to(int(port)), TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -217,12 +225,12 @@ async def test_a_client_that_never_reads_is_hung_up_on(open_site: OpenSite) -> N
     ],
     ids=repr,
 )
-async def test_what_is_no_http_is_refused_in_the_same_shape(site: Site, data: bytes) -> None:
-    await refused(await Raw.to(site, data), 400, "invalid_value")
+async def test_invalid_http_is_400_in_the_error_format(site: Site, data: bytes) -> None:
+    await check_refused(await Raw.to(site, data), 400, "invalid_value")
     assert site.metric("headrace_requests_total", endpoint="unknown", status="400") == 1
 
 
-async def test_an_offer_of_http2_does_not_cost_the_body(site: Site) -> None:
+async def test_offer_of_http2_is_ignored(site: Site) -> None:
     site.worker.script = say(5)
     offer = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAMAAABk")
     body = json.dumps({"prompt": "x"}).encode()
@@ -235,14 +243,14 @@ async def test_an_offer_of_http2_does_not_cost_the_body(site: Site) -> None:
     assert (await (await Raw.to(site, post(b"{", *offer))).answer())[0] == 400
 
 
-async def test_a_websocket_is_not_spoken(site: Site) -> None:
+async def test_websocket_upgrade_is_ignored(site: Site) -> None:
     offer = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n\r\n"
     raw = await Raw.to(site, GET[:-2] + offer)
     assert (await raw.answer())[0] == 200
     await raw.close()
 
 
-async def test_a_trailer_is_no_header(site: Site) -> None:
+async def test_trailer_is_not_a_header(site: Site) -> None:
     site.worker.script = say(5)
     body = json.dumps({"prompt": "x"}).encode()
     chunked = post(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
@@ -261,7 +269,7 @@ async def endless(stream: FakeStream) -> None:
 
 
 def connections_to(port: int) -> list[Any]:
-    """The server's ends of connections on a port that are still held by this process."""
+    """Return the server's sockets of open connections on a port."""
     return [
         c
         for c in psutil.Process().net_connections("tcp")

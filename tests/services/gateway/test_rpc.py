@@ -1,4 +1,4 @@
-"""The gRPC interface: same answers, same refusals, as statuses with details."""
+"""The gRPC interface: the same behaviour as HTTP, with statuses and details."""
 
 import asyncio
 import hashlib
@@ -95,7 +95,7 @@ async def test_an_explicit_zero_is_not_absent(site: Site) -> None:
         ),
     ],
 )
-async def test_refusals_carry_details(
+async def test_errors_have_details(
     site: Site, request_fields: dict[str, Any], code: grpc.StatusCode, reason: str, field: str
 ) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
@@ -111,13 +111,13 @@ async def test_refusals_carry_details(
 
 
 @pytest.mark.parametrize("given", ["mine\n", "a b", "m" * 10_000])
-async def test_an_unfit_request_id_is_replaced(site: Site, given: str) -> None:
+async def test_invalid_request_id_is_replaced(site: Site, given: str) -> None:
     site.worker.script = say(5)
     responses = await generate(site, text="x", request_id=given)
     assert {r.request_id[:4] for r in responses} == {"req-"}
 
 
-async def test_developer_is_another_word_for_system(site: Site) -> None:
+async def test_role_developer_means_system(site: Site) -> None:
     site.worker.script = say(5)
     for role in ("developer", "system"):
         await generate(site, chat=pb.Chat(messages=[pb.ChatMessage(role=role, content="x")]))
@@ -125,7 +125,7 @@ async def test_developer_is_another_word_for_system(site: Site) -> None:
     assert first == second
 
 
-async def test_overload_says_when_to_come_back(site: Site) -> None:
+async def test_overload_has_retry_info(site: Site) -> None:
     site.router.refusals = [(429, "queue_full")]
     with pytest.raises(aio.AioRpcError) as caught:
         await generate(site, text="x")
@@ -135,7 +135,7 @@ async def test_overload_says_when_to_come_back(site: Site) -> None:
     assert retry.retry_delay.seconds == 3
 
 
-async def test_keys(open_site: OpenSite) -> None:
+async def test_api_keys(open_site: OpenSite) -> None:
     keys = ApiKeys({hashlib.sha256(b"sk-right").digest(): "team-a"})
     site: Site = await open_site(keys=keys)
     site.worker.script = say(5)
@@ -152,7 +152,7 @@ async def test_keys(open_site: OpenSite) -> None:
     assert site.router.places[0].tenant == "team-a"
 
 
-async def test_a_client_that_leaves_cancels_the_stream(site: Site) -> None:
+async def test_disconnect_cancels_the_stream(site: Site) -> None:
     async def script(stream: FakeStream) -> None:
         await stream.tokens(5)
         await stream.cancelled.wait()
@@ -166,7 +166,7 @@ async def test_a_client_that_leaves_cancels_the_stream(site: Site) -> None:
     await site.router.settled()
 
 
-async def test_the_clients_deadline_counts(site: Site) -> None:
+async def test_deadline_of_the_client_is_enforced(site: Site) -> None:
     call = inference_pb2_grpc.InferenceStub(site.rpc).Generate(
         pb.GenerateRequest(text="x"), timeout=0.3
     )
@@ -176,7 +176,7 @@ async def test_the_clients_deadline_counts(site: Site) -> None:
     await site.router.settled()
 
 
-async def test_health_and_reflection_are_there(site: Site) -> None:
+async def test_health_and_reflection_are_served(site: Site) -> None:
     health = health_pb2_grpc.HealthStub(site.rpc)
     answer = await health.Check(health_pb2.HealthCheckRequest(service="headrace.v1.Inference"))
     assert answer.status in (1, 2)

@@ -1,4 +1,4 @@
-"""The process: what it needs to start, and how it ends."""
+"""The gateway process: settings errors, start and shutdown."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def test_it_listens_on_both_ports_until_it_is_told_to_end() -> None:
+async def test_serves_both_ports_until_sigterm() -> None:
     port, grpc_port, router = free_port(), free_port(), free_port()
     settings = GatewaySettings.model_validate(
         {"port": port, "grpc_port": grpc_port, "routers": [f"http://127.0.0.1:{router}"]}
@@ -52,19 +52,21 @@ async def test_it_listens_on_both_ports_until_it_is_told_to_end() -> None:
             await asyncio.open_connection("127.0.0.1", closed)
 
 
-async def test_a_taken_port_is_a_settings_error() -> None:
+@pytest.mark.parametrize("name", ["port", "grpc_port"])
+async def test_port_in_use_is_a_settings_error(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        settings = GatewaySettings.model_validate({"port": taken.getsockname()[1]})
-        with pytest.raises(SettingsError, match="cannot listen"):
+        port = taken.getsockname()[1]
+        settings = GatewaySettings.model_validate({"port": 0, "grpc_port": 0, name: port})
+        with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port}"):
             await serve(settings)
 
 
-async def test_a_model_that_is_not_there_is_a_settings_error() -> None:
+async def test_unknown_model_is_a_settings_error() -> None:
     with pytest.raises(SettingsError, match="known names"):
         await serve(GatewaySettings.model_validate({"model": "nothing"}))
 
 
-def test_it_never_imports_torch() -> None:
+def test_service_does_not_import_torch() -> None:
     code = (
         "import sys, services.gateway.service; print(sorted({'torch','triton'} & {*sys.modules}))"
     )

@@ -1,18 +1,18 @@
-"""Text by choice and stop strings: the cut does not depend on how the text was divided."""
+"""Text of choices and stop strings."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.v1 import sampling_pb2
 from services.gateway.gateway import ServedModel
-from services.gateway.text import StopStrings, TextAssembly
+from services.gateway.text import StopStringFilter, TextAssembler
 
 letters = st.text("ab", max_size=12)
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Character by character: the first moment at which the text ends with a stop string."""
+    """Cut at the first position where the text ends with a stop string."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -21,8 +21,8 @@ def reference(text: str, stops: list[str]) -> tuple[str, bool]:
 
 
 @given(st.lists(letters, max_size=8), stop_lists)
-def test_any_division_gives_the_same_cut(parts: list[str], stops: list[str]) -> None:
-    strings = StopStrings(stops)
+def test_result_does_not_depend_on_how_text_is_split(parts: list[str], stops: list[str]) -> None:
+    strings = StopStringFilter(stops)
     shown, stopped = "", False
     for part in parts:
         text, stopped = strings.push(part)
@@ -35,10 +35,8 @@ def test_any_division_gives_the_same_cut(parts: list[str], stops: list[str]) -> 
 
 
 @given(st.lists(letters, max_size=8), stop_lists)
-def test_only_what_may_become_a_stop_string_is_held_back(
-    parts: list[str], stops: list[str]
-) -> None:
-    strings = StopStrings(stops)
+def test_only_a_possible_stop_string_is_buffered(parts: list[str], stops: list[str]) -> None:
+    strings = StopStringFilter(stops)
     shown = seen = ""
     for part in parts:
         text, stopped = strings.push(part)
@@ -49,10 +47,10 @@ def test_only_what_may_become_a_stop_string_is_held_back(
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
-def test_nothing_follows_a_stop_string(model: ServedModel) -> None:
+def test_output_after_a_stop_string_is_dropped(model: ServedModel) -> None:
     ids = model.tokenizer.encode("a b c d")
     tokens = [sampling_pb2.Token(choice=0, index=i, token=t) for i, t in enumerate(ids)]
-    assembly = TextAssembly(model.tokenizer, 1, ["b"])
+    assembly = TextAssembler(model.tokenizer, 1, ["b"])
     (piece,) = assembly.push(tokens, [(0, sampling_pb2.FINISH_REASON_LENGTH)])
     assert (piece.text, piece.finish) == ("a ", sampling_pb2.FINISH_REASON_STOP)
     assert len(piece.tokens) == 2

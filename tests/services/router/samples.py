@@ -1,4 +1,4 @@
-"""Workers and requests as the router's tests need them."""
+"""Sample workers and requests for the tests of the router."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def beat(worker_id: str, **changes: Any) -> Heartbeat:
     return Heartbeat(**(fields | changes))
 
 
-def wanted(prompt_tokens: int = 17, max_tokens: int = 16, **changes: Any) -> PlaceRequest:
+def place_request(prompt_tokens: int = 17, max_tokens: int = 16, **changes: Any) -> PlaceRequest:
     return PlaceRequest(
         **({"request_id": "r"} | changes), prompt_tokens=prompt_tokens, max_tokens=max_tokens
     )

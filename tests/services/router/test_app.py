@@ -1,4 +1,4 @@
-"""The router over HTTP, without a socket: statuses, headers, bodies, callers that leave."""
+"""The router's HTTP API without a socket: statuses, headers, bodies, disconnects."""
 
 import asyncio
 import json
@@ -22,14 +22,14 @@ from services.common.placement import (
 from services.router.app import build_dispatcher, create_app
 from services.router.dispatcher import Dispatcher
 from services.router.settings import RouterSettings
-from tests.services.router.samples import beat, registration, wanted
+from tests.services.router.samples import beat, place_request, registration
 
 TOKEN = "a-cluster-token"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
 class Router:
-    """A served app, its client, and what it decides with."""
+    """A running app, its client, its dispatcher and its clock."""
 
     def __init__(self, app: Quart, dispatcher: Dispatcher, clock: "Clock") -> None:
         self.app, self.dispatcher, self.clock = app, dispatcher, clock
@@ -50,12 +50,12 @@ class Router:
             assert (await self.post(f"/v1/{path}", body))[0] == 200
 
     async def until_waiting(self, count: int) -> None:
-        await until(lambda: len(self.dispatcher.room) == count)
+        await until(lambda: len(self.dispatcher.queue) == count)
 
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - what is polled has no event to wait for
+        while not condition():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.001)
 
 
@@ -88,10 +88,10 @@ def code_of(body: Any) -> ErrorCode:
     return RouterError.model_validate(body).error.code
 
 
-async def test_a_pair_is_placed_and_released(router: Router) -> None:
+async def test_pair_is_placed_and_released(router: Router) -> None:
     await router.join("p0", Role.PREFILL)
     await router.join("d0", Role.DECODE)
-    status, body, _ = await router.post("/v1/place", wanted())
+    status, body, _ = await router.post("/v1/place", place_request())
     placement = Placement.model_validate(body)
     assert status == 200
     assert placement.prefill is not None
@@ -104,13 +104,15 @@ async def test_a_pair_is_placed_and_released(router: Router) -> None:
     assert [w["promised_tokens"] for w in workers["workers"]] == [0, 0]
 
 
-async def test_a_colocated_worker_is_the_decode_worker_alone(router: Router) -> None:
+async def test_colocated_worker_is_placed_as_decode_without_prefill(router: Router) -> None:
     await router.join("c0", Role.COLOCATED)
-    status, body, _ = await router.post("/v1/place", wanted())
+    status, body, _ = await router.post("/v1/place", place_request())
     assert (status, body["prefill"], body["decode"]["worker_id"]) == (200, None, "c0")
 
 
-async def test_heartbeats_of_the_unknown_and_of_the_replaced(router: Router) -> None:
+async def test_heartbeat_of_unknown_worker_registers_again_and_of_replaced_epoch_is_409(
+    router: Router,
+) -> None:
     assert (await router.post("/v1/heartbeat", beat("d0")))[1] == {"register_again": True}
     await router.join("d0", Role.DECODE)
     await router.post("/v1/register", registration("d0", Role.DECODE, epoch="e2"))
@@ -122,11 +124,11 @@ async def test_heartbeats_of_the_unknown_and_of_the_replaced(router: Router) -> 
         assert (status, code_of(answer)) == (409, ErrorCode.STALE_EPOCH)
 
 
-async def test_one_who_left_is_known_no_more(router: Router) -> None:
+async def test_deregistered_worker_gets_no_requests(router: Router) -> None:
     await router.join("c0", Role.COLOCATED)
     goodbye = Deregistration(worker_id="c0", epoch="e1")
     assert (await router.post("/v1/deregister", goodbye))[0] == 200
-    status, body, headers = await router.post("/v1/place", wanted(wait_s=60))
+    status, body, headers = await router.post("/v1/place", place_request(wait_s=60))
     assert (status, code_of(body)) == (503, ErrorCode.NO_WORKERS)
     assert headers["Retry-After"] == "7"
 
@@ -140,20 +142,22 @@ async def test_one_who_left_is_known_no_more(router: Router) -> None:
         ({"choices": 64}, 413, ErrorCode.TOO_LARGE),
     ],
 )
-async def test_refusals(
+async def test_unplaceable_request_is_refused(
     router: Router, request_changes: dict[str, Any], status: int, code: ErrorCode
 ) -> None:
     await router.join("c0", Role.COLOCATED)
-    got, body, headers = await router.post("/v1/place", wanted(**request_changes))
+    got, body, headers = await router.post("/v1/place", place_request(**request_changes))
     assert (got, code_of(body)) == (status, code)
     assert ("Retry-After" in headers) == (status == 503)
 
 
-async def test_a_full_queue_is_429_and_a_long_wait_408(router: Router) -> None:
+async def test_full_queue_is_429_and_long_wait_is_408(router: Router) -> None:
     await router.join("c0", Role.COLOCATED, pages_free=0)
-    calls = [asyncio.create_task(router.post("/v1/place", wanted(wait_s=30))) for _ in range(2)]
+    calls = [
+        asyncio.create_task(router.post("/v1/place", place_request(wait_s=30))) for _ in range(2)
+    ]
     await router.until_waiting(2)
-    status, body, headers = await router.post("/v1/place", wanted(wait_s=30))
+    status, body, headers = await router.post("/v1/place", place_request(wait_s=30))
     assert (status, code_of(body)) == (429, ErrorCode.QUEUE_FULL)
     assert headers["Retry-After"] == "7"
     router.clock.now += 9
@@ -168,9 +172,9 @@ async def test_a_full_queue_is_429_and_a_long_wait_408(router: Router) -> None:
     assert "Retry-After" not in headers
 
 
-async def test_a_caller_who_leaves_the_queue_leaves_no_trace(router: Router) -> None:
+async def test_disconnected_caller_is_removed_from_the_queue(router: Router) -> None:
     await router.join("c0", Role.COLOCATED, pages_free=0)
-    body = wanted(wait_s=30).model_dump_json().encode()
+    body = place_request(wait_s=30).model_dump_json().encode()
     async with router.client.request("/v1/place", method="POST", headers=HEADERS) as connection:
         await connection.send(body)
         await connection.send_complete()
@@ -178,15 +182,17 @@ async def test_a_caller_who_leaves_the_queue_leaves_no_trace(router: Router) -> 
         await connection.disconnect()
         await router.until_waiting(0)
     await router.post("/v1/heartbeat", beat("c0", pages_free=2))
-    assert (await router.post("/v1/place", wanted()))[0] == 200, "the room was not taken"
+    assert (await router.post("/v1/place", place_request()))[0] == 200, (
+        "the cancelled call used no capacity"
+    )
     metrics = await (await router.client.get("/metrics")).get_data(as_text=True)
     assert 'headrace_placements_total{outcome="abandoned"} 1.0' in metrics
     assert "headrace_num_requests_waiting 0.0" in metrics
 
 
-async def test_closing_answers_those_who_wait(router: Router) -> None:
+async def test_closing_refuses_queued_calls(router: Router) -> None:
     await router.join("c0", Role.COLOCATED, pages_free=0)
-    call = asyncio.create_task(router.post("/v1/place", wanted(wait_s=30)))
+    call = asyncio.create_task(router.post("/v1/place", place_request(wait_s=30)))
     await router.until_waiting(1)
     assert (await router.client.get("/ready")).status_code == 200
     router.dispatcher.close()
@@ -198,9 +204,7 @@ async def test_closing_answers_those_who_wait(router: Router) -> None:
 @pytest.mark.parametrize(
     "authorization", [None, "", "Bearer", "Bearer wrong", TOKEN, f"bearer {TOKEN}", "Bearer \xff"]
 )
-async def test_without_the_token_nothing_under_v1(
-    router: Router, authorization: str | None
-) -> None:
+async def test_v1_requires_the_cluster_token(router: Router, authorization: str | None) -> None:
     headers = {} if authorization is None else {"Authorization": authorization}
     for path in ("register", "heartbeat", "place", "release", "deregister"):
         status, body, _ = await router.post(f"/v1/{path}", b"{}", headers)
@@ -209,7 +213,7 @@ async def test_without_the_token_nothing_under_v1(
         assert (await router.client.get(f"/v1/{path}", headers=headers)).status_code == 401
 
 
-async def test_without_a_configured_token_it_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_v1_is_open_without_a_configured_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADRACE_CLUSTER_TOKEN", raising=False)
     app = create_app(RouterSettings.model_validate({}))
     async with app.test_app():
@@ -224,15 +228,21 @@ async def test_without_a_configured_token_it_is_open(monkeypatch: pytest.MonkeyP
         (b"[]", "body"),
         (b"[" * 4000, "body"),
         (b'{"request_id": "r"}', "prompt_tokens"),
-        (wanted().model_dump_json()[:-1] + ', "kv_address": "x"}', "kv_address"),
-        (wanted().model_dump_json().replace('"choices":1', '"choices":1000000000'), "choices"),
-        (wanted().model_dump_json().replace("17", "-17"), "prompt_tokens"),
-        (wanted().model_dump_json().replace('"wait_s":0.0', '"wait_s":NaN'), "wait_s"),
-        (wanted().model_dump_json().replace('"exclude":[]', '"exclude":["../x"]'), "exclude.0"),
+        (place_request().model_dump_json()[:-1] + ', "kv_address": "x"}', "kv_address"),
+        (
+            place_request().model_dump_json().replace('"choices":1', '"choices":1000000000'),
+            "choices",
+        ),
+        (place_request().model_dump_json().replace("17", "-17"), "prompt_tokens"),
+        (place_request().model_dump_json().replace('"wait_s":0.0', '"wait_s":NaN'), "wait_s"),
+        (
+            place_request().model_dump_json().replace('"exclude":[]', '"exclude":["../x"]'),
+            "exclude.0",
+        ),
         (json.dumps({"request_id": "a\nb", "prompt_tokens": 1, "max_tokens": 1}), "request_id"),
     ],
 )
-async def test_a_malformed_body_names_the_field(
+async def test_error_of_an_invalid_body_names_the_field(
     router: Router, body: str | bytes, field: str
 ) -> None:
     await router.join("c0", Role.COLOCATED)
@@ -241,7 +251,7 @@ async def test_a_malformed_body_names_the_field(
     assert answer["error"]["message"].startswith(f"{field}:")
 
 
-async def test_oversize_bodies_wrong_paths_and_methods_have_typed_errors(router: Router) -> None:
+async def test_oversize_body_wrong_path_and_method_have_typed_errors(router: Router) -> None:
     status, body, _ = await router.post("/v1/place", b" " * 5000)
     assert (status, code_of(body)) == (413, ErrorCode.TOO_LARGE)
     assert (await router.post("/v2/place", b"{}"))[0] == 404
@@ -250,7 +260,7 @@ async def test_oversize_bodies_wrong_paths_and_methods_have_typed_errors(router:
     assert code_of(await response.get_json()) is ErrorCode.NOT_FOUND
 
 
-async def test_a_fault_of_ours_is_a_500_without_its_details(
+async def test_internal_error_is_500_without_details(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -266,7 +276,7 @@ async def test_a_fault_of_ours_is_a_500_without_its_details(
 async def test_models_and_metrics(router: Router) -> None:
     await router.join("p0", Role.PREFILL, queue_tokens=5)
     await router.join("d0", Role.DECODE, queue_tokens=7)
-    await router.post("/v1/place", wanted())
+    await router.post("/v1/place", place_request())
     models = await (await router.client.get("/v1/models", headers=HEADERS)).get_json()
     assert [model["name"] for model in models["models"]] == ["small"]
     text = await (await router.client.get("/metrics")).get_data(as_text=True)
@@ -281,10 +291,10 @@ async def test_models_and_metrics(router: Router) -> None:
         assert line in text
     await router.post("/v1/deregister", Deregistration(worker_id="p0", epoch="e1"))
     text = await (await router.client.get("/metrics")).get_data(as_text=True)
-    assert 'worker="p0"' not in text, "a worker that left leaves no series"
+    assert 'worker="p0"' not in text, "a removed worker has no series"
 
 
-async def test_a_silent_worker_is_forgotten_without_any_call(router: Router) -> None:
+async def test_silent_worker_is_removed_without_any_call(router: Router) -> None:
     await router.join("c0", Role.COLOCATED)
     router.clock.now += 10.1
     await until(lambda: not router.dispatcher.fleet.models())

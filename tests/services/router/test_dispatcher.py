@@ -1,4 +1,4 @@
-"""Who waits, for how long, in which order; and that nobody is overtaken to starvation."""
+"""Queueing of place calls: order, limits, wake-ups, and no starvation."""
 
 from random import Random
 
@@ -11,17 +11,17 @@ from services.router.dispatcher import Dispatcher
 from services.router.errors import NoWorkers, QueueFull, QueueTimeout, TooLarge, UnknownModel
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
-from services.router.queue import Ticket, WaitingRoom
-from tests.services.router.samples import beat, registration, wanted
+from services.router.queue import PendingPlacement, PlacementQueue
+from tests.services.router.samples import beat, place_request, registration
 
-PAGES = 8  # of each worker; `wanted()` takes 2 of 16 tokens
+PAGES = 8  # of each worker; `place_request()` takes 2 of 16 tokens
 
 
 def dispatcher(*names: str, bound: int = 4, pages_free: int = PAGES) -> Dispatcher:
     """Colocated workers of 8 pages."""
     router = Dispatcher(
         Fleet(FleetLimits()),
-        WaitingRoom(bound),
+        PlacementQueue(bound),
         PolicyName.SHORTEST_QUEUE,
         Random(0),
         output_reserve=256,
@@ -33,32 +33,32 @@ def dispatcher(*names: str, bound: int = 4, pages_free: int = PAGES) -> Dispatch
     return router
 
 
-def placed_on(ticket: Ticket) -> str:
-    assert isinstance(ticket.answer, Placement)
-    return ticket.answer.decode.worker_id
+def placed_on(call: PendingPlacement) -> str:
+    assert isinstance(call.answer, Placement)
+    return call.answer.decode.worker_id
 
 
 def test_placements_since_the_last_heartbeat_count() -> None:
     router = dispatcher("c0", "c1")
-    tickets = [router.submit(wanted(), 0.0) for _ in range(8)]
-    assert sorted(map(placed_on, tickets)) == ["c0"] * 4 + ["c1"] * 4
-    late = router.submit(wanted(wait_s=1), 0.0)
+    calls = [router.submit(place_request(), 0.0) for _ in range(8)]
+    assert sorted(map(placed_on, calls)) == ["c0"] * 4 + ["c1"] * 4
+    late = router.submit(place_request(wait_s=1), 0.0)
     assert late.answer is None
-    assert len(router.room) == 1
+    assert len(router.queue) == 1
 
 
-def test_a_heartbeat_a_release_and_a_leaver_wake_those_who_wait() -> None:
+def test_heartbeat_release_and_cancellation_wake_queued_calls() -> None:
     router = dispatcher("c0", pages_free=2)
-    first = router.submit(wanted(), 0.0)
+    first = router.submit(place_request(), 0.0)
     assert isinstance(first.answer, Placement)
-    second, third, fourth, fifth = (router.submit(wanted(wait_s=9), 0.0) for _ in range(4))
+    second, third, fourth, fifth = (router.submit(place_request(wait_s=9), 0.0) for _ in range(4))
     router.release(
         Release(placement_id=first.answer.placement_id, outcome=Outcome.OK),
         0.1,
     )
     assert placed_on(second) == "c0"
     assert third.answer is None
-    router.abandon(second, 0.2)
+    router.cancel(second, 0.2)
     assert placed_on(third) == "c0"
     assert isinstance(third.answer, Placement)
     router.heartbeat(beat("c0", pages_free=2, admitted=[third.answer.placement_id]), 0.3)
@@ -66,10 +66,10 @@ def test_a_heartbeat_a_release_and_a_leaver_wake_those_who_wait() -> None:
     assert fifth.answer is None
 
 
-def test_priority_then_arrival() -> None:
+def test_queue_order_is_priority_then_arrival() -> None:
     router = dispatcher("c0", pages_free=0)
     low, normal, high, normal_too = (
-        router.submit(wanted(wait_s=9, priority=priority), 0.0) for priority in (-1, 0, 5, 0)
+        router.submit(place_request(wait_s=9, priority=priority), 0.0) for priority in (-1, 0, 5, 0)
     )
     order = []
     for _ in range(4):
@@ -80,11 +80,13 @@ def test_priority_then_arrival() -> None:
     assert order == [high, normal, normal_too, low]
 
 
-def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_the_same_worker() -> None:
+def test_small_request_does_not_overtake_large_one_queued_for_the_same_worker() -> None:
     router = dispatcher("c0", pages_free=2)
-    large = router.submit(wanted(100, 12, wait_s=9), 0.0)
-    small = router.submit(wanted(wait_s=9), 0.0)
-    assert large.answer is small.answer is None, "two pages are free, and kept for the large one"
+    large = router.submit(place_request(100, 12, wait_s=9), 0.0)
+    small = router.submit(place_request(wait_s=9), 0.0)
+    assert large.answer is small.answer is None, (
+        "the two free pages are reserved for the large request"
+    )
     router.heartbeat(beat("c0", pages_free=7), 0.1)
     assert placed_on(large) == "c0"
     assert small.answer is None
@@ -92,130 +94,130 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_the_same_w
     assert placed_on(small) == "c0"
 
 
-def test_one_that_cannot_use_the_free_worker_does_not_block_it() -> None:
+def test_queued_request_does_not_block_a_worker_it_excludes() -> None:
     router = dispatcher("c0", "c1", pages_free=0)
-    picky = router.submit(wanted(wait_s=9, exclude=["c1"]), 0.0)
+    picky = router.submit(place_request(wait_s=9, exclude=["c1"]), 0.0)
     router.heartbeat(beat("c1"), 0.1)
     assert picky.answer is None
-    assert placed_on(router.submit(wanted(), 0.2)) == "c1"
+    assert placed_on(router.submit(place_request(), 0.2)) == "c1"
 
 
-def test_the_room_is_bounded() -> None:
+def test_queue_length_is_bounded() -> None:
     router = dispatcher("c0", bound=2, pages_free=0)
-    kept = [router.submit(wanted(wait_s=9), 0.0) for _ in range(2)]
-    assert isinstance(router.submit(wanted(wait_s=9), 0.0).answer, QueueFull)
-    assert isinstance(router.submit(wanted(wait_s=9, priority=9), 0.0).answer, QueueFull)
-    assert [ticket.answer for ticket in kept] == [None, None]
-    assert len(router.room) == 2
+    kept = [router.submit(place_request(wait_s=9), 0.0) for _ in range(2)]
+    assert isinstance(router.submit(place_request(wait_s=9), 0.0).answer, QueueFull)
+    assert isinstance(router.submit(place_request(wait_s=9, priority=9), 0.0).answer, QueueFull)
+    assert [call.answer for call in kept] == [None, None]
+    assert len(router.queue) == 2
 
 
-def test_who_will_not_wait_is_told_at_once() -> None:
+def test_call_without_wait_time_is_refused_at_once() -> None:
     router = dispatcher("c0", pages_free=0)
-    assert isinstance(router.submit(wanted(wait_s=0), 0.0).answer, QueueFull)
-    assert len(router.room) == 0
+    assert isinstance(router.submit(place_request(wait_s=0), 0.0).answer, QueueFull)
+    assert len(router.queue) == 0
 
 
-def test_waiting_ends_at_its_deadline_or_at_the_routers_bound() -> None:
+def test_waiting_ends_at_the_callers_or_the_routers_limit() -> None:
     router = dispatcher("c0", pages_free=0)
-    short, long = (router.submit(wanted(wait_s=wait_s), 0.0) for wait_s in (1.5, 3600))
-    router.settle(1.49)
+    short, long = (router.submit(place_request(wait_s=wait_s), 0.0) for wait_s in (1.5, 3600))
+    router.advance(1.49)
     assert short.answer is None
-    router.settle(1.5)
+    router.advance(1.5)
     assert isinstance(short.answer, QueueTimeout)
     for now in range(2, 60):
         router.heartbeat(beat("c0", pages_free=0), float(now))
-        router.settle(float(now))
+        router.advance(float(now))
     assert long.answer is None
     router.heartbeat(beat("c0", pages_free=0), 60.0)
-    router.settle(60.0)
+    router.advance(60.0)
     assert isinstance(long.answer, QueueTimeout)
 
 
-def test_those_who_wait_learn_that_the_last_worker_is_gone() -> None:
+def test_queued_calls_are_refused_when_the_last_worker_is_removed() -> None:
     router = dispatcher("c0", pages_free=0)
-    ticket = router.submit(wanted(wait_s=50), 0.0)
-    router.settle(10.0)
-    assert ticket.answer is None, "suspect, but it may come back"
-    assert [w.worker_id for w in router.settle(10.1)] == ["c0"]
-    assert isinstance(ticket.answer, NoWorkers)
+    call = router.submit(place_request(wait_s=50), 0.0)
+    router.advance(10.0)
+    assert call.answer is None, "the worker is suspect, but may return"
+    assert [w.worker_id for w in router.advance(10.1)] == ["c0"]
+    assert isinstance(call.answer, NoWorkers)
 
 
-def test_the_end_of_a_probation_wakes() -> None:
+def test_end_of_a_probation_places_queued_calls() -> None:
     router = dispatcher("c0")
-    first = router.submit(wanted(), 0.0)
+    first = router.submit(place_request(), 0.0)
     assert isinstance(first.answer, Placement)
     failed = Release(placement_id=first.answer.placement_id, outcome=Outcome.FAILED, blame="c0")
     router.release(failed, 1.0)
-    second = router.submit(wanted(wait_s=9), 1.0)
-    router.settle(1.49)
+    second = router.submit(place_request(wait_s=9), 1.0)
+    router.advance(1.49)
     assert second.answer is None
-    router.settle(1.5)
+    router.advance(1.5)
     assert placed_on(second) == "c0"
 
 
-def test_refusals_do_not_wait() -> None:
+def test_unplaceable_calls_are_refused_without_waiting() -> None:
     router = dispatcher("c0")
-    assert isinstance(router.submit(wanted(model="x", wait_s=9), 0.0).answer, UnknownModel)
-    assert isinstance(router.submit(wanted(PAGES * 16, 2, wait_s=9), 0.0).answer, TooLarge)
-    assert isinstance(router.submit(wanted(exclude=["c0"], wait_s=9), 0.0).answer, NoWorkers)
-    assert isinstance(dispatcher().submit(wanted(wait_s=9), 0.0).answer, NoWorkers)
+    assert isinstance(router.submit(place_request(model="x", wait_s=9), 0.0).answer, UnknownModel)
+    assert isinstance(router.submit(place_request(PAGES * 16, 2, wait_s=9), 0.0).answer, TooLarge)
+    assert isinstance(router.submit(place_request(exclude=["c0"], wait_s=9), 0.0).answer, NoWorkers)
+    assert isinstance(dispatcher().submit(place_request(wait_s=9), 0.0).answer, NoWorkers)
 
 
-def test_closing_sends_all_away() -> None:
+def test_closing_refuses_queued_and_new_calls() -> None:
     router = dispatcher("c0", pages_free=0)
-    waiting = router.submit(wanted(wait_s=9), 0.0)
+    waiting = router.submit(place_request(wait_s=9), 0.0)
     router.close()
     assert isinstance(waiting.answer, NoWorkers)
-    assert isinstance(router.submit(wanted(wait_s=9), 0.0).answer, NoWorkers)
+    assert isinstance(router.submit(place_request(wait_s=9), 0.0).answer, NoWorkers)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["submit", "free", "abandon", "release", "tick"]), st.integers(0, 9)
+            st.sampled_from(["submit", "free", "cancel", "release", "tick"]), st.integers(0, 9)
         ),
         max_size=40,
     )
 )
-def test_every_call_is_answered_once_and_nothing_stays(steps: list[tuple[str, int]]) -> None:
-    router, now, tickets = dispatcher("c0", "c1"), 0.0, list[Ticket]()
+def test_every_call_is_answered_once_and_all_promises_end(steps: list[tuple[str, int]]) -> None:
+    router, now, calls = dispatcher("c0", "c1"), 0.0, list[PendingPlacement]()
     for action, number in steps:
         now += 0.1
         if action == "submit":
-            tickets.append(router.submit(wanted(1 + 10 * number, 1, wait_s=0.5 * number), now))
+            calls.append(router.submit(place_request(1 + 10 * number, 1, wait_s=0.5 * number), now))
         elif action == "free":
             router.heartbeat(beat(f"c{number % 2}", pages_free=number % (PAGES + 1)), now)
         elif action == "tick":
-            router.settle(now)
-        elif tickets:
-            ticket = tickets[number % len(tickets)]
-            if action == "abandon" and not isinstance(ticket.answer, Placement):
-                router.abandon(ticket, now)
-                tickets.remove(ticket)
-            elif isinstance(ticket.answer, Placement):
-                end = Release(placement_id=ticket.answer.placement_id, outcome=Outcome.OK)
+            router.advance(now)
+        elif calls:
+            call = calls[number % len(calls)]
+            if action == "cancel" and not isinstance(call.answer, Placement):
+                router.cancel(call, now)
+                calls.remove(call)
+            elif isinstance(call.answer, Placement):
+                end = Release(placement_id=call.answer.placement_id, outcome=Outcome.OK)
                 router.release(end, now)
-        waiting = [ticket for ticket in tickets if ticket.answer is None]
-        assert set(waiting) == set(router.room)
+        waiting = [call for call in calls if call.answer is None]
+        assert set(waiting) == set(router.queue)
         assert len(waiting) <= 4
     for name in ("c0", "c1"):
         router.heartbeat(beat(name, pages_free=0), now + 5)
-    router.settle(now + 5)
-    assert len(router.room) == 0
-    for ticket in tickets:
-        assert ticket.answered.is_set()
-        if isinstance(ticket.answer, Placement):
-            end = Release(placement_id=ticket.answer.placement_id, outcome=Outcome.OK)
+    router.advance(now + 5)
+    assert len(router.queue) == 0
+    for call in calls:
+        assert call.answered.is_set()
+        if isinstance(call.answer, Placement):
+            end = Release(placement_id=call.answer.placement_id, outcome=Outcome.OK)
             router.release(end, now + 5)
     assert all(view.promised_pages == view.promised_tokens == 0 for view in router.fleet.views(now))
 
 
 @pytest.mark.parametrize("priority", [0, 1])
-def test_leaving_twice_is_harmless(priority: int) -> None:
-    room = WaitingRoom(4)
+def test_second_removal_from_the_queue_returns_false(priority: int) -> None:
+    queue = PlacementQueue(4)
     router = dispatcher("c0", pages_free=0)
-    ticket = router.submit(wanted(wait_s=1, priority=priority), 0.0)
-    room.enter(ticket)
-    assert room.leave(ticket)
-    assert not room.leave(ticket)
+    call = router.submit(place_request(wait_s=1, priority=priority), 0.0)
+    queue.add(call)
+    assert queue.remove(call)
+    assert not queue.remove(call)

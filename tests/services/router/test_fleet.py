@@ -1,4 +1,4 @@
-"""Accounting is exact under any interleaving, lives do not mix, and time ends what it should."""
+"""Accounting of placements, epochs, and expiry of a fleet."""
 
 import pytest
 from hypothesis import settings
@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from services.common.placement import Outcome, Placement, Release, Role, WorkerState
 from services.router.errors import QueueFull, StaleEpoch
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import Demand, Pair, Standing, WorkerSnapshot
+from services.router.policy import Demand, Pair, WorkerHealth, WorkerSnapshot
 from tests.services.router.samples import beat, registration
 
 LIMITS = FleetLimits(
@@ -44,7 +44,7 @@ def promise(fleet: Fleet, placement_id: str, now: float = 0.0) -> Placement:
 
 def load(fleet: Fleet, worker_id: str, now: float = 0.0) -> tuple[int, int, int]:
     worker = snapshot(fleet, worker_id, now)
-    return worker.queue_tokens, worker.pages_free, worker.seats
+    return worker.queue_tokens, worker.pages_free, worker.slots
 
 
 def test_a_placement_counts_until_each_worker_admits_it() -> None:
@@ -60,7 +60,7 @@ def test_a_placement_counts_until_each_worker_admits_it() -> None:
     assert load(fleet, "p0") == (5 + 17, 62, 1)
 
 
-def test_every_choice_takes_a_seat_and_pages_of_its_own() -> None:
+def test_every_choice_takes_a_slot_and_its_own_pages() -> None:
     fleet = fleet_of("p0", "d0")
     demand = Demand(prompt_tokens=17, max_tokens=16, choices=3)
     pair = Pair(snapshot(fleet, "p0"), snapshot(fleet, "d0"))
@@ -70,7 +70,7 @@ def test_every_choice_takes_a_seat_and_pages_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("outcome", Outcome)
-def test_a_released_placement_counts_no_more_and_is_released_once(outcome: Outcome) -> None:
+def test_released_placement_no_longer_counts_and_is_released_once(outcome: Outcome) -> None:
     fleet = fleet_of("p0", "d0")
     promise(fleet, "a")
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_a_released_placement_counts_no_more_and_is_released_once(outcome: Outco
     assert load(fleet, "d0") == (0, 64, 0)
 
 
-def test_a_placement_nobody_confirms_expires() -> None:
+def test_unconfirmed_placement_expires() -> None:
     fleet = fleet_of("p0", "d0")
     promise(fleet, "a", now=0.0)
     promise(fleet, "b", now=1.0)
@@ -90,22 +90,22 @@ def test_a_placement_nobody_confirms_expires() -> None:
     assert load(fleet, "d0")[0] == load(fleet, "p0")[0] + 15 == 32
 
 
-def test_placements_are_bounded_and_the_oldest_gives_way() -> None:
+def test_placements_are_bounded_and_the_oldest_is_dropped() -> None:
     fleet = fleet_of("p0", "d0")
     for index in range(60):
         promise(fleet, f"a{index}")
     assert load(fleet, "d0") == (50 * 32, 64 - 100, 50)
 
 
-def test_a_new_epoch_drops_the_old_life() -> None:
+def test_new_epoch_replaces_the_old_one() -> None:
     fleet = fleet_of("p0", "d0")
     promise(fleet, "a")
     fleet.register(registration("d0", Role.DECODE, epoch="e2"), 1.0)
-    assert snapshot(fleet, "d0", 1.0).standing is Standing.STARTING
+    assert snapshot(fleet, "d0", 1.0).health is WorkerHealth.STARTING
     fleet.heartbeat(beat("d0", epoch="e2"), 1.0)
     assert load(fleet, "d0") == (0, 64, 0)
     fleet.release(Release(placement_id="a", outcome=Outcome.FAILED, blame="d0"), 1.1)
-    assert snapshot(fleet, "d0", 1.1).standing is Standing.READY, "the new life did not fail"
+    assert snapshot(fleet, "d0", 1.1).health is WorkerHealth.READY, "the new epoch did not fail"
     for stale in (
         lambda: fleet.heartbeat(beat("d0"), 1.2),
         lambda: fleet.register(registration("d0", Role.DECODE), 1.2),
@@ -113,10 +113,10 @@ def test_a_new_epoch_drops_the_old_life() -> None:
         with pytest.raises(StaleEpoch):
             stale()
     fleet.deregister("d0", "e1")
-    assert snapshot(fleet, "d0", 1.2).epoch == "e2", "an old life cannot sign off the new one"
+    assert snapshot(fleet, "d0", 1.2).epoch == "e2", "an old epoch cannot deregister the new one"
 
 
-def test_a_zombie_cannot_replace_a_life_that_began_while_it_was_gone() -> None:
+def test_stale_epoch_cannot_replace_a_newer_one() -> None:
     fleet = fleet_of("d0")
     assert [w.worker_id for w in fleet.expire(4.1)] == ["d0"]
     fleet.register(registration("d0", Role.DECODE, epoch="e2"), 5.0)
@@ -124,33 +124,33 @@ def test_a_zombie_cannot_replace_a_life_that_began_while_it_was_gone() -> None:
         fleet.register(registration("d0", Role.DECODE, epoch="e1"), 6.0)
 
 
-def test_one_that_was_only_silent_may_return_in_the_same_epoch() -> None:
+def test_silent_worker_may_return_in_the_same_epoch() -> None:
     fleet = fleet_of("d0")
     fleet.expire(4.1)
-    assert not fleet.heartbeat(beat("d0"), 5.0), "told to register again"
+    assert not fleet.heartbeat(beat("d0"), 5.0), "the worker must register again"
     fleet.register(registration("d0", Role.DECODE), 5.0)
     assert fleet.heartbeat(beat("d0"), 5.0)
 
 
-def test_registering_twice_keeps_what_was_promised() -> None:
+def test_registering_twice_keeps_the_promises() -> None:
     fleet = fleet_of("p0", "d0")
     promise(fleet, "a")
     fleet.register(registration("d0", Role.DECODE), 0.5)
     assert load(fleet, "d0") == (32, 62, 1)
 
 
-def test_silence_makes_suspect_then_gone() -> None:
+def test_silent_worker_becomes_suspect_then_is_removed() -> None:
     fleet = fleet_of("d0")
-    assert snapshot(fleet, "d0", 1.0).standing is Standing.READY
-    assert snapshot(fleet, "d0", 1.001).standing is Standing.SUSPECT
+    assert snapshot(fleet, "d0", 1.0).health is WorkerHealth.READY
+    assert snapshot(fleet, "d0", 1.001).health is WorkerHealth.SUSPECT
     assert fleet.expire(4.0) == []
     fleet.heartbeat(beat("d0"), 4.0)
-    assert snapshot(fleet, "d0", 4.0).standing is Standing.READY
+    assert snapshot(fleet, "d0", 4.0).health is WorkerHealth.READY
     assert [w.worker_id for w in fleet.expire(8.001)] == ["d0"]
     assert fleet.snapshots(8.001) == []
 
 
-def test_a_workers_own_state_and_reason_show() -> None:
+def test_view_has_the_reported_state_and_reason() -> None:
     fleet = Fleet(LIMITS)
     fleet.register(registration("d0", Role.DECODE), 0.0)
     assert fleet.views(0.0)[0].state == "starting"
@@ -169,34 +169,34 @@ def fail(fleet: Fleet, placement_id: str, placed: float, failed: float) -> None:
     fleet.release(failure, failed)
 
 
-def standing(fleet: Fleet, now: float) -> Standing:
+def health(fleet: Fleet, now: float) -> WorkerHealth:
     for name in ("p0", "d0"):
         fleet.heartbeat(beat(name), now)
-    return snapshot(fleet, "d0", now).standing
+    return snapshot(fleet, "d0", now).health
 
 
-def test_failures_double_the_probation_up_to_a_bound_and_success_clears_it() -> None:
+def test_failures_double_the_probation_and_success_resets_it() -> None:
     fleet, now = fleet_of("p0", "d0"), 10.0
     for number, pause_s in enumerate((0.5, 1.0, 2.0, 2.0)):
         fail(fleet, f"f{number}", now, now)
-        assert standing(fleet, now + pause_s - 0.001) is Standing.PROBATION
+        assert health(fleet, now + pause_s - 0.001) is WorkerHealth.PROBATION
         now += pause_s
-        assert standing(fleet, now) is Standing.READY
+        assert health(fleet, now) is WorkerHealth.READY
     promise(fleet, "good", now)
     fleet.release(Release(placement_id="good", outcome=Outcome.OK), now)
     fail(fleet, "again", now, now)
-    assert standing(fleet, now + 0.5) is Standing.READY
-    assert snapshot(fleet, "p0", now).standing is Standing.READY, "it was not to blame"
+    assert health(fleet, now + 0.5) is WorkerHealth.READY
+    assert snapshot(fleet, "p0", now).health is WorkerHealth.READY, "it was not blamed"
 
 
-def test_many_requests_that_one_fault_ends_count_once() -> None:
+def test_requests_that_fail_together_count_once() -> None:
     fleet = fleet_of("p0", "d0")
     for index in range(10):
         promise(fleet, f"a{index}")
     for index in range(10):
         release = Release(placement_id=f"a{index}", outcome=Outcome.FAILED, blame="d0")
         fleet.release(release, 0.1)
-    assert standing(fleet, 0.6) is Standing.READY
+    assert health(fleet, 0.6) is WorkerHealth.READY
 
 
 @pytest.mark.parametrize(
@@ -208,16 +208,16 @@ def test_many_requests_that_one_fault_ends_count_once() -> None:
         (Outcome.FAILED, "d9"),
     ],
 )
-def test_only_a_blamed_failure_of_its_own_puts_a_worker_on_probation(
+def test_only_a_blamed_failure_puts_a_worker_on_probation(
     outcome: Outcome, blame: str | None
 ) -> None:
     fleet = fleet_of("p0", "d0")
     promise(fleet, "a")
     fleet.release(Release(placement_id="a", outcome=outcome, blame=blame), 0.1)
-    assert standing(fleet, 0.1) is Standing.READY
+    assert health(fleet, 0.1) is WorkerHealth.READY
 
 
-def test_workers_are_bounded_but_a_restart_always_finds_its_place() -> None:
+def test_workers_are_bounded_but_a_restart_is_accepted() -> None:
     fleet = fleet_of("p0", "d0", "c0")
     with pytest.raises(QueueFull):
         fleet.register(registration("d1", Role.DECODE), 0.0)
@@ -227,7 +227,7 @@ def test_workers_are_bounded_but_a_restart_always_finds_its_place() -> None:
 
 
 class Accounting(RuleBasedStateMachine):
-    """Any order of placing, admitting, releasing and restarting, against a plain model."""
+    """Random placements, heartbeats, releases and restarts, compared with a simple model."""
 
     placements = Bundle("placements")
 
@@ -269,7 +269,7 @@ class Accounting(RuleBasedStateMachine):
         self.open[worker].clear()
 
     @invariant()
-    def counts_exactly_what_is_open(self) -> None:
+    def load_matches_open_placements(self) -> None:
         for worker, tokens in (("p0", 17), ("d0", 32)):
             count = len(self.open[worker])
             assert load(self.fleet, worker) == (tokens * count, 64 - 2 * count, count)

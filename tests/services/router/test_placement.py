@@ -9,7 +9,7 @@ from services.router.settings import RouterSettings
 from tests.services.router.samples import COMPATIBLE, beat
 
 
-def test_compatibility_names_every_field_that_differs() -> None:
+def test_mismatches_name_every_field_that_differs() -> None:
     assert COMPATIBLE.mismatches(COMPATIBLE.model_copy()) == []
     for name in type(COMPATIBLE).model_fields:
         value = getattr(COMPATIBLE, name)
@@ -32,7 +32,7 @@ def test_compatibility_names_every_field_that_differs() -> None:
         ("host:123456", False),
     ],
 )
-def test_addresses(address: str, good: bool) -> None:
+def test_address_format(address: str, good: bool) -> None:
     body = f'{{"worker_id": "w", "epoch": "e", "address": "{address}"}}'
     if good:
         assert WorkerAddress.model_validate_json(body).address == address
@@ -41,7 +41,7 @@ def test_addresses(address: str, good: bool) -> None:
             WorkerAddress.model_validate_json(body)
 
 
-def test_what_is_sent_is_what_arrives() -> None:
+def test_messages_survive_serialization() -> None:
     worker = WorkerAddress(worker_id="w", epoch="e", address="h:1")
     for message in (
         Placement(placement_id="a", prefill=None, decode=worker),
@@ -50,6 +50,6 @@ def test_what_is_sent_is_what_arrives() -> None:
         assert type(message).model_validate_json(message.model_dump_json()) == message
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
+def test_contradicting_settings_are_an_error() -> None:
     with pytest.raises(SettingsError, match="longer than suspect_after_s"):
         RouterSettings.load(["--suspect-after-s", "20"], program="headrace router")

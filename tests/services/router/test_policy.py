@@ -1,4 +1,4 @@
-"""The policy never breaks a rule, whatever the fleet, and the shortest queue is the shortest."""
+"""Policies choose only eligible pairs, and the shortest queue is the shortest."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from services.common.placement import Role
 from services.router.policy import (
-    TRUSTED,
+    USABLE,
     Demand,
-    NotNow,
+    NoPlacement,
     Pair,
     PolicyName,
     Reason,
-    Standing,
+    WorkerHealth,
     WorkerSnapshot,
     place,
 )
@@ -34,13 +34,13 @@ def worker(worker_id: str, role: Role, queue_tokens: int = 0) -> WorkerSnapshot:
         address="127.0.0.1:5000",
         model="small",
         compatibility=COMPATIBLE,
-        standing=Standing.READY,
+        health=WorkerHealth.READY,
         page_size=16,
         pages_total=64,
         queue_tokens=queue_tokens,
         pages_free=64,
-        seats=0,
-        max_seats=8,
+        slots=0,
+        max_slots=8,
     )
 
 
@@ -51,11 +51,11 @@ def fleets(draw: st.DrawFn) -> list[WorkerSnapshot]:
         replace(
             worker(f"w{index}", draw(st.sampled_from(Role)), draw(st.integers(0, 3))),
             compatibility=draw(st.sampled_from([COMPATIBLE, COMPATIBLE, OTHER])),
-            standing=draw(st.sampled_from([*Standing, *[Standing.READY] * 8])),
+            health=draw(st.sampled_from([*WorkerHealth, *[WorkerHealth.READY] * 8])),
             pages_total=draw(st.sampled_from([4, 63, 200])),
             pages_free=draw(st.sampled_from([-1, 0, 1, 2, 3, 8, 60])),
-            seats=draw(st.sampled_from([0, 6, 7, 8, 9])),
-            last_turn=draw(st.integers(0, 3)),
+            slots=draw(st.sampled_from([0, 6, 7, 8, 9])),
+            last_placement=draw(st.integers(0, 3)),
         )
         for index in range(count)
     ]
@@ -72,8 +72,8 @@ demands = st.builds(
 )
 
 
-def takes(demand: Demand, w: WorkerSnapshot, held: frozenset[str]) -> bool:
-    """The rules of a worker's eligibility, written out once more and plainly."""
+def takes(demand: Demand, w: WorkerSnapshot, reserved: frozenset[str]) -> bool:
+    """Return whether a worker is eligible: an independent statement of the rules."""
     stored = demand.prompt_tokens + min(demand.max_tokens - 1, demand.output_reserve)
     own = (stored + 15) // 16 - demand.prompt_tokens // 16
     now = demand.prompt_tokens // 16 + demand.choices * own
@@ -84,9 +84,9 @@ def takes(demand: Demand, w: WorkerSnapshot, held: frozenset[str]) -> bool:
         fits = now <= w.pages_free and max(now, whole) <= w.pages_total
     return (
         fits
-        and w.standing is Standing.READY
-        and w.seats < w.max_seats
-        and w.worker_id not in demand.exclude | held
+        and w.health is WorkerHealth.READY
+        and w.slots < w.max_slots
+        and w.worker_id not in demand.exclude | reserved
         and demand.model in (None, w.model)
     )
 
@@ -104,32 +104,32 @@ def test_places_exactly_where_the_rules_allow(
     demand: Demand,
     policy: PolicyName,
     seed: int,
-    held: frozenset[str],
+    reserved: frozenset[str],
 ) -> None:
-    able = [w for w in fleet if takes(demand, w, held)]
+    able = [w for w in fleet if takes(demand, w, reserved)]
     allowed = {(None, w.worker_id) for w in able if w.role is Role.COLOCATED} | {
         (p.worker_id, d.worker_id)
         for p in able
         for d in able
         if (p.role, d.role) == (Role.PREFILL, Role.DECODE) and p.compatibility == d.compatibility
     }
-    verdict = place(demand, fleet, policy, Random(seed), held=held)
-    if isinstance(verdict, Pair):
-        prefill = verdict.prefill.worker_id if verdict.prefill else None
-        assert (prefill, verdict.decode.worker_id) in allowed
+    result = place(demand, fleet, policy, Random(seed), reserved=reserved)
+    if isinstance(result, Pair):
+        prefill = result.prefill.worker_id if result.prefill else None
+        assert (prefill, result.decode.worker_id) in allowed
     else:
         assert not allowed
         by_id = {w.worker_id: w for w in fleet}
-        assert (verdict.reason is Reason.BUSY) == bool(verdict.waits_for)
-        assert all(by_id[name].standing in TRUSTED for name in verdict.waits_for)
-        assert not verdict.waits_for & demand.exclude
+        assert (result.reason is Reason.BUSY) == bool(result.candidates)
+        assert all(by_id[name].health in USABLE for name in result.candidates)
+        assert not result.candidates & demand.exclude
 
 
 @settings(max_examples=200, deadline=None)
 @given(fleets(), st.integers(0, 9))
 def test_no_allowed_pair_has_a_shorter_queue(fleet: list[WorkerSnapshot], seed: int) -> None:
     demand = Demand(prompt_tokens=16, max_tokens=16)
-    verdict = place(demand, fleet, PolicyName.SHORTEST_QUEUE, Random(seed))
+    result = place(demand, fleet, PolicyName.SHORTEST_QUEUE, Random(seed))
     able = [w for w in fleet if takes(demand, w, frozenset())]
     queues = [w.queue_tokens for w in able if w.role is Role.COLOCATED] + [
         p.queue_tokens + d.queue_tokens
@@ -137,8 +137,8 @@ def test_no_allowed_pair_has_a_shorter_queue(fleet: list[WorkerSnapshot], seed: 
         for d in able
         if (p.role, d.role) == (Role.PREFILL, Role.DECODE) and p.compatibility == d.compatibility
     ]
-    if isinstance(verdict, Pair):
-        assert verdict.queue_tokens == min(queues)
+    if isinstance(result, Pair):
+        assert result.queue_tokens == min(queues)
 
 
 def some_pairs() -> list[WorkerSnapshot]:
@@ -149,7 +149,7 @@ def some_pairs() -> list[WorkerSnapshot]:
 
 
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_ties_spread_over_all_pairs(policy: PolicyName) -> None:
+def test_ties_are_spread_over_all_pairs(policy: PolicyName) -> None:
     rng, chosen = Random(7), Counter[tuple[str, str]]()
     for _ in range(600):
         pair = place(Demand(1, 1), some_pairs(), policy, rng)
@@ -160,7 +160,7 @@ def test_ties_spread_over_all_pairs(policy: PolicyName) -> None:
     assert min(chosen.values()) > 60, "each of six pairs expects 100; 60 is 4.4 sigma below"
 
 
-def test_the_same_seed_makes_the_same_choices() -> None:
+def test_same_seed_makes_the_same_choices() -> None:
     def run(seed: int) -> list[str]:
         rng = Random(seed)
         pairs = (place(Demand(1, 1), some_pairs(), PolicyName.RANDOM, rng) for _ in range(20))
@@ -169,9 +169,10 @@ def test_the_same_seed_makes_the_same_choices() -> None:
     assert run(1) == run(1) != run(2)
 
 
-def test_round_robin_takes_the_one_whose_turn_is_longest_ago() -> None:
+def test_round_robin_takes_the_least_recently_used() -> None:
     fleet = [
-        replace(w, last_turn=turn) for w, turn in zip(some_pairs(), (4, 5, 5, 3, 4), strict=True)
+        replace(w, last_placement=turn)
+        for w, turn in zip(some_pairs(), (4, 5, 5, 3, 4), strict=True)
     ]
     pair = place(Demand(1, 1), fleet, PolicyName.ROUND_ROBIN, Random(0))
     assert isinstance(pair, Pair)
@@ -211,35 +212,40 @@ def test_power_of_two_never_takes_the_longest_of_three() -> None:
         (Demand(1, 255, choices=5), some_pairs(), Reason.TOO_LARGE),
         (
             Demand(1, 1),
-            [replace(w, standing=Standing.DRAINING) for w in some_pairs()],
+            [replace(w, health=WorkerHealth.DRAINING) for w in some_pairs()],
             Reason.NO_WORKERS,
         ),
         (
             Demand(1, 1),
-            [replace(w, standing=Standing.PROBATION) for w in some_pairs()],
+            [replace(w, health=WorkerHealth.PROBATION) for w in some_pairs()],
             Reason.BUSY,
         ),
         (Demand(1, 1), [replace(w, pages_free=0) for w in some_pairs()], Reason.BUSY),
     ],
 )
-def test_says_why_not(demand: Demand, fleet: list[WorkerSnapshot], reason: Reason) -> None:
-    verdict = place(demand, fleet, PolicyName.SHORTEST_QUEUE, Random(0))
-    assert isinstance(verdict, NotNow)
-    assert verdict.reason is reason
+def test_reason_of_no_placement(
+    demand: Demand, fleet: list[WorkerSnapshot], reason: Reason
+) -> None:
+    result = place(demand, fleet, PolicyName.SHORTEST_QUEUE, Random(0))
+    assert isinstance(result, NoPlacement)
+    assert result.reason is reason
 
 
-def test_the_largest_request_that_fits_is_placed() -> None:
-    verdict = place(Demand(64 * 16, 1), some_pairs(), PolicyName.SHORTEST_QUEUE, Random(0))
-    assert isinstance(verdict, Pair)
+def test_largest_request_that_fits_is_placed() -> None:
+    result = place(Demand(64 * 16, 1), some_pairs(), PolicyName.SHORTEST_QUEUE, Random(0))
+    assert isinstance(result, Pair)
 
 
-def test_a_held_worker_counts_as_full() -> None:
-    for held, placed in ((frozenset({"d0", "d1"}), "d2"), (frozenset({"d0", "d1", "d2"}), None)):
-        verdict = place(Demand(1, 1), some_pairs(), PolicyName.RANDOM, Random(0), held=held)
-        if isinstance(verdict, Pair):
-            assert verdict.decode.worker_id == placed
+def test_reserved_worker_counts_as_full() -> None:
+    for reserved, placed in (
+        (frozenset({"d0", "d1"}), "d2"),
+        (frozenset({"d0", "d1", "d2"}), None),
+    ):
+        result = place(Demand(1, 1), some_pairs(), PolicyName.RANDOM, Random(0), reserved=reserved)
+        if isinstance(result, Pair):
+            assert result.decode.worker_id == placed
         else:
-            assert (verdict.reason, verdict.waits_for, placed) == (Reason.BUSY, held, None)
+            assert (result.reason, result.candidates, placed) == (Reason.BUSY, reserved, None)
 
 
 def test_choices_share_the_full_pages_of_the_prompt() -> None:
@@ -247,4 +253,4 @@ def test_choices_share_the_full_pages_of_the_prompt() -> None:
     assert demand.pages(Role.DECODE, 16) == 2 + 3 * 1
     assert demand.pages(Role.PREFILL, 16) == 3
     assert (demand.tokens(Role.DECODE), demand.tokens(Role.PREFILL)) == (3 * 48, 40)
-    assert (demand.seats(Role.DECODE), demand.seats(Role.PREFILL)) == (3, 1)
+    assert (demand.slots(Role.DECODE), demand.slots(Role.PREFILL)) == (3, 1)

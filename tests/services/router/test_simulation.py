@@ -1,4 +1,4 @@
-"""The benchmark's fleet obeys arithmetic that one can do by hand, and shows what it must."""
+"""The simulated fleet matches results computed by hand."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from services.router.policy import PolicyName
 from services.router.simulation import FDC_TABLE_6, Job, Simulation, alone_s, draw_jobs
 
 
-def test_a_lone_job_takes_its_prefill_and_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_job_takes_its_prefill_and_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "PREFILL_SPEEDS", (1.0,))
     monkeypatch.setattr(simulation, "DECODE_SPEEDS", (1.0,))
     job = Job(arrival=1.0, prompt=600, output=100, max_tokens=100)
@@ -19,7 +19,7 @@ def test_a_lone_job_takes_its_prefill_and_its_steps(monkeypatch: pytest.MonkeyPa
     assert alone_s(job) == pytest.approx(1.0 + 100 * (0.005 + 650e-6))
 
 
-def test_prompts_queue_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_computed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "PREFILL_SPEEDS", (1.0,))
     jobs = [Job(arrival=0.0, prompt=600, output=1, max_tokens=1) for _ in range(3)]
     Simulation(jobs, PolicyName.SHORTEST_QUEUE, seed=0).run()
@@ -27,29 +27,29 @@ def test_prompts_queue_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", FDC_TABLE_6)
-def test_lengths_have_the_traces_averages_and_bounds(name: str) -> None:
+def test_lengths_have_the_average_and_range_of_the_trace(name: str) -> None:
     trace = FDC_TABLE_6[name]
     jobs = draw_jobs([trace], 2000, utilization=0.5, scale=1.0, seed=0)
-    for lengths, (average, least, most) in (
+    for lengths, (average, minimum, maximum) in (
         ([job.prompt for job in jobs], trace.inputs),
         ([job.output for job in jobs], trace.outputs),
     ):
         assert sum(lengths) / len(lengths) == pytest.approx(average, rel=0.05)
-        assert min(lengths) >= round(least)
-        assert max(lengths) <= round(most)
+        assert min(lengths) >= round(minimum)
+        assert max(lengths) <= round(maximum)
 
 
 @pytest.mark.parametrize("policy", PolicyName)
-def test_everything_ends_and_nothing_stays_promised(policy: PolicyName) -> None:
+def test_all_jobs_finish_and_all_promises_end(policy: PolicyName) -> None:
     jobs = draw_jobs(list(FDC_TABLE_6.values()), 120, utilization=1.5, scale=1 / 64, seed=3)
     run = Simulation(jobs, policy, seed=3)
     run.run()
     assert all(job.done >= job.arrival for job in jobs)
-    assert len(run.router.room) == 0
+    assert len(run.router.queue) == 0
     assert all(view.promised_tokens == 0 for view in run.router.fleet.views(run.now))
 
 
-def test_a_seed_repeats_its_run() -> None:
+def test_same_seed_repeats_a_run() -> None:
     def ends(seed: int) -> list[float]:
         jobs = draw_jobs([FDC_TABLE_6["arxiv"]], 60, utilization=0.8, scale=1 / 64, seed=1)
         Simulation(jobs, PolicyName.RANDOM, seed).run()
@@ -58,7 +58,7 @@ def test_a_seed_repeats_its_run() -> None:
     assert ends(1) == ends(1) != ends(2)
 
 
-def test_the_shortest_queue_cuts_the_tail() -> None:
+def test_shortest_queue_reduces_the_tail() -> None:
     rows = {row.policy: row for row in compare("arxiv", range(3), 500, 0.75, 1 / 16)}
     assert rows["random"].to_random == 1.0
     assert rows["shortest_queue"].to_random <= 0.8

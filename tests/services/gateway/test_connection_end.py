@@ -1,4 +1,4 @@
-"""How connections end: an answer is read by who still writes, nothing lasts, nothing is kept."""
+"""End of a connection: readable errors, bounded linger, no leaks."""
 
 import asyncio
 import gc
@@ -9,7 +9,15 @@ import pytest
 from services.gateway.http.connection import Connection
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import until
-from tests.services.gateway.raw import GET, PATIENCE_S, QUICK, Raw, lives_on, post, refused
+from tests.services.gateway.raw import (
+    GET,
+    SHORT_TIMEOUTS,
+    TIMEOUT_S,
+    Raw,
+    check_alive,
+    check_refused,
+    post,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,19 +29,19 @@ from tests.services.gateway.raw import GET, PATIENCE_S, QUICK, Raw, lives_on, po
     ],
     ids=["headers", "no HTTP", "body"],
 )
-async def test_who_still_writes_can_read_why_it_is_refused(
+async def test_client_that_still_writes_can_read_the_error(
     open_site: OpenSite, sent: bytes, status: int, code: str
 ) -> None:
-    site: Site = await open_site(**QUICK)
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     raw = await Raw.to(site, sent)
     for _ in range(3):  # the second would meet a reset
         await asyncio.sleep(0.05)
         await raw.send(b"a" * 1000)
-    await refused(raw, status, code)
-    await lives_on(site)
+    await check_refused(raw, status, code)
+    await check_alive(site)
 
 
-async def test_one_connection_too_many_can_read_so_when_its_request_is_out(
+async def test_rejected_connection_can_read_the_429_after_writing(
     open_site: OpenSite,
 ) -> None:
     site: Site = await open_site(max_connections=1)
@@ -42,27 +50,27 @@ async def test_one_connection_too_many_can_read_so_when_its_request_is_out(
     for part in (GET[:10], GET[10:], GET):
         await asyncio.sleep(0.05)
         await second.send(part)
-    await refused(second, 429, "overloaded")
+    await check_refused(second, 429, "overloaded")
     await first.close()
 
 
-async def test_those_turned_away_do_not_keep_others_out(open_site: OpenSite) -> None:
+async def test_rejected_connections_do_not_count_towards_the_limit(open_site: OpenSite) -> None:
     site: Site = await open_site(max_connections=2)
     first = [await Raw.to(site) for _ in range(2)]
-    turned_away = [await Raw.to(site) for _ in range(4)]
-    for raw in turned_away:
+    rejected = [await Raw.to(site) for _ in range(4)]
+    for raw in rejected:
         assert (await raw.answer())[0] == 429
     for raw in first:
         await raw.close()
     await asyncio.sleep(0.05)
     third = await Raw.to(site, GET)
     assert (await third.answer())[0] == 200
-    for raw in (*turned_away, third):
+    for raw in (*rejected, third):
         await raw.close()
 
 
-async def test_a_request_is_answered_once(open_site: OpenSite) -> None:
-    site: Site = await open_site(**QUICK)
+async def test_request_is_answered_once(open_site: OpenSite) -> None:
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     raw = await Raw.to(site, GET[:-2] + b"transfer-encoding: chunked\r\n\r\n")
     assert (await raw.answer())[0] == 200
     await raw.send(b"no chunk\r\n")
@@ -70,17 +78,17 @@ async def test_a_request_is_answered_once(open_site: OpenSite) -> None:
     await raw.close()
 
 
-async def test_a_refused_body_is_not_asked_for(open_site: OpenSite) -> None:
-    site: Site = await open_site(**QUICK)
+async def test_invalid_body_gets_no_100_continue(open_site: OpenSite) -> None:
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     chunked = post(b"", b"expect: 100-continue").replace(
         b"content-length: 0", b"transfer-encoding: chunked"
     )
-    await refused(await Raw.to(site, chunked + b"no chunk\r\n"), 400, "invalid_value")
+    await check_refused(await Raw.to(site, chunked + b"no chunk\r\n"), 400, "invalid_value")
     assert site.metric("headrace_requests_total", endpoint="/v1/completions", status="499") == 1
 
 
 @pytest.mark.parametrize("resets", [False, True], ids=["closes", "resets"])
-async def test_nothing_is_kept_of_a_client_that_left(
+async def test_closed_connection_is_freed_without_garbage_collection(
     open_site: OpenSite, monkeypatch: pytest.MonkeyPatch, resets: bool
 ) -> None:
     made: list[weakref.ref[Connection]] = []
@@ -106,18 +114,18 @@ async def test_nothing_is_kept_of_a_client_that_left(
     assert len(made) == 3
 
 
-async def test_who_never_stops_writing_is_hung_up_on(
+async def test_client_that_never_stops_writing_is_disconnected(
     open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.http.connection._LINGER_MOST_S", 0.3)
-    site: Site = await open_site(**QUICK)
+    monkeypatch.setattr("services.gateway.http.connection._MAX_LINGER_S", 0.3)
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     raw = await Raw.to(site, b"no HTTP\r\n\r\n")
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         await raw.flood(b"a" * 60_000)
     await raw.close()
 
 
-async def test_a_long_body_that_was_answered_may_take_its_time(
+async def test_slow_body_after_its_response_is_read(
     open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.gateway.http.connection._LINGER_S", 0.2)
@@ -130,11 +138,11 @@ async def test_a_long_body_that_was_answered_may_take_its_time(
     await raw.close()
 
 
-async def test_the_rest_of_a_body_nobody_reads_ends(
+async def test_linger_for_the_rest_of_a_body_is_bounded(
     open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.http.connection._LINGER_MOST_S", 0.3)
-    site: Site = await open_site(**QUICK)
+    monkeypatch.setattr("services.gateway.http.connection._MAX_LINGER_S", 0.3)
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     raw = await Raw.to(site, GET[:-2] + b"content-length: 1000000\r\n\r\n")
     assert (await raw.answer())[0] == 200
     dripping = asyncio.create_task(raw.drip(b" " * 1000, 0.05))
@@ -143,10 +151,10 @@ async def test_the_rest_of_a_body_nobody_reads_ends(
     await raw.close()
 
 
-async def test_a_late_body_of_an_answered_request_leaves_the_connection_usable(
+async def test_late_body_of_an_answered_request_keeps_the_connection_usable(
     open_site: OpenSite,
 ) -> None:
-    site: Site = await open_site(**QUICK)
+    site: Site = await open_site(**SHORT_TIMEOUTS)
     raw = await Raw.to(site, GET[:-2] + b"content-length: 2\r\n\r\n")
     assert (await raw.answer())[0] == 200
     await raw.send(b"{}" + GET)
@@ -154,5 +162,5 @@ async def test_a_late_body_of_an_answered_request_leaves_the_connection_usable(
     await raw.send(GET[:-2] + b"content-length: 2\r\n\r\n")
     assert (await raw.answer())[0] == 200
     await raw.send(b"{}")
-    assert await raw.end() == b"", "it is idle, and ends"
+    assert await raw.end() == b"", "an idle connection is closed"
     await raw.close()

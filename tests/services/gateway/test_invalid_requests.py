@@ -1,4 +1,4 @@
-"""Every bad request gets a clear error that names what is wrong, and costs nothing."""
+"""Invalid requests get an error that names the field, and reach no worker."""
 
 import asyncio
 import hashlib
@@ -100,7 +100,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def refused(site: Site, path: str, body: Any, param: str | None, code: str) -> None:
+async def check_refused(site: Site, path: str, body: Any, param: str | None, code: str) -> None:
     response = await site.http.post(path, json=body)
     assert response.status_code == (404 if code == "model_not_found" else 400), response.text
     error = response.json()["error"]
@@ -110,16 +110,16 @@ async def refused(site: Site, path: str, body: Any, param: str | None, code: str
     assert response.headers["x-request-id"]
 
 
-async def test_bad_fields_are_named(site: Site) -> None:
+async def test_error_names_the_invalid_field(site: Site) -> None:
     for body, param, code in BAD_COMPLETIONS:
-        await refused(site, "/v1/completions", body, param, code)
+        await check_refused(site, "/v1/completions", body, param, code)
     for body, param, code in BAD_CHATS:
-        await refused(site, "/v1/chat/completions", body, param, code)
+        await check_refused(site, "/v1/chat/completions", body, param, code)
     assert site.router.places == []
     assert site.worker.streams == []
 
 
-async def test_nulls_for_what_is_not_served_are_no_request(site: Site) -> None:
+async def test_null_of_unsupported_fields_is_accepted(site: Site) -> None:
     site.worker.script = say(5)
     message = {"role": "user", "content": "hi", "tool_calls": None, "refusal": None}
     body = {"messages": [message], "tools": None, "response_format": None, "seed": None}
@@ -127,13 +127,13 @@ async def test_nulls_for_what_is_not_served_are_no_request(site: Site) -> None:
 
 
 @pytest.mark.parametrize("raw", [b'{"prompt": 7}', b'{"prompt": "x'])
-def test_an_error_does_not_keep_the_body(raw: bytes) -> None:
+def test_error_does_not_keep_the_body_alive(raw: bytes) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_body(raw, CompletionBody, max_depth=16)
     assert caught.value.__context__ is None
 
 
-async def test_defaults_that_ask_for_nothing_are_no_request(site: Site) -> None:
+async def test_neutral_values_of_unsupported_fields_are_accepted(site: Site) -> None:
     site.worker.script = say(5)
     message = {"role": "user", "content": "hi"}
     neutral = {"response_format": {"type": "text"}, "tool_choice": "none", "store": False}
@@ -158,7 +158,7 @@ async def test_defaults_that_ask_for_nothing_are_no_request(site: Site) -> None:
         (DetokenizeBody, {"tokens": ["x"] * 1000}),
     ],
 )
-def test_a_list_full_of_faults_ends_with_the_first(
+def test_validation_of_a_list_stops_at_the_first_error(
     body: type[BaseModel], content: dict[str, Any]
 ) -> None:
     with pytest.raises(ValidationError) as caught:
@@ -182,14 +182,14 @@ def test_a_list_full_of_faults_ends_with_the_first(
     ],
     ids=lambda raw: repr(raw[:24]),
 )
-async def test_what_is_no_json_object(site: Site, raw: bytes) -> None:
+async def test_body_that_is_not_a_json_object_is_400(site: Site, raw: bytes) -> None:
     response = await site.http.post("/v1/completions", content=raw)
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("declared", [True, False])
-async def test_a_large_body_is_refused_while_it_is_read(site: Site, declared: bool) -> None:
+async def test_large_body_is_413_while_it_is_read(site: Site, declared: bool) -> None:
     sent = 0
 
     async def chunks() -> Any:
@@ -205,7 +205,7 @@ async def test_a_large_body_is_refused_while_it_is_read(site: Site, declared: bo
     assert (await site.http.get("/health")).status_code == 200
 
 
-async def test_a_body_that_does_not_come(open_site: OpenSite) -> None:
+async def test_body_that_does_not_arrive_is_408(open_site: OpenSite) -> None:
     site: Site = await open_site(body_timeout_s=0.1)
 
     async def slow() -> Any:
@@ -218,7 +218,7 @@ async def test_a_body_that_does_not_come(open_site: OpenSite) -> None:
     assert "did not arrive" in response.json()["error"]["message"]
 
 
-async def test_unknown_paths_and_methods_have_the_same_shape(site: Site) -> None:
+async def test_unknown_paths_and_methods_have_the_error_format(site: Site) -> None:
     assert (await site.http.get("/v1/nothing")).json()["error"]["type"] == "invalid_request_error"
     response = await site.http.get("/v1/completions")
     assert response.status_code == 405
@@ -256,7 +256,7 @@ async def test_api_keys(open_site: OpenSite, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "# none\n", "not-a-hash\n"])
-def test_a_key_file_without_keys_does_not_open_the_door(tmp_path: Path, content: str) -> None:
+def test_key_file_without_keys_is_a_settings_error(tmp_path: Path, content: str) -> None:
     file = tmp_path / "keys"
     file.write_text(content)
     with pytest.raises(SettingsError):
@@ -274,7 +274,7 @@ def test_a_key_file_without_keys_does_not_open_the_door(tmp_path: Path, content:
         ((400, "invalid"), 500, "internal_error"),
     ],
 )
-async def test_what_the_router_refuses(
+async def test_errors_of_the_router_are_translated(
     site: Site, refusal: tuple[int, str], status: int, code: str
 ) -> None:
     site.router.refusals = [refusal]
@@ -283,7 +283,7 @@ async def test_what_the_router_refuses(
     assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
-async def test_more_than_the_gateway_holds(open_site: OpenSite) -> None:
+async def test_prompts_above_max_concurrent_are_429(open_site: OpenSite) -> None:
     site: Site = await open_site(max_concurrent=2)
     site.worker.script = hang
     held = asyncio.create_task(site.http.post("/v1/completions", json={"prompt": ["x", "y"]}))

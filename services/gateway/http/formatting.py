@@ -1,0 +1,237 @@
+"""Text deltas in OpenAI's response format: whole responses, and server-sent events.
+
+The event of a plain token is assembled from bytes that are encoded once per stream; only its text
+is encoded for each event.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from headrace.v1 import sampling_pb2
+from services.common.tokenizer import Tokenizer
+from services.gateway.text import FINISH_REASONS, TextDelta
+
+DONE = b"data: [DONE]\n\n"
+
+_MIN_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass(frozen=True)
+class ResponseInfo:
+    """The parts of a response that do not depend on the generated text."""
+
+    id: str
+    created: int
+    model: str
+    tokenizer: Tokenizer
+    chat: bool
+    with_logprobs: bool
+    include_usage: bool = False
+
+
+def format_event(content: dict[str, Any]) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def format_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Return the ``usage`` object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+class EventWriter:
+    """Formats the text deltas of one stream as events."""
+
+    def __init__(self, info: ResponseInfo, prompt_tokens: int) -> None:
+        self._info = info
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = 0
+        self._offsets: dict[int, int] = {}
+        self._with_role: set[int] = set()
+        envelope = {
+            "id": info.id,
+            "object": "chat.completion.chunk" if info.chat else "text_completion",
+            "created": info.created,
+            "model": info.model,
+        }
+        self._envelope = envelope
+        self._head = b"data: " + orjson.dumps(envelope)[:-1] + b',"choices":[{"index":'
+        before = b',"delta":{"content":' if info.chat else b',"text":'
+        after = b"}" if info.chat else b""
+        end = b',"usage":null}\n\n' if info.include_usage else b"}\n\n"
+        self._before_text = before
+        self._after_text = after + b',"logprobs":null,"finish_reason":null}]' + end
+
+    def write(self, deltas: Sequence[TextDelta]) -> bytes:
+        """Return the events of a batch of deltas; empty while their text is buffered."""
+        events = []
+        for delta in deltas:
+            self._completion_tokens += len(delta.tokens)
+            if self._info.chat and delta.choice not in self._with_role:
+                self._with_role.add(delta.choice)
+                events.append(self._full(delta.choice, {"role": "assistant", "content": ""}))
+            if delta.finish or self._info.with_logprobs:
+                events.extend(self._detailed(delta))
+            elif delta.text:
+                events.append(
+                    self._head
+                    + b"%d" % delta.choice
+                    + self._before_text
+                    + orjson.dumps(delta.text)
+                    + self._after_text
+                )
+        return b"".join(events)
+
+    def finish(self) -> bytes:
+        """Return the usage event if it was requested, and the end marker."""
+        if not self._info.include_usage:
+            return DONE
+        counted = format_usage(self._prompt_tokens, self._completion_tokens)
+        return format_event({**self._envelope, "choices": [], "usage": counted}) + DONE
+
+    def _detailed(self, delta: TextDelta) -> list[bytes]:
+        logprobs = None
+        if self._info.with_logprobs and delta.tokens:
+            offset = self._offsets.get(delta.choice, 0)
+            logprobs = format_logprobs(self._info, delta.tokens, offset)
+            self._offsets[delta.choice] = offset + len(delta.text)
+        reason = FINISH_REASONS.get(delta.finish)
+        if not self._info.chat:
+            return [self._full(delta.choice, delta.text, logprobs, reason)]
+        events = []
+        if delta.text or logprobs:
+            events.append(self._full(delta.choice, {"content": delta.text}, logprobs))
+        if reason:
+            events.append(self._full(delta.choice, {}, None, reason))
+        return events
+
+    def _full(
+        self, choice: int, content: Any, logprobs: Any = None, reason: str | None = None
+    ) -> bytes:
+        entry = {
+            "index": choice,
+            "delta" if self._info.chat else "text": content,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+        chunk: dict[str, Any] = {**self._envelope, "choices": [entry]}
+        if self._info.include_usage:
+            chunk["usage"] = None
+        return format_event(chunk)
+
+
+@dataclass
+class _ChoiceOutput:
+    text: list[str] = field(default_factory=list)
+    tokens: list[sampling_pb2.Token] = field(default_factory=list)
+    finish: str | None = None
+
+
+class ResponseBuilder:
+    """Collects the output of a response that is not streamed."""
+
+    def __init__(self, info: ResponseInfo, prompt_tokens: int, choices: int) -> None:
+        self._info = info
+        self._prompt_tokens = prompt_tokens
+        self._choices = [_ChoiceOutput() for _ in range(choices)]
+
+    def add(self, deltas: Sequence[TextDelta]) -> None:
+        """Append a batch of deltas."""
+        for delta in deltas:
+            output = self._choices[delta.choice]
+            output.text.append(delta.text)
+            output.tokens.extend(delta.tokens)
+            if delta.finish:
+                output.finish = FINISH_REASONS[delta.finish]
+
+    def body(self) -> bytes:
+        """Return the response body."""
+        info = self._info
+        count = sum(len(output.tokens) for output in self._choices)
+        return orjson.dumps(
+            {
+                "id": info.id,
+                "object": "chat.completion" if info.chat else "text_completion",
+                "created": info.created,
+                "model": info.model,
+                "choices": [self._choice(i, c) for i, c in enumerate(self._choices)],
+                "usage": format_usage(self._prompt_tokens, count),
+            }
+        )
+
+    def _choice(self, index: int, output: _ChoiceOutput) -> dict[str, Any]:
+        info, text = self._info, "".join(output.text)
+        content = (
+            {"message": {"role": "assistant", "content": text}} if info.chat else {"text": text}
+        )
+        logprobs = format_logprobs(info, output.tokens, 0) if info.with_logprobs else None
+        return {
+            "index": index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": output.finish,
+        }
+
+
+def format_logprobs(
+    info: ResponseInfo, tokens: Sequence[sampling_pb2.Token], offset: int
+) -> dict[str, Any]:
+    """Return log probabilities in the format of chat completions or of completions.
+
+    Args:
+        offset: characters of the choice before these tokens.
+    """
+    pieces = info.tokenizer.pieces
+    if info.chat:
+        return {
+            "content": [
+                {
+                    **_entry(pieces, token.token, token.logprob),
+                    "top_logprobs": [_entry(pieces, t.token, t.logprob) for t in token.top],
+                }
+                for token in tokens
+            ]
+        }
+    texts = [_token_text(pieces, token.token) for token in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [_finite(token.logprob) for token in tokens],
+        "top_logprobs": [
+            {_token_text(pieces, t.token): _finite(t.logprob) for t in token.top}
+            for token in tokens
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _entry(pieces: Sequence[bytes], token: int, logprob: float) -> dict[str, Any]:
+    piece = pieces[token] if token < len(pieces) else b""
+    return {
+        "token": piece.decode("utf-8", "replace"),
+        "logprob": _finite(logprob),
+        "bytes": list(piece),
+    }
+
+
+def _token_text(pieces: Sequence[bytes], token: int) -> str:
+    """Return a token as text, or its escaped bytes if they are not valid UTF-8."""
+    piece = pieces[token] if token < len(pieces) else b""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)

@@ -1,0 +1,119 @@
+"""The OpenAPI document: every status, content type and header that a route may answer with."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from services.gateway.gateway import Gateway
+from services.gateway.http.response_schemas import ErrorResponse
+from services.gateway.http.schemas import BODIES
+
+_SCHEMAS = "#/components/schemas/{model}"
+# The schema of one event, as tools that understand event streams expect it.
+_EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+_EVENTS = {"text/event-stream": {"schema": _EVENT}}
+_ERROR = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model=ErrorResponse.__name__)}}}
+_BEARER = "ApiKey"
+
+_DESCRIPTIONS = {
+    400: "The request is invalid; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    404: "The model is not served.",
+    408: "The request did not arrive in time, or waited too long in the queue.",
+    413: "The body or the prompt is too large.",
+    429: "Too many connections or requests; retry after `Retry-After` seconds.",
+    431: "The request headers are too large.",
+    500: "An error of the service.",
+    503: "No worker is available, or the service shuts down; retry after `Retry-After` seconds.",
+    504: "The deadline of the request passed.",
+}
+# The connection may answer any request with these before a route is called.
+CONNECTION_ERRORS = (400, 408, 429, 431, 500)
+READ_ERRORS = (*CONNECTION_ERRORS, 401, 503)  # routes that need a key and refuse while draining
+BODY_ERRORS = (*READ_ERRORS, 404, 413)
+GENERATION_ERRORS = (*BODY_ERRORS, 504)
+
+_STRING, _INTEGER = {"type": "string"}, {"type": "integer", "minimum": 1}
+_REQUEST_ID = {
+    "description": "id of the request, for logs; the client's `x-request-id` if it sent one",
+    "required": True,
+    "schema": {"type": "string", "minLength": 1, "maxLength": 128},
+}
+_RETRY_AFTER = {"description": "seconds", "schema": _INTEGER}
+
+
+def document_responses(
+    success: type[BaseModel], errors: Iterable[int], *, streams: bool = False
+) -> dict[int | str, dict[str, Any]]:
+    """Return the ``responses`` argument of a FastAPI route.
+
+    Args:
+        success: body of status 200.
+        errors: statuses with an `ErrorResponse` body.
+        streams: status 200 may be server-sent events instead.
+    """
+    responses: dict[int | str, dict[str, Any]] = {200: {"model": success}}
+    if streams:
+        responses[200]["content"] = _EVENTS
+        responses[200]["description"] = (
+            "JSON, or with `stream` server-sent events: chunks in OpenAI's format, then `[DONE]`. "
+            "An error after the first chunk is the last event and has the body of an error."
+        )
+    for status in sorted(errors):
+        responses[status] = {"content": _ERROR, "description": _DESCRIPTIONS[status]}
+    return responses
+
+
+def document_body(body: type[BaseModel], gateway: Gateway) -> dict[str, Any]:
+    """Return the ``openapi_extra`` argument of a route that parses its own body."""
+    settings = gateway.settings
+    schema = {"$ref": _SCHEMAS.format(model=body.__name__)}
+    description = (
+        f"At most {settings.max_body_bytes} bytes (else 413) and {settings.max_json_depth} levels "
+        f"of nesting (else 400), received within {settings.body_timeout_s:g} s (else 408)."
+    )
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "description": description, "content": content}}
+
+
+def build_document(app: FastAPI, gateway: Gateway) -> dict[str, Any]:
+    """Return FastAPI's document with request bodies, headers and authentication added."""
+    document = get_openapi(
+        title=app.title, version=app.version, description=app.description, routes=app.routes
+    )
+    models: tuple[type[BaseModel], ...] = (*BODIES, ErrorResponse)
+    _, schemas = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_SCHEMAS
+    )
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(schemas["$defs"])
+    for unused in ("HTTPValidationError", "ValidationError"):
+        components["schemas"].pop(unused, None)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            _complete_responses(operation["responses"])
+            if gateway.requires_key and "401" in operation["responses"]:
+                operation["security"] = [{_BEARER: []}]
+    if gateway.requires_key:
+        components["securitySchemes"] = {_BEARER: {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _complete_responses(responses: dict[str, Any]) -> None:
+    responses.pop("422", None)  # FastAPI adds it to routes with parameters; they accept any text
+    for status, response in responses.items():
+        headers: dict[str, Any] = {"x-request-id": _REQUEST_ID}
+        if status in ("429", "503"):
+            headers["retry-after"] = _RETRY_AFTER
+        if status == "401":
+            headers["www-authenticate"] = {"required": True, "schema": _STRING}
+        if status in map(str, CONNECTION_ERRORS):
+            headers["connection"] = {
+                "description": "`close` if the connection is closed",
+                "schema": _STRING,
+            }
+        response["headers"] = headers

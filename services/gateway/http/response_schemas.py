@@ -1,0 +1,167 @@
+"""Response bodies of the HTTP API, for the OpenAPI document. Responses are not built from them."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Response(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(_Response):
+    """Description of an error."""
+
+    message: str
+    type: str
+    param: Annotated[str | None, Field(description="path of the invalid field")]
+    code: Annotated[str | None, Field(description="identifier of the error, for programs")]
+
+
+class ErrorResponse(_Response):
+    """Body of every error."""
+
+    error: ErrorDetail
+
+
+class Usage(_Response):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class CompletionLogprobs(_Response):
+    """Log probabilities of the output tokens. ``text_offset`` is in characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Response):
+    """Output of one choice."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+
+
+class CompletionResponse(_Response):
+    """Response of ``POST /v1/completions``."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Annotated[int, Field(description="seconds since 1970")]
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TokenAlternative(_Response):
+    """A token with its log probability and its UTF-8 bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TokenAlternative):
+    """An output token with its most likely alternatives."""
+
+    top_logprobs: list[TokenAlternative]
+
+
+class ChatLogprobs(_Response):
+    """Log probabilities of the output tokens."""
+
+    content: list[TokenLogprob]
+
+
+class ChatMessage(_Response):
+    """The message of the assistant."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(_Response):
+    """Output of one choice."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatResponse(_Response):
+    """Response of ``POST /v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: Annotated[int, Field(description="seconds since 1970")]
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class TokenizeResponse(_Response):
+    """Response of ``POST /tokenize``."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeResponse(_Response):
+    """Response of ``POST /detokenize``."""
+
+    prompt: str
+
+
+class ModelResponse(_Response):
+    """The served model. ``max_model_len`` is its context length in tokens."""
+
+    id: str
+    object: Literal["model"]
+    created: Annotated[int, Field(description="seconds since 1970")]
+    owned_by: str
+    max_model_len: int
+
+
+class ModelListResponse(_Response):
+    """Response of ``GET /v1/models``."""
+
+    object: Literal["list"]
+    data: list[ModelResponse]
+
+
+class HealthResponse(_Response):
+    """Response of ``GET /health``."""
+
+    status: Literal["ok"]
+
+
+class ReadyResponse(_Response):
+    """Response of ``GET /ready`` if requests can be served."""
+
+    status: Literal["ready"]
+
+
+class NotReadyResponse(_Response):
+    """Response of ``GET /ready`` with status 503."""
+
+    status: Literal["not ready"]
+    reason: Literal["draining", "no workers"]
+
+
+class VersionResponse(_Response):
+    """Response of ``GET /version``."""
+
+    version: str

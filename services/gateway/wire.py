@@ -1,0 +1,47 @@
+"""Conversion of a generation request to the message that starts a stream on a decode worker."""
+
+from collections.abc import Sequence
+
+from headrace.v1 import decode_pb2, sampling_pb2
+from services.common.placement import Placement
+from services.gateway.requests import GenerationRequest
+
+# Fields that the message and `GenerationOptions` have in common, by name.
+_SAMPLING_FIELDS = tuple(
+    field.name for field in sampling_pb2.Sampling.DESCRIPTOR.fields if field.name != "seed"
+)
+
+
+def start_stream_message(
+    request: GenerationRequest,
+    placement: Placement,
+    *,
+    attempt: int,
+    replayed: Sequence[int],
+    stop_token_ids: Sequence[int],
+    deadline_s: float,
+) -> decode_pb2.StartStream:
+    """Return the message that starts one attempt; the session sets its stream number.
+
+    Args:
+        replayed: output tokens that earlier attempts delivered to the client.
+        stop_token_ids: end-of-sequence tokens.
+        deadline_s: seconds from the receipt of the message.
+    """
+    options = request.options
+    sampling = {name: getattr(options, name) for name in _SAMPLING_FIELDS}
+    prefill = placement.prefill
+    return decode_pb2.StartStream(
+        request_id=request.context.request_id,
+        attempt=attempt,
+        placement_id=placement.placement_id,
+        epoch=placement.decode.epoch,
+        prefill=decode_pb2.WorkerAddress(**prefill.model_dump()) if prefill else None,
+        tokens=(*request.prompt, *replayed),
+        prompt_tokens=len(request.prompt),
+        sampling=sampling_pb2.Sampling(**sampling, seed=request.seed),
+        max_tokens=request.max_tokens,
+        stop_token_ids=stop_token_ids,
+        choices=options.n,
+        deadline_s=deadline_s,
+    )

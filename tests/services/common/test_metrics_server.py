@@ -1,0 +1,29 @@
+"""The metrics server: exposition, and a port in use."""
+
+import socket
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from services.common.errors import SettingsError
+from services.common.metrics_server import start_metrics_server
+
+
+def test_exposes_the_registry_on_a_free_port() -> None:
+    registry = CollectorRegistry()
+    Gauge("headrace_example", "an example", registry=registry).set(3)
+    server = start_metrics_server("127.0.0.1", 0, registry)
+    try:
+        with urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as response:
+            assert b"headrace_example 3.0" in response.read()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_port_in_use_is_a_settings_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port} for metrics"):
+            start_metrics_server("127.0.0.1", port, CollectorRegistry())

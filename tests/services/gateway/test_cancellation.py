@@ -1,0 +1,172 @@
+"""Disconnects, deadlines, drain, slow readers, and routers that are down."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from headrace.v1 import error_pb2
+from services.common.placement import Outcome, PlaceRequest
+from services.gateway.gateway import ServedModel
+from services.gateway.router_client import RouterClient
+from tests.services.gateway.conftest import OpenSite, Site
+from tests.services.gateway.failures import completion, failing, outcomes
+from tests.services.gateway.fakes import (
+    FakeRouter,
+    FakeStream,
+    FakeWorker,
+    hang,
+    say,
+    until,
+)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("tokens_before", [0, 2])
+async def test_disconnect_cancels_the_stream_and_releases_the_placement(
+    site: Site, stream: bool, tokens_before: int
+) -> None:
+    async def script(down: FakeStream) -> None:
+        if tokens_before:
+            await down.tokens(*[5] * tokens_before)
+        await down.cancelled.wait()
+
+    site.worker.script = script
+    asking = asyncio.create_task(completion(site, stream=stream))
+    await site.router.started(1)
+    await asyncio.sleep(0.05)
+    asking.cancel()
+    async with asyncio.timeout(5):
+        await site.worker.streams[0].cancelled.wait()
+    await site.router.settled()
+    assert outcomes(site) == [("cancelled", None)]
+    labels = {"endpoint": "/v1/completions", "status": "499"}
+    await until(lambda: site.metric("headrace_requests_total", **labels) == 1)
+    assert site.metric("headrace_num_requests_running") == 0
+
+
+async def test_disconnect_while_queued_cancels_the_place_call(site: Site) -> None:
+    site.router.hold = True
+    asking = asyncio.create_task(completion(site))
+    await asyncio.sleep(0.1)
+    asking.cancel()
+    await until(lambda: site.router.abandoned == 1)
+    await until(lambda: site.metric("headrace_num_requests_running") == 0)
+    assert site.router.places == []
+
+
+async def test_unexpected_error_is_500(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site.gateway, "ready", None)
+    response = await site.http.get("/ready")
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert response.headers["x-request-id"]
+
+
+async def test_failure_of_one_prompt_cancels_the_others(site: Site) -> None:
+    site.worker.queued = [hang, failing(error_pb2.ERROR_CODE_INVALID), hang]
+    response = await completion(site, prompt=[[1], [2], [3]])
+    assert response.status_code == 400
+    async with asyncio.timeout(5):
+        await site.worker.streams[0].cancelled.wait()
+        await site.worker.streams[2].cancelled.wait()
+    await site.router.settled()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_deadline_cancels_the_stream(open_site: OpenSite, stream: bool) -> None:
+    site: Site = await open_site(deadline_s=0.3)
+    response = await completion(site, stream=stream)
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    assert 0 < site.worker.streams[0].start.deadline_s <= 0.3
+    async with asyncio.timeout(5):
+        await site.worker.streams[0].cancelled.wait()
+    await site.router.settled()
+
+
+async def test_restarted_worker_gets_a_new_session(site: Site) -> None:
+    site.worker.script = say(5)
+    assert (await completion(site)).status_code == 200
+    site.worker.script = hang
+    held = asyncio.create_task(completion(site))
+    await site.router.started(2)
+    site.worker.epoch = "another-life"
+    site.worker.script = say(5)
+    assert (await completion(site)).status_code == 200
+    assert (await held).status_code == 200  # its session ended, and it was retried
+    assert site.worker.streams[-1].start.epoch == "another-life"
+    assert len(site.worker.metadata) == 2
+
+
+async def test_stream_of_a_slow_reader_fails(open_site: OpenSite) -> None:
+    site: Site = await open_site(stream_buffer_tokens=64)
+
+    async def flood(stream: FakeStream) -> None:
+        await stream.tokens(*[5] * 65)
+        await stream.cancelled.wait()
+
+    site.worker.script = flood
+    response = await completion(site, max_tokens=100)
+    assert response.status_code == 503
+    assert "slowly" in response.json()["error"]["message"]
+    await site.router.settled()
+
+
+async def test_draining_refuses_new_requests_and_finishes_running_ones(open_site: OpenSite) -> None:
+    site: Site = await open_site()
+    release = asyncio.Event()
+
+    async def script(stream: FakeStream) -> None:
+        await stream.tokens(5)
+        await release.wait()
+        await stream.end()
+
+    site.worker.script = script
+    running = asyncio.create_task(completion(site))
+    await site.router.started(1)
+    draining = asyncio.create_task(site.gateway.drain(5))
+    await asyncio.sleep(0.01)
+    refused = await completion(site)
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    ready = await site.http.get("/ready")
+    assert (ready.status_code, ready.json()["reason"]) == (503, "draining")
+    assert (await site.http.get("/health")).status_code == 200
+    assert not draining.done()
+    release.set()
+    assert (await running).status_code == 200
+    await draining
+
+
+async def test_requests_that_outlast_the_drain_fail(site: Site) -> None:
+    running = asyncio.create_task(completion(site))
+    await site.router.started(1)
+    await site.gateway.drain(0.05)
+    assert (await running).status_code == 503
+    await site.router.settled()
+
+
+async def test_second_router_places_if_the_first_is_down(model: ServedModel) -> None:
+    up, down = FakeRouter([FakeWorker("decode-0")], model.name), FakeRouter([], model.name)
+    down.down = True
+    asked: list[str] = []
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        return await (up if request.url.host == "up" else down).handle(request)
+
+    client = RouterClient(
+        ["http://down", "http://up/"],
+        token=None,
+        timeout_s=1,
+        transport=httpx.MockTransport(handle),
+    )
+    request = PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
+    placed = await client.place(request)
+    assert placed.router == "http://up"
+    await client.place(request)
+    client.release(placed, Outcome.OK)
+    await client.close()
+    assert asked == ["down", "up", "up", "up"]
+    assert up.releases[0].placement_id == placed.placement.placement_id

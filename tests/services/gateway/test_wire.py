@@ -1,0 +1,55 @@
+"""Conversion of requests to and from protobuf, which goes by field names."""
+
+from headrace.v1 import inference_pb2, sampling_pb2
+from services.common.placement import Placement, WorkerAddress
+from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
+from services.gateway.wire import start_stream_message
+
+NOT_OPTIONS = {"model", "text", "tokens", "chat", "user", "request_id"}
+
+
+def test_every_sampling_field_is_a_generation_option() -> None:
+    names = {field.name for field in sampling_pb2.Sampling.DESCRIPTOR.fields}
+    assert names <= GenerationOptions.model_fields.keys()
+
+
+def test_grpc_message_and_options_have_the_same_fields() -> None:
+    names = {field.name for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields}
+    assert names - NOT_OPTIONS == GenerationOptions.model_fields.keys()
+
+
+def test_start_message_has_all_fields_of_the_request() -> None:
+    options = GenerationOptions(
+        n=1, temperature=0.5, top_k=-1, seed=-1, logit_bias={7: -2.0}, logprobs=3, max_tokens=9
+    )
+    assert options.seed is not None
+    context = RequestContext("request", "tenant", 0.0, 1.0)
+    request = GenerationRequest(context, (1, 2, 3), 9, options.seed, options)
+    prefill = WorkerAddress(worker_id="p", epoch="e1", address="h:1")
+    decode = WorkerAddress(worker_id="d", epoch="e2", address="h:2")
+    message = start_stream_message(
+        request,
+        Placement(placement_id="x", prefill=prefill, decode=decode),
+        attempt=2,
+        replayed=[4, 5],
+        stop_token_ids=[0],
+        deadline_s=0.5,
+    )
+    assert list(message.tokens) == [1, 2, 3, 4, 5]
+    assert (message.prompt_tokens, message.max_tokens, message.choices) == (3, 9, 1)
+    assert (message.request_id, message.attempt, message.epoch) == ("request", 2, "e2")
+    assert (message.prefill.worker_id, message.prefill.address) == ("p", "h:1")
+    assert message.sampling == sampling_pb2.Sampling(
+        temperature=0.5,
+        top_p=1.0,
+        top_k=0,
+        seed=(1 << 64) - 1,
+        repetition_penalty=1.0,
+        logit_bias={7: -2.0},
+        logprobs=3,
+    )
+    colocated = Placement(placement_id="x", prefill=None, decode=decode)
+    message = start_stream_message(
+        request, colocated, attempt=0, replayed=(), stop_token_ids=(), deadline_s=1.0
+    )
+    assert not message.HasField("prefill")
