@@ -35,6 +35,8 @@ class Histogram:
         Raises `InvalidCodebook` for an empty sample, `UnsupportedDtype` for one of integers.
         """
         element = element_of(dtype)
+        if not element.exponent_bits:
+            raise UnsupportedDtype(f"{element.name} has no exponents to calibrate")
         counts = torch.zeros(element.exponents, dtype=torch.int64)
         for tensor in [sample] if isinstance(sample, Tensor) else sample:
             if not tensor.is_floating_point():
@@ -80,7 +82,7 @@ class Histogram:
         escaped = self.total - sum(self.counts[exponent] for exponent in codebook.exponents)
         listed = escaped - sum(self.counts[exponent] for exponent in codebook.second)
         nibbles = _NIBBLE_BITS * escaped if codebook.mode.has_escape_code else 0
-        stored = codebook.mode.code_bits + self.element.rest_words
+        stored = codebook.mode.code_bits + self.element.remainder_words
         return stored + (nibbles + _ENTRY_BITS * listed) / self.total
 
     def entropy_bits(self) -> float:
@@ -88,13 +90,13 @@ class Histogram:
         exponents, and the rest."""
         shares = torch.tensor([count for count in self.counts if count], dtype=torch.float64)
         shares /= self.total
-        return float(-(shares * shares.log2()).sum()) + self.element.rest_words
+        return float(-(shares * shares.log2()).sum()) + self.element.remainder_words
 
     def codebook(self, mode: Mode) -> Codebook:
         """The best codebook of this mode. Raises `InvalidCodebook` if the element has none."""
         order = self.by_frequency()
         dtype = self.element.dtype
-        if mode is Mode.RAW or mode.code_bits >= self.element.exponent_bits:
+        if mode is Mode.RAW or not mode.supports(self.element):
             return Codebook((), mode, (), dtype)
 
         def with_codes(exponents: tuple[int, ...]) -> Codebook:
@@ -131,7 +133,7 @@ def calibrate(
     histogram = Histogram.of(sample, dtype)
     if mode is not None:
         return histogram.codebook(mode)
-    modes = [m for m in Mode if m and m.code_bits < histogram.element.exponent_bits]
+    modes = [m for m in Mode if m and m.supports(histogram.element)]
     return min((histogram.codebook(m) for m in modes), key=histogram.bits)
 
 

@@ -51,7 +51,7 @@ def check_planes(
             raise InvalidCodebook(f"a codebook of {codebook.dtype} for planes of {first.dtype}")
     if num_tokens < 0:
         raise InvalidPages(f"{num_tokens} tokens")
-    geometry = Geometry(kv_heads, dim, num_tokens, max(slots, 1))
+    geometry = Geometry(kv_heads, dim * element.units, num_tokens, max(slots, 1))
     if not (kv_heads and dim and (slots or not num_tokens)):
         raise InvalidPlanes(f"a plane without elements: {tuple(first.shape)}")
     return element, geometry

@@ -58,7 +58,7 @@ class Codebook:
 
     def __post_init__(self) -> None:
         element = element_of(self.dtype)
-        if self.mode is Mode.RAW or self.mode.code_bits >= element.exponent_bits:
+        if self.mode is Mode.RAW or not self.mode.supports(element):
             raise InvalidCodebook(f"no codebooks for {element.name} in mode {self.mode.name}")
         if len(self.exponents) != self.mode.codes:
             raise InvalidCodebook(f"{self.mode.name} has {self.mode.codes}: {self.exponents}")

@@ -62,8 +62,12 @@ class Mode(IntEnum):
 
     @property
     def codes(self) -> int:
-        """How many exponents have a code."""
+        """Number of exponents with a code."""
         return (1 << self.code_bits) - self.has_escape_code if self else 0
+
+    def supports(self, element: ElementType) -> bool:
+        """Whether planes of this element type have this mode: raw, or codes that save bits."""
+        return self is Mode.RAW or self.code_bits < element.exponent_bits
 
 
 def align(offset: int) -> int:
@@ -130,7 +134,7 @@ class Geometry:
 
 def stream_widths(element: ElementType, mode: Mode) -> tuple[int, ...]:
     """The streams of a block, in their order: bits of an element in each."""
-    return (mode.code_bits, *element.rest_widths) if mode else (8 * element.size,)
+    return (mode.code_bits, *element.remainder_widths) if mode else (8 * element.size,)
 
 
 def spilled_words(element: ElementType, mode: Mode) -> int:
@@ -311,7 +315,7 @@ def _parse_planes(table: bytes, element: ElementType) -> tuple[PlaneHeader, ...]
     for number, (mode, reserved, codebook) in enumerate(_PLANE.iter_unpack(table)):
         if mode not in Mode.__members__.values():
             raise FormatError(f"plane {number}: unknown mode {mode}")
-        if Mode(mode).code_bits >= element.exponent_bits:
+        if not Mode(mode).supports(element):
             raise FormatError(f"plane {number}: mode {mode} saves nothing of {element.name}")
         if any(reserved):
             raise FormatError(f"plane {number}: reserved bytes are not zero")
@@ -335,6 +339,6 @@ def max_segment_bytes(
     element: ElementType = BF16,
 ) -> int:
     """The largest segment of `codec.encode_pages`, in bytes, whatever the data and the modes."""
-    geometry = Geometry(kv_heads, dim, num_tokens, page_slots)
-    modes = (mode for mode in Mode if mode.code_bits < element.exponent_bits)
+    geometry = Geometry(kv_heads, dim * element.units, num_tokens, page_slots)
+    modes = (mode for mode in Mode if mode.supports(element))
     return max(Layout.of(geometry, element, [mode] * num_planes).bound for mode in modes)

@@ -231,7 +231,10 @@ def decode(
     """
     header = read_header(payload)
     count = header.geometry.num_tokens
-    if header.geometry != Geometry(1, 1, count, max(count, 1)) or len(header.planes) != 1:
+    if (
+        header.geometry != Geometry(1, header.element.units, count, max(count, 1))
+        or len(header.planes) != 1
+    ):
         raise FormatError("this segment was encoded from pages; decode it with decode_pages")
     if out is None:
         check_codebooks(header, [codebook])
@@ -270,7 +273,7 @@ def warm_up() -> None:
 
 def raw_bytes(planes: Sequence[Tensor], geometry: Geometry) -> int:
     """Bytes of the valid slots of all planes."""
-    return len(planes) * geometry.elements * planes[0].element_size()
+    return len(planes) * geometry.elements * element_of(planes[0].dtype).size
 
 
 def _backend_of(device: torch.device) -> Backend:

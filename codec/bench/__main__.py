@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import codec
-from codec.elements import BF16, ELEMENT_TYPES, ElementType
+from codec.elements import BF16, FLOAT_TYPES, ElementType
 from codec.format import Mode
 from codec.ops import Backend
 from codec.reference import backend as reference
@@ -112,9 +112,9 @@ LARGE = Shape("4 planes, 4096 tokens, 8 heads of 128", 4, 4096, 8, 16, 128)
 CASES = [
     *(
         Case(SEGMENT, element, mode)
-        for element in ELEMENT_TYPES
+        for element in FLOAT_TYPES
         for mode in Mode
-        if mode.code_bits < element.exponent_bits
+        if mode.supports(element)
     ),
     Case(SEGMENT, gaps=True),
     Case(SEGMENT, random=True),

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 import codec
-from codec.elements import BF16, ELEMENT_TYPES, ElementType
+from codec.elements import BF16, FLOAT_TYPES, ElementType
 from codec.format import Geometry, Layout, Mode
 from codec.gpu.plan import Plan
 
@@ -171,7 +171,7 @@ def rows(bench: Bench, kv: Kv | None) -> Iterator[GpuRow]:
             yield bench.row(name, [_flat(x)], own, [0], x.numel(), against_peer=against)
     if kv is not None:
         yield from real_rows(bench, kv)
-    for element in ELEMENT_TYPES[1:]:
+    for element in FLOAT_TYPES[1:]:
         x = normal(512 * MIB // element.size).to(element.dtype)
         for mode in (m for m in Mode if 0 < m.code_bits < element.exponent_bits):
             name = f"flat {element.name} {mode.name.lower()} 512 MiB"

@@ -138,5 +138,5 @@ def _book(codebook: Codebook | None) -> bytes:
 
 @lru_cache
 def _element(element: ElementType) -> Element:
-    low, high = (*element.rest_widths, 0)[:2]
+    low, high = (*element.remainder_widths, 0, 0)[:2]
     return Element(element.size, element.mantissa_bits, element.exponent_bits, low, high)

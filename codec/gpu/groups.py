@@ -95,7 +95,7 @@ def _options(book: Codebook) -> dict[str, Any]:
     return {
         "SHIFT": element.mantissa_bits,
         "MASK": element.exponents - 1,
-        "RESTS": element.rest_widths,
+        "RESTS": element.remainder_widths,
         "BITS": mode.code_bits,
         "ESCAPES": mode.has_escape_code,
         "WINDOW": book.is_window,

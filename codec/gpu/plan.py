@@ -15,7 +15,7 @@ from torch import Tensor
 
 from codec.checksum import KEYS
 from codec.codebook import Codebook
-from codec.elements import element_of
+from codec.elements import element_of, unit_view
 from codec.errors import InvalidBuffer, InvalidPlanes
 from codec.format import (
     CHUNK,
@@ -124,9 +124,11 @@ class Plan:
         workspace: Workspace | None = None,
         aside: "torch.cuda.Stream | None" = None,
     ) -> None:
+        device, element = planes[0].device, element_of(planes[0].dtype)
+        if element.units > 1:
+            planes = [unit_view(plane) for plane in planes]
         _check_strides(planes)
         self._aside = aside
-        device, element = planes[0].device, element_of(planes[0].dtype)
         headers = [
             PlaneHeader(Mode.RAW, 0) if book is None else PlaneHeader(book.mode, book.number)
             for book in codebooks

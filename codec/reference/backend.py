@@ -12,7 +12,7 @@ from torch import Tensor
 
 from codec import checksum
 from codec.codebook import Codebook
-from codec.elements import ElementType, element_of
+from codec.elements import element_of, unit_view
 from codec.errors import FormatError
 from codec.format import Geometry, Layout, Mode, SegmentHeader
 from codec.mix import MASK64
@@ -132,21 +132,16 @@ def _read_starts(payload: Tensor, header: SegmentHeader, layout: Layout) -> Tens
 def _gather(plane: Tensor, pages: Tensor, geometry: Geometry) -> Tensor:
     """The valid slots as int64 patterns `[elements]`, in the order `[kv_head, token, dim]`."""
     element = element_of(plane.dtype)
-    by_head = _bits(plane, element)[pages.to(plane.device)].transpose(0, 1)
+    by_head = unit_view(plane)[pages.to(plane.device)].transpose(0, 1)
     tokens = by_head.reshape(geometry.kv_heads, -1, geometry.dim)[:, : geometry.num_tokens]
     return tokens.reshape(-1).to(torch.int64) & (1 << 8 * element.size) - 1
 
 
 def _scatter(content: Tensor, plane: Tensor, pages: Tensor, geometry: Geometry) -> None:
     """The inverse of `_gather`: write the valid slots, and no other."""
-    target = _bits(plane, element_of(plane.dtype))
+    target = unit_view(plane)
     tokens = content.to(target.dtype).view(geometry.kv_heads, geometry.num_tokens, geometry.dim)
     for number, page in enumerate(pages.tolist()):
         start = number * geometry.page_slots
         run = tokens[:, start : start + geometry.page_slots]
         target[page, :, : run.shape[1]] = run
-
-
-def _bits(plane: Tensor, element: ElementType) -> Tensor:
-    """The same memory as integers."""
-    return plane.view(torch.int16 if element.size == 2 else torch.uint8)

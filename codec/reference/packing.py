@@ -116,7 +116,7 @@ def _places(bits: int, device: torch.device, raw: bool) -> list[tuple[Tensor, Te
 def split_rest(rests: Tensor, element: ElementType) -> list[Tensor]:
     """The parts of the rests that each stream holds."""
     parts = []
-    for bits in element.rest_widths:
+    for bits in element.remainder_widths:
         parts.append(rests & (1 << bits) - 1)
         rests = rests >> bits
     return parts
@@ -125,7 +125,7 @@ def split_rest(rests: Tensor, element: ElementType) -> list[Tensor]:
 def join_rest(parts: list[Tensor], element: ElementType) -> Tensor:
     """The inverse of `split_rest`."""
     rests, shift = torch.zeros_like(parts[0]), 0
-    for part, bits in zip(parts, element.rest_widths, strict=True):
+    for part, bits in zip(parts, element.remainder_widths, strict=True):
         rests |= part << shift
         shift += bits
     return rests

@@ -9,6 +9,8 @@ from itertools import pairwise
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 TYPES = {1: (8, 7, [8]), 2: (5, 10, [8, 3]), 3: (5, 2, [3]), 4: (4, 3, [4])}
+INTEGERS = {16: 1, 17: 1, 18: 2, 19: 2, 20: 2}
+"""Bytes of a stored unit of each integer type."""
 """Of each element type: bits of exponent and mantissa, and its streams of the rest."""
 CODE_BITS = {1: 4, 2: 4, 3: 3}
 ESCAPE = {2: 15, 3: 7}
@@ -93,8 +95,8 @@ class Segment:
         assert (magic, version, zero, length) == (b"HRSZ", 3, 0, len(data))
         assert crc == zlib.crc32(data[:20] + data[24:40] + data[64 : 64 + 16 * count])
         assert seal == mix64(length ^ mix64(checksum ^ crc))
-        self.exponent_bits, self.mantissa_bits, self.rest = TYPES[element]
-        self.size = (1 + self.exponent_bits + self.mantissa_bits) // 8
+        self.exponent_bits, self.mantissa_bits, self.rest = TYPES.get(element, (0, 0, []))
+        self.size = INTEGERS.get(element) or (1 + self.exponent_bits + self.mantissa_bits) // 8
         runs = [min(slots, tokens - first) * dim for first in range(0, tokens, slots)] * heads
         self.lengths = [min(1024, run - at) for run in runs for at in range(0, run, 1024)]
         modes = [data[64 + 16 * plane] for plane in range(count)]

@@ -7,19 +7,20 @@ from torch import Tensor
 
 import codec
 from codec.cpu import backend as cpu
-from codec.elements import BY_NAME, ELEMENT_TYPES, ElementType, element_of
+from codec.elements import BY_NAME, FLOAT_TYPES, ElementType, element_of
 from codec.format import Mode
 from codec.ops import Backend
 from codec.reference import backend as reference
 
 BACKENDS: dict[str, Backend] = {"reference": reference, "cpu": cpu}
-STALE = {1: 0x7F, 2: 0x7FC1}
-"""Of an element's size: the pattern, a NaN, of slots that hold no token."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+STALE = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC1_7FC1, 8: 0x7FC1_7FC1_7FC1_7FC1}
+"""Element size in bytes → pattern of slots without a token: a NaN in the floating-point types."""
 
 
 def modes_of(element: ElementType) -> list[Mode]:
     """The modes that have codes for this type."""
-    return [mode for mode in Mode if mode and mode.code_bits < element.exponent_bits]
+    return [mode for mode in Mode if mode and mode.supports(element)]
 
 
 def window(element: ElementType, mode: Mode) -> codec.Codebook:
@@ -40,7 +41,7 @@ def gaps(element: ElementType, mode: Mode) -> codec.Codebook:
 
 BOOKS = {
     f"{element.name}-{mode.name.lower()}-{kind.__name__}": kind(element, mode)
-    for element in ELEMENT_TYPES
+    for element in FLOAT_TYPES
     for mode in modes_of(element)
     for kind in (window, gaps)
 }
@@ -55,12 +56,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The patterns of a tensor, i16 or u8: NaNs compare too."""
-    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
+    """The bit patterns of a tensor as integers of the same size, so that NaNs compare equal."""
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 def from_bits(patterns: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return patterns.to(torch.int16 if dtype.itemsize == 2 else torch.uint8).view(dtype)
+    return patterns.to(_INTEGERS[dtype.itemsize]).view(dtype)
 
 
 def stale_like(plane: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ def _content(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Tensor:
-    random = torch.randint(0, 1 << 8 * dtype.itemsize, shape, generator=generator)
+    random = random_patterns(shape, dtype, generator)
     if isinstance(kind, float):
         return with_escapes(random, kind, book, generator)
     if kind == "random":
@@ -145,6 +146,14 @@ def _content(
     normal = bits(torch.randn(shape, generator=generator).to(dtype))
     wild = torch.rand((*shape[:2], 1, 1), generator=generator) < 0.3
     return from_bits(normal if kind == "normal" else torch.where(wild, random, normal), dtype)
+
+
+def random_patterns(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None = None
+) -> Tensor:
+    """Uniformly distributed bit patterns of a dtype, int64."""
+    low, high = (0, 1 << 8 * dtype.itemsize) if dtype.itemsize < 8 else (-(1 << 63), (1 << 63) - 1)
+    return torch.randint(low, high, shape, generator=generator)
 
 
 def with_escapes(

@@ -9,7 +9,7 @@ import torch
 import codec
 from codec import Mode
 from codec.calibrate import Histogram
-from codec.elements import BF16, BY_NAME, E4M3, E5M2, FP16, ElementType
+from codec.elements import BF16, BY_NAME, E4M3, E5M2, FLOAT_TYPES, FP16, INTEGER_TYPES, ElementType
 from tests.codec.samples import BOOKS, from_bits, modes_of
 
 
@@ -132,7 +132,7 @@ def test_what_has_no_values_or_no_such_mode_calibrates_nothing() -> None:
             codec.calibrate(ones, torch.float8_e4m3fn, mode)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", [element.name for element in FLOAT_TYPES])
 def test_each_type_and_mode_has_its_codebook(name: str) -> None:
     element = BY_NAME[name]
     sample = torch.randn(4096, generator=torch.Generator().manual_seed(0))
@@ -175,6 +175,17 @@ def test_a_codebook_fits_its_mode_and_its_type(
 ) -> None:
     with pytest.raises(codec.InvalidCodebook):
         codec.Codebook(tuple(range(exponents)), mode, tuple(second), dtype)
+
+
+@pytest.mark.parametrize("element", INTEGER_TYPES, ids=lambda element: element.name)
+def test_integer_types_have_no_codebooks(element: ElementType) -> None:
+    for mode in Mode:
+        with pytest.raises(codec.InvalidCodebook):
+            codec.Codebook(tuple(range(mode.codes)), mode, dtype=element.dtype)
+    with pytest.raises(codec.UnsupportedDtype):
+        codec.calibrate(torch.ones(4), element.dtype)
+    with pytest.raises(codec.InvalidCodebook):
+        codec.encode(torch.ones(4, dtype=element.dtype), BOOKS["bf16-top16-window"])
 
 
 def test_a_codebook_of_another_type_is_none() -> None:

@@ -13,7 +13,20 @@ import torch
 
 import codec
 from codec import checksum
-from codec.elements import BF16, E4M3, E5M2, FP16, ElementType, element_of
+from codec.elements import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    UINT8,
+    ElementType,
+    element_of,
+    unit_view,
+)
 from codec.format import Mode
 from codec.mix import mix64
 from codec.ops import Backend
@@ -65,6 +78,11 @@ FLAT: dict[str, tuple[str | ElementType, int, int]] = {
     "raw-fp16": (FP16, 77, 29),
     "raw-e5m2": (E5M2, 77, 29),
     "raw-e4m3": (E4M3, 77, 29),
+    "raw-uint8": (UINT8, 77, 29),
+    "raw-int8": (INT8, 77, 29),
+    "raw-int16": (INT16, 77, 29),
+    "raw-int32": (INT32, 77, 29),
+    "raw-int64": (INT64, 77, 29),
 }
 CHECKSUMS = {
     "empty": 0x0000000000000000,
@@ -89,6 +107,11 @@ CHECKSUMS = {
     "raw-fp16": 0xD67D7E705826AEB5,
     "raw-e5m2": 0x9C99E3778A642E8E,
     "raw-e4m3": 0x0855A93FAC7B7D8E,
+    "raw-uint8": 0x2272A505428B5BBF,
+    "raw-int8": 0x2272A505428B5BBF,
+    "raw-int16": 0xEE1F23CA5803D720,
+    "raw-int32": 0x0F26079EF2074565,
+    "raw-int64": 0x3D7A52A9C23DF84A,
     "paged": 0x506730370E51FAF4,
 }
 UNITS: dict[str, list[list[int]]] = {
@@ -114,6 +137,11 @@ UNITS: dict[str, list[list[int]]] = {
     "raw-fp16": [],
     "raw-e5m2": [],
     "raw-e4m3": [],
+    "raw-uint8": [],
+    "raw-int8": [],
+    "raw-int16": [],
+    "raw-int32": [],
+    "raw-int64": [],
     "paged": [[3, 1, 3, 1], [16, 2, 9, 2]],
 }
 """How many entries each chunk of each plane with codes has."""
@@ -124,8 +152,11 @@ def content(
     elements: int, element: ElementType, exponents: Sequence[int], every: int
 ) -> torch.Tensor:
     """Element i: sign and mantissa are i * 37, the exponent is the one number i * i mod how many
-    there are; the last of every so many has exponent 3 * i instead."""
+    there are; the last of every so many has exponent 3 * i instead. An integer element is i * GOLDEN
+    modulo its range."""
     i = torch.arange(elements)
+    if not element.exponent_bits:
+        return from_bits(i * (checksum.GOLDEN - (1 << 64)), element.dtype)
     exponent = torch.tensor(exponents)[i * i % len(exponents)]
     exponent = torch.where(i % every == every - 1, 3 * i % element.exponents, exponent)
     sign, mantissa = i * 37 >> element.mantissa_bits & 1, i * 37 & (1 << element.mantissa_bits) - 1
@@ -179,10 +210,11 @@ def test_golden_vectors_are_written_and_read(name: str, backend: Backend) -> Non
 
 
 def valid(plane: torch.Tensor, pages: list[int], tokens: int) -> torch.Tensor:
-    """The patterns of the valid slots, `[kv_head, token, dim]`."""
-    _, heads, _, dim = plane.shape
-    patterns = bits(plane)[pages].transpose(0, 1).reshape(heads, -1, dim)[:, :tokens]
-    return patterns.to(torch.int64) & (1 << 8 * plane.element_size()) - 1
+    """Bit patterns of the stored units of the valid slots, `[kv_head, token, units]`."""
+    patterns = unit_view(plane)
+    _, heads, _, dim = patterns.shape
+    tokens_first = patterns[pages].transpose(0, 1).reshape(heads, -1, dim)[:, :tokens]
+    return tokens_first.to(torch.int64) & (1 << 8 * patterns.element_size()) - 1
 
 
 def read_plainly(payload: bytes, books: list[codec.Codebook | None]) -> Segment:

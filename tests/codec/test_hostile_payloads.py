@@ -167,7 +167,7 @@ def test_a_flipped_bit_shows_unless_it_is_padding(name: str) -> None:
     coded, columns = layout.coded_chunks, 2 * (3 + 1)
     ends = [(80 + 4 * (coded + 1), layout.blocks[0].start)]
     streams = (*layout.blocks[0].streams, layout.entries)
-    widths = [codebook.mode.code_bits, *codebook.element.rest_widths]
+    widths = [codebook.mode.code_bits, *codebook.element.remainder_widths]
     for start, end, width in zip(streams, streams[1:], widths, strict=False):
         ends.append((start + 4 * width * columns, end))
     units = words_of(payload, layout.starts, layout.starts + 4 * (coded + 1))[-1]
@@ -452,7 +452,7 @@ def test_swapped_columns_show(name: str, backend: Backend, other: tuple[int, int
     book = BOOKS[name]
     source = make_pages(16, num_planes=1, kind=0.0, book=book)
     payload = encoded(source, [book])
-    widths = [book.mode.code_bits, *book.element.rest_widths]
+    widths = [book.mode.code_bits, *book.element.remainder_widths]
     for start, width in zip(layout_of(payload).blocks[0].streams, widths, strict=True):
         together = 1 if width == 3 else 4
         chunks = payload[start : start + 3 * 32 * 4 * width].view(3, -1, 32, 4 * together)

@@ -8,6 +8,7 @@ import torch
 
 import codec
 from codec.codebook import Codebook
+from codec.elements import BY_NAME, INTEGER_TYPES
 from codec.format import Geometry, Layout, Mode
 from codec.gpu import backend as cuda
 from codec.gpu.plan import Plan
@@ -73,6 +74,27 @@ def test_kernels_write_and_read_the_reference_bytes(
         tokens, num_planes=3, kv_heads=2, slots=slots, dim=dim, kind=kind, book=book
     )
     check(source, [book, None, book])
+
+
+@pytest.mark.parametrize("name", [element.name for element in INTEGER_TYPES])
+@pytest.mark.parametrize(("slots", "dim"), [(16, 64), (5, 7)])
+def test_integer_planes_are_stored_raw_with_the_reference_bytes(
+    name: str, slots: int, dim: int
+) -> None:
+    dtype = BY_NAME[name].dtype
+    source = make_pages(17, kv_heads=2, slots=slots, dim=dim, kind="random", dtype=dtype)
+    check(source, [None, None])
+    planes = on_device(source).planes
+    target = [torch.zeros_like(plane) for plane in planes]
+    out = torch.zeros(source.bound, dtype=torch.uint8, device=DEVICE)
+    encoded = PlannedCodec(planes, [None, None]).encode(source.ids, 17, out).result()
+    payload = out[: encoded.length]
+    header = codec.read_header(payload)
+    decoded = PlannedCodec(target, [None, None]).decode(payload, header, source.ids, 17).result()
+    assert decoded.checksum == encoded.checksum
+    assert decoded.raw_bytes == encoded.raw_bytes == 2 * 2 * 17 * dim * dtype.itemsize
+    back = Pages([plane.cpu() for plane in target], source.ids, 17, source.generator)
+    assert torch.equal(back.content(), source.content())
 
 
 def test_planes_of_several_modes_lie_in_one_segment() -> None:
