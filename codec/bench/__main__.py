@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import codec
+from codec.backend import Backend
 from codec.elements import BF16, FLOAT_TYPES, ElementType
 from codec.format import Mode
-from codec.ops import Backend
 from codec.reference import backend as reference
 
 _MODE_NAMES = {
@@ -198,7 +198,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def write_json(path: Path, rows: Sequence[Any]) -> None:
-    """The rows and where they were measured."""
+    """The rows and page_arguments they were measured."""
     environment = {"torch": torch.__version__, "machine": platform.machine()}
     report = {"environment": environment, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

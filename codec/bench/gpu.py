@@ -1,6 +1,6 @@
 """How fast the codec is on a GPU: `python -m codec.bench --device cuda --help`.
 
-A row is a segment with a `Plan` of its own, timed by events around its launches, the L2 cache
+A row is a segment with a `LaunchPlan` of its own, timed by events around its launches, the L2 cache
 flushed between runs, or a CUDA graph of many that follow one another through memory. Its floor is
 the time to move what must move, the raw bytes and the payload, at the speed of a copy. With
 `--peer` the public code of the paper, `codec_gpu.py`, runs on the same tensors in the same process.
@@ -20,7 +20,7 @@ from triton.testing import do_bench
 import codec
 from codec.elements import BF16, FLOAT_TYPES, ElementType
 from codec.format import Geometry, Layout, Mode
-from codec.gpu.plan import Plan
+from codec.gpu.plan import LaunchPlan
 
 MIB = 1 << 20
 _PEER_CLASS = "ChunkLocalSplitZipGPU"
@@ -85,12 +85,12 @@ class Bench:
         encoding, out = _plan(planes, books, tokens)
         pages = torch.tensor(ids, device="cuda")
         encoding.encode(pages, out)
-        length, checksum, escapes, _ = encoding.facts().read()
+        length, checksum, escapes, _ = encoding.results().read()
         payload = out[:length]
         back = [torch.zeros_like(plane) for plane in planes]
         decoding, _ = _plan(back, books, tokens)
         decoding.decode(pages, payload)
-        _, found, announced, errors = decoding.facts().read()
+        _, found, announced, errors = decoding.results().read()
         if errors or not checksum == found == announced or not _same(planes, back, ids):
             raise AssertionError(f"{name}: what was decoded is not what was encoded")
         _, heads, _, dim = planes[0].shape
@@ -103,20 +103,20 @@ class Bench:
         return GpuRow(name, raw, raw / length, escapes / elements, encode, decode, floor, *peer)
 
     def graph_row(self, name: str, segments: list[Tensor], book: codec.Codebook) -> GpuRow:
-        """Flat segments one after another in a CUDA graph, what ends each aside."""
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        """Flat segments one after another in a CUDA graph, what ends each tail_stream."""
+        tail_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         page = torch.zeros(1, dtype=torch.int64, device="cuda")
-        plans = [_plan([_flat(x)], book, x.numel(), aside) for x in segments]
+        plans = [_plan([_flat(x)], book, x.numel(), tail_stream) for x in segments]
         back = [torch.zeros_like(x) for x in segments]
-        decodes = [_plan([_flat(x)], book, x.numel(), aside)[0] for x in back]
+        decodes = [_plan([_flat(x)], book, x.numel(), tail_stream)[0] for x in back]
 
         def encode() -> None:
             for plan, out in plans:
                 plan.encode(page, out)
 
         encode()
-        facts = [plan.facts().read() for plan, _ in plans]
-        lengths = [length for length, *_ in facts]
+        results = [plan.results().read() for plan, _ in plans]
+        lengths = [length for length, *_ in results]
         payloads = [out[:length] for (_, out), length in zip(plans, lengths, strict=True)]
 
         def decode() -> None:
@@ -124,11 +124,13 @@ class Bench:
                 plan.decode(page, payload)
 
         raw = sum(x.numel() * x.element_size() for x in segments)
-        speeds = [raw / _milliseconds(_captured(f, aside).replay) / 1e6 for f in (encode, decode)]
+        speeds = [
+            raw / _milliseconds(_captured(f, tail_stream).replay) / 1e6 for f in (encode, decode)
+        ]
         if not all(torch.equal(_bits(x), _bits(y)) for x, y in zip(segments, back, strict=True)):
             raise AssertionError(f"{name}: what was decoded is not what was encoded")
         floor = self.copied / (1 + sum(lengths) / raw)
-        escapes = sum(found for _, _, found, _ in facts) / sum(x.numel() for x in segments)
+        escapes = sum(found for _, _, found, _ in results) / sum(x.numel() for x in segments)
         return GpuRow(name, raw, raw / sum(lengths), escapes, speeds[0], speeds[1], floor)
 
     def _peer(self, plane: Tensor) -> tuple[float, float]:
@@ -210,14 +212,14 @@ def _plan(
     planes: list[Tensor],
     books: codec.Codebook | list[codec.Codebook],
     tokens: int,
-    aside: torch.cuda.Stream | None = None,
-) -> tuple[Plan, Tensor]:
+    tail_stream: torch.cuda.Stream | None = None,
+) -> tuple[LaunchPlan, Tensor]:
     """A plan, and an output that holds whatever it encodes."""
     _, heads, slots, dim = planes[0].shape
     geometry = Geometry(heads, dim, tokens, slots)
     books = books if isinstance(books, list) else [books] * len(planes)
     layout = Layout.of(geometry, books[0].element, [book.mode for book in books])
-    plan = Plan(planes, books, geometry, layout, aside=aside)
+    plan = LaunchPlan(planes, books, geometry, layout, tail_stream=tail_stream)
     return plan, torch.empty(layout.bound, dtype=torch.uint8, device="cuda")
 
 
@@ -236,13 +238,13 @@ def _same(planes: list[Tensor], back: list[Tensor], ids: list[int]) -> bool:
     return all(torch.equal(_bits(a)[ids], _bits(b)[ids]) for a, b in pairs)
 
 
-def _captured(call: Callable[[], None], aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+def _captured(call: Callable[[], None], tail_stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(tail_stream)
     return graph
 
 
