@@ -42,7 +42,13 @@ PLANE_HEADER_BYTES = _PLANE.size
 
 
 class Mode(IntEnum):
-    """How a plane is stored; the top16 mode is that of SplitZip, the others extend it."""
+    """Storage mode of a plane. Any other value in a header is rejected.
+
+    RAW: elements as they lie in memory.
+    TOP16: SplitZip's (arXiv 2605.01708): sixteen 4-bit codes and a sparse list of escapes.
+    INBAND: fifteen 4-bit codes and an escape code, with second-level codes for the escapes.
+    THREE_BIT: seven 3-bit codes and an escape code, with second-level codes for the escapes.
+    """
 
     RAW = 0
     TOP16 = 1

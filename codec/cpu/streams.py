@@ -58,7 +58,7 @@ def pack4(fields: int, columns: int, stream: int) -> None:
 def unpack4(stream: int, columns: int, fields: int) -> None:
     data, out = pointer(stream, np.uint32), pointer(fields, np.uint32)
     for c in range(columns):
-        # All four come before a store, or else the compiler gathers them one by one.
+        # Load all four words before the first store; otherwise the compiler loads them one by one.
         word0, word1 = load(data, 4 * c), load(data, 4 * c + 1)
         word2, word3 = load(data, 4 * c + 2), load(data, 4 * c + 3)
         for step in range(4):

@@ -44,7 +44,7 @@ BOOK = np.dtype(
         ("second_exponents", np.uint8, 16),
     ]
 )
-"""How a plane is stored; all zeros if raw.
+"""Mode and codebook of a plane; all zeros if raw.
 
     code_bits, count: bits of a code, and number of exponents with a code.
     escape: the escape code, or 0.

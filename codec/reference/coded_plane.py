@@ -65,7 +65,7 @@ class _Escapes:
         chunk, position = _positions(escaped, columns)
         exponent, chunks = exponents[escaped], len(columns.widths)
         nibble = _table(codebook.second_table, exponent)[exponent]
-        # In top16, which has no second level, all are words and none a nibble.
+        # TOP16 has no second level: all its escapes are listed.
         nibbles = _per_chunk(chunk, chunks) * codebook.mode.has_escape_code
         words = _per_chunk(chunk[nibble == SECOND_CODES], chunks)
         return cls(chunk, position, exponent, nibble, nibbles, words)
@@ -107,14 +107,10 @@ def encode_plane(patterns: Tensor, columns: Columns, codebook: Codebook) -> tupl
     entry_words = torch.where(uncoded, max_words, entry_words)
     entries, start = entry_words.new_zeros(int(entry_words.sum())), starts_of(entry_words)
     escapes.write(entries, start, ~uncoded)
-    uncoded_words, column_uncoded = (
-        pack(patterns, 8 * element.size, raw=True),
-        uncoded[columns.chunk],
-    )
-    entries[_overflow_at(columns, start, overflow)[column_uncoded]] = uncoded_words[
-        column_uncoded, -overflow:
-    ]
-    words = torch.where(column_uncoded[:, None], uncoded_words[:, :-overflow], coded)
+    raw, column_uncoded = pack(patterns, 8 * element.size, raw=True), uncoded[columns.chunk]
+    at = _overflow_at(columns, start, overflow)[column_uncoded]
+    entries[at] = raw[column_uncoded, -overflow:]
+    words = torch.where(column_uncoded[:, None], raw[:, :-overflow], coded)
     return CodedPlane(words, entry_words, entries), len(escapes.chunk)
 
 
@@ -123,9 +119,9 @@ def checksum_of(plane: CodedPlane, number: int, columns: Columns, codebook: Code
     overflow = overflow_words(codebook.element, codebook.mode)
     uncoded, first = plane.entry_words == overflow * columns.widths, number * len(columns.widths)
     at = _overflow_at(columns, starts_of(plane.entry_words), overflow)
-    beyond = plane.words.new_zeros(at.shape)
-    beyond[uncoded[columns.chunk]] = plane.entries[at[uncoded[columns.chunk]]]
-    words = torch.cat([plane.words, beyond], dim=1)
+    last_words = plane.words.new_zeros(at.shape)
+    last_words[uncoded[columns.chunk]] = plane.entries[at[uncoded[columns.chunk]]]
+    words = torch.cat([plane.words, last_words], dim=1)
     entry_words = plane.entry_words[columns.chunk]
     total = int(checksum.columns(words, first + columns.chunk, columns.column, entry_words))
     owner = _owners(plane.entry_words)
@@ -144,7 +140,7 @@ def decode_plane(plane: CodedPlane, columns: Columns, codebook: Codebook) -> Ten
     overflow = overflow_words(element, mode)
     max_words = overflow * columns.widths
     if bool((plane.entry_words > max_words).any()):
-        raise FormatError("a chunk has more entries than it may")
+        raise FormatError("a chunk has too many entries")
     uncoded = plane.entry_words == max_words
 
     first, parts = 0, []
@@ -157,10 +153,8 @@ def decode_plane(plane: CodedPlane, columns: Columns, codebook: Codebook) -> Ten
         _read_list(exponents, plane, columns, codebook, uncoded)
     else:
         _read_levels(exponents, codes == mode.codes, plane, columns, codebook, uncoded)
-    sign, mantissa = (
-        remainders >> element.mantissa_bits,
-        remainders & (1 << element.mantissa_bits) - 1,
-    )
+    sign = remainders >> element.mantissa_bits
+    mantissa = remainders & (1 << element.mantissa_bits) - 1
     coded = (sign << element.exponent_bits | exponents) << element.mantissa_bits | mantissa
 
     column_uncoded = uncoded[columns.chunk]
@@ -175,16 +169,16 @@ def _read_list(
 ) -> None:
     """Write the exponents that `TOP16` lists into `exponents`, at their positions."""
     chunk = _owners(plane.entry_words)
-    short = ~uncoded[chunk]
-    chunk, entry = chunk[short], plane.entries[short]
+    coded = ~uncoded[chunk]
+    chunk, entry = chunk[coded], plane.entries[coded]
     position, exponent = _parsed(entry, codebook)
     column, place = position // COLUMN, position % COLUMN
     inside = column < columns.widths[chunk]
     row = (starts_of(columns.widths)[chunk] + column)[inside]
     if not bool(inside.all()) or not bool(columns.valid(codebook.element)[row, place].all()):
-        raise FormatError("an entry's position lies outside its chunk")
+        raise FormatError("an entry's position is outside its chunk")
     if not bool(((position[1:] > position[:-1]) | (chunk[1:] != chunk[:-1])).all()):
-        raise FormatError("the positions of a chunk's entries do not ascend")
+        raise FormatError("the entry positions of a chunk are not ascending")
     exponents[row, place] = exponent
 
 
@@ -203,7 +197,7 @@ def _read_levels(
     nibble_words = (count + _NIBBLES - 1) // _NIBBLES
     entry_words = plane.entry_words.masked_fill(uncoded, 0)
     if bool((count > MAX_NIBBLES).any()) or bool((nibble_words > entry_words).any()):
-        raise FormatError("a chunk has more escapes than it may")
+        raise FormatError("a chunk has too many escapes")
 
     start, owner = starts_of(plane.entry_words), _owners(nibble_words)
     number, in_word = ranks(owner, nibble_words), torch.arange(_NIBBLES, device=owner.device)
@@ -214,15 +208,15 @@ def _read_levels(
     nibble = nibbles[used]
     listed = nibble == SECOND_CODES
     if bool((nibble[~listed] >= len(codebook.second)).any()):
-        raise FormatError("the codebook has no such second-level code")
+        raise FormatError("a second-level code is not in the codebook")
     second = _per_chunk(chunk[listed], len(uncoded))
     if bool((second > MAX_LISTED).any()) or bool((nibble_words + second != entry_words).any()):
-        raise FormatError("a chunk's entries are not as many as its escapes need")
+        raise FormatError("the number of entries does not match the number of escapes")
 
     at = (start + nibble_words)[chunk[listed]] + ranks(chunk[listed], second)
-    announced, exponent = _parsed(plane.entries[at], codebook)
-    if not torch.equal(announced, position[listed]):
-        raise FormatError("an entry's position is not its escape's")
+    stated, exponent = _parsed(plane.entries[at], codebook)
+    if not torch.equal(stated, position[listed]):
+        raise FormatError("an entry's position does not match its escape")
     found = torch.tensor([*codebook.second, *[0] * 16], device=nibble.device)[nibble]
     found[listed] = exponent
     exponents[escaped] = found
@@ -232,9 +226,9 @@ def _parsed(entry: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
     """Return the positions and exponents of listed escapes."""
     position, exponent = entry & CHUNK - 1, entry >> 16
     if bool((exponent >= codebook.element.exponents).any()):
-        raise FormatError(f"an entry's exponent is none of {codebook.element.name}")
+        raise FormatError(f"an entry's exponent is out of range for {codebook.element.name}")
     if not torch.equal(exponent << 16 | position, entry):
-        raise FormatError("an entry's unused bits are not zero")
+        raise FormatError("unused bits of an entry are not zero")
     return position, exponent
 
 
@@ -258,12 +252,15 @@ def _positions(marked: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
 
 
 def _per_chunk(chunk: Tensor, chunks: int) -> Tensor:
+    """Count items by their chunk."""
     return torch.bincount(chunk, minlength=chunks)
 
 
 def _owners(sizes: Tensor) -> Tensor:
+    """Return the chunk of each item, given the number of items of each chunk."""
     return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
 
 
 def _table(table: bytes, like: Tensor) -> Tensor:
+    """Convert a byte table to a tensor on the device of `like`."""
     return torch.tensor(list(table), device=like.device)

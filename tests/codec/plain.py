@@ -9,10 +9,9 @@ from itertools import pairwise
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 TYPES = {1: (8, 7, [8]), 2: (5, 10, [8, 3]), 3: (5, 2, [3]), 4: (4, 3, [4])}
-"""Element type number → bits of exponent and mantissa, and of the remainder streams."""
+"""Element type number → bits of exponent and mantissa, and of each remainder stream."""
 INTEGERS = {16: 1, 17: 1, 18: 2, 19: 2, 20: 2}
 """Bytes of a stored unit of each integer type."""
-"""Of each element type: bits of exponent and mantissa, and its streams of the rest."""
 CODE_BITS = {1: 4, 2: 4, 3: 3}
 ESCAPE = {2: 15, 3: 7}
 

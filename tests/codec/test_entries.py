@@ -86,7 +86,7 @@ def test_invalid_entry_positions_and_exponents_are_rejected(
 @pytest.mark.parametrize("nibbles", [0x1FFF, 0xF0000FFF, 0xFF, 0x2FF, 0xEFF, 0, 0xFFFF])
 @pytest.mark.parametrize("name", LEVELS)
 def test_invalid_second_level_codes_are_rejected(name: str, backend: Backend, nibbles: int) -> None:
-    """All three codes are 15, and each has a listed word: 0xFFF."""
+    """Valid are three codes of 15 (0xFFF), each with a listed word."""
     book = BOOKS[name]
     source, payload, at = chunk_with_escapes(book)
     assert words_of(payload, at, at + 4) == [0xFFF]
