@@ -42,13 +42,7 @@ PLANE_HEADER_BYTES = _PLANE.size
 
 
 class Mode(IntEnum):
-    """Storage mode of a plane. Any other value in a header is rejected.
-
-    RAW: elements as they lie in memory.
-    TOP16: SplitZip's (arXiv 2605.01708): sixteen 4-bit codes and a sparse list of escapes.
-    INBAND: fifteen 4-bit codes and an escape code, with second-level codes for the escapes.
-    THREE_BIT: seven 3-bit codes and an escape code, with second-level codes for the escapes.
-    """
+    """Storage mode of a plane; see `FORMAT.md`. TOP16 is SplitZip's (arXiv 2605.01708)."""
 
     RAW = 0
     TOP16 = 1
@@ -85,15 +79,9 @@ class Geometry:
     """Content of one plane of a segment, `[kv_head, token, dim]`, divided into chunks.
 
     A *run* is the tokens of one head in one page, which are contiguous in memory. A run is divided
-    into chunks of `CHUNK` elements, so that no chunk crosses a head or a page; the last chunk of a
-    run may be short. A chunk has as many columns as its elements need, the last one padded. Chunks
-    and columns are numbered by head, then by page.
-
-    Attributes:
-        kv_heads: number of KV heads.
-        dim: stored units per slot and head: the head dimension, times the units of an element.
-        num_tokens: number of tokens.
-        page_slots: slots of a page.
+    into chunks of `CHUNK` elements; the last one may be short. A chunk has as many columns as its
+    elements need, the last one padded. Chunks and columns are numbered by head, then by page. `dim`
+    counts stored units: the head dimension times the units of an element.
     """
 
     kv_heads: int
@@ -270,9 +258,7 @@ def seal_of(crc: int, length: int, checksum: int) -> int:
 def peek_header_bytes(start: bytes, payload_bytes: int) -> int:
     """Return the length of the header, from its first `SEGMENT_HEADER_BYTES` bytes.
 
-    Raises:
-        TruncatedPayload: the payload is shorter than its header.
-        FormatError: the magic or the wire version is wrong.
+    Raises `TruncatedPayload` or `FormatError`.
     """
     if len(start) < SEGMENT_HEADER_BYTES:
         raise TruncatedPayload(
@@ -290,18 +276,10 @@ def peek_header_bytes(start: bytes, payload_bytes: int) -> int:
 
 
 def parse_header(header: bytes, payload_bytes: int) -> SegmentHeader:
-    """Parse and validate the header of a payload.
+    """Parse and validate a header, the first `peek_header_bytes(...)` bytes of a payload.
 
-    The returned layout can be used without further checks, except for the contents of the table of
-    starts and of the entries.
-
-    Args:
-        header: the first `peek_header_bytes(...)` bytes of the payload.
-        payload_bytes: length of the payload.
-
-    Raises:
-        TruncatedPayload: the payload is shorter than its header states.
-        FormatError: a field is invalid.
+    The returned layout can be used without further checks, except for the table of starts and the
+    entries. Raises `TruncatedPayload` or `FormatError`.
     """
     fields = _SEGMENT.unpack_from(header)
     _, _, element_number, reserved, num_planes, kv_heads, dim, crc = fields[:8]
@@ -362,13 +340,7 @@ def max_segment_bytes(
 ) -> int:
     """Return the maximum length of a segment of `codec.encode_pages`, in bytes, for any data.
 
-    Args:
-        num_planes: number of planes.
-        kv_heads: KV heads of a plane.
-        dim: head dimension, in elements.
-        num_tokens: number of tokens.
-        page_slots: slots of a page.
-        element: element type, see `codec.element_of`.
+    `dim` counts elements, and `element` is the element type; see `codec.element_of`.
     """
     geometry = Geometry(kv_heads, dim * element.units, num_tokens, page_slots)
     modes = (mode for mode in Mode if mode.supports(element))

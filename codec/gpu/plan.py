@@ -34,9 +34,7 @@ _PACK_CHUNKS = int(kernels.PACK_CHUNKS)
 _ESCAPE_SCRATCH_WORDS = (int(kernels.MAX_NIBBLES) // 4) + int(kernels.MAX_LISTED)
 """Scratch words of a chunk with second-level codes: a byte for each code, a word if listed."""
 _MAX_DIRECT_CHUNKS = 1 << 13
-"""Maximum number of chunks for which each program of `pack_kernel` sums all preceding chunk sizes
-itself. Above it, `sum_kernel` sums them first.
-"""
+"""Maximum chunks for which `pack_kernel` sums the sizes itself, without `sum_kernel`."""
 _DECODE_REGISTERS, _ENCODE_REGISTERS, _ESCAPE_CODE_REGISTERS = 48, 64, 56
 """Registers per thread, measured best on an H200. With 64, an SM holds its maximum of one-warp
 programs; fewer let the programs of the next launch start earlier.
