@@ -1,11 +1,13 @@
-"""Headrace's codec: SplitZip (arXiv 2605.01708) with a wire format, pages and checksums.
+"""SplitZip KV codec (arXiv 2605.01708) with a wire format, paged input and output, and checksums.
 
-`encode_pages` turns KV pages into one self-describing, lossless segment, `decode_pages` turns it
-back into other pages, verified; `encode` and `decode` do the same for a tensor. See `README.md`.
+`encode_pages` losslessly compresses KV pages into one self-describing segment, and `decode_pages`
+decodes and verifies it. `encode` and `decode` do the same for a single tensor. See `README.md`.
 """
 
+from codec.backend import Decoded, Encoded, PagedCodec, Pending
 from codec.calibrate import calibrate, calibrate_model
 from codec.codebook import Codebook, Codebooks
+from codec.elements import element_of
 from codec.errors import (
     ArgumentError,
     BufferTooSmall,
@@ -20,13 +22,12 @@ from codec.errors import (
     InvalidPages,
     InvalidPlanes,
     PayloadError,
+    ShapeMismatch,
     TruncatedPayload,
     UnsupportedDtype,
 )
 from codec.format import WIRE_VERSION, Mode, max_payload_bytes, max_segment_bytes
 from codec.ops import (
-    Decoded,
-    Encoded,
     checksum_pages,
     decode,
     decode_pages,
@@ -35,7 +36,7 @@ from codec.ops import (
     read_header,
     warm_up,
 )
-from codec.paged import PagedCodec, Pending, paged
+from codec.paged import paged
 
 __all__ = [
     "WIRE_VERSION",
@@ -59,6 +60,7 @@ __all__ = [
     "PagedCodec",
     "PayloadError",
     "Pending",
+    "ShapeMismatch",
     "TruncatedPayload",
     "UnsupportedDtype",
     "calibrate",
@@ -66,6 +68,7 @@ __all__ = [
     "checksum_pages",
     "decode",
     "decode_pages",
+    "element_of",
     "encode",
     "encode_pages",
     "max_payload_bytes",

@@ -1,4 +1,4 @@
-"""Calibration: from a sample of a plane's values, the mode and the codebook that fit it."""
+"""Calibration: select the mode and codebook of a plane from a sample (SplitZip, calibration)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,19 @@ from codec.errors import InvalidCodebook, UnsupportedDtype
 from codec.format import Mode
 
 _ENTRY_BITS, _NIBBLE_BITS = 32, 4
-_WORTH_A_TABLE = 1.005
-"""A window of consecutive exponents is coded without a table, two to three times as fast: any other
-set must save more than half a percent."""
+_MIN_TABLE_GAIN = 1.005
+"""Minimum gain in size for which a set with gaps is preferred to a window of exponents.
+A window needs no table and is coded two to three times as fast.
+"""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often each exponent occurs in a sample.
+    """Frequency of each exponent in a sample.
 
     Attributes:
-        counts: one for each exponent of the element type.
+        element: element type of the sample.
+        counts: occurrences of each exponent.
     """
 
     element: ElementType
@@ -30,21 +32,29 @@ class Histogram:
 
     @classmethod
     def of(cls, sample: Tensor | Sequence[Tensor], dtype: torch.dtype) -> "Histogram":
-        """Of values of any shape, on any device, rounded to `dtype` first; no sync for each value.
+        """Count the exponents of a sample, rounded to `dtype`.
 
-        Raises `InvalidCodebook` for an empty sample, `UnsupportedDtype` for one of integers.
+        Args:
+            sample: floating-point values of any shape, or several such tensors, on any device.
+            dtype: dtype to round to.
+
+        Raises:
+            InvalidCodebook: the sample is empty.
+            UnsupportedDtype: the sample or `dtype` is not a supported floating-point dtype.
         """
         element = element_of(dtype)
+        if not element.exponent_bits:
+            raise UnsupportedDtype(f"{element.name} has no exponents to calibrate")
         counts = torch.zeros(element.exponents, dtype=torch.int64)
         for tensor in [sample] if isinstance(sample, Tensor) else sample:
             if not tensor.is_floating_point():
-                raise UnsupportedDtype(f"a sample of {tensor.dtype} has no exponents")
+                raise UnsupportedDtype(f"a sample must be floating-point, not {tensor.dtype}")
             values = tensor.detach().to(dtype).reshape(-1)
             patterns = values.view(torch.int16 if element.size == 2 else torch.uint8)
             exponents = patterns.to(torch.int32) >> element.mantissa_bits & element.exponents - 1
             counts += torch.bincount(exponents, minlength=element.exponents).cpu()
         if not counts.any():
-            raise InvalidCodebook("an empty sample calibrates nothing")
+            raise InvalidCodebook("the sample is empty")
         return cls(element, tuple(counts.tolist()))
 
     @property
@@ -52,9 +62,11 @@ class Histogram:
         return sum(self.counts)
 
     def by_frequency(self) -> list[int]:
-        """All exponents: those that occur, the most frequent first, of equal ones the smaller; then
-        0, which zeros have, and those nearest to the most frequent, where unseen values are
-        likeliest."""
+        """Return all exponents by descending frequency, smaller exponents first on ties.
+
+        Exponents that do not occur follow: first 0, the exponent of zeros, then those nearest to
+        the most frequent one.
+        """
         seen = [exponent for exponent, count in enumerate(self.counts) if count]
         seen.sort(key=lambda exponent: (-self.counts[exponent], exponent))
         unseen = [exponent for exponent, count in enumerate(self.counts) if not count]
@@ -62,8 +74,10 @@ class Histogram:
         return seen + unseen
 
     def window(self, size: int) -> tuple[int, ...]:
-        """So many consecutive exponents that occur the most often; of equal ones the nearest to the
-        middle of what occurs."""
+        """Return the `size` consecutive exponents with the most occurrences.
+
+        On ties, the window whose center is nearest to the most frequent exponent.
+        """
         order = self.by_frequency()
         peak = order[0]
 
@@ -75,26 +89,31 @@ class Histogram:
         return tuple(range(best, best + size))
 
     def bits(self, codebook: Codebook) -> float:
-        """Bits of an element that is stored with this codebook, on average, if the sample's
-        exponents lie anywhere: escapes included, what a chunk has for itself not."""
+        """Return the average bits per element with a codebook, including escapes.
+
+        Padding and the starts of chunks are not included.
+        """
         escaped = self.total - sum(self.counts[exponent] for exponent in codebook.exponents)
         listed = escaped - sum(self.counts[exponent] for exponent in codebook.second)
         nibbles = _NIBBLE_BITS * escaped if codebook.mode.has_escape_code else 0
-        stored = codebook.mode.code_bits + self.element.rest_words
+        stored = codebook.mode.code_bits + self.element.remainder_words
         return stored + (nibbles + _ENTRY_BITS * listed) / self.total
 
     def entropy_bits(self) -> float:
-        """The least that an element takes if its exponent is coded by itself: the entropy of the
-        exponents, and the rest."""
+        """Return the entropy of the exponents plus the bits of the remainder, per element."""
         shares = torch.tensor([count for count in self.counts if count], dtype=torch.float64)
         shares /= self.total
-        return float(-(shares * shares.log2()).sum()) + self.element.rest_words
+        return float(-(shares * shares.log2()).sum()) + self.element.remainder_words
 
     def codebook(self, mode: Mode) -> Codebook:
-        """The best codebook of this mode. Raises `InvalidCodebook` if the element has none."""
+        """Return the best codebook of a mode.
+
+        Raises:
+            InvalidCodebook: the element type does not support the mode.
+        """
         order = self.by_frequency()
         dtype = self.element.dtype
-        if mode is Mode.RAW or mode.code_bits >= self.element.exponent_bits:
+        if mode is Mode.RAW or not mode.supports(self.element):
             return Codebook((), mode, (), dtype)
 
         def with_codes(exponents: tuple[int, ...]) -> Codebook:
@@ -105,7 +124,7 @@ class Histogram:
 
         most_frequent = with_codes(tuple(sorted(order[: mode.codes])))
         window = with_codes(self.window(mode.codes))
-        worth = self.bits(window) > _WORTH_A_TABLE * self.bits(most_frequent)
+        worth = self.bits(window) > _MIN_TABLE_GAIN * self.bits(most_frequent)
         return most_frequent if worth else window
 
 
@@ -114,24 +133,24 @@ def calibrate(
     dtype: torch.dtype = torch.bfloat16,
     mode: Mode | None = None,
 ) -> Codebook:
-    """The codebook that stores a sample in the fewest bits.
+    """Return the codebook that stores a sample in the fewest bits.
+
+    The codes are given to the most frequent exponents, or to the best window of consecutive
+    exponents if that costs at most half a percent more.
 
     Args:
-        sample: values of any shape, or several such tensors, on any device. Tensors of another
-            floating dtype are rounded to `dtype` first.
-        dtype: the element type that will be encoded.
-        mode: `None` takes the mode of the fewest bits; of equal ones the first.
+        sample: floating-point values of any shape, or several such tensors, on any device.
+        dtype: dtype of the elements that will be encoded; the sample is rounded to it.
+        mode: mode of the codebook; None selects the mode with the fewest bits.
 
-    Codes go to the most frequent exponents, or to the best window of consecutive ones, if that
-    costs next to nothing more. Samples with the same sets give the same id.
-
-    Raises `InvalidCodebook` for an empty sample or a mode that the element type does not have,
-    `UnsupportedDtype` for a dtype without codebooks.
+    Raises:
+        InvalidCodebook: the sample is empty, or the dtype does not support the mode.
+        UnsupportedDtype: the dtype has no codebooks.
     """
     histogram = Histogram.of(sample, dtype)
     if mode is not None:
         return histogram.codebook(mode)
-    modes = [m for m in Mode if m and m.code_bits < histogram.element.exponent_bits]
+    modes = [m for m in Mode if m and m.supports(histogram.element)]
     return min((histogram.codebook(m) for m in modes), key=histogram.bits)
 
 
@@ -140,6 +159,6 @@ def calibrate_model(
     dtype: torch.dtype = torch.bfloat16,
     mode: Mode | None = None,
 ) -> Codebooks:
-    """Calibrate each (layer, plane) from its own sample. See `calibrate`."""
+    """Calibrate each (layer, plane) from its own sample; see `calibrate`."""
     books = {key: calibrate(sample, dtype, mode) for key, sample in planes_samples.items()}
     return Codebooks.of(books)

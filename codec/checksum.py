@@ -1,24 +1,25 @@
-"""The checksum of a segment: 64 bits, position-dependent, order-free to compute.
+"""Checksum of a segment: 64 bits, dependent on positions, independent of the order of computation.
 
-It covers what a payload says rather than the elements it decodes to, of which decoding is a
-function: so neither side needs the elements again, and a change that decodes alike shows too. All
-arithmetic is mod 2^64:
+It covers the stored words and entries, not the decoded elements, so neither side needs the elements
+again, and a change that decodes to the same elements is detected too. All arithmetic is modulo
+2^64:
 
     fold(z)  = y ^ y >> 32 with y = (z ^ z >> 32) * GOLDEN
 
-    digest   = sum over the words k of a column, in its streams' order, of word * KEYS[k]
-    column   = fold(digest + ((32 * chunk + column) << 8 | units) * GOLDEN)
-    entry    = word * (fold((chunk << 8 | j) * GOLDEN) | 1)      of the j-th entry of a chunk
+    digest   = sum over the words k of a column, in stream order, of word * KEYS[k]
+    column   = fold(digest + ((32 * chunk + column) << 8 | entry_words) * GOLDEN)
+    entry    = word * (fold((chunk << 8 | j) * GOLDEN) | 1)      for entry j of a chunk
     checksum = sum of all columns and entries
 
-`chunk` is the chunk's number in the segment (plane by plane, see `format.Geometry`), `column` the
-column's number in its chunk, `units` the words of the chunk's entries; of a raw plane they are 0
-and a column's words are its elements as they lie in memory; and so they are of a chunk in full,
-whose entries count as the last words of its columns and not as entries. Keys are odd, so a change
-of one word always changes its column's digest, and fold is a bijection, so it always changes the
-checksum; 32 times 32 bits do not overflow, so changes of two words of a column cannot cancel either
-unless one is a multiple of the other's key. One multiplication covers two to four elements, and the
-sums commute, so columns may be done in any order.
+`chunk` is the index of the chunk in the segment, by plane (see `format.Geometry`); `column` is the
+index of the column in its chunk; `entry_words` is the number of entry words of the chunk. In a raw
+plane `entry_words` is 0 and the words of a column are its elements as they lie in memory. In an
+uncoded chunk the words are the elements too, and its entries are not summed as entries.
+
+Keys are odd, so a change of one word always changes the digest of its column. `fold` is a
+bijection, so it always changes the checksum. A product of two 32-bit numbers does not overflow, so
+changes of two words of a column cancel only if one is a multiple of the other's key. One
+multiplication covers two to four elements. Sums commute, so columns may be computed in any order.
 """
 
 import torch
@@ -28,40 +29,47 @@ from codec.mix import MASK64, mix64
 
 GOLDEN = 0x9E3779B97F4A7C15
 KEYS = tuple(mix64((k + 1) * GOLDEN & MASK64) >> 32 | 1 for k in range(16))
-"""The high halves of SplitMix64's first outputs from seed 0, made odd: one for each word that a
-column can have."""
-UNITS_BITS = 8
-"""Bits that hold the units of a chunk, 0 to 160."""
+"""High halves of the first outputs of SplitMix64 from seed 0, made odd: one key for each word of a
+column.
+"""
+ENTRY_COUNT_BITS = 8
+"""Bits of the number of entry words of a chunk, 0 to 160."""
 
 
 def fold(value: Tensor) -> Tensor:
-    """`fold` of each int64, taken as u64."""
+    """Compute `fold` of int64 tensors, interpreted as uint64."""
     value = (value ^ _high(value)) * _signed(GOLDEN)
     return value ^ _high(value)
 
 
-def columns(words: Tensor, chunk: Tensor, column: Tensor, units: Tensor | int) -> Tensor:
-    """The sum of columns.
+def columns(words: Tensor, chunk: Tensor, column: Tensor, entry_words: Tensor | int) -> Tensor:
+    """Return the sum of column terms.
+
+    int64 arithmetic wraps like uint64 arithmetic, so the result has the same bits.
 
     Args:
         words: int64 `[columns, words]`, values in [0, 2^32).
-        chunk, column, units: int64 `[columns]`, see above.
+        chunk, column, entry_words: int64 `[columns]`, as defined above.
 
-    Returns an int64 0-d tensor; int64 wraps as u64 does, so the bits are the sum's.
+    Returns:
+        int64 scalar tensor.
     """
     keys = torch.tensor(KEYS[: words.shape[1]], device=words.device)
-    tags = (32 * chunk + column << UNITS_BITS | units) * _signed(GOLDEN)
+    tags = (32 * chunk + column << ENTRY_COUNT_BITS | entry_words) * _signed(GOLDEN)
     return fold((words * keys).sum(dim=1) + tags).sum()
 
 
 def entries(words: Tensor, chunk: Tensor, number: Tensor) -> Tensor:
-    """The sum of entries.
+    """Return the sum of entry terms.
 
     Args:
-        words: int64 `[units]`, values in [0, 2^32).
-        chunk, number: int64 `[units]`, of each its chunk and which of the chunk's it is.
+        words: int64 `[entries]`, values in [0, 2^32).
+        chunk, number: int64 `[entries]`, chunk of each entry and its index in the chunk.
+
+    Returns:
+        int64 scalar tensor.
     """
-    return (words * (fold((chunk << UNITS_BITS | number) * _signed(GOLDEN)) | 1)).sum()
+    return (words * (fold((chunk << ENTRY_COUNT_BITS | number) * _signed(GOLDEN)) | 1)).sum()
 
 
 def _high(value: Tensor) -> Tensor:
@@ -69,5 +77,5 @@ def _high(value: Tensor) -> Tensor:
 
 
 def _signed(constant: int) -> int:
-    """The int64 with the bits of this u64."""
+    """Return the int64 with the bits of a uint64."""
     return constant - (1 << 64) if constant >> 63 else constant

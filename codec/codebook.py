@@ -1,8 +1,8 @@
-"""Codebooks: which exponents have a code, for one plane and for a model.
+"""Codebooks: the exponents that have a code, for one plane and for a model.
 
-SplitZip (arXiv 2605.01708) has sixteen codes for a whole model. Here each layer's K and V have
-their own codebook and their own mode, whichever stores them in the fewest bits, and every codebook
-has an id that is the hash of its content, which payloads carry.
+SplitZip (arXiv 2605.01708, offline calibration) uses sixteen codes for a whole model. Here each
+plane of each layer has its own codebook and mode. The id of a codebook is the hash of its content,
+and payloads carry it.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from codec.errors import CodebookMissing, InvalidCodebook
 from codec.format import Mode
 
 SECOND_CODES = 15
-"""Second-level codes; the sixteenth says that an exponent has neither."""
+"""Second-level codes; the sixteenth value marks an exponent without one."""
 _EXPONENT_VALUES = 256
 _ARTIFACT = "headrace-codebooks"
 _ARTIFACT_VERSION = 3
@@ -35,19 +35,20 @@ def _content_hash(*parts: bytes) -> str:
 
 @dataclass(frozen=True)
 class Codebook:
-    """The exponents of one plane that have a code; code `i` means `exponents[i]`.
+    """Exponents of one plane that have a code; code `i` means `exponents[i]`.
 
     Attributes:
-        exponents: biased, as many as the mode has codes; they ascend, so that equal sets are equal
-            codebooks.
-        mode: any but `Mode.RAW`.
-        second: of a mode with an escape code, up to fifteen other exponents, likewise: an escape
-            with one of these takes four bits more, any other a word.
-        dtype: the element type.
-        escape_rate: the share of the sample's elements whose exponent has no code. Not part of
-            what a codebook is: of what its values should look like.
+        exponents: biased exponents, ascending, one for each code of the mode.
+        mode: any mode but `Mode.RAW`.
+        second: up to fifteen other exponents, ascending, in a mode with an escape code. An escape
+            with one of them takes four more bits, any other a word.
+        dtype: dtype of the elements.
+        escape_rate: fraction of the sample's elements without a code. It describes the sample and
+            is not part of the id.
 
-    Raises `UnsupportedDtype` and `InvalidCodebook`.
+    Raises:
+        UnsupportedDtype: the codec does not store this dtype.
+        InvalidCodebook: the exponents do not fit the mode, or the dtype does not support it.
     """
 
     exponents: tuple[int, ...]
@@ -58,44 +59,52 @@ class Codebook:
 
     def __post_init__(self) -> None:
         element = element_of(self.dtype)
-        if self.mode is Mode.RAW or self.mode.code_bits >= element.exponent_bits:
-            raise InvalidCodebook(f"no codebooks for {element.name} in mode {self.mode.name}")
+        if self.mode is Mode.RAW or not self.mode.supports(element):
+            raise InvalidCodebook(f"{element.name} has no codebooks of mode {self.mode.name}")
         if len(self.exponents) != self.mode.codes:
-            raise InvalidCodebook(f"{self.mode.name} has {self.mode.codes}: {self.exponents}")
+            raise InvalidCodebook(
+                f"{self.mode.name} needs {self.mode.codes} exponents, got {self.exponents}"
+            )
         if len(self.second) > SECOND_CODES * self.mode.has_escape_code:
             raise InvalidCodebook(f"too many second-level exponents: {self.second}")
         for numbers in (self.exponents, self.second):
             if list(numbers) != sorted(set(numbers) & set(range(element.exponents))):
-                raise InvalidCodebook(f"exponents ascend in [0, {element.exponents}): {numbers}")
+                raise InvalidCodebook(
+                    f"exponents must ascend in [0, {element.exponents}): {numbers}"
+                )
         if not 0 <= self.escape_rate <= 1:
-            raise InvalidCodebook(f"an escape rate of {self.escape_rate}")
+            raise InvalidCodebook(f"the escape rate must be in [0, 1]: {self.escape_rate}")
         if set(self.exponents) & set(self.second):
-            raise InvalidCodebook(f"an exponent has two codes: {self.exponents}, {self.second}")
+            raise InvalidCodebook(f"exponents have two codes: {self.exponents}, {self.second}")
 
     @property
     def element(self) -> ElementType:
+        """Element type of the dtype."""
         return element_of(self.dtype)
 
     @cached_property
     def id(self) -> str:
-        """64-bit content hash, sixteen hex digits."""
+        """64-bit content hash, sixteen hexadecimal digits."""
         names = self.element.name.encode(), self.mode.name.encode()
         return _content_hash(*names, bytes(self.exponents), bytes(self.second))
 
     @property
     def number(self) -> int:
-        """The id as the integer that headers carry."""
+        """The id as an integer, as in segment headers."""
         return int(self.id, 16)
 
     @property
     def is_window(self) -> bool:
-        """Whether the exponents are consecutive, so that a subtraction finds a code."""
+        """Whether the exponents are consecutive, so that a subtraction yields the code."""
         return self.exponents[-1] - self.exponents[0] == len(self.exponents) - 1
 
     @cached_property
     def code_table(self) -> bytes:
-        """256 bytes: the code of each exponent; of one that has none, 16 and the low four bits of
-        its distance from the lowest, which `Mode.TOP16` stores in a code's place."""
+        """Code of each exponent, 256 bytes.
+
+        Exponents without a code have 16 plus the low four bits of their distance from the lowest
+        exponent, which `Mode.TOP16` stores in place of a code.
+        """
         lowest = self.exponents[0]
         table = bytearray(16 | exponent - lowest & 15 for exponent in range(_EXPONENT_VALUES))
         for code, exponent in enumerate(self.exponents):
@@ -104,7 +113,7 @@ class Codebook:
 
     @cached_property
     def second_table(self) -> bytes:
-        """256 bytes: the second-level code of each exponent, 15 for one that has none."""
+        """Second-level code of each exponent, 256 bytes; 15 for exponents without one."""
         table = bytearray([SECOND_CODES] * _EXPONENT_VALUES)
         for code, exponent in enumerate(self.second):
             table[exponent] = code
@@ -113,11 +122,14 @@ class Codebook:
 
 @dataclass(frozen=True)
 class Codebooks:
-    """The codebooks of a model, one for each (layer, plane): `codebooks[3, "k"]`.
+    """Codebooks of a model, one for each (layer, plane): `codebooks[3, "k"]`.
 
-    `entries` is sorted by layer and plane, so equal content has equal ids; all have one element
-    type, since any of them may meet in a segment. Raises `InvalidCodebook` if it is empty,
-    unsorted, has a key twice or two element types.
+    `entries` is sorted by layer and plane, so equal content has equal ids. All codebooks have the
+    same dtype, because any of them may be used in one segment.
+
+    Raises:
+        InvalidCodebook: there are no entries, or they are unsorted, repeated or of different
+            dtypes.
     """
 
     entries: tuple[tuple[int, str, Codebook], ...]
@@ -125,18 +137,20 @@ class Codebooks:
     def __post_init__(self) -> None:
         keys = [(layer, plane) for layer, plane, _ in self.entries]
         if not keys or keys != sorted(set(keys)):
-            raise InvalidCodebook("codebooks are sorted by (layer, plane), at least one, each once")
+            raise InvalidCodebook(
+                "codebooks must be sorted by (layer, plane), without repetition, and not empty"
+            )
         if len({codebook.dtype for _, _, codebook in self.entries}) > 1:
-            raise InvalidCodebook("a model's codebooks have one element type")
+            raise InvalidCodebook("the codebooks of a model must have the same dtype")
 
     @classmethod
     def of(cls, codebooks: Mapping[tuple[int, str], Codebook]) -> "Codebooks":
-        """From a mapping (layer, plane) → codebook, in any order."""
+        """Build from a mapping (layer, plane) → codebook."""
         return cls(tuple((*key, codebooks[key]) for key in sorted(codebooks)))
 
     @cached_property
     def id(self) -> str:
-        """64-bit hash of all codebooks and their keys, sixteen hex digits."""
+        """64-bit hash of all codebooks and their keys, sixteen hexadecimal digits."""
         return _content_hash(*(f"{layer}/{plane}/{c.id}".encode() for layer, plane, c in self))
 
     @cached_property
@@ -144,7 +158,11 @@ class Codebooks:
         return {(layer, plane): codebook for layer, plane, codebook in self.entries}
 
     def __getitem__(self, key: tuple[int, str]) -> Codebook:
-        """The codebook of `(layer, plane)`. Raises `CodebookMissing`."""
+        """Return the codebook of `(layer, plane)`.
+
+        Raises:
+            CodebookMissing: there is none.
+        """
         try:
             return self._by_key[key]
         except KeyError:
@@ -179,17 +197,24 @@ class Codebooks:
 
     @classmethod
     def load(cls, path: str | Path) -> "Codebooks":
-        """Read an artifact and verify its id. Raises `InvalidCodebook`, or `OSError`."""
+        """Read an artifact and verify its id.
+
+        Raises:
+            InvalidCodebook: the file is not a valid artifact.
+            OSError: the file cannot be read.
+        """
         try:
             artifact = json.loads(Path(path).read_text(encoding="utf-8"))
             if (artifact["format"], artifact["version"]) != (_ARTIFACT, _ARTIFACT_VERSION):
-                raise InvalidCodebook(f"{path} is no {_ARTIFACT} version {_ARTIFACT_VERSION}")
+                raise InvalidCodebook(
+                    f"{path} is not a {_ARTIFACT} artifact of version {_ARTIFACT_VERSION}"
+                )
             loaded = cls(tuple(_entry(item) for item in artifact["codebooks"]))
-            announced = artifact["id"]
+            stated = artifact["id"]
         except (ValueError, KeyError, TypeError) as error:
-            raise InvalidCodebook(f"{path} is no codebook artifact: {error!r}") from error
-        if loaded.id != announced:
-            raise InvalidCodebook(f"{path} announces id {announced}, its content is {loaded.id}")
+            raise InvalidCodebook(f"{path} is not a codebook artifact: {error!r}") from error
+        if loaded.id != stated:
+            raise InvalidCodebook(f"{path} has id {stated}, but its content has id {loaded.id}")
         return loaded
 
 

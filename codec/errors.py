@@ -1,28 +1,30 @@
-"""Everything that can go wrong in the codec.
+"""Exceptions of the codec.
 
 CodecError
-├── PayloadError          the bytes are not what they should be
+├── PayloadError          the payload cannot be decoded
 │   ├── FormatError       a header field, a start or an entry is invalid
-│   │   └── TruncatedPayload   fewer bytes than the header announces
-│   ├── CodebookMismatch  encoded with another codebook, or with none
-│   └── ChecksumMismatch  everything parsed, but is not what was encoded
-├── ArgumentError         the caller's tensors do not fit the call
-│   ├── UnsupportedDtype  an element type that the codec does not carry
-│   ├── InvalidPlanes     shapes, strides, devices or counts of planes
+│   │   └── TruncatedPayload   the payload is shorter than its header states
+│   ├── CodebookMismatch  encoded with another codebook
+│   └── ChecksumMismatch  the decoded content is not what was encoded
+├── ArgumentError         the arguments of a call do not fit one another
+│   ├── UnsupportedDtype  a dtype that the codec does not store
+│   ├── InvalidPlanes     shape, strides, device or number of planes
 │   ├── InvalidPages      page ids out of range, repeated, or of the wrong number
-│   └── InvalidBuffer     a payload or output of another kind than the call needs
-│       └── BufferTooSmall     the output cannot hold the largest payload
+│   ├── ShapeMismatch     a shape with another number of elements than the payload
+│   └── InvalidBuffer     dtype, shape, layout or device of a payload or an output
+│       └── BufferTooSmall     the output is shorter than the largest possible segment
 └── CodebookError
     ├── InvalidCodebook   exponents that do not fit the mode, an empty sample, a damaged artifact,
-    │                     codebooks of several element types together
+    │                     codebooks of different dtypes in one model
     └── CodebookMissing   the artifact has no codebook for a (layer, plane)
 
-A `PayloadError` blames the sender or the wire and may be retried; the other two blame the caller.
+A `PayloadError` is caused by the sender or the transfer and may be retried. The other errors are
+caused by the caller.
 """
 
 
 class CodecError(Exception):
-    """Root of the codec's errors."""
+    """Base class of the codec's exceptions."""
 
 
 class PayloadError(CodecError):
@@ -30,21 +32,24 @@ class PayloadError(CodecError):
 
 
 class FormatError(PayloadError):
-    """A header field, a start or an entry is invalid. Nothing was written."""
+    """A header field, a start or an entry is invalid.
+
+    On a CPU nothing was written. On a GPU the destination may hold garbage.
+    """
 
 
 class TruncatedPayload(FormatError):
-    """The payload ends before its header says so. Nothing was written."""
+    """The payload is shorter than its header states. Nothing was written."""
 
 
 class CodebookMismatch(PayloadError):
-    """The payload names another codebook than the given one. Nothing was written."""
+    """The payload was encoded with another codebook than the given one. Nothing was written."""
 
 
 class ChecksumMismatch(PayloadError):
-    """The payload is not what was encoded.
+    """The decoded content is not what was encoded.
 
-    The destination was written by then: it holds garbage, and the caller discards it.
+    The destination was already written and holds garbage, which the caller must discard.
     """
 
 
@@ -53,31 +58,35 @@ class ArgumentError(CodecError):
 
 
 class UnsupportedDtype(ArgumentError):
-    """The codec does not carry this element type."""
+    """The codec does not store this dtype."""
 
 
 class InvalidPlanes(ArgumentError):
-    """The planes' shapes, strides, devices or number do not fit the call."""
+    """The shape, strides, device or number of the planes is invalid."""
 
 
 class InvalidPages(ArgumentError):
     """Page ids are out of range, repeated, or not as many as the tokens need."""
 
 
+class ShapeMismatch(ArgumentError):
+    """The shape has another number of elements than the payload."""
+
+
 class InvalidBuffer(ArgumentError):
-    """A payload or an output has another dtype, shape, layout or device than the call needs."""
+    """A payload or an output has the wrong dtype, shape, layout or device."""
 
 
 class BufferTooSmall(InvalidBuffer):
-    """The output cannot hold the largest payload of this input. Nothing was written."""
+    """The output is shorter than the largest possible segment. Nothing was written."""
 
 
 class CodebookError(CodecError):
-    """A codebook cannot be made, read or found."""
+    """A codebook cannot be built, read or found."""
 
 
 class InvalidCodebook(CodebookError):
-    """Exponents that do not fit the mode, an empty sample, a damaged artifact, or mixed types."""
+    """The exponents do not fit the mode, the sample is empty, or the artifact is damaged."""
 
 
 class CodebookMissing(CodebookError):

@@ -1,9 +1,8 @@
-"""The wire format: where every byte of a segment lies, and what its header says. Pure Python.
+"""Wire format: byte offsets in a segment, and its header. Pure Python, little-endian.
 
 A segment is a header, a table of where each chunk's entries start, one block for each plane, and
-the entries. All but the entries' length follows from the geometry, before anything is encoded.
-`README.md` draws the bytes; this module is the only one that knows where they are. Integers are
-little-endian.
+the entries. Everything but the length of the entries follows from the geometry, before encoding.
+`FORMAT.md` specifies the bytes.
 """
 
 import struct
@@ -20,19 +19,19 @@ from codec.mix import mix64
 WIRE_VERSION: int = 3
 MAGIC = b"HRSZ"
 CHUNK = 1024
-"""Elements of a full chunk: positions in a chunk fit 10 bits."""
+"""Elements of a full chunk; positions in a chunk have 10 bits."""
 COLUMN = 32
-"""Elements of a column; a run's last column is padded. A stream of b bits takes b words of each."""
+"""Elements of a column, the last one of a run padded. A stream of b bits has b words per column."""
 COLUMNS = CHUNK // COLUMN
 """Columns of a full chunk."""
 WORD_BYTES = 4
-"""Of the words that all streams and entries consist of."""
+"""Bytes of a word of a stream or of the entries."""
 ALIGNMENT = 16
-"""Blocks, streams and entries start at multiples of this, in bytes from the segment's start."""
+"""Alignment of blocks, streams and entries in a segment, in bytes."""
 MAX_ENTRY_WORDS = (1 << 32) - 1
-"""Of a segment: starts are u32. Sixteen GiB of random bf16 fill a quarter of it."""
-MAX_NIBBLES, MAX_SECOND = 256, 64
-"""Escapes that a chunk may list by their second-level codes, and those that have none of these."""
+"""Maximum entry words of a segment: starts are uint32. 16 GiB of random bf16 need a quarter."""
+MAX_NIBBLES, MAX_LISTED = 256, 64
+"""Maximum escapes of a coded chunk with second-level codes, and of those that may be listed."""
 
 _SEGMENT = struct.Struct("<4sHBBIIIIQQQQQ")
 _PLANE = struct.Struct("<B7sQ")
@@ -43,7 +42,7 @@ PLANE_HEADER_BYTES = _PLANE.size
 
 
 class Mode(IntEnum):
-    """How a plane is stored. Every other value is refused."""
+    """Storage mode of a plane; see `FORMAT.md`. TOP16 is SplitZip's (arXiv 2605.01708)."""
 
     RAW = 0
     TOP16 = 1
@@ -52,33 +51,37 @@ class Mode(IntEnum):
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code; 0 if there are none."""
+        """Bits of a code; 0 for raw."""
         return (0, 4, 4, 3)[self]
 
     @property
     def has_escape_code(self) -> bool:
-        """Whether the highest code says that the exponent has none."""
+        """Whether the highest code marks an exponent without a code."""
         return self in (Mode.INBAND, Mode.THREE_BIT)
 
     @property
     def codes(self) -> int:
-        """How many exponents have a code."""
+        """Number of exponents with a code."""
         return (1 << self.code_bits) - self.has_escape_code if self else 0
+
+    def supports(self, element: ElementType) -> bool:
+        """Whether planes of this element type have this mode: raw, or codes that save bits."""
+        return self is Mode.RAW or self.code_bits < element.exponent_bits
 
 
 def align(offset: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
+    """Round an offset up to a multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The content of one plane of a segment: `[kv_head, token, dim]`, cut into chunks.
+    """Content of one plane of a segment, `[kv_head, token, dim]`, divided into chunks.
 
-    The tokens of one head in one page are a *run*; they lie together in memory. A run is cut every
-    `CHUNK` elements into chunks, so that no chunk crosses a head or a page; the last chunk of a run
-    may be short. A chunk has as many columns as its elements need, the last one padded. Columns and
-    chunks are numbered head by head, within a head page by page.
+    A *run* is the tokens of one head in one page, which are contiguous in memory. A run is divided
+    into chunks of `CHUNK` elements; the last one may be short. A chunk has as many columns as its
+    elements need, the last one padded. Chunks and columns are numbered by head, then by page. `dim`
+    counts stored units: the head dimension times the units of an element.
     """
 
     kv_heads: int
@@ -96,7 +99,7 @@ class Geometry:
 
     @property
     def rest_slots(self) -> int:
-        """Valid slots of the last page, if not all of them are; else 0."""
+        """Valid slots of the last page, if it is not full; else 0."""
         return self.num_tokens % self.page_slots
 
     @property
@@ -105,12 +108,12 @@ class Geometry:
 
     @property
     def head_runs(self) -> list[int]:
-        """Lengths of one head's runs, page by page, in elements."""
+        """Lengths of the runs of one head, in elements."""
         rest = [self.rest_slots * self.dim] if self.rest_slots else []
         return [self.page_slots * self.dim] * self.full_pages + rest
 
     def chunk_lengths(self) -> list[int]:
-        """Lengths of all chunks, in their order, in elements."""
+        """Return the lengths of all chunks, in elements."""
         head = [min(CHUNK, run - start) for run in self.head_runs for start in range(0, run, CHUNK)]
         return head * self.kv_heads
 
@@ -123,24 +126,24 @@ class Geometry:
         return self._sum(lambda run: -(-run // COLUMN))
 
     def _sum(self, of_run: Callable[[int], int]) -> int:
-        """Over all runs, of a function of their length."""
+        """Sum a function of the run length over all runs."""
         full = self.full_pages * of_run(self.page_slots * self.dim)
         return self.kv_heads * (full + of_run(self.rest_slots * self.dim))
 
 
 def stream_widths(element: ElementType, mode: Mode) -> tuple[int, ...]:
-    """The streams of a block, in their order: bits of an element in each."""
-    return (mode.code_bits, *element.rest_widths) if mode else (8 * element.size,)
+    """Return the bits per element of each stream of a block."""
+    return (mode.code_bits, *element.remainder_widths) if mode else (8 * element.size,)
 
 
-def spilled_words(element: ElementType, mode: Mode) -> int:
-    """Words of a column that find no place in the streams, if its chunk is stored in full."""
+def overflow_words(element: ElementType, mode: Mode) -> int:
+    """Return the words of a column that do not fit the streams if its chunk is uncoded."""
     return element.words - sum(stream_widths(element, mode))
 
 
 @dataclass(frozen=True)
 class Block:
-    """Where a plane's block starts, and where its streams do, in bytes from the segment's start."""
+    """Byte offsets of a plane's block and of its streams in the segment."""
 
     start: int
     streams: tuple[int, ...]
@@ -157,14 +160,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything in a segment lies, in bytes from its start.
+    """Byte offsets of the parts of a segment.
 
     Attributes:
-        starts: the table of starts, u32, one for each chunk of a plane with codes and one more.
-        coded_chunks: how many chunks those are, of all planes together.
+        starts: table of starts, uint32: one for each chunk of a plane with codes, and one more.
+        coded_chunks: number of chunks of all planes with codes.
         blocks: one for each plane.
-        entries: where the entries start, and the last block ends.
-        bound: the most that the segment can take, whatever the data.
+        entries: start of the entries, and end of the last block.
+        bound: maximum length of the segment, for any data.
     """
 
     starts: int
@@ -175,7 +178,7 @@ class Layout:
 
     @classmethod
     def of(cls, geometry: Geometry, element: ElementType, modes: Sequence[Mode]) -> "Layout":
-        """Of a segment whose planes are stored in these modes."""
+        """Return the layout of a segment whose planes have these modes."""
         starts = header_bytes(len(modes))
         coded = geometry.num_chunks * sum(mode is not Mode.RAW for mode in modes)
         end = starts + (align(WORD_BYTES * (coded + 1)) if coded else 0)
@@ -183,17 +186,17 @@ class Layout:
         for mode in modes:
             blocks.append(Block.of(end, geometry, element, mode))
             end = blocks[-1].end
-        spilled = sum(spilled_words(element, mode) for mode in modes) * geometry.num_columns
-        return cls(starts, coded, tuple(blocks), end, align(end + WORD_BYTES * spilled))
+        overflow = sum(overflow_words(element, mode) for mode in modes) * geometry.num_columns
+        return cls(starts, coded, tuple(blocks), end, align(end + WORD_BYTES * overflow))
 
-    def length(self, units: int) -> int:
-        """Of a segment whose entries take so many words."""
-        return align(self.entries + WORD_BYTES * units)
+    def length(self, entry_words: int) -> int:
+        """Return the length of the segment with this number of entry words, in bytes."""
+        return align(self.entries + WORD_BYTES * entry_words)
 
 
 @dataclass(frozen=True)
 class PlaneHeader:
-    """One plane of a segment: its mode and its codebook's number (0: none)."""
+    """Header of one plane: its mode and the number of its codebook, 0 if raw."""
 
     mode: Mode
     codebook: int
@@ -201,7 +204,7 @@ class PlaneHeader:
 
 @dataclass(frozen=True)
 class SegmentHeader:
-    """The whole header. `length` is the whole segment's, in bytes."""
+    """Header of a segment; `length` is the length of the segment in bytes."""
 
     element: ElementType
     geometry: Geometry
@@ -215,12 +218,12 @@ class SegmentHeader:
 
 
 def header_bytes(num_planes: int) -> int:
-    """Bytes of the header of a segment of `num_planes` planes; a multiple of `ALIGNMENT`."""
+    """Return the length of the header of a segment, a multiple of `ALIGNMENT`."""
     return SEGMENT_HEADER_BYTES + num_planes * PLANE_HEADER_BYTES
 
 
 def pack_static(geometry: Geometry, element: ElementType, planes: Sequence[PlaneHeader]) -> bytes:
-    """What of the header is known before encoding; zeros where `seal` writes."""
+    """Return the header with zeros in the fields that `seal` writes."""
     shape = (geometry.kv_heads, geometry.dim)
     tokens = (geometry.num_tokens, geometry.page_slots)
     fixed = _SEGMENT.pack(
@@ -233,14 +236,14 @@ def pack_static(geometry: Geometry, element: ElementType, planes: Sequence[Plane
 
 
 def static_crc(header: bytes | bytearray) -> int:
-    """The CRC-32 of the static bytes: all but its own and those that `seal` writes."""
+    """Return the CRC-32 of the header without its own field and those that `seal` writes."""
     crc = zlib.crc32(header[:_CRC_AT])
     crc = zlib.crc32(header[_CRC_AT + _CRC.size : _DYNAMIC_AT], crc)
     return zlib.crc32(header[SEGMENT_HEADER_BYTES:], crc)
 
 
 def seal(static: bytes, length: int, checksum: int) -> bytes:
-    """The whole header, from its static bytes, the segment's length in bytes and its checksum."""
+    """Complete a static header with the segment's length in bytes and its checksum."""
     (crc,) = _CRC.unpack_from(static, _CRC_AT)
     header = bytearray(static)
     _DYNAMIC.pack_into(header, _DYNAMIC_AT, length, checksum, seal_of(crc, length, checksum))
@@ -248,24 +251,24 @@ def seal(static: bytes, length: int, checksum: int) -> bytes:
 
 
 def seal_of(crc: int, length: int, checksum: int) -> int:
-    """What ties a segment's length and checksum to its static header."""
+    """Return the hash that binds length and checksum to the static header."""
     return mix64(length ^ mix64(checksum ^ crc))
 
 
 def peek_header_bytes(start: bytes, payload_bytes: int) -> int:
-    """How long the header is, from its first `SEGMENT_HEADER_BYTES`, after a first look at it.
+    """Return the length of the header, from its first `SEGMENT_HEADER_BYTES` bytes.
 
     Raises `TruncatedPayload` or `FormatError`.
     """
     if len(start) < SEGMENT_HEADER_BYTES:
         raise TruncatedPayload(
-            f"{payload_bytes} bytes are no segment: a header has {SEGMENT_HEADER_BYTES}"
+            f"the payload has {payload_bytes} bytes, a header at least {SEGMENT_HEADER_BYTES}"
         )
     magic, version, _, _, num_planes, *_ = _SEGMENT.unpack_from(start)
     if magic != MAGIC:
-        raise FormatError(f"magic is {magic!r}, not {MAGIC!r}")
+        raise FormatError(f"the magic number is {magic!r}, not {MAGIC!r}")
     if version != WIRE_VERSION:
-        raise FormatError(f"wire version {version}, this codec reads {WIRE_VERSION}")
+        raise FormatError(f"wire version {version} is not supported, only {WIRE_VERSION}")
     length = header_bytes(num_planes)
     if length > payload_bytes:
         raise TruncatedPayload(f"the header has {length} bytes, the payload {payload_bytes}")
@@ -273,18 +276,17 @@ def peek_header_bytes(start: bytes, payload_bytes: int) -> int:
 
 
 def parse_header(header: bytes, payload_bytes: int) -> SegmentHeader:
-    """Read and validate the header of a payload of `payload_bytes` bytes.
+    """Parse and validate a header, the first `peek_header_bytes(...)` bytes of a payload.
 
-    `header` is its first `peek_header_bytes(...)` bytes. Every field is checked, and the length
-    against the geometry: what is returned can be indexed without further checks, except for what
-    the table of starts and the entries say. Raises `TruncatedPayload` or `FormatError`.
+    The returned layout can be used without further checks, except for the table of starts and the
+    entries. Raises `TruncatedPayload` or `FormatError`.
     """
     fields = _SEGMENT.unpack_from(header)
     _, _, element_number, reserved, num_planes, kv_heads, dim, crc = fields[:8]
-    num_tokens, page_slots, length, checksum, announced = fields[8:]
+    num_tokens, page_slots, length, checksum, found = fields[8:]
     if crc != static_crc(header):
         raise FormatError("the header's CRC-32 does not match")
-    if announced != seal_of(crc, length, checksum):
+    if found != seal_of(crc, length, checksum):
         raise FormatError("the header's seal does not match")
     if length > payload_bytes:
         raise TruncatedPayload(f"the segment has {length} bytes, the payload {payload_bytes}")
@@ -295,14 +297,16 @@ def parse_header(header: bytes, payload_bytes: int) -> SegmentHeader:
     if reserved:
         raise FormatError("the header's reserved byte is not zero")
     if not (num_planes and kv_heads and dim and page_slots):
-        raise FormatError("a segment has at least one plane, head, dimension and slot")
+        raise FormatError("the numbers of planes, heads, dimensions and slots must be positive")
     element = BY_NUMBER[element_number]
     planes = _parse_planes(header[SEGMENT_HEADER_BYTES:], element)
     geometry = Geometry(kv_heads, dim, num_tokens, page_slots)
     parsed = SegmentHeader(element, geometry, planes, length, checksum)
     layout = parsed.layout
     if not layout.entries <= length <= layout.bound or length % ALIGNMENT:
-        raise FormatError(f"{length} bytes, not {layout.entries} to {layout.bound}, or unaligned")
+        raise FormatError(
+            f"invalid length of {length} bytes, expected {layout.entries} to {layout.bound}"
+        )
     return parsed
 
 
@@ -311,18 +315,18 @@ def _parse_planes(table: bytes, element: ElementType) -> tuple[PlaneHeader, ...]
     for number, (mode, reserved, codebook) in enumerate(_PLANE.iter_unpack(table)):
         if mode not in Mode.__members__.values():
             raise FormatError(f"plane {number}: unknown mode {mode}")
-        if Mode(mode).code_bits >= element.exponent_bits:
-            raise FormatError(f"plane {number}: mode {mode} saves nothing of {element.name}")
+        if not Mode(mode).supports(element):
+            raise FormatError(f"plane {number}: {element.name} does not support mode {mode}")
         if any(reserved):
             raise FormatError(f"plane {number}: reserved bytes are not zero")
         if mode == Mode.RAW and codebook:
-            raise FormatError(f"plane {number}: raw, with a codebook")
+            raise FormatError(f"plane {number}: a raw plane must not have a codebook")
         planes.append(PlaneHeader(Mode(mode), codebook))
     return tuple(planes)
 
 
 def max_payload_bytes(num_elements: int, element: ElementType = BF16) -> int:
-    """The largest payload of `codec.encode` for a tensor of `num_elements` elements, in bytes."""
+    """Return the maximum length of `codec.encode`'s result for a number of elements, in bytes."""
     return max_segment_bytes(1, 1, 1, num_elements, max(num_elements, 1), element)
 
 
@@ -334,7 +338,10 @@ def max_segment_bytes(
     page_slots: int,
     element: ElementType = BF16,
 ) -> int:
-    """The largest segment of `codec.encode_pages`, in bytes, whatever the data and the modes."""
-    geometry = Geometry(kv_heads, dim, num_tokens, page_slots)
-    modes = (mode for mode in Mode if mode.code_bits < element.exponent_bits)
+    """Return the maximum length of a segment of `codec.encode_pages`, in bytes, for any data.
+
+    `dim` counts elements, and `element` is the element type; see `codec.element_of`.
+    """
+    geometry = Geometry(kv_heads, dim * element.units, num_tokens, page_slots)
+    modes = (mode for mode in Mode if mode.supports(element))
     return max(Layout.of(geometry, element, [mode] * num_planes).bound for mode in modes)

@@ -1,17 +1,11 @@
-"""The public calls: check every argument, choose the backend by device, keep the header's promises.
-
-A backend (`reference`, `cpu`, `cuda`) is three functions, `encode_planes`, `decode_planes` and
-`checksum_planes`, which find everything checked but a payload's starts and entries, and write
-everything but the header.
-"""
+"""Public calls: validate the arguments, select the backend, write or verify the segment header."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from codec.backend import Backend, Decoded, Encoded, backend_for, raw_bytes
 from codec.checks import (
     PageIds,
     check_bytes,
@@ -24,10 +18,7 @@ from codec.checks import (
 )
 from codec.codebook import Codebook
 from codec.elements import element_of
-from codec.errors import (
-    FormatError,
-    InvalidBuffer,
-)
+from codec.errors import FormatError, InvalidBuffer, ShapeMismatch
 from codec.format import (
     SEGMENT_HEADER_BYTES,
     Geometry,
@@ -44,62 +35,7 @@ from codec.format import (
 )
 
 _FIRST_READ = header_bytes(256)
-"""What is read of a payload at first: for nearly every segment its whole header, in one copy."""
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """What one `encode_pages` wrote.
-
-    Attributes:
-        length: bytes of `out` that are used; the rest is untouched or padding.
-        raw_bytes: bytes of the valid slots as they lie in the pages.
-        escapes: elements whose exponent has no code, in planes with a codebook. A rising rate is
-            a drift from the calibration.
-        checksum: 64-bit checksum of the segment; the header carries it too.
-    """
-
-    length: int
-    raw_bytes: int
-    escapes: int
-    checksum: int
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """What one `decode_pages` read and verified; fields as in `Encoded`."""
-
-    length: int
-    raw_bytes: int
-    checksum: int
-
-
-class Backend(Protocol):
-    """What a device's implementation provides; `reference.py` is the specification."""
-
-    def encode_planes(
-        self,
-        planes: Sequence[Tensor],
-        codebooks: Sequence[Codebook | None],
-        pages: Tensor,
-        geometry: Geometry,
-        layout: Layout,
-        out: Tensor,
-    ) -> tuple[int, int, int]: ...
-
-    def decode_planes(
-        self,
-        payload: Tensor,
-        header: SegmentHeader,
-        layout: Layout,
-        planes: Sequence[Tensor],
-        codebooks: Sequence[Codebook | None],
-        pages: Tensor,
-    ) -> int: ...
-
-    def checksum_planes(
-        self, planes: Sequence[Tensor], pages: Tensor, geometry: Geometry
-    ) -> int: ...
+"""Bytes copied from a payload first: the whole header of nearly every segment, in one copy."""
 
 
 def encode_pages(
@@ -111,18 +47,22 @@ def encode_pages(
     *,
     backend: Backend | None = None,
 ) -> Encoded:
-    """Encode the tokens of some pages, of all planes, into one self-describing segment.
+    """Encode the tokens of some pages, in all planes, into one self-describing segment.
 
     Args:
-        planes: `[page, kv_head, slot, dim]` each, of one dtype, shape and device; a head's slots
-            are contiguous within a page, pages and heads may be strided.
-        codebooks: one for each plane; `None` stores it raw.
-        page_ids: the pages that hold the tokens, in token order; any ids, each once.
-        num_tokens: valid tokens from the first slot of the first page. Other slots are not read.
-        out: u8, 1-D, contiguous, same device, at least `max_segment_bytes(...)` long.
-        backend: an implementation other than the device's own; tests and benchmarks pass it.
+        planes: tensors `[page, kv_head, slot, dim]` of one dtype, shape and device. The slots of a
+            head must be contiguous within a page; pages and heads may be strided.
+        codebooks: one for each plane; None stores the plane raw. Integer planes are always raw.
+        page_ids: ids of the pages that hold the tokens, in token order, without repetition.
+        num_tokens: number of tokens, from the first slot of the first page. Other slots are not
+            read.
+        out: uint8 output, 1-D, contiguous, on the device of the planes, of at least
+            `max_segment_bytes(...)` bytes.
+        backend: implementation to use instead of the device's own, for tests and benchmarks.
 
-    Raises an `ArgumentError` or `InvalidCodebook` before anything is written.
+    Raises:
+        ArgumentError: an argument is invalid. Nothing was written.
+        InvalidCodebook: a codebook has another dtype than the planes. Nothing was written.
     """
     element, geometry = check_planes(planes, codebooks, num_tokens)
     pages = check_pages(page_ids, planes[0].shape[0], geometry)
@@ -133,11 +73,11 @@ def encode_pages(
     ]
     layout = Layout.of(geometry, element, [entry.mode for entry in entries])
     check_output(out, layout)
-    backend = backend or _backend_of(out.device)
-    units, checksum, escapes = backend.encode_planes(
+    backend = backend or backend_for(out.device)
+    entry_words, checksum, escapes = backend.encode_planes(
         planes, codebooks, pages, geometry, layout, out
     )
-    length = layout.length(units)
+    length = layout.length(entry_words)
     header = bytearray(seal(pack_static(geometry, element, entries), length, checksum))
     out[: len(header)] = torch.frombuffer(header, dtype=torch.uint8).to(out.device)
     return Encoded(length, raw_bytes(planes, geometry), escapes, checksum)
@@ -155,27 +95,33 @@ def decode_pages(
 ) -> Decoded:
     """Decode a segment into pages and verify its checksum.
 
+    The header is validated before the first write; on a CPU the entries are validated as well.
+    After `ChecksumMismatch`, and on a GPU after any `FormatError`, the pages may hold garbage.
+    Such pages must not be attended; the caller frees them.
+
     Args:
-        payload: u8, 1-D, contiguous: exactly the segment's `length` bytes. Nobody may write to it
-            during the call: what was validated must be what is decoded.
-        planes, codebooks, page_ids, num_tokens, backend: as for `encode_pages`; the page ids are
-            the receiver's own. Slots past `num_tokens` are not written. A codebook is needed only
-            for a plane that is not stored raw.
-        header: the payload's, if it has been read already.
+        payload: uint8, 1-D, contiguous: exactly the bytes of one segment. It must not change
+            during the call, because it is validated before it is decoded.
+        planes: as for `encode_pages`.
+        codebooks: as for `encode_pages`; planes that are stored raw do not need theirs.
+        page_ids: ids of the destination pages.
+        num_tokens: number of tokens in the segment. Slots after them are not written.
+        header: header of the payload, if it was read already.
+        backend: as for `encode_pages`.
 
-    Every header field is validated before the first write; on the CPU the table of starts and all
-    entries as well. After `ChecksumMismatch`, and on a GPU after any `FormatError`, the pages may
-    hold garbage. They must not join a page table; the caller frees them.
-
-    Raises `ArgumentError`, `InvalidCodebook`, `FormatError`, `CodebookMismatch`,
-    `ChecksumMismatch`.
+    Raises:
+        ArgumentError: an argument is invalid.
+        InvalidCodebook: a codebook has another dtype than the planes.
+        FormatError: the payload is not a valid segment of these arguments.
+        CodebookMismatch: a plane was encoded with another codebook.
+        ChecksumMismatch: the decoded content is not what was encoded.
     """
     element, geometry = check_planes(planes, codebooks, num_tokens)
     pages = check_pages(page_ids, planes[0].shape[0], geometry)
     check_bytes(payload, planes[0].device)
     header = header or read_header(payload)
     check_header(header, payload.numel(), element, geometry, codebooks)
-    backend = backend or _backend_of(payload.device)
+    backend = backend or backend_for(payload.device)
     checksum = backend.decode_planes(payload, header, header.layout, planes, codebooks, pages)
     check_checksum(checksum, header)
     return Decoded(header.length, raw_bytes(planes, geometry), checksum)
@@ -188,21 +134,29 @@ def checksum_pages(
     *,
     backend: Backend | None = None,
 ) -> int:
-    """The checksum of the content alone: that of the segment of these pages, all stored raw.
+    """Return the 64-bit checksum of the content of some pages.
 
-    Args as for `encode_pages`. Equal content in other pages has an equal checksum.
+    It equals the checksum of a segment that stores these pages raw, and does not depend on the
+    page ids. Arguments are those of `encode_pages`.
     """
     _, geometry = check_planes(planes, [None] * len(planes), num_tokens)
     pages = check_pages(page_ids, planes[0].shape[0], geometry)
-    backend = backend or _backend_of(planes[0].device)
+    backend = backend or backend_for(planes[0].device)
     return backend.checksum_planes(planes, pages, geometry)
 
 
 def encode(tensor: Tensor, codebook: Codebook | None) -> Tensor:
-    """Encode a tensor of any shape; `codebook=None` stores it raw.
+    """Encode a tensor of any shape; a codebook of None stores it raw.
 
-    Returns a u8 tensor `[length]` on the same device: a segment of one plane with one page, one
-    head and as many slots as elements. Shape is not part of it. Raises `UnsupportedDtype`.
+    The payload does not contain the shape: `decode` must be given it.
+
+    Returns:
+        uint8 tensor `[length]` on the same device: a segment of one plane, page and head with as
+        many slots as the tensor has elements.
+
+    Raises:
+        UnsupportedDtype: the codec does not store the tensor's dtype.
+        InvalidCodebook: the codebook has another dtype than the tensor.
     """
     plane = _as_plane(tensor.contiguous())
     bound = max_payload_bytes(tensor.numel(), element_of(tensor.dtype))
@@ -214,41 +168,51 @@ def encode(tensor: Tensor, codebook: Codebook | None) -> Tensor:
 def decode(
     payload: Tensor,
     codebook: Codebook | None,
+    shape: Sequence[int],
     *,
-    shape: Sequence[int] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Decode what `encode` returned: 1-D unless a shape or an output is given.
+    """Decode the result of `encode` into a tensor of a given shape.
 
     Args:
-        payload: u8 `[length]`, contiguous.
-        codebook: the one it was encoded with; not needed for a raw payload.
-        shape: shape of the result, of as many elements as the payload has.
-        out: contiguous tensor of the payload's dtype to write into and return; it holds garbage
-            after `ChecksumMismatch`, and is as it was after any other error.
+        payload: uint8 `[length]`, contiguous.
+        codebook: the codebook of the encoding; a raw payload does not need one.
+        shape: shape of the result. One dimension may be -1 and is inferred, as in `Tensor.view`;
+            `(-1,)` returns a 1-D tensor.
+        out: contiguous tensor of this shape and of the payload's dtype that receives the result.
+            After `ChecksumMismatch` it holds garbage; any other error leaves it unchanged.
 
-    Raises `ArgumentError`, `FormatError`, `CodebookMismatch`, `ChecksumMismatch`.
+    Raises:
+        ShapeMismatch: the payload has another number of elements than the shape.
+        ArgumentError: the payload or `out` has the wrong dtype, layout or device.
+        InvalidCodebook: the codebook has another dtype than `out`.
+        FormatError: the payload is not a valid segment of one tensor.
+        CodebookMismatch: the payload was encoded with another codebook.
+        ChecksumMismatch: the decoded content is not what was encoded.
     """
     header = read_header(payload)
     count = header.geometry.num_tokens
-    if header.geometry != Geometry(1, 1, count, max(count, 1)) or len(header.planes) != 1:
-        raise FormatError("this segment was encoded from pages; decode it with decode_pages")
+    flat = Geometry(1, header.element.units, count, max(count, 1))
+    if header.geometry != flat or len(header.planes) != 1:
+        raise FormatError("the segment was encoded by encode_pages; use decode_pages")
+    expected = _resolved(shape, count)
     if out is None:
         check_codebooks(header, [codebook])
-        out = torch.empty(count, dtype=header.element.dtype, device=payload.device)
-        out = out if shape is None else _reshaped(out, shape)
-    elif shape is not None and tuple(shape) != tuple(out.shape):
-        raise InvalidBuffer(f"the output has shape {tuple(out.shape)}, not {tuple(shape)}")
-    if out.numel() != count or not out.is_contiguous():
-        raise InvalidBuffer(f"the output must be contiguous and hold {count} elements")
+        out = torch.empty(expected, dtype=header.element.dtype, device=payload.device)
+    elif tuple(out.shape) != expected:
+        raise ShapeMismatch(f"the output has shape {tuple(out.shape)}, not {expected}")
+    elif not out.is_contiguous():
+        raise InvalidBuffer("the output must be contiguous")
     decode_pages(payload, [_as_plane(out)], [codebook], _one_page(out), count)
     return out
 
 
 def read_header(payload: Tensor) -> SegmentHeader:
-    """Parse and validate the header of a u8 tensor that is exactly one segment.
+    """Read and validate the header of a uint8 tensor that holds exactly one segment.
 
-    Raises `InvalidBuffer`, `FormatError`.
+    Raises:
+        InvalidBuffer: the payload is not uint8, 1-D and contiguous.
+        FormatError: the header is invalid.
     """
     check_bytes(payload, payload.device)
     size = payload.numel()
@@ -260,45 +224,27 @@ def read_header(payload: Tensor) -> SegmentHeader:
 
 
 def warm_up() -> None:
-    """Compile the CPU backend now, so that the first request does not wait for it."""
+    """Compile the CPU backend, so that the first request does not wait for the compiler."""
     sample = torch.linspace(-1, 1, 64, dtype=torch.bfloat16)
     for mode in (Mode.TOP16, Mode.INBAND, Mode.THREE_BIT):
         codebook = Codebook(tuple(range(112, 112 + mode.codes)), mode)
-        decode(encode(sample, codebook), codebook)
+        decode(encode(sample, codebook), codebook, sample.shape)
     checksum_pages([_as_plane(sample)], _one_page(sample), sample.numel())
 
 
-def raw_bytes(planes: Sequence[Tensor], geometry: Geometry) -> int:
-    """Bytes of the valid slots of all planes."""
-    return len(planes) * geometry.elements * planes[0].element_size()
-
-
-def _backend_of(device: torch.device) -> Backend:
-    """The device's implementation, imported when first needed: each brings its own compiler."""
-    if device.type == "cuda":
-        from codec.gpu import backend as cuda
-
-        return cuda
-    if device.type == "cpu":
-        from codec.cpu import backend as cpu
-
-        return cpu
-    from codec.reference import backend as reference
-
-    return reference
-
-
 def _as_plane(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as one page of one head, `[1, 1, elements, 1]`."""
+    """View a contiguous tensor as one page of one head, `[1, 1, elements, 1]`."""
     return tensor.view(-1).view(1, 1, tensor.numel(), 1)
 
 
 def _one_page(tensor: Tensor) -> list[int]:
+    """Return the page ids of `_as_plane(tensor)`."""
     return [0] if tensor.numel() else []
 
 
-def _reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def _resolved(shape: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return a shape of `count` elements with an inferred dimension filled in."""
     try:
-        return tensor.view(tuple(shape))
+        return tuple(torch.empty(count, device="meta").view(tuple(shape)).shape)
     except RuntimeError:
-        raise InvalidBuffer(f"{tensor.numel()} elements have no shape {tuple(shape)}") from None
+        raise ShapeMismatch(f"the payload has {count} elements, not {tuple(shape)}") from None

@@ -1,70 +1,45 @@
-"""The codec of some planes, kept: for who encodes or decodes segment after segment of them.
+"""Codec bound to the planes of one KV cache, for encoding and decoding many of its segments.
 
-On a GPU a call launches and returns; what came of it is asked for later, from any thread. On the
-CPU all is done when a call returns.
+On a GPU a call launches kernels and returns; its result is read later, from any thread. On a CPU
+the work is finished when the call returns.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from codec.backend import Decoded, Encoded, PagedCodec, paged_codec_for
 from codec.checks import PageIds
 from codec.codebook import Codebook
 from codec.format import SegmentHeader
-from codec.ops import Decoded, Encoded, decode_pages, encode_pages
+from codec.ops import decode_pages, encode_pages
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Pending(Protocol[T_co]):
-    """What a call will have done. Segment and pages must stay untouched until it has."""
-
-    @property
-    def done(self) -> bool: ...
-
-    @property
-    def seconds(self) -> float:
-        """Of codec work, without waiting; once it is done."""
-        ...
-
-    def result(self) -> T_co:
-        """Waits, and raises what the call found, as `encode_pages` and `decode_pages` do."""
-        ...
-
-
-class PagedCodec(Protocol):
-    """See `paged`."""
-
-    def encode(self, page_ids: PageIds, num_tokens: int, out: Tensor) -> Pending[Encoded]:
-        """`encode_pages`. Bad arguments are raised at once."""
-        ...
-
-    def decode(
-        self, payload: Tensor, header: SegmentHeader, page_ids: PageIds, num_tokens: int
-    ) -> Pending[Decoded]:
-        """`decode_pages` of a payload whose header was read."""
-        ...
 
 
 def paged(planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> PagedCodec:
-    """The codec of planes `[page, kv_head, slot, dim]`, one codebook each or None, on their device.
+    """Return a codec for planes `[page, kv_head, slot, dim]`, on their device.
 
-    Calls come from one thread and, on a GPU, one stream. Raises as `encode_pages` does.
+    All calls must come from one thread and, on a GPU, use one stream.
+
+    Args:
+        planes: as for `encode_pages`.
+        codebooks: one for each plane; None stores the plane raw.
+
+    Raises:
+        ArgumentError, InvalidCodebook: as `encode_pages` does. On a CPU they are raised by the
+            calls.
     """
-    if planes and planes[0].is_cuda:
-        from codec.gpu.planned import PlannedCodec
-
-        return PlannedCodec(planes, codebooks)
-    return _DirectCodec(planes, codebooks)
+    factory = paged_codec_for(planes[0].device) if planes else None
+    return factory(planes, codebooks) if factory else _SynchronousCodec(planes, codebooks)
 
 
 @dataclass(frozen=True)
 class Finished(Generic[T]):
-    """What is done already."""
+    """A `Pending` result that is available already."""
 
     value: T
     seconds: float
@@ -75,20 +50,20 @@ class Finished(Generic[T]):
 
 
 @dataclass(frozen=True)
-class _DirectCodec:
+class _SynchronousCodec:
     planes: Sequence[Tensor]
     codebooks: Sequence[Codebook | None]
 
     def encode(self, page_ids: PageIds, num_tokens: int, out: Tensor) -> Finished[Encoded]:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         encoded = encode_pages(self.planes, self.codebooks, page_ids, num_tokens, out)
-        return Finished(encoded, time.perf_counter() - begun)
+        return Finished(encoded, time.perf_counter() - started)
 
     def decode(
         self, payload: Tensor, header: SegmentHeader, page_ids: PageIds, num_tokens: int
     ) -> Finished[Decoded]:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         decoded = decode_pages(
             payload, self.planes, self.codebooks, page_ids, num_tokens, header=header
         )
-        return Finished(decoded, time.perf_counter() - begun)
+        return Finished(decoded, time.perf_counter() - started)

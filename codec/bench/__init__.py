@@ -1,1 +1,1 @@
-"""Benchmarks of the codec: ``python -m codec.bench --help``."""
+"""Benchmarks of the codec: `python -m codec.bench --help`."""

@@ -1,9 +1,8 @@
-"""How fast the codec is, against a memory copy: `python -m codec.bench --help`.
+"""Benchmark of the codec against a memory copy: `python -m codec.bench --help`.
 
-A row is a segment of N(0, 1), its pages in a random order, in one element type and one mode, with a
-codebook calibrated on other draws of the same. The floor of every row is the time to copy the raw
-bytes from one buffer to another, the least that moving them costs; both directions also touch the
-payload. Everything goes through the public calls. A GPU has its own rows, in `gpu_bench.py`.
+A row is a segment of N(0, 1) values in one element type and mode, with pages in a random order and
+a codebook calibrated on another sample. The floor is the time of a copy of the raw bytes. All calls
+are public. The rows of a GPU are in `gpu.py`.
 """
 
 import argparse
@@ -19,9 +18,9 @@ import torch
 from torch import Tensor
 
 import codec
-from codec.elements import BF16, ELEMENT_TYPES, ElementType
+from codec.backend import Backend
+from codec.elements import BF16, FLOAT_TYPES, ElementType
 from codec.format import Mode
-from codec.ops import Backend
 from codec.reference import backend as reference
 
 _MODE_NAMES = {
@@ -34,7 +33,7 @@ _MODE_NAMES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A segment to measure: planes `[page, heads, slots, dim]` and its tokens."""
+    """Planes `[page, heads, slots, dim]` and tokens of a segment to measure."""
 
     name: str
     planes: int
@@ -46,11 +45,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Case:
-    """What to measure.
+    """Segment, element type, mode and data to measure.
 
     Attributes:
-        gaps: whether the codebook's exponents are not consecutive, which takes a table.
-        random: whether the patterns are random bits, which nothing compresses.
+        gaps: whether the codebook's exponents have gaps, so that codes need a table.
+        random: whether the bit patterns are random and therefore incompressible.
     """
 
     shape: Shape
@@ -88,7 +87,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case; times are of one call, the best of all repeats, in seconds."""
+    """Measured case; times are seconds of one call, the shortest of all repeats."""
 
     shape: str
     case: str
@@ -102,7 +101,7 @@ class Row:
     floor: float
 
     def speed(self, seconds: float) -> float:
-        """MB/s (10^6 bytes) of raw data."""
+        """Return MB/s (10^6 bytes) of raw data."""
         return self.raw_bytes / seconds / 1e6
 
 
@@ -112,9 +111,9 @@ LARGE = Shape("4 planes, 4096 tokens, 8 heads of 128", 4, 4096, 8, 16, 128)
 CASES = [
     *(
         Case(SEGMENT, element, mode)
-        for element in ELEMENT_TYPES
+        for element in FLOAT_TYPES
         for mode in Mode
-        if mode.code_bits < element.exponent_bits
+        if mode.supports(element)
     ),
     Case(SEGMENT, gaps=True),
     Case(SEGMENT, random=True),
@@ -124,7 +123,7 @@ CASES = [
 
 
 def best_seconds(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """The shortest of `repeats` runs, after one that is not counted."""
+    """Return the shortest of `repeats` runs, after a warm-up run."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -138,14 +137,14 @@ def best_seconds(call: Callable[[], object], repeats: int, device: torch.device)
 
 
 def floor_seconds(raw_bytes: int, repeats: int, device: torch.device) -> float:
-    """Of a copy of so many bytes."""
+    """Return the seconds of a copy of `raw_bytes` bytes."""
     source = torch.randint(0, 256, (raw_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return best_seconds(lambda: target.copy_(source), repeats, device)
 
 
 def measure(case: Case, backend: Backend | None, repeats: int, device: torch.device) -> Row:
-    """Encode, decode and checksum of one segment; `backend=None` is the device's own."""
+    """Measure encode, decode and checksum of one segment; a backend of None is the device's own."""
     generator, shape = torch.Generator().manual_seed(0), case.shape
     pages, tokens = -(-shape.tokens // shape.slots), shape.tokens
     planes = [plane.to(device) for plane in case.planes(2 * pages, generator)]
@@ -184,7 +183,7 @@ def measure(case: Case, backend: Backend | None, repeats: int, device: torch.dev
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """A table of MB/s for each shape."""
+    """Print a table of MB/s for each shape."""
     shape = ""
     for row in rows:
         if row.shape != shape:
@@ -198,7 +197,7 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 
 def write_json(path: Path, rows: Sequence[Any]) -> None:
-    """The rows and where they were measured."""
+    """Write the rows and the environment as JSON."""
     environment = {"torch": torch.__version__, "machine": platform.machine()}
     report = {"environment": environment, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -208,14 +207,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the codec against a memory copy.")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--repeats", type=int, default=20, help="runs of each call (20)")
-    parser.add_argument("--reference", action="store_true", help="measure the torch reference too")
-    parser.add_argument("--json", type=Path, help="write the rows and the environment here")
-    parser.add_argument("--peer", type=Path, help="cuda: the paper's codec_gpu.py, to run beside")
-    parser.add_argument("--kv", type=Path, help="cuda: a torch file of real KV, see gpu_bench.py")
+    parser.add_argument("--reference", action="store_true", help="also measure the torch reference")
+    parser.add_argument("--json", type=Path, help="file for the rows and the environment")
+    parser.add_argument("--peer", type=Path, help="cuda: the paper's codec_gpu.py, to compare with")
+    parser.add_argument(
+        "--kv",
+        type=Path,
+        help="cuda: torch file of real KV, from `headrace kv-statistics --keep-kv`",
+    )
     options = parser.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda":
-        from codec.bench import gpu as gpu_bench  # it brings Triton
+        from codec.bench import gpu as gpu_bench  # imports Triton
 
         measured = gpu_bench.run(options.peer, options.kv)
         if options.json:

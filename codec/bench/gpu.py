@@ -1,9 +1,9 @@
-"""How fast the codec is on a GPU: `python -m codec.bench --device cuda --help`.
+"""Benchmark of the codec on a GPU: `python -m codec.bench --device cuda --help`.
 
-A row is a segment with a `Plan` of its own, timed by events around its launches, the L2 cache
-flushed between runs, or a CUDA graph of many that follow one another through memory. Its floor is
-the time to move what must move, the raw bytes and the payload, at the speed of a copy. With
-`--peer` the public code of the paper, `codec_gpu.py`, runs on the same tensors in the same process.
+A row is a segment with a launch plan of its own, timed by events with the L2 cache flushed between
+runs, or a CUDA graph of many segments. Its floor is the time to move the raw bytes and the payload
+at the speed of a copy. With `--peer` the paper's public code, `codec_gpu.py`, runs on the same
+tensors in the same process.
 """
 
 import importlib.util
@@ -18,9 +18,9 @@ from torch import Tensor
 from triton.testing import do_bench
 
 import codec
-from codec.elements import BF16, ELEMENT_TYPES, ElementType
+from codec.elements import BF16, FLOAT_TYPES, ElementType
 from codec.format import Geometry, Layout, Mode
-from codec.gpu.plan import Plan
+from codec.gpu.plan import LaunchPlan
 
 MIB = 1 << 20
 _PEER_CLASS = "ChunkLocalSplitZipGPU"
@@ -28,12 +28,13 @@ _PEER_CLASS = "ChunkLocalSplitZipGPU"
 
 @dataclass(frozen=True)
 class GpuRow:
-    """One measured case.
+    """Measured case.
 
     Attributes:
-        ratio, escapes: raw bytes over the payload's; elements whose exponent has no code.
+        ratio: raw bytes over payload bytes.
+        escapes: fraction of elements without a code.
         encode, decode, floor: GB/s (10^9 bytes) of raw data.
-        peer_encode, peer_decode: the paper's code on the same tensor; 0 if it was not asked for.
+        peer_encode, peer_decode: the same for the paper's code; 0 if not measured.
     """
 
     name: str
@@ -59,13 +60,14 @@ class GpuRow:
 
 @dataclass(frozen=True)
 class Bench:
-    """What all rows share: the speed of a copy, bytes read and written, and the peer's class."""
+    """Speed of a copy in GB/s, read and written bytes, and the class of the peer's codec."""
 
     copied: float
     peer: Any = None
 
     @classmethod
     def start(cls, peer: Path | None) -> "Bench":
+        """Measure a copy and load the peer."""
         source = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
         copied = 2 * source.numel() / _milliseconds(lambda: target.copy_(source)) / 1e6
@@ -81,18 +83,18 @@ class Bench:
         *,
         against_peer: bool = False,
     ) -> GpuRow:
-        """Encode some pages of all planes, decode into others; checked before it is timed."""
+        """Measure encoding some pages of all planes, and decoding, after checking the result."""
         encoding, out = _plan(planes, books, tokens)
         pages = torch.tensor(ids, device="cuda")
         encoding.encode(pages, out)
-        length, checksum, escapes, _ = encoding.facts().read()
+        length, checksum, escapes, _ = encoding.results().read()
         payload = out[:length]
         back = [torch.zeros_like(plane) for plane in planes]
         decoding, _ = _plan(back, books, tokens)
         decoding.decode(pages, payload)
-        _, found, announced, errors = decoding.facts().read()
+        _, found, announced, errors = decoding.results().read()
         if errors or not checksum == found == announced or not _same(planes, back, ids):
-            raise AssertionError(f"{name}: what was decoded is not what was encoded")
+            raise AssertionError(f"{name}: the decoded content differs from the input")
         _, heads, _, dim = planes[0].shape
         elements = len(planes) * heads * tokens * dim
         raw = elements * planes[0].element_size()
@@ -103,20 +105,20 @@ class Bench:
         return GpuRow(name, raw, raw / length, escapes / elements, encode, decode, floor, *peer)
 
     def graph_row(self, name: str, segments: list[Tensor], book: codec.Codebook) -> GpuRow:
-        """Flat segments one after another in a CUDA graph, what ends each aside."""
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        """Measure segments encoded one after another in a CUDA graph, with a tail stream."""
+        tail_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         page = torch.zeros(1, dtype=torch.int64, device="cuda")
-        plans = [_plan([_flat(x)], book, x.numel(), aside) for x in segments]
+        plans = [_plan([_flat(x)], book, x.numel(), tail_stream) for x in segments]
         back = [torch.zeros_like(x) for x in segments]
-        decodes = [_plan([_flat(x)], book, x.numel(), aside)[0] for x in back]
+        decodes = [_plan([_flat(x)], book, x.numel(), tail_stream)[0] for x in back]
 
         def encode() -> None:
             for plan, out in plans:
                 plan.encode(page, out)
 
         encode()
-        facts = [plan.facts().read() for plan, _ in plans]
-        lengths = [length for length, *_ in facts]
+        results = [plan.results().read() for plan, _ in plans]
+        lengths = [length for length, *_ in results]
         payloads = [out[:length] for (_, out), length in zip(plans, lengths, strict=True)]
 
         def decode() -> None:
@@ -124,11 +126,13 @@ class Bench:
                 plan.decode(page, payload)
 
         raw = sum(x.numel() * x.element_size() for x in segments)
-        speeds = [raw / _milliseconds(_captured(f, aside).replay) / 1e6 for f in (encode, decode)]
+        speeds = [
+            raw / _milliseconds(_captured(f, tail_stream).replay) / 1e6 for f in (encode, decode)
+        ]
         if not all(torch.equal(_bits(x), _bits(y)) for x, y in zip(segments, back, strict=True)):
-            raise AssertionError(f"{name}: what was decoded is not what was encoded")
+            raise AssertionError(f"{name}: the decoded content differs from the input")
         floor = self.copied / (1 + sum(lengths) / raw)
-        escapes = sum(found for _, _, found, _ in facts) / sum(x.numel() for x in segments)
+        escapes = sum(found for _, _, found, _ in results) / sum(x.numel() for x in segments)
         return GpuRow(name, raw, raw / sum(lengths), escapes, speeds[0], speeds[1], floor)
 
     def _peer(self, plane: Tensor) -> tuple[float, float]:
@@ -140,12 +144,12 @@ class Bench:
 
 
 Kv = dict[str, list[Tensor]]
-"""Planes `[page, kv_head, slot, dim]` under "calibration" and "test", as `headrace kv-statistics
---keep-kv` writes them."""
+"""Planes `[page, kv_head, slot, dim]` under "calibration" and "test", as written by
+`headrace kv-statistics --keep-kv`."""
 
 
 def real_rows(bench: Bench, kv: Kv) -> Iterator[GpuRow]:
-    """All planes of a model with codebooks of their own, repeated up to 512 MiB."""
+    """Measure all planes of a model with their own codebooks, repeated up to 512 MiB."""
     size = sum(plane.numel() * 2 for plane in kv["test"])
     times = max(1, 512 * MIB // size)
     planes = [plane.repeat(times, 1, 1, 1).cuda() for plane in kv["test"]]
@@ -157,7 +161,7 @@ def real_rows(bench: Bench, kv: Kv) -> Iterator[GpuRow]:
 
 
 def rows(bench: Bench, kv: Kv | None) -> Iterator[GpuRow]:
-    """All cases, the acceptance figures among them."""
+    """Measure all cases."""
     book = _calibrated(Mode.TOP16)
     for mib in (1, 16, 64, 512, 4096):
         x = normal(mib * MIB // 2)
@@ -171,7 +175,7 @@ def rows(bench: Bench, kv: Kv | None) -> Iterator[GpuRow]:
             yield bench.row(name, [_flat(x)], own, [0], x.numel(), against_peer=against)
     if kv is not None:
         yield from real_rows(bench, kv)
-    for element in ELEMENT_TYPES[1:]:
+    for element in FLOAT_TYPES[1:]:
         x = normal(512 * MIB // element.size).to(element.dtype)
         for mode in (m for m in Mode if 0 < m.code_bits < element.exponent_bits):
             name = f"flat {element.name} {mode.name.lower()} 512 MiB"
@@ -194,7 +198,7 @@ def rows(bench: Bench, kv: Kv | None) -> Iterator[GpuRow]:
 
 
 def normal(count: int, outliers: float = 0.0) -> Tensor:
-    """N(0, 1) in bf16, a share of them times 2^20."""
+    """Return N(0, 1) values in bf16, a fraction of them multiplied by 2^20."""
     parts = [1 << 26] * (count >> 26) + [count & (1 << 26) - 1]
     x = torch.cat([torch.randn(part, device="cuda").bfloat16() for part in parts])
     if outliers:
@@ -210,14 +214,14 @@ def _plan(
     planes: list[Tensor],
     books: codec.Codebook | list[codec.Codebook],
     tokens: int,
-    aside: torch.cuda.Stream | None = None,
-) -> tuple[Plan, Tensor]:
-    """A plan, and an output that holds whatever it encodes."""
+    tail_stream: torch.cuda.Stream | None = None,
+) -> tuple[LaunchPlan, Tensor]:
+    """Return a launch plan and an output for any segment of it."""
     _, heads, slots, dim = planes[0].shape
     geometry = Geometry(heads, dim, tokens, slots)
     books = books if isinstance(books, list) else [books] * len(planes)
     layout = Layout.of(geometry, books[0].element, [book.mode for book in books])
-    plan = Plan(planes, books, geometry, layout, aside=aside)
+    plan = LaunchPlan(planes, books, geometry, layout, tail_stream=tail_stream)
     return plan, torch.empty(layout.bound, dtype=torch.uint8, device="cuda")
 
 
@@ -236,28 +240,28 @@ def _same(planes: list[Tensor], back: list[Tensor], ids: list[int]) -> bool:
     return all(torch.equal(_bits(a)[ids], _bits(b)[ids]) for a, b in pairs)
 
 
-def _captured(call: Callable[[], None], aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+def _captured(call: Callable[[], None], tail_stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(tail_stream)
     return graph
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
-    """The median of many runs."""
+    """Return the median of many runs."""
     return float(do_bench(call, warmup=20, rep=60, return_mode="median"))
 
 
 def _load_peer(path: Path) -> Any:
-    """The encoder's class of the paper's public code, from its file `codec_gpu.py`."""
+    """Load the encoder class of the paper's public code from its `codec_gpu.py`."""
     spec = importlib.util.spec_from_file_location("peer_codec_gpu", path)
     if spec is None or spec.loader is None:
-        raise SystemExit(f"{path} is no Python file")
+        raise SystemExit(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for it
+    sys.modules[spec.name] = module  # needed by its dataclasses
     spec.loader.exec_module(module)
     return getattr(module, _PEER_CLASS)
 

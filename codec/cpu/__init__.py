@@ -1,1 +1,1 @@
-"""The CPU backend: loops compiled by numba."""
+"""CPU backend: loops compiled by numba."""

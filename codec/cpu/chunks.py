@@ -1,4 +1,4 @@
-"""Which elements of a plane each chunk holds: the table that the compiled loops walk."""
+"""Table of the chunks of a plane, over which the compiled loops iterate."""
 
 import numpy as np
 from torch import Tensor
@@ -8,10 +8,11 @@ from codec.format import CHUNK, Geometry
 
 
 def chunk_table(pages: Tensor, geometry: Geometry) -> Table:
-    """`CHUNKS` `[chunks]`, in the chunks' order.
+    """Return a `CHUNKS` table `[chunks]`, in the order of the segment.
 
     Args:
-        pages: int64 `[geometry.num_pages]`, the page ids in token order.
+        pages: int64 `[geometry.num_pages]` page ids, in token order.
+        geometry: geometry of the segment.
     """
     runs = [
         (page, 0, start, min(CHUNK, run - start))

@@ -1,11 +1,11 @@
-"""The CPU backend's compiled loops over one chunk of a plane with codes. Arguments that recur:
+"""Compiled loops over one chunk of a plane with codes. Common arguments:
 
-source, target: address of the chunk's first element; its columns are all there.
-columns: how many it has.
-book: a record of `BOOK`, see `segments.py`.
-parts: addresses of the chunk's parts of the streams and of its entries.
-units: how many entries it has.
-scratch: address of `SCRATCH_BYTES`, zeros when the segment begins.
+source, target: address of the chunk's first element; all columns are whole.
+columns: number of columns.
+book: record of `BOOK`; see `tables.py`.
+parts: addresses of the chunk's words in the streams, and of its entries.
+entry_words: number of entry words.
+scratch: address of `SCRATCH_BYTES` bytes, zero at the start of a segment.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from codec.cpu.entries import (
-    MAX_LISTED,
+    MAX_CHUNK_WORDS,
     POSITIONS,
     TOO_MANY,
     list_positions,
@@ -27,16 +27,16 @@ from codec.cpu.entries import (
 )
 from codec.cpu.fields import (
     FIELD_BYTES,
-    add_high_rests,
+    add_high_remainders,
     codes_of_table,
     codes_of_window,
     exponents_of_table,
     fill,
-    high_rests_of,
+    high_remainders_of,
     join,
     read_bytes,
     read_pairs,
-    rests_of,
+    remainders_of,
     write_bytes,
     write_pairs,
 )
@@ -44,19 +44,19 @@ from codec.cpu.jit import clear, compiled, copy, load, pointer, store
 from codec.cpu.streams import (
     count_escapes3,
     count_escapes4,
-    marks_of,
-    unweave3,
-    unweave4,
-    unweave8,
-    weave3,
-    weave4,
-    weave8,
+    escape_masks,
+    pack3,
+    pack4,
+    pack8,
+    unpack3,
+    unpack4,
+    unpack8,
 )
 from codec.cpu.sums import (
     Keys,
     Sum,
-    add_fours,
-    add_ones,
+    add_quads,
+    add_triples,
     sum_columns,
     sum_elements,
     sum_entries,
@@ -66,20 +66,20 @@ from codec.cpu.tables import Element, Record
 from codec.format import COLUMNS, WORD_BYTES
 
 _STREAMS = 3
-"""Of codes, of the rests' low bits and of their high ones, which only some types have."""
+"""Streams of a block: codes, low bits and high bits of the remainders."""
 _CODES = FIELD_BYTES
-_RESTS = 2 * FIELD_BYTES
+_REMAINDERS = 2 * FIELD_BYTES
 _HIGH = 3 * FIELD_BYTES
-_MARKS = 4 * FIELD_BYTES
-DIGESTS = _MARKS + WORD_BYTES * COLUMNS
-_LISTED = DIGESTS + 8 * COLUMNS
-_POSITIONS = _LISTED + WORD_BYTES * MAX_LISTED
+_MASKS = 4 * FIELD_BYTES
+DIGESTS = _MASKS + WORD_BYTES * COLUMNS
+_ENTRIES = DIGESTS + 8 * COLUMNS
+_POSITIONS = _ENTRIES + WORD_BYTES * MAX_CHUNK_WORDS
 SCRATCH_BYTES = _POSITIONS + 2 * POSITIONS
-"""The chunk's fields come first, then what the names before say; a stream's fields in its order."""
+"""Fields of elements, codes and remainders, then the parts at the offsets above."""
 
 
 class Parts(NamedTuple):
-    """Addresses of a chunk's parts of the streams, in their order, and of its entries."""
+    """Addresses of a chunk's words in each stream, and of its entries."""
 
     codes: int
     low: int
@@ -91,8 +91,8 @@ class Parts(NamedTuple):
 def encode_chunk(
     source: int, columns: int, element: Element, book: Record, parts: Parts, scratch: int
 ) -> tuple[int, int]:
-    """Write a chunk; returns its entries' words, and its escapes."""
-    fields, codes, rests = scratch, scratch + _CODES, scratch + _RESTS
+    """Write a chunk; return its entry words and its escapes."""
+    fields, codes, remainders = scratch, scratch + _CODES, scratch + _REMAINDERS
     mantissa, exponent_mask = element.mantissa_bits, (1 << element.exponent_bits) - 1
     if columns < COLUMNS:
         fill(fields, book.lowest << mantissa)
@@ -106,68 +106,71 @@ def encode_chunk(
         )
     else:
         escapes = codes_of_table(fields, mantissa, exponent_mask, book.codes, codes)
-    units, most = 0, book.spilled * columns
+    entry_words, max_words = 0, book.overflow * columns
     if escapes:
-        units = _list_escapes(escapes, most, element, book, parts.entries, scratch)
-    if units == most:
-        _move_words(source, columns, element, book, parts, True)
-        return units, escapes
-    rests_of(fields, mantissa, element.exponent_bits, rests)
+        entry_words = _list_escapes(escapes, max_words, element, book, parts.entries, scratch)
+    if entry_words == max_words:
+        _copy_uncoded(source, columns, element, book, parts, True)
+        return entry_words, escapes
+    remainders_of(fields, mantissa, element.exponent_bits, remainders)
     if element.high_bits:
-        high_rests_of(rests, scratch + _HIGH)
+        high_remainders_of(remainders, scratch + _HIGH)
     for stream in range(_STREAMS):
         bits = _bits(stream, element, book)
-        _weave(codes + FIELD_BYTES * stream, bits, columns, parts[stream])
-    return units, escapes
+        _pack(codes + FIELD_BYTES * stream, bits, columns, parts[stream])
+    return entry_words, escapes
 
 
 @compiled
 def _list_escapes(
-    escapes: int, most: int, element: Element, book: Record, entries: int, scratch: int
+    escapes: int, max_words: int, element: Element, book: Record, entries: int, scratch: int
 ) -> int:
-    """Write the entries of a chunk's escapes, unless there would be `most`; returns how many."""
-    if escapes >= most and not book.escape:
-        return most
-    marks, listed, positions = scratch + _MARKS, scratch + _LISTED, scratch + _POSITIONS
-    marks_of(scratch + _CODES, 0, 4, marks)
-    list_positions(marks, positions)
+    """Write the entries of a chunk's escapes.
+
+    Returns their number of words, or `max_words` if the chunk must be stored uncoded.
+    """
+    if escapes >= max_words and not book.escape:
+        return max_words
+    masks, listed, positions = scratch + _MASKS, scratch + _ENTRIES, scratch + _POSITIONS
+    escape_masks(scratch + _CODES, 0, 4, masks)
+    list_positions(masks, positions)
     if not book.escape:
         write_list(scratch, element, positions, escapes, entries)
         return escapes
-    units = write_levels(scratch, element, positions, escapes, book, listed)
-    if units > MAX_LISTED or units >= most:
-        return most
-    copy(listed, entries, WORD_BYTES * units)
-    return units
+    entry_words = write_levels(scratch, element, positions, escapes, book, listed)
+    if entry_words > MAX_CHUNK_WORDS or entry_words >= max_words:
+        return max_words
+    copy(listed, entries, WORD_BYTES * entry_words)
+    return entry_words
 
 
 @compiled
 def decode_chunk(
-    target: int, columns: int, element: Element, book: Record, parts: Parts, units: int,
+    target: int, columns: int, element: Element, book: Record, parts: Parts, entry_words: int,
     scratch: int,
 ) -> None:  # fmt: skip
-    """Write the elements of a scanned chunk."""
-    if units == book.spilled * columns:
-        _move_words(target, columns, element, book, parts, False)
+    """Write the elements of a validated chunk."""
+    if entry_words == book.overflow * columns:
+        _copy_uncoded(target, columns, element, book, parts, False)
         return
-    fields, codes, rests = scratch, scratch + _CODES, scratch + _RESTS
+    fields, codes, remainders = scratch, scratch + _CODES, scratch + _REMAINDERS
     for stream in range(_STREAMS):
         bits = _bits(stream, element, book)
-        _unweave(parts[stream], bits, columns, codes + FIELD_BYTES * stream)
+        _unpack(parts[stream], bits, columns, codes + FIELD_BYTES * stream)
     if element.high_bits:
-        add_high_rests(scratch + _HIGH, rests)
+        add_high_remainders(scratch + _HIGH, remainders)
     positions, escapes = scratch + _POSITIONS, 0
-    if units and book.escape:
+    if entry_words and book.escape:
         escapes = _find_escapes(columns, book, scratch)
     lowest = book.lowest
     if not book.window:
         exponents_of_table(codes, book.exponents)
         lowest = 0
-    join(codes, lowest, rests, element.mantissa_bits, element.exponent_bits, fields)
+    join(codes, lowest, remainders, element.mantissa_bits, element.exponent_bits, fields)
     if escapes:
         read_levels(fields, element, positions, escapes, book, parts.entries)
     else:
-        read_list(fields, element, parts.entries, units)
+        read_list(fields, element, parts.entries, entry_words)
     if element.size == 2:
         write_pairs(fields, columns, target)
     else:
@@ -176,32 +179,32 @@ def decode_chunk(
 
 @compiled
 def _find_escapes(columns: int, book: Record, scratch: int) -> int:
-    """List the positions of a chunk's escape codes; returns how many there are."""
-    marks = scratch + _MARKS
-    marks_of(scratch + _CODES, 1, book.code_bits, marks)
-    clear(marks + WORD_BYTES * columns, WORD_BYTES * (COLUMNS - columns))
-    return list_positions(marks, scratch + _POSITIONS)
+    """List the positions of a chunk's escape codes; return their number."""
+    masks = scratch + _MASKS
+    escape_masks(scratch + _CODES, 1, book.code_bits, masks)
+    clear(masks + WORD_BYTES * columns, WORD_BYTES * (COLUMNS - columns))
+    return list_positions(masks, scratch + _POSITIONS)
 
 
 @compiled
 def scan_chunk(
-    length: int, columns: int, element: Element, book: Record, parts: Parts, units: int,
+    length: int, columns: int, element: Element, book: Record, parts: Parts, entry_words: int,
     scratch: int,
 ) -> int:  # fmt: skip
-    """Whether a chunk's entries are valid: 0, or why not, see `entries.py`."""
-    most = book.spilled * columns
-    if units >= most:
-        return TOO_MANY if units > most else 0
+    """Validate a chunk's entries; return 0 or an error of `entries.py`."""
+    max_words = book.overflow * columns
+    if entry_words >= max_words:
+        return TOO_MANY if entry_words > max_words else 0
     if not book.escape:
-        return scan_list(element, length, columns, parts.entries, units)
+        return scan_list(element, length, columns, parts.entries, entry_words)
     if book.code_bits == 4:
         escapes = count_escapes4(parts.codes, columns)
     else:
         escapes = count_escapes3(parts.codes, columns)
-    error, second = scan_nibbles(escapes, book, parts.entries, units)
+    error, second = scan_nibbles(escapes, book, parts.entries, entry_words)
     if error or not second:
         return error
-    _unweave(parts.codes, book.code_bits, columns, scratch + _CODES)
+    _unpack(parts.codes, book.code_bits, columns, scratch + _CODES)
     _find_escapes(columns, book, scratch)
     return scan_words(element, scratch + _POSITIONS, escapes, parts.entries)
 
@@ -209,73 +212,75 @@ def scan_chunk(
 @compiled
 def sum_chunk(
     chunk: int, elements: int, columns: int, element: Element, book: Record, parts: Parts,
-    units: int, scratch: int, keys: Keys,
+    entry_words: int, scratch: int, keys: Keys,
 ) -> Sum:  # fmt: skip
-    """What chunk number `chunk` of the segment, with these whole columns, adds to the checksum."""
+    """Return the checksum terms of chunk number `chunk` of the segment."""
     digests = scratch + DIGESTS
-    if units == book.spilled * columns:
-        return sum_elements(chunk, elements, columns, element, units, digests, keys)
-    tag_columns(chunk, units, columns, digests)
+    if entry_words == book.overflow * columns:
+        return sum_elements(chunk, elements, columns, element, entry_words, digests, keys)
+    tag_columns(chunk, entry_words, columns, digests)
     key = 0
     for stream in range(_STREAMS):
         bits, words = _bits(stream, element, book), parts[stream]
         if bits == 3:
-            add_ones(words, columns, keys, key, digests)
+            add_triples(words, columns, keys, key, digests)
         else:
             for word in range(0, bits, 4):
-                add_fours(words + WORD_BYTES * columns * word, columns, keys, key + word, digests)
+                add_quads(words + WORD_BYTES * columns * word, columns, keys, key + word, digests)
         key += bits
-    return sum_columns(digests, columns) + sum_entries(chunk, parts.entries, units)
+    return sum_columns(digests, columns) + sum_entries(chunk, parts.entries, entry_words)
 
 
 @compiled
 def _bits(stream: int, element: Element, book: Record) -> int:
-    """Of an element in a stream, by its number; 0 if there is no such stream."""
+    """Return the bits per element of a stream; 0 if the block does not have it."""
     if stream == 0:
         return int(book.code_bits)
     return element.low_bits if stream == 1 else element.high_bits
 
 
 @compiled
-def _weave(fields: int, bits: int, columns: int, stream: int) -> None:
+def _pack(fields: int, bits: int, columns: int, stream: int) -> None:
+    """Pack a chunk's fields into a stream of `bits` bits per element."""
     if bits == 8:
-        weave8(fields, columns, stream)
+        pack8(fields, columns, stream)
     elif bits == 4:
-        weave4(fields, columns, stream)
+        pack4(fields, columns, stream)
     elif bits == 3:
-        weave3(fields, columns, stream)
+        pack3(fields, columns, stream)
 
 
 @compiled
-def _unweave(stream: int, bits: int, columns: int, fields: int) -> None:
+def _unpack(stream: int, bits: int, columns: int, fields: int) -> None:
+    """Unpack a chunk's fields from a stream of `bits` bits per element."""
     if bits == 8:
-        unweave8(stream, columns, fields)
+        unpack8(stream, columns, fields)
     elif bits == 4:
-        unweave4(stream, columns, fields)
+        unpack4(stream, columns, fields)
     elif bits == 3:
-        unweave3(stream, columns, fields)
+        unpack3(stream, columns, fields)
 
 
 @compiled
-def _move_words(
+def _copy_uncoded(
     elements: int, columns: int, element: Element, book: Record, parts: Parts, to_streams: bool
 ) -> None:
-    """The words of a chunk stored in full, to the streams and entries or from there."""
+    """Copy the words of an uncoded chunk to its streams and entries, or back."""
     in_row = 2 * element.size
     for word in range(4 * in_row):
         raw = elements + WORD_BYTES * (word // in_row * in_row * columns + word % in_row)
-        place, step = _place_of(word, columns, element, book, parts)
+        place, step = _word_address(word, columns, element, book, parts)
         if to_streams:
-            _move(raw, in_row, place, step, columns)
+            _copy_words(raw, in_row, place, step, columns)
         else:
-            _move(place, step, raw, in_row, columns)
+            _copy_words(place, step, raw, in_row, columns)
 
 
 @compiled
-def _place_of(
+def _word_address(
     word: int, columns: int, element: Element, book: Record, parts: Parts
 ) -> tuple[int, int]:
-    """Where the first column's word of this number lies, and how many words on the next one's."""
+    """Return the address of word `word` of the first column, and the step to the next, in words."""
     stream, bits = parts.codes, book.code_bits
     if word >= bits:
         word, stream, bits = word - bits, parts.low, element.low_bits
@@ -289,7 +294,8 @@ def _place_of(
 
 
 @compiled
-def _move(source: int, step: int, target: int, out_step: int, columns: int) -> None:
+def _copy_words(source: int, step: int, target: int, out_step: int, columns: int) -> None:
+    """Copy one word of each column between two strided arrays."""
     data, out = pointer(source, np.uint32), pointer(target, np.uint32)
     for c in range(columns):
         store(out, out_step * c, load(data, step * c))

@@ -1,48 +1,56 @@
-"""The CPU backend's compiled loops over a chunk's escapes and its entries.
+"""Compiled loops over the escapes of a chunk and their entries. Common arguments:
 
-Arguments that recur:
-
-    fields: address of the chunk's elements, u32 `[16][32]`, see `fields.py`.
-    marks: address of a u32 for each of 32 columns, 1 at the places of escapes.
-    positions: address of u16 `[POSITIONS]`, those of the escapes.
-    entries: address of the chunk's entries; `units` is how many there are.
-    book: a record of `BOOK`, see `segments.py`.
+fields: address of the chunk's elements, uint32 `[16, 32]`; see `fields.py`.
+masks: address of uint32 `[32]`: for each column, 1 at the places of escapes.
+positions: address of uint16 `[POSITIONS]`, positions of the escapes.
+entries: address of the chunk's entries, of which there are `entry_words`.
+book: record of `BOOK`; see `tables.py`.
 """
 
 import numpy as np
 
 from codec.codebook import SECOND_CODES
-from codec.cpu.jit import compiled, load, load_word, lowest, ones, pointer, store, store_word
+from codec.cpu.jit import (
+    compiled,
+    load,
+    load_word,
+    pointer,
+    popcount,
+    store,
+    store_word,
+    trailing_zeros,
+)
 from codec.cpu.tables import Element, Record
-from codec.format import CHUNK, COLUMN, COLUMNS, MAX_NIBBLES, MAX_SECOND
+from codec.format import CHUNK, COLUMN, COLUMNS, MAX_LISTED, MAX_NIBBLES
 
 NIBBLES = 8
-"""Second-level codes in a word."""
-MAX_LISTED = MAX_NIBBLES // NIBBLES + MAX_SECOND
-"""Words of a chunk's entries in a mode with an escape code, unless it is stored in full."""
+"""Second-level codes per word."""
+MAX_CHUNK_WORDS = MAX_NIBBLES // NIBBLES + MAX_LISTED
+"""Maximum entry words of a coded chunk in a mode with an escape code."""
 _AT_ONCE = 8
 POSITIONS = CHUNK + _AT_ONCE
 
 TOO_MANY, OUTSIDE, DISORDERED, EXPONENT, UNUSED, SECOND, COUNT, DISPLACED = range(1, 9)
-"""What may be wrong with a chunk's entries."""
+"""Errors in the entries of a chunk."""
 
 
 @compiled
-def list_positions(marks: int, positions: int) -> int:
-    """Write the escapes' positions; returns how many there are.
+def list_positions(masks: int, positions: int) -> int:
+    """Write the positions of the escapes; return their number.
 
-    Always eight for two columns, since as many turns as there are marks cannot be predicted.
+    At least eight stores are made for each pair of columns, because a loop over the exact number of
+    escapes would be mispredicted.
     """
-    data, out = pointer(marks, np.uint64), pointer(positions, np.uint16)
+    data, out = pointer(masks, np.uint64), pointer(positions, np.uint16)
     count = 0
     for pair in range(COLUMNS // 2):
         left = load(data, pair)
-        found = ones(left)
+        found = popcount(left)
         for i in range(_AT_ONCE):
-            store(out, count + i, np.uint16(2 * COLUMN * pair + lowest(left)))
+            store(out, count + i, np.uint16(2 * COLUMN * pair + trailing_zeros(left)))
             left &= left - np.uint64(1)
         for i in range(_AT_ONCE, found):
-            store(out, count + i, np.uint16(2 * COLUMN * pair + lowest(left)))
+            store(out, count + i, np.uint16(2 * COLUMN * pair + trailing_zeros(left)))
             left &= left - np.uint64(1)
         count += found
     return count
@@ -50,7 +58,7 @@ def list_positions(marks: int, positions: int) -> int:
 
 @compiled
 def _field(position: int) -> int:
-    """The number of an element's field among u16 `[16][32][2]`."""
+    """Return the index of an element's field in uint16 `[16, 32, 2]`."""
     return 2 * (COLUMNS * (position & 15) + (position >> 5)) + (position >> 4 & 1)
 
 
@@ -75,7 +83,7 @@ def _put_exponent(fields: int, position: int, element: Element, exponent: int) -
 
 @compiled
 def write_list(fields: int, element: Element, positions: int, count: int, entries: int) -> None:
-    """Write the entries of a chunk in `TOP16`: a word for each escape."""
+    """Write the entries of a chunk in `TOP16`: one word for each escape."""
     for i in range(count):
         position = _position(positions, i)
         store_word(entries, i, _exponent(fields, position, element) << 16 | position)
@@ -85,12 +93,12 @@ def write_list(fields: int, element: Element, positions: int, count: int, entrie
 def write_levels(
     fields: int, element: Element, positions: int, count: int, book: Record, entries: int
 ) -> int:
-    """Write up to `MAX_LISTED` entries of a chunk in a mode with an escape code.
+    """Write up to `MAX_CHUNK_WORDS` entries of a chunk in a mode with an escape code.
 
-    Returns how many there are, or one more than that if there would be more.
+    Returns their number, or `MAX_CHUNK_WORDS` + 1 if there are more.
     """
     if count > MAX_NIBBLES:
-        return MAX_LISTED + 1
+        return MAX_CHUNK_WORDS + 1
     second_codes = book.second_codes
     nibble_words, nibbles, second = (count + NIBBLES - 1) // NIBBLES, 0, 0
     for i in range(count):
@@ -99,8 +107,8 @@ def write_levels(
         nibble = int(np.int64(second_codes[exponent]))
         nibbles |= nibble << 4 * (i % NIBBLES)
         if nibble == SECOND_CODES:
-            if second == MAX_SECOND:
-                return MAX_LISTED + 1
+            if second == MAX_LISTED:
+                return MAX_CHUNK_WORDS + 1
             store_word(entries, nibble_words + second, exponent << 16 | position)
             second += 1
         if i % NIBBLES == NIBBLES - 1 or i == count - 1:
@@ -110,9 +118,9 @@ def write_levels(
 
 
 @compiled
-def read_list(fields: int, element: Element, entries: int, units: int) -> None:
-    """Put the exponents that a scanned list names at their places."""
-    for i in range(units):
+def read_list(fields: int, element: Element, entries: int, entry_words: int) -> None:
+    """Write the exponents of a validated list into the fields."""
+    for i in range(entry_words):
         entry = load_word(entries, i)
         _put_exponent(fields, entry & CHUNK - 1, element, entry >> 16)
 
@@ -121,21 +129,21 @@ def read_list(fields: int, element: Element, entries: int, units: int) -> None:
 def read_levels(
     fields: int, element: Element, positions: int, count: int, book: Record, entries: int
 ) -> None:
-    """Put the exponents that scanned entries name at the places of the escape codes."""
-    seconds, second = book.seconds, (count + NIBBLES - 1) // NIBBLES
+    """Write the exponents of validated entries into the fields of the escape codes."""
+    second_exponents, second = book.second_exponents, (count + NIBBLES - 1) // NIBBLES
     for i in range(count):
         nibble = load_word(entries, i // NIBBLES) >> 4 * (i % NIBBLES) & 15
         if nibble == SECOND_CODES:
             exponent = load_word(entries, second) >> 16
             second += 1
         else:
-            exponent = int(np.int64(seconds[nibble]))
+            exponent = int(np.int64(second_exponents[nibble]))
         _put_exponent(fields, _position(positions, i), element, exponent)
 
 
 @compiled
-def _number(position: int, columns: int, element: Element) -> int:
-    """Which element of its chunk has this position."""
+def _element_index(position: int, columns: int, element: Element) -> int:
+    """Return the index in the chunk of the element at a position."""
     column, side, row, pair = position >> 5, position >> 4 & 1, position >> 2 & 3, position & 3
     in_row = 2 * pair + side if element.size == 2 else 4 * (pair >> 1) + (pair & 1) + 2 * side
     return 8 * (row * columns + column) + in_row
@@ -150,15 +158,15 @@ def _scan_word(entry: int, element: Element) -> int:
 
 
 @compiled
-def scan_list(element: Element, length: int, columns: int, entries: int, units: int) -> int:
-    """Whether a list of a chunk of `length` elements is valid: 0, or why not."""
+def scan_list(element: Element, length: int, columns: int, entries: int, entry_words: int) -> int:
+    """Validate the list of a chunk of `length` elements; return 0 or an error."""
     last = -1
-    for i in range(units):
+    for i in range(entry_words):
         entry = load_word(entries, i)
         position, error = entry & CHUNK - 1, _scan_word(entry, element)
         if error:
             return error
-        if position >> 5 >= columns or _number(position, columns, element) >= length:
+        if position >> 5 >= columns or _element_index(position, columns, element) >= length:
             return OUTSIDE
         if position <= last:
             return DISORDERED
@@ -167,30 +175,30 @@ def scan_list(element: Element, length: int, columns: int, entries: int, units: 
 
 
 @compiled
-def scan_nibbles(count: int, book: Record, entries: int, units: int) -> tuple[int, int]:
-    """Whether the second-level codes of so many escapes are valid, and words as many as needed.
+def scan_nibbles(count: int, book: Record, entries: int, entry_words: int) -> tuple[int, int]:
+    """Validate the second-level codes of `count` escapes, and the number of words.
 
-    Returns 0 or why not, and how many escapes have a word.
+    Returns 0 or an error, and the number of listed escapes.
     """
     nibble_words, second = (count + NIBBLES - 1) // NIBBLES, 0
-    if count > MAX_NIBBLES or nibble_words > units:
+    if count > MAX_NIBBLES or nibble_words > entry_words:
         return TOO_MANY, 0
     for i in range(count):
         nibble = load_word(entries, i // NIBBLES) >> 4 * (i % NIBBLES) & 15
         if nibble == SECOND_CODES:
             second += 1
-        elif nibble >= book.num_seconds:
+        elif nibble >= book.num_second:
             return SECOND, 0
     if count % NIBBLES and load_word(entries, nibble_words - 1) >> 4 * (count % NIBBLES):
         return UNUSED, 0
-    if second > MAX_SECOND or nibble_words + second != units:
+    if second > MAX_LISTED or nibble_words + second != entry_words:
         return COUNT, 0
     return 0, second
 
 
 @compiled
 def scan_words(element: Element, positions: int, count: int, entries: int) -> int:
-    """Whether the words of escapes, whose second-level codes are valid, are: 0, or why not."""
+    """Validate the listed escapes, after their second-level codes; return 0 or an error."""
     second = (count + NIBBLES - 1) // NIBBLES
     for i in range(count):
         nibble = load_word(entries, i // NIBBLES) >> 4 * (i % NIBBLES) & 15

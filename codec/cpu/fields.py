@@ -1,13 +1,13 @@
-"""The CPU backend's compiled loops between a chunk's elements and its fields.
+"""Compiled loops between the elements of a chunk and their fields.
 
-Two elements at once: a u32 holds a pair's two sides in fields of 16 bits, and a chunk is 16 rows of
-32 such words, `[16][32]`, one for each h = 4 r + i and each column, whatever its element type. What
-concerns exponents and rests then is the same few operations on all fields, and a compiler makes
-vectors of them. Of a short chunk the last columns are not used. Arguments that recur:
+A uint32 holds two elements in 16-bit fields. A chunk is `[16, 32]` such words: one row for each
+h = 4 r + i (see `FORMAT.md`) and one column for each column of the chunk, for every element type.
+Operations on exponents and remainders are then the same for all fields, and are vectorized. A short
+chunk does not use the last columns. Common arguments:
 
-    source, target: address of the chunk's first element; its columns are all there.
-    fields, codes, rests: addresses of u32 `[16][32]`.
-    columns: how many the chunk has.
+    source, target: address of the chunk's first element; all columns are whole.
+    fields, codes, remainders: addresses of uint32 `[16, 32]`.
+    columns: number of columns.
 """
 
 import numpy as np
@@ -18,20 +18,20 @@ from codec.format import COLUMNS
 
 ROWS = 16
 FIELD_BYTES = 4 * ROWS * COLUMNS
-"""Bytes of u32 `[16][32]`."""
+"""Bytes of uint32 `[16, 32]`."""
 NO_CODE = 16
-"""Of a field of codes: the bit that says that the exponent has none."""
+"""Bit of a field of codes that marks an exponent without a code."""
 
 _u = np.uint64
 _EACH = 0x0001_0001_0001_0001
-"""Times a number: that number in each of a u64's four fields."""
+"""Multiplier that copies a number into each of the four fields of a uint64."""
 _QUADS = ROWS * COLUMNS // 2
 _BYTES = 0x00FF_00FF
 
 
 @compiled
 def fill(fields: int, value: int) -> None:
-    """The same number in all fields."""
+    """Set all fields to the same number."""
     out = pointer(fields, np.uint64)
     for j in range(_QUADS):
         store(out, j, _u(_EACH * value))
@@ -39,7 +39,7 @@ def fill(fields: int, value: int) -> None:
 
 @compiled
 def read_pairs(source: int, columns: int, fields: int) -> None:
-    """Elements of two bytes: a row's four words are its four pairs."""
+    """Read elements of two bytes: the four words of a row are its four pairs."""
     for row in range(4):
         data = pointer(source + 16 * row * columns, np.uint32)
         out = pointer(fields + 16 * COLUMNS * row, np.uint32)
@@ -52,7 +52,7 @@ def read_pairs(source: int, columns: int, fields: int) -> None:
 
 @compiled
 def read_bytes(source: int, columns: int, fields: int) -> None:
-    """Elements of one byte: a word's even bytes are a pair, its odd ones are the next."""
+    """Read elements of one byte: the even bytes of a word are one pair, the odd ones the next."""
     for row in range(4):
         data = pointer(source + 8 * row * columns, np.uint32)
         out = pointer(fields + 16 * COLUMNS * row, np.uint32)
@@ -66,7 +66,7 @@ def read_bytes(source: int, columns: int, fields: int) -> None:
 
 @compiled
 def write_pairs(fields: int, columns: int, target: int) -> None:
-    """The inverse of `read_pairs`."""
+    """Write elements of two bytes; inverse of `read_pairs`."""
     for row in range(4):
         data = pointer(fields + 16 * COLUMNS * row, np.uint32)
         out = pointer(target + 16 * row * columns, np.uint32)
@@ -79,7 +79,7 @@ def write_pairs(fields: int, columns: int, target: int) -> None:
 
 @compiled
 def write_bytes(fields: int, columns: int, target: int) -> None:
-    """The inverse of `read_bytes`."""
+    """Write elements of one byte; inverse of `read_bytes`."""
     for row in range(4):
         data = pointer(fields + 16 * COLUMNS * row, np.uint32)
         out = pointer(target + 8 * row * columns, np.uint32)
@@ -95,11 +95,11 @@ def codes_of_window(
     fields: int, mantissa_bits: int, exponent_mask: int, lowest: int, count: int, escape: int,
     codes: int,
 ) -> int:  # fmt: skip
-    """Write the codes of `count` consecutive exponents from `lowest` on; returns the escapes.
+    """Write the codes of `count` consecutive exponents from `lowest` on; return the escapes.
 
-    256 more than the distance from the lowest never borrows from the next field. Of that, with its
-    highest bit flipped, only distances from 0 to `count` - 1 are below `count`. `escape` is the
-    escape code; 0 keeps the low four bits of the distance instead.
+    Adding 256 to the distance from the lowest exponent prevents a borrow from the next field. With
+    bit 8 flipped, exactly the distances 0 to `count` - 1 are below `count`. `escape` is the escape
+    code; 0 keeps the low four bits of the distance instead.
     """
     data, out = pointer(fields, np.uint64), pointer(codes, np.uint64)
     shift, mask = _u(mantissa_bits), _u(_EACH * exponent_mask)
@@ -119,7 +119,7 @@ def codes_of_window(
 def codes_of_table(
     fields: int, mantissa_bits: int, exponent_mask: int, table: NDArray[np.uint8], codes: int
 ) -> int:
-    """Write codes as a table of `BOOK` says, `NO_CODE` for an escape; returns the escapes."""
+    """Write codes by the table of a `BOOK`, `NO_CODE` for escapes; return the number of escapes."""
     data, out = pointer(fields, np.uint16), pointer(codes, np.uint16)
     total = 0
     for j in range(4 * _QUADS):
@@ -130,9 +130,9 @@ def codes_of_table(
 
 
 @compiled
-def rests_of(fields: int, mantissa_bits: int, exponent_bits: int, rests: int) -> None:
-    """Write the rests, sign above mantissa."""
-    data, out = pointer(fields, np.uint64), pointer(rests, np.uint64)
+def remainders_of(fields: int, mantissa_bits: int, exponent_bits: int, remainders: int) -> None:
+    """Write the remainders, sign above mantissa."""
+    data, out = pointer(fields, np.uint64), pointer(remainders, np.uint64)
     down, sign = _u(exponent_bits), _u(_EACH << mantissa_bits)
     mantissa = _u(_EACH * ((1 << mantissa_bits) - 1))
     for j in range(_QUADS):
@@ -142,36 +142,36 @@ def rests_of(fields: int, mantissa_bits: int, exponent_bits: int, rests: int) ->
 
 @compiled
 def exponents_of_table(codes: int, exponents: NDArray[np.uint8]) -> None:
-    """Replace codes of fewer than five bits by the exponents that they mean."""
+    """Replace codes by their exponents."""
     data = pointer(codes, np.uint16)
     for j in range(4 * _QUADS):
         store(data, j, np.uint16(exponents[load(data, j)]))
 
 
 @compiled
-def high_rests_of(rests: int, high: int) -> None:
-    """Write what is above the eight bits of the rests' first stream."""
-    data, out = pointer(rests, np.uint64), pointer(high, np.uint64)
+def high_remainders_of(remainders: int, high: int) -> None:
+    """Write the bits of the remainders above the eight of the first stream."""
+    data, out = pointer(remainders, np.uint64), pointer(high, np.uint64)
     for j in range(_QUADS):
         store(out, j, load(data, j) >> _u(8) & _u(_EACH * 0xFF))
 
 
 @compiled
-def add_high_rests(high: int, rests: int) -> None:
-    """The inverse of `high_rests_of`."""
-    data, out = pointer(high, np.uint64), pointer(rests, np.uint64)
+def add_high_remainders(high: int, remainders: int) -> None:
+    """Merge the high bits into the remainders; inverse of `high_remainders_of`."""
+    data, out = pointer(high, np.uint64), pointer(remainders, np.uint64)
     for j in range(_QUADS):
         store(out, j, load(out, j) | load(data, j) << _u(8))
 
 
 @compiled
 def join(
-    codes: int, lowest: int, rests: int, mantissa_bits: int, exponent_bits: int, fields: int
+    codes: int, lowest: int, remainders: int, mantissa_bits: int, exponent_bits: int, fields: int
 ) -> None:
-    """Write the elements of rests and of exponents, each a code and `lowest`."""
+    """Write the elements of remainders and exponents, which are the codes plus `lowest`."""
     data, more, out = (
         pointer(codes, np.uint64),
-        pointer(rests, np.uint64),
+        pointer(remainders, np.uint64),
         pointer(fields, np.uint64),
     )
     up, exponent_up = _u(exponent_bits), _u(mantissa_bits)

@@ -1,6 +1,6 @@
-"""What the CPU backend's compiled loops are made of: the compiler's settings, memory by address.
+"""Compilation of the CPU loops, and memory access by address.
 
-Loops take addresses, which need no alignment, and numpy's integers of the widths that they name.
+Loops take addresses, which need no alignment, and numpy integers of explicit width.
 """
 
 import hashlib
@@ -17,20 +17,22 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _stamp_of(package: Path) -> str:
-    """Changes with any of a package's sources."""
+    """Return a hash of all Python sources of a package, including its subpackages."""
     sources = (source.read_bytes() for source in sorted(package.rglob("*.py")))
     return "_" + hashlib.blake2b(b"".join(sources), digest_size=8).hexdigest()
 
 
-_STAMP = _stamp_of(Path(__file__).parents[1])
+_PACKAGE = Path(__file__).parents[1]
+_STAMP = _stamp_of(_PACKAGE)
+"""Hash of the sources of the `codec` package."""
 
 
 def compiled(function: _Function) -> _Function:
-    """Compile on first use, without the interpreter's lock, cached on disk where that is possible.
+    """Compile a function on first use, without the interpreter lock, cached on disk if possible.
 
-    numba looks for a writable directory beside the source, then in the user's cache. Where neither
-    is, every process compiles for itself. It knows a cached function by its name and its own file;
-    the stamp in the name makes it know what that calls and imports from other files, too.
+    numba caches beside the source, or in the user's cache directory if that is not writable.
+    Without either, every process compiles for itself. numba identifies a cached function by its
+    name and its own file only. The stamp in the name also covers code in other files.
     """
     function.__qualname__ += _STAMP
     try:
@@ -41,7 +43,7 @@ def compiled(function: _Function) -> _Function:
 
 
 def _pointer_type(_typing_context: Any, _address: Any, element: Any) -> Any:
-    """How `pointer(address, np.uint16)` is typed and compiled: as a cast, without any code."""
+    """Type and compile `pointer(address, np.uint16)`: a cast that generates no code."""
 
     def convert(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -50,7 +52,7 @@ def _pointer_type(_typing_context: Any, _address: Any, element: Any) -> Any:
 
 
 def _load_type(_typing_context: Any, pointer: Any, _index: Any) -> Any:
-    """How `load(pointer, index)` is typed and compiled: from any address."""
+    """Type and compile `load(pointer, index)`, for unaligned addresses."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         loaded = builder.load(builder.gep(arguments[0], [arguments[1]]))
@@ -61,7 +63,7 @@ def _load_type(_typing_context: Any, pointer: Any, _index: Any) -> Any:
 
 
 def _store_type(_typing_context: Any, pointer: Any, _index: Any, _value: Any) -> Any:
-    """How `store(pointer, index, value)` is typed and compiled: to any address."""
+    """Type and compile `store(pointer, index, value)`, for unaligned addresses."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         place = builder.gep(arguments[0], [arguments[1]])
@@ -71,8 +73,8 @@ def _store_type(_typing_context: Any, pointer: Any, _index: Any, _value: Any) ->
     return types.void(pointer, types.int64, pointer.dtype), generate
 
 
-def _ones_type(_typing_context: Any, _value: Any) -> Any:
-    """How `ones(value)`, the number of a u64's bits that are 1, is typed and compiled."""
+def _popcount_type(_typing_context: Any, _value: Any) -> Any:
+    """Type and compile `popcount(value)`: the number of 1 bits of a uint64."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -80,8 +82,8 @@ def _ones_type(_typing_context: Any, _value: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-def _lowest_type(_typing_context: Any, _value: Any) -> Any:
-    """How `lowest(value)`, the place of a u64's lowest 1 or 64, is typed and compiled."""
+def _trailing_zeros_type(_typing_context: Any, _value: Any) -> Any:
+    """Type and compile `trailing_zeros(value)`: index of the lowest 1 of a uint64, 64 for 0."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], context.get_constant(types.boolean, False))
@@ -92,13 +94,13 @@ def _lowest_type(_typing_context: Any, _value: Any) -> Any:
 pointer = intrinsic(_pointer_type)
 load = intrinsic(_load_type)
 store = intrinsic(_store_type)
-ones = intrinsic(_ones_type)
-lowest = intrinsic(_lowest_type)
+popcount = intrinsic(_popcount_type)
+trailing_zeros = intrinsic(_trailing_zeros_type)
 
 
 @compiled
 def clear(address: int, size: int) -> None:
-    """Zero so many bytes."""
+    """Set `size` bytes to zero."""
     data = pointer(address, np.uint8)
     for i in range(size):
         store(data, i, np.uint8(0))
@@ -106,7 +108,7 @@ def clear(address: int, size: int) -> None:
 
 @compiled
 def copy(source: int, target: int, size: int) -> None:
-    """So many bytes, which do not overlap."""
+    """Copy `size` bytes; the ranges must not overlap."""
     data, out = pointer(source, np.uint8), pointer(target, np.uint8)
     for i in range(size):
         store(out, i, load(data, i))
@@ -114,10 +116,11 @@ def copy(source: int, target: int, size: int) -> None:
 
 @compiled
 def load_word(address: int, index: int) -> int:
-    """Word `index` of those that start at an address."""
+    """Return the uint32 at `index` from an address on."""
     return int(np.int64(load(pointer(address, np.uint32), index)))
 
 
 @compiled
 def store_word(address: int, index: int, value: int) -> None:
+    """Store a uint32 at `index` from an address on."""
     store(pointer(address, np.uint32), index, np.uint32(value))

@@ -1,26 +1,26 @@
-"""The CPU backend's compiled loops between a chunk's fields and the words of its streams.
+"""Compiled loops between the fields of a chunk and the words of its streams.
 
-Of b bits an element, the rows of fields go to a column's b words in turn; of three bits, the last
-row goes to the highest bits of all words. The functions are named for these bits. Arguments that
-recur:
+With b bits per element, the rows of fields are distributed over the b words of a column in turn.
+With three bits, the last row uses the highest bit of each half word. The number in a function's
+name is b. Common arguments:
 
-    fields: address of u32 `[16][32]`, see `fields.py`.
-    stream: address of the chunk's part of a stream.
-    columns: how many the chunk has.
+    fields: address of uint32 `[16, 32]`; see `fields.py`.
+    stream: address of the chunk's words in a stream.
+    columns: number of columns.
 """
 
 import numpy as np
 
-from codec.cpu.jit import compiled, load, ones, pointer, store
+from codec.cpu.jit import compiled, load, pointer, popcount, store
 from codec.format import COLUMNS
 
 _EACH = 0x0001_0001
-"""Times a number: that number in both fields of a u32."""
+"""Multiplier that copies a number into both fields of a uint32."""
 _BYTES, _NIBBLES, _THREES = 0xFF * _EACH, 0xF * _EACH, 7 * _EACH
 
 
 @compiled
-def weave8(fields: int, columns: int, stream: int) -> None:
+def pack8(fields: int, columns: int, stream: int) -> None:
     data = pointer(fields, np.uint32)
     for half in range(2):
         out = pointer(stream + 16 * columns * half, np.uint32)
@@ -32,7 +32,7 @@ def weave8(fields: int, columns: int, stream: int) -> None:
 
 
 @compiled
-def unweave8(stream: int, columns: int, fields: int) -> None:
+def unpack8(stream: int, columns: int, fields: int) -> None:
     out = pointer(fields, np.uint32)
     for half in range(2):
         data = pointer(stream + 16 * columns * half, np.uint32)
@@ -44,25 +44,25 @@ def unweave8(stream: int, columns: int, fields: int) -> None:
 
 
 @compiled
-def weave4(fields: int, columns: int, stream: int) -> None:
+def pack4(fields: int, columns: int, stream: int) -> None:
     data, out = pointer(fields, np.uint32), pointer(stream, np.uint32)
     for c in range(columns):
         for word in range(4):
             first, value = COLUMNS * word + c, 0
-            for turn in range(4):
-                value |= (load(data, first + 4 * COLUMNS * turn) & _NIBBLES) << 4 * turn
+            for step in range(4):
+                value |= (load(data, first + 4 * COLUMNS * step) & _NIBBLES) << 4 * step
             store(out, 4 * c + word, np.uint32(value))
 
 
 @compiled
-def unweave4(stream: int, columns: int, fields: int) -> None:
+def unpack4(stream: int, columns: int, fields: int) -> None:
     data, out = pointer(stream, np.uint32), pointer(fields, np.uint32)
     for c in range(columns):
-        # All four come before a store, or else the compiler gathers them one by one.
+        # Load all four words before the first store; otherwise the compiler loads them one by one.
         word0, word1 = load(data, 4 * c), load(data, 4 * c + 1)
         word2, word3 = load(data, 4 * c + 2), load(data, 4 * c + 3)
-        for turn in range(4):
-            shift, first = 4 * turn, 4 * COLUMNS * turn + c
+        for step in range(4):
+            shift, first = 4 * step, 4 * COLUMNS * step + c
             store(out, first, np.uint32(word0 >> shift & _NIBBLES))
             store(out, first + COLUMNS, np.uint32(word1 >> shift & _NIBBLES))
             store(out, first + 2 * COLUMNS, np.uint32(word2 >> shift & _NIBBLES))
@@ -70,34 +70,34 @@ def unweave4(stream: int, columns: int, fields: int) -> None:
 
 
 @compiled
-def weave3(fields: int, columns: int, stream: int) -> None:
+def pack3(fields: int, columns: int, stream: int) -> None:
     data, out = pointer(fields, np.uint32), pointer(stream, np.uint32)
     for c in range(columns):
         last = load(data, 15 * COLUMNS + c)
         for k in range(3):
             word = (last >> k & _EACH) << 15
-            for turn in range(5):
-                word |= (load(data, COLUMNS * (3 * turn + k) + c) & _THREES) << 3 * turn
+            for step in range(5):
+                word |= (load(data, COLUMNS * (3 * step + k) + c) & _THREES) << 3 * step
             store(out, columns * k + c, np.uint32(word))
 
 
 @compiled
-def unweave3(stream: int, columns: int, fields: int) -> None:
+def unpack3(stream: int, columns: int, fields: int) -> None:
     data, out = pointer(stream, np.uint32), pointer(fields, np.uint32)
     for c in range(columns):
         last = 0
         for k in range(3):
             word = load(data, columns * k + c)
             last |= (word >> 15 & _EACH) << k
-            for turn in range(5):
-                store(out, COLUMNS * (3 * turn + k) + c, np.uint32(word >> 3 * turn & _THREES))
+            for step in range(5):
+                store(out, COLUMNS * (3 * step + k) + c, np.uint32(word >> 3 * step & _THREES))
         store(out, 15 * COLUMNS + c, np.uint32(last))
 
 
 @compiled
-def marks_of(fields: int, plus: int, bit: int, marks: int) -> None:
-    """Write a u32 for each of 32 columns: at an element's place, a bit of its field plus `plus`."""
-    data, out = pointer(fields, np.uint32), pointer(marks, np.uint32)
+def escape_masks(fields: int, plus: int, bit: int, masks: int) -> None:
+    """Write a uint32 for each of 32 columns: bit `bit` of the element's field plus `plus`."""
+    data, out = pointer(fields, np.uint32), pointer(masks, np.uint32)
     for c in range(COLUMNS):
         mark = 0
         for row in range(16):
@@ -107,23 +107,24 @@ def marks_of(fields: int, plus: int, bit: int, marks: int) -> None:
 
 @compiled
 def count_escapes4(stream: int, columns: int) -> int:
-    """How many codes of a stream are the highest, as `count_escapes3` for three bits."""
+    """Count the escape codes of a stream of four-bit codes."""
     data, total = pointer(stream, np.uint32), 0
     for word in range(4 * columns):
         value = load(data, word)
         twos = value & value >> 1
-        total += ones(np.uint64(twos & twos >> 2 & 0x1111_1111))
+        total += popcount(np.uint64(twos & twos >> 2 & 0x1111_1111))
     return total
 
 
 @compiled
 def count_escapes3(stream: int, columns: int) -> int:
+    """Count the escape codes of a stream of three-bit codes."""
     data, total = pointer(stream, np.uint32), 0
     for c in range(columns):
         last = 0x8000 * _EACH
         for k in range(3):
             value = load(data, columns * k + c)
             last &= value
-            total += ones(np.uint64(value & value >> 1 & value >> 2 & 0x1249 * _EACH))
-        total += ones(np.uint64(last))
+            total += popcount(np.uint64(value & value >> 1 & value >> 2 & 0x1249 * _EACH))
+        total += popcount(np.uint64(last))
     return total

@@ -1,16 +1,16 @@
-"""The CPU backend's compiled loops of the checksum; `checksum.py` defines it.
+"""Compiled loops of the checksum, which `codec/checksum.py` defines.
 
-A chunk's digests are made word by word of its columns, u64 `[32]`. Arguments that recur:
+The digests of a chunk's columns are accumulated word by word, uint64 `[32]`. Common arguments:
 
-    digests: their address.
-    columns: how many the chunk has.
-    keys: u32 `[16]`, the checksum's.
+    digests: address of the digests.
+    columns: number of columns.
+    keys: uint32 `[16]`, keys of the checksum.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from codec.checksum import GOLDEN, UNITS_BITS
+from codec.checksum import ENTRY_COUNT_BITS, GOLDEN
 from codec.cpu.jit import compiled, load, pointer, store
 from codec.cpu.tables import Element
 from codec.format import COLUMNS
@@ -30,16 +30,16 @@ def _fold(value: Sum) -> Sum:
 
 
 @compiled
-def tag_columns(chunk: int, units: int, columns: int, digests: int) -> None:
-    """Start the digests of a chunk's columns: by its number in the segment and its entries."""
+def tag_columns(chunk: int, entry_words: int, columns: int, digests: int) -> None:
+    """Initialize the digests of a chunk's columns with its number and its entry words."""
     out = pointer(digests, np.uint64)
     for c in range(columns):
-        store(out, c, _u(COLUMNS * chunk + c << UNITS_BITS | units) * _GOLDEN)
+        store(out, c, _u(COLUMNS * chunk + c << ENTRY_COUNT_BITS | entry_words) * _GOLDEN)
 
 
 @compiled
-def add_fours(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
-    """Add four words of each column, `[columns][4]`, with four keys from number `key` on."""
+def add_quads(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
+    """Add four words of each column, `[columns, 4]`, times four keys from index `key` on."""
     data, out = pointer(words, np.uint64), pointer(digests, np.uint64)
     key0, key1, key2, key3 = _u(keys[key]), _u(keys[key + 1]), _u(keys[key + 2]), _u(keys[key + 3])
     for c in range(columns):
@@ -50,8 +50,8 @@ def add_fours(words: int, columns: int, keys: Keys, key: int, digests: int) -> N
 
 
 @compiled
-def add_twos(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
-    """Add two words of each column, `[columns][2]`."""
+def add_pairs(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
+    """Add two words of each column, `[columns, 2]`, times two keys."""
     data, out = pointer(words, np.uint64), pointer(digests, np.uint64)
     key0, key1 = _u(keys[key]), _u(keys[key + 1])
     for c in range(columns):
@@ -60,8 +60,8 @@ def add_twos(words: int, columns: int, keys: Keys, key: int, digests: int) -> No
 
 
 @compiled
-def add_ones(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
-    """Add three words of each column, `[3][columns]`."""
+def add_triples(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
+    """Add three words of each column, `[3, columns]`, times three keys."""
     data, out = pointer(words, np.uint32), pointer(digests, np.uint64)
     key0, key1, key2 = _u(keys[key]), _u(keys[key + 1]), _u(keys[key + 2])
     for c in range(columns):
@@ -72,7 +72,7 @@ def add_ones(words: int, columns: int, keys: Keys, key: int, digests: int) -> No
 
 @compiled
 def sum_columns(digests: int, columns: int) -> Sum:
-    """What a chunk's columns add to the checksum."""
+    """Return the checksum terms of a chunk's columns."""
     data, total = pointer(digests, np.uint64), _u(0)
     for c in range(columns):
         total += _fold(load(data, c))
@@ -81,23 +81,29 @@ def sum_columns(digests: int, columns: int) -> Sum:
 
 @compiled
 def sum_elements(
-    chunk: int, elements: int, columns: int, element: Element, units: int, digests: int, keys: Keys
+    chunk: int,
+    elements: int,
+    columns: int,
+    element: Element,
+    entry_words: int,
+    digests: int,
+    keys: Keys,
 ) -> Sum:
-    """What a chunk adds whose words are its elements: stored raw, without entries, or in full."""
-    tag_columns(chunk, units, columns, digests)
+    """Return the checksum terms of a raw or uncoded chunk, whose words are its elements."""
+    tag_columns(chunk, entry_words, columns, digests)
     for row in range(4):
         if element.size == 2:
-            add_fours(elements + 16 * columns * row, columns, keys, 4 * row, digests)
+            add_quads(elements + 16 * columns * row, columns, keys, 4 * row, digests)
         else:
-            add_twos(elements + 8 * columns * row, columns, keys, 2 * row, digests)
+            add_pairs(elements + 8 * columns * row, columns, keys, 2 * row, digests)
     return sum_columns(digests, columns)
 
 
 @compiled
-def sum_entries(chunk: int, entries: int, units: int) -> Sum:
-    """What a chunk's entries, at this address, add to the checksum."""
+def sum_entries(chunk: int, entries: int, entry_words: int) -> Sum:
+    """Return the checksum terms of a chunk's entries."""
     data, total = pointer(entries, np.uint32), _u(0)
-    for j in range(units):
-        key = _fold(_u(chunk << UNITS_BITS | j) * _GOLDEN) | _u(1)
+    for j in range(entry_words):
+        key = _fold(_u(chunk << ENTRY_COUNT_BITS | j) * _GOLDEN) | _u(1)
         total += _u(load(data, j)) * key
     return total

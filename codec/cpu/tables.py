@@ -1,4 +1,4 @@
-"""What the CPU backend's loops are told about a segment: the tables that `cpu.py` fills."""
+"""Tables and tuples that describe a segment to the compiled loops."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Record = Any
-"""A row of one of these tables; numba reads its fields by name."""
+"""Row of one of these tables; numba accesses its fields by name."""
 Table = NDArray[np.void]
 
 PLANE = np.dtype(
@@ -20,9 +20,14 @@ PLANE = np.dtype(
         ("end", np.int64),
     ]
 )
-"""A plane: address of its first element, strides of pages and heads in bytes; where in the segment
-its block has its streams (of codes, or the only one of a raw plane; of the rests' low bits and high
-ones: where it ends if there are none) and where it ends."""
+"""A plane and its block in the segment.
+
+    address: address of the first element.
+    page_stride, head_stride: in bytes.
+    codes, low, high: byte offsets of the streams in the segment: codes (or the only stream of a
+        raw plane), low and high bits of the remainders. Missing streams start at `end`.
+    end: byte offset of the end of the block.
+"""
 
 BOOK = np.dtype(
     [
@@ -31,33 +36,34 @@ BOOK = np.dtype(
         ("escape", np.int64),
         ("window", np.int64),
         ("lowest", np.int64),
-        ("spilled", np.int64),
-        ("num_seconds", np.int64),
+        ("overflow", np.int64),
+        ("num_second", np.int64),
         ("codes", np.uint8, 256),
         ("second_codes", np.uint8, 256),
         ("exponents", np.uint8, 16),
-        ("seconds", np.uint8, 16),
+        ("second_exponents", np.uint8, 16),
     ]
 )
-"""How a plane is stored; all zeros if raw.
+"""Mode and codebook of a plane; all zeros if raw.
 
-    code_bits, count: bits of a code and how many exponents have one.
+    code_bits, count: bits of a code, and number of exponents with a code.
     escape: the escape code, or 0.
     window: whether the exponents are consecutive; `lowest` is the first.
-    spilled: `format.spilled_words`.
-    codes: the code of each exponent; of those that have none, `fields.NO_CODE` and the code's bits.
+    overflow: `format.overflow_words`.
+    num_second: number of second-level codes.
+    codes: code of each exponent; for exponents without a code, `fields.NO_CODE` and the code bits.
     second_codes: `Codebook.second_table`.
-    exponents: of each code; `seconds`: of each of the `num_seconds` second-level codes.
+    exponents, second_exponents: exponent of each first- and second-level code.
 """
 
 CHUNKS = np.dtype(
     [("page", np.int64), ("head", np.int64), ("start", np.int64), ("length", np.int64)]
 )
-"""A chunk: its run's page and head, its first element in the run, how many it has."""
+"""A chunk: page and head of its run, its first element in the run, and its length in elements."""
 
 
 class Element(NamedTuple):
-    """An element type: its size in bytes, its bits, those of the rest in each stream."""
+    """An element type: unit size in bytes, bits of the fields, bits per remainder stream."""
 
     size: int
     mantissa_bits: int
@@ -66,8 +72,8 @@ class Element(NamedTuple):
     high_bits: int
 
 
-class Places(NamedTuple):
-    """Addresses: of a segment, of its table of starts and of its entries."""
+class SegmentAddresses(NamedTuple):
+    """Addresses of a segment, of its table of starts and of its entries."""
 
     segment: int
     starts: int

@@ -1,1 +1,1 @@
-"""The GPU backend: launch plans and Triton kernels."""
+"""GPU backend: launch plans and Triton kernels."""

@@ -1,4 +1,4 @@
-"""Planes by mode, with all that kernels have to know of them and of their codebooks on a device."""
+"""Planes grouped by mode, with the device tensors that the kernels read about them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,69 +9,78 @@ import torch
 from torch import Tensor
 
 from codec.codebook import Codebook
-from codec.format import WORD_BYTES, Geometry, Layout, Mode, spilled_words
+from codec.format import WORD_BYTES, Geometry, Layout, Mode, SegmentHeader, overflow_words
 from codec.gpu import kernels
 
-_ROW = int(kernels.ROW)
+_PLANE_FIELDS = int(kernels.PLANE_FIELDS)
 
 
 @dataclass(frozen=True)
-class Group:
-    """The planes of one mode, which one launch takes.
+class PlaneGroup:
+    """Planes of the same mode, which one launch processes.
 
     Attributes:
-        rows: see `kernels`.
-        start: where the first plane starts and how far apart they lie, in elements, if all of them
-            are even in this and in what follows.
-        streams: where the first one's streams start, and how far apart blocks lie, in words.
-        encoding, decoding: tables of codes and of the second level, and of exponents; none if the
-            planes are raw.
-        options: what kernels are compiled for.
+        planes: number of planes.
+        rows: int64 `[planes, PLANE_FIELDS]` on the device; see `kernels/parameters.py`.
+        start: element offset of the first plane, and the distance between planes, if evenly spaced.
+        streams: word offsets of the first plane's streams, and the distance between blocks.
+        evenly_spaced: whether planes and blocks have constant distances.
+        encoding: uint8 `[planes, 256]` first- and second-level code tables; empty if raw.
+        decoding: uint8 `[planes, 16]` first- and second-level exponents; empty if raw.
+        options: compile-time configuration of the kernels.
     """
 
     planes: int
     rows: Tensor
     start: tuple[int, int]
     streams: tuple[int, ...]
-    even: bool
+    evenly_spaced: bool
     encoding: tuple[Tensor, ...] = ()
     decoding: tuple[Tensor, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def groups_of(
+def group_planes(
     starts: Sequence[int],
     codebooks: Sequence[Codebook | None],
     geometry: Geometry,
     layout: Layout,
     device: torch.device,
-) -> list[Group]:
-    """The planes by mode, and by whether their codes need a table."""
+) -> list[PlaneGroup]:
+    """Group planes by mode and by whether their codes need a table."""
     rows: dict[tuple[Mode, bool], list[list[int]]] = {}
     books: dict[tuple[Mode, bool], list[Codebook]] = {}
     coded = 0
     for number, (start, book) in enumerate(zip(starts, codebooks, strict=True)):
-        kind = (Mode.RAW, True) if book is None else (book.mode, book.is_window)
+        key = (Mode.RAW, True) if book is None else (book.mode, book.is_window)
         streams = [at // WORD_BYTES for at in layout.blocks[number].streams]
         row = [start, 0, number * geometry.num_chunks, coded * geometry.num_chunks, *streams]
         if book is not None:
             row[1], coded = book.exponents[0], coded + 1
-            books.setdefault(kind, []).append(book)
-        rows.setdefault(kind, []).append(row)
-    return [_group(rows[kind], books.get(kind, []), device) for kind in rows]
+            books.setdefault(key, []).append(book)
+        rows.setdefault(key, []).append(row)
+    return [_group(rows[key], books.get(key, []), device) for key in rows]
 
 
-def _group(rows: list[list[int]], books: list[Codebook], device: torch.device) -> Group:
+def used_codebooks(
+    header: SegmentHeader, codebooks: Sequence[Codebook | None]
+) -> list[Codebook | None]:
+    """Return the codebook of each plane of a segment, None where it is stored raw."""
+    pairs = zip(header.planes, codebooks, strict=True)
+    return [None if plane.mode is Mode.RAW else book for plane, book in pairs]
+
+
+def _group(rows: list[list[int]], books: list[Codebook], device: torch.device) -> PlaneGroup:
     steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(rows)]
     first, step = rows[0], steps[0] if steps else [0] * len(rows[0])
-    even = all(s[0] == step[0] and set(s[4:]) == {step[4]} for s in steps)
-    padded = [row + [0] * (_ROW - len(row)) for row in rows]
-    group = Group(
+    evenly_spaced = all(s[0] == step[0] and set(s[4:]) == {step[4]} for s in steps)
+    padded = [row + [0] * (_PLANE_FIELDS - len(row)) for row in rows]
+    group = PlaneGroup(
         len(rows),
         torch.tensor(padded).to(device),
         (first[0], step[0]),
         (*padded[0][4:7], step[4]),
-        even,
+        evenly_spaced,
     )
     if not books:
         return group
@@ -90,20 +99,20 @@ def _group(rows: list[list[int]], books: list[Codebook], device: torch.device) -
 
 
 def _options(book: Codebook) -> dict[str, Any]:
-    """What kernels are compiled for, of planes with codebooks like this one."""
+    """Return the compile-time configuration for planes with codebooks like this one."""
     element, mode = book.element, book.mode
     return {
-        "SHIFT": element.mantissa_bits,
-        "MASK": element.exponents - 1,
-        "RESTS": element.rest_widths,
-        "BITS": mode.code_bits,
-        "ESCAPES": mode.has_escape_code,
-        "WINDOW": book.is_window,
-        "SPILLED": spilled_words(element, mode),
+        "MANTISSA_BITS": element.mantissa_bits,
+        "EXPONENT_MASK": element.exponents - 1,
+        "REMAINDER_WIDTHS": element.remainder_widths,
+        "CODE_BITS": mode.code_bits,
+        "HAS_ESCAPE_CODE": mode.has_escape_code,
+        "IS_WINDOW": book.is_window,
+        "OVERFLOW_WORDS": overflow_words(element, mode),
     }
 
 
 def _bytes(tables: Sequence[bytes], size: int, device: torch.device) -> Tensor:
-    """u8 `[tables, size]`, zeros behind what is shorter."""
+    """Return uint8 `[tables, size]`, with short tables padded with zeros."""
     data = bytearray(b"".join(table.ljust(size, b"\0") for table in tables))
     return torch.frombuffer(data, dtype=torch.uint8).to(device)

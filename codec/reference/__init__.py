@@ -1,1 +1,1 @@
-"""The codec in plain torch: the specification of both backends."""
+"""Reference backend: the specification, in torch."""

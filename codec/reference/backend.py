@@ -1,8 +1,8 @@
-"""The specification: encode, decode and checksum in torch, for any device, written to be read.
+"""Reference backend: the specification of encode, decode and checksum, in torch, on any device.
 
-Every other backend writes the same bytes. A backend is these three functions; `ops.py` checks all
-arguments before and writes the header after, so none of them validates more than what a payload's
-starts and entries say. `packing.py` has columns and words, `coded_plane.py` codes and entries.
+Every backend consists of these three functions and writes the same bytes. `ops.py` validates all
+arguments before and writes the header after; a backend only validates the starts and entries of a
+payload. `packing.py` defines columns and words, `coded_plane.py` codes and entries.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from codec import checksum
 from codec.codebook import Codebook
-from codec.elements import ElementType, element_of
+from codec.elements import element_of, unit_view
 from codec.errors import FormatError
 from codec.format import Geometry, Layout, Mode, SegmentHeader
 from codec.mix import MASK64
@@ -28,38 +28,42 @@ def encode_planes(
     layout: Layout,
     out: Tensor,
 ) -> tuple[int, int, int]:
-    """Write the table of starts, all blocks and the entries, and nothing past the segment's end.
+    """Write the table of starts, all blocks and the entries; nothing past the segment's end.
 
     Args:
-        planes: `[page, kv_head, slot, dim]` each, of one element type.
-        codebooks: one for each plane; `None` stores it raw.
-        pages: int64 `[num_pages]` on the CPU.
-        out: u8 `[>= layout.bound]`.
+        planes: tensors `[page, kv_head, slot, dim]` of one dtype.
+        codebooks: one for each plane; None stores it raw.
+        pages: int64 `[num_pages]` page ids, on the CPU.
+        geometry: geometry of the segment.
+        layout: layout of the segment.
+        out: uint8 `[>= layout.bound]`.
 
-    Returns how many words the entries take, the checksum, and how many elements, in planes with a
-    codebook, have an exponent without a code.
+    Returns:
+        Words of the entries, checksum, and escapes in planes with a codebook.
     """
     out[layout.starts : layout.entries] = 0
     element, columns = element_of(planes[0].dtype), Columns.of(geometry, out.device)
     total = escapes = 0
-    units = [torch.zeros(1, dtype=torch.int64, device=out.device)]
-    entries = [units[0][:0]]
+    entry_words = [torch.zeros(1, dtype=torch.int64, device=out.device)]
+    entries = [entry_words[0][:0]]
     for number, (plane, codebook) in enumerate(zip(planes, codebooks, strict=True)):
         content, mode = _gather(plane, pages, geometry), codebook.mode if codebook else Mode.RAW
         if codebook is None:
-            words = pack(columns.cut(content, element, 0), 8 * element.size, raw=True)
+            words = pack(columns.split(content, element, 0), 8 * element.size, raw=True)
             total += _sum_of_raw(words, columns, number)
         else:
             lowest = codebook.exponents[0] << element.mantissa_bits
-            coded, escaped = encode_plane(columns.cut(content, element, lowest), columns, codebook)
+            coded, escaped = encode_plane(
+                columns.split(content, element, lowest), columns, codebook
+            )
             words = coded.words
             total += checksum_of(coded, number, columns, codebook)
-            units.append(coded.units)
+            entry_words.append(coded.entry_words)
             entries.append(coded.entries)
             escapes += escaped
         put_words(out, columns.addresses(layout.blocks[number], element, mode), words)
     if layout.coded_chunks:
-        starts = torch.cat(units).cumsum(0)
+        starts = torch.cat(entry_words).cumsum(0)
         put_words(out, consecutive(layout.starts, len(starts), out.device), starts)
     listed = torch.cat(entries)
     out[layout.entries : layout.length(len(listed))] = 0
@@ -75,9 +79,13 @@ def decode_planes(
     codebooks: Sequence[Codebook | None],
     pages: Tensor,
 ) -> int:
-    """Validate starts and entries, then write all planes; the checksum of what the payload says.
+    """Validate the starts and entries, then write all planes; arguments as for `encode_planes`.
 
-    Args as for `encode_planes`. Raises `FormatError` before anything is written.
+    Returns:
+        The checksum of the payload's content.
+
+    Raises:
+        FormatError: a start or an entry is invalid. Nothing was written.
     """
     element, columns = header.element, Columns.of(header.geometry, payload.device)
     starts = _read_starts(payload, header, layout)
@@ -94,59 +102,54 @@ def decode_planes(
             coded = CodedPlane(words, own.diff(), entries[int(own[0]) : int(own[-1])])
             patterns = decode_plane(coded, columns, codebook)
             total += checksum_of(coded, number, columns, codebook)
-        contents.append(columns.joined(patterns, element))
+        contents.append(columns.join(patterns, element))
     for plane, content in zip(planes, contents, strict=True):
         _scatter(content, plane, pages, header.geometry)
     return total & MASK64
 
 
 def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry) -> int:
-    """The checksum of the segment of these planes, all stored raw. Args as for `encode_planes`."""
+    """Return the checksum of planes as if they were stored raw."""
     element, columns = element_of(planes[0].dtype), Columns.of(geometry, planes[0].device)
     total = 0
     for number, plane in enumerate(planes):
-        patterns = columns.cut(_gather(plane, pages, geometry), element, 0)
+        patterns = columns.split(_gather(plane, pages, geometry), element, 0)
         total += _sum_of_raw(pack(patterns, 8 * element.size, raw=True), columns, number)
     return total & MASK64
 
 
 def _sum_of_raw(words: Tensor, columns: Columns, plane: int) -> int:
-    """What the columns `[columns, words]` of a raw plane add to the checksum."""
+    """Return the checksum terms of the columns `[columns, words]` of a raw plane."""
     chunk = plane * len(columns.lengths) + columns.chunk
     return int(checksum.columns(words, chunk, columns.column, 0))
 
 
 def _read_starts(payload: Tensor, header: SegmentHeader, layout: Layout) -> Tensor:
-    """Where each coded chunk's entries start, and where they end; int64 `[coded_chunks + 1]`."""
+    """Return where the entries of each coded chunk start, int64 `[coded_chunks + 1]`."""
     if not layout.coded_chunks:
         return torch.zeros(1, dtype=torch.int64, device=payload.device)
     table = consecutive(layout.starts, layout.coded_chunks + 1, payload.device)
     starts = get_words(payload, table)
     if int(starts[0]) or bool((starts.diff() < 0).any()):
-        raise FormatError("the starts of the entries do not ascend from 0")
+        raise FormatError("the table of starts is not ascending from 0")
     if layout.length(int(starts[-1])) != header.length:
-        raise FormatError(f"{int(starts[-1])} words of entries do not make {header.length} bytes")
+        raise FormatError(f"{int(starts[-1])} entry words do not match {header.length} bytes")
     return starts
 
 
 def _gather(plane: Tensor, pages: Tensor, geometry: Geometry) -> Tensor:
-    """The valid slots as int64 patterns `[elements]`, in the order `[kv_head, token, dim]`."""
+    """Return the bit patterns of the valid slots, int64 `[elements]`, in segment order."""
     element = element_of(plane.dtype)
-    by_head = _bits(plane, element)[pages.to(plane.device)].transpose(0, 1)
+    by_head = unit_view(plane)[pages.to(plane.device)].transpose(0, 1)
     tokens = by_head.reshape(geometry.kv_heads, -1, geometry.dim)[:, : geometry.num_tokens]
     return tokens.reshape(-1).to(torch.int64) & (1 << 8 * element.size) - 1
 
 
 def _scatter(content: Tensor, plane: Tensor, pages: Tensor, geometry: Geometry) -> None:
-    """The inverse of `_gather`: write the valid slots, and no other."""
-    target = _bits(plane, element_of(plane.dtype))
+    """Write the valid slots, and no other; inverse of `_gather`."""
+    target = unit_view(plane)
     tokens = content.to(target.dtype).view(geometry.kv_heads, geometry.num_tokens, geometry.dim)
     for number, page in enumerate(pages.tolist()):
         start = number * geometry.page_slots
         run = tokens[:, start : start + geometry.page_slots]
         target[page, :, : run.shape[1]] = run
-
-
-def _bits(plane: Tensor, element: ElementType) -> Tensor:
-    """The same memory as integers."""
-    return plane.view(torch.int16 if element.size == 2 else torch.uint8)

@@ -1,8 +1,10 @@
 import pytest
+import torch
 
 import codec
-from codec.ops import Backend
-from tests.codec.samples import BACKENDS, BOOK
+from codec.backend import Backend
+from tests.codec.payloads import encoded
+from tests.codec.samples import BACKENDS, BOOK, Pages, make_pages
 
 
 @pytest.fixture(params=sorted(BACKENDS))
@@ -14,3 +16,13 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 def codebook() -> codec.Codebook:
     """Sixteen codes for the exponents of values near one."""
     return BOOK
+
+
+@pytest.fixture
+def source() -> Pages:
+    return make_pages(17, kind="mixed")
+
+
+@pytest.fixture
+def payload(source: Pages, codebook: codec.Codebook) -> torch.Tensor:
+    return encoded(source, [codebook] * 2)

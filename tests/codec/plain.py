@@ -1,4 +1,4 @@
-"""A decoder of wire version 3 in plain Python, written from `codec/README.md` and `checksum.py`."""
+"""Decoder of wire version 3 in plain Python, written from `codec/FORMAT.md` and `checksum.py`."""
 
 import struct
 import zlib
@@ -9,12 +9,14 @@ from itertools import pairwise
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 TYPES = {1: (8, 7, [8]), 2: (5, 10, [8, 3]), 3: (5, 2, [3]), 4: (4, 3, [4])}
-"""Of each element type: bits of exponent and mantissa, and its streams of the rest."""
+"""Element type number → bits of exponent and mantissa, and of each remainder stream."""
+INTEGERS = {16: 1, 17: 1, 18: 2, 19: 2, 20: 2}
+"""Bytes of a stored unit of each integer type."""
 CODE_BITS = {1: 4, 2: 4, 3: 3}
 ESCAPE = {2: 15, 3: 7}
 
 Book = tuple[Sequence[int], Sequence[int]]
-"""The exponents of a codebook and those of its second level."""
+"""Exponents of the first- and second-level codes of a codebook."""
 
 
 def mix64(z: int) -> int:
@@ -32,9 +34,9 @@ def fold(z: int) -> int:
     return y ^ y >> 32
 
 
-def column_term(words: Sequence[int], chunk: int, column: int, units: int) -> int:
+def column_term(words: Sequence[int], chunk: int, column: int, entry_words: int) -> int:
     digest = sum(word * key for word, key in zip(words, KEYS, strict=False))
-    return fold(digest + ((32 * chunk + column) << 8 | units) * GOLDEN)
+    return fold(digest + ((32 * chunk + column) << 8 | entry_words) * GOLDEN)
 
 
 def entry_term(word: int, chunk: int, number: int) -> int:
@@ -45,8 +47,8 @@ def padded(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def seat(number: int, columns: int, size: int) -> tuple[int, int, int, int]:
-    """Column, row, pair and side of an element of a chunk."""
+def location(number: int, columns: int, size: int) -> tuple[int, int, int, int]:
+    """Return column, row, pair and side of an element of a chunk."""
     row, column = divmod(number // 8, columns)
     if size == 2:
         return column, row, number % 8 // 2, number % 2
@@ -54,7 +56,7 @@ def seat(number: int, columns: int, size: int) -> tuple[int, int, int, int]:
 
 
 def bits_at(words: Sequence[int], width: int, row: int, pair: int, side: int) -> int:
-    """The bits of an element in a column's words of a stream of this width."""
+    """Return the bits of an element from a column's words in a stream of this width."""
     h, half = 4 * row + pair, 16 * side
     if width != 3 or h < 15:
         return words[h % width] >> (width * (h // width) + half) & (1 << width) - 1
@@ -62,7 +64,7 @@ def bits_at(words: Sequence[int], width: int, row: int, pair: int, side: int) ->
 
 
 def raw_bits_at(words: Sequence[int], size: int, row: int, pair: int, side: int) -> int:
-    """An element of a column's words as they lie in memory."""
+    """Return an element from a column's words as they lie in memory."""
     h, half = 4 * row + pair, 16 * side
     if size == 2:
         return words[h] >> half & 0xFFFF
@@ -71,17 +73,17 @@ def raw_bits_at(words: Sequence[int], size: int, row: int, pair: int, side: int)
 
 @dataclass
 class Segment:
-    """What a segment says.
+    """Decoded content of a segment.
 
     Attributes:
-        planes: of each plane its elements' patterns, `[kv_head, token, dim]`.
-        units: of each plane with codes, how many entries each chunk has.
+        planes: bit patterns of each plane, `[kv_head, token, dim]`.
+        entry_words: entry words of each chunk, for each plane with codes.
     """
 
     data: bytes
     books: Sequence[Book | None]
     planes: list[list[int]] = field(default_factory=list)
-    units: list[list[int]] = field(default_factory=list)
+    entry_words: list[list[int]] = field(default_factory=list)
     checksum: int = 0
 
     def __post_init__(self) -> None:
@@ -93,12 +95,16 @@ class Segment:
         assert (magic, version, zero, length) == (b"HRSZ", 3, 0, len(data))
         assert crc == zlib.crc32(data[:20] + data[24:40] + data[64 : 64 + 16 * count])
         assert seal == mix64(length ^ mix64(checksum ^ crc))
-        self.exponent_bits, self.mantissa_bits, self.rest = TYPES[element]
-        self.size = (1 + self.exponent_bits + self.mantissa_bits) // 8
+        self.exponent_bits, self.mantissa_bits, self.remainder_widths = TYPES.get(
+            element, (0, 0, [])
+        )
+        self.size = INTEGERS.get(element) or (1 + self.exponent_bits + self.mantissa_bits) // 8
         runs = [min(slots, tokens - first) * dim for first in range(0, tokens, slots)] * heads
         self.lengths = [min(1024, run - at) for run in runs for at in range(0, run, 1024)]
         modes = [data[64 + 16 * plane] for plane in range(count)]
-        widths = [[CODE_BITS[mode], *self.rest] if mode else [8 * self.size] for mode in modes]
+        widths = [
+            [CODE_BITS[mode], *self.remainder_widths] if mode else [8 * self.size] for mode in modes
+        ]
         columns = sum(-(-length // 32) for length in self.lengths)
 
         table = at = 64 + 16 * count
@@ -120,7 +126,7 @@ class Segment:
             own = [0] * (len(self.lengths) + 1)
             if mode:
                 own, starts = starts[: len(own)], starts[len(own) - 1 :]
-                self.units.append([end - start for start, end in pairwise(own)])
+                self.entry_words.append([end - start for start, end in pairwise(own)])
             self._plane(plane, mode, blocks[plane], widths[plane], own)
         assert self.checksum & MASK == checksum
 
@@ -146,19 +152,19 @@ class Segment:
             before += columns
 
     def _term(
-        self, words: list[list[int]], entries: Sequence[int], chunk: int, spilled: int
+        self, words: list[list[int]], entries: Sequence[int], chunk: int, overflow: int
     ) -> int:
-        """What a chunk adds to the checksum, of columns that spill so many words in full."""
-        columns, units = len(words), len(entries)
-        full = spilled > 0 and units == spilled * columns
-        total = 0 if full else sum(entry_term(w, chunk, j) for j, w in enumerate(entries))
+        """Return the checksum terms of a chunk."""
+        columns, entry_words = len(words), len(entries)
+        uncoded = overflow > 0 and entry_words == overflow * columns
+        total = 0 if uncoded else sum(entry_term(w, chunk, j) for j, w in enumerate(entries))
         for column, own in enumerate(words):
-            beyond = [entries[j * columns + column] for j in range(spilled)] if full else []
-            total += column_term([*own, *beyond], chunk, column, units)
+            last_words = [entries[j * columns + column] for j in range(overflow)] if uncoded else []
+            total += column_term([*own, *last_words], chunk, column, entry_words)
         return total
 
     def _word(self, at: int, w: int, width: int, column: int, columns: int, mode: int) -> int:
-        """Word w of a column, of a chunk whose words start at byte `at`."""
+        """Return word `w` of a column of the chunk that starts at byte `at`."""
         together = {8: 4, 4: 4, 3: 1}[width] if mode else 2 * self.size
         index = together * columns * (w // together) + together * column + w % together
         return int.from_bytes(self.data[at + 4 * index : at + 4 * index + 4], "little")
@@ -172,23 +178,25 @@ class Segment:
         entries: Sequence[int],
         plane: int,
     ) -> list[int]:
-        columns, spilled = len(words), 8 * self.size - sum(widths)
-        assert len(entries) <= spilled * columns
-        seats = [seat(number, columns, self.size) for number in range(length)]
-        if len(entries) == spilled * columns:
-            full = [own + list(entries[column::columns]) for column, own in enumerate(words)]
-            return [raw_bits_at(full[column], self.size, *rest) for column, *rest in seats]
+        columns, overflow = len(words), 8 * self.size - sum(widths)
+        assert len(entries) <= overflow * columns
+        locations = [location(number, columns, self.size) for number in range(length)]
+        if len(entries) == overflow * columns:
+            uncoded = [own + list(entries[column::columns]) for column, own in enumerate(words)]
+            return [raw_bits_at(uncoded[column], self.size, *rest) for column, *rest in locations]
         book = self.books[plane]
         assert book is not None
-        codes, rests = [], []
-        for column, *where in seats:
+        codes, remainders = [], []
+        for column, *where in locations:
             own, values = words[column], []
             for width in widths:
                 values.append(bits_at(own, width, *where))
                 own = own[width:]
             codes.append(values[0])
-            rests.append(values[1] | (values[2] << 8 if len(values) > 2 else 0))
-        positions = [32 * column + 16 * side + 4 * row + pair for column, row, pair, side in seats]
+            remainders.append(values[1] | (values[2] << 8 if len(values) > 2 else 0))
+        positions = [
+            32 * column + 16 * side + 4 * row + pair for column, row, pair, side in locations
+        ]
         escapes = sorted(
             p for p, code in zip(positions, codes, strict=True) if code == ESCAPE.get(mode)
         )
@@ -201,11 +209,11 @@ class Segment:
         return [
             (rest >> self.mantissa_bits << self.exponent_bits | exponent) << self.mantissa_bits
             | rest & (1 << self.mantissa_bits) - 1
-            for exponent, rest in zip(exponents, rests, strict=True)
+            for exponent, rest in zip(exponents, remainders, strict=True)
         ]
 
     def _listed(self, entries: Sequence[int]) -> dict[int, int]:
-        """Position → exponent."""
+        """Return the exponents of listed escapes by position."""
         found = {word % 2**16: word >> 16 for word in entries}
         assert list(found) == sorted(found)
         assert len(found) == len(entries)

@@ -1,4 +1,4 @@
-"""Codebooks, pages full of tokens, and bits instead of numbers, for the codec's tests."""
+"""Codebooks, pages and bit patterns for the codec's tests."""
 
 from dataclasses import dataclass, field
 
@@ -6,24 +6,25 @@ import torch
 from torch import Tensor
 
 import codec
+from codec.backend import Backend
 from codec.cpu import backend as cpu
-from codec.elements import BY_NAME, ELEMENT_TYPES, ElementType, element_of
+from codec.elements import BY_NAME, FLOAT_TYPES, ElementType, element_of
 from codec.format import Mode
-from codec.ops import Backend
 from codec.reference import backend as reference
 
 BACKENDS: dict[str, Backend] = {"reference": reference, "cpu": cpu}
-STALE = {1: 0x7F, 2: 0x7FC1}
-"""Of an element's size: the pattern, a NaN, of slots that hold no token."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+STALE = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC1_7FC1, 8: 0x7FC1_7FC1_7FC1_7FC1}
+"""Element size in bytes → pattern of slots without a token: a NaN in floating-point types."""
 
 
 def modes_of(element: ElementType) -> list[Mode]:
-    """The modes that have codes for this type."""
-    return [mode for mode in Mode if mode and mode.code_bits < element.exponent_bits]
+    """Return the modes with codes that a type supports."""
+    return [mode for mode in Mode if mode and mode.supports(element)]
 
 
 def window(element: ElementType, mode: Mode) -> codec.Codebook:
-    """Exponents of values near one, as N(0, 1) has them; at the second level those below."""
+    """Return a codebook of consecutive exponents around one; those below are second-level."""
     top = element.exponents // 2 + 2
     first = top - mode.codes
     second = range(max(0, first - 15), first) if mode.has_escape_code else ()
@@ -31,7 +32,7 @@ def window(element: ElementType, mode: Mode) -> codec.Codebook:
 
 
 def gaps(element: ElementType, mode: Mode) -> codec.Codebook:
-    """The first exponent, some around one, and the last; only three at the second level."""
+    """Return a codebook of the first exponent, some around one, and the last."""
     top = element.exponents // 2 + 2
     exponents = (0, *range(top - mode.codes + 2, top), element.exponents - 1)
     second = (1, 2, top) if mode.has_escape_code else ()
@@ -40,27 +41,27 @@ def gaps(element: ElementType, mode: Mode) -> codec.Codebook:
 
 BOOKS = {
     f"{element.name}-{mode.name.lower()}-{kind.__name__}": kind(element, mode)
-    for element in ELEMENT_TYPES
+    for element in FLOAT_TYPES
     for mode in modes_of(element)
     for kind in (window, gaps)
 }
 BOOK = BOOKS["bf16-top16-window"]
 EVERY: dict[str, codec.Codebook | None] = {**BOOKS, **dict.fromkeys(BY_NAME)}
-"""Every way to store a plane; without a codebook, raw, under the name of the element type."""
+"""Every way to store a plane; None (raw) under the names of the element types."""
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Of a name in `EVERY`."""
+    """Return the dtype of a name in `EVERY`."""
     return BY_NAME[name.split("-")[0]].dtype
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The patterns of a tensor, i16 or u8: NaNs compare too."""
-    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
+    """The bit patterns of a tensor as integers of the same size, so that NaNs compare equal."""
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 def from_bits(patterns: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return patterns.to(torch.int16 if dtype.itemsize == 2 else torch.uint8).view(dtype)
+    return patterns.to(_INTEGERS[dtype.itemsize]).view(dtype)
 
 
 def stale_like(plane: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ def stale_like(plane: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pages:
-    """Planes `[page, kv_head, slot, dim]` of which `num_tokens` in `ids` are valid."""
+    """Planes `[page, kv_head, slot, dim]` with `num_tokens` valid tokens in the pages `ids`."""
 
     planes: list[Tensor]
     ids: list[int]
@@ -85,13 +86,13 @@ class Pages:
         )
 
     def content(self) -> Tensor:
-        """Patterns `[plane, kv_head, token, dim]`."""
+        """Return the bit patterns of the tokens, `[plane, kv_head, token, dim]`."""
         _, heads, _, dim = self.planes[0].shape
         tokens = [bits(plane)[self.ids].transpose(0, 1) for plane in self.planes]
         return torch.stack([t.reshape(heads, -1, dim)[:, : self.num_tokens] for t in tokens])
 
     def empty_like(self) -> "Pages":
-        """Other pages of the same pool size, all stale, under other ids."""
+        """Return other pages of equal shape without tokens, under other ids."""
         planes = [stale_like(plane) for plane in self.planes]
         order = torch.randperm(len(self.planes[0]), generator=self.generator).tolist()
         return Pages(planes, order[: len(self.ids)], self.num_tokens, self.generator)
@@ -108,12 +109,12 @@ def make_pages(
     book: codec.Codebook = BOOK,
     dtype: torch.dtype | None = None,
 ) -> Pages:
-    """Random pages.
+    """Return random pages.
 
     Args:
-        kind: `normal`, `random` patterns, `mixed` of both by page and head, or how many elements
-            have no code in the codebook, half of them one at its second level.
-        dtype: the codebook's, unless it is named.
+        kind: `normal`, `random` patterns, `mixed` of both by page and head, or the fraction of
+            elements without a code, about half of which have a second-level code.
+        dtype: dtype of the planes; the codebook's by default.
     """
     generator = torch.Generator().manual_seed(num_tokens * 1009 + dim)
     needed = -(-num_tokens // slots)
@@ -137,7 +138,7 @@ def _content(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Tensor:
-    random = torch.randint(0, 1 << 8 * dtype.itemsize, shape, generator=generator)
+    random = random_patterns(shape, dtype, generator)
     if isinstance(kind, float):
         return with_escapes(random, kind, book, generator)
     if kind == "random":
@@ -147,10 +148,18 @@ def _content(
     return from_bits(normal if kind == "normal" else torch.where(wild, random, normal), dtype)
 
 
+def random_patterns(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None = None
+) -> Tensor:
+    """Uniformly distributed bit patterns of a dtype, int64."""
+    low, high = (0, 1 << 8 * dtype.itemsize) if dtype.itemsize < 8 else (-(1 << 63), (1 << 63) - 1)
+    return torch.randint(low, high, shape, generator=generator)
+
+
 def with_escapes(
     patterns: Tensor, share: float, book: codec.Codebook, generator: torch.Generator
 ) -> Tensor:
-    """Elements with the signs and mantissas of these patterns, so many of them without a code."""
+    """Return elements with these signs and mantissas, a fraction of them without a code."""
     element = book.element
     others = sorted(set(range(element.exponents)) - set(book.exponents))
     others += list(book.second) * (len(others) // max(len(book.second), 1))

@@ -1,4 +1,4 @@
-"""Calibration, ids and the artifact of a model."""
+"""Calibration, codebook ids and the artifact of a model."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 import codec
 from codec import Mode
 from codec.calibrate import Histogram
-from codec.elements import BF16, BY_NAME, E4M3, E5M2, FP16, ElementType
+from codec.elements import BF16, BY_NAME, E4M3, E5M2, FLOAT_TYPES, FP16, INTEGER_TYPES, ElementType
 from tests.codec.samples import BOOKS, from_bits, modes_of
 
 
@@ -22,7 +22,7 @@ def histogram(counts: dict[int, int], element: ElementType = BF16) -> Histogram:
     return Histogram.of(with_counts(counts, element), element.dtype)
 
 
-def test_the_most_frequent_are_taken_and_ties_go_to_the_smaller() -> None:
+def test_calibration_selects_most_frequent_exponents_and_smaller_on_ties() -> None:
     counts = dict.fromkeys(range(100, 110), 9) | dict.fromkeys(range(200, 220), 3) | {7: 1}
     sample = with_counts(counts)
     book = codec.calibrate(sample, mode=Mode.TOP16)
@@ -35,7 +35,7 @@ def test_the_most_frequent_are_taken_and_ties_go_to_the_smaller() -> None:
     assert book.second == (107, 108, 109, *range(200, 212))
 
 
-def test_codes_that_are_left_go_to_zero_and_to_the_neighbours() -> None:
+def test_unused_codes_go_to_zero_and_neighbouring_exponents() -> None:
     sample = with_counts({120: 5, 121: 2})
     assert codec.calibrate(sample, mode=Mode.TOP16).exponents == tuple(range(112, 128))
     book = codec.calibrate(sample, mode=Mode.INBAND)
@@ -44,8 +44,10 @@ def test_codes_that_are_left_go_to_zero_and_to_the_neighbours() -> None:
 
 
 @pytest.mark.parametrize(("outside", "is_window"), [(2, True), (200, False)])
-def test_codes_are_a_window_unless_that_costs_much(outside: int, is_window: bool) -> None:
-    """The window has to list 2 or 200 elements instead of one: 0.002 or 0.4 bits more of 12."""
+def test_calibration_prefers_a_window_unless_it_is_much_larger(
+    outside: int, is_window: bool
+) -> None:
+    """The window must list 2 or 200 elements instead of one: 0.002 or 0.4 bits more than 12."""
     counts = dict.fromkeys(range(100, 115), 1000) | {115: 1, 200: outside}
     book = codec.calibrate(with_counts(counts), mode=Mode.TOP16)
     assert book.is_window == is_window
@@ -61,12 +63,14 @@ def test_codes_are_a_window_unless_that_costs_much(outside: int, is_window: bool
         (dict.fromkeys(range(100, 115), 100) | dict.fromkeys(range(115, 125), 1), Mode.INBAND),
     ],
 )
-def test_the_mode_is_the_one_of_the_fewest_bits(counts: dict[int, int], mode: Mode) -> None:
+def test_calibration_selects_the_mode_with_the_fewest_bits(
+    counts: dict[int, int], mode: Mode
+) -> None:
     assert codec.calibrate(with_counts(counts)).mode is mode
 
 
-def test_bits_are_codes_rests_and_escapes() -> None:
-    """Of 100 elements, four have another exponent than about 120."""
+def test_histogram_bits_sum_codes_remainders_and_escapes() -> None:
+    """Four of 100 elements have an exponent far from 120."""
     counts = histogram({120: 90, 121: 6, 130: 4})
     three, fifteen, sixteen = (tuple(range(114, 114 + n)) for n in (7, 15, 16))
     assert counts.bits(codec.Codebook(sixteen)) == pytest.approx(4 + 8 + 32 * 4 / 100)
@@ -78,7 +82,7 @@ def test_bits_are_codes_rests_and_escapes() -> None:
     assert counts.bits(three_bit) == pytest.approx(3 + 8 + 4 * 10 / 100)
 
 
-def test_bits_count_the_rest_of_each_type() -> None:
+def test_histogram_bits_include_the_remainder_of_each_type() -> None:
     for element, rest in ((BF16, 8), (FP16, 11), (E5M2, 3), (E4M3, 4)):
         counts = histogram({3: 1, 4: 1}, element)
         book = counts.codebook(Mode.THREE_BIT)
@@ -86,15 +90,15 @@ def test_bits_count_the_rest_of_each_type() -> None:
         assert counts.entropy_bits() == 1 + rest
 
 
-def test_entropy_is_that_of_the_exponents_and_the_rest() -> None:
-    """A half, a quarter, two eighths: 1/2 + 2/4 + 3/8 + 3/8."""
+def test_entropy_bits_sum_exponent_entropy_and_remainder() -> None:
+    """Probabilities 1/2, 1/4, 1/8, 1/8: entropy 1/2 + 2/4 + 3/8 + 3/8."""
     assert histogram({1: 4, 7: 2, 3: 1, 9: 1}).entropy_bits() == pytest.approx(1.75 + 8)
     assert histogram({5: 3}, E4M3).entropy_bits() == 4
 
 
 @pytest.mark.parametrize("name", BOOKS)
-def test_bits_are_what_a_payload_takes(name: str) -> None:
-    """Ten chunks with eight escapes each, so that no nibble is unused; 4 bytes a chunk more."""
+def test_histogram_bits_equal_payload_size(name: str) -> None:
+    """Ten chunks with eight escapes each, so that no four bits are unused."""
     book = BOOKS[name]
     third = next(e for e in range(book.element.exponents) if e not in book.exponents + book.second)
     exponents = torch.full((10, 1024), book.exponents[2])
@@ -107,7 +111,7 @@ def test_bits_are_what_a_payload_takes(name: str) -> None:
     assert 0 <= len(payload) - blocks.start - expected < 16
 
 
-def test_several_tensors_shapes_and_dtypes_make_one_sample() -> None:
+def test_sample_may_be_several_tensors_of_any_shape_and_dtype() -> None:
     sample = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         whole = codec.calibrate(sample.to(dtype), dtype)
@@ -116,7 +120,7 @@ def test_several_tensors_shapes_and_dtypes_make_one_sample() -> None:
         assert codec.calibrate(sample.t(), dtype).id == whole.id
 
 
-def test_what_has_no_values_or_no_such_mode_calibrates_nothing() -> None:
+def test_calibration_rejects_empty_samples_and_unsupported_modes() -> None:
     ones, nothing = torch.ones(4), torch.empty(0)
     for sample in (nothing, [nothing], list[torch.Tensor]()):
         with pytest.raises(codec.InvalidCodebook):
@@ -132,15 +136,15 @@ def test_what_has_no_values_or_no_such_mode_calibrates_nothing() -> None:
             codec.calibrate(ones, torch.float8_e4m3fn, mode)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_each_type_and_mode_has_its_codebook(name: str) -> None:
+@pytest.mark.parametrize("name", [element.name for element in FLOAT_TYPES])
+def test_calibration_supports_each_type_and_mode(name: str) -> None:
     element = BY_NAME[name]
     sample = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     for mode in modes_of(element):
         book = codec.calibrate(sample, element.dtype, mode)
         assert (book.mode, book.dtype, len(book.exponents)) == (mode, element.dtype, mode.codes)
         rounded = sample.to(element.dtype)
-        decoded = codec.decode(codec.encode(rounded, book), book)
+        decoded = codec.decode(codec.encode(rounded, book), book, rounded.shape)
         assert torch.equal(decoded.float(), rounded.float())
 
 
@@ -148,7 +152,7 @@ def test_each_type_and_mode_has_its_codebook(name: str) -> None:
     "exponents",
     [range(15), range(17), [0, *range(15)], [*range(15), 256], [-1, *range(15)], range(15, -1, -1)],
 )
-def test_a_codebook_has_ascending_exponents(exponents: range | list[int]) -> None:
+def test_codebook_rejects_exponents_that_do_not_ascend(exponents: range | list[int]) -> None:
     with pytest.raises(codec.InvalidCodebook):
         codec.Codebook(tuple(exponents))
 
@@ -170,19 +174,30 @@ def test_a_codebook_has_ascending_exponents(exponents: range | list[int]) -> Non
         (15, Mode.INBAND, (), torch.float8_e4m3fn),
     ],
 )
-def test_a_codebook_fits_its_mode_and_its_type(
+def test_codebook_rejects_exponents_that_do_not_fit_mode_or_type(
     exponents: int, mode: Mode, second: range | tuple[int, ...], dtype: torch.dtype
 ) -> None:
     with pytest.raises(codec.InvalidCodebook):
         codec.Codebook(tuple(range(exponents)), mode, tuple(second), dtype)
 
 
-def test_a_codebook_of_another_type_is_none() -> None:
+@pytest.mark.parametrize("element", INTEGER_TYPES, ids=lambda element: element.name)
+def test_integer_types_have_no_codebooks(element: ElementType) -> None:
+    for mode in Mode:
+        with pytest.raises(codec.InvalidCodebook):
+            codec.Codebook(tuple(range(mode.codes)), mode, dtype=element.dtype)
+    with pytest.raises(codec.UnsupportedDtype):
+        codec.calibrate(torch.ones(4), element.dtype)
+    with pytest.raises(codec.InvalidCodebook):
+        codec.encode(torch.ones(4, dtype=element.dtype), BOOKS["bf16-top16-window"])
+
+
+def test_codebook_rejects_unsupported_dtype() -> None:
     with pytest.raises(codec.UnsupportedDtype):
         codec.Codebook(tuple(range(16)), dtype=torch.float32)
 
 
-def test_the_id_is_the_content() -> None:
+def test_codebook_id_is_a_content_hash() -> None:
     codes = tuple(range(2, 17))
     books = [
         codec.Codebook(tuple(range(114, 130))),
@@ -193,7 +208,7 @@ def test_the_id_is_the_content() -> None:
         codec.Codebook(codes, Mode.INBAND, (21,), torch.float16),
         codec.Codebook(codes, Mode.INBAND, (21,), torch.float8_e5m2),
     ]
-    assert books[0].id == "eac8dc0a287ff416", "ids are on the wire: they never change"
+    assert books[0].id == "eac8dc0a287ff416", "ids are part of the wire format and must not change"
     assert books[0].id == codec.Codebook(tuple(range(114, 130))).id
     assert len({book.id for book in books}) == len(books)
 
@@ -205,7 +220,7 @@ def model() -> codec.Codebooks:
     )
 
 
-def test_codebooks_are_found_by_layer_and_plane() -> None:
+def test_codebooks_are_indexed_by_layer_and_plane() -> None:
     books = model()
     assert [(layer, plane) for layer, plane, _ in books] == [
         (0, "k"), (0, "v"), (2, "k"), (2, "v"), (10, "k"), (10, "v"),
@@ -217,7 +232,7 @@ def test_codebooks_are_found_by_layer_and_plane() -> None:
         codec.Codebooks(())
 
 
-def test_planes_of_a_model_have_their_own_modes_but_one_type() -> None:
+def test_codebooks_of_a_model_may_differ_in_mode_but_not_in_dtype() -> None:
     few, many = with_counts({100: 1}), with_counts(dict.fromkeys(range(100, 116), 1))
     books = codec.calibrate_model({(0, "k"): few, (0, "v"): [many, many]})
     assert [book.mode for _, _, book in books] == [Mode.THREE_BIT, Mode.TOP16]
@@ -228,7 +243,7 @@ def test_planes_of_a_model_have_their_own_modes_but_one_type() -> None:
         codec.Codebooks.of({(0, "k"): books[0, "k"], (0, "v"): codec.calibrate(many)})
 
 
-def test_the_artifact_survives_a_file_and_damage_shows(tmp_path: Path) -> None:
+def test_artifact_round_trips_and_damage_is_detected(tmp_path: Path) -> None:
     books, path = model(), tmp_path / "codebooks.json"
     books.save(path)
     assert codec.Codebooks.load(path) == books
@@ -250,7 +265,7 @@ def test_the_artifact_survives_a_file_and_damage_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", BOOKS)
-def test_the_artifact_keeps_every_kind_of_codebook(tmp_path: Path, name: str) -> None:
+def test_artifact_stores_every_mode_and_type(tmp_path: Path, name: str) -> None:
     books = codec.Codebooks.of({(0, "k"): BOOKS[name]})
     books.save(tmp_path / "codebooks.json")
     assert codec.Codebooks.load(tmp_path / "codebooks.json") == books

@@ -1,7 +1,7 @@
-"""Golden vectors: bytes that this and every later codec of wire version 3 writes and reads.
+"""Golden vectors: bytes that every codec of wire version 3 writes and reads.
 
-Content is a function of the element's number, so that another implementation can make it too.
-A vector changes only together with `WIRE_VERSION`.
+Their content is a function of the element index, so that other implementations can reproduce it. A
+vector changes only together with `WIRE_VERSION`.
 """
 
 import hashlib
@@ -13,10 +13,23 @@ import torch
 
 import codec
 from codec import checksum
-from codec.elements import BF16, E4M3, E5M2, FP16, ElementType, element_of
+from codec.backend import Backend
+from codec.elements import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    INT8,
+    INT16,
+    INT32,
+    INT64,
+    UINT8,
+    ElementType,
+    element_of,
+    unit_view,
+)
 from codec.format import Mode
 from codec.mix import mix64
-from codec.ops import Backend
 from tests.codec.plain import KEYS, Segment, column_term
 from tests.codec.samples import bits, from_bits
 
@@ -42,7 +55,7 @@ BOOKS = {
     ),
 }
 FLAT: dict[str, tuple[str | ElementType, int, int]] = {
-    # a codebook, or the type of a raw vector; elements; every which one is an escape
+    # codebook, or element type of a raw vector; elements; distance between escapes
     "empty": ("top16", 0, 29),
     "flat": ("top16", 77, 29),
     "list": ("top16", 1100, 29),
@@ -65,6 +78,11 @@ FLAT: dict[str, tuple[str | ElementType, int, int]] = {
     "raw-fp16": (FP16, 77, 29),
     "raw-e5m2": (E5M2, 77, 29),
     "raw-e4m3": (E4M3, 77, 29),
+    "raw-uint8": (UINT8, 77, 29),
+    "raw-int8": (INT8, 77, 29),
+    "raw-int16": (INT16, 77, 29),
+    "raw-int32": (INT32, 77, 29),
+    "raw-int64": (INT64, 77, 29),
 }
 CHECKSUMS = {
     "empty": 0x0000000000000000,
@@ -89,9 +107,14 @@ CHECKSUMS = {
     "raw-fp16": 0xD67D7E705826AEB5,
     "raw-e5m2": 0x9C99E3778A642E8E,
     "raw-e4m3": 0x0855A93FAC7B7D8E,
+    "raw-uint8": 0x2272A505428B5BBF,
+    "raw-int8": 0x2272A505428B5BBF,
+    "raw-int16": 0xEE1F23CA5803D720,
+    "raw-int32": 0x0F26079EF2074565,
+    "raw-int64": 0x3D7A52A9C23DF84A,
     "paged": 0x506730370E51FAF4,
 }
-UNITS: dict[str, list[list[int]]] = {
+ENTRY_WORDS: dict[str, list[list[int]]] = {
     "empty": [[]],
     "flat": [[2]],
     "list": [[31, 2]],
@@ -114,18 +137,30 @@ UNITS: dict[str, list[list[int]]] = {
     "raw-fp16": [],
     "raw-e5m2": [],
     "raw-e4m3": [],
+    "raw-uint8": [],
+    "raw-int8": [],
+    "raw-int16": [],
+    "raw-int32": [],
+    "raw-int64": [],
     "paged": [[3, 1, 3, 1], [16, 2, 9, 2]],
 }
-"""How many entries each chunk of each plane with codes has."""
+"""Entry words of each chunk, for each plane with codes."""
 LARGE_SHA256 = "d5401015f53025b035733b4b5f87e637a92e482d977fc01a7b8e4c56350446e1"
 
 
 def content(
     elements: int, element: ElementType, exponents: Sequence[int], every: int
 ) -> torch.Tensor:
-    """Element i: sign and mantissa are i * 37, the exponent is the one number i * i mod how many
-    there are; the last of every so many has exponent 3 * i instead."""
+    """Return test content.
+
+    Element i has the bits of i * 37 as sign and mantissa, and exponent number i * i mod their
+    number.
+    In every `every` elements, the last has exponent 3 * i instead. An integer element is i * GOLDEN
+    modulo its range.
+    """
     i = torch.arange(elements)
+    if not element.exponent_bits:
+        return from_bits(i * (checksum.GOLDEN - (1 << 64)), element.dtype)
     exponent = torch.tensor(exponents)[i * i % len(exponents)]
     exponent = torch.where(i % every == every - 1, 3 * i % element.exponents, exponent)
     sign, mantissa = i * 37 >> element.mantissa_bits & 1, i * 37 & (1 << element.mantissa_bits) - 1
@@ -134,7 +169,7 @@ def content(
 
 
 def paged() -> list[torch.Tensor]:
-    """Three planes of 3 pages, 2 heads, 16 slots, 8 dims; one page of the second has zeros."""
+    """Return three planes of 3 pages, 2 heads, 16 slots, 8 dims; the second has a page of zeros."""
     first = content(3 * 2 * 16 * 8, BF16, BOOKS["top16"].exponents, 29).view(3, 2, 16, 8)
     second = first.flip(0).clone()
     second[2, 0] = 0
@@ -144,7 +179,7 @@ def paged() -> list[torch.Tensor]:
 def vector(
     name: str,
 ) -> tuple[list[torch.Tensor], list[codec.Codebook | None], list[int], int]:
-    """Planes, codebooks, page ids and tokens of a vector."""
+    """Return the planes, codebooks, page ids and number of tokens of a vector."""
     if name == "paged":
         return paged(), [BOOKS["top16"], BOOKS["in-band"], None], [2, 1], 19
     coded, elements, every = FLAT[name]
@@ -179,36 +214,37 @@ def test_golden_vectors_are_written_and_read(name: str, backend: Backend) -> Non
 
 
 def valid(plane: torch.Tensor, pages: list[int], tokens: int) -> torch.Tensor:
-    """The patterns of the valid slots, `[kv_head, token, dim]`."""
-    _, heads, _, dim = plane.shape
-    patterns = bits(plane)[pages].transpose(0, 1).reshape(heads, -1, dim)[:, :tokens]
-    return patterns.to(torch.int64) & (1 << 8 * plane.element_size()) - 1
+    """Return the stored bit patterns of the valid slots, `[kv_head, token, dim]`."""
+    patterns = unit_view(plane)
+    _, heads, _, dim = patterns.shape
+    tokens_first = patterns[pages].transpose(0, 1).reshape(heads, -1, dim)[:, :tokens]
+    return tokens_first.to(torch.int64) & (1 << 8 * patterns.element_size()) - 1
 
 
-def read_plainly(payload: bytes, books: list[codec.Codebook | None]) -> Segment:
+def read_with_plain_decoder(payload: bytes, books: list[codec.Codebook | None]) -> Segment:
     return Segment(payload, [(book.exponents, book.second) if book else None for book in books])
 
 
 @pytest.mark.parametrize("name", CHECKSUMS)
-def test_a_decoder_written_from_the_text_agrees(name: str) -> None:
+def test_plain_python_decoder_reads_golden_vectors(name: str) -> None:
     tensors, books, pages, tokens = vector(name)
-    segment = read_plainly(golden(name), books)
-    assert segment.units == UNITS[name]
+    segment = read_with_plain_decoder(golden(name), books)
+    assert segment.entry_words == ENTRY_WORDS[name]
     assert segment.checksum % 2**64 == CHECKSUMS[name]
     for plane, elements in zip(tensors, segment.planes, strict=True):
         assert valid(plane, pages, tokens).flatten().tolist() == elements
 
 
-def test_a_large_payload_has_its_hash() -> None:
+def test_large_payload_has_the_golden_hash() -> None:
     book = BOOKS["top16"]
     payload = codec.encode(content(100_003, BF16, book.exponents, 29), book).numpy().tobytes()
     assert hashlib.sha256(payload).hexdigest() == LARGE_SHA256
-    read_plainly(payload, [book])
+    read_with_plain_decoder(payload, [book])
 
 
 @pytest.mark.parametrize("elements", [1, 31, 32, 33, 1024, 1025, 2500])
-def test_the_checksum_of_content_is_its_definition(elements: int, backend: Backend) -> None:
-    """Word k of a column of bf16 holds two elements of its row k // 4."""
+def test_content_checksum_matches_its_definition(elements: int, backend: Backend) -> None:
+    """Word k of a column of bf16 holds two elements of row k // 4."""
     tensor = content(elements, BF16, range(256), 29).view(1, 1, elements, 1)
     patterns = [pattern & 0xFFFF for pattern in bits(tensor).flatten().tolist()]
     total = 0
@@ -224,8 +260,8 @@ def test_the_checksum_of_content_is_its_definition(elements: int, backend: Backe
     assert checksum == total % 2**64
 
 
-def test_mix64_is_splitmix64_and_gives_the_keys() -> None:
-    """First outputs of SplitMix64 from seed 0, as its authors publish them."""
+def test_mix64_is_splitmix64_and_yields_the_keys() -> None:
+    """Compare with the published first outputs of SplitMix64 from seed 0."""
     golden = 0x9E3779B97F4A7C15
     assert mix64(golden) == 0xE220A8397B1DCDAF
     assert mix64(2 * golden % 2**64) == 0x6E789E6AA1B965F4

@@ -1,36 +1,62 @@
-"""Triton kernels of wire version 3. `codec.gpu.backend` prepares their arguments and launches them.
+"""Triton kernels of wire version 3; `codec.gpu.plan` prepares their arguments and launches them.
 
-A program of an encode or a decode is one warp with one chunk of one plane, in one pass over its
-bytes. Programs do not wait for one another, and the host waits for none. Arguments that recur:
+A program of an encode or decode kernel is one warp. It processes one chunk of one plane in one
+pass. Programs do not synchronize with one another or with the host.
 
-    xe, x32 (ye, y32): the first plane's memory, as elements and as int32.
-    rows: int64 `[planes, ROW]`, see `parameters.py`; of the planes of one mode.
-    tables, seconds, books: u8 of each plane: codes and second-level codes of exponents `[256]` when
-        encoding, exponents of codes and of second-level codes `[16]` when decoding.
-    page_ids: int64, of the pages in token order. page_stride, head_stride: in elements.
-    run_chunks … head_columns: of `format.Geometry`: chunks of a run; full pages of a head; elements
-        of a full run and of the last; columns of a full run and of a head.
-    out32, out64 (in8, in32, in64): the segment.
-    starts_at, entries_at: the table of starts and the entries, in words from the segment's start.
-    first_start, start_step, codes_at, rests_at, others_at, block_step: if EVEN, where the first
-        plane and its streams start, and how far apart planes and blocks lie; else rows say it.
-    sizes: int32, of each chunk with codes: how many entries it has, nibbles among them << 8.
-    scratch: STRIDE words of each chunk with codes: what it will have as entries.
-    totals: int64 `[TOTALS]`: the checksum's parts, counts of escapes, errors. Zero between calls.
+Pages and planes:
+    source, source_words (target_elements, target_words): base address, as elements and as int32.
+    plane_rows: int64 `[planes, PLANE_FIELDS]`, see `parameters.py`; planes of the same mode.
+    page_ids: int64 `[pages]`, in token order.
+    page_stride, head_stride: in elements.
+    run_chunks: chunks of a full run (one head in one page).
+    full_pages: pages of the sequence whose slots are all used.
+    run_elements, last_run_elements: elements of a full run, and of the last page's run.
+    run_columns, head_columns: columns of a full run, and of one head in all pages.
+    plane_start, plane_step: offsets of evenly spaced planes, in elements.
+
+Segment:
+    out32, out64 (in8, in32, in64): the segment as int32, int64 (uint8, int32, int64).
+    codes_start, low_start, high_start, block_step: word offsets of the first plane's streams, and
+        the distance between the blocks of evenly spaced planes.
+    starts_offset, entries_offset: table of starts and entries, in words.
+    total_entry_words: words from the start of the entries to the end of the segment.
+
+Codebooks, uint8 for each plane:
+    code_tables, second_tables: first- and second-level code of each exponent, `[256]`.
+    exponent_tables, second_exponents: exponent of each first- and second-level code, `[16]`.
+
+Working memory:
+    chunk_sizes: int32 `[chunks]`: entry words of each chunk with codes, and its number of
+        second-level codes in the bits from 8 on.
+    scratch8, scratch32: int32 `[chunks, SCRATCH_STRIDE]`: entries before they are packed.
+    accumulators: int64 `[ACCUMULATORS]`: partial checksums and escape counts, error flags. Zero
+        between calls.
+
+Compile-time configuration:
+    ELEMENT_BYTES, MANTISSA_BITS, EXPONENT_MASK, REMAINDER_WIDTHS: the element type.
+    CODE_BITS, HAS_ESCAPE_CODE: the mode.
+    IS_WINDOW: the codebook's exponents are consecutive.
+    ALIGNED: full chunks start at multiples of eight elements, so vector accesses are allowed.
+    EVENLY_SPACED: the offsets of planes and blocks are arithmetic sequences.
+    PAGED: planes have several pages.
+    OVERFLOW_WORDS: words of a column in an uncoded chunk that are stored as entries.
+    SCRATCH_STRIDE: words of scratch of a chunk.
+    KEYS: keys of the checksum.
 """
 
-from codec.gpu.kernels.decode import decode_kernel, raw_decode_kernel, verify_kernel
+from codec.gpu.kernels.decode import decode_kernel, raw_decode_kernel
 from codec.gpu.kernels.encode import encode_kernel, raw_kernel
 from codec.gpu.kernels.pack import pack_kernel, sum_kernel
-from codec.gpu.kernels.parameters import MAX_NIBBLES, MAX_SECOND, PACK, ROW
-from codec.gpu.kernels.words import TOTALS
+from codec.gpu.kernels.parameters import MAX_LISTED, MAX_NIBBLES, PACK_CHUNKS, PLANE_FIELDS
+from codec.gpu.kernels.verify import verify_kernel
+from codec.gpu.kernels.words import ACCUMULATORS
 
 __all__ = [
+    "ACCUMULATORS",
+    "MAX_LISTED",
     "MAX_NIBBLES",
-    "MAX_SECOND",
-    "PACK",
-    "ROW",
-    "TOTALS",
+    "PACK_CHUNKS",
+    "PLANE_FIELDS",
     "decode_kernel",
     "encode_kernel",
     "pack_kernel",

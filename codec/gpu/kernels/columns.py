@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
-"""Between memory and registers: one column of a chunk to a lane, one word of it to a register.
+"""Loads and stores between memory and registers: one column per lane, one word per register.
 
-Every value is a tensor `[32]`, and a column a tuple of these: what a thread does is what is written
-here, whatever layouts the compiler would choose. SIZE is an element's, in bytes.
+A vector is `[32]`, one element per lane. A column is a tuple of such vectors, one for each of its
+words. This fixes what each thread holds, independently of the compiler's choice of layouts.
 """
 
 import triton
@@ -13,21 +13,28 @@ from codec.gpu.kernels.words import LANES
 
 
 @triton.jit
-def place_of(
-    i, head, run_chunks, full_pages, run, rest, run_columns, head_columns, PAGED: tl.constexpr
+def locate_chunk(
+    i, head, run_chunks, full_pages, run_elements, last_run_elements, run_columns, head_columns,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Of chunk ``i`` of a head: its page, first element in its run, length, and first column."""
+    """Locate a chunk of a head.
+
+    Returns its page index, its first element within the run, its number of elements, and the index
+    of its first column in the plane.
+    """
     page = tl.minimum(i // run_chunks, full_pages) if PAGED else 0 * i
     start = (i - page * run_chunks).to(tl.int64) * 1024
-    length = tl.minimum(1024, tl.where(page == full_pages, rest, run) - start).to(tl.int32)
-    column = head.to(tl.int64) * head_columns + page.to(tl.int64) * run_columns + start // 32
-    return page, start, length, column
+    length = tl.minimum(
+        1024, tl.where(page == full_pages, last_run_elements, run_elements) - start
+    ).to(tl.int32)
+    first_column = head.to(tl.int64) * head_columns + page.to(tl.int64) * run_columns + start // 32
+    return page, start, length, first_column
 
 
 @triton.jit
-def of_plane(row, NUMBER: tl.constexpr, plane, first, step, EVEN: tl.constexpr):
-    """A number of a plane's row, or of evenly spaced planes without a load to wait for."""
-    if EVEN:
+def plane_value(row, NUMBER: tl.constexpr, plane, first, step, EVENLY_SPACED: tl.constexpr):
+    """Return a field of a plane, without a load if the planes are evenly spaced."""
+    if EVENLY_SPACED:
         value = first + plane.to(tl.int64) * step
     else:
         value = tl.load(row + NUMBER)
@@ -35,8 +42,8 @@ def of_plane(row, NUMBER: tl.constexpr, plane, first, step, EVEN: tl.constexpr):
 
 
 @triton.jit
-def page_start(page_ids, page, page_stride, PAGED: tl.constexpr):
-    """Where a page starts, in elements; 0 if there is but one, with which the plane starts."""
+def page_offset(page_ids, page, page_stride, PAGED: tl.constexpr):
+    """Return the element offset of a page; 0 if the plane has a single page."""
     if PAGED:
         start = tl.load(page_ids + page).to(tl.int64) * page_stride
     else:
@@ -45,10 +52,10 @@ def page_start(page_ids, page, page_stride, PAGED: tl.constexpr):
 
 
 @triton.jit
-def element_at(place, lane, lanes, SIZE: tl.constexpr):
-    """Which element of its chunk has this place in this column."""
-    row = (place & 12) * 2 * lanes + lane * 8
-    if SIZE == 2:
+def element_index(place, lane, num_columns, ELEMENT_BYTES: tl.constexpr):
+    """Return the index in the chunk of the element at a place (0 to 31) of a lane's column."""
+    row = (place & 12) * 2 * num_columns + lane * 8
+    if ELEMENT_BYTES == 2:
         inside = ((place & 3) << 1) | (place >> 4)
     else:
         inside = ((place & 2) << 1) | (place & 1) | ((place >> 4) << 1)
@@ -56,8 +63,8 @@ def element_at(place, lane, lanes, SIZE: tl.constexpr):
 
 
 @triton.jit
-def apart(v, G: tl.constexpr):
-    """`[32, G]` as G registers."""
+def split_registers(v, G: tl.constexpr):
+    """Split a `[32, G]` tensor into G vectors."""
     if G == 4:
         even, odd = tl.split(tl.reshape(v, [LANES, 2, 2]))
         a, c = tl.split(even)
@@ -71,8 +78,8 @@ def apart(v, G: tl.constexpr):
 
 
 @triton.jit
-def together(words, FIRST: tl.constexpr, G: tl.constexpr):
-    """G registers, from number FIRST on, as `[32, G]`."""
+def join_registers(words, FIRST: tl.constexpr, G: tl.constexpr):
+    """Join G vectors, from index FIRST on, into a `[32, G]` tensor."""
     if G == 4:
         even = tl.join(words[FIRST], words[FIRST + 2])
         odd = tl.join(words[FIRST + 1], words[FIRST + 3])
@@ -85,68 +92,87 @@ def together(words, FIRST: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def first_word(stream, column, BITS: tl.constexpr, G: tl.constexpr):
-    """Where a column's words of a stream start, G of them in one access.
+def first_word(stream, first_column, BITS: tl.constexpr, G: tl.constexpr):
+    """Return the offset of a column's first word in a stream that is accessed G words at a time.
 
-    The compiler is told so here: on what a function took or returned such a hint would be lost.
+    The alignment hint must be computed here, because function arguments and results lose it.
     """
-    return tl.multiple_of(stream + column * BITS, G)
+    return tl.multiple_of(stream + first_column * BITS, G)
 
 
 @triton.jit
-def load_stream(p, lanes, COUNT: tl.constexpr, G: tl.constexpr):
-    """COUNT words of each column; G of them lie together."""
+def load_stream(p, num_columns, COUNT: tl.constexpr, G: tl.constexpr):
+    """Load COUNT words of each column; groups of G words are contiguous."""
     lane = tl.arange(0, LANES)[:, None]
     words = ()
     for g in tl.static_range(COUNT // G):
-        at = p + g * G * lanes + (lane * G + tl.arange(0, G)[None, :])
-        words = words + apart(tl.load(at, mask=lane < lanes, other=0), G)
+        at = p + g * G * num_columns + (lane * G + tl.arange(0, G)[None, :])
+        words = words + split_registers(tl.load(at, mask=lane < num_columns, other=0), G)
     return words
 
 
 @triton.jit
-def store_stream(p, lanes, words, G: tl.constexpr):
+def store_stream(p, num_columns, words, G: tl.constexpr):
+    """Store the words of each column; groups of G words are contiguous."""
     lane = tl.arange(0, LANES)[:, None]
     for g in tl.static_range(len(words) // G):
-        at = p + g * G * lanes + (lane * G + tl.arange(0, G)[None, :])
-        tl.store(at, together(words, g * G, G), mask=lane < lanes)
+        at = p + g * G * num_columns + (lane * G + tl.arange(0, G)[None, :])
+        tl.store(at, join_registers(words, g * G, G), mask=lane < num_columns)
 
 
 @triton.jit
 def load_columns(
-    xe, x32, at, lanes, length, pad, SIZE: tl.constexpr, ALIGNED: tl.constexpr
+    source, source_words, at, num_columns, length, pad,
+    ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's words, from element ``at`` on; elements ``pad`` past its length."""
+    """Load the words of a chunk from element `at` on; elements from `length` on are `pad`.
+
+    A full, aligned chunk is loaded with vector loads and without a mask.
+    """
     if ALIGNED and length == 1024:
-        p = x32 + tl.multiple_of(at * SIZE // 4, 2 * SIZE)
-        words = load_stream(p, LANES, 8 * SIZE, 2 * SIZE)
+        p = source_words + tl.multiple_of(at * ELEMENT_BYTES // 4, 2 * ELEMENT_BYTES)
+        words = load_stream(p, LANES, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
     else:
         words = ()
         lane = tl.arange(0, LANES)
-        for w in tl.static_range(8 * SIZE):
-            first = ((w // (2 * SIZE)) * lanes + lane) * 8 + (w % (2 * SIZE)) * (4 // SIZE)
+        for w in tl.static_range(8 * ELEMENT_BYTES):
+            first = ((w // (2 * ELEMENT_BYTES)) * num_columns + lane) * 8 + (
+                w % (2 * ELEMENT_BYTES)
+            ) * (4 // ELEMENT_BYTES)
             word = tl.zeros((LANES,), tl.int32)
-            for k in tl.static_range(4 // SIZE):
-                here = (first + k < length) & (lane < lanes)
-                e = tl.load(xe + at + first + k, mask=here, other=0).to(tl.int32)
-                e = tl.where(here, e & (0xFFFF if SIZE == 2 else 0xFF), pad)
-                word |= e << (8 * SIZE * k)
+            for k in tl.static_range(4 // ELEMENT_BYTES):
+                here = (first + k < length) & (lane < num_columns)
+                e = tl.load(source + at + first + k, mask=here, other=0).to(tl.int32)
+                e = tl.where(here, e & (0xFFFF if ELEMENT_BYTES == 2 else 0xFF), pad)
+                word |= e << (8 * ELEMENT_BYTES * k)
             words = words + (word,)
     return words
 
 
 @triton.jit
 def store_columns(
-    ye, y32, at, words, lanes, length, SIZE: tl.constexpr, ALIGNED: tl.constexpr
+    target_elements, target_words, at, words, num_columns, length,
+    ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A chunk's words to element ``at`` and on, and nothing past its length."""
+    """Store the words of a chunk from element `at` on, up to its length."""
     if ALIGNED and length == 1024:
-        store_stream(y32 + tl.multiple_of(at * SIZE // 4, 2 * SIZE), LANES, words, 2 * SIZE)
+        store_stream(
+            target_words + tl.multiple_of(at * ELEMENT_BYTES // 4, 2 * ELEMENT_BYTES),
+            LANES,
+            words,
+            2 * ELEMENT_BYTES,
+        )
     else:
         lane = tl.arange(0, LANES)
-        for w in tl.static_range(8 * SIZE):
-            first = ((w // (2 * SIZE)) * lanes + lane) * 8 + (w % (2 * SIZE)) * (4 // SIZE)
-            for k in tl.static_range(4 // SIZE):
-                e = words[w] >> (8 * SIZE * k)
-                here = (first + k < length) & (lane < lanes)
-                tl.store(ye + at + first + k, e.to(ye.dtype.element_ty), mask=here)
+        for w in tl.static_range(8 * ELEMENT_BYTES):
+            first = ((w // (2 * ELEMENT_BYTES)) * num_columns + lane) * 8 + (
+                w % (2 * ELEMENT_BYTES)
+            ) * (4 // ELEMENT_BYTES)
+            for k in tl.static_range(4 // ELEMENT_BYTES):
+                e = words[w] >> (8 * ELEMENT_BYTES * k)
+                here = (first + k < length) & (lane < num_columns)
+                tl.store(
+                    target_elements + at + first + k,
+                    e.to(target_elements.dtype.element_ty),
+                    mask=here,
+                )

@@ -1,99 +1,114 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
-"""Decoding: a chunk in one pass, then what has no code is written over; then the verdict."""
+"""Decode kernels: decode a chunk in one pass, then patch its listed escapes."""
 
 import triton
 import triton.language as tl
 
 from codec.gpu.kernels.columns import (
-    element_at,
+    element_index,
     first_word,
     load_stream,
-    of_plane,
-    page_start,
-    place_of,
+    locate_chunk,
+    page_offset,
+    plane_value,
     store_columns,
 )
 from codec.gpu.kernels.fields import (
-    fours_of,
-    joined,
-    marked_in,
-    words_of,
+    code_quads,
+    escape_code_mask,
+    join_elements,
+    words_of_pairs,
 )
-from codec.gpu.kernels.parameters import LENGTHS, MAX_NIBBLES, ROW
+from codec.gpu.kernels.parameters import (
+    CODES_STREAM,
+    FIRST_CHUNK,
+    FIRST_CODED_CHUNK,
+    HIGH_STREAM,
+    LOW_STREAM,
+    LOWEST_EXPONENT,
+    MAX_NIBBLES,
+    NOT_SPECIALIZED,
+    PLANE_FIELDS,
+    PLANE_START,
+)
 from codec.gpu.kernels.words import (
-    ERRORS,
+    ERROR_FLAGS,
     LANES,
-    SUMS,
+    NUM_SUMS,
     any_lane,
-    digest_of,
+    column_digest,
+    column_hash,
     entry_key,
-    hashed_column,
-    ones,
-    ranks,
-    seal_of,
-    shifted,
+    exclusive_sum,
+    popcount,
+    shift_right,
     unsigned,
 )
 
 
 @triton.jit
-def exponents_of(codes, lowest, book, WINDOW: tl.constexpr):
-    """The exponents of 8 registers of four codes."""
+def exponents_of(codes, lowest, book, IS_WINDOW: tl.constexpr):
+    """Convert 8 quads of codes into 8 quads of exponents."""
     exponents = ()
     for w in tl.static_range(8):
-        if WINDOW:
+        if IS_WINDOW:
             four = codes[w] + lowest * 0x01010101
         else:
             four = tl.load(book + (codes[w] & 0xFF)).to(tl.int32)
             for b in tl.static_range(1, 4):
-                four |= tl.load(book + (shifted(codes[w], 8 * b) & 0xFF)).to(tl.int32) << (8 * b)
+                four |= tl.load(book + (shift_right(codes[w], 8 * b) & 0xFF)).to(tl.int32) << (
+                    8 * b
+                )
         exponents = exponents + (four,)
     return exponents
 
 
 @triton.jit
-def added(exponents, place, difference):
-    """Exponents with a difference added to the one at a place, given as the bit of a mask.
+def add_at(exponents, place, difference):
+    """Add a difference to the exponent at a place, which is given as the bit of a mask.
 
-    Registers have no index: each asks whether the place is one of its four. If the exponent was
-    above 255 for a moment, what it carried into the next one goes back with the difference.
+    Registers have no index, so each of the 8 quads tests whether it holds the place. If the
+    exponent temporarily exceeds 255, the difference also undoes the carry into the next byte.
     """
     sums = ()
     for w in tl.static_range(8):
-        sums = sums + (exponents[w] + (shifted(place, w) & 0x01010101) * difference,)
+        sums = sums + (exponents[w] + (shift_right(place, w) & 0x01010101) * difference,)
     return sums
 
 
 @triton.jit
-def rest_at(
-    ye, at, rests8, place, lane, lanes, here,
-    SIZE: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr,
+def element_without_exponent(
+    target_elements, at, remainders8, place, lane, num_columns, here,
+    ELEMENT_BYTES: tl.constexpr, MANTISSA_BITS: tl.constexpr, EXPONENT_MASK: tl.constexpr,
 ):  # fmt: skip
-    """The element at this place, without its exponent.
+    """Return the element at a place with its exponent bits zero.
 
-    Of bf16 it is a byte of a stream, which the cache still has; of any other type it is read back
-    from where the element was just written.
+    For bf16 it is a byte of the remainder stream, which is still in the cache. Other types read
+    back the element that was just stored.
     """
-    if SHIFT == 7:
-        byte = (place & 4) * 4 * lanes + lane * 16 + (place & 3) * 4 + (place >> 3)
-        rest = tl.load(rests8 + byte, mask=here, other=0).to(tl.int32)
+    if MANTISSA_BITS == 7:
+        byte = (place & 4) * 4 * num_columns + lane * 16 + (place & 3) * 4 + (place >> 3)
+        rest = tl.load(remainders8 + byte, mask=here, other=0).to(tl.int32)
         rest = (rest & 0x7F) | ((rest & 0x80) << 8)
     else:
-        target = ye + at + element_at(place, lane, lanes, SIZE)
-        rest = tl.load(target, mask=here, other=0).to(tl.int32) & ~(MASK << SHIFT)
+        target = target_elements + at + element_index(place, lane, num_columns, ELEMENT_BYTES)
+        rest = tl.load(target, mask=here, other=0).to(tl.int32) & ~(EXPONENT_MASK << MANTISSA_BITS)
     return rest
 
 
 @triton.jit
-def store_element(ye, at, place, lane, lanes, element, here, SIZE: tl.constexpr):
-    target = ye + at + element_at(place, lane, lanes, SIZE)
-    tl.store(target, element.to(ye.dtype.element_ty), mask=here)
+def store_element(
+    target_elements, at, place, lane, num_columns, element, here, ELEMENT_BYTES: tl.constexpr
+):
+    """Store one element at a place of a lane's column."""
+    target = target_elements + at + element_index(place, lane, num_columns, ELEMENT_BYTES)
+    tl.store(target, element.to(target_elements.dtype.element_ty), mask=here)
 
 
 @triton.jit
-def nibbles_from(entries, rank, packed, here):
-    """The next eight nibbles of each lane, from number ``rank`` on, the lowest first."""
+def load_nibbles(entries, rank, packed, here):
+    """Load the next eight second-level codes of each lane, from index `rank` on, lowest first."""
     word = rank >> 3
     low = tl.load(entries + word, mask=here, other=0)
     high = tl.load(entries + word + 1, mask=here & (word + 1 < packed), other=0)
@@ -102,183 +117,197 @@ def nibbles_from(entries, rank, packed, here):
 
 
 @triton.jit
-def places_inside(lane, lanes, length, SIZE: tl.constexpr):
-    """The mask of a column's places whose elements a chunk has."""
+def valid_places(lane, num_columns, length, ELEMENT_BYTES: tl.constexpr):
+    """Return the mask of the places of a column that are not padding."""
     inside = tl.zeros_like(lane)
     for place in range(32):
-        here = element_at(tl.full((LANES,), place, tl.int32), lane, lanes, SIZE) < length
+        here = (
+            element_index(tl.full((LANES,), place, tl.int32), lane, num_columns, ELEMENT_BYTES)
+            < length
+        )
         inside |= here.to(tl.int32) << place
     return inside
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def decode_kernel(
-    ye, y32, rows, first_start, start_step, codes_at, rests_at, others_at, block_step,
-    books, seconds, page_ids, page_stride, head_stride,
-    run_chunks, full_pages, run, rest, run_columns, head_columns,
-    in8, in32, starts_at, entries_at, entry_words, totals,
-    SIZE: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr, RESTS: tl.constexpr,
-    BITS: tl.constexpr, ESCAPES: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr, PAGED: tl.constexpr, SPILLED: tl.constexpr, KEYS: tl.constexpr,
+    # pages, planes and their streams
+    target_elements, target_words, plane_rows, plane_start, plane_step,
+    codes_start, low_start, high_start, block_step,
+    # codebooks
+    exponent_tables, second_exponents,
+    # page table and geometry
+    page_ids, page_stride, head_stride,
+    run_chunks, full_pages, run_elements, last_run_elements, run_columns, head_columns,
+    # segment and working memory
+    in8, in32, starts_offset, entries_offset, total_entry_words, accumulators,
+    # compile-time configuration
+    ELEMENT_BYTES: tl.constexpr, MANTISSA_BITS: tl.constexpr, EXPONENT_MASK: tl.constexpr,
+    REMAINDER_WIDTHS: tl.constexpr, CODE_BITS: tl.constexpr, HAS_ESCAPE_CODE: tl.constexpr,
+    IS_WINDOW: tl.constexpr, ALIGNED: tl.constexpr, EVENLY_SPACED: tl.constexpr,
+    PAGED: tl.constexpr, OVERFLOW_WORDS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a chunk's elements and adds its part of the checksum to ``totals``.
+    """Decode one chunk into its page and add its checksum terms to `accumulators`.
 
-    Nothing is read outside of the payload or written outside of the chunk, whatever it says.
+    Whatever the payload contains, nothing is read outside of it or written outside of the chunk.
+
+    Grid: `[chunks of a head, kv_heads, planes]`, one warp each. See `kernels/__init__.py` for the
+    parameters.
     """
-    i, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = rows + ROW * plane
+    chunk_in_head, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = plane_rows + PLANE_FIELDS * plane
     lane = tl.arange(0, LANES)
-    page, start, length, column = place_of(
-        i, head, run_chunks, full_pages, run, rest, run_columns, head_columns, PAGED
+    page, start, length, first_column = locate_chunk(
+        chunk_in_head, head, run_chunks, full_pages, run_elements, last_run_elements, run_columns,
+        head_columns, PAGED,
+    )  # fmt: skip
+    chunk = head * tl.num_programs(0) + chunk_in_head
+    coded_chunk = tl.load(row + FIRST_CODED_CHUNK) + chunk
+    num_columns = (length + 31) // 32
+    begin = unsigned(tl.load(in32 + starts_offset + coded_chunk))
+    entry_words = (unsigned(tl.load(in32 + starts_offset + coded_chunk + 1)) - begin).to(tl.int32)
+    G: tl.constexpr = 1 if CODE_BITS == 3 else 4
+    p = plane_value(row, CODES_STREAM, plane, codes_start, block_step, EVENLY_SPACED)
+    streams = load_stream(
+        in32 + first_word(p, first_column, CODE_BITS, G), num_columns, CODE_BITS, G
     )
-    chunk = head * tl.num_programs(0) + i
-    coded = tl.load(row + 3) + chunk
-    lanes = (length + 31) // 32
-    begin = unsigned(tl.load(in32 + starts_at + coded))
-    units = (unsigned(tl.load(in32 + starts_at + coded + 1)) - begin).to(tl.int32)
-    G: tl.constexpr = 1 if BITS == 3 else 4
-    p = of_plane(row, 4, plane, codes_at, block_step, EVEN)
-    streams = load_stream(in32 + first_word(p, column, BITS, G), lanes, BITS, G)
-    R: tl.constexpr = 1 if RESTS[0] == 3 else 4
-    p = of_plane(row, 5, plane, rests_at, block_step, EVEN)
-    p = in32 + first_word(p, column, RESTS[0], R)
-    streams = streams + load_stream(p, lanes, RESTS[0], R)
-    if len(RESTS) == 2:
-        p = of_plane(row, 6, plane, others_at, block_step, EVEN)
-        streams = streams + load_stream(in32 + first_word(p, column, 3, 1), lanes, 3, 1)
-    lowest = tl.load(row + 1).to(tl.int32)
-    at = of_plane(row, 0, plane, first_start, start_step, EVEN)
-    at += page_start(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
-    exponents = exponents_of(fours_of(streams, BITS), lowest, books + plane * 16, WINDOW)
-    most = SPILLED * lanes
-    wrong = (units < 0) | (units > most) | (begin + units > entry_words)
-    listed = tl.where(wrong | (units == most), 0, units)
-    entries = in32 + entries_at + begin
-    number = tl.load(row + 2) + chunk
-    hashed = tl.zeros((LANES,), tl.int64)
-    if ESCAPES:
+    R: tl.constexpr = 1 if REMAINDER_WIDTHS[0] == 3 else 4
+    p = plane_value(row, LOW_STREAM, plane, low_start, block_step, EVENLY_SPACED)
+    p = in32 + first_word(p, first_column, REMAINDER_WIDTHS[0], R)
+    streams = streams + load_stream(p, num_columns, REMAINDER_WIDTHS[0], R)
+    if len(REMAINDER_WIDTHS) == 2:
+        p = plane_value(row, HIGH_STREAM, plane, high_start, block_step, EVENLY_SPACED)
+        streams = streams + load_stream(in32 + first_word(p, first_column, 3, 1), num_columns, 3, 1)
+    lowest = tl.load(row + LOWEST_EXPONENT).to(tl.int32)
+    at = plane_value(row, PLANE_START, plane, plane_start, plane_step, EVENLY_SPACED)
+    at += page_offset(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
+    exponents = exponents_of(
+        code_quads(streams, CODE_BITS), lowest, exponent_tables + plane * 16, IS_WINDOW
+    )
+
+    # Check the entry count before entries are read: nothing outside the payload may be accessed.
+    max_entry_words = OVERFLOW_WORDS * num_columns
+    wrong = (
+        (entry_words < 0)
+        | (entry_words > max_entry_words)
+        | (begin + entry_words > total_entry_words)
+    )
+    listed = tl.where(wrong | (entry_words == max_entry_words), 0, entry_words)
+    entries = in32 + entries_offset + begin
+    chunk_number = tl.load(row + FIRST_CHUNK) + chunk
+    hash_sum = tl.zeros((LANES,), tl.int64)
+
+    if HAS_ESCAPE_CODE:
         if listed > 0:
-            mask = marked_in(streams, BITS)
-            counts = ones(mask)
-            rank, n = ranks(counts)
-            packed = (n + 7) // 8
-            listed = units - packed
+            # `rank[l]` is the index of the first second-level code of lane l.
+            mask = escape_code_mask(streams, CODE_BITS)
+            counts = popcount(mask)
+            rank, num_escapes = exclusive_sum(counts)
+            packed = (num_escapes + 7) // 8
+            listed = entry_words - packed
             if length < 1024:
-                wrong = any_lane((mask & ~places_inside(lane, lanes, length, SIZE)) != 0)
-            if (listed < 0) | (n > MAX_NIBBLES) | wrong:
+                wrong = any_lane(
+                    (mask & ~valid_places(lane, num_columns, length, ELEMENT_BYTES)) != 0
+                )
+            if (listed < 0) | (num_escapes > MAX_NIBBLES) | wrong:
                 wrong = True
                 listed = 0
             else:
-                escape = lowest + ((1 << BITS) - 1)
-                if not WINDOW:
-                    escape = tl.load(books + plane * 16 + ((1 << BITS) - 1)).to(tl.int32)
-                second = tl.load(seconds + plane * 16 + (lane & 15)).to(tl.int32) - escape
+                escape = lowest + ((1 << CODE_BITS) - 1)
+                if not IS_WINDOW:
+                    escape = tl.load(exponent_tables + plane * 16 + ((1 << CODE_BITS) - 1)).to(
+                        tl.int32
+                    )
+                offsets = tl.load(second_exponents + plane * 16 + (lane & 15)).to(tl.int32) - escape
                 word = tl.load(entries + lane, mask=lane < packed, other=0)
-                hashed += unsigned(word) * entry_key(number, lane)
-                rounds = tl.max(counts, axis=0)
-                for done in range(0, rounds, 8):
-                    nibbles = nibbles_from(entries, rank, packed, mask != 0)
-                    for _ in range(done, tl.minimum(done + 8, rounds)):
+                hash_sum += unsigned(word) * entry_key(chunk_number, lane)
+                max_per_column = tl.max(counts, axis=0)
+                # Replace the escape code's exponent by the second-level one, in registers.
+                for done in range(0, max_per_column, 8):
+                    nibbles = load_nibbles(entries, rank, packed, mask != 0)
+                    for _ in range(done, tl.minimum(done + 8, max_per_column)):
                         place = mask & -mask
-                        exponents = added(exponents, place, tl.gather(second, nibbles & 15, 0))
+                        exponents = add_at(exponents, place, tl.gather(offsets, nibbles & 15, 0))
                         nibbles = nibbles >> 4
                         mask ^= place
                     rank += 8
-    words = words_of(joined(exponents, streams[BITS : len(streams)], RESTS, SHIFT), SIZE)
-    digest = digest_of(streams, KEYS, 0)
-    if (units == most) & (wrong == 0):
-        spilled = load_stream(entries, lanes, SPILLED, 1)
-        digest += digest_of(spilled, KEYS, len(streams))
-        words = streams + spilled
-    hashed += tl.where(lane < lanes, hashed_column(digest, number, lane, units), 0)
-    store_columns(ye, y32, at, words, lanes, length, SIZE, ALIGNED)
+
+    words = words_of_pairs(
+        join_elements(
+            exponents, streams[CODE_BITS : len(streams)], REMAINDER_WIDTHS, MANTISSA_BITS
+        ),
+        ELEMENT_BYTES,
+    )
+    digest = column_digest(streams, KEYS, 0)
+    if (entry_words == max_entry_words) & (wrong == 0):
+        overflow = load_stream(entries, num_columns, OVERFLOW_WORDS, 1)
+        digest += column_digest(overflow, KEYS, len(streams))
+        words = streams + overflow
+    hash_sum += tl.where(
+        lane < num_columns, column_hash(digest, chunk_number, lane, entry_words), 0
+    )
+    store_columns(
+        target_elements, target_words, at, words, num_columns, length, ELEMENT_BYTES, ALIGNED
+    )
+
     if listed > 0:
+        # Listed escapes are patched in memory, after all lanes have stored their columns.
         tl.debug_barrier()
-        rests8 = in8 + 4 * (tl.load(row + 5) + column * RESTS[0])
-        entries += units - listed
+        remainders8 = in8 + 4 * (tl.load(row + LOW_STREAM) + first_column * REMAINDER_WIDTHS[0])
+        entries += entry_words - listed
         for first in range(0, listed, LANES):
             here = first + lane < listed
             word = tl.load(entries + first + lane, mask=here, other=0)
-            hashed += unsigned(word) * entry_key(number, units - listed + first + lane)
-            other = (word >> 5) & 31
+            hash_sum += unsigned(word) * entry_key(
+                chunk_number, entry_words - listed + first + lane
+            )
+            column = (word >> 5) & 31
             place = word & 31
-            inside = (other < lanes) & (element_at(place, other, lanes, SIZE) < length)
-            inside = inside & ((word & ~(0x3FF | (MASK << 16))) == 0)
+            inside = (column < num_columns) & (
+                element_index(place, column, num_columns, ELEMENT_BYTES) < length
+            )
+            inside = inside & ((word & ~(0x3FF | (EXPONENT_MASK << 16))) == 0)
             if any_lane(here & (inside == 0)):
                 wrong = True
             here = here & inside
-            x = rest_at(ye, at, rests8, place, other, lanes, here, SIZE, SHIFT, MASK)
-            x |= (word >> 16) << SHIFT
-            store_element(ye, at, place, other, lanes, x, here, SIZE)
+            x = element_without_exponent(
+                target_elements, at, remainders8, place, column, num_columns, here,
+                ELEMENT_BYTES, MANTISSA_BITS, EXPONENT_MASK,
+            )  # fmt: skip
+            x |= (word >> 16) << MANTISSA_BITS
+            store_element(target_elements, at, place, column, num_columns, x, here, ELEMENT_BYTES)
     if wrong:
-        tl.atomic_or(totals + ERRORS, 2, sem="relaxed")
-    tl.atomic_add(totals + number % SUMS, tl.sum(hashed, axis=0), sem="relaxed")
+        tl.atomic_or(accumulators + ERROR_FLAGS, 2, sem="relaxed")
+    tl.atomic_add(accumulators + chunk_number % NUM_SUMS, tl.sum(hash_sum, axis=0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def raw_decode_kernel(
-    ye, y32, rows, first_start, start_step, codes_at, block_step,
+    target_elements, target_words, plane_rows, plane_start, plane_step, codes_start, block_step,
     page_ids, page_stride, head_stride,
-    run_chunks, full_pages, run, rest, run_columns, head_columns, in32, totals,
-    SIZE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, PAGED: tl.constexpr,
-    KEYS: tl.constexpr,
+    run_chunks, full_pages, run_elements, last_run_elements, run_columns, head_columns,
+    in32, accumulators,
+    ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, EVENLY_SPACED: tl.constexpr,
+    PAGED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The same of planes without codes."""
-    i, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = rows + ROW * plane
+    """Copy one chunk of a raw plane into its page and add its checksum terms."""
+    chunk_in_head, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = plane_rows + PLANE_FIELDS * plane
     lane = tl.arange(0, LANES)
-    page, start, length, column = place_of(
-        i, head, run_chunks, full_pages, run, rest, run_columns, head_columns, PAGED
+    page, start, length, first_column = locate_chunk(
+        chunk_in_head, head, run_chunks, full_pages, run_elements, last_run_elements, run_columns,
+        head_columns, PAGED,
+    )  # fmt: skip
+    num_columns = (length + 31) // 32
+    at = plane_value(row, PLANE_START, plane, plane_start, plane_step, EVENLY_SPACED)
+    at += page_offset(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
+    p = plane_value(row, CODES_STREAM, plane, codes_start, block_step, EVENLY_SPACED)
+    p = in32 + first_word(p, first_column, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
+    words = load_stream(p, num_columns, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
+    store_columns(
+        target_elements, target_words, at, words, num_columns, length, ELEMENT_BYTES, ALIGNED
     )
-    lanes = (length + 31) // 32
-    at = of_plane(row, 0, plane, first_start, start_step, EVEN)
-    at += page_start(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
-    p = of_plane(row, 4, plane, codes_at, block_step, EVEN)
-    p = in32 + first_word(p, column, 8 * SIZE, 2 * SIZE)
-    words = load_stream(p, lanes, 8 * SIZE, 2 * SIZE)
-    store_columns(ye, y32, at, words, lanes, length, SIZE, ALIGNED)
-    number = tl.load(row + 2) + head * tl.num_programs(0) + i
-    hashed = hashed_column(digest_of(words, KEYS, 0), number, lane, 0)
-    hashed = tl.where(lane < lanes, hashed, 0)
-    tl.atomic_add(totals + number % SUMS, tl.sum(hashed, axis=0), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def verify_kernel(
-    in32, in64, starts_at, chunks, entry_words, payload_bytes, header, header_words, totals, facts,
-):  # fmt: skip
-    """The checksum, and whether the header is what both sides know of it. One program.
-
-    ``facts`` int64 `[4]`: length, checksum, the checksum announced, errors. ``totals`` is zero
-    again at the end. Everything is loaded before anything is added up: a load takes longer than all
-    the rest. Without a payload (0 bytes) the checksum alone counts; the segment may be any memory.
-    """
-    i = tl.arange(0, SUMS)
-    sums = tl.load(totals + i)
-    errors = tl.load(totals + ERRORS)
-    length = tl.load(in64 + 5)
-    announced = tl.load(in64 + 6)
-    seal = tl.load(in64 + 7)
-    crc = tl.load(in32 + 5)
-    first = tl.load(in32 + starts_at)
-    end = unsigned(tl.load(in32 + starts_at + chunks))
-    differing = tl.zeros((256,), tl.int32)
-    for word in range(0, header_words, 256):
-        j = word + tl.arange(0, 256)
-        known = (j < header_words) & ((j < 10) | (j > 15))
-        theirs = tl.load(in32 + j, mask=known, other=0)
-        differing |= (theirs != tl.load(header + j, mask=known, other=0)).to(tl.int32)
-    checksum = tl.sum(sums, axis=0)
-    if payload_bytes > 0:
-        wrong = (length != payload_bytes) | (seal != seal_of(length, announced, unsigned(crc)))
-        if wrong | (tl.max(differing, axis=0) > 0):
-            errors |= 1
-        if chunks > 0:
-            if (first != 0) | ((end + 3) // 4 * 4 != entry_words):
-                errors |= 2
-    tl.store(facts, length)
-    tl.store(facts + 1, checksum)
-    tl.store(facts + 2, announced)
-    tl.store(facts + 3, errors)
-    tl.store(totals + i, tl.zeros((SUMS,), tl.int64))
-    tl.store(totals + ERRORS, tl.zeros((), tl.int64))
+    chunk_number = tl.load(row + FIRST_CHUNK) + head * tl.num_programs(0) + chunk_in_head
+    hash_sum = column_hash(column_digest(words, KEYS, 0), chunk_number, lane, 0)
+    hash_sum = tl.where(lane < num_columns, hash_sum, 0)
+    tl.atomic_add(accumulators + chunk_number % NUM_SUMS, tl.sum(hash_sum, axis=0), sem="relaxed")

@@ -1,204 +1,277 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
-"""Encoding: the streams of a chunk and, to a place of its own, its entries."""
+"""Encode kernels: write the streams of a chunk, and its entries to scratch."""
 
 import triton
 import triton.language as tl
 
 from codec.gpu.kernels.columns import (
-    element_at,
+    element_index,
     first_word,
     load_columns,
-    of_plane,
-    page_start,
-    place_of,
+    locate_chunk,
+    page_offset,
+    plane_value,
     store_stream,
 )
 from codec.gpu.kernels.fields import (
+    bitwise_or,
+    code_distances,
     codes_of,
-    distances,
-    escapes_of,
-    halves_of,
-    marked_in,
+    escape_code_mask,
+    escape_mask,
     pack,
-    rests_of,
-    union_of,
+    pairs_of_words,
+    remainder_words,
 )
-from codec.gpu.kernels.parameters import LENGTHS, MAX_NIBBLES, MAX_SECOND, ROW
-from codec.gpu.kernels.words import ESCAPES as ESCAPE_COUNTS
+from codec.gpu.kernels.parameters import (
+    CODES_STREAM,
+    FIRST_CHUNK,
+    FIRST_CODED_CHUNK,
+    HIGH_STREAM,
+    LOW_STREAM,
+    LOWEST_EXPONENT,
+    MAX_LISTED,
+    MAX_NIBBLES,
+    NOT_SPECIALIZED,
+    PLANE_FIELDS,
+    PLANE_START,
+)
 from codec.gpu.kernels.words import (
+    ESCAPE_COUNTS,
     LANES,
-    SUMS,
+    NUM_SUMS,
     any_lane,
-    digest_of,
+    column_digest,
+    column_hash,
     entry_key,
-    hashed_column,
-    lowest_one,
-    ones,
-    ranks,
+    exclusive_sum,
+    lowest_bit,
+    popcount,
     unsigned,
 )
 
 
 @triton.jit
 def exponent_at(
-    xe, at, mask, lane, lanes, SIZE: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr
+    source, at, mask, lane, num_columns,
+    ELEMENT_BYTES: tl.constexpr, MANTISSA_BITS: tl.constexpr, EXPONENT_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Of the first element of each lane's mask: whether there is one, its place, its exponent."""
+    """Return whether each lane's mask has a bit, the lowest one's place, and the exponent there."""
     here = mask != 0
-    place = lowest_one(mask)
-    e = tl.load(xe + at + element_at(place, lane, lanes, SIZE), mask=here, other=0).to(tl.int32)
-    return here, place, (e >> SHIFT) & MASK
+    place = lowest_bit(mask)
+    e = tl.load(
+        source + at + element_index(place, lane, num_columns, ELEMENT_BYTES), mask=here, other=0
+    ).to(tl.int32)
+    return here, place, (e >> MANTISSA_BITS) & EXPONENT_MASK
 
 
 @triton.jit
-def zero_to_multiple(p, words):
-    """Zeros behind so many words, up to a multiple of four."""
+def pad_to_16_bytes(p, words):
+    """Write zeros after so many words, up to a multiple of four words."""
     i = tl.arange(0, 4)
     tl.store(p + words + i, tl.zeros((4,), tl.int32), mask=i < (4 - words % 4) % 4)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def encode_kernel(
-    xe, x32, rows, first_start, start_step, tables, seconds, page_ids, page_stride, head_stride,
-    run_chunks, full_pages, run, rest, run_columns, head_columns,
-    out32, sizes, scratch8, scratch32, totals,
-    SIZE: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr, RESTS: tl.constexpr,
-    BITS: tl.constexpr, ESCAPES: tl.constexpr, WINDOW: tl.constexpr, ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr, PAGED: tl.constexpr, SPILLED: tl.constexpr, STRIDE: tl.constexpr,
+    # pages and planes
+    source, source_words, plane_rows, plane_start, plane_step,
+    # codebooks
+    code_tables, second_tables,
+    # page table and geometry
+    page_ids, page_stride, head_stride,
+    run_chunks, full_pages, run_elements, last_run_elements, run_columns, head_columns,
+    # segment and working memory
+    out32, chunk_sizes, scratch8, scratch32, accumulators,
+    # compile-time configuration
+    ELEMENT_BYTES: tl.constexpr, MANTISSA_BITS: tl.constexpr, EXPONENT_MASK: tl.constexpr,
+    REMAINDER_WIDTHS: tl.constexpr, CODE_BITS: tl.constexpr, HAS_ESCAPE_CODE: tl.constexpr,
+    IS_WINDOW: tl.constexpr, ALIGNED: tl.constexpr, EVENLY_SPACED: tl.constexpr,
+    PAGED: tl.constexpr, OVERFLOW_WORDS: tl.constexpr, SCRATCH_STRIDE: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a chunk's streams; its entries to ``scratch``, how many to ``sizes``.
+    """Encode one chunk: write its streams, its entries to scratch, their number to `chunk_sizes`.
 
-    A chunk in full is written as one. Its part of the checksum, and its escapes, go to ``totals``.
+    A chunk whose entries would take too much space is stored uncoded. The chunk's checksum terms
+    and escapes are added to `accumulators`.
+
+    Grid: `[chunks of a head, kv_heads, planes]`, one warp each. See `kernels/__init__.py` for the
+    parameters.
     """
-    i, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = rows + ROW * plane
+    chunk_in_head, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = plane_rows + PLANE_FIELDS * plane
     lane = tl.arange(0, LANES)
-    page, start, length, column = place_of(
-        i, head, run_chunks, full_pages, run, rest, run_columns, head_columns, PAGED
+    page, start, length, first_column = locate_chunk(
+        chunk_in_head, head, run_chunks, full_pages, run_elements, last_run_elements, run_columns,
+        head_columns, PAGED,
+    )  # fmt: skip
+    lowest = tl.load(row + LOWEST_EXPONENT).to(tl.int32)
+    num_columns = (length + 31) // 32
+    at = plane_value(row, PLANE_START, plane, plane_start, plane_step, EVENLY_SPACED)
+    at += page_offset(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
+    words = load_columns(
+        source, source_words, at, num_columns, length, lowest << MANTISSA_BITS,
+        ELEMENT_BYTES, ALIGNED,
+    )  # fmt: skip
+    pairs = pairs_of_words(words, ELEMENT_BYTES)  # 16 x [32]
+    chunk = head * tl.num_programs(0) + chunk_in_head
+    coded_chunk = tl.load(row + FIRST_CODED_CHUNK) + chunk
+    NUM_CODES: tl.constexpr = (1 << CODE_BITS) - HAS_ESCAPE_CODE
+    distances = code_distances(
+        pairs, lowest, code_tables + plane * 256, MANTISSA_BITS, EXPONENT_MASK, IS_WINDOW
     )
-    lowest = tl.load(row + 1).to(tl.int32)
-    lanes = (length + 31) // 32
-    at = of_plane(row, 0, plane, first_start, start_step, EVEN)
-    at += page_start(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
-    words = load_columns(xe, x32, at, lanes, length, lowest << SHIFT, SIZE, ALIGNED)
-    halves = halves_of(words, SIZE)
-    chunk = head * tl.num_programs(0) + i
-    coded = tl.load(row + 3) + chunk
-    CODES: tl.constexpr = (1 << BITS) - ESCAPES
-    found = distances(halves, lowest, tables + plane * 256, SHIFT, MASK, WINDOW)
-    codes = codes_of(found, CODES, ESCAPES)
-    some = any_lane((union_of(found) & 0x01F001F0) != 0) if not ESCAPES else True
-    code_words = pack(codes, BITS)
-    streams = code_words + rests_of(halves, RESTS, SHIFT)
-    number = tl.load(row + 2) + chunk
+
+    # Codes and remainders, packed: one register for each word of the streams.
+    codes = codes_of(distances, NUM_CODES, HAS_ESCAPE_CODE)
+    any_escape = (
+        any_lane((bitwise_or(distances) & 0x01F001F0) != 0) if not HAS_ESCAPE_CODE else True
+    )
+    code_words = pack(codes, CODE_BITS)
+    streams = code_words + remainder_words(pairs, REMAINDER_WIDTHS, MANTISSA_BITS)
+    chunk_number = tl.load(row + FIRST_CHUNK) + chunk
     size = 0
-    hashed = tl.zeros((LANES,), tl.int64)
-    digest = digest_of(streams, KEYS, 0)
-    if some:
-        mask = marked_in(code_words, BITS) if ESCAPES else escapes_of(found, CODES)
-        counts = ones(mask)
-        rank, n = ranks(counts)
-        rounds = tl.max(counts, axis=0)
-        most = SPILLED * lanes
-        slot = coded * STRIDE
-        units = n
+    hash_sum = tl.zeros((LANES,), tl.int64)
+    digest = column_digest(streams, KEYS, 0)
+
+    if any_escape:
+        # Lane l has `counts[l]` escapes, and `rank[l]` escapes precede them in the chunk.
+        mask = (
+            escape_code_mask(code_words, CODE_BITS)
+            if HAS_ESCAPE_CODE
+            else escape_mask(distances, NUM_CODES)
+        )
+        counts = popcount(mask)
+        rank, num_escapes = exclusive_sum(counts)
+        max_per_column = tl.max(counts, axis=0)
+        max_entry_words = OVERFLOW_WORDS * num_columns
+        scratch_start = coded_chunk * SCRATCH_STRIDE
+        entry_words = num_escapes
         nibbles = 0
-        full = n >= most
-        if ESCAPES:
-            nibbles = n
-            units = (n + 7) // 8
-            full = (n > MAX_NIBBLES) | (units >= most)
-            if not full:
-                second = seconds + plane * 256
-                others = tl.zeros((LANES,), tl.int32)
-                for _ in range(rounds):
-                    here, _, e = exponent_at(xe, at, mask, lane, lanes, SIZE, SHIFT, MASK)
+        uncoded = num_escapes >= max_entry_words
+        if HAS_ESCAPE_CODE:
+            nibbles = num_escapes
+            entry_words = (num_escapes + 7) // 8
+            uncoded = (num_escapes > MAX_NIBBLES) | (entry_words >= max_entry_words)
+            if not uncoded:
+                # Each round stores the second-level code of one escape of every lane.
+                second = second_tables + plane * 256
+                listed_mask = tl.zeros((LANES,), tl.int32)
+                for _ in range(max_per_column):
+                    here, _, e = exponent_at(
+                        source, at, mask, lane, num_columns, ELEMENT_BYTES, MANTISSA_BITS,
+                        EXPONENT_MASK,
+                    )  # fmt: skip
                     code = tl.load(second + e, mask=here, other=0)
-                    tl.store(scratch8 + 4 * slot + rank, code, mask=here)
-                    others |= tl.where(code == 15, mask & -mask, 0)
+                    tl.store(scratch8 + 4 * scratch_start + rank, code, mask=here)
+                    listed_mask |= tl.where(code == 15, mask & -mask, 0)
                     word = unsigned(code.to(tl.int32) << (4 * (rank & 7)))
-                    hashed += word * entry_key(number, rank >> 3)
+                    hash_sum += word * entry_key(chunk_number, rank >> 3)
                     rank += 1
                     mask &= mask - 1
-                rounds = 0
-                if any_lane(others != 0):
-                    mask = others
-                    slot += MAX_NIBBLES // 4
-                    counts = ones(mask)
-                    rank, m = ranks(counts)
-                    rounds = tl.max(counts, axis=0)
-                    units += m
-                    full = (m > MAX_SECOND) | (units >= most)
-        if full:
-            units = most
+                max_per_column = 0
+                # What has no second-level code (15) is listed below, after the codes.
+                if any_lane(listed_mask != 0):
+                    mask = listed_mask
+                    scratch_start += MAX_NIBBLES // 4
+                    counts = popcount(mask)
+                    rank, num_listed = exclusive_sum(counts)
+                    max_per_column = tl.max(counts, axis=0)
+                    entry_words += num_listed
+                    uncoded = (num_listed > MAX_LISTED) | (entry_words >= max_entry_words)
+        if uncoded:
+            # The first words of each column replace its streams, the others are its entries.
+            entry_words = max_entry_words
             nibbles = 0
             S: tl.constexpr = len(streams)
             streams = words[0:S]
-            digest = digest_of(words, KEYS, 0)
-            hashed = tl.zeros((LANES,), tl.int64)
-            tl.debug_barrier()  # other lanes may have written nibbles there
-            for w in tl.static_range(SPILLED):
-                p = scratch32 + coded * STRIDE + w * lanes + lane
-                tl.store(p, words[S + w], mask=lane < lanes)
+            digest = column_digest(words, KEYS, 0)
+            hash_sum = tl.zeros((LANES,), tl.int64)
+            tl.debug_barrier()  # other lanes may have stored second-level codes there
+            for w in tl.static_range(OVERFLOW_WORDS):
+                p = scratch32 + coded_chunk * SCRATCH_STRIDE + w * num_columns + lane
+                tl.store(p, words[S + w], mask=lane < num_columns)
         else:
-            for _ in range(rounds):
-                here, place, e = exponent_at(xe, at, mask, lane, lanes, SIZE, SHIFT, MASK)
+            for _ in range(max_per_column):
+                here, place, e = exponent_at(
+                    source, at, mask, lane, num_columns, ELEMENT_BYTES, MANTISSA_BITS, EXPONENT_MASK
+                )
                 word = (lane << 5) | place | (e << 16)
-                tl.store(scratch32 + slot + rank, word, mask=here)
-                key = entry_key(number, (nibbles + 7) // 8 + rank)
-                hashed += tl.where(here, word.to(tl.int64) * key, 0)
+                tl.store(scratch32 + scratch_start + rank, word, mask=here)
+                key = entry_key(chunk_number, (nibbles + 7) // 8 + rank)
+                hash_sum += tl.where(here, word.to(tl.int64) * key, 0)
                 rank += 1
                 mask &= mask - 1
-        size = units | (nibbles << 8)
-        tl.atomic_add(totals + ESCAPE_COUNTS + number % SUMS, n.to(tl.int64), sem="relaxed")
-    tl.store(sizes + coded, size)
+        size = entry_words | (nibbles << 8)
+        tl.atomic_add(
+            accumulators + ESCAPE_COUNTS + chunk_number % NUM_SUMS,
+            num_escapes.to(tl.int64),
+            sem="relaxed",
+        )
+    tl.store(chunk_sizes + coded_chunk, size)
+
+    # Streams. Three-word columns are stored word by word and need padding after the last chunk.
     last = chunk == tl.num_programs(0) * tl.num_programs(1) - 1
-    p = tl.load(row + 4)
-    G: tl.constexpr = 1 if BITS == 3 else 4
-    store_stream(out32 + first_word(p, column, BITS, G), lanes, streams[0:BITS], G)
-    if BITS == 3:
-        if last:
-            zero_to_multiple(out32 + p, (column + lanes) * 3)
-    FIRST: tl.constexpr = BITS + RESTS[0]
-    R: tl.constexpr = 1 if RESTS[0] == 3 else 4
-    p = tl.load(row + 5)
-    store_stream(out32 + first_word(p, column, RESTS[0], R), lanes, streams[BITS:FIRST], R)
-    if RESTS[0] == 3:
-        if last:
-            zero_to_multiple(out32 + p, (column + lanes) * 3)
-    if len(RESTS) == 2:
-        p = tl.load(row + 6)
-        store_stream(out32 + first_word(p, column, 3, 1), lanes, streams[FIRST : FIRST + 3], 1)
-        if last:
-            zero_to_multiple(out32 + p, (column + lanes) * 3)
-    hashed += tl.where(lane < lanes, hashed_column(digest, number, lane, size & 0xFF), 0)
-    tl.atomic_add(totals + number % SUMS, tl.sum(hashed, axis=0), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def raw_kernel(
-    xe, x32, rows, first_start, start_step, page_ids, page_stride, head_stride,
-    run_chunks, full_pages, run, rest, run_columns, head_columns, out32, totals,
-    SIZE: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr, PAGED: tl.constexpr,
-    STORE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """The same of chunks of planes without codes; without STORE their checksum alone."""
-    i, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = rows + ROW * plane
-    lane = tl.arange(0, LANES)
-    page, start, length, column = place_of(
-        i, head, run_chunks, full_pages, run, rest, run_columns, head_columns, PAGED
+    p = tl.load(row + CODES_STREAM)
+    G: tl.constexpr = 1 if CODE_BITS == 3 else 4
+    store_stream(
+        out32 + first_word(p, first_column, CODE_BITS, G), num_columns, streams[0:CODE_BITS], G
     )
-    lanes = (length + 31) // 32
-    at = of_plane(row, 0, plane, first_start, start_step, EVEN)
-    at += page_start(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
-    words = load_columns(xe, x32, at, lanes, length, 0, SIZE, ALIGNED)
+    if CODE_BITS == 3:
+        if last:
+            pad_to_16_bytes(out32 + p, (first_column + num_columns) * 3)
+    FIRST: tl.constexpr = CODE_BITS + REMAINDER_WIDTHS[0]
+    R: tl.constexpr = 1 if REMAINDER_WIDTHS[0] == 3 else 4
+    p = tl.load(row + LOW_STREAM)
+    store_stream(
+        out32 + first_word(p, first_column, REMAINDER_WIDTHS[0], R),
+        num_columns,
+        streams[CODE_BITS:FIRST],
+        R,
+    )
+    if REMAINDER_WIDTHS[0] == 3:
+        if last:
+            pad_to_16_bytes(out32 + p, (first_column + num_columns) * 3)
+    if len(REMAINDER_WIDTHS) == 2:
+        p = tl.load(row + HIGH_STREAM)
+        store_stream(
+            out32 + first_word(p, first_column, 3, 1), num_columns, streams[FIRST : FIRST + 3], 1
+        )
+        if last:
+            pad_to_16_bytes(out32 + p, (first_column + num_columns) * 3)
+    hash_sum += tl.where(
+        lane < num_columns, column_hash(digest, chunk_number, lane, size & 0xFF), 0
+    )
+    tl.atomic_add(accumulators + chunk_number % NUM_SUMS, tl.sum(hash_sum, axis=0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def raw_kernel(
+    source, source_words, plane_rows, plane_start, plane_step,
+    page_ids, page_stride, head_stride,
+    run_chunks, full_pages, run_elements, last_run_elements, run_columns, head_columns,
+    out32, accumulators,
+    ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, EVENLY_SPACED: tl.constexpr,
+    PAGED: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Copy one chunk of a raw plane and add its checksum terms; without STORE, only the latter."""
+    chunk_in_head, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = plane_rows + PLANE_FIELDS * plane
+    lane = tl.arange(0, LANES)
+    page, start, length, first_column = locate_chunk(
+        chunk_in_head, head, run_chunks, full_pages, run_elements, last_run_elements, run_columns,
+        head_columns, PAGED,
+    )  # fmt: skip
+    num_columns = (length + 31) // 32
+    at = plane_value(row, PLANE_START, plane, plane_start, plane_step, EVENLY_SPACED)
+    at += page_offset(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
+    words = load_columns(source, source_words, at, num_columns, length, 0, ELEMENT_BYTES, ALIGNED)
     if STORE:
-        p = out32 + first_word(tl.load(row + 4), column, 8 * SIZE, 2 * SIZE)
-        store_stream(p, lanes, words, 2 * SIZE)
-    number = tl.load(row + 2) + head * tl.num_programs(0) + i
-    hashed = hashed_column(digest_of(words, KEYS, 0), number, lane, 0)
-    hashed = tl.where(lane < lanes, hashed, 0)
-    tl.atomic_add(totals + number % SUMS, tl.sum(hashed, axis=0), sem="relaxed")
+        p = out32 + first_word(
+            tl.load(row + CODES_STREAM), first_column, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES
+        )
+        store_stream(p, num_columns, words, 2 * ELEMENT_BYTES)
+    chunk_number = tl.load(row + FIRST_CHUNK) + head * tl.num_programs(0) + chunk_in_head
+    hash_sum = column_hash(column_digest(words, KEYS, 0), chunk_number, lane, 0)
+    hash_sum = tl.where(lane < num_columns, hash_sum, 0)
+    tl.atomic_add(accumulators + chunk_number % NUM_SUMS, tl.sum(hash_sum, axis=0), sem="relaxed")

@@ -1,45 +1,46 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
-"""Between a column's words and its fields: codes, exponents and rests, in registers.
+"""Conversions in registers between the words of a column and its codes, exponents and remainders.
 
-`words` are a column's as they lie in memory, `halves` 16 registers of two elements in fields of 16
-bits, in the order of places (`README.md`). What an element type is made of is given at compile
-time: SIZE in bytes, SHIFT (bits of the mantissa), MASK (of the exponent), RESTS (widths of the
-streams of the rest).
+The names of shapes: `words` are the 32-bit words of a column as they lie in memory; `pairs` are 16
+registers with two elements each, in 16-bit fields, in the order of places (`FORMAT.md`); `quads`
+are 8 registers with four 8-bit values each. The element type is given at compile time:
+ELEMENT_BYTES, MANTISSA_BITS, EXPONENT_MASK and REMAINDER_WIDTHS (bits in each remainder stream).
 """
 
 import triton
 import triton.language as tl
 
-from codec.gpu.kernels.words import shifted
+from codec.gpu.kernels.words import shift_right
 
 
 @triton.jit
-def halves_of(words, SIZE: tl.constexpr):
-    if SIZE == 2:
-        halves = words
+def pairs_of_words(words, ELEMENT_BYTES: tl.constexpr):
+    """Convert the words of a column into 16 pairs."""
+    if ELEMENT_BYTES == 2:
+        pairs = words
     else:
-        halves = ()
+        pairs = ()
         for w in tl.static_range(8):
-            halves = halves + (words[w] & 0x00FF00FF, shifted(words[w], 8) & 0x00FF00FF)
-    return halves
+            pairs = pairs + (words[w] & 0x00FF00FF, shift_right(words[w], 8) & 0x00FF00FF)
+    return pairs
 
 
 @triton.jit
-def words_of(halves, SIZE: tl.constexpr):
-    """The inverse of `halves_of`."""
-    if SIZE == 2:
-        words = halves
+def words_of_pairs(pairs, ELEMENT_BYTES: tl.constexpr):
+    """Convert 16 pairs into the words of a column; inverse of `pairs_of_words`."""
+    if ELEMENT_BYTES == 2:
+        words = pairs
     else:
         words = ()
         for w in tl.static_range(8):
-            words = words + (halves[2 * w] | (halves[2 * w + 1] << 8),)
+            words = words + (pairs[2 * w] | (pairs[2 * w + 1] << 8),)
     return words
 
 
 @triton.jit
 def pack(v, BITS: tl.constexpr):
-    """16 halves of so many bits in each field → as many words."""
+    """Pack 16 pairs of BITS-bit values into BITS words."""
     words = ()
     for w in tl.static_range(BITS):
         word = v[w]
@@ -53,26 +54,26 @@ def pack(v, BITS: tl.constexpr):
 
 @triton.jit
 def unpack(words, BITS: tl.constexpr):
-    """The inverse of `pack`."""
+    """Unpack BITS words into 16 pairs; inverse of `pack`."""
     field: tl.constexpr = ((1 << BITS) - 1) * 0x10001
     v = ()
     for h in tl.static_range(15 + (BITS != 3)):
-        v = v + (shifted(words[h % BITS], BITS * (h // BITS)) & field,)
+        v = v + (shift_right(words[h % BITS], BITS * (h // BITS)) & field,)
     if BITS == 3:
-        last = shifted(words[0], 15) & 0x00010001
-        last |= shifted(words[1], 14) & 0x00020002
-        v = v + (last | (shifted(words[2], 13) & 0x00040004),)
+        last = shift_right(words[0], 15) & 0x00010001
+        last |= shift_right(words[1], 14) & 0x00020002
+        v = v + (last | (shift_right(words[2], 13) & 0x00040004),)
     return v
 
 
 @triton.jit
-def marked_in(words, BITS: tl.constexpr):
-    """Of packed codes: the mask of a column's places whose code is the escape code."""
+def escape_code_mask(words, BITS: tl.constexpr):
+    """Return the mask of the places of a column whose packed code is the escape code."""
     mask = tl.zeros_like(words[0])
     for w in tl.static_range(BITS):
-        all_ones = words[w] & shifted(words[w], 1) & shifted(words[w], 2)
+        all_ones = words[w] & shift_right(words[w], 1) & shift_right(words[w], 2)
         if BITS == 4:
-            mask |= (all_ones & shifted(words[w], 3) & 0x11111111) << w
+            mask |= (all_ones & shift_right(words[w], 3) & 0x11111111) << w
         else:
             mask |= (all_ones & 0x12491249) << w
     if BITS == 3:
@@ -81,111 +82,128 @@ def marked_in(words, BITS: tl.constexpr):
 
 
 @triton.jit
-def rests_of(halves, RESTS: tl.constexpr, SHIFT: tl.constexpr):
-    """Words of the streams of the rest."""
-    if SHIFT == 7:
+def remainder_words(pairs, REMAINDER_WIDTHS: tl.constexpr, MANTISSA_BITS: tl.constexpr):
+    """Pack the remainders (sign above mantissa) of 16 pairs into the words of their streams."""
+    if MANTISSA_BITS == 7:
         words = ()
         for w in tl.static_range(8):
-            a = halves[w]
-            b = halves[w + 8]
-            word = (a & 0x007F007F) | (shifted(a, 8) & 0x00800080)
+            a = pairs[w]
+            b = pairs[w + 8]
+            word = (a & 0x007F007F) | (shift_right(a, 8) & 0x00800080)
             words = words + (word | ((b << 8) & 0x7F007F00) | (b & -2147450880),)
-    elif SHIFT == 10:
+    elif MANTISSA_BITS == 10:
         low = ()
         high = ()
         for h in tl.static_range(16):
-            low = low + (halves[h] & 0x00FF00FF,)
-            high = high + ((shifted(halves[h], 8) & 0x30003) | (shifted(halves[h], 13) & 0x40004),)
+            low = low + (pairs[h] & 0x00FF00FF,)
+            high = high + (
+                (shift_right(pairs[h], 8) & 0x30003) | (shift_right(pairs[h], 13) & 0x40004),
+            )
         words = pack(low, 8) + pack(high, 3)
     else:
-        top: tl.constexpr = 0x10001 << SHIFT
+        top: tl.constexpr = 0x10001 << MANTISSA_BITS
         rests = ()
         for h in tl.static_range(16):
-            sign = shifted(halves[h], 7 - SHIFT) & top
-            rests = rests + ((halves[h] & (top - 0x10001)) | sign,)
-        words = pack(rests, RESTS[0])
+            sign = shift_right(pairs[h], 7 - MANTISSA_BITS) & top
+            rests = rests + ((pairs[h] & (top - 0x10001)) | sign,)
+        words = pack(rests, REMAINDER_WIDTHS[0])
     return words
 
 
 @triton.jit
-def fours_of(words, BITS: tl.constexpr):
-    """Packed codes → 8 registers of four: byte b of number w is the code of place 8 b + w."""
-    fours = ()
+def code_quads(words, BITS: tl.constexpr):
+    """Unpack codes into 8 quads: byte b of quad w is the code of place 8 b + w."""
+    quads = ()
     for w in tl.static_range(8):
         if BITS == 4:
-            four = shifted(words[w % 4], 4 * (w // 4)) & 0x0F0F0F0F
+            four = shift_right(words[w % 4], 4 * (w // 4)) & 0x0F0F0F0F
         elif w == 0:
             four = (words[0] & 0x00070007) | ((words[2] << 2) & 0x07000700)
         else:
-            four = shifted(words[w % 3], 3 * (w // 3)) & 0x00070007
+            four = shift_right(words[w % 3], 3 * (w // 3)) & 0x00070007
             if w < 7:
-                four |= shifted(words[(w + 8) % 3], 3 * ((w + 8) // 3) - 8) & 0x07000700
+                four |= shift_right(words[(w + 8) % 3], 3 * ((w + 8) // 3) - 8) & 0x07000700
             else:
-                four |= shifted(words[0], 7) & 0x01000100
-                four |= shifted(words[1], 6) & 0x02000200
-                four |= shifted(words[2], 5) & 0x04000400
-        fours = fours + (four,)
-    return fours
+                four |= shift_right(words[0], 7) & 0x01000100
+                four |= shift_right(words[1], 6) & 0x02000200
+                four |= shift_right(words[2], 5) & 0x04000400
+        quads = quads + (four,)
+    return quads
 
 
 @triton.jit
-def joined(fours, words, RESTS: tl.constexpr, SHIFT: tl.constexpr):
-    """8 registers of four exponents, and the words of their rests → halves."""
-    halves = ()
-    if SHIFT == 7:
+def join_elements(quads, words, REMAINDER_WIDTHS: tl.constexpr, MANTISSA_BITS: tl.constexpr):
+    """Join 8 quads of exponents and the words of the remainders into 16 pairs."""
+    pairs = ()
+    if MANTISSA_BITS == 7:
         for h in tl.static_range(16):
             word = words[h % 8]
             if h < 8:
-                half = (fours[h] << 7) & 0x7F807F80
+                half = (quads[h] << 7) & 0x7F807F80
                 half |= (word & 0x007F007F) | ((word << 8) & -2147450880)
             else:
-                half = shifted(fours[h - 8], 1) & 0x7F807F80
-                half |= (shifted(word, 8) & 0x007F007F) | (word & -2147450880)
-            halves = halves + (half,)
+                half = shift_right(quads[h - 8], 1) & 0x7F807F80
+                half |= (shift_right(word, 8) & 0x007F007F) | (word & -2147450880)
+            pairs = pairs + (half,)
     else:
-        if SHIFT == 10:
+        if MANTISSA_BITS == 10:
             low = unpack(words[0:8], 8)
             high = unpack(words[8:11], 3)
         else:
-            rests = unpack(words, RESTS[0])
-        top: tl.constexpr = 0x10001 << SHIFT
+            rests = unpack(words, REMAINDER_WIDTHS[0])
+        top: tl.constexpr = 0x10001 << MANTISSA_BITS
         for h in tl.static_range(16):
-            half = ((fours[h] if h < 8 else shifted(fours[h - 8], 8)) & 0x00FF00FF) << SHIFT
-            if SHIFT == 10:
+            half = (
+                (quads[h] if h < 8 else shift_right(quads[h - 8], 8)) & 0x00FF00FF
+            ) << MANTISSA_BITS
+            if MANTISSA_BITS == 10:
                 half |= low[h] | ((high[h] & 0x30003) << 8) | ((high[h] & 0x40004) << 13)
             else:
-                half |= (rests[h] & (top - 0x10001)) | ((rests[h] & top) << (7 - SHIFT))
-            halves = halves + (half,)
-    return halves
+                half |= (rests[h] & (top - 0x10001)) | ((rests[h] & top) << (7 - MANTISSA_BITS))
+            pairs = pairs + (half,)
+    return pairs
 
 
 @triton.jit
-def distances(halves, lowest, table, SHIFT: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr):
-    """Of 16 halves: the code in each field, or what is above all codes; below 512."""
+def code_distances(
+    pairs,
+    lowest,
+    table,
+    MANTISSA_BITS: tl.constexpr,
+    EXPONENT_MASK: tl.constexpr,
+    IS_WINDOW: tl.constexpr,
+):
+    """Return, for 16 pairs, the code of each field, or a value above all codes and below 512.
+
+    With IS_WINDOW it is the distance to the lowest exponent, else an entry of the code table.
+    """
     found = ()
     for h in tl.static_range(16):
-        e = shifted(halves[h], SHIFT) & (MASK * 0x10001)
-        if WINDOW:
+        e = shift_right(pairs[h], MANTISSA_BITS) & (EXPONENT_MASK * 0x10001)
+        if IS_WINDOW:
             t = (e + (256 - lowest) * 0x10001) ^ 0x01000100
         else:
-            t = tl.load(table + (e & MASK)).to(tl.int32)
-            t |= tl.load(table + shifted(e, 16)).to(tl.int32) << 16
+            t = tl.load(table + (e & EXPONENT_MASK)).to(tl.int32)
+            t |= tl.load(table + shift_right(e, 16)).to(tl.int32) << 16
         found = found + (t,)
     return found
 
 
 @triton.jit
-def flagged(t, CODES: tl.constexpr):
-    """1 in a field that is no code."""
-    return shifted(t + (0x8000 - CODES) * 0x10001, 15) & 0x00010001
+def no_code_flags(t, NUM_CODES: tl.constexpr):
+    """Return 1 in each field that is not a code."""
+    return shift_right(t + (0x8000 - NUM_CODES) * 0x10001, 15) & 0x00010001
 
 
 @triton.jit
-def codes_of(found, CODES: tl.constexpr, ESCAPES: tl.constexpr):
+def codes_of(found, NUM_CODES: tl.constexpr, HAS_ESCAPE_CODE: tl.constexpr):
+    """Replace the fields that are not codes by the escape code, or truncate them to four bits."""
     codes = ()
     for h in tl.static_range(16):
-        if ESCAPES:
-            code = (found[h] | (flagged(found[h], CODES) * CODES)) & (CODES * 0x10001)
+        if HAS_ESCAPE_CODE:
+            code = (found[h] | (no_code_flags(found[h], NUM_CODES) * NUM_CODES)) & (
+                NUM_CODES * 0x10001
+            )
         else:
             code = found[h] & 0x000F000F
         codes = codes + (code,)
@@ -193,8 +211,8 @@ def codes_of(found, CODES: tl.constexpr, ESCAPES: tl.constexpr):
 
 
 @triton.jit
-def union_of(found):
-    """The bits that any of 16 halves has."""
+def bitwise_or(found):
+    """Return the bitwise OR of 16 pairs."""
     bits = found[0]
     for h in tl.static_range(1, 16):
         bits |= found[h]
@@ -202,9 +220,9 @@ def union_of(found):
 
 
 @triton.jit
-def escapes_of(found, CODES: tl.constexpr):
-    """The mask of a column's places without a code."""
-    mask = flagged(found[0], CODES)
+def escape_mask(found, NUM_CODES: tl.constexpr):
+    """Return the mask of the places of a column that have no code."""
+    mask = no_code_flags(found[0], NUM_CODES)
     for h in tl.static_range(1, 16):
-        mask |= flagged(found[h], CODES) << h
+        mask |= no_code_flags(found[h], NUM_CODES) << h
     return mask

@@ -1,25 +1,25 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
-"""After encoding: entries moved next to one another, their starts, and the header."""
+"""Last step of encoding: pack the entries, write their starts and complete the header."""
 
 import triton
 import triton.language as tl
 
-from codec.gpu.kernels.parameters import LENGTHS, MAX_NIBBLES, PACK
-from codec.gpu.kernels.words import ESCAPES, SUMS, seal_of, shifted, unsigned
+from codec.gpu.kernels.parameters import MAX_NIBBLES, NOT_SPECIALIZED, PACK_CHUNKS
+from codec.gpu.kernels.words import ESCAPE_COUNTS, NUM_SUMS, seal_of, shift_right, unsigned
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def sum_kernel(sizes, sums, chunks):
-    """Units of the chunks of each program of `pack_kernel`."""
-    chunk = tl.program_id(0) * PACK + tl.arange(0, PACK)
-    units = tl.load(sizes + chunk, mask=chunk < chunks, other=0) & 0xFF
-    tl.store(sums + tl.program_id(0), tl.sum(units, axis=0))
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def sum_kernel(chunk_sizes, sums, chunks):
+    """Sum the entry words of each PACK_CHUNKS chunks, one sum for each program of `pack_kernel`."""
+    chunk = tl.program_id(0) * PACK_CHUNKS + tl.arange(0, PACK_CHUNKS)
+    entry_words = tl.load(chunk_sizes + chunk, mask=chunk < chunks, other=0) & 0xFF
+    tl.store(sums + tl.program_id(0), tl.sum(entry_words, axis=0))
 
 
 @triton.jit
-def units_before(partials, count, keep):
-    """The sum of the first ``count`` numbers, of their bits in ``keep``."""
+def sum_of_first(partials, count, keep):
+    """Sum the first `count` values, masked with `keep`."""
     total = tl.zeros((8192,), tl.int32)
     for first in range(0, count, 8192):
         i = first + tl.arange(0, 8192)
@@ -28,22 +28,27 @@ def units_before(partials, count, keep):
 
 
 @triton.jit
-def move(
-    scratch32, chunk, units, nibbles, at, first, entries, STRIDE: tl.constexpr, W: tl.constexpr
+def move_entries(
+    scratch32, chunk, entry_words, nibbles, at, first, entries,
+    SCRATCH_STRIDE: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Moves W words of each chunk, from its ``first`` on. Nibbles come as bytes, and first."""
+    """Copy W entry words of each chunk, from word `first` on, to their final position.
+
+    In scratch, second-level codes are bytes and precede the listed words; they are packed here,
+    eight to a word.
+    """
     j = first + tl.arange(0, W)[None, :]
-    here = j < units[:, None]
-    slot = scratch32 + chunk.to(tl.int64)[:, None] * STRIDE
+    here = j < entry_words[:, None]
+    scratch_start = scratch32 + chunk.to(tl.int64)[:, None] * SCRATCH_STRIDE
     packed = ((nibbles + 7) // 8)[:, None]
-    others = tl.where(packed > 0, MAX_NIBBLES // 4 - packed, 0)
-    word = tl.load(slot + others + j, mask=here & (j >= packed), other=0)
+    listed_mask = tl.where(packed > 0, MAX_NIBBLES // 4 - packed, 0)
+    word = tl.load(scratch_start + listed_mask + j, mask=here & (j >= packed), other=0)
     if tl.max(nibbles, axis=0) > 0:
-        a = tl.load(slot + 2 * j, mask=j < packed, other=0)
-        b = tl.load(slot + 2 * j + 1, mask=j < packed, other=0)
-        a = (a | shifted(a, 4)) & 0x00FF00FF
-        b = (b | shifted(b, 4)) & 0x00FF00FF
-        both = ((a | shifted(a, 8)) & 0xFFFF) | ((b | shifted(b, 8)) << 16)
+        a = tl.load(scratch_start + 2 * j, mask=j < packed, other=0)
+        b = tl.load(scratch_start + 2 * j + 1, mask=j < packed, other=0)
+        a = (a | shift_right(a, 4)) & 0x00FF00FF
+        b = (b | shift_right(b, 4)) & 0x00FF00FF
+        both = ((a | shift_right(a, 8)) & 0xFFFF) | ((b | shift_right(b, 8)) << 16)
         left = nibbles[:, None] - 8 * j
         used = (1 << (4 * tl.minimum(tl.maximum(left, 0), 7))) - 1
         word |= tl.where(j < packed, both & tl.where(left < 8, used, -1), 0)
@@ -51,68 +56,85 @@ def move(
 
 
 @triton.jit
-def finish(out32, out64, starts_at, entries_at, chunks, units, checksum, crc, facts):
-    """The last start, zeros behind it and behind the entries, and the header's end."""
+def write_header_end(
+    out32, out64, starts_offset, entries_offset, chunks, entry_words, checksum, crc, results
+):
+    """Write the last start, the padding, and the header fields that depend on the data."""
     four = tl.arange(0, 4)
     zeros = tl.zeros((4,), tl.int32)
     if chunks > 0:
-        p = out32 + starts_at + chunks
-        tl.store(p, units.to(tl.int32))
+        p = out32 + starts_offset + chunks
+        tl.store(p, entry_words.to(tl.int32))
         tl.store(p + 1 + four, zeros, mask=four < 3 - chunks % 4)
-    end = entries_at.to(tl.int64) + units
+    end = entries_offset.to(tl.int64) + entry_words
     tl.store(out32 + end + four, zeros, mask=four < (4 - end % 4) % 4)
     length = (end + 3) // 4 * 16
     tl.store(out64 + 5, length)
     tl.store(out64 + 6, checksum)
     tl.store(out64 + 7, seal_of(length, checksum, unsigned(crc)))
-    tl.store(facts, length)
-    tl.store(facts + 1, checksum)
-    tl.store(facts + 3, units)
+    tl.store(results, length)
+    tl.store(results + 1, checksum)
+    tl.store(results + 3, entry_words)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def pack_kernel(
-    sizes, partials, each, keep, scratch32, out32, out64, starts_at, entries_at, chunks,
-    header, header_words, totals, facts, STRIDE: tl.constexpr,
+    chunk_sizes, partials, each, keep, scratch32, out32, out64, starts_offset, entries_offset,
+    chunks, header, header_words, accumulators, results, SCRATCH_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Packs the entries of PACK chunks; the last program finishes the segment.
+    """Pack the entries of PACK_CHUNKS chunks; the last program completes the segment.
 
-    ``partials``: units of ``each`` chunks. ``facts`` int64 `[4]`: length, checksum, escapes, units
-    of all entries. ``totals`` is zero again at the end. Everything is loaded before anything is
-    added up, as in `verify_kernel`.
+    All loads are issued before the first reduction, as in `verify_kernel`, to overlap their
+    latency.
+
+    Args:
+        chunk_sizes: int32 `[chunks]`; see `kernels/__init__.py`.
+        partials: int32 entry words of `each` chunks, masked with `keep`: `chunk_sizes` itself or
+        the
+            output of `sum_kernel`.
+        scratch32: int32 `[chunks, SCRATCH_STRIDE]`, unpacked entries.
+        out32, out64: the segment.
+        starts_offset, entries_offset: in words.
+        header, header_words: int32 header fields that do not depend on the data.
+        accumulators: int64 `[ACCUMULATORS]`; zeroed at the end.
+        results: int64 `[4]` output: length in bytes, checksum, escapes, entry words.
     """
     g = tl.program_id(0)
     last = g == tl.num_programs(0) - 1
-    chunk = g * PACK + tl.arange(0, PACK)
-    i = tl.arange(0, SUMS)
-    size = tl.load(sizes + chunk, mask=chunk < chunks, other=0)
-    own = i < tl.where(last, SUMS, 0)
-    sums = tl.load(totals + i, mask=own, other=0)
-    escapes = tl.load(totals + ESCAPES + i, mask=own, other=0)
+    chunk = g * PACK_CHUNKS + tl.arange(0, PACK_CHUNKS)
+    i = tl.arange(0, NUM_SUMS)
+    size = tl.load(chunk_sizes + chunk, mask=chunk < chunks, other=0)
+    own = i < tl.where(last, NUM_SUMS, 0)
+    sums = tl.load(accumulators + i, mask=own, other=0)
+    escapes = tl.load(accumulators + ESCAPE_COUNTS + i, mask=own, other=0)
     crc = tl.load(header + 5)
-    before = units_before(partials, g * (PACK // each), keep)
-    units = size & 0xFF
+    before = sum_of_first(partials, g * (PACK_CHUNKS // each), keep)
+    entry_words = size & 0xFF
     nibbles = size >> 8
-    upto = tl.cumsum(units, axis=0)
-    at = before + (upto - units)
-    most = tl.max(units, axis=0)
-    tl.store(out32 + starts_at + chunk, at.to(tl.int32), mask=chunk < chunks)
-    entries = out32 + entries_at
+    upto = tl.cumsum(entry_words, axis=0)
+    at = before + (upto - entry_words)
+    max_entry_words = tl.max(entry_words, axis=0)
+    tl.store(out32 + starts_offset + chunk, at.to(tl.int32), mask=chunk < chunks)
+    entries = out32 + entries_offset
     if last:
         all_units = before + tl.max(upto, axis=0)
         checksum = tl.sum(sums, axis=0)
-        finish(out32, out64, starts_at, entries_at, chunks, all_units, checksum, crc, facts)
-        tl.store(facts + 2, tl.sum(escapes, axis=0))
-        tl.store(totals + i, tl.zeros((SUMS,), tl.int64))
-        tl.store(totals + ESCAPES + i, tl.zeros((SUMS,), tl.int64))
+        write_header_end(
+            out32, out64, starts_offset, entries_offset, chunks, all_units, checksum, crc, results
+        )
+        tl.store(results + 2, tl.sum(escapes, axis=0))
+        tl.store(accumulators + i, tl.zeros((NUM_SUMS,), tl.int64))
+        tl.store(accumulators + ESCAPE_COUNTS + i, tl.zeros((NUM_SUMS,), tl.int64))
     if g == 0:
         for word in range(0, header_words, 256):
             j = word + tl.arange(0, 256)
             here = (j < header_words) & ((j < 10) | (j > 15))
             tl.store(out32 + j, tl.load(header + j, mask=here, other=0), mask=here)
-    if most > 0:
-        if most <= 4:
-            move(scratch32, chunk, units, nibbles, at, 0, entries, STRIDE, 4)
+    if max_entry_words > 0:
+        if max_entry_words <= 4:
+            move_entries(scratch32, chunk, entry_words, nibbles, at, 0, entries, SCRATCH_STRIDE, 4)
         else:
-            for first in range(0, most, 8):
-                move(scratch32, chunk, units, nibbles, at, first, entries, STRIDE, 8)
+            for first in range(0, max_entry_words, 8):
+                move_entries(
+                    scratch32, chunk, entry_words, nibbles, at, first, entries, SCRATCH_STRIDE, 8
+                )

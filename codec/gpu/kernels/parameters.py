@@ -1,34 +1,40 @@
-"""What kernels and their launcher agree on."""
+"""Constants shared by the kernels and the code that launches them."""
 
 import triton.language as tl
 
 from codec import format as wire
 
-MAX_NIBBLES, MAX_SECOND = tl.constexpr(wire.MAX_NIBBLES), tl.constexpr(wire.MAX_SECOND)
-ROW = tl.constexpr(8)
-"""Of a plane, int64: where it starts, in elements; its lowest exponent; its first chunk's number in
-the segment, and among those with codes; where its streams start, in words; unused."""
-PACK = tl.constexpr(256)
-"""Chunks of a program that packs entries."""
-LENGTHS = [
-    "first_start",
-    "start_step",
-    "codes_at",
-    "rests_at",
-    "others_at",
+MAX_NIBBLES, MAX_LISTED = tl.constexpr(wire.MAX_NIBBLES), tl.constexpr(wire.MAX_LISTED)
+PLANE_FIELDS = tl.constexpr(8)
+"""int64 fields of a plane in `plane_rows`: offset of its first element from the base address, in
+elements; lowest exponent of its codebook; index of its first chunk in the segment; index of its
+first chunk among the chunks with codes; word offsets of up to three streams; unused.
+"""
+PLANE_START, LOWEST_EXPONENT = tl.constexpr(0), tl.constexpr(1)
+FIRST_CHUNK, FIRST_CODED_CHUNK = tl.constexpr(2), tl.constexpr(3)
+CODES_STREAM, LOW_STREAM, HIGH_STREAM = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+"""Indices of these fields."""
+PACK_CHUNKS = tl.constexpr(256)
+"""Chunks whose entries one program of `pack_kernel` packs."""
+NOT_SPECIALIZED = [
+    "plane_start",
+    "plane_step",
+    "codes_start",
+    "low_start",
+    "high_start",
     "block_step",
     "run_chunks",
     "full_pages",
-    "run",
-    "rest",
+    "run_elements",
+    "last_run_elements",
     "run_columns",
     "head_columns",
     "chunks",
     "each",
-    "starts_at",
-    "entries_at",
-    "entry_words",
+    "starts_offset",
+    "entries_offset",
+    "total_entry_words",
     "payload_bytes",
     "header_words",
 ]
-"""What changes from prompt to prompt: kernels are not compiled anew for it."""
+"""Parameters that change with the prompt length; kernels are not recompiled for their values."""

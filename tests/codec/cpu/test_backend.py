@@ -1,5 +1,6 @@
-"""What the compiled loops promise beside their bytes: threads, and life without a cache."""
+"""CPU backend: thread safety, compilation and cache of the compiled loops."""
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,14 @@ import torch
 
 import codec
 from codec.cpu import backend as cpu
-from codec.cpu import jit as compiled
-from codec.cpu import loops
+from codec.cpu import jit, loops
 from codec.reference import backend as reference
 from tests.codec.samples import BOOK, EVERY, dtype_of, make_pages
 
 ENTRY_POINTS = ("encode_segment", "scan_segment", "decode_segment", "checksum_segment")
 
 
-def test_threads_encode_and_decode_side_by_side(codebook: codec.Codebook) -> None:
+def test_concurrent_threads_encode_and_decode_equal_bytes(codebook: codec.Codebook) -> None:
     source = make_pages(200, num_planes=8, kind="mixed")
     books = [codebook] * 8
 
@@ -53,7 +53,7 @@ def test_chunks_of_any_number_of_columns_have_the_reference_bytes(name: str, col
         assert segments[0] == segments[1]
 
 
-def test_without_a_place_for_the_cache_loops_compile_all_the_same(
+def test_loops_compile_without_a_writable_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compile_for_real = numba.njit
@@ -68,20 +68,28 @@ def test_without_a_place_for_the_cache_loops_compile_all_the_same(
     def double(values: Any) -> int:
         return int(2 * values[0])
 
-    assert compiled.compiled(double)(np.array([21])) == 42
+    assert jit.compiled(double)(np.array([21])) == 42
 
 
-def test_compiled_loops_are_known_by_all_sources_that_they_may_come_from(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("A = 1")
-    (tmp_path / "b.py").write_text("B = 1")
-    before = compiled._stamp_of(tmp_path)
-    assert compiled._stamp_of(tmp_path) == before
-    (tmp_path / "b.py").write_text("B = 2")
-    assert compiled._stamp_of(tmp_path) != before
-    assert loops.encode_segment.__qualname__.endswith(compiled._STAMP)
+def test_cache_stamp_changes_with_any_source_of_the_package(tmp_path: Path) -> None:
+    package = Path(codec.__file__).parent
+    assert package == jit._PACKAGE
+    assert jit._stamp_of(package) == jit._STAMP
+    assert loops.encode_segment.__qualname__.endswith(jit._STAMP)
+    copy = tmp_path / "codec"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    stamps = [jit._stamp_of(copy)]
+    assert stamps == [jit._STAMP]
+    folders = {source.parent for source in copy.rglob("*.py")}
+    assert {copy, copy / "cpu", copy / "gpu", copy / "gpu" / "kernels"} <= folders
+    for folder in sorted(folders):
+        source = min(folder.glob("*.py"))
+        source.write_text(source.read_text() + "\n")
+        stamps.append(jit._stamp_of(copy))
+    assert len(set(stamps)) == 1 + len(folders)
 
 
-def test_warm_up_leaves_nothing_to_compile_for_any_type_and_mode() -> None:
+def test_warm_up_compiles_all_types_and_modes() -> None:
     codec.warm_up()
     before = {name: len(getattr(loops, name).signatures) for name in ENTRY_POINTS}
     assert all(count == 1 for count in before.values())

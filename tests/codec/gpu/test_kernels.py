@@ -1,4 +1,4 @@
-"""The codec's Triton kernels: interpreted in a process of their own, compiled on a GPU."""
+"""Run the checks of the Triton kernels: interpreted in their own process, compiled on a GPU."""
 
 from pathlib import Path
 

@@ -1,0 +1,139 @@
+"""Backend interface: what a device implements, and which implementation a device uses.
+
+Backends are loaded by module name, because each one imports its own compiler: numba on a CPU,
+Triton on a GPU. This module is the only one that knows these names.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from codec.checks import PageIds
+from codec.codebook import Codebook
+from codec.elements import element_of
+from codec.format import Geometry, Layout, SegmentHeader
+
+T_co = TypeVar("T_co", covariant=True)
+
+_BACKENDS = {"cpu": "codec.cpu.backend", "cuda": "codec.gpu.backend"}
+_REFERENCE = "codec.reference.backend"
+_PAGED_CODECS = {"cuda": "codec.gpu.paged"}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Result of encoding one segment.
+
+    Attributes:
+        length: bytes of the segment, at the start of the output. Bytes after them are undefined.
+        raw_bytes: bytes of the encoded slots as they are stored in the pages.
+        escapes: elements whose exponent has no code, in planes with a codebook. A rising rate
+            means that the data have drifted from the calibration sample.
+        checksum: 64-bit checksum of the segment, also stored in its header.
+    """
+
+    length: int
+    raw_bytes: int
+    escapes: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Result of decoding one verified segment; fields as in `Encoded`."""
+
+    length: int
+    raw_bytes: int
+    checksum: int
+
+
+class Backend(Protocol):
+    """Implementation for one device; `reference/backend.py` is the specification."""
+
+    def encode_planes(
+        self,
+        planes: Sequence[Tensor],
+        codebooks: Sequence[Codebook | None],
+        pages: Tensor,
+        geometry: Geometry,
+        layout: Layout,
+        out: Tensor,
+    ) -> tuple[int, int, int]: ...
+
+    def decode_planes(
+        self,
+        payload: Tensor,
+        header: SegmentHeader,
+        layout: Layout,
+        planes: Sequence[Tensor],
+        codebooks: Sequence[Codebook | None],
+        pages: Tensor,
+    ) -> int: ...
+
+    def checksum_planes(
+        self, planes: Sequence[Tensor], pages: Tensor, geometry: Geometry
+    ) -> int: ...
+
+
+class Pending(Protocol[T_co]):
+    """Result of a call that may still run. Until `done`, do not touch the segment or the pages."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the call has finished; does not block."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of codec work, valid once `done`; does not block."""
+        ...
+
+    def result(self) -> T_co:
+        """Wait for the call to finish and return its result.
+
+        Raises:
+            CodecError: as `encode_pages` and `decode_pages` do.
+        """
+        ...
+
+
+class PagedCodec(Protocol):
+    """Codec bound to the planes of one KV cache; see `codec.paged`."""
+
+    def encode(self, page_ids: PageIds, num_tokens: int, out: Tensor) -> Pending[Encoded]:
+        """Encode pages as `encode_pages` does. Invalid arguments are raised immediately."""
+        ...
+
+    def decode(
+        self, payload: Tensor, header: SegmentHeader, page_ids: PageIds, num_tokens: int
+    ) -> Pending[Decoded]:
+        """Decode a payload with this header as `decode_pages` does."""
+        ...
+
+
+class PagedCodecFactory(Protocol):
+    """Constructor of a device's `PagedCodec`."""
+
+    def __call__(
+        self, planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]
+    ) -> PagedCodec: ...
+
+
+def backend_for(device: torch.device) -> Backend:
+    """Return the backend of a device; devices without their own use the reference."""
+    return cast(Backend, import_module(_BACKENDS.get(device.type, _REFERENCE)))
+
+
+def paged_codec_for(device: torch.device) -> PagedCodecFactory | None:
+    """Return the constructor of a device's asynchronous paged codec, or None if it has none."""
+    module = _PAGED_CODECS.get(device.type)
+    return cast(PagedCodecFactory, import_module(module).PagedCodec) if module else None
+
+
+def raw_bytes(planes: Sequence[Tensor], geometry: Geometry) -> int:
+    """Return the bytes of the encoded slots of all planes."""
+    return len(planes) * geometry.elements * element_of(planes[0].dtype).size
