@@ -140,7 +140,8 @@ def _print_usage(options: UpOptions, model: str) -> None:
         soft_wrap=True,
     )
     console.print(
-        f"  docs at {url}/docs, metrics at {url}/metrics; Ctrl-C or `headrace down` stops it"
+        f"  docs at {url}/docs, metrics at {url}/metrics; "
+        f"Ctrl-C or `headrace down --port {options.port}` stops it"
     )
 
 

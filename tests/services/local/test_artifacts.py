@@ -1,7 +1,6 @@
 """Artifacts are made once for each model, and again if the model changes or they are damaged."""
 
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from services.local import artifacts
 from services.local.artifacts import artifact_folder, prepare
 from services.local.options import UpOptions
 from services.offline.output import atomic_file
-from tests.services.local.test_lock import hold_elsewhere
+from tests.services.local.lock_holder import hold_elsewhere
 
 
 @pytest.fixture
@@ -126,14 +125,21 @@ def test_damaged_checkpoint_is_factorized_again_but_one_without_a_checksum_is_ke
 
 
 def test_second_start_waits_for_artifacts_of_the_first(
-    commands: list[dict[str, str]], dense: UpOptions, capsys: pytest.CaptureFixture[str]
+    commands: list[dict[str, str]], dense: UpOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = artifact_folder(Path(dense.model), None)
     lock = folder.with_name(f"{folder.name}.lock")
     with hold_elsewhere(lock) as first:
-        threading.Timer(1.0, first.kill).start()
-        prepare(dense, Console(stderr=True))
-    assert "waiting for artifacts of model" in " ".join(capsys.readouterr().err.split())
+        console = Console(quiet=True)
+        shown: list[str] = []
+
+        def end_the_first(message: str) -> None:
+            shown.append(message)
+            first.kill()
+
+        monkeypatch.setattr(console, "print", end_the_first)
+        prepare(dense, console)
+    assert shown[0].startswith("waiting for artifacts of model")
     assert len(commands) == 1
 
 

@@ -1,30 +1,12 @@
 """Locks between processes: exclusive, and released when the holder ends."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from services.local.lock import LockHeld, ProcessIdentity, holder_of, locked
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from services.local.lock import locked
-with locked(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-def hold_elsewhere(path: Path) -> "subprocess.Popen[str]":
-    """Start a process that holds the lock, and return it once it does."""
-    command = [sys.executable, "-c", HOLD, str(path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
+from tests.services.local.lock_holder import hold_elsewhere, start_holder, wait_until_held
 
 
 def test_lock_names_its_holder_and_is_released_by_a_kill(tmp_path: Path) -> None:
@@ -51,13 +33,11 @@ def test_released_lock_has_no_holder(tmp_path: Path) -> None:
 def test_waiting_for_a_lock_blocks_until_it_is_released(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with locked(path):
-        command = [sys.executable, "-c", HOLD.replace("sys.argv[1])", "sys.argv[1]), wait=True")]
-        waiting = subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE, text=True)
+        waiting = start_holder(path, "wait")
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(timeout=1)
-    assert waiting.stdout is not None
     with waiting:
-        assert waiting.stdout.readline() == "held\n"
+        wait_until_held(waiting)
         waiting.kill()
 
 

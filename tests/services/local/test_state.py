@@ -18,7 +18,7 @@ from services.local.state import (
     StateUnreadable,
     exclusive_port,
 )
-from tests.services.local.test_lock import hold_elsewhere
+from tests.services.local.lock_holder import hold_elsewhere
 
 PORT = 8123
 

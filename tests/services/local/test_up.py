@@ -12,7 +12,7 @@ from services.local.options import UpOptions
 from services.local.state import Deployment
 from services.local.supervisor import MAX_START_FAILURES, ProcessSpec
 from services.local.up import EXIT_RUNNING, up
-from tests.services.local.test_lock import hold_elsewhere
+from tests.services.local.lock_holder import hold_elsewhere
 
 pytestmark = pytest.mark.timeout(120)
 

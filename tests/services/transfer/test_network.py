@@ -10,6 +10,7 @@ import pytest
 
 from services.common.errors import SettingsError
 from services.decode.settings import DecodeSettings
+from services.transfer.agent import TransferAgent
 from services.transfer.network import (
     TransferNetwork,
     is_loopback,
@@ -89,6 +90,11 @@ def test_unknown_interface_is_a_settings_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     with pytest.raises(SettingsError, match="eth7: this machine has lo, eth0"):
         restrict_ucx(TransferNetwork(interface="eth7"))
+
+
+def test_agent_refuses_an_unknown_interface() -> None:
+    with pytest.raises(SettingsError, match="absent0"):
+        TransferAgent("refused", network=TransferNetwork(interface="absent0"))
 
 
 def test_worker_settings_restrict_the_network() -> None:
