@@ -246,7 +246,9 @@ async def serve(settings: DecodeSettings) -> None:
     """
     loaded = await asyncio.to_thread(load_worker, settings, decodes=True)
     landing = Slab(settings.slots, settings.slot_bytes, loaded.device)
-    agent = TransferAgent(f"decode-{loaded.identity.epoch}", loaded.device)
+    agent = TransferAgent(
+        f"decode-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
+    )
     agent.register(landing)
     worker = DecodeWorker(settings, loaded, agent, landing)
     server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)

@@ -1,0 +1,1 @@
+"""A whole deployment on one machine: `headrace up`, `down` and `status`."""

@@ -1,7 +1,8 @@
-"""What a deployment needs beside the model: factor pairs, codebooks. Made once, then cached."""
+"""Artifacts of a deployment: the factorized checkpoint and the codebooks, made once and cached."""
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,16 +12,26 @@ from rich.console import Console
 
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
+from services.local.lock import LockHeld, locked
 from services.local.options import UpOptions
+from services.local.seal import is_intact, is_sealed, seal
 from services.local.state import cache_dir
+from services.local.supervisor import end_with_parent
 
-RECIPE = 4  # of the artifacts; a change of how they are made, or of METHOD, makes them anew
-CODEBOOKS = 3  # the version of their artifact, see codec/codebook.py
+RECIPE = 4  # version of how artifacts are made, including the default method
+CODEBOOKS = 3  # version of the codebook file, see codec/codebook.py
 
 
 @dataclass(frozen=True)
 class Artifacts:
-    """Paths of what the processes read. ``codebooks`` is None where KV travels raw."""
+    """Files that the processes read.
+
+    Attributes:
+        checkpoint: model that workers load.
+        tokenizer: model file or folder from which the gateway loads the tokenizer.
+        codebooks: codebooks of the codec, or None if KV is sent raw.
+        served_name: model name that clients use.
+    """
 
     checkpoint: Path
     tokenizer: Path
@@ -29,7 +40,7 @@ class Artifacts:
 
 
 def artifact_folder(source: Path, keep: float | None) -> Path:
-    """Where the artifacts of a model live: named by the source's files as they are now."""
+    """Return the folder of a model's artifacts. Its name changes when the source's files do."""
     files = sorted(source.rglob("*")) if source.is_dir() else [source]
     identity = [
         f"{file}:{stat.st_size}:{stat.st_mtime_ns}"
@@ -43,40 +54,75 @@ def artifact_folder(source: Path, keep: float | None) -> Path:
 
 
 def prepare(options: UpOptions, console: Console) -> Artifacts:
-    """Makes what is missing, each in a process of its own that shows its progress.
+    """Make the artifacts that are missing or damaged, each in a process of its own.
 
     Raises:
-        SettingsError: the model is not there, or an artifact cannot be made.
+        SettingsError: if the model does not exist or an artifact cannot be made.
     """
     source = resolve_model(options.model)
     factorized = options.keep is not None and options.keep < 1.0
+    name = model_name(source)
+    served_name = f"{name}-keep{options.keep:g}" if factorized else name
+    if not factorized and options.codec == "raw":
+        return Artifacts(source, source, None, served_name)
     folder = artifact_folder(source, options.keep if factorized else None)
+    lock = folder.with_name(f"{folder.name}.lock")
+    try:
+        with locked(lock):
+            return _prepare_in(folder, source, served_name, options, console)
+    except LockHeld as held:
+        console.print(f"waiting for artifacts of {name}: {held}")
+    with locked(lock, wait=True):
+        return _prepare_in(folder, source, served_name, options, console)
+
+
+def _prepare_in(
+    folder: Path, source: Path, served_name: str, options: UpOptions, console: Console
+) -> Artifacts:
+    """Make what is missing in a folder that no other process prepares."""
     checkpoint, codebooks = source, None
-    if factorized:
+    if options.keep is not None and options.keep < 1.0:
         checkpoint = folder / "checkpoint"
-        if not checkpoint.exists():
+        if checkpoint.exists() and not is_sealed(checkpoint):
+            seal(checkpoint)  # from a version without seals; it was written atomically
+        if _needs_making(checkpoint, console):
             console.print(f"factorizing {source.name} at keep {options.keep} (once)")
             _make(
                 *("compress", "--model", str(source), "--keep", str(options.keep)),
                 *("--out", str(checkpoint)),
             )
+            seal(checkpoint)
     if options.codec != "raw":
         codebooks = folder / f"codebooks-{CODEBOOKS}.json"
-        if not codebooks.exists():
+        if _needs_making(codebooks, console):
             console.print(f"calibrating the codec for {source.name} (once)")
             _make(
                 *("calibrate", "--model", str(checkpoint), "--tokenizer", str(source)),
                 *("--out", str(codebooks)),
             )
-    name = model_name(source)
-    served = f"{name}-keep{options.keep:g}" if factorized else name
-    return Artifacts(checkpoint, source, codebooks, served)
+            seal(codebooks)
+    return Artifacts(checkpoint, source, codebooks, served_name)
+
+
+def _needs_making(artifact: Path, console: Console) -> bool:
+    """Return whether an artifact is missing. A damaged one is reported and removed."""
+    if not artifact.exists():
+        return True
+    if is_intact(artifact):
+        return False
+    if is_sealed(artifact):
+        console.print(f"[yellow]{artifact} is damaged[/]: it is made again")
+    if artifact.is_dir():
+        shutil.rmtree(artifact)
+    else:
+        artifact.unlink()
+    return True
 
 
 def _make(*arguments: str) -> None:
-    # Nothing else runs yet, so it may have all cores, whatever the workers are limited to.
+    # No worker runs yet, so this process may use all cores, whatever limit the workers have.
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     command = [sys.executable, "-m", "services.cli", *arguments]
-    done = subprocess.run(command, check=False, env=environment)
+    done = subprocess.run(command, check=False, env=environment, preexec_fn=end_with_parent)
     if done.returncode != 0:
         raise SettingsError(f"`headrace {' '.join(arguments)}` failed")

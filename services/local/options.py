@@ -1,4 +1,4 @@
-"""What `headrace up` is told."""
+"""Options of `headrace up`."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,21 @@ from services.common.errors import SettingsError
 
 @dataclass(frozen=True)
 class UpOptions:
-    """A deployment on one machine. ``keep`` None serves the model as it is."""
+    """A deployment on one machine.
+
+    Attributes:
+        host: address on which all processes listen.
+        port: HTTP port of the gateway.
+        grpc_port: gRPC port of the gateway.
+        router_port: HTTP port of the router.
+        prefill: number of prefill workers.
+        decode: number of decode workers.
+        colocated: whether decode workers prefill too, without prefill workers.
+        model: name or path of a checkpoint.
+        keep: share of the parameters that a factorization keeps; None serves the model unchanged.
+        codec: auto, raw or splitzip.
+        device: auto, cpu or cuda.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -23,14 +37,14 @@ class UpOptions:
 
     def check(self) -> None:
         """Raises:
-        SettingsError: the options contradict each other.
+        SettingsError: if the options are invalid or contradict each other.
         """
         if self.codec not in ("auto", "raw", "splitzip"):
-            raise SettingsError(f"--codec {self.codec}: one of auto, raw, splitzip")
+            raise SettingsError(f"--codec {self.codec}: must be auto, raw or splitzip")
         if self.device not in ("auto", "cpu", "cuda"):
-            raise SettingsError(f"--device {self.device}: one of auto, cpu, cuda")
+            raise SettingsError(f"--device {self.device}: must be auto, cpu or cuda")
         if not self.colocated and self.prefill < 1:
-            raise SettingsError("--prefill 0 leaves nobody to compute prompts; see --colocated")
+            raise SettingsError("--prefill 0 needs --colocated: no worker would compute prompts")
         ports = (self.port, self.grpc_port, self.router_port)
         if len(set(ports)) < len(ports):
             raise SettingsError(f"the ports {ports} must differ")

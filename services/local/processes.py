@@ -1,4 +1,4 @@
-"""Which processes a local deployment consists of, with which settings."""
+"""Processes of a local deployment, with their flags and environment."""
 
 import os
 from pathlib import Path
@@ -8,17 +8,23 @@ from services.local.options import UpOptions
 from services.local.supervisor import ProcessSpec
 
 GPU_SHARE = 0.9
-"""Of a GPU's memory, that the workers on it take together."""
+"""Share of a GPU's memory that all workers on it use together."""
 
 
 def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list[ProcessSpec]:
-    """One router, one gateway, and the workers that the options ask for."""
+    """Return the processes of a deployment: a router, a gateway and the workers.
+
+    Args:
+        options: the deployment.
+        artifacts: files that the processes read.
+        token: cluster token, the shared secret between the services.
+    """
     common = {
         "HEADRACE_CLUSTER_TOKEN": token,
-        # Two threads each are slower than one where workers outnumber the cores.
+        # One thread per worker is faster than two if there are more workers than cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": "1",
-        # Huge pages for weights: a decode step reads all of them, and runs 8 % faster (measured).
+        # Huge pages for weights: a decode step reads all of them and is 8 % faster (measured).
         "THP_MEM_ALLOC_ENABLE": "1",
     }
     router_url = f"http://{options.host}:{options.router_port}"
@@ -75,9 +81,9 @@ def _worker(
 
 
 def _visible_gpus() -> list[str]:
-    """As ``CUDA_VISIBLE_DEVICES`` names them, which may leave us only some of the machine's.
+    """Return the GPUs in ``CUDA_VISIBLE_DEVICES``, or the indices of all GPUs of the machine.
 
-    NVIDIA's driver lists one folder for each GPU; asking torch would cost seconds.
+    The NVIDIA driver has one folder for each GPU. Importing torch instead would take seconds.
     """
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is not None:

@@ -1,15 +1,43 @@
-"""Where a local deployment keeps what `down` and `status` need to find it again."""
+"""State of a running deployment on disk, from which `down` and `status` find it."""
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import psutil
+from services.local.lock import LockHeld, ProcessIdentity, holder_of, locked
+
+STATE_VERSION = 1
+"""Format of ``state.json``. Added fields keep it; fields that are removed or redefined raise it."""
+
+
+class DeploymentRunning(Exception):
+    """A deployment with this gateway port already runs."""
+
+    def __init__(self, port: int, supervisor: ProcessIdentity | None) -> None:
+        process = f" (process {supervisor.pid})" if supervisor else ""
+        super().__init__(
+            f"a deployment already runs on port {port}{process}; "
+            f"stop it with `headrace down --port {port}`, or choose other ports"
+        )
+
+
+class StateUnreadable(Exception):
+    """A deployment runs, but this version cannot read its ``state.json``."""
+
+    def __init__(self, path: Path, reason: str, supervisor: ProcessIdentity) -> None:
+        super().__init__(
+            f"cannot read {path}: {reason}. Another version of Headrace may have written it. "
+            f"Stop that deployment with the version that started it, or with "
+            f"`kill {supervisor.pid}`"
+        )
 
 
 def cache_dir() -> Path:
-    """For artifacts that can be made again: ``HEADRACE_CACHE``, else the user's cache folder."""
+    """Return the folder of generated files: ``HEADRACE_CACHE``, else the user's cache folder."""
     given = os.environ.get("HEADRACE_CACHE")
     if given:
         return Path(given)
@@ -19,50 +47,138 @@ def cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class Deployment:
-    """One running `headrace up`, found by its gateway's port."""
+    """One running `headrace up`, identified by its gateway's HTTP port.
+
+    Attributes:
+        host: address on which all processes listen.
+        port: HTTP port of the gateway.
+        grpc_port: gRPC port of the gateway.
+        router_port: HTTP port of the router.
+        supervisor_pid: process id of `headrace up`.
+        supervisor_started: start time of that process, seconds since the epoch.
+        cluster_token: shared secret between the services.
+        pids: process id of each service process, by name.
+    """
 
     host: str
     port: int
     grpc_port: int
     router_port: int
     supervisor_pid: int
-    supervisor_started: float  # tells a reused pid from the supervisor's
+    supervisor_started: float
     cluster_token: str
     pids: dict[str, int]
 
     @staticmethod
     def folder(port: int) -> Path:
-        """State and logs of the deployment whose gateway has this port."""
+        """Return the folder of the state, the lock and the logs of the deployment on this port."""
         return cache_dir() / "run" / str(port)
 
     @classmethod
     def find(cls, port: int) -> "Deployment | None":
-        """The deployment on this port, if its supervisor lives."""
+        """Return the deployment on this port, or None if none runs.
+
+        Raises:
+            StateUnreadable: if one runs whose state this version cannot read.
+        """
+        path = cls.folder(port) / "state.json"
         try:
-            fields = json.loads((cls.folder(port) / "state.json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
+            state = _read(path)
+        except FileNotFoundError:
             return None
-        deployment = cls(**fields)
-        return deployment if deployment.alive else None
+        except ValueError as error:
+            if holder := lock_holder(port):
+                raise StateUnreadable(path, str(error), holder) from None
+            return None
+        supervisor = _supervisor(state) or lock_holder(port)
+        if supervisor is None or not supervisor.alive:
+            return None
+        try:
+            return cls._parse(state)
+        except ValueError as error:
+            raise StateUnreadable(path, str(error), supervisor) from None
+
+    @classmethod
+    def _parse(cls, state: dict[str, Any]) -> "Deployment":
+        """Raises:
+        ValueError: if the version is newer, or a field is missing or has another type.
+        """
+        version = state.get("version", STATE_VERSION)  # absent before the field was introduced
+        if version != STATE_VERSION:
+            raise ValueError(f"its format version is {version}, not {STATE_VERSION}")
+        for name, kind in _FIELDS.items():
+            if not isinstance(state.get(name), kind):
+                raise ValueError(f"its field {name} is {state.get(name)!r}")
+        return cls(**{name: state[name] for name in _FIELDS})
 
     @property
-    def alive(self) -> bool:
-        try:
-            process = psutil.Process(self.supervisor_pid)
-            return abs(process.create_time() - self.supervisor_started) < 1.0
-        except psutil.NoSuchProcess:
-            return False
+    def supervisor(self) -> ProcessIdentity:
+        """The process of `headrace up`."""
+        return ProcessIdentity(self.supervisor_pid, self.supervisor_started)
 
     def save(self) -> None:
-        """Replaces the state file in one move; only its owner may read the token in it."""
+        """Replace the state file atomically. Only its owner may read it: it holds the token."""
         folder = self.folder(self.port)
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f"state.json.{os.getpid()}"
         draft.touch(mode=0o600)
-        draft.write_text(json.dumps(asdict(self), indent=1))
+        draft.write_text(json.dumps({"version": STATE_VERSION, **asdict(self)}, indent=1))
         draft.replace(folder / "state.json")
 
     @classmethod
     def forget(cls, port: int) -> None:
-        """The deployment has ended; its logs stay."""
+        """Remove the state of a deployment that has ended; its logs stay."""
         (cls.folder(port) / "state.json").unlink(missing_ok=True)
+
+
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "host": str,
+    "port": int,
+    "grpc_port": int,
+    "router_port": int,
+    "supervisor_pid": int,
+    "supervisor_started": (int, float),
+    "cluster_token": str,
+    "pids": dict,
+}
+
+
+@contextmanager
+def exclusive_port(port: int) -> Iterator[None]:
+    """Hold the lock of a gateway port for the life of a deployment.
+
+    Raises:
+        DeploymentRunning: if a deployment with this port runs or starts.
+        StateUnreadable: if one runs whose state this version cannot read.
+    """
+    try:
+        with locked(_lock_file(port)):
+            if found := Deployment.find(port):  # started by a version without locks
+                raise DeploymentRunning(port, found.supervisor)
+            yield
+    except LockHeld as held:
+        raise DeploymentRunning(port, held.holder) from None
+
+
+def lock_holder(port: int) -> ProcessIdentity | None:
+    """Return the other process that holds this port's lock, even if it has no state yet."""
+    holder = holder_of(_lock_file(port))
+    return None if holder is None or holder.pid == os.getpid() else holder
+
+
+def _lock_file(port: int) -> Path:
+    return Deployment.folder(port) / "lock"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    state = json.loads(path.read_text())
+    if not isinstance(state, dict):
+        raise ValueError("it is not a JSON object")
+    return state
+
+
+def _supervisor(state: dict[str, Any]) -> ProcessIdentity | None:
+    pid, started = state.get("supervisor_pid"), state.get("supervisor_started")
+    if isinstance(pid, int) and isinstance(started, int | float):
+        return ProcessIdentity(pid, started)
+    return None

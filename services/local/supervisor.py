@@ -1,4 +1,4 @@
-"""Starts the processes of a deployment, restarts those that die, and stops them all."""
+"""Starts the processes of a deployment, restarts those that exit, and stops them all."""
 
 import asyncio
 import ctypes
@@ -14,16 +14,26 @@ import structlog
 
 log = structlog.get_logger()
 
-CANNOT_START = 2  # a service's exit code when its settings are wrong: a restart would not help
+EXIT_SETTINGS_ERROR = 2
+"""Exit code of a service that cannot start with its settings. A restart would not help."""
+MAX_START_FAILURES = 3
+"""Exits of one service, before the deployment is ready, after which the deployment stops."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0
-STABLE_S = 30.0  # a process that lived so long starts again without having to wait
-GRACE_S = 35.0  # a service's own `drain_s`, 30 s by default, and some more
+STABLE_S = 30.0  # after this run time a process restarts with the first backoff again
+GRACE_S = 35.0  # longer than a service's own `drain_s`, which is 30 s by default
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One service process: ``headrace <service> <arguments>``."""
+    """One service process: ``headrace <service> <arguments>``.
+
+    Attributes:
+        name: unique name within the deployment.
+        service: gateway, router, prefill or decode.
+        arguments: command-line flags of the service.
+        environment: variables added to the supervisor's own.
+    """
 
     name: str
     service: str
@@ -32,21 +42,41 @@ class ProcessSpec:
 
 
 class ServiceFailed(Exception):
-    """A service refuses to start as it was told; its log says why."""
+    """A service cannot start.
 
-    def __init__(self, name: str, log_file: Path) -> None:
-        super().__init__(f"{name} cannot start")
+    Attributes:
+        name: name of the process.
+        exit_code: its last exit code; negative for a signal.
+        failures: number of its exits before the deployment was ready.
+        log_file: log of the process.
+    """
+
+    def __init__(self, name: str, exit_code: int, failures: int, log_file: Path) -> None:
+        end = f"exited with code {exit_code}"
+        if exit_code < 0:
+            end = f"was ended by {signal.Signals(-exit_code).name}"
+        if exit_code == EXIT_SETTINGS_ERROR:
+            end += ": it cannot start with its settings"
+        elif failures > 1:
+            end += f"; it exited {failures} times before the deployment was ready"
+        super().__init__(f"{name} {end}")
         self.name = name
+        self.exit_code = exit_code
+        self.failures = failures
         self.log_file = log_file
 
 
 class Supervisor:
-    """Keeps the processes of a deployment alive until it is told to stop.
+    """Keeps the processes of a deployment running until it is cancelled.
+
+    A process that exits is restarted, with a growing delay. The supervisor gives up if a service
+    reports an error in its settings, or if it exits `MAX_START_FAILURES` times before `mark_ready`.
 
     Args:
-        folder: each process writes its log to ``<folder>/<name>.log``; what one wrote for the
-            deployment before this one is in ``<name>.log.1``.
-        on_change: called whenever a process was started, with all pids.
+        specs: the processes.
+        folder: log folder. Each process writes to ``<folder>/<name>.log``; the log of the previous
+            deployment is kept as ``<name>.log.1``.
+        on_change: called with all pids whenever a process was started.
     """
 
     def __init__(
@@ -60,43 +90,52 @@ class Supervisor:
         self._folder = folder
         self._on_change = on_change
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._ready = False
         self._stopping = False
 
     @property
     def pids(self) -> dict[str, int]:
+        """Process id of the last start of each process, by name."""
         return {name: process.pid for name, process in self._processes.items()}
 
+    def mark_ready(self) -> None:
+        """Record that the deployment was ready; from now on exits never end it."""
+        self._ready = True
+
     async def run(self) -> None:
-        """Until cancelled; then all processes are stopped, the workers after the gateway.
+        """Run the processes until cancelled, then stop the gateway, and the others after it.
 
         Raises:
-            ServiceFailed: a service cannot start as it was told.
+            ServiceFailed: if a service cannot start; all other processes are stopped by then.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        for former in self._folder.glob("*.log"):
-            former.replace(former.with_suffix(".log.1"))
+        for previous in self._folder.glob("*.log"):
+            previous.replace(previous.with_suffix(".log.1"))
         try:
             async with asyncio.TaskGroup() as keepers:
                 for spec in self._specs:
-                    keepers.create_task(self._keep(spec))
+                    keepers.create_task(self._keep_running(spec))
         except* ServiceFailed as failures:
             raise failures.exceptions[0] from None
         finally:
             await self._stop_all()
 
-    async def _keep(self, spec: ProcessSpec) -> None:
+    async def _keep_running(self, spec: ProcessSpec) -> None:
         backoff = FIRST_BACKOFF_S
+        failures = 0
         while not self._stopping:
             started = time.monotonic()
             process = await self._spawn(spec)
             code = await process.wait()
             if self._stopping:
                 return
-            if code == CANNOT_START:
-                raise ServiceFailed(spec.name, self._log_file(spec.name))
-            lived = time.monotonic() - started
-            backoff = FIRST_BACKOFF_S if lived > STABLE_S else min(MAX_BACKOFF_S, backoff * 2)
-            log.warning("process died", process=spec.name, code=code, restart_in_s=backoff)
+            if not self._ready:
+                failures += 1
+            if code == EXIT_SETTINGS_ERROR or (not self._ready and failures >= MAX_START_FAILURES):
+                raise ServiceFailed(spec.name, code, failures, self._log_file(spec.name))
+            run_s = time.monotonic() - started
+            backoff = FIRST_BACKOFF_S if run_s > STABLE_S else min(MAX_BACKOFF_S, backoff * 2)
+            log.warning("process exited", process=spec.name, code=code, restart_in_s=backoff)
             await asyncio.sleep(backoff)
 
     async def _spawn(self, spec: ProcessSpec) -> asyncio.subprocess.Process:
@@ -112,7 +151,7 @@ class Supervisor:
                 stderr=log_file,
                 env={**os.environ, **spec.environment},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=end_with_parent,
             )
         self._processes[spec.name] = process
         log.info("process started", process=spec.name, pid=process.pid)
@@ -123,15 +162,16 @@ class Supervisor:
         return self._folder / f"{name}.log"
 
     async def _stop_all(self) -> None:
-        """The gateway first, so that nothing new comes; then the rest; who lingers is killed."""
+        """Stop the gateway first, so that no new requests arrive, then all other processes."""
         self._stopping = True
-        for first in (True, False):
-            names = [spec.name for spec in self._specs if (spec.service == "gateway") is first]
+        for gateways in (True, False):
+            names = [spec.name for spec in self._specs if (spec.service == "gateway") is gateways]
             stopping = (self._processes[name] for name in names if name in self._processes)
             await asyncio.gather(*(_stop(process, grace_s=GRACE_S) for process in stopping))
 
 
 async def _stop(process: asyncio.subprocess.Process, *, grace_s: float) -> None:
+    """Send SIGTERM, and SIGKILL after the grace period."""
     if process.returncode is not None:
         return
     process.terminate()
@@ -143,6 +183,6 @@ async def _stop(process: asyncio.subprocess.Process, *, grace_s: float) -> None:
         await process.wait()
 
 
-def _die_with_parent() -> None:
-    """In the child: a supervisor that is killed takes its processes with it (Linux)."""
+def end_with_parent() -> None:
+    """Let the kernel send SIGTERM to this child process when its parent ends (Linux)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,7 +1,6 @@
-"""`headrace up`, `down` and `status`: a whole deployment on one machine."""
+"""`headrace up`: start a deployment on this machine, in the foreground or in the background."""
 
 import asyncio
-import json
 import os
 import secrets
 import signal
@@ -13,147 +12,108 @@ from dataclasses import asdict
 from pathlib import Path
 
 import httpx
-import psutil
 from rich.console import Console
-from rich.table import Table
 
 from services.common.errors import SettingsError
 from services.common.logging import configure_logging
 from services.local.artifacts import prepare
+from services.local.lock import ProcessIdentity
 from services.local.options import UpOptions
 from services.local.processes import plan_processes
-from services.local.state import Deployment
-from services.local.supervisor import ServiceFailed, Supervisor
+from services.local.state import (
+    Deployment,
+    DeploymentRunning,
+    StateUnreadable,
+    exclusive_port,
+    lock_holder,
+)
+from services.local.supervisor import EXIT_SETTINGS_ERROR, ServiceFailed, Supervisor
 
 READY_TIMEOUT_S = 600.0  # the first start on a GPU compiles its kernels
+EXIT_RUNNING = 3  # exit code if a deployment already runs on the port
 
 console = Console(stderr=True)
 
 
 def up(options: UpOptions, *, detach: bool) -> int:
-    """Starts a deployment and returns the exit code; in the foreground when it was ended."""
+    """Start a deployment and return the exit code.
+
+    Args:
+        options: the deployment.
+        detach: return as soon as it is ready and leave it running in the background. Otherwise
+            return after it was stopped by a signal.
+    """
     try:
         options.check()
-        if found := Deployment.find(options.port):
-            console.print(f"already up on port {found.port}; `headrace down --port {found.port}`")
-            return 1
         if detach:
-            return _detach(options)
-        return asyncio.run(_run(options))
-    except SettingsError as error:
+            return _start_in_background(options)
+        with exclusive_port(options.port):
+            return asyncio.run(_run(options))
+    except DeploymentRunning as error:
         console.print(f"[red]headrace up:[/] {error}")
-        return 2
+        return EXIT_RUNNING
+    except (SettingsError, StateUnreadable) as error:
+        console.print(f"[red]headrace up:[/] {error}")
     except ServiceFailed as failure:
-        console.print(f"[red]{failure}[/]; the end of {failure.log_file}:")
+        console.print(f"[red]headrace up:[/] {failure}. The end of {failure.log_file}:")
         console.print(_tail(failure.log_file), markup=False, highlight=False)
-        return 2
-
-
-def down(port: int) -> int:
-    """Stops the deployment on this port and waits until it is gone."""
-    deployment = Deployment.find(port)
-    if deployment is None:
-        console.print(f"nothing is up on port {port}")
-        return 1
-    with console.status("stopping"):
-        os.kill(deployment.supervisor_pid, signal.SIGTERM)
-        with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
-            psutil.Process(deployment.supervisor_pid).wait(timeout=90)
-    if deployment.alive:
-        console.print(f"[red]supervisor {deployment.supervisor_pid} does not end[/]")
-        return 1
-    console.print("stopped")
-    return 0
-
-
-def status(port: int, *, as_json: bool = False) -> int:
-    """Shows processes and workers; as JSON, ports and the pids of processes."""
-    deployment = Deployment.find(port)
-    if deployment is None:
-        console.print(f"nothing is up on port {port}")
-        return 1
-    if as_json:
-        ports = {name: getattr(deployment, name) for name in ("port", "grpc_port", "router_port")}
-        print(json.dumps(ports | {"processes": deployment.pids}))  # noqa: T201
-        return 0
-    processes = Table("process", "pid", "memory", "running", title=f"headrace on port {port}")
-    for name, pid in sorted(deployment.pids.items()):
-        try:
-            process = psutil.Process(pid)
-            memory = f"{process.memory_info().rss / 2**20:.0f} MiB"
-            since = f"{time.time() - process.create_time():.0f} s"
-        except psutil.NoSuchProcess:
-            memory, since = "-", "restarting"
-        processes.add_row(name, str(pid), memory, since)
-    console.print(processes)
-    try:
-        answer = httpx.get(
-            f"http://{deployment.host}:{deployment.router_port}/v1/workers",
-            headers={"authorization": f"Bearer {deployment.cluster_token}"},
-            trust_env=False,
-        ).json()
-    except (httpx.HTTPError, ValueError) as error:
-        console.print(f"[yellow]the router does not answer: {error}[/]")
-        return 1
-    workers = Table("worker", "role", "state", "queue tokens", "pages free", title="router")
-    for worker in answer["workers"]:
-        columns = ("worker_id", "role", "state", "queue_tokens", "pages_free")
-        workers.add_row(*(str(worker.get(column, "-")) for column in columns))
-    console.print(workers)
-    return 0
+    return EXIT_SETTINGS_ERROR
 
 
 async def _run(options: UpOptions) -> int:
-    """The foreground: prepare, start, say how to talk to it, keep it until a signal."""
+    """Prepare and start a deployment, and keep it running until SIGINT or SIGTERM."""
     configure_logging("supervisor", level="warning")
     token = secrets.token_hex(16)
     artifacts = prepare(options, console)
     specs = plan_processes(options, artifacts, token)
-    folder = Deployment.folder(options.port)
+    logs = Deployment.folder(options.port) / "logs"
+    me = ProcessIdentity.current()
 
-    def remember(pids: dict[str, int]) -> None:
+    def save_state(pids: dict[str, int]) -> None:
         Deployment(
             host=options.host,
             port=options.port,
             grpc_port=options.grpc_port,
             router_port=options.router_port,
-            supervisor_pid=os.getpid(),
-            supervisor_started=psutil.Process().create_time(),
+            supervisor_pid=me.pid,
+            supervisor_started=me.started,
             cluster_token=token,
             pids=pids,
         ).save()
 
-    supervisor = Supervisor(specs, folder / "logs", on_change=remember)
+    supervisor = Supervisor(specs, logs, on_change=save_state)
     running = asyncio.create_task(supervisor.run())
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     stopping = asyncio.create_task(stop.wait())
     ready = asyncio.create_task(_wait_until_ready(options))
     try:
-        with console.status(f"starting {len(specs)} processes, logs in {folder / 'logs'}"):
+        with console.status(f"starting {len(specs)} processes, logs in {logs}"):
             await asyncio.wait({running, stopping, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and not stop.is_set():
             ready.result()
-            _greet(options, artifacts.served_name)
+            supervisor.mark_ready()
+            _print_usage(options, artifacts.served_name)
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         ready.cancel()
         stopping.cancel()
         if not running.done():
             running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
-        Deployment.forget(options.port)
+        try:
+            with suppress(asyncio.CancelledError):
+                await running
+        finally:
+            Deployment.forget(options.port)
     return 0
 
 
 async def _wait_until_ready(options: UpOptions) -> None:
-    """Until the gateway says it can serve.
+    """Poll the gateway until it is ready.
 
     Raises:
-        SettingsError: it did not within `READY_TIMEOUT_S`.
+        SettingsError: if it is not ready within `READY_TIMEOUT_S`.
     """
     url = f"http://{options.host}:{options.port}/ready"
     deadline = time.monotonic() + READY_TIMEOUT_S
@@ -163,10 +123,11 @@ async def _wait_until_ready(options: UpOptions) -> None:
                 if (await client.get(url)).status_code == httpx.codes.OK:
                     return
             await asyncio.sleep(0.2)
-    raise SettingsError(f"not ready after {READY_TIMEOUT_S:.0f} s; `headrace status` tells more")
+    logs = Deployment.folder(options.port) / "logs"
+    raise SettingsError(f"not ready after {READY_TIMEOUT_S:.0f} s; the logs are in {logs}")
 
 
-def _greet(options: UpOptions, model: str) -> None:
+def _print_usage(options: UpOptions, model: str) -> None:
     url = f"http://{options.host}:{options.port}"
     body = f'{{"model":"{model}","messages":[{{"role":"user","content":"Hello!"}}]}}'
     console.print(
@@ -179,42 +140,62 @@ def _greet(options: UpOptions, model: str) -> None:
         soft_wrap=True,
     )
     console.print(
-        f"  docs at {url}/docs, metrics at {url}/metrics; Ctrl-C or `headrace down` stops it"
+        f"  docs at {url}/docs, metrics at {url}/metrics; "
+        f"Ctrl-C or `headrace down --port {options.port}` stops it"
     )
 
 
-def _detach(options: UpOptions) -> int:
-    """Runs `headrace up` again in a session of its own, and returns once it is ready."""
+def _start_in_background(options: UpOptions) -> int:
+    """Run `headrace up` in a session of its own, and return once it is ready or has failed.
+
+    Raises:
+        DeploymentRunning: if a deployment on this port runs or starts.
+    """
+    if holder := lock_holder(options.port):
+        raise DeploymentRunning(options.port, holder)
     folder = Deployment.folder(options.port)
     folder.mkdir(parents=True, exist_ok=True)
-    flags = [
-        f"--{name.replace('_', '-')}={value}"
-        for name, value in asdict(options).items()
-        if value is not None and not isinstance(value, bool)
-    ]
-    if options.colocated:
-        flags.append("--colocated")
-    log_file = folder / "up.log"
+    # The child may find that another process was faster: only a winner's log becomes up.log.
+    log_file = folder / f"up.log.{os.getpid()}"
     with log_file.open("wb") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", "services.cli", "up", *flags],
+            [sys.executable, "-m", "services.cli", "up", *_flags(options)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
+    code = _wait_for_background(child, log_file)
+    console.print(_tail(log_file), markup=False, highlight=False)
+    if code == EXIT_RUNNING:
+        log_file.unlink()
+    else:
+        log_file.replace(folder / "up.log")
+    return code
+
+
+def _wait_for_background(child: "subprocess.Popen[bytes]", log_file: Path) -> int:
+    """Return 0 once the log says that the deployment is ready, else the exit code."""
     deadline = time.monotonic() + 3 * READY_TIMEOUT_S
     with console.status(f"starting in the background, log in {log_file}"):
         while time.monotonic() < deadline:
             if child.poll() is not None:
-                console.print(_tail(log_file), markup=False, highlight=False)
-                return child.returncode or 1
+                return child.returncode or EXIT_SETTINGS_ERROR
             if b"ready:" in log_file.read_bytes():
-                console.print(_tail(log_file), markup=False, highlight=False)
                 return 0
             time.sleep(0.2)
-    console.print(f"[red]not ready[/]; see {log_file}")
-    return 1
+    console.print(f"[red]not ready after {3 * READY_TIMEOUT_S:.0f} s[/]")
+    return EXIT_SETTINGS_ERROR
+
+
+def _flags(options: UpOptions) -> list[str]:
+    """Return the command-line flags of `headrace up` for these options."""
+    flags = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in asdict(options).items()
+        if value is not None and not isinstance(value, bool)
+    ]
+    return [*flags, "--colocated"] if options.colocated else flags
 
 
 def _tail(path: Path, lines: int = 20) -> str:

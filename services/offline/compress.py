@@ -1,4 +1,4 @@
-"""`headrace compress`: a factorized checkpoint, and what it costs in perplexity."""
+"""`headrace compress`: factorize a checkpoint and report its perplexity before and after."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +15,7 @@ from runtime.compress import Allocation, Method
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
-from services.offline.model_folder import refuse_existing, write_model
+from services.offline.output import refuse_existing, write_model
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
@@ -30,20 +30,24 @@ def compress(
     ranks: str | None = None,
     rows: int = ROWS,
 ) -> None:
-    """Factorizes ``model`` to ``keep`` of its projections' parameters and writes it to ``out``.
+    """Factorize a model and write the factorized checkpoint to ``out``.
 
-    Calibrates on one part of Python's documentation and reports perplexity on another.
+    The calibration text is one part of Python's documentation. Perplexity is measured on another.
 
     Args:
-        method: one of `runtime.compress.Method`.
-        ranks: one of `runtime.compress.Allocation`; None is the method's own.
-        rows: of `ROW_TOKENS` tokens, to calibrate on; perplexity is that of half as many.
+        model: name or path of a checkpoint.
+        keep: share of the projections' parameters to keep.
+        out: folder to write; it must not exist.
+        method: value of `runtime.compress.Method`.
+        ranks: value of `runtime.compress.Allocation`; None selects the method's default.
+        rows: number of calibration rows of `ROW_TOKENS` tokens; perplexity is measured on half as
+            many rows.
 
     Raises:
-        SettingsError: there is no such method, no such allocation, or something at ``out``.
-        CompressionError, CheckpointError: it cannot be made, read or written.
+        SettingsError: if the method or the allocation is unknown, or if ``out`` exists.
+        CompressionError, CheckpointError: if the model cannot be read, factorized or written.
     """
-    way = named(Method, method)
+    chosen_method = named(Method, method)
     allocation = named(Allocation, ranks) if ranks else None
     refuse_existing(out)
     source = resolve_model(model)
@@ -58,38 +62,42 @@ def compress(
             dense,
             calibration,
             keep,
-            _shown_by(progress, f"factorizing at keep {keep:g}"),
-            method=way,
+            _progress_callback(progress, f"factorizing at keep {keep:g}"),
+            method=chosen_method,
             allocation=allocation,
         )
         before, after = (
             factorization.perplexity(
-                checkpoint, held_out, _shown_by(progress, f"perplexity, {name}")
+                checkpoint, held_out, _progress_callback(progress, f"perplexity, {name}")
             )
             for name, checkpoint in (("dense", dense), ("factorized", factorized))
         )
     write_model(factorized, tokenizer, out)
-    _show(report, held_out, before, after)
+    _print_report(report, held_out, before, after)
 
 
-def named(kind: type[Choice], name: str) -> Choice:
-    """The value of this name. Raises SettingsError if there is none."""
+def named(choices: type[Choice], name: str) -> Choice:
+    """Return the member of an enumeration that has this value.
+
+    Raises:
+        SettingsError: if there is none.
+    """
     try:
-        return kind(name)
+        return choices(name)
     except ValueError:
-        raise SettingsError(f"{name!r} is none of {', '.join(kind)}") from None
+        raise SettingsError(f"{name!r} must be one of {', '.join(choices)}") from None
 
 
-def _shown_by(progress: Progress, name: str) -> "factorization.Progress":
+def _progress_callback(progress: Progress, name: str) -> "factorization.Progress":
     task = progress.add_task(name, total=1.0)
 
-    def tell(stage: str, fraction: float) -> None:
+    def update(stage: str, fraction: float) -> None:
         progress.update(task, description=f"{name}: {stage}", completed=fraction)
 
-    return tell
+    return update
 
 
-def _show(
+def _print_report(
     report: "factorization.CompressionReport", held_out: Tensor, before: float, after: float
 ) -> None:
     table = Table("keep", "parameters kept", "factor pairs", "perplexity", "dense", "change")
@@ -103,4 +111,4 @@ def _show(
     )
     console = Console(stderr=True)
     console.print(table)
-    console.print(f"on {held_out.numel()} held-out tokens; made in {report.seconds:.0f} s")
+    console.print(f"on {held_out.numel()} held-out tokens; factorized in {report.seconds:.0f} s")

@@ -1,4 +1,4 @@
-"""`headrace convert`: another code's checkpoint as a canonical one, with its tokenizer."""
+"""`headrace convert`: convert a checkpoint of another project to Headrace's format."""
 
 from pathlib import Path
 
@@ -14,44 +14,47 @@ from runtime.convert import Source
 from runtime.convert import convert as read
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
-from services.offline.model_folder import refuse_existing, write_model
+from services.offline.output import refuse_existing, write_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def convert(model: str, out: Path, tokenizer: str | None, dtype: str) -> None:
-    """Writes ``model``, of any family that is read, to ``out``.
+    """Convert a checkpoint of any supported family and write it to ``out`` with its tokenizer.
 
     Args:
-        tokenizer: where it is, if it is not beside the model.
-        dtype: "auto" keeps the one that the weights are stored in.
+        model: file or folder of the checkpoint.
+        out: folder to write; it must not exist.
+        tokenizer: name or path of the model that has the tokenizer; None: the same model.
+        dtype: float32, bfloat16, float16, or auto, which keeps the stored dtype.
 
     Raises:
-        CheckpointError, TokenizerError: it cannot be read or written.
+        SettingsError: if ``out`` exists.
+        CheckpointError, TokenizerError: if the checkpoint cannot be read or written.
     """
     refuse_existing(out)
     source = resolve_model(model)
-    beside = source.parent if is_pickle(source) else source
-    words = load_tokenizer(resolve_model(tokenizer) if tokenizer else beside)
-    made, found = read(source, _DTYPES.get(dtype))
-    write_model(made, words, out)
-    _show(made, found)
+    folder = source.parent if is_pickle(source) else source
+    loaded_tokenizer = load_tokenizer(resolve_model(tokenizer) if tokenizer else folder)
+    converted, original = read(source, _DTYPES.get(dtype))
+    write_model(converted, loaded_tokenizer, out)
+    _print_report(converted, original)
 
 
-def _show(made: Checkpoint, found: Source) -> None:
+def _print_report(converted: Checkpoint, original: Source) -> None:
     ranks = [
         linear.rank
-        for layer in made.layers
+        for layer in converted.layers
         for _, linear in linears_of(layer)
         if isinstance(linear, FactorPair)
     ]
     table = Table("family", "stored in", "parameters kept", "factor pairs", "ranks", "shared bases")
     table.add_row(
-        found.family,
-        str(found.dtype).removeprefix("torch."),
-        f"{made.keep:.3f}",
+        original.family,
+        str(original.dtype).removeprefix("torch."),
+        f"{converted.keep:.3f}",
         str(len(ranks)),
         f"{min(ranks)} to {max(ranks)}" if ranks else "-",
-        str(len(basis_groups(made))),
+        str(len(basis_groups(converted))),
     )
     Console(stderr=True).print(table)

@@ -1,21 +1,22 @@
-"""The plot of `headrace kv-statistics`. Only here is matplotlib, extra `plots`."""
+"""Plot of `headrace kv-statistics`. The only module that needs matplotlib, the extra `plots`."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.offline.kv_statistics import MODES, KVStatistics, PlaneStatistics, PlottingMissing
+from services.common.errors import SettingsError
+from services.offline.kv_measure import MODES, KVStatistics, PlaneStatistics
 
 try:
     import matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 except ImportError as error:
-    raise PlottingMissing("plots need matplotlib: run `pip install -e '.[plots]'`") from error
+    raise SettingsError("plots need matplotlib: run `pip install -e '.[plots]'`") from error
 
 _COLORS = dict(zip((*MODES, "bound"), ("#56b4e9", "#0072b2", "#d55e00", "#555555"), strict=True))
-"""Okabe and Ito's, which stay apart for the color-blind."""
+"""Palette of Okabe and Ito, which color-blind readers can distinguish."""
 _MARKERS = dict(zip(MODES, (("s", 6), ("^", 3), ("o", 3.5)), strict=True))
-"""The first two modes nearly coincide: the one's triangles lie in the other's squares."""
+"""Marker and size; small triangles inside squares show that the first two modes coincide."""
 _BANDS = (
     (0.001, 0.999, "#deebf7", "99.8 %"),
     (0.05, 0.95, "#9ecae1", "90 %"),
@@ -25,31 +26,34 @@ _BIAS = 127
 
 
 def draw(statistics: KVStatistics, path: Path) -> None:
-    """Writes an SVG: above, the ratio of each layer's K and V; below, where their exponents lie."""
+    """Write an SVG of compression ratios (top) and exponents (bottom) of each layer's K and V.
+
+    Equal statistics give equal bytes.
+    """
     style = matplotlib.rc_context(
         {
             "font.size": 9,
             "font.sans-serif": ["DejaVu Sans", "Arial"],
             "axes.spines.top": False,
             "axes.spines.right": False,
-            "svg.fonttype": "none",  # text stays text: smaller, and it can be searched
-            "svg.hashsalt": "headrace",  # equal statistics, equal bytes
+            "svg.fonttype": "none",  # text as text, not as paths: smaller and searchable
+            "svg.hashsalt": "headrace",  # reproducible element ids
         }
     )
     with style:
         figure = Figure(figsize=(9, 5.6), layout="constrained", facecolor="white")
-        above, below = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(3, 2))
-        for plane, ratio, exponents in zip("kv", above, below, strict=True):
+        top, bottom = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(3, 2))
+        for plane, ratio, exponents in zip("kv", top, bottom, strict=True):
             planes = [entry for entry in statistics.planes if entry.plane == plane]
             _draw_ratios(ratio, planes)
             _draw_exponents(exponents, planes)
             ratio.set_title(plane.upper())
             exponents.set_xlabel("layer")
-        above[0].set_ylabel("ratio, whole payload")
-        below[0].set_ylabel("exponent, unbiased")
-        lines = above[0].get_lines()
+        top[0].set_ylabel("ratio, whole payload")
+        bottom[0].set_ylabel("exponent, unbiased")
+        lines = top[0].get_lines()
         figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
-        below[0].legend(loc="lower left", ncols=4, frameon=False)
+        bottom[0].legend(loc="lower left", ncols=4, frameon=False)
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
@@ -89,11 +93,15 @@ def _draw_exponents(axes: Axes, planes: Sequence[PlaneStatistics]) -> None:
 
 
 def quantile(plane: PlaneStatistics, share: float) -> int:
-    """The smallest exponent, biased, that at least this share of the plane does not exceed."""
-    wanted = share * sum(plane.exponents.values())
-    passed = 0
+    """Return the smallest biased exponent that at least ``share`` of the plane does not exceed.
+
+    Raises:
+        ValueError: if ``share`` is above 1.
+    """
+    target = share * sum(plane.exponents.values())
+    cumulative = 0
     for exponent, count in sorted(plane.exponents.items()):
-        passed += count
-        if passed >= wanted:
+        cumulative += count
+        if cumulative >= target:
             return exponent
-    raise ValueError(f"no share of a plane is {share}")
+    raise ValueError(f"a share is at most 1, not {share}")

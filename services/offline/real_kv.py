@@ -1,4 +1,4 @@
-"""A model's own KV over real text, page for page as its cache holds it."""
+"""KV of a model on real text, in the pages of its cache."""
 
 import torch
 from rich.console import Console
@@ -17,15 +17,17 @@ SAMPLE_PROMPTS, SAMPLE_TOKENS = 4, 512
 def prefill_sample(
     model: Model, tokens: list[int], console: Console
 ) -> dict[tuple[int, str], Tensor]:
-    """Computes a few prompts, evenly spread over a long text.
+    """Prefill `SAMPLE_PROMPTS` prompts, evenly spread over a long text.
 
     Args:
-        model: with pages of `PAGE_SIZE` tokens.
-        tokens: of the text; prompts do not overlap if it has `SAMPLE_PROMPTS * SAMPLE_TOKENS`.
+        model: model with pages of `PAGE_SIZE` tokens.
+        tokens: token ids of the text. Prompts do not overlap if there are at least
+            ``SAMPLE_PROMPTS * SAMPLE_TOKENS``.
+        console: console for the progress bar.
 
     Returns:
-        (layer, "k" or "v") → ``[page, kv_head, slot, dim]`` in the cache's dtype, full pages only,
-        in the cache's order: K before V, layer by layer.
+        Mapping (layer, "k" or "v") → ``[page, kv_head, slot, dim]`` in the cache's dtype. It has
+        full pages only, in the order of the cache: K before V in each layer.
     """
     engine = Engine(
         model,
@@ -42,7 +44,7 @@ def prefill_sample(
 
 
 def _prefill(engine: Engine, prompts: list[list[int]], console: Console) -> Tensor:
-    """Computes the prompts; returns the pages that hold their KV, all of them full."""
+    """Compute the prompts and return the ids of the full pages that hold their KV."""
     commands = [
         Add(Request(str(at), tuple(prompt), len(prompt), SamplingParams(), max_tokens=1), hold=True)
         for at, prompt in enumerate(prompts)

@@ -1,4 +1,4 @@
-"""`headrace tune`: a kernel plan for one model on the GPU of this machine."""
+"""`headrace tune`: measure a kernel plan for one model on this machine's GPU."""
 
 from pathlib import Path
 
@@ -9,26 +9,34 @@ from runtime.checkpoint import load_checkpoint
 from runtime.models.model import step_refusal
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
+from services.offline.output import atomic_file
 
 
 def tune(model: str, out: Path) -> str:
-    """Measures how each product is computed fastest, and writes it to ``out``; its hash.
+    """Measure the fastest kernel for each matrix product and write the plan to ``out``.
+
+    Args:
+        model: name or path of a checkpoint.
+        out: file to write.
+
+    Returns:
+        The plan's hash.
 
     Raises:
-        SettingsError: there is nothing to choose for this model on this machine.
+        SettingsError: if there is no GPU, or if kernel plans do not support the model.
     """
     if not torch.cuda.is_available():
-        raise SettingsError("a kernel plan is measured on a GPU, and torch sees none here")
+        raise SettingsError(
+            "a kernel plan is measured on a GPU, and torch finds none on this machine"
+        )
     checkpoint = load_checkpoint(resolve_model(model), dtype=torch.bfloat16)
     if refusal := step_refusal(checkpoint, "cuda:0", torch.bfloat16):
-        raise SettingsError(f"there is nothing to choose for {model}: {refusal}")
+        raise SettingsError(f"kernel plans do not support {model}: {refusal}")
     from runtime.bench.plan import measure
 
     console = Console(stderr=True)
     with torch.inference_mode():
         plan = measure(checkpoint, lambda line: console.print(line, highlight=False, markup=False))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = out.with_suffix(".draft")
-    plan.save(draft)
-    draft.replace(out)
+    with atomic_file(out) as draft:
+        plan.save(draft)
     return plan.hash

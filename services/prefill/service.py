@@ -191,7 +191,9 @@ async def serve(settings: PrefillSettings) -> None:
     """
     loaded = await asyncio.to_thread(load_worker, settings, decodes=False)
     slab = Slab(settings.slots, settings.slot_bytes, loaded.device)
-    agent = TransferAgent(f"prefill-{loaded.identity.epoch}", loaded.device)
+    agent = TransferAgent(
+        f"prefill-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
+    )
     agent.register(slab)
     worker = PrefillWorker(settings, loaded, agent, slab)
     server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)

@@ -17,6 +17,7 @@ import structlog
 import torch
 
 from services.transfer.errors import TransferClosed, TransferError
+from services.transfer.network import TransferNetwork
 from services.transfer.owner import Owner, ReadDone
 from services.transfer.slab import Slab
 
@@ -62,18 +63,23 @@ class TransferAgent:
     Args:
         name: unique among all agents that ever meet: a role and the epoch.
         device: where the slabs will be, as torch names it.
+        network: devices and ports that UCX may use; default: UCX chooses.
 
     Attributes:
         fault: fails when the owner thread has ended of a bug; else it is never done.
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
+        SettingsError: this machine does not have the network's interface.
     """
 
-    def __init__(self, name: str, device: str = "cpu") -> None:
+    def __init__(
+        self, name: str, device: str = "cpu", *, network: TransferNetwork | None = None
+    ) -> None:
         self.name = name
         self.fault: Future[None] = Future()
         self._device = device
+        self._network = network or TransferNetwork()
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._closed = False
@@ -168,7 +174,7 @@ class TransferAgent:
 
     def _run(self, started: "Future[None]") -> None:
         try:
-            owner = Owner(self.name, self._device)
+            owner = Owner(self.name, self._device, self._network)
         except BaseException as error:  # noqa: BLE001 - raised again where the agent was made
             self._closed = True
             started.set_exception(error)

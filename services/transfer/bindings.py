@@ -1,32 +1,38 @@
-"""NIXL's bindings, with what it and UCX read from the environment."""
+"""Import of NIXL's bindings, and the environment that NIXL and UCX read."""
 
 import os
 from typing import Any
 
 from services.transfer.errors import TransferUnavailable
+from services.transfer.network import TransferNetwork, restrict_ucx
 
 _ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "FATAL",
     "UCX_LOG_LEVEL": "fatal",
-    # Without it, GPUs that see no NVLink, not even a GPU and itself, READ through TCP.
+    # Without it, GPUs without NVLink READ through TCP, even from their own memory.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
 }
 
 
-def load_nixl() -> Any:
-    """NIXL's bindings. What it and UCX would print comes as exceptions instead.
+def load_nixl(network: TransferNetwork) -> Any:
+    """Return NIXL's bindings, after setting the environment variables of NIXL and UCX.
 
-    The bindings and not the wrapper over them: that one has no way to let the progress thread
-    sleep, so that it burns a core in every idle process, and it keeps references that delay the
-    agent's end.
+    Both log fatal errors only, because NIXL reports errors as exceptions too. Variables that are
+    already set keep their values.
+
+    The bindings are used instead of NIXL's Python wrapper for two reasons. The wrapper cannot let
+    the progress thread sleep, so an idle process would use a whole core. It also keeps references
+    that delay the end of the agent.
 
     Raises:
-        TransferUnavailable: they do not load here.
+        TransferUnavailable: if the bindings cannot be imported.
+        SettingsError: if this machine does not have the network's interface.
     """
+    restrict_ucx(network)
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
         from nixl import _bindings
     except ImportError as error:
-        raise TransferUnavailable(f"NIXL does not load: {error}") from error
+        raise TransferUnavailable(f"cannot import NIXL: {error}") from error
     return _bindings

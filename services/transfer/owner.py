@@ -18,6 +18,7 @@ from services.transfer.errors import (
     TransferError,
     TransferUnavailable,
 )
+from services.transfer.network import TransferNetwork
 from services.transfer.slab import Slab
 
 _PROGRESS_TIMEOUT_US = 1000  # the progress thread wakes on events and this; with 0 it spins
@@ -67,12 +68,12 @@ class Owner:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
     """
 
-    def __init__(self, name: str, device: str) -> None:
+    def __init__(self, name: str, device: str, network: TransferNetwork) -> None:
         self._name = name
         if torch.device(device).type == "cuda":
             torch.cuda.set_device(torch.device(device).index or 0)
             torch.empty(1, device=device)  # UCX looks for the thread's context when it starts
-        nixl = self._api = load_nixl()
+        nixl = self._api = load_nixl(network)
         self._faults: tuple[type[Exception], ...] = tuple(
             getattr(nixl, error) for error in dir(nixl) if error.endswith("Error")
         )

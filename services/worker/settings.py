@@ -4,9 +4,10 @@ import uuid
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from services.common.settings import ServiceSettings
+from services.transfer.network import TransferNetwork, is_loopback
 
 MOST_KV_TOKENS = 1 << 26
 
@@ -24,6 +25,19 @@ class WorkerSettings(ServiceSettings):
         None, description="host that others reach this worker at; default: `host`"
     )
     metrics_port: int = Field(0, ge=0, le=65535, description="HTTP port of /metrics; 0: a free one")
+    transfer_interface: str | None = Field(
+        None,
+        pattern=r"^[^\s,/]{1,15}$",
+        description="network interface of KV transfers over TCP, such as eth0; RDMA devices are "
+        "used as well; default: lo if `host` is a loopback address, else all interfaces; the "
+        "environment variable UCX_NET_DEVICES overrides it",
+    )
+    transfer_ports: str | None = Field(
+        None,
+        description="range of TCP ports on which KV transfers listen, low-high, one port for each "
+        "interface and worker; default: ephemeral ports; the environment variable "
+        "UCX_TCP_PORT_RANGE overrides it",
+    )
     routers: list[str] = Field(
         default_factory=list, description="base URLs of every router to register with"
     )
@@ -89,6 +103,19 @@ class WorkerSettings(ServiceSettings):
         multiple_of=16,
         description="bytes of a slot, the bound of a segment",
     )
+
+    @field_validator("transfer_ports")
+    @classmethod
+    def _check_port_range(cls, ports: str | None) -> str | None:
+        low, _, high = (ports or "1-1").partition("-")
+        if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= 65535):
+            raise ValueError(f"{ports} is not a range of ports such as 21000-21015")
+        return ports
+
+    @property
+    def transfer_network(self) -> TransferNetwork:
+        """Network devices and ports of KV transfers."""
+        return TransferNetwork(is_loopback(self.host), self.transfer_interface, self.transfer_ports)
 
     @property
     def endpoint(self) -> str:

@@ -1,4 +1,4 @@
-"""A whole deployment on loopback, started as a user would start it."""
+"""A whole deployment on loopback, started by `headrace up`."""
 
 import json
 import os
@@ -19,13 +19,21 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from services.local.state import Deployment
+from services.transfer.network import is_loopback
 
-START_S = 900.0  # the first start of all factorizes a model and calibrates the codec
+START_S = 900.0  # the very first start factorizes a model and calibrates the codec
 
 
 @dataclass(frozen=True)
 class Running:
-    """A deployment that answers."""
+    """A deployment that is ready.
+
+    Attributes:
+        url: base URL of the gateway's HTTP server.
+        grpc_target: host and port of the gateway's gRPC server.
+        port: HTTP port of the gateway.
+        model: name of the served model.
+    """
 
     url: str
     grpc_target: str
@@ -34,26 +42,29 @@ class Running:
 
     @property
     def state(self) -> Deployment:
+        """Ports and process ids, as `headrace up` last saved them."""
         found = Deployment.find(self.port)
         if found is None:
-            raise RuntimeError("the deployment is gone")
+            raise RuntimeError("the deployment has ended")
         return found
 
     @property
     def logs(self) -> Path:
+        """Folder of the processes' logs."""
         return Deployment.folder(self.port) / "logs"
 
     def stub(self) -> InferenceStub:
+        """Return a client of the gateway's gRPC server."""
         return InferenceStub(grpc.insecure_channel(self.grpc_target))
 
     def records(self, process: str, event: str) -> list[dict[str, object]]:
-        """The log lines of one process that tell of one event."""
+        """Return the log records of one process that have this event."""
         lines = (self.logs / f"{process}.log").read_text().splitlines()
         parsed = [json.loads(line) for line in lines if line.startswith("{")]
         return [record for record in parsed if record.get("event") == event]
 
     def metric(self, process: str, name: str, **labels: str) -> float:
-        """A worker's metric, summed over the labels that are not given."""
+        """Return a worker's metric, summed over the labels that are not given."""
         port = self.records(process, "ready")[-1]["metrics_port"]
         text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
         return sum(
@@ -64,7 +75,7 @@ class Running:
         )
 
     def workers(self) -> dict[str, dict[str, object]]:
-        """What the router knows of each worker."""
+        """Return the router's view of each worker, by worker id."""
         state = self.state
         answer = httpx.get(
             f"http://127.0.0.1:{state.router_port}/v1/workers",
@@ -74,30 +85,63 @@ class Running:
         return {worker["worker_id"]: worker for worker in answer.json()["workers"]}
 
     def wait_until_idle(self, limit_s: float = 30.0) -> None:
-        """Until no worker runs, queues or holds anything."""
+        """Wait until no worker runs, queues or expects a request."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             busy = ("running", "waiting", "queue_tokens", "promised_tokens")
             if not any(worker[figure] for worker in self.workers().values() for figure in busy):
-                time.sleep(0.6)  # one more heartbeat, so that what is read next is settled too
+                time.sleep(0.6)  # one more heartbeat, so that the other figures are current too
                 return
             time.sleep(0.1)
         raise AssertionError(f"not idle after {limit_s} s: {self.workers()}")
 
     def pages_free(self) -> dict[str, object]:
+        """Return the number of free KV pages of each worker."""
         return {name: worker["pages_free"] for name, worker in self.workers().items()}
 
     def memory(self) -> dict[str, int]:
-        """Resident bytes of each process."""
+        """Return the resident bytes of each process."""
         pids = self.state.pids
         return {name: psutil.Process(pid).memory_info().rss for name, pid in pids.items()}
+
+    def check_listeners(self) -> None:
+        """Check that every process listens on loopback addresses only, TCP and UDP.
+
+        Raises:
+            AssertionError: if one listens on another address, or if a service does not listen.
+        """
+        state = self.state
+        pids = {**state.pids, "supervisor": state.supervisor_pid}
+        listeners = [entry for name, pid in pids.items() for entry in _listeners(name, pid)]
+        assert {name for name, _, _ in listeners} >= set(state.pids), listeners
+        outside = [entry for entry in listeners if not is_loopback(entry[1])]
+        assert not outside, f"listening outside 127.0.0.1: {outside}"
+
+
+def _listeners(name: str, pid: int) -> list[tuple[str, str, int]]:
+    """Return (name, address, port) of each TCP listener and each unconnected UDP socket."""
+    return [
+        (name, connection.laddr.ip, connection.laddr.port)
+        for connection in psutil.Process(pid).net_connections(kind="inet")
+        if connection.laddr and not connection.raddr
+        if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM
+    ]
 
 
 @contextmanager
 def deployed(
     *flags: str, environment: dict[str, str] | None = None, api_key: str = "none"
 ) -> Iterator[Running]:
-    """Runs ``headrace up <flags>`` on free ports until the block ends; then nothing is left."""
+    """Run ``headrace up <flags>`` on free ports until the block ends.
+
+    Args:
+        flags: further flags of `headrace up`.
+        environment: variables added to those of this process.
+        api_key: key for the request that asks for the model's name.
+
+    Raises:
+        RuntimeError: if it is not ready in time, or if a process is left at the end.
+    """
     port, grpc_port, router_port = _free_ports(3)
     command = [
         *(sys.executable, "-m", "services.cli", "up"),
@@ -128,11 +172,12 @@ def deployed(
 
 
 def _wait_until_ready(process: "subprocess.Popen[str]", url: str, api_key: str) -> str:
+    """Wait until the gateway is ready and return the name of its model."""
     headers = {"authorization": f"Bearer {api_key}"}
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"headrace up ended: {process.stderr and process.stderr.read()}")
+            raise RuntimeError(f"`headrace up` ended: {process.stderr and process.stderr.read()}")
         try:
             if httpx.get(f"{url}/ready", trust_env=False).status_code == httpx.codes.OK:
                 models = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()
@@ -140,7 +185,7 @@ def _wait_until_ready(process: "subprocess.Popen[str]", url: str, api_key: str) 
         except httpx.HTTPError:
             pass
         time.sleep(0.2)
-    raise RuntimeError("headrace up was not ready in time")
+    raise RuntimeError("`headrace up` was not ready in time")
 
 
 def _children(process: "subprocess.Popen[str]") -> list[psutil.Process]:
@@ -151,6 +196,7 @@ def _children(process: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 
 def _free_ports(count: int) -> list[int]:
+    """Return distinct ports that are free now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

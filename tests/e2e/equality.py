@@ -1,10 +1,12 @@
-"""Is the output of disaggregated serving that of one worker? Token for token, real processes.
+"""Compare the tokens of disaggregated deployments with those of a colocated one.
 
-``python -m tests.e2e.equality`` asks 50 prompts of 1 to 3,000 tokens of a colocated deployment and
-of disaggregated ones, 8 at a time, and prints a table. A difference counts as `close` where the
-reference's two best logits were nearer than ``EPSILON`` at that token, since another composition of
-the batch may round it the other way; any other difference is a failure. On a GPU what is asked one
-at a time, in equal batches, has to be equal: of a draw at a temperature that is no measure.
+``python -m tests.e2e.equality`` sends 50 prompts of 1 to 3,000 tokens to a colocated deployment and
+to disaggregated ones, 8 at a time, and prints a table. A difference is `close` if the reference's
+two best logits differ by less than ``EPSILON`` at that token, because another batch composition may
+round it differently. Any other difference is a failure.
+
+On a GPU, use ``--concurrency 1``: batches are equal then, and all tokens must be equal. With other
+batches a sampled token may differ although the two best logits are far apart.
 """
 
 import argparse
@@ -29,13 +31,13 @@ from tests.e2e.deployment import Running, deployed
 if TYPE_CHECKING:  # it exists in the type stubs alone
     from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
 
-EPSILON = 0.05  # nats between the two best logits; fp32 compute over bf16 KV moves them by less
+EPSILON = 0.05  # nats between the two best logits; fp32 compute over bf16 KV changes them by less
 CONCURRENCY = 8
 
 
 @dataclass(frozen=True)
 class Case:
-    """One request; the seed is used where the temperature is not 0."""
+    """One request. The seed matters only if the temperature is not 0."""
 
     name: str
     prompt: tuple[int, ...]
@@ -46,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: tokens, and at each the distance of the model's two best logits."""
+    """Generated tokens, and for each the difference of the two best log-probabilities, in nats."""
 
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]
@@ -54,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many answers are equal, differ at a near-tie, or differ with no excuse."""
+    """Number of equal answers, and descriptions of near-ties and of real differences."""
 
     equal: int
     close: tuple[str, ...]
@@ -62,14 +64,14 @@ class Comparison:
 
 
 def make_cases(count: int, *, longest: int, max_tokens: int, seed: int = 7) -> list[Case]:
-    """Real text of mixed lengths from 1 to ``longest`` tokens; every second case samples."""
+    """Return prompts of real text, from 1 to ``longest`` tokens; every second one samples."""
     text = load_tokenizer(resolve_model("smollm2-135m")).encode(documentation()[1])
     rng = random.Random(seed)
     lengths = [1, longest, 16, 17, 255, 256, 257]
     lengths += [int(longest ** rng.uniform(0.2, 1.0)) for _ in range(max(0, count - len(lengths)))]
     cases = []
-    for at, wanted in enumerate(lengths[:count]):
-        length = min(wanted, longest)
+    for at, target in enumerate(lengths[:count]):
+        length = min(target, longest)
         start = rng.randrange(len(text) - length)
         cases.append(
             Case(
@@ -86,13 +88,13 @@ def make_cases(count: int, *, longest: int, max_tokens: int, seed: int = 7) -> l
 async def ask_all(
     running: Running, cases: Sequence[Case], concurrency: int = CONCURRENCY
 ) -> dict[str, Answer]:
-    """All cases, so many at a time."""
-    turn = asyncio.Semaphore(concurrency)
+    """Send all cases, ``concurrency`` at a time, and return the answers by case name."""
+    limit = asyncio.Semaphore(concurrency)
     async with aio.insecure_channel(running.grpc_target) as channel:
         stub = InferenceStub(channel)
 
         async def ask(case: Case) -> Answer:
-            async with turn:
+            async with limit:
                 return await _ask(stub, case)
 
         answers = await asyncio.gather(*(ask(case) for case in cases))
@@ -119,6 +121,7 @@ async def _ask(stub: "InferenceAsyncStub", case: Case) -> Answer:
 
 
 def compare(reference: dict[str, Answer], other: dict[str, Answer]) -> Comparison:
+    """Compare the answers of two deployments to the same cases."""
     equal, close, different = 0, [], []
     for name, expected in reference.items():
         found = other[name]
@@ -137,7 +140,7 @@ def compare(reference: dict[str, Answer], other: dict[str, Answer]) -> Compariso
 
 
 def digests(running: Running, process: str, event: str) -> dict[str, str]:
-    """The digest of each request's KV pages, as one worker logged it."""
+    """Return the digest of each request's KV pages that one worker logged, by request id."""
     records = running.records(process, event)
     return {str(r["request_id"]): str(r["digest"]) for r in records if r.get("digest")}
 
@@ -152,7 +155,8 @@ class Row:
     digests_compared: int
 
     @property
-    def right(self) -> bool:
+    def passed(self) -> bool:
+        """Whether no answer differs and all digests agree."""
         return (
             not self.comparison.different
             and self.digests_compared > 0
@@ -166,10 +170,10 @@ def run(
     label: str,
     concurrency: int = CONCURRENCY,
 ) -> Iterator[Row]:
-    """Asks a colocated deployment, then a disaggregated one for each codec.
+    """Send the cases to a colocated deployment, then to a disaggregated one for each codec.
 
-    The raw one has slabs of two slots of 64 KiB, so that most prompts are larger than the slab and
-    stream through it.
+    The raw deployment has slabs of two slots of 64 KiB. Most prompts are larger than such a slab
+    and stream through it.
     """
     with deployed("--colocated", *model_flags) as running:
         reference = asyncio.run(ask_all(running, cases, concurrency))
@@ -200,7 +204,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument(
         "--concurrency", type=int, default=CONCURRENCY,
-        help="requests at a time; with 1 all batches are the same, and so is every bit on a GPU",
+        help="concurrent requests; with 1 batches are equal, and so are all bits on a GPU",
     )  # fmt: skip
     own = parser.parse_args()
     console = Console(width=110)
@@ -222,8 +226,8 @@ def main() -> int:
         for line in (*found.close, *found.different):
             console.print(f"{row.name}: {line}")
     console.print(table)
-    console.print(f"close: the reference's two best logits are nearer than {EPSILON}")
-    return 0 if all(row.right for row in rows) else 1
+    console.print(f"close: the reference's two best logits differ by less than {EPSILON}")
+    return 0 if all(row.passed for row in rows) else 1
 
 
 if __name__ == "__main__":

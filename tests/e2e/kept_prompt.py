@@ -82,7 +82,7 @@ async def serve(settings: PrefillSettings) -> None:
     loaded = load_worker(settings, decodes=False)
     engine = KeptPrompt(loaded.engine)
     slab = Slab(settings.slots, settings.slot_bytes)
-    agent = TransferAgent(f"prefill-{loaded.identity.epoch}")
+    agent = TransferAgent(f"prefill-{loaded.identity.epoch}", network=settings.transfer_network)
     agent.register(slab)
     worker = PrefillWorker(settings, replace(loaded, engine=engine), agent, slab)
     server = GrpcServer(settings.endpoint, [SERVICE])

@@ -1,20 +1,19 @@
-"""Is the link policy's KV transfer within 10 % of the better forced choice, on every link?
+"""Check that the link policy is within 10 % of the better fixed codec on every link.
 
 ``OMP_NUM_THREADS=1 python -m tests.e2e.link_policy [--json FILE] [--links NAME,…] [--rounds N]``
 
 One real decode worker fetches the KV of one prompt, 4,096 tokens of SmolLM2-135M (94 MB in bf16),
-from three real prefill workers in turn: ``codec`` raw, splitzip and auto. Every part of a transfer
-is that of a deployment: gRPC sessions, credits, codec, NIXL READs, verification, acknowledgements.
-Only the prompt was computed beforehand (`tests.e2e.kept_prompt`), so that nothing but the transfer
-takes time. A time is that of `Receiver.fetch`, from asking for the prompt to its last verified
-page; rounds are interleaved, and the table has medians.
+from three real prefill workers in rotation, with ``codec`` raw, splitzip and auto. A transfer has
+all parts of a real one: gRPC sessions, credits, codec, NIXL READs, verification, acknowledgements.
+The prompt is computed beforehand (`tests.e2e.kept_prompt`), so that only the transfer takes time.
+The measured time is that of `Receiver.fetch`, from the request to the last verified page. Rounds
+are interleaved, and the table shows medians.
 
-**What is throttled, and how.** For the 100 Mbit/s and 1 Gbit/s links all four processes run in a
-network namespace of their own, in which there is nothing but a loopback interface whose egress a
-token bucket of the kernel (``tc qdisc … tbf``) limits: UCX's TCP, and gRPC, too, share that rate in
-both directions, with headers, acknowledgements and queueing (at most 20 ms) as on a real link. It
-needs iproute2 and either root or user namespaces. The unthrottled links are loopback TCP as it is,
-and shared memory as UCX chooses it.
+**Throttling.** For the 100 Mbit/s and 1 Gbit/s links, all four processes run in a network namespace
+of their own. It has only a loopback interface, whose egress a token bucket of the kernel limits
+(``tc qdisc … tbf``). UCX over TCP and gRPC share that rate in both directions, with headers,
+acknowledgements and queueing (at most 20 ms) as on a real link. This needs iproute2 and either root
+or user namespaces. The unthrottled links are loopback TCP and shared memory.
 """
 
 import argparse
@@ -50,12 +49,19 @@ from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
 from tests.e2e.kept_prompt import TOKENS, prompt
 
 CODECS = ("raw", "splitzip", "auto")
-GOAL = 1.10  # auto against the better forced choice
+GOAL = 1.10  # time with auto / time with the better fixed codec
 
 
 @dataclass(frozen=True)
 class Link:
-    """What is between the workers. ``rate`` as tc writes it; None: not throttled."""
+    """Connection between the workers.
+
+    Attributes:
+        name: name in the table.
+        rate: rate in tc's notation, or None if the link is not throttled.
+        transports: value of ``UCX_TLS``, or None for UCX's default.
+        rounds: fetches from each worker.
+    """
 
     name: str
     rate: str | None
@@ -63,7 +69,7 @@ class Link:
     rounds: int
 
     def command(self, inside: list[str]) -> list[str]:
-        """Runs ``inside`` behind this link."""
+        """Return the command that runs ``inside`` behind this link."""
         if self.rate is None:
             return inside
         shape = f"tc qdisc add dev lo root tbf rate {self.rate} burst 256kb latency 20ms"
@@ -72,6 +78,7 @@ class Link:
 
     @property
     def environment(self) -> dict[str, str]:
+        """Environment of the processes behind this link."""
         chosen = {"UCX_TLS": self.transports} if self.transports else {}
         return {**os.environ, "OMP_NUM_THREADS": "1", **chosen}
 
@@ -85,7 +92,7 @@ LINKS = (
 
 
 class Prefill:
-    """One process of `tests.e2e.kept_prompt`."""
+    """A process of `tests.e2e.kept_prompt`."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -94,7 +101,7 @@ class Prefill:
         self.address = decode_pb2.WorkerAddress(**ready)
 
     def report(self) -> dict[str, Any]:
-        """The policy's metrics."""
+        """Return the metrics of the worker's link policy."""
         if self._process.stdin is None:
             raise RuntimeError("the prefill worker has no stdin")
         self._process.stdin.write("\n")
@@ -109,6 +116,7 @@ class Prefill:
 
 @contextmanager
 def prefill_worker(codec: str, codebooks: str) -> Iterator[Prefill]:
+    """Start a prefill worker, and end it when the block ends."""
     command = [sys.executable, "-m", "tests.e2e.kept_prompt", "--codec", codec]
     command += ["--codebooks", codebooks]
     pipe = subprocess.PIPE
@@ -118,22 +126,22 @@ def prefill_worker(codec: str, codebooks: str) -> Iterator[Prefill]:
 
 
 async def measure(codebooks: str, rounds: int) -> dict[str, Any]:
-    """Seconds of every fetch, by codec, and what each prefill worker says at the end."""
+    """Return the seconds of every fetch by codec, and the final report of each prefill worker."""
     settings = DecodeSettings.model_validate(
         {"codebooks": codebooks, "device": "cpu", "kv_tokens": TOKENS + PAGE_SIZE}
     )
     loaded = load_worker(settings, decodes=True)
     landing = Slab(settings.slots, settings.slot_bytes)
-    agent = TransferAgent(f"decode-{loaded.identity.epoch}")
+    agent = TransferAgent(f"decode-{loaded.identity.epoch}", network=settings.transfer_network)
     agent.register(landing)
     worker = DecodeWorker(settings, loaded, agent, landing)
     worker.engine.start()
     seconds: dict[str, list[float]] = {codec: [] for codec in CODECS}
     with ExitStack() as stack:
         workers = {c: stack.enter_context(prefill_worker(c, codebooks)) for c in CODECS}
-        for turn in range(rounds):
-            for codec in CODECS[turn % 3 :] + CODECS[: turn % 3]:
-                fetch = fetch_of(workers[codec], f"{codec}-{turn}")
+        for number in range(rounds):
+            for codec in CODECS[number % 3 :] + CODECS[: number % 3]:
+                fetch = fetch_of(workers[codec], f"{codec}-{number}")
                 for plane in loaded.engine.cache.planes:
                     plane.zero_()
                 begun = time.perf_counter()
@@ -141,7 +149,7 @@ async def measure(codebooks: str, rounds: int) -> dict[str, Any]:
                 seconds[codec].append(time.perf_counter() - begun)
                 found = digest_pages(loaded.engine, fetch.pages, TOKENS)
                 if found != workers[codec].digest:
-                    raise RuntimeError(f"{codec}: the KV that arrived is not the KV that was sent")
+                    raise RuntimeError(f"{codec}: the received KV differs from the sent KV")
         reports = {codec: workers[codec].report() for codec in CODECS}
         await worker.close()
         agent.close()
@@ -149,6 +157,7 @@ async def measure(codebooks: str, rounds: int) -> dict[str, Any]:
 
 
 def fetch_of(prefill: Prefill, name: str) -> Fetch:
+    """Return a fetch of the whole prompt into the first pages of the cache."""
     start = pb.StartPrefill(
         request_id=name,
         placement_id=name,
@@ -163,7 +172,7 @@ def fetch_of(prefill: Prefill, name: str) -> Fetch:
 
 
 def behind(link: Link, codebooks: Path, rounds: int) -> dict[str, Any]:
-    """Everything of one link, in processes of their own."""
+    """Measure one link in processes of their own and return its row of the table."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         inside = [sys.executable, "-m", "tests.e2e.link_policy", "--inside", str(out)]

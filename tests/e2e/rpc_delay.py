@@ -31,7 +31,7 @@ from runtime.kv.pages import pages_for
 from runtime.models.model import Model, step_refusal
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
-from services.offline.model_folder import write_model
+from services.offline.output import write_model
 from services.worker.loading import PAGE_SIZE
 from tests.e2e.deployment import Running, deployed
 

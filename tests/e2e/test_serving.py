@@ -1,4 +1,4 @@
-"""What a newcomer does first, against real processes and a real model."""
+"""First steps of a new user, against real processes and a real model."""
 
 from collections.abc import Iterator
 
@@ -16,13 +16,13 @@ from tests.e2e.deployment import Running, deployed
 
 pytestmark = pytest.mark.e2e
 
-# Without the second sentence the first token is a near-tie, which bf16 on a GPU decides otherwise.
+# Without the second sentence the first token is a near-tie, which bf16 on a GPU can flip.
 QUESTION = "What is the capital of France? Answer with one word."
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with deployed("--codec", "splitzip") as deployment:  # auto may prefer raw on one machine
+    with deployed("--codec", "splitzip") as deployment:  # auto may choose raw on one machine
         yield deployment
 
 
@@ -41,7 +41,7 @@ def test_openai_client_streams_a_sensible_answer(running: Running) -> None:
         usage = chunk.usage or usage
         pieces += [choice.delta.content or "" for choice in chunk.choices]
     assert "Paris" in "".join(pieces)
-    assert sum(map(bool, pieces)) > 1, "it came in pieces"
+    assert sum(map(bool, pieces)) > 1, "the answer was not streamed"
     assert usage is not None
     assert usage.completion_tokens > 0
 
@@ -73,7 +73,7 @@ def test_choices_of_one_prompt_differ_and_repeat_with_the_seed(running: Running)
     assert ask() == first
 
 
-def test_logprobs_are_of_the_sampled_tokens(running: Running) -> None:
+def test_logprobs_belong_to_the_sampled_tokens(running: Running) -> None:
     client = OpenAI(base_url=f"{running.url}/v1", api_key="unused")
     answer = client.chat.completions.create(
         model=running.model,
@@ -92,7 +92,7 @@ def test_logprobs_are_of_the_sampled_tokens(running: Running) -> None:
 
 
 def test_grpc_through_reflection(running: Running) -> None:
-    """As grpcurl does it: nothing is known but the address."""
+    """Find the service through reflection, as grpcurl does."""
     channel = grpc.insecure_channel(running.grpc_target)
     reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
     requests = [
@@ -124,8 +124,8 @@ def test_grpc_generate_and_health(running: Running) -> None:
     assert status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_kv_travels_compressed(running: Running) -> None:
-    """The ratio that the README states, on this model's own KV."""
+def test_kv_is_sent_compressed(running: Running) -> None:
+    """The compression ratio is that of the README, on this model's own KV."""
     prompt = "The quick brown fox jumps over the lazy dog. " * 30
     httpx.post(
         f"{running.url}/v1/completions",
@@ -136,3 +136,12 @@ def test_kv_travels_compressed(running: Running) -> None:
     ratio = running.metric("prefill-0", "headrace_kv_compress_ratio")
     assert ratio >= 1.28
     assert running.metric("prefill-0", "headrace_kv_lease_active") == 0
+
+
+def test_no_process_listens_outside_the_loopback_host(running: Running) -> None:
+    """Shared memory transfers; `test_listening_addresses` checks TCP."""
+    body = {"model": running.model, "prompt": "The quick brown fox. " * 20, "max_tokens": 2}
+    url = f"{running.url}/v1/completions"
+    httpx.post(url, json=body, timeout=60, trust_env=False).raise_for_status()
+    assert running.metric("decode-0", "headrace_kv_transfer_bytes_total", kind="wire") > 0
+    running.check_listeners()

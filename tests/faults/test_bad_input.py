@@ -1,4 +1,4 @@
-"""Bad input gets a clear error and costs nothing: good requests go on, nothing is left behind."""
+"""Bad requests get clear errors, leak no resources and do not disturb good requests."""
 
 import asyncio
 import hashlib
@@ -15,13 +15,13 @@ from tests.e2e.deployment import Running, deployed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-BAD_REQUESTS, LEAVING, GOOD_REQUESTS, AT_ONCE = 500, 60, 40, 16
+BAD_REQUESTS, DISCONNECTS, GOOD_REQUESTS, CONCURRENCY = 500, 60, 40, 16
 KEY = "sk-a-key-of-this-test"
 
 
 @dataclass(frozen=True)
 class Attack:
-    """One kind of bad request: the body as bytes, and the statuses that are a clear answer."""
+    """One kind of bad request: its body and headers, and the acceptable status codes."""
 
     name: str
     body: bytes
@@ -43,16 +43,16 @@ def _attacks(model: str) -> list[Attack]:
         Attack("10 MB prompt", body(prompt="a" * 10_000_000), (413,)),
         Attack("negative max_tokens", body(max_tokens=-1), (400,)),
         Attack("huge max_tokens", body(max_tokens=10**12), (400,)),
-        Attack("a billion choices", body(n=10**9), (400,)),
+        Attack("billion choices", body(n=10**9), (400,)),
         Attack("unknown model", body(model="gpt-17"), (404,)),
         Attack("invalid UTF-8", b'{"model": "\xff\xfe", "prompt": "x"}', (400,)),
         Attack("lone surrogate", b'{"model": "x", "prompt": "\\ud800"}', (400, 404)),
-        Attack("prompt past the context", body(prompt=[1] * 9000), (400,)),
-        Attack("token past the vocabulary", body(prompt=[10**7]), (400,)),
+        Attack("prompt longer than the context", body(prompt=[1] * 9000), (400,)),
+        Attack("token outside the vocabulary", body(prompt=[10**7]), (400,)),
         Attack("NaN temperature", b'{"model":"m","prompt":"x","temperature":NaN}', (400,)),
-        Attack("a penalty that no logit survives", body(repetition_penalty=1e-300), (400,)),
-        Attack("a list full of faults", b'{"prompt":[' + b"{}," * 300_000 + b"{}]}", (400,)),
-        Attack("headers past their bound", body(), (431,), (("x-long", "a" * 100_000),)),
+        Attack("penalty that overflows every logit", body(repetition_penalty=1e-300), (400,)),
+        Attack("list of many invalid items", b'{"prompt":[' + b"{}," * 300_000 + b"{}]}", (400,)),
+        Attack("headers above the limit", body(), (431,), (("x-long", "a" * 100_000),)),
         Attack("unknown field", body(best_tool="hammer"), (400,)),
         Attack("prompt of objects", body(prompt=[{"a": 1}]), (400,)),
         Attack("wrong key", body(), (401,), (("authorization", "Bearer sk-wrong"),)),
@@ -68,7 +68,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield deployment
 
 
-async def test_bad_requests_among_good_ones(running: Running) -> None:
+async def test_bad_requests_do_not_disturb_good_ones(running: Running) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
     rng = random.Random(11)
     attacks = _attacks(running.model)
@@ -78,17 +78,18 @@ async def test_bad_requests_among_good_ones(running: Running) -> None:
         expected = await _good(client, running.model)
         await asyncio.to_thread(running.wait_until_idle)
         pages, memory = running.pages_free(), running.memory()
-        turn = asyncio.Semaphore(AT_ONCE)
+        limit = asyncio.Semaphore(CONCURRENCY)
 
         async def limited(call: Callable[[], Awaitable[None]]) -> None:
-            async with turn:
+            async with limit:
                 await call()
 
         calls: list[Callable[[], Awaitable[None]]] = [
-            partial(_attack, client, rng.choice(attacks)) for _ in range(BAD_REQUESTS - LEAVING)
+            partial(_attack, client, rng.choice(attacks)) for _ in range(BAD_REQUESTS - DISCONNECTS)
         ]
         calls += [
-            partial(_leave, client, running.model, rng.uniform(0, 0.6)) for _ in range(LEAVING)
+            partial(_disconnect, client, running.model, rng.uniform(0, 0.6))
+            for _ in range(DISCONNECTS)
         ]
         calls += [partial(_check_good, client, running.model, expected)] * GOOD_REQUESTS
         rng.shuffle(calls)
@@ -121,8 +122,8 @@ async def _attack(client: httpx.AsyncClient, attack: Attack) -> None:
     assert response.headers["x-request-id"]
 
 
-async def _leave(client: httpx.AsyncClient, model: str, after_s: float) -> None:
-    """A client that is gone at any time: before, during or after the prefill."""
+async def _disconnect(client: httpx.AsyncClient, model: str, after_s: float) -> None:
+    """Send a request and disconnect before, during or after the prefill."""
     body = {
         "model": model,
         "prompt": "Tell me a long story about the sea. " * 20,

@@ -1,4 +1,4 @@
-"""Which process gets which GPU."""
+"""Assignment of GPUs to the processes of a local deployment."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def gpus_of(options: UpOptions) -> dict[str, str | None]:
     return {spec.name: spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs}
 
 
-def test_workers_share_the_gpus_that_the_environment_leaves(
+def test_workers_share_the_visible_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
@@ -30,7 +30,7 @@ def test_workers_share_the_gpus_that_the_environment_leaves(
 
 
 def test_workers_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the environment says otherwise; of two GPUs, one has two of three workers."""
+    """Two of three workers share a GPU; an environment variable takes precedence for one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.delenv("HEADRACE_PREFILL_GPU_MEMORY_UTILIZATION", raising=False)
     monkeypatch.setenv("HEADRACE_DECODE_GPU_MEMORY_UTILIZATION", "0.3")
@@ -45,7 +45,7 @@ def test_workers_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("device", "visible"), [("auto", ""), ("cpu", "0,1")])
-def test_without_gpus_no_worker_is_given_one(
+def test_no_gpu_is_assigned_without_visible_gpus_or_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, device: str, visible: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -1,4 +1,4 @@
-"""The supervisor restarts what dies, gives up on what cannot start, and leaves nothing behind."""
+"""The supervisor restarts processes that exit, and gives up on those that cannot start."""
 
 import asyncio
 import os
@@ -9,16 +9,22 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.local.supervisor import ProcessSpec, ServiceFailed, Supervisor
+from services.local.supervisor import (
+    EXIT_SETTINGS_ERROR,
+    MAX_START_FAILURES,
+    ProcessSpec,
+    ServiceFailed,
+    Supervisor,
+)
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 ROUTER = ProcessSpec("router", "router", ("--port", "0"))
-WRONG = ProcessSpec("router", "router", ("--port", "-1"))
+INVALID = ProcessSpec("router", "router", ("--port", "-1"))
 
 
 async def _pid(supervisor: Supervisor, *, other_than: int | None = None) -> int:
-    for _ in range(300):
+    for _ in range(600):
         pid = supervisor.pids.get("router")
         if pid is not None and pid != other_than:
             return pid
@@ -26,7 +32,15 @@ async def _pid(supervisor: Supervisor, *, other_than: int | None = None) -> int:
     raise AssertionError("the process was not started")
 
 
-async def test_a_killed_process_comes_back_and_all_end_with_the_supervisor(tmp_path: Path) -> None:
+def _with_package(folder: Path, source: str) -> ProcessSpec:
+    """A router whose `quart` package has this source."""
+    folder.mkdir()
+    (folder / "quart.py").write_text(source)
+    path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
+    return replace(ROUTER, environment={"PYTHONPATH": path})
+
+
+async def test_killed_process_is_restarted_and_stopped_with_the_supervisor(tmp_path: Path) -> None:
     seen: list[dict[str, int]] = []
     supervisor = Supervisor([ROUTER], tmp_path, on_change=seen.append)
     running = asyncio.create_task(supervisor.run())
@@ -40,18 +54,18 @@ async def test_a_killed_process_comes_back_and_all_end_with_the_supervisor(tmp_p
     assert not psutil.pid_exists(second)
 
 
-async def test_a_service_that_cannot_start_is_not_started_again(tmp_path: Path) -> None:
-    supervisor = Supervisor([WRONG], tmp_path, on_change=lambda _: None)
-    with pytest.raises(ServiceFailed) as failure:
+async def test_service_with_invalid_settings_is_not_restarted(tmp_path: Path) -> None:
+    seen: list[dict[str, int]] = []
+    supervisor = Supervisor([INVALID], tmp_path, on_change=seen.append)
+    with pytest.raises(ServiceFailed, match="cannot start with its settings") as failure:
         await supervisor.run()
+    assert failure.value.exit_code == EXIT_SETTINGS_ERROR
+    assert len(seen) == 1
     assert "port" in failure.value.log_file.read_text()
 
 
-async def test_a_service_without_its_packages_is_not_started_again(tmp_path: Path) -> None:
-    broken = tmp_path / "packages"
-    broken.mkdir()
-    (broken / "quart.py").write_text("import nothing_of_this_name")
-    spec = replace(ROUTER, environment={"PYTHONPATH": str(broken)})
+async def test_service_with_a_missing_package_is_not_restarted(tmp_path: Path) -> None:
+    spec = _with_package(tmp_path / "packages", "import nothing_of_this_name")
     supervisor = Supervisor([spec], tmp_path, on_change=lambda _: None)
     with pytest.raises(ServiceFailed) as failure:
         await supervisor.run()
@@ -59,11 +73,55 @@ async def test_a_service_without_its_packages_is_not_started_again(tmp_path: Pat
     assert "nothing_of_this_name" in failure.value.log_file.read_text()
 
 
-async def test_logs_are_of_this_deployment_and_the_former_ones_stay(tmp_path: Path) -> None:
-    former = tmp_path / "router.log"
-    former.write_text("the deployment before")
-    supervisor = Supervisor([WRONG], tmp_path, on_change=lambda _: None)
+async def test_service_that_crashes_before_ready_stops_the_deployment(tmp_path: Path) -> None:
+    crashing = _with_package(tmp_path / "packages", "raise RuntimeError('broken on purpose')")
+    healthy = replace(ROUTER, name="healthy")
+    seen: list[dict[str, int]] = []
+    supervisor = Supervisor([crashing, healthy], tmp_path, on_change=seen.append)
+    async with asyncio.timeout(90):
+        with pytest.raises(ServiceFailed, match=f"exited {MAX_START_FAILURES} times") as failure:
+            await supervisor.run()
+    assert failure.value.name == "router"
+    assert failure.value.exit_code == 1
+    assert len({pids["router"] for pids in seen if "router" in pids}) == MAX_START_FAILURES
+    assert "broken on purpose" in failure.value.log_file.read_text()
+    assert not psutil.pid_exists(seen[-1]["healthy"])
+
+
+async def test_exits_after_ready_never_stop_the_deployment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.local.supervisor.MAX_BACKOFF_S", 0.01)
+    supervisor = Supervisor([ROUTER], tmp_path, on_change=lambda _: None)
+    running = asyncio.create_task(supervisor.run())
+    supervisor.mark_ready()
+    pid = None
+    for _ in range(MAX_START_FAILURES + 1):
+        pid = await _pid(supervisor, other_than=pid)
+        os.kill(pid, signal.SIGKILL)
+    await _pid(supervisor, other_than=pid)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+@pytest.mark.parametrize(
+    ("code", "failures", "message"),
+    [
+        (2, 1, "router exited with code 2: it cannot start with its settings"),
+        (1, 3, "router exited with code 1; it exited 3 times before the deployment was ready"),
+        (-9, 3, "router was ended by SIGKILL; it exited 3 times before the deployment was ready"),
+    ],
+)
+def test_failure_message_has_the_exit_code(code: int, failures: int, message: str) -> None:
+    assert str(ServiceFailed("router", code, failures, Path("router.log"))) == message
+
+
+async def test_logs_of_the_previous_deployment_are_kept(tmp_path: Path) -> None:
+    log_file = tmp_path / "router.log"
+    log_file.write_text("the previous deployment")
+    supervisor = Supervisor([INVALID], tmp_path, on_change=lambda _: None)
     with pytest.raises(ServiceFailed):
         await supervisor.run()
-    assert "the deployment before" not in former.read_text()
-    assert (tmp_path / "router.log.1").read_text() == "the deployment before"
+    assert "the previous deployment" not in log_file.read_text()
+    assert (tmp_path / "router.log.1").read_text() == "the previous deployment"

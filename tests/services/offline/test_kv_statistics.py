@@ -1,4 +1,4 @@
-"""The arithmetic of `headrace kv-statistics`, on KV that can be counted by hand."""
+"""Figures of `headrace kv-statistics` on KV that can be counted by hand."""
 
 import importlib
 import json
@@ -11,22 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.offline.kv_statistics import (
-    KVStatistics,
-    PlaneStatistics,
-    PlottingMissing,
-    measure,
-    tables,
-)
+from services.common.errors import SettingsError
+from services.offline.kv_measure import KVStatistics, PlaneStatistics, measure
+from services.offline.kv_statistics import tables
 
 PAGES, HEADS, SLOTS, DIM = 4, 2, 16, 8
-CHUNK = SLOTS * DIM  # elements; a plane has 8 of them, 2,048 bytes
+CHUNK = SLOTS * DIM  # elements of a chunk; a plane has 8 chunks, 2,048 bytes
 KEYS = ((0, "k"), (0, "v"))
-RARE = {126: 1, 90: 1}  # at the second level, and at neither
+RARE = {126: 1, 90: 1}  # exponents with a second-level code only, and with no code
 
 
 def plane(counts: dict[int, int]) -> Tensor:
-    """Each chunk has as many elements of an exponent as `counts` says."""
+    """Return a plane in which each chunk has `counts[exponent]` elements of each exponent."""
     exponents = [exponent for exponent, count in counts.items() for _ in range(count)]
     assert len(exponents) == CHUNK
     patterns = torch.tensor(exponents, dtype=torch.int16) << 7
@@ -45,7 +41,7 @@ def statistics() -> KVStatistics:
     )
 
 
-def test_payloads_are_counted_whole(statistics: KVStatistics) -> None:
+def test_payload_bytes_include_headers_and_padding(statistics: KVStatistics) -> None:
     k, v = statistics.planes
     # Header 64, plane header 16, starts 4 x 9 → 48, codes 384 or 512, rests 1,024.
     assert {name: coding.payload_bytes for name, coding in k.codings.items()} == {
@@ -54,16 +50,16 @@ def test_payloads_are_counted_whole(statistics: KVStatistics) -> None:
         "three-bit": 1536,
     }
     assert k.codings["three-bit"].ratio == 2048 / 1536
-    # In each of 8 chunks 90 is a word, and in three-bit, with 126, one of second-level codes.
+    # In each of 8 chunks, 90 takes a word; in three-bit, 126 and 90 take second-level codes too.
     assert v.codings["three-bit"].payload_bytes == 1536 + 8 * (4 + 4)
     assert v.codings["top16"].payload_bytes == 1664 + 8 * 4
-    # In one segment: the header once, starts 4 x 17 → 80.
+    # Both planes in one segment: one header, starts 4 x 17 → 80.
     total = statistics.total["three-bit"].payload_bytes
     assert total == 64 + 2 * 16 + 80 + 2 * (384 + 1024) + 8 * (4 + 4)
     assert statistics.total["three-bit"].ratio == 4096 / total
 
 
-def test_escapes_are_those_of_the_test_text(statistics: KVStatistics) -> None:
+def test_escapes_are_counted_in_the_test_text(statistics: KVStatistics) -> None:
     k, v = statistics.planes
     assert {(coding.escapes, coding.listed) for coding in k.codings.values()} == {(0, 0)}
     assert {name: (c.escapes * CHUNK, c.listed * CHUNK) for name, c in v.codings.items()} == {
@@ -75,15 +71,15 @@ def test_escapes_are_those_of_the_test_text(statistics: KVStatistics) -> None:
     assert v.exponents == {119: 256, 120: 256, 121: 256, 122: 240, 126: 8, 90: 8}
 
 
-def test_the_bound_is_the_entropy_of_each_plane(statistics: KVStatistics) -> None:
+def test_bound_is_the_entropy_of_each_plane(statistics: KVStatistics) -> None:
     k, v = statistics.planes
-    assert k.entropy_ratio == pytest.approx(16 / (2 + 8))  # four exponents, equally often
-    of_both = (16 / k.entropy_ratio + 16 / v.entropy_ratio) / 2
-    assert statistics.entropy_ratio == pytest.approx(16 / of_both)
+    assert k.entropy_ratio == pytest.approx(16 / (2 + 8))  # four exponents, equally frequent
+    mean_bits = (16 / k.entropy_ratio + 16 / v.entropy_ratio) / 2
+    assert statistics.entropy_ratio == pytest.approx(16 / mean_bits)
     assert statistics.entropy_ratio < k.entropy_ratio
 
 
-def test_calibration_picks_the_mode_on_its_own_text(statistics: KVStatistics) -> None:
+def test_mode_is_picked_on_the_calibration_text(statistics: KVStatistics) -> None:
     assert {plane.picked for plane in statistics.planes} == {"three-bit"}
     assert statistics.total["calibrated"] == statistics.total["three-bit"]
     wide = plane(dict.fromkeys(range(100, 116), 8))
@@ -92,7 +88,7 @@ def test_calibration_picks_the_mode_on_its_own_text(statistics: KVStatistics) ->
     assert statistics.test_tokens == statistics.calibration_tokens == PAGES * SLOTS
 
 
-def test_the_table_has_a_row_for_each_layer(statistics: KVStatistics) -> None:
+def test_table_has_a_row_for_each_layer(statistics: KVStatistics) -> None:
     totals, layers = (part.splitlines() for part in tables(statistics).split("\n\n"))
     assert totals[4] == "| three-bit | 1.3403 | 0.781 % | 0.3906 % |"
     header, rule, row = layers
@@ -102,9 +98,7 @@ def test_the_table_has_a_row_for_each_layer(statistics: KVStatistics) -> None:
     assert json.loads(json.dumps(asdict(statistics)))["planes"][1]["codings"]["top16"]
 
 
-def test_the_plot_shows_k_and_v_and_is_the_same_again(
-    statistics: KVStatistics, tmp_path: Path
-) -> None:
+def test_plot_shows_k_and_v_and_is_reproducible(statistics: KVStatistics, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
     from services.offline.kv_plot import draw
 
@@ -118,7 +112,7 @@ def test_the_plot_shows_k_and_v_and_is_the_same_again(
 @pytest.mark.parametrize(
     ("share", "exponent"), [(0.0, 90), (0.1, 100), (0.11, 101), (0.5, 101), (0.91, 110), (1.0, 110)]
 )
-def test_a_quantile_is_not_exceeded_by_that_share(share: float, exponent: int) -> None:
+def test_quantile_is_not_exceeded_by_that_share(share: float, exponent: int) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
     from services.offline.kv_plot import quantile
 
@@ -126,8 +120,10 @@ def test_a_quantile_is_not_exceeded_by_that_share(share: float, exponent: int) -
     assert quantile(PlaneStatistics(0, "k", counts, 1.0, "top16", {}), share) == exponent
 
 
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_error_has_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "services.offline.kv_plot", raising=False)
-    with pytest.raises(PlottingMissing, match=r"pip install .*\[plots\]"):
+    with pytest.raises(SettingsError, match=r"pip install .*\[plots\]"):
         importlib.import_module("services.offline.kv_plot")

@@ -1,0 +1,108 @@
+"""`headrace down` and `headrace status`: commands on a running deployment."""
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from services.local.lock import ProcessIdentity
+from services.local.state import Deployment, StateUnreadable, lock_holder
+
+STOP_TIMEOUT_S = 90.0  # longer than the supervisor's own grace periods
+
+console = Console(stderr=True)
+
+
+def down(port: int) -> int:
+    """Stop the deployment on this port, wait until it has ended, and return the exit code."""
+    try:
+        deployment = Deployment.find(port)
+    except StateUnreadable as error:
+        console.print(f"[red]headrace down:[/] {error}")
+        return 2
+    supervisor = deployment.supervisor if deployment else lock_holder(port)
+    if supervisor is None:
+        console.print(f"nothing runs on port {port}")
+        return 1
+    return _stop(supervisor)
+
+
+def _stop(supervisor: ProcessIdentity) -> int:
+    with console.status("stopping"), suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+        os.kill(supervisor.pid, signal.SIGTERM)
+        psutil.Process(supervisor.pid).wait(timeout=STOP_TIMEOUT_S)
+    if supervisor.alive:
+        console.print(f"[red]the supervisor (process {supervisor.pid}) does not end[/]")
+        return 1
+    console.print("stopped")
+    return 0
+
+
+def status(port: int, *, as_json: bool = False) -> int:
+    """Show processes and workers, and return the exit code.
+
+    Args:
+        port: HTTP port of the deployment's gateway.
+        as_json: print ports and process ids to stdout as JSON instead.
+    """
+    try:
+        deployment = Deployment.find(port)
+    except StateUnreadable as error:
+        console.print(f"[red]headrace status:[/] {error}")
+        return 2
+    if deployment is None:
+        if starting := lock_holder(port):
+            console.print(f"a deployment on port {port} is starting (process {starting.pid})")
+        else:
+            console.print(f"nothing runs on port {port}")
+        return 1
+    if as_json:
+        ports = {name: getattr(deployment, name) for name in ("port", "grpc_port", "router_port")}
+        print(json.dumps(ports | {"processes": deployment.pids}))  # noqa: T201
+        return 0
+    console.print(_processes(deployment))
+    try:
+        console.print(_workers(deployment))
+    except (httpx.HTTPError, ValueError) as error:
+        console.print(f"[yellow]the router does not answer: {error}[/]")
+        return 1
+    return 0
+
+
+def _processes(deployment: Deployment) -> Table:
+    table = Table(
+        "process", "pid", "memory", "running", title=f"headrace on port {deployment.port}"
+    )
+    for name, pid in sorted(deployment.pids.items()):
+        try:
+            process = psutil.Process(pid)
+            memory = f"{process.memory_info().rss / 2**20:.0f} MiB"
+            running = f"{time.time() - process.create_time():.0f} s"
+        except psutil.NoSuchProcess:
+            memory, running = "-", "restarting"
+        table.add_row(name, str(pid), memory, running)
+    return table
+
+
+def _workers(deployment: Deployment) -> Table:
+    """Ask the router for its workers.
+
+    Raises:
+        httpx.HTTPError, ValueError: if it does not answer, or not with JSON.
+    """
+    answer = httpx.get(
+        f"http://{deployment.host}:{deployment.router_port}/v1/workers",
+        headers={"authorization": f"Bearer {deployment.cluster_token}"},
+        trust_env=False,
+    ).json()
+    table = Table("worker", "role", "state", "queue tokens", "pages free", title="router")
+    for worker in answer["workers"]:
+        columns = ("worker_id", "role", "state", "queue_tokens", "pages_free")
+        table.add_row(*(str(worker.get(column, "-")) for column in columns))
+    return table

@@ -1,0 +1,92 @@
+"""Exclusive locks between processes, held until they are released or the process ends."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """One life of a process.
+
+    Attributes:
+        pid: process id.
+        started: start time, seconds since the epoch; it distinguishes processes that reuse a pid.
+    """
+
+    pid: int
+    started: float
+
+    @classmethod
+    def current(cls) -> "ProcessIdentity":
+        """Return the identity of this process."""
+        return cls(os.getpid(), psutil.Process().create_time())
+
+    @property
+    def alive(self) -> bool:
+        """Whether this very process still runs."""
+        try:
+            process = psutil.Process(self.pid)
+            return (
+                abs(process.create_time() - self.started) < 1.0
+                and process.status() != psutil.STATUS_ZOMBIE
+            )
+        except psutil.NoSuchProcess:
+            return False
+
+
+class LockHeld(Exception):
+    """Another process holds the lock.
+
+    Attributes:
+        holder: that process, or None if it has not written its identity yet.
+    """
+
+    def __init__(self, path: Path, holder: ProcessIdentity | None) -> None:
+        super().__init__(f"{path} is locked by {f'process {holder.pid}' if holder else 'another'}")
+        self.holder = holder
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold an exclusive lock on a file.
+
+    The kernel releases the lock when the process ends, however it ends. Child processes do not
+    inherit it. The file stays, because removing it would let two processes lock different files.
+
+    Args:
+        path: lock file; it is created with its folder, and contains the holder's identity.
+        wait: whether to block until the lock is free.
+
+    Raises:
+        LockHeld: if another process holds the lock and ``wait`` is false.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise LockHeld(path, holder_of(path)) from None
+        me = ProcessIdentity.current()
+        file.truncate(0)
+        file.write(f"{me.pid} {me.started!r}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
+
+
+def holder_of(path: Path) -> ProcessIdentity | None:
+    """Return the process that holds a lock, without touching the lock; None if there is none."""
+    try:
+        pid, started = path.read_text().split()
+        holder = ProcessIdentity(int(pid), float(started))
+    except (FileNotFoundError, ValueError):
+        return None
+    return holder if holder.alive else None

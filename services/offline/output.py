@@ -1,0 +1,55 @@
+"""Output files and folders of offline commands, which appear complete or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from runtime.checkpoint import Checkpoint, write_checkpoint
+from services.common.errors import SettingsError
+from services.common.tokenizer import Tokenizer
+
+
+@contextmanager
+def atomic_file(out: Path) -> Iterator[Path]:
+    """Yield the path of a draft beside ``out``, which replaces ``out`` if the block succeeds.
+
+    The draft's name has the process id, so that processes with the same output do not share it.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = _draft_of(out)
+    try:
+        yield draft
+        draft.replace(out)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def refuse_existing(out: Path) -> None:
+    """Check for existing output before a long computation.
+
+    Raises:
+        SettingsError: if ``out`` exists.
+    """
+    if out.exists():
+        raise SettingsError(f"{out} already exists")
+
+
+def write_model(checkpoint: Checkpoint, tokenizer: Tokenizer, out: Path) -> None:
+    """Write a checkpoint and its tokenizer to the folder ``out``.
+
+    Raises:
+        CheckpointError, OSError: if it cannot be written, or if ``out`` is not an empty folder.
+    """
+    draft = _draft_of(out)
+    try:
+        write_checkpoint(checkpoint, draft)
+        tokenizer.save(draft)
+        draft.rename(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _draft_of(out: Path) -> Path:
+    return out.with_name(f"{out.name}.draft-{os.getpid()}")

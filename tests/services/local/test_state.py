@@ -1,0 +1,153 @@
+"""State of a deployment on disk: written atomically, read from other versions."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from services.local import control
+from services.local.lock import ProcessIdentity
+from services.local.state import (
+    Deployment,
+    DeploymentRunning,
+    StateUnreadable,
+    exclusive_port,
+)
+from tests.services.local.lock_holder import hold_elsewhere
+
+PORT = 8123
+
+
+@pytest.fixture(autouse=True)
+def state_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    folder = Deployment.folder(PORT)
+    folder.mkdir(parents=True)
+    return folder / "state.json"
+
+
+@pytest.fixture
+def deployment() -> Deployment:
+    """A deployment whose supervisor is this process."""
+    me = ProcessIdentity.current()
+    return Deployment(
+        host="127.0.0.1",
+        port=PORT,
+        grpc_port=PORT + 1,
+        router_port=PORT + 2,
+        supervisor_pid=me.pid,
+        supervisor_started=me.started,
+        cluster_token="secret",
+        pids={"router": 1},
+    )
+
+
+@pytest.fixture
+def other_supervisor() -> Iterator["subprocess.Popen[str]"]:
+    """A process that holds the port's lock."""
+    with hold_elsewhere(Deployment.folder(PORT) / "lock") as process:
+        yield process
+        process.kill()
+
+
+def change(path: Path, **fields: Any) -> None:
+    """Replace fields of the state file; None removes one."""
+    state = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({k: v for k, v in state.items() if v is not None}))
+
+
+def test_saved_deployment_is_found_until_its_supervisor_ends(
+    deployment: Deployment, state_file: Path
+) -> None:
+    assert Deployment.find(PORT) is None
+    deployment.save()
+    assert Deployment.find(PORT) == deployment
+    assert state_file.stat().st_mode & 0o777 == 0o600
+    replace(deployment, supervisor_started=1.0).save()
+    assert Deployment.find(PORT) is None
+
+
+def test_unknown_fields_and_a_missing_version_are_accepted(
+    deployment: Deployment, state_file: Path
+) -> None:
+    deployment.save()
+    change(state_file, version=None, added_later=["anything"])
+    assert Deployment.find(PORT) == deployment
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"version": 2}, "format version is 2, not 1"),
+        ({"cluster_token": None}, "field cluster_token is None"),
+        ({"pids": [1]}, r"field pids is \[1\]"),
+    ],
+)
+def test_state_of_another_version_is_an_error_that_says_what_to_do(
+    deployment: Deployment,
+    state_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    fields: dict[str, Any],
+    reason: str,
+) -> None:
+    deployment.save()
+    change(state_file, **fields)
+    with pytest.raises(StateUnreadable, match=reason) as error:
+        Deployment.find(PORT)
+    assert f"kill {deployment.supervisor_pid}" in str(error.value)
+    for command in (control.down, control.status):
+        assert command(PORT) == 2
+        assert "Another version" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"version": 7}', "{}"])
+def test_damaged_state_without_a_supervisor_is_ignored(state_file: Path, content: str) -> None:
+    state_file.write_text(content)
+    assert Deployment.find(PORT) is None
+    with exclusive_port(PORT):
+        assert Deployment.find(PORT) is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"version": 7}'])
+def test_damaged_state_of_a_running_supervisor_names_its_process(
+    state_file: Path, other_supervisor: "subprocess.Popen[str]", content: str
+) -> None:
+    state_file.write_text(content)
+    with pytest.raises(StateUnreadable, match=f"kill {other_supervisor.pid}"):
+        Deployment.find(PORT)
+
+
+def test_port_is_exclusive_while_its_holder_lives(
+    other_supervisor: "subprocess.Popen[str]",
+) -> None:
+    with (
+        pytest.raises(DeploymentRunning, match=f"port {PORT} .process {other_supervisor.pid}"),
+        exclusive_port(PORT),
+    ):
+        pass
+    other_supervisor.kill()
+    other_supervisor.wait()
+    with exclusive_port(PORT):
+        pass
+
+
+def test_deployment_of_a_version_without_locks_is_detected(deployment: Deployment) -> None:
+    deployment.save()
+    with pytest.raises(DeploymentRunning), exclusive_port(PORT):
+        pass
+
+
+def test_down_stops_a_deployment_that_has_no_state_yet(
+    other_supervisor: "subprocess.Popen[str]", capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert control.status(PORT) == 1
+    assert f"starting (process {other_supervisor.pid})" in capsys.readouterr().err
+    assert control.down(PORT) == 0
+    assert not psutil.pid_exists(other_supervisor.pid)
+    assert control.down(PORT) == 1
+    assert "nothing runs" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""`headrace up`: one deployment for each port, and errors of services that cannot start."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from services.local import up as up_module
+from services.local.artifacts import Artifacts
+from services.local.options import UpOptions
+from services.local.state import Deployment
+from services.local.supervisor import MAX_START_FAILURES, ProcessSpec
+from services.local.up import EXIT_RUNNING, up
+from tests.services.local.lock_holder import hold_elsewhere
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> UpOptions:
+    """Options with free ports, for a model that needs no artifacts."""
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    artifacts = Artifacts(Path("model"), Path("model"), None, "model")
+    monkeypatch.setattr(up_module, "prepare", lambda options, console: artifacts)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    return UpOptions(port=port, grpc_port=port - 1, router_port=port - 2)
+
+
+def only(monkeypatch: pytest.MonkeyPatch, spec: ProcessSpec) -> None:
+    monkeypatch.setattr(up_module, "plan_processes", lambda *arguments: [spec])
+
+
+def output(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_taken_port_is_reported_with_the_end_of_the_log(
+    options: UpOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        only(monkeypatch, ProcessSpec("router", "router", ("--port", str(port))))
+        assert up(options, detach=False) == 2
+    shown = output(capsys)
+    assert "router exited with code 2" in shown
+    assert f"cannot listen on 127.0.0.1:{port}" in shown
+    assert Deployment.find(options.port) is None
+
+
+def test_crashing_service_is_reported_after_a_few_starts(
+    options: UpOptions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "quart.py").write_text("raise RuntimeError('broken on purpose')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    only(monkeypatch, ProcessSpec("router", "router", ("--port", "0")))
+    assert up(options, detach=False) == 2
+    shown = output(capsys)
+    assert f"router exited with code 1; it exited {MAX_START_FAILURES} times" in shown
+    assert "broken on purpose" in shown
+
+
+def test_second_up_on_a_port_leaves_state_and_logs_alone(
+    options: UpOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one holds the lock, but has not written its state yet."""
+    folder = Deployment.folder(options.port)
+    log_file = folder / "logs" / "router.log"
+    log_file.parent.mkdir(parents=True)
+    log_file.write_text("log of the first")
+    only(monkeypatch, ProcessSpec("router", "router", ("--port", "-1")))
+    with hold_elsewhere(folder / "lock") as first:
+        for detach in (False, True):
+            assert up(options, detach=detach) == EXIT_RUNNING
+            assert f"already runs on port {options.port} (process {first.pid})" in output(capsys)
+        assert log_file.read_text() == "log of the first"
+        assert {path.name for path in folder.iterdir()} == {"lock", "logs"}
+        first.kill()
+    assert up(options, detach=False) == 2, "the lock is free after a crash"
+
+
+def test_up_replaces_a_state_file_of_another_version(
+    options: UpOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state_file = Deployment.folder(options.port) / "state.json"
+    state_file.parent.mkdir(parents=True)
+    state_file.write_text(json.dumps({"version": 99, "supervisor_pid": 1 << 22, "new": True}))
+    only(monkeypatch, ProcessSpec("router", "router", ("--port", "-1")))
+    assert up(options, detach=False) == 2
+    assert "router exited with code 2" in output(capsys)
+    assert not state_file.exists()

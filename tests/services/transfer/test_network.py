@@ -1,0 +1,133 @@
+"""Rules for the network devices and ports of UCX."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import SettingsError
+from services.decode.settings import DecodeSettings
+from services.transfer.agent import TransferAgent
+from services.transfer.network import (
+    TransferNetwork,
+    is_loopback,
+    rdma_devices,
+    restrict_ucx,
+    ucx_environment,
+)
+
+RDMA = ["mlx5_0:1", "mlx5_1:1"]
+LOOPBACK = TransferNetwork(loopback=True)
+
+LIST_LISTENERS = """
+import psutil, sys
+from services.transfer.agent import TransferAgent
+from services.transfer.network import TransferNetwork
+agents = [TransferAgent(f"agent-{at}", network=TransferNetwork(True, None, sys.argv[1]))
+          for at in range(2)]
+listeners = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
+for agent in agents:
+    agent.close()
+print(*(f"{ip} {port}" for ip, port in listeners), sep="\\n")
+"""
+
+
+def test_loopback_host_restricts_ucx_to_the_loopback_device() -> None:
+    assert ucx_environment(LOOPBACK, RDMA, {}) == {"UCX_NET_DEVICES": "lo"}
+
+
+def test_named_interface_keeps_rdma_devices() -> None:
+    network = TransferNetwork(interface="eth0")
+    assert ucx_environment(network, RDMA, {}) == {"UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1,eth0"}
+    assert ucx_environment(network, [], {}) == {"UCX_NET_DEVICES": "eth0"}
+
+
+def test_without_an_interface_ucx_chooses_devices() -> None:
+    assert ucx_environment(TransferNetwork(), RDMA, {}) == {}
+
+
+def test_port_range_is_passed_to_ucx() -> None:
+    network = TransferNetwork(ports="21000-21010")
+    assert ucx_environment(network, RDMA, {}) == {"UCX_TCP_PORT_RANGE": "21000-21010"}
+
+
+@pytest.mark.parametrize("network", [LOOPBACK, TransferNetwork(interface="eth0")])
+def test_variables_of_the_user_take_precedence(network: TransferNetwork) -> None:
+    given = {"UCX_NET_DEVICES": "eth1", "UCX_TCP_PORT_RANGE": "1-2"}
+    assert ucx_environment(network, RDMA, given) == {}
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("::ffff:127.0.0.1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.5", False),
+        ("node-7", False),
+    ],
+)
+def test_loopback_hosts_are_recognized(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_rdma_ports_have_ucx_names(tmp_path: Path) -> None:
+    for port in ("mlx5_1/ports/1", "mlx5_0/ports/1", "mlx5_0/ports/2"):
+        (tmp_path / port).mkdir(parents=True)
+    assert rdma_devices(tmp_path) == ["mlx5_0:1", "mlx5_0:2", "mlx5_1:1"]
+    assert rdma_devices(tmp_path / "absent") == []
+
+
+def test_unknown_interface_is_a_settings_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    with pytest.raises(SettingsError, match="eth7: this machine has lo, eth0"):
+        restrict_ucx(TransferNetwork(interface="eth7"))
+
+
+def test_agent_refuses_an_unknown_interface() -> None:
+    with pytest.raises(SettingsError, match="absent0"):
+        TransferAgent("refused", network=TransferNetwork(interface="absent0"))
+
+
+def test_worker_settings_restrict_the_network() -> None:
+    assert DecodeSettings.load([]).transfer_network == LOOPBACK
+    flags = ["--host", "10.0.0.5", "--transfer-interface", "eth0"]
+    flags += ["--transfer-ports", "21000-21010", "--cluster-token", "secret"]
+    expected = TransferNetwork(interface="eth0", ports="21000-21010")
+    assert DecodeSettings.load(flags).transfer_network == expected
+
+
+@pytest.mark.parametrize("ports", ["21000", "21010-21000", "0-70000", "a-b"])
+def test_invalid_port_range_is_a_settings_error(ports: str) -> None:
+    with pytest.raises(SettingsError, match="transfer_ports"):
+        DecodeSettings.load(["--transfer-ports", ports])
+
+
+def test_loopback_agent_listens_on_loopback_ports_of_its_range_only() -> None:
+    """A process of its own, because UCX variables hold for a whole process."""
+    base = _free_port()
+    ports = f"{base}-{base + 50}"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}
+    command = [sys.executable, "-c", LIST_LISTENERS, ports]
+    done = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True, timeout=100
+    )
+    listeners = [line.split() for line in done.stdout.splitlines()]
+    assert len(listeners) >= 2, "two agents share the range"
+    for address, port in listeners:
+        assert address == "127.0.0.1"
+        assert base <= int(port) <= base + 50
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return min(int(probe.getsockname()[1]), 65535 - 50)
