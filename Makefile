@@ -9,9 +9,9 @@ GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/
 # Fraction of the projections' parameters to keep; 1 serves the dense model.
 KEEP   ?= 0.9
 UP     ?=
-# Additional arguments of pytest, and the number of its processes.
+# Additional arguments of pytest, and its processes: one more than cores, since tests also wait.
 PYTEST ?=
-JOBS   ?= 2
+JOBS   ?= 3
 
 .PHONY: help up down fast test test-long test-gpu check equality bench speed link-policy install clean
 
