@@ -1,45 +1,62 @@
-# All set-up, then the service or its tests. Everything lands in .venv; nothing else is touched.
+# Installs into .venv and runs the service, its tests and its benchmarks.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
-# The CPU build by its local version, so that no resolver can take gigabytes of CUDA instead.
+# The local version selects the CPU build, which has no CUDA packages of several gigabytes.
 TORCH  := 2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -c1)
-# The share of the projections' parameters that is kept; 1 serves the model as it is.
+# Fraction of the projections' parameters to keep; 1 serves the dense model.
 KEEP   ?= 0.9
 UP     ?=
+# Additional arguments of pytest, and its processes: one more than cores, since tests also wait.
+PYTEST ?=
+JOBS   ?= 3
 
-.PHONY: up down test check equality bench speed link-policy install clean
+.PHONY: help up down fast test test-long test-gpu check equality bench speed link-policy install clean
 
-up: $(VENV)/.ready        ## set up, then start everything on loopback
+help:                     ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/' | expand -t 16
+
+up: $(VENV)/.ready        ## install, then start a deployment on loopback
 	$(BIN)/headrace up --keep $(KEEP) $(UP)
 
 down:                     ## stop what `make up` started
 	$(BIN)/headrace down
 
-test: $(VENV)/.ready-dev  ## set up, then the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests $(PYTEST)
+fast: $(VENV)/.ready-dev  ## unit tests only
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or slow or long or gpu)" $(PYTEST)
 
-check: $(VENV)/.ready-dev ## format, lint, types, import contracts
+test: $(VENV)/.ready-dev  ## all tests but the long ones
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or long or gpu)" $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m "e2e and not (long or gpu)" $(PYTEST)
+
+test-long: $(VENV)/.ready-dev ## tests of a minute or more: interpreted kernels, equality
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m "long and not gpu" $(PYTEST)
+
+# Runs in a given interpreter without set-up: no virtual environment, no installation.
+test-gpu:                 ## GPU tests: PYTHON=/path/to/python make test-gpu
+	PYTHONPATH=$(CURDIR):$(CURDIR)/proto $(PYTHON) -m pytest tests -m gpu -p no:cacheprovider $(PYTEST)
+
+check: $(VENV)/.ready-dev ## formatter, linter, types and import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-equality: $(VENV)/.ready-dev ## 50 prompts, disaggregated against colocated
+equality: $(VENV)/.ready-dev ## compare disaggregated and colocated output on 50 prompts
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.equality
 
-bench: $(VENV)/.ready-dev    ## under load, disaggregated beside colocated: runs/bench/report.html
+bench: $(VENV)/.ready-dev ## load test, disaggregated and colocated: runs/bench/report.html
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.load_bench --out runs/bench
 
-speed: $(VENV)/.ready-dev    ## on one core, against transformers
+speed: $(VENV)/.ready-dev ## speed on one core, compared with transformers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.bench
 
-link-policy: $(VENV)/.ready-dev ## KV transfer by codec setting, on throttled links
+link-policy: $(VENV)/.ready-dev ## KV transfer by codec setting on throttled links
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.link_policy
 
-install: $(VENV)/.ready
+install: $(VENV)/.ready   ## install the package and the default model
 
 $(VENV)/bin/pip:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed"; exit 1; }
@@ -65,5 +82,5 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	$(BIN)/pip install --progress-bar on -e ".[dev]"
 	@touch $@
 
-clean:                    ## remove the environment and caches
+clean:                    ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,1 +1,1 @@
-"""The load generator: requests at times drawn before the run, and what became of them."""
+"""Open-loop load generator: sends requests on a fixed schedule and measures the answers."""

@@ -1,7 +1,7 @@
-"""When requests are sent: absolute times, drawn from a seed before the run.
+"""Arrival processes: absolute send times, drawn from a seed before the run.
 
-Open loop: nothing that happens in a run moves a time. Each process is an endless line of times, in
-seconds after the start; a plan cuts it by number or by duration.
+The load is open loop: nothing that happens during a run changes a send time. A process yields an
+endless sequence of times in seconds after the start; the schedule limits it by number or duration.
 """
 
 import math
@@ -19,15 +19,17 @@ class Arrivals(Protocol):
     """An arrival process."""
 
     def times(self, seed: int) -> Iterator[float]:
-        """Seconds after the start, in order."""
+        """Yield send times in seconds after the start, in increasing order."""
         ...
 
 
 @dataclass(frozen=True)
 class Gamma:
-    """Independent gaps of mean 1 / ``rate``, gamma distributed with shape ``burstiness``: 1 is a
-    Poisson process, less comes in bursts, more is more even. A gap's coefficient of variation is
-    1 / sqrt(burstiness)."""
+    """Independent gamma-distributed gaps with mean 1 / ``rate`` and shape ``burstiness``.
+
+    A shape of 1 is a Poisson process, a smaller one is burstier, a larger one more regular. The
+    coefficient of variation of a gap is 1 / sqrt(burstiness).
+    """
 
     rate: float
     burstiness: float = 1.0
@@ -45,7 +47,7 @@ class Gamma:
 
 @dataclass(frozen=True)
 class Poisson:
-    """``rate`` requests a second, each independent of all others."""
+    """Poisson process with ``rate`` requests per second."""
 
     rate: float
 
@@ -58,7 +60,7 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Constant:
-    """A request every 1 / ``rate`` seconds, the first at 0."""
+    """One request every 1 / ``rate`` seconds, the first at 0."""
 
     rate: float
 
@@ -72,10 +74,10 @@ class Constant:
 
 @dataclass(frozen=True)
 class Ramp:
-    """A Poisson process whose rate goes from ``rate`` to ``to_rate`` in ``duration_s``, and stays.
+    """Poisson process whose rate changes linearly to ``to_rate`` in ``duration_s`` seconds.
 
-    The n-th time is where the expected number of requests, ``rate t + (to_rate - rate) t² / (2
-    duration_s)``, reaches the n-th time of a process of rate 1.
+    The n-th time solves ``rate t + (to_rate - rate) t² / (2 duration_s) = s_n``, where the left
+    side is the expected number of requests and s_n the n-th time of a process with rate 1.
     """
 
     rate: float
@@ -87,18 +89,18 @@ class Ramp:
 
     def times(self, seed: int) -> Iterator[float]:
         slope = (self.to_rate - self.rate) / self.duration_s
-        in_all = (self.rate + self.to_rate) / 2 * self.duration_s
+        total = (self.rate + self.to_rate) / 2 * self.duration_s
         for expected in Poisson(1.0).times(seed):
-            if expected >= in_all:
-                yield self.duration_s + (expected - in_all) / self.to_rate
-            else:  # the root of the quadratic that stays right when the slope is 0
+            if expected >= total:
+                yield self.duration_s + (expected - total) / self.to_rate
+            else:  # this form of the root also holds for slope 0
                 root = math.sqrt(self.rate**2 + 2 * slope * expected)
                 yield 2 * expected / (self.rate + root)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Times as they were, ``speed`` times as fast; the first is 0."""
+    """Recorded times, replayed ``speed`` times as fast and shifted to start at 0."""
 
     recorded: Sequence[float]
     speed: float = 1.0
@@ -115,4 +117,4 @@ class Trace:
 def _positive(**values: float) -> None:
     for name, value in values.items():
         if not 0 < value < math.inf:
-            raise UsageError(f"{name} is {value}: a number above 0 is needed")
+            raise UsageError(f"{name} must be above 0, not {value}")

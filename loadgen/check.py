@@ -1,7 +1,7 @@
-"""Is what the target wrote what a reference writes? Each greedy answer, token for token.
+"""Comparison of greedy answers with those of a reference server, token for token.
 
-Token ids are compared where both targets tell them (gRPC), text elsewhere. A client that left early
-has the beginning of its answer, which is compared with the reference's beginning.
+Token ids are compared if both targets report them (gRPC), text otherwise. The partial answer of a
+cancelled request is compared with the same part of the reference's answer.
 """
 
 import asyncio
@@ -11,20 +11,26 @@ from itertools import zip_longest
 from typing import Any
 
 from loadgen.clock import Clock
-from loadgen.plan import Planned
 from loadgen.record import Record
+from loadgen.schedule import ScheduledRequest
 from loadgen.target.base import Target
 
-AT_A_TIME = 8
-"""Requests that the reference is asked: it need not be as fast as the target."""
-_SHOWN = 10
-_AROUND = 20
+MAX_CONCURRENT = 8
+"""Concurrent requests to the reference, which may be slower than the target."""
+_MAX_EXAMPLES = 10
+_CONTEXT = 20
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where an answer differs: ``at`` a token, or a character where there is only
-    text, and what is there."""
+    """First difference between an answer and the reference's.
+
+    Attributes:
+        number: number of the request.
+        at: index of the first different token or character.
+        unit: ``token`` or ``character``.
+        found, expected: both answers around that index.
+    """
 
     number: int
     at: int
@@ -35,11 +41,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """Of all answers of a run, with those of a ``reference``.
+    """Result of comparing all answers of a run with those of a reference.
 
     Attributes:
-        equal, different: answers.
-        missing: those that target or reference did not give.
+        equal: number of equal answers.
+        different: first difference of each answer that is not equal.
+        missing: number of requests that the target or the reference did not answer.
     """
 
     reference: str
@@ -49,7 +56,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """A check of nothing is none."""
+        """Whether at least one answer was compared and none differs."""
         return self.equal > 0 and not self.different
 
     def as_json(self) -> dict[str, Any]:
@@ -58,24 +65,28 @@ class Check:
             "equal": self.equal,
             "different": len(self.different),
             "missing": self.missing,
-            "examples": [vars(one) for one in self.different[:_SHOWN]],
+            "examples": [vars(one) for one in self.different[:_MAX_EXAMPLES]],
         }
 
 
-async def check(records: Sequence[Record], planned: Sequence[Planned], reference: Target) -> Check:
-    """Asks the reference for the same as the target, as fast as it answers."""
-    turn, clock = asyncio.Semaphore(AT_A_TIME), Clock()
-    asked = [(r, p) for r, p in zip(records, planned, strict=True) if r.succeeded or r.cancelled]
+async def check(
+    records: Sequence[Record], schedule: Sequence[ScheduledRequest], reference: Target
+) -> Check:
+    """Send the answered requests to the reference and compare the answers."""
+    limit, clock = asyncio.Semaphore(MAX_CONCURRENT), Clock()
+    answered = [
+        (r, s) for r, s in zip(records, schedule, strict=True) if r.succeeded or r.cancelled
+    ]
 
-    async def answer(record: Record, one: Planned) -> Record:
-        made = Record(record.number, 0.0, one.ask.input_tokens, one.ask.output_tokens)
-        async with turn:
-            await reference.send(Planned(one.ask, 0.0), made, clock)
-        return made
+    async def send(record: Record, one: ScheduledRequest) -> Record:
+        result = Record(record.number, 0.0, one.spec.input_tokens, one.spec.output_tokens)
+        async with limit:
+            await reference.send(ScheduledRequest(one.spec, 0.0), result, clock)
+        return result
 
-    answers = await asyncio.gather(*(answer(*pair) for pair in asked))
+    answers = await asyncio.gather(*(send(*pair) for pair in answered))
     equal, different = 0, []
-    for (record, _), expected in zip(asked, answers, strict=True):
+    for (record, _), expected in zip(answered, answers, strict=True):
         if not expected.succeeded:
             continue
         found = compare(record, expected)
@@ -86,7 +97,7 @@ async def check(records: Sequence[Record], planned: Sequence[Planned], reference
 
 
 def compare(found: Record, expected: Record) -> Difference | None:
-    """None: they are equal, as far as the client had stayed."""
+    """Return the first difference; None: equal, up to where a cancelled request ended."""
     unit: str
     ours: Sequence[Any]
     theirs: Sequence[Any]
@@ -98,6 +109,6 @@ def compare(found: Record, expected: Record) -> Difference | None:
         theirs = theirs[: len(ours)]
     for at, (a, b) in enumerate(zip_longest(ours, theirs)):
         if a != b:
-            around = slice(max(0, at - _AROUND), at + _AROUND)
+            around = slice(max(0, at - _CONTEXT), at + _CONTEXT)
             return Difference(found.number, at, unit, str(ours[around]), str(theirs[around]))
     return None

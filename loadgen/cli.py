@@ -1,8 +1,10 @@
 """The ``headrace-loadgen`` command.
 
-Exit codes: 0 all is well, 1 a requirement is not met, or an answer is not the reference's, 2 it
-cannot be run as asked for, 3 the run says nothing of the target, 130 the user stopped it. Reports
-are imported where they are made: matplotlib takes its time.
+Exit codes: 0 success; 1 a requirement is not met or an answer differs from the reference; 2 usage
+error; 3 the run is invalid; 130 interrupted by the user.
+
+The ``loadgen`` extra (aiohttp, scipy, matplotlib) is imported only by the commands that need it, so
+that ``--help`` works without it and starts quickly.
 """
 
 import sys
@@ -16,93 +18,100 @@ import typer
 from rich.console import Console
 
 from loadgen.compare import Side
-from loadgen.compare import compare as compared
+from loadgen.compare import compare as compare_sides
+from loadgen.config import RunConfig
 from loadgen.errors import LoadgenError
+from loadgen.extra import require_extra
 from loadgen.files import COMPARISON, REPORT, SWEEP, read_run, read_sweep
-from loadgen.options import requirements_of, sending
-from loadgen.run import Outcome, Request, run
-from loadgen.sweep import Plan, parse_rates, sweep
+from loadgen.options import parse_requirements, with_run_options
+from loadgen.run import Outcome, run
+from loadgen.sweep import SweepConfig, parse_rates, sweep
 from loadgen.table import comparison_table, summary_table, sweep_table
 
 MISSED, INVALID, STOPPED = 1, 3, 130
 
 app = typer.Typer(
-    help="Load for servers of language models: open loop, at times drawn before the run.",
+    help="Open-loop load generator for language model servers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-Out = Annotated[Path | None, typer.Option(help="a folder for what was measured")]
+Out = Annotated[Path | None, typer.Option(help="output folder")]
 Require = Annotated[
-    list[str] | None, typer.Option(help="of the run: ttft:p99<=0.5, attainment>=0.95")
+    list[str] | None,
+    typer.Option(help="requirement on the run, such as ttft:p99<=0.5; repeatable"),
 ]
 
 
 @app.command("run")
-@sending
-def run_command(request: Request, require: Require = None, out: Out = None) -> None:
-    """Send requests at their times, and say what became of them."""
+@with_run_options
+def run_command(config: RunConfig, require: Require = None, out: Out = None) -> None:
+    """Send requests on a fixed schedule and report latencies and outcomes."""
+    require_extra()
     console = Console()
-    request = replace(request, requirements=requirements_of(require))
-    outcome = run(request, console, sys.argv[1:])
+    config = replace(config, requirements=parse_requirements(require))
+    outcome = run(config, console, sys.argv[1:])
     console.print(summary_table(outcome.summary))
     if out is not None:
         from loadgen.report import run_page, write_page
 
         outcome.write(out)
         write_page(out / REPORT, run_page(outcome.records, outcome.document))
-        console.print(f"written to {out}; {out / REPORT} shows it")
-    code = _verdict(request, outcome, console)
+        console.print(f"results in {out}, report in {out / REPORT}")
+    code = _exit_code(config, outcome, console)
     if code:
         raise typer.Exit(code)
 
 
 @app.command("sweep")
-@sending
+@with_run_options
 def sweep_command(
-    request: Request,
-    out: Annotated[Path, typer.Option(help="a folder for what was measured")],
+    config: RunConfig,
+    out: Annotated[Path, typer.Option(help="output folder")],
     rates: Annotated[
-        str | None, typer.Option(help="such as 1,2,4; absent: from --rate up to saturation")
+        str | None,
+        typer.Option(help="rates such as 1,2,4; default: double --rate until saturation"),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="runs of each rate")] = 3,
-    refine: Annotated[int, typer.Option(min=0, help="rates between the last two")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, help="runs per rate")] = 3,
+    refine: Annotated[int, typer.Option(min=0, help="bisections around saturation")] = 2,
     attain: Annotated[
-        float, typer.Option(min=0, max=1, help="share within objectives that the knee has")
+        float, typer.Option(min=0, max=1, help="attainment that the knee must reach")
     ] = 0.9,
 ) -> None:
-    """Run the same load at several rates until the target is saturated, and find the knee."""
+    """Run the same load at several rates, up to saturation, and find the knee."""
+    require_extra()
     console = Console()
-    plan = Plan(parse_rates(rates) if rates else (), seeds, refine, attain)
-    one = partial(run, console=console, arguments=sys.argv[1:])
-    document = sweep(request, plan, out, one, console.print)
+    plan = SweepConfig(parse_rates(rates) if rates else (), seeds, refine, attain)
+    run_once = partial(run, console=console, arguments=sys.argv[1:])
+    document = sweep(config, plan, out, run_once, console.print)
     if not document:
         raise typer.Exit(STOPPED)
     from loadgen.report import sweep_page, write_page
 
     write_page(out / REPORT, sweep_page(document))
-    console.print(sweep_table(document), f"written to {out}; {out / REPORT} shows it")
+    console.print(sweep_table(document), f"results in {out}, report in {out / REPORT}")
     if document["stopped"]:
         raise typer.Exit(STOPPED)
     if invalid := [point["invalid"] for point in document["points"] if point["invalid"]]:
-        console.print(f"a run does not count: {invalid[0]}")
+        console.print(f"invalid run: {invalid[0]}")
         raise typer.Exit(INVALID)
     if unlike := sum(point["unlike"] for point in document["points"]):
-        console.print(f"{unlike} runs wrote other answers than {request.reference}, or none")
+        console.print(f"the answers of {unlike} runs do not match those of {config.reference}")
         raise typer.Exit(MISSED)
 
 
 @app.command("compare")
 def compare_command(
-    a: Annotated[Path, typer.Argument(help="the folder of a run, or of a sweep")],
-    b: Annotated[Path, typer.Argument(help="another; ratios are of it to the first")],
-    names: Annotated[str | None, typer.Option(help="of the two, such as before,after")] = None,
+    a: Annotated[Path, typer.Argument(help="output folder of a run or a sweep")],
+    b: Annotated[Path, typer.Argument(help="output folder to compare; ratios are b / a")],
+    names: Annotated[str | None, typer.Option(help="names of both, such as before,after")] = None,
     out: Out = None,
 ) -> None:
-    """Put two runs, or two sweeps, side by side, with ratios and intervals."""
+    """Compare two runs or two sweeps: ratios of all figures, with confidence intervals."""
+    require_extra()
     given = names.split(",") if names else [None, None]
     if len(given) != 2:
-        raise typer.BadParameter("two names, such as before,after", param_hint="--names")
-    document = compared(*(Side.read(*pair) for pair in zip((a, b), given, strict=True)))
+        raise typer.BadParameter("expected two names, such as before,after", param_hint="--names")
+    document = compare_sides(*(Side.read(*pair) for pair in zip((a, b), given, strict=True)))
     console = Console()
     console.print(comparison_table(document))
     if out is not None:
@@ -111,15 +120,18 @@ def compare_command(
         out.mkdir(parents=True, exist_ok=True)
         (out / COMPARISON).write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
         write_page(out / REPORT, compare_page(document))
-        console.print(f"written to {out}; {out / REPORT} shows it")
+        console.print(f"results in {out}, report in {out / REPORT}")
 
 
 @app.command("report")
 def report_command(
-    folder: Annotated[Path, typer.Argument(help="of a run, or of a sweep")],
-    out: Annotated[Path | None, typer.Option(help="a file; the folder's report.html")] = None,
+    folder: Annotated[Path, typer.Argument(help="output folder of a run or a sweep")],
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file; default: report.html in the folder")
+    ] = None,
 ) -> None:
-    """Make the report of a run, or of a sweep, once more."""
+    """Write the HTML report of an existing run or sweep."""
+    require_extra()
     from loadgen.report import run_page, sweep_page, write_page
 
     if (folder / SWEEP).exists():
@@ -128,34 +140,35 @@ def report_command(
         page = run_page(*read_run(folder))
     target = out or folder / REPORT
     write_page(target, page)
-    Console().print(f"written to {target}")
+    Console().print(f"report in {target}")
 
 
-def _verdict(request: Request, outcome: Outcome, console: Console) -> int:
-    """The exit code, and why."""
+def _exit_code(config: RunConfig, outcome: Outcome, console: Console) -> int:
+    """Print what went wrong and return the exit code."""
     for fault in outcome.document["faults"]:
         if "failed" in fault:
-            console.print(f"{fault['what']} failed: {fault['failed']}")
-    missed = [one for one in request.requirements if not one.met_by(outcome.summary)]
+            console.print(f"fault not injected: {fault['what']}: {fault['failed']}")
+    missed = [one for one in config.requirements if not one.met_by(outcome.summary)]
     for requirement in missed:
-        console.print(f"not met: {requirement}, found {requirement.found_in(outcome.summary)}")
+        value = requirement.value_in(outcome.summary)
+        console.print(f"requirement not met: {requirement}, measured {value}")
     if outcome.stopped:
         return STOPPED
     if outcome.summary.invalid is not None:
-        console.print(f"the run does not count: {outcome.summary.invalid}")
+        console.print(f"invalid run: {outcome.summary.invalid}")
         return INVALID
     if outcome.check is not None:
-        told = outcome.check.as_json()
+        result = outcome.check.as_json()
         console.print(
-            f"{told['equal']} answers are those of {told['reference']}, {told['different']} are "
-            f"not, {told['missing']} are missing"
+            f"answers compared with {result['reference']}: {result['equal']} equal, "
+            f"{result['different']} different, {result['missing']} missing"
         )
     checked = outcome.check is None or outcome.check.passed
     return 0 if checked and not missed else MISSED
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     try:
         app()
     except LoadgenError as error:

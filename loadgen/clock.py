@@ -1,11 +1,13 @@
-"""The one clock of a run."""
+"""Clock of a run."""
 
 import time
 
 
 class Clock:
-    """Seconds since its start, monotonic; `time.monotonic` is the same for all processes of a
-    machine, so that what a server logged can be compared."""
+    """Monotonic seconds since the start.
+
+    `time.monotonic` is shared by all processes of a machine, so a server's log is comparable.
+    """
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -14,5 +16,5 @@ class Clock:
         return time.monotonic() - self.started
 
     def restart(self) -> None:
-        """0 is now."""
+        """Set the time to 0."""
         self.started = time.monotonic()

@@ -1,8 +1,8 @@
-"""Two runs, or two sweeps, side by side: each figure of both, and the ratio, with intervals.
+"""Comparison of two runs or two sweeps: figures of both and their ratios, with intervals.
 
-Intervals of sweeps are of their runs: of the logarithms of ratios, in pairs where both sides had
-the same seeds, and so the same requests at the same times. Those of single runs are of their
-requests, drawn again (`statistics.resampled`).
+For sweeps, intervals come from the variation between runs, on the logarithms of ratios. Runs are
+paired if both sides used the same seeds, since they then sent the same requests at the same times.
+For single runs, intervals come from resampling the requests (`statistics.bootstrap`).
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.errors import UsageError
-from loadgen.figures import SHOWN, Figure
+from loadgen.figures import REPORTED, Figure
 from loadgen.files import SWEEP, read_run, read_sweep
 from loadgen.measures import BY_NAME, Window
 from loadgen.record import Record
-from loadgen.statistics import Interval, interval_of, ratio_of, resampled
+from loadgen.statistics import Interval, bootstrap, bootstrap_interval, ratio_interval
 
 
 @dataclass(frozen=True)
 class Runs:
-    """At one rate: summaries, and their seeds. ``records`` are those of a run that is alone."""
+    """Runs at one rate.
+
+    Attributes:
+        records: requests of a single run; empty for the runs of a sweep.
+    """
 
     seeds: tuple[int, ...]
     summaries: tuple[dict[str, Any], ...]
@@ -29,7 +33,11 @@ class Runs:
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared: by rate, of which a single run has none."""
+    """One side of a comparison.
+
+    Attributes:
+        runs: runs by rate; the key of a single run is None.
+    """
 
     name: str
     manifest: dict[str, Any]
@@ -37,10 +45,13 @@ class Side:
 
     @classmethod
     def read(cls, folder: Path, name: str | None = None) -> "Side":
-        """A run's or a sweep's folder; its name, if it is given no other, is the folder's.
+        """Read the output folder of a run or a sweep.
+
+        Args:
+            name: name in the report; default: the folder's name.
 
         Raises:
-            UsageError: it is neither.
+            UsageError: if the folder holds neither.
         """
         name = name or folder.resolve().name
         if not (folder / SWEEP).exists():
@@ -62,18 +73,18 @@ class Side:
 
 
 def compare(a: Side, b: Side) -> dict[str, Any]:
-    """Every figure that both have, at every rate that both have; ratios are b over a.
+    """Compare all figures that both sides have, at all rates that both have; ratios are b / a.
 
     Raises:
-        UsageError: they have no rate in common.
+        UsageError: if they have no rate in common.
     """
     rates = [rate for rate in a.runs if rate in b.runs]
     if not rates:
-        raise UsageError(f"{a.name} and {b.name} have no rate in common: a run, or other rates")
+        raise UsageError(f"{a.name} and {b.name} have no rate in common")
     rows = [
         row
         for rate in rates
-        for figure in SHOWN
+        for figure in REPORTED
         if (row := _row(rate, figure, a.runs[rate], b.runs[rate])) is not None
     ]
     sides = ({"name": side.name, "manifest": side.manifest} for side in (a, b))
@@ -81,18 +92,20 @@ def compare(a: Side, b: Side) -> dict[str, Any]:
 
 
 def _row(rate: float | None, figure: Figure, a: Runs, b: Runs) -> dict[str, Any] | None:
-    values = [[figure.found_in(one) for one in side.summaries] for side in (a, b)]
+    values = [[figure.value_in(one) for one in side.summaries] for side in (a, b)]
     if any(value is None for side in values for value in side):
         return None
     found = [[value for value in side if value is not None] for side in values]
-    intervals, ratio = [Interval.of(side).within(0.0, figure.most) for side in found], None
-    draws = [_draws(figure, side) for side in (a, b)]
+    intervals, ratio = [Interval.of(side).clipped(0.0, figure.upper_bound) for side in found], None
+    draws = [_resampled(figure, side) for side in (a, b)]
     if draws[0] is not None and draws[1] is not None:
-        intervals = [interval_of(side[0], drawn) for side, drawn in zip(found, draws, strict=True)]
+        intervals = [
+            bootstrap_interval(side[0], drawn) for side, drawn in zip(found, draws, strict=True)
+        ]
         if found[0][0] > 0 and draws[0].min() > 0:
-            ratio = interval_of(found[1][0] / found[0][0], draws[1] / draws[0])
+            ratio = bootstrap_interval(found[1][0] / found[0][0], draws[1] / draws[0])
     else:
-        ratio = ratio_of(*found, paired=a.seeds == b.seeds)
+        ratio = ratio_interval(*found, paired=a.seeds == b.seeds)
     return {
         "rate": rate,
         "figure": str(figure),
@@ -105,12 +118,12 @@ def _row(rate: float | None, figure: Figure, a: Runs, b: Runs) -> dict[str, Any]
     }
 
 
-def _draws(figure: Figure, runs: Runs) -> Any:
-    """Of a run that is alone, for measures; None elsewhere."""
+def _resampled(figure: Figure, runs: Runs) -> Any:
+    """Return bootstrap samples of a measure of a single run; None for anything else."""
     if figure.statistic is None or not runs.records:
         return None
     window = Window(**runs.summaries[0]["window"])
     groups: list[Sequence[float]] = [
         values for one in window.due(runs.records) if (values := BY_NAME[figure.name].of(one))
     ]
-    return resampled(groups, figure.statistic) if groups else None
+    return bootstrap(groups, figure.statistic) if groups else None

@@ -1,13 +1,13 @@
-"""What keeps a run from starting.
+"""Errors of the load generator.
 
 LoadgenError
-└── UsageError      options, files or a target that cannot be used as they are
+└── UsageError      unusable options, files or target, or a missing package
 """
 
 
 class LoadgenError(Exception):
-    """Root of the package's errors; the message is for the user."""
+    """Base class of the package's errors. The message is shown to the user."""
 
 
 class UsageError(LoadgenError):
-    """Options, files or a target that cannot be used as they are."""
+    """Unusable options, files or target, or a missing package."""

@@ -1,7 +1,7 @@
-"""Faults of a deployment on this machine, at times of a run: ``kill prefill at 30s``.
+"""Fault injection into a deployment on this machine, such as ``kill prefill at 30s``.
 
-Which processes there are is asked of ``headrace status``. A process that is stopped goes on at the
-latest when the run ends.
+Process ids come from ``headrace status``. A stopped process is continued at the end of the run at
+the latest.
 """
 
 import asyncio
@@ -26,16 +26,21 @@ _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.
 _FAULT = re.compile(
     r"(kill|terminate|stop)\s+([\w-]+)\s+at\s+([\d.]+)\s*s?(?:\s+for\s+([\d.]+)\s*s?)?"
 )
-_ASKED_S, _TURN_S = 2.0, 0.1
-"""`headrace status` is asked so long before, as it takes its time."""
+_STATUS_LEAD_S = 2.0
+"""Time before a fault at which `headrace status` is started, because it is slow."""
+_POLL_S = 0.1
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to a process of this name, or the first one of this role, ``at`` s of the run.
+    """One fault.
 
-    One that is stopped goes on after ``for_s``.
+    Attributes:
+        action: ``kill``, ``terminate`` or ``stop``.
+        process: name of a process, or a role, which means its first process.
+        at: time in seconds after the start of the run.
+        for_s: seconds after which a stopped process is continued.
     """
 
     action: str
@@ -45,33 +50,43 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
-        """Raises UsageError for what is none."""
+        """Parse a fault.
+
+        Raises:
+            UsageError: if the syntax is wrong.
+        """
         found = _FAULT.fullmatch(text.strip())
         if found is None or (found[1] == "stop") != (found[4] is not None):
             raise UsageError(
-                f"{text}: faults are like 'kill prefill at 30s', 'terminate decode-0 at 5s' or "
-                "'stop decode at 10s for 2s'"
+                f"{text}: expected a fault such as 'kill prefill at 30s', "
+                "'terminate decode-0 at 5s' or 'stop decode at 10s for 2s'"
             )
         try:
             return cls(found[1], found[2], float(found[3]), float(found[4]) if found[4] else None)
         except ValueError:
-            raise UsageError(f"{text}: that is no number of seconds") from None
+            raise UsageError(f"{text}: not a number of seconds") from None
 
     def __str__(self) -> str:
-        lasting = "" if self.for_s is None else f" for {self.for_s:g} s"
-        return f"{self.action} {self.process}{lasting}"
+        duration = "" if self.for_s is None else f" for {self.for_s:g} s"
+        return f"{self.action} {self.process}{duration}"
 
 
-class Faults:
-    """Does them, and keeps what was done, or why it ``failed``: ``done``, as a summary has it."""
+class FaultInjector:
+    """Injects faults during a run.
+
+    Attributes:
+        log: injected faults, or the reasons why they ``failed``, as in the summary document.
+    """
 
     def __init__(self, faults: Sequence[Fault], port: int) -> None:
         self._faults, self._port = sorted(faults, key=lambda fault: fault.at), port
         self._stopped: set[int] = set()
-        self.done: list[dict[str, Any]] = []
+        self.log: list[dict[str, Any]] = []
 
     @classmethod
-    def at(cls, faults: Sequence[Fault], target: str, status_port: int | None) -> "Faults":
+    def for_target(
+        cls, faults: Sequence[Fault], target: str, status_port: int | None
+    ) -> "FaultInjector":
         """For the deployment whose gateway is ``target``, or listens on this port.
 
         Raises:
@@ -86,65 +101,69 @@ class Faults:
         return made
 
     async def run(self, clock: Clock) -> None:
-        """Until all are done, or it is cancelled."""
+        """Inject all faults; returns after the last one, or when cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for fault in self._faults:
-                    tasks.create_task(self._do(fault, clock))
+                    tasks.create_task(self._inject(fault, clock))
         finally:
-            self._go_on(*self._stopped)
+            self._continue(*self._stopped)
 
-    async def _do(self, fault: Fault, clock: Clock) -> None:
+    async def _inject(self, fault: Fault, clock: Clock) -> None:
         try:
-            await _until(fault.at - _ASKED_S, clock)
+            await _sleep_until(fault.at - _STATUS_LEAD_S, clock)
             processes = await asyncio.to_thread(self._processes)
-            await _until(fault.at, clock)
+            await _sleep_until(fault.at, clock)
             pid = self._pid(fault.process, processes)
             os.kill(pid, _SIGNALS[fault.action])
         except asyncio.CancelledError:
-            self._failed(fault, clock, "the run was over before")
+            self._log_failure(fault, clock, "the run ended first")
             raise
-        except (UsageError, OSError, subprocess.SubprocessError) as error:  # the run goes on
-            self._failed(fault, clock, str(error))
+        except (
+            UsageError,
+            OSError,
+            subprocess.SubprocessError,
+        ) as error:  # recorded, does not end the run
+            self._log_failure(fault, clock, str(error))
             return
-        self.done.append({"at": clock(), "what": str(fault), "pid": pid})
+        self.log.append({"at": clock(), "what": str(fault), "pid": pid})
         if fault.for_s is not None:
             self._stopped.add(pid)
             await asyncio.sleep(fault.for_s)
-            self._go_on(pid)
+            self._continue(pid)
 
-    def _failed(self, fault: Fault, clock: Clock, why: str) -> None:
-        self.done.append({"at": clock(), "what": str(fault), "failed": why})
+    def _log_failure(self, fault: Fault, clock: Clock, why: str) -> None:
+        self.log.append({"at": clock(), "what": str(fault), "failed": why})
 
-    def _go_on(self, *pids: int) -> None:
+    def _continue(self, *pids: int) -> None:
         for pid in pids:
             self._stopped.discard(pid)
             try:
                 os.kill(pid, signal.SIGCONT)
             except ProcessLookupError:
-                continue  # something else ended it
+                continue  # the process has already exited
 
     def _processes(self) -> dict[str, int]:
         beside = Path(sys.executable).with_name("headrace")
         command = str(beside) if beside.exists() else shutil.which("headrace")
         if command is None:
-            raise UsageError("faults need the `headrace` command")
+            raise UsageError("fault injection needs the `headrace` command")
         done = subprocess.run(
             [command, "status", "--json", "--port", str(self._port)],
             capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         if done.returncode != 0:
-            raise UsageError(f"nothing that `headrace up` started listens on port {self._port}")
+            raise UsageError(f"no deployment of `headrace up` on port {self._port}")
         return dict(orjson.loads(done.stdout)["processes"])
 
     def _pid(self, name: str, processes: dict[str, int]) -> int:
         for process, pid in sorted(processes.items()):
             if process == name or process.rpartition("-")[0] == name:
                 return pid
-        raise UsageError(f"no process {name}; there are {', '.join(sorted(processes))}")
+        raise UsageError(f"no process {name}; running: {', '.join(sorted(processes))}")
 
 
-async def _until(at: float, clock: Clock) -> None:
-    """In turns, as a run may start its clock again."""
-    while (left := at - clock()) > 0:  # noqa: ASYNC110 - what is waited for is the time
-        await asyncio.sleep(min(left, _TURN_S))
+async def _sleep_until(at: float, clock: Clock) -> None:
+    """Sleep in short steps, because the run may restart the clock."""
+    while (left := at - clock()) > 0:  # noqa: ASYNC110 - no event to wait for
+        await asyncio.sleep(min(left, _POLL_S))

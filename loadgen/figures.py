@@ -9,15 +9,15 @@ from loadgen.measures import BY_NAME
 from loadgen.statistics import PERCENTILES
 
 STATISTICS = ("mean", "min", "max", *(f"p{which:g}" for which in PERCENTILES))
-OF_RUN = {
+RUN_FIGURES = {
     "throughput": ("Requests answered", "1/s", "more"),
     "output_tokens": ("Output tokens", "1/s", "more"),
     "goodput": ("Goodput", "1/s", "more"),
     "attainment": ("Attainment", "", "more"),
-    "failures": ("Share that failed", "", "less"),
-    "in_flight": ("Requests under way", "", "less"),
+    "failures": ("Failed requests", "", "less"),
+    "in_flight": ("Requests in flight", "", "less"),
 }
-"""Of a whole run: title, unit, and what is better."""
+"""Figures of a whole run: title, unit, and which direction is better."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Figure:
     """One number of a run.
 
     Attributes:
-        name: a measure, or one of `OF_RUN`.
-        statistic: of a measure, one of `STATISTICS`; None: it is of the run.
+        name: name of a measure, or a key of `RUN_FIGURES`.
+        statistic: one of `STATISTICS` for a measure; None for a figure of the run.
     """
 
     name: str
@@ -38,25 +38,25 @@ class Figure:
     @property
     def title(self) -> str:
         if self.statistic is None:
-            return OF_RUN[self.name][0]
+            return RUN_FIGURES[self.name][0]
         return f"{BY_NAME[self.name].title}, {self.statistic}"
 
     @property
     def unit(self) -> str:
-        return OF_RUN[self.name][1] if self.statistic is None else BY_NAME[self.name].unit
+        return RUN_FIGURES[self.name][1] if self.statistic is None else BY_NAME[self.name].unit
 
     @property
-    def most(self) -> float:
-        """That it can be; the least is 0."""
+    def upper_bound(self) -> float:
+        """Largest possible value; the smallest is 0."""
         return 1.0 if self.name in ("attainment", "failures") else math.inf
 
     @property
     def better(self) -> str:
-        """``less`` or ``more``."""
-        return OF_RUN[self.name][2] if self.statistic is None else "less"
+        """Which direction is better: ``less`` or ``more``."""
+        return RUN_FIGURES[self.name][2] if self.statistic is None else "less"
 
-    def found_in(self, summary: Mapping[str, Any]) -> float | None:
-        """From `Summary.as_json`, or what was read of it. None: the run has none."""
+    def value_in(self, summary: Mapping[str, Any]) -> float | None:
+        """Return the figure's value in a summary document; None: not measured."""
         if self.statistic is not None:
             measured = summary["measures"][self.name]
             return None if measured is None else float(measured[self.statistic])
@@ -74,13 +74,13 @@ class Figure:
         return failed / outcomes["total"] if outcomes["total"] else None
 
 
-SHOWN = (
+REPORTED = (
     *(
         Figure(name, statistic)
         for name in ("ttft", "itl", "tpot", "e2e")
         for statistic in ("p50", "p99")
     ),
     Figure("normalized_latency", "mean"),
-    *map(Figure, OF_RUN),
+    *map(Figure, RUN_FIGURES),
 )
-"""What sweeps and comparisons are of."""
+"""Figures of sweeps and comparisons."""

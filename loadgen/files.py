@@ -1,4 +1,4 @@
-"""A run on disk: a line for each request, as JSON and as CSV, and the summary."""
+"""Files of a run: one line per request as JSONL and CSV, and the summary as JSON."""
 
 import csv
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ REPORT = "report.html"
 
 
 def write_run(folder: Path, records: Sequence[Record], summary: dict[str, Any]) -> None:
-    """Into a folder, which is made."""
+    """Write a run, creating the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / REQUESTS).open("wb") as lines:
         for record in records:
@@ -36,10 +36,10 @@ def write_run(folder: Path, records: Sequence[Record], summary: dict[str, Any]) 
 
 
 def read_run(folder: Path) -> tuple[list[Record], dict[str, Any]]:
-    """What `write_run` wrote.
+    """Read a run written by `write_run`: its records and its summary.
 
     Raises:
-        UsageError: it is not there, or is none.
+        UsageError: if the folder holds no valid run.
     """
     try:
         summary = orjson.loads((folder / SUMMARY).read_bytes())
@@ -50,10 +50,10 @@ def read_run(folder: Path) -> tuple[list[Record], dict[str, Any]]:
 
 
 def read_sweep(folder: Path) -> dict[str, Any]:
-    """What `loadgen.sweep` wrote, without its runs.
+    """Read the ``sweep.json`` written by `loadgen.sweep`.
 
     Raises:
-        UsageError: it is none.
+        UsageError: if the folder holds no valid sweep.
     """
     try:
         sweep = orjson.loads((folder / SWEEP).read_bytes())

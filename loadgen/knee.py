@@ -1,10 +1,11 @@
-"""Where a target's curve bends: what it can keep up with, and what it is best asked for.
+"""Saturation and the knee of the latency-rate curve.
 
-Saturated is a rate at which requests under way grow by more than a tenth of those that come
-(`measures.in_flight`), or of which more than one in twenty fails. The knee is, with objectives, the
-highest rate of which a share attains them; without, the one with the most power: requests answered
-a second, over their mean latency (Kleinrock, "Power and deterministic rules of thumb for
-probabilistic problems in computer communications", ICC 1979).
+A rate is saturated if requests in flight grow by more than a tenth of the arrival rate
+(`measures.in_flight`), or if more than one request in twenty fails.
+
+The knee is the highest sustained rate that attains the objectives. Without objectives it is the
+rate with the highest power, defined as throughput over mean latency (Kleinrock, "Power and
+deterministic rules of thumb for probabilistic problems in computer communications", ICC 1979).
 """
 
 from collections.abc import Sequence
@@ -12,17 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 GROWTH, FAILURES = 0.1, 0.05
-"""Of the requests that come: what a target that keeps up stays below."""
+"""Thresholds of saturation, as fractions of the arriving requests."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One rate of a sweep, means over its runs.
+    """One rate of a sweep, with means over its runs.
 
     Attributes:
-        growth: of requests under way, a second.
-        latency: mean end-to-end, in seconds; None: no request was answered.
-        attainment: None: there are no objectives.
+        growth: growth of requests in flight, per second.
+        latency: mean end-to-end latency in seconds; None: no request was answered.
+        attainment: fraction of requests within their objectives; None: no objectives.
     """
 
     rate: float
@@ -38,33 +39,37 @@ class Point:
 
 
 def knee(points: Sequence[Point], attainment: float) -> dict[str, Any] | None:
-    """The ``rate`` and ``why``; None: no rate is below saturation, or attains enough.
+    """Return ``rate`` and ``why``; None: no sustained rate attains the objectives.
 
     Args:
-        attainment: the least share of requests within all objectives.
+        attainment: required fraction of requests within all objectives.
     """
-    kept_up = [point for point in points if not point.saturated]
+    sustained = [point for point in points if not point.saturated]
     if any(point.attainment is not None for point in points):
-        good = [point.rate for point in kept_up if (point.attainment or 0.0) >= attainment]
-        why = f"the highest rate of which {attainment:.0%} are within their objectives"
+        good = [point.rate for point in sustained if (point.attainment or 0.0) >= attainment]
+        why = f"the highest rate with at least {attainment:.0%} of requests within their objectives"
         return {"rate": max(good), "why": why} if good else None
-    powers = [(point.throughput / point.latency, point.rate) for point in kept_up if point.latency]
-    why = "the most requests a second for a second of latency"
+    powers = [
+        (point.throughput / point.latency, point.rate) for point in sustained if point.latency
+    ]
+    why = "the highest ratio of throughput to mean latency"
     return {"rate": max(powers)[1], "why": why} if powers else None
 
 
 def next_rate(points: Sequence[Point], refinements: int) -> float | None:
-    """Twice as many, until the target is saturated; then so many times halfway between the highest
-    rate that it keeps up with and the lowest that it does not. None: the sweep is over.
+    """Return the next rate of a sweep; None: the sweep is over.
+
+    The rate doubles until saturation. Each refinement then bisects the interval between the highest
+    sustained and the lowest saturated rate.
 
     Args:
-        points: in the order in which they were measured.
-        refinements: what is left of them.
+        points: rates measured so far, in order.
+        refinements: number of bisections left.
     """
-    over = min((point.rate for point in points if point.saturated), default=None)
-    if over is None:
+    saturated = min((point.rate for point in points if point.saturated), default=None)
+    if saturated is None:
         return 2 * max(point.rate for point in points)
-    kept_up = max((point.rate for point in points if point.rate < over), default=0.0)
+    sustained = max((point.rate for point in points if point.rate < saturated), default=0.0)
     if not refinements:
         return None
-    return float(f"{(kept_up + over) / 2:.3g}")
+    return float(f"{(sustained + saturated) / 2:.3g}")

@@ -1,4 +1,4 @@
-"""A run as it goes, in the terminal."""
+"""Live progress in the terminal."""
 
 import asyncio
 from collections import Counter
@@ -17,7 +17,7 @@ _RECENT_S = 10.0
 
 
 async def follow(records: Sequence[Record], clock: Clock, console: Console) -> None:
-    """Until cancelled. Without a terminal nothing is shown."""
+    """Show progress until cancelled. Does nothing if the output is not a terminal."""
     if not console.is_terminal:
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -27,7 +27,7 @@ async def follow(records: Sequence[Record], clock: Clock, console: Console) -> N
 
 
 def progress(records: Sequence[Record], now: float) -> Table:
-    """How far a run is, and what its last seconds were like."""
+    """Return a table with the progress and the figures of the last seconds."""
     sent = [record for record in records if record.sent is not None]
     ended = [record for record in sent if record.ended is not None]
     recent = [record for record in sent if record.ended is None or record.ended > now - _RECENT_S]
@@ -38,8 +38,8 @@ def progress(records: Sequence[Record], now: float) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row("time", f"{now:.0f} s of {records[-1].due:.0f} s")
     table.add_row("sent", f"{len(sent):,} of {len(records):,}")
-    table.add_row("under way", f"{len(sent) - len(ended):,}")
-    table.add_row("tokens", f"{tokens / min(_RECENT_S, max(now, _PERIOD_S)):,.0f} a second")
+    table.add_row("in flight", f"{len(sent) - len(ended):,}")
+    table.add_row("tokens", f"{tokens / min(_RECENT_S, max(now, _PERIOD_S)):,.0f} per second")
     if ttft is not None:
         shown = f"{1e3 * ttft.percentile(50.0):,.0f} ms, p99 {1e3 * ttft.percentile(99.0):,.0f} ms"
         table.add_row("first token", shown)

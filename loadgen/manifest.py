@@ -1,4 +1,4 @@
-"""Where, when and how a run was made: what one needs to make it again."""
+"""Manifest of a run: everything needed to reproduce it."""
 
 import os
 import platform
@@ -9,19 +9,23 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-_IN_URL = re.compile(r"//[^/@\s]+@")
+_URL_CREDENTIALS = re.compile(r"//[^/@\s]+@")
 _PACKAGES = ("headrace", "aiohttp", "grpcio", "uvloop", "numpy")
 
 
 def manifest(target: str, model: str, seed: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """``target`` without credentials, ``arguments`` as they were given, keys and passwords taken
-    out."""
+    """Return the manifest.
+
+    Args:
+        target: the target's name, without credentials.
+        arguments: command-line arguments; API keys and passwords in URLs are masked.
+    """
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "target": target,
         "model": model,
         "seed": seed,
-        "arguments": _without_keys(arguments),
+        "arguments": _masked(arguments),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "cores": os.cpu_count(),
@@ -29,14 +33,14 @@ def manifest(target: str, model: str, seed: int, arguments: Sequence[str]) -> di
     }
 
 
-def _without_keys(arguments: Sequence[str]) -> list[str]:
+def _masked(arguments: Sequence[str]) -> list[str]:
     shown: list[str] = []
     for argument in arguments:
         if shown and shown[-1] == "--api-key":
             argument = "…"
         elif argument.startswith("--api-key="):
             argument = "--api-key=…"
-        shown.append(_IN_URL.sub("//…@", argument))
+        shown.append(_URL_CREDENTIALS.sub("//…@", argument))
     return shown
 
 

@@ -1,4 +1,4 @@
-"""Objectives as users write them: what a request must meet, and what a run must."""
+"""Syntax of objectives, which apply to each request, and requirements, which apply to the run."""
 
 import operator
 import re
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from loadgen.errors import UsageError
-from loadgen.figures import OF_RUN, STATISTICS, Figure
+from loadgen.figures import RUN_FIGURES, STATISTICS, Figure
 from loadgen.measures import BY_NAME, Objective
 from loadgen.summary import Summary
 
@@ -15,20 +15,20 @@ _REQUIREMENT = re.compile(r"\s*([a-z0-9_]+)(?:[:\s]+([a-z0-9.]+))?\s*(<=|>=)\s*(
 
 
 def parse_objective(text: str) -> Objective:
-    """Of each request, for goodput: ``ttft=0.5``, in seconds.
+    """Parse a per-request objective in seconds, such as ``ttft=0.5``.
 
     Raises:
-        UsageError: no such measure, or no number.
+        UsageError: if the measure does not exist or the value is not a number.
     """
     name, _, seconds = text.partition("=")
     if name not in BY_NAME:
-        raise UsageError(f"{text}: measures are {', '.join(BY_NAME)}, as in ttft=0.5")
+        raise UsageError(f"{text}: expected one of {', '.join(BY_NAME)}, as in ttft=0.5")
     return Objective(BY_NAME[name], _number(seconds, text))
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """Of a run, as in ``ttft:p99<=0.5`` or ``attainment>=0.95``."""
+    """A bound on a figure of the run, such as ``ttft:p99<=0.5`` or ``attainment>=0.95``."""
 
     figure: Figure
     comparison: str
@@ -36,32 +36,44 @@ class Requirement:
 
     @classmethod
     def parse(cls, text: str) -> "Requirement":
-        """Raises UsageError for what is no requirement."""
+        """Parse a requirement.
+
+        Raises:
+            UsageError: if the syntax or a name is wrong.
+        """
         found = _REQUIREMENT.fullmatch(text)
         if found is None:
-            raise UsageError(f"{text}: a requirement is like ttft:p99<=0.5 or attainment>=0.95")
+            raise UsageError(
+                f"{text}: expected a requirement such as ttft:p99<=0.5 or attainment>=0.95"
+            )
         name, statistic, comparison, bound = found.groups()
         if name in BY_NAME and statistic not in STATISTICS:
-            raise UsageError(f"{text}: {name} has {', '.join(STATISTICS)}, as in {name}:p99<=0.5")
-        if name not in BY_NAME and (name not in OF_RUN or statistic is not None):
-            raise UsageError(f"{text}: a measure ({', '.join(BY_NAME)}) or {', '.join(OF_RUN)}")
+            raise UsageError(
+                f"{text}: expected {name} with one of {', '.join(STATISTICS)}, "
+                f"as in {name}:p99<=0.5"
+            )
+        if name not in BY_NAME and (name not in RUN_FIGURES or statistic is not None):
+            raise UsageError(
+                f"{text}: expected a measure ({', '.join(BY_NAME)}) or one of "
+                f"{', '.join(RUN_FIGURES)}"
+            )
         return cls(Figure(name, statistic), comparison, _number(bound, text))
 
-    def found_in(self, summary: Summary) -> float | None:
-        """The figure; None: the run has none."""
-        return self.figure.found_in(summary.as_json())
+    def value_in(self, summary: Summary) -> float | None:
+        """Return the figure's value; None: not measured."""
+        return self.figure.value_in(summary.as_json())
 
     def met_by(self, summary: Summary) -> bool:
-        """A figure that a run does not have meets nothing."""
-        found = self.found_in(summary)
-        return found is not None and _COMPARISONS[self.comparison](found, self.bound)
+        """Return whether the figure was measured and is within the bound."""
+        value = self.value_in(summary)
+        return value is not None and _COMPARISONS[self.comparison](value, self.bound)
 
     def __str__(self) -> str:
         return f"{self.figure}{self.comparison}{self.bound:g}"
 
 
-def _number(text: str, whole: str) -> float:
+def _number(text: str, context: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UsageError(f"{whole}: {text!r} is no number") from None
+        raise UsageError(f"{context}: {text!r} is not a number") from None

@@ -1,4 +1,8 @@
-"""The options that all commands have which send requests."""
+"""Command-line options shared by the commands that send requests.
+
+Each function below declares one group of options and returns the fields of `RunConfig` that they
+set. `with_run_options` adds all groups to a command.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -9,124 +13,172 @@ from typing import Annotated, Any
 import orjson
 import typer
 
+from loadgen.config import ArrivalConfig, FileFormat, Process, RunConfig, WorkloadConfig
 from loadgen.errors import UsageError
 from loadgen.faults import Fault
 from loadgen.objectives import Requirement, parse_objective
-from loadgen.plan import Bounds
-from loadgen.run import Request
-from loadgen.source import Format, Process, Source, Timing
-from loadgen.summary import MOST_LAG_S
-from loadgen.target.http import Endpoint
+from loadgen.schedule import Limits
+from loadgen.summary import MAX_LAG_S
+from loadgen.target.base import Endpoint
 
 
-def asked(
+def _target_options(
     target: Annotated[str, typer.Argument(help="http://host:port/v1 or grpc://host:port")],
-    model: Annotated[str | None, typer.Option(help="absent: the first one listed")] = None,
-    endpoint: Annotated[Endpoint, typer.Option(help="of an HTTP target")] = Endpoint.COMPLETIONS,
+    model: Annotated[str | None, typer.Option(help="default: the first model listed")] = None,
+    endpoint: Annotated[Endpoint, typer.Option(help="HTTP endpoint")] = Endpoint.COMPLETIONS,
     api_key: Annotated[
-        str | None, typer.Option(envvar="HEADRACE_LOADGEN_API_KEY", help="a bearer token")
+        str | None, typer.Option(envvar="HEADRACE_LOADGEN_API_KEY", help="bearer token")
     ] = None,
-    arrivals: Annotated[Process, typer.Option(help="when requests come")] = Process.POISSON,
-    rate: Annotated[float | None, typer.Option(help="requests a second")] = None,
-    to_rate: Annotated[float | None, typer.Option(help="of a ramp's end")] = None,
-    burstiness: Annotated[float, typer.Option(help="of gamma; 1 is Poisson, less is burstier")] = 1,
-    speed: Annotated[float, typer.Option(help="of a trace's times")] = 1,
-    requests: Annotated[int | None, typer.Option(min=1, help="at most")] = None,
-    duration: Annotated[float | None, typer.Option(help="seconds in which requests come")] = None,
-    warm_up: Annotated[float, typer.Option(min=0, help="seconds that do not count")] = 0,
-    cool_down: Annotated[float, typer.Option(min=0, help="seconds that do not count")] = 0,
+) -> dict[str, Any]:
+    return {"target": target, "model": model, "endpoint": endpoint, "api_key": api_key}
+
+
+def _arrival_options(
+    arrivals: Annotated[Process, typer.Option(help="arrival process")] = Process.POISSON,
+    rate: Annotated[float | None, typer.Option(help="requests per second")] = None,
+    to_rate: Annotated[float | None, typer.Option(help="final rate of a ramp")] = None,
+    burstiness: Annotated[
+        float, typer.Option(help="shape of gamma arrivals; 1 is Poisson, less is burstier")
+    ] = 1,
+    speed: Annotated[float, typer.Option(help="replay speed of a trace")] = 1,
+    requests: Annotated[int | None, typer.Option(min=1, help="maximum number of requests")] = None,
+    duration: Annotated[
+        float | None, typer.Option(help="seconds during which requests arrive")
+    ] = None,
+    warm_up: Annotated[float, typer.Option(min=0, help="seconds to discard at the start")] = 0,
+    cool_down: Annotated[float, typer.Option(min=0, help="seconds to discard at the end")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of arrival times, prompts and lengths")] = 0,
+) -> dict[str, Any]:
+    return {
+        "arrivals": ArrivalConfig(arrivals, rate, to_rate, burstiness, duration),
+        "limits": Limits(requests, duration),
+        "speed": speed,
+        "warm_up_s": warm_up,
+        "cool_down_s": cool_down,
+        "seed": seed,
+    }
+
+
+def _workload_options(
     preset: Annotated[
-        str | None, typer.Option(help="imdb, arxiv, cocktail, humaneval, pg19")
+        str | None, typer.Option(help="imdb, arxiv, cocktail, humaneval or pg19")
     ] = None,
-    scale: Annotated[float, typer.Option(help="of a preset's lengths")] = 1,
+    scale: Annotated[float, typer.Option(help="factor on the preset's lengths")] = 1,
     inputs: Annotated[
-        str | None, typer.Option("--input", help="tokens of prompts, such as lognormal:500,0.6")
+        str | None, typer.Option("--input", help="prompt tokens, such as lognormal:500,0.6")
     ] = None,
     outputs: Annotated[
-        str | None, typer.Option("--output", help="tokens of answers, such as uniform:10,200")
+        str | None, typer.Option("--output", help="output tokens, such as uniform:10,200")
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="of requests, or a trace")] = None,
-    file_format: Annotated[Format, typer.Option("--format", help="of the file")] = Format.PROMPTS,
-    prefix_tokens: Annotated[int, typer.Option(min=0, help="that prompts share")] = 0,
-    prefix_groups: Annotated[int, typer.Option(min=1, help="of prompts that share one")] = 1,
-    token_ids: Annotated[bool, typer.Option(help="prompts are token ids, not text")] = False,
-    tokenizer: Annotated[Path | None, typer.Option(help="a tokenizer.json or its folder")] = None,
-    tokenizer_url: Annotated[str | None, typer.Option(help="whose /tokenize; the target's")] = None,
-    seed: Annotated[int, typer.Option(help="of times, prompts and lengths")] = 0,
-    cancel: Annotated[float, typer.Option(min=0, max=1, help="share of clients that leave")] = 0,
-    timeout: Annotated[float, typer.Option(help="seconds for a request")] = 600,
+    file: Annotated[Path | None, typer.Option(help="file of requests, or a trace")] = None,
+    file_format: Annotated[
+        FileFormat, typer.Option("--format", help="format of --file")
+    ] = FileFormat.PROMPTS,
+    prefix_tokens: Annotated[int, typer.Option(min=0, help="tokens of a shared prefix")] = 0,
+    prefix_groups: Annotated[int, typer.Option(min=1, help="number of shared prefixes")] = 1,
+    token_ids: Annotated[bool, typer.Option(help="send token ids instead of text")] = False,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or its folder")] = None,
+    tokenizer_url: Annotated[
+        str | None, typer.Option(help="server with /tokenize; default: the target")
+    ] = None,
+) -> dict[str, Any]:
+    workload = WorkloadConfig(
+        preset, inputs, outputs, file, file_format, scale, prefix_tokens, prefix_groups, token_ids
+    )
+    return {"workload": workload, "tokenizer": tokenizer, "tokenizer_url": tokenizer_url}
+
+
+def _request_options(
+    cancel: Annotated[
+        float, typer.Option(min=0, max=1, help="fraction of requests cancelled midway")
+    ] = 0,
+    timeout: Annotated[float, typer.Option(help="seconds per request")] = 600,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0,
-    ignore_eos: Annotated[bool, typer.Option(help="answers go on to their full length")] = False,
-    extra_body: Annotated[str | None, typer.Option(help="JSON fields for bodies")] = None,
-    objective: Annotated[
-        list[str] | None, typer.Option(help="of a request, for goodput: ttft=0.5; again for more")
+    ignore_eos: Annotated[bool, typer.Option(help="generate up to the full length")] = False,
+    extra_body: Annotated[
+        str | None, typer.Option(help="JSON object merged into each request body")
     ] = None,
-    most_lag: Annotated[
-        float, typer.Option(help="seconds by which 99 of 100 requests may be sent late")
-    ] = MOST_LAG_S,
+) -> dict[str, Any]:
+    return {
+        "cancel_fraction": cancel,
+        "timeout_s": timeout,
+        "temperature": temperature,
+        "ignore_eos": ignore_eos,
+        "extra": _body_fields(extra_body),
+    }
+
+
+def _evaluation_options(
+    objective: Annotated[
+        list[str] | None,
+        typer.Option(help="per-request objective for goodput, such as ttft=0.5; repeatable"),
+    ] = None,
+    max_lag: Annotated[
+        float,
+        typer.Option(
+            "--most-lag", help="seconds; a run is invalid if its p99 dispatch lag is larger"
+        ),
+    ] = MAX_LAG_S,
     metrics: Annotated[
-        list[str] | None, typer.Option(help="URLs of the server's metrics; the target's /metrics")
+        list[str] | None,
+        typer.Option(help="URL of Prometheus metrics; default: /metrics of the target"),
     ] = None,
     check_against: Annotated[
-        str | None, typer.Option(help="a target that must answer the same, token for token")
+        str | None, typer.Option(help="reference server whose greedy answers must be equal")
     ] = None,
     fault: Annotated[
-        list[str] | None, typer.Option(help="of a local deployment: 'kill prefill at 30s'")
+        list[str] | None,
+        typer.Option(help="fault in a local deployment, such as 'kill prefill at 30s'"),
     ] = None,
     gateway_port: Annotated[
-        int | None, typer.Option(help="of the deployment with the faults; the target's")
+        int | None,
+        typer.Option(help="gateway port of that deployment; default: the target's port"),
     ] = None,
-) -> Request:
-    """What was asked for. Raises UsageError for what makes no sense."""
-    return Request(
-        target=target,
-        source=Source(
-            preset, inputs, outputs, file, file_format, scale, prefix_tokens, prefix_groups,
-            token_ids,
-        ),
-        timing=Timing(arrivals, rate, to_rate, burstiness, duration),
-        bounds=Bounds(requests, duration),
-        model=model,
-        endpoint=endpoint,
-        api_key=api_key,
-        tokenizer=tokenizer,
-        tokenizer_url=tokenizer_url,
-        seed=seed,
-        timeout_s=timeout,
-        temperature=temperature,
-        ignore_eos=ignore_eos,
-        extra=_body_fields(extra_body),
-        warm_up_s=warm_up,
-        cool_down_s=cool_down,
-        speed=speed,
-        cancelled=cancel,
-        objectives=tuple(map(parse_objective, objective or ())),
-        most_lag_s=most_lag,
-        metrics=tuple(metrics or ()),
-        reference=check_against,
-        faults=tuple(map(Fault.parse, fault or ())),
-        gateway_port=gateway_port,
-    )  # fmt: skip
+) -> dict[str, Any]:
+    return {
+        "objectives": tuple(map(parse_objective, objective or ())),
+        "max_lag_s": max_lag,
+        "metrics": tuple(metrics or ()),
+        "reference": check_against,
+        "faults": tuple(map(Fault.parse, fault or ())),
+        "gateway_port": gateway_port,
+    }
 
 
-def sending(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options of `asked` before its own; it gets them as ``request``."""
-    shared = inspect.signature(asked).parameters
-    own = inspect.signature(command).parameters
-    mine = [parameter for name, parameter in own.items() if name != "request"]
+_GROUPS: tuple[Callable[..., dict[str, Any]], ...] = (
+    _target_options,
+    _arrival_options,
+    _workload_options,
+    _request_options,
+    _evaluation_options,
+)
+
+
+def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the shared options to a command, which receives them as ``config: RunConfig``.
+
+    Raises:
+        UsageError: when the command runs with invalid options.
+    """
+    groups = [(group, inspect.signature(group).parameters) for group in _GROUPS]
+    shared = [parameter for _, parameters in groups for parameter in parameters.values()]
+    own = inspect.signature(command).parameters.values()
+    mine = [parameter for parameter in own if parameter.name != "config"]
 
     @wraps(command)
     def run(**given: Any) -> None:
-        request = asked(**{name: given.pop(name) for name in shared})
-        command(request=request, **given)
+        fields: dict[str, Any] = {}
+        for group, names in groups:
+            fields |= group(**{name: given.pop(name) for name in names})
+        command(config=RunConfig(**fields), **given)
 
-    parameters = sorted([*shared.values(), *mine], key=lambda one: one.default is not one.empty)
+    parameters = sorted([*shared, *mine], key=lambda one: one.default is not one.empty)
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
 
 
-def requirements_of(texts: list[str] | None) -> tuple[Requirement, ...]:
+def parse_requirements(texts: list[str] | None) -> tuple[Requirement, ...]:
     return tuple(map(Requirement.parse, texts or ()))
 
 
@@ -136,7 +188,7 @@ def _body_fields(text: str | None) -> dict[str, Any]:
     try:
         fields = orjson.loads(text)
     except ValueError as error:
-        raise UsageError(f"--extra-body is no JSON: {error}") from error
+        raise UsageError(f"--extra-body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise UsageError("--extra-body is no JSON object")
+        raise UsageError("--extra-body is not a JSON object")
     return fields

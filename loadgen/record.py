@@ -1,50 +1,50 @@
-"""What is known of one request when a run is over: measures are made of nothing else."""
+"""Record of one request, the only input of all measures."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 
 class Failure(StrEnum):
-    """How a request failed, as its client saw it. Each failed request has exactly one."""
+    """Failure of a request as seen by the client. Each failed request has exactly one."""
 
     REFUSED = "refused"
-    """No connection could be made."""
+    """The connection could not be established."""
     RESET = "reset"
-    """The connection was closed, or reset, before an answer had begun."""
+    """The connection was closed or reset before the answer began."""
     INTERRUPTED = "interrupted"
-    """The answer stopped in its middle: a reset, or an end without a last event."""
+    """The answer ended midway: a reset, or an end without the final event."""
     TIMEOUT = "timeout"
-    """No end within the request's time limit."""
+    """The answer did not end within the request's time limit."""
     REJECTED = "rejected"
-    """Status 429 or 503, or RESOURCE_EXHAUSTED or UNAVAILABLE: the server is too busy."""
+    """The server is overloaded: status 429 or 503, RESOURCE_EXHAUSTED or UNAVAILABLE."""
     CLIENT_ERROR = "client_error"
-    """Any other status 4xx: the request was wrong."""
+    """Any other 4xx status: the request was invalid."""
     SERVER_ERROR = "server_error"
-    """Any other status, or an error that an answer ended with."""
+    """Any other status, or an error event in the answer."""
     MALFORMED = "malformed"
-    """An answer that is no answer: not HTTP, not events, not JSON, or without a token."""
+    """An invalid answer: not HTTP, not an event stream, not JSON, or without a token."""
 
 
 @dataclass(slots=True)
 class Record:
-    """One request. Times are seconds on one monotonic clock, 0 at the start of the run.
+    """One request. Times are monotonic seconds after the start of the run.
 
     Attributes:
-        number: in the order of due times.
-        due: when it was to be sent, drawn before the run.
-        input_tokens: of the prompt, by the target's tokenizer; where the target tells, its word.
-        wanted_tokens: of output, asked for as ``max_tokens``.
-        sent: when its sending began, a connection included; None: it never did.
-        times: when each piece of the answer came that had tokens in it.
-        counts: how many tokens each piece had; over HTTP, which does not tell, 1.
-        ended: when the answer ended, the failure was seen, or the client left; None: the run was
-            stopped before.
-        reported_tokens: of output, by the target's own count, if it told.
-        cancelled: the client left on purpose; neither a success nor a failure.
-        failure, detail: how it failed, and what was seen; None and "": it did not.
-        stages: seconds that the target says it spent in each stage.
-        text: the answer, where it is to be compared.
-        token_ids: likewise, of targets that tell.
+        number: index in the schedule.
+        due: scheduled send time, drawn before the run.
+        input_tokens: prompt tokens by the target's tokenizer, replaced by the target's own count
+            if it reports one.
+        wanted_tokens: output tokens requested as ``max_tokens``.
+        sent: time when sending began, connection set-up included; None: never sent.
+        times: arrival time of each chunk of the answer that contains tokens.
+        counts: tokens in each chunk; always 1 over HTTP, which does not report it.
+        ended: time when the answer ended, failed or was cancelled; None: the run stopped first.
+        reported_tokens: output tokens as reported by the target, if it does.
+        cancelled: whether the client disconnected on purpose, neither a success nor a failure.
+        failure, detail: kind of failure and its message; None and "" without one.
+        stages: seconds spent in each stage, as reported by the target.
+        text: answer, kept only for a comparison with a reference.
+        token_ids: token ids of the answer, likewise, from targets that report them.
     """
 
     number: int
@@ -65,20 +65,20 @@ class Record:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it has all of its answer."""
+        """Whether the answer is complete."""
         return self.failure is None and not self.cancelled and self.ended is not None
 
     @property
     def output_tokens(self) -> int:
-        """As the target counts them, or as they were counted here."""
+        """Output tokens as reported by the target, else as counted by the client."""
         return sum(self.counts) if self.reported_tokens is None else self.reported_tokens
 
     @property
     def first(self) -> float | None:
-        """When the first token came."""
+        """Arrival time of the first token."""
         return self.times[0] if self.times else None
 
     @property
     def last(self) -> float | None:
-        """When the last token came."""
+        """Arrival time of the last token."""
         return self.times[-1] if self.times else None

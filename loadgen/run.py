@@ -1,4 +1,4 @@
-"""One run, from what a user asked for to what is on disk."""
+"""One run: prepare the schedule, send the requests, evaluate the records."""
 
 import asyncio
 import resource
@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,73 +15,33 @@ from rich.console import Console
 
 from loadgen.check import Check, check
 from loadgen.clock import Clock
+from loadgen.config import RunConfig
 from loadgen.errors import UsageError
-from loadgen.faults import Fault, Faults
+from loadgen.faults import FaultInjector
 from loadgen.files import write_run
 from loadgen.live import follow
 from loadgen.manifest import manifest
-from loadgen.measures import Objective, Window
-from loadgen.objectives import Requirement
-from loadgen.plan import Bounds, Planned, plan
+from loadgen.measures import Window
 from loadgen.record import Record
 from loadgen.runner import Runner
+from loadgen.schedule import ScheduledRequest, make_schedule
 from loadgen.server import ServerMetrics
-from loadgen.source import Source, Timing, open_tokenizer
-from loadgen.summary import MOST_LAG_S, Summary
+from loadgen.summary import Summary
 from loadgen.target.base import Options
-from loadgen.target.choice import headers_of, is_rpc, listed_model, metrics_of, open_target
-from loadgen.target.http import Endpoint
-
-
-@dataclass(frozen=True)
-class Request:
-    """All of a run.
-
-    Attributes:
-        target: ``http://host:port/v1`` or ``grpc://host:port``.
-        model: None: the first one that an HTTP target lists, the only one of a gRPC target.
-        tokenizer: a tokenizer.json, or its folder; None: the target's `/tokenize`.
-        tokenizer_url: whose `/tokenize`, where it is not the target's.
-        warm_up_s, cool_down_s: of a run's begin and end that do not count.
-        cancelled: the share of requests whose clients leave.
-        objectives: of each request, for goodput.
-        requirements: of the run.
-        metrics: URLs of the server's metrics; none: the target's own, if it has any.
-        reference: a target whose answers the target's must be.
-        faults: of a local deployment, whose gateway listens on ``gateway_port``; None: the target's
-            port.
-    """
-
-    target: str
-    source: Source
-    timing: Timing
-    bounds: Bounds
-    model: str | None = None
-    endpoint: Endpoint = Endpoint.COMPLETIONS
-    api_key: str | None = None
-    tokenizer: Path | None = None
-    tokenizer_url: str | None = None
-    seed: int = 0
-    timeout_s: float = 600.0
-    temperature: float = 0.0
-    ignore_eos: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)
-    warm_up_s: float = 0.0
-    cool_down_s: float = 0.0
-    speed: float = 1.0
-    cancelled: float = 0.0
-    objectives: tuple[Objective, ...] = ()
-    requirements: tuple[Requirement, ...] = ()
-    most_lag_s: float = MOST_LAG_S
-    metrics: tuple[str, ...] = ()
-    reference: str | None = None
-    faults: tuple[Fault, ...] = ()
-    gateway_port: int | None = None
+from loadgen.target.choice import auth_headers, is_rpc, listed_model, metrics_url, open_target
+from loadgen.workload.tokenizer import open_tokenizer
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to. ``stopped``: by the user, before its end."""
+    """Result of a run.
+
+    Attributes:
+        records: all requests, in order of their scheduled times.
+        document: content of ``summary.json``.
+        stopped: whether the user interrupted the run.
+        check: comparison with the reference; None: not requested, or interrupted.
+    """
 
     records: list[Record]
     summary: Summary
@@ -93,88 +53,92 @@ class Outcome:
         write_run(folder, self.records, self.document)
 
 
-def prepare(request: Request) -> tuple[list[Planned], Options]:
-    """Everything that takes time, before anything is sent.
+def prepare(config: RunConfig) -> tuple[list[ScheduledRequest], Options]:
+    """Make the request schedule, before anything is sent.
 
     Raises:
-        UsageError: it cannot be run as it was asked for.
+        UsageError: if the configuration cannot be run.
     """
-    if request.reference is not None and request.temperature:
+    if config.reference is not None and config.temperature:
         raise UsageError("only greedy answers can be checked: --temperature 0")
-    headers = headers_of(request.api_key)
-    model = request.model or listed_model(request.target, headers)
-    base = request.tokenizer_url or (None if is_rpc(request.target) else request.target)
-    tokenizer = open_tokenizer(request.tokenizer, base, model, headers)
-    planned = plan(
-        request.timing.arrivals(),
-        request.source.workload(tokenizer),
-        request.bounds,
-        seed=request.seed,
-        cancelled=request.cancelled,
-        speed=request.speed,
-    )
+    headers = auth_headers(config.api_key)
+    model = config.model or listed_model(config.target, headers)
+    base = config.tokenizer_url or (None if is_rpc(config.target) else config.target)
+    with open_tokenizer(config.tokenizer, base, model, headers) as tokenizer:
+        schedule = make_schedule(
+            config.arrivals.open(),
+            config.workload.open(tokenizer),
+            config.limits,
+            seed=config.seed,
+            cancel_fraction=config.cancel_fraction,
+            speed=config.speed,
+        )
     options = Options(
         model,
-        request.timeout_s,
-        request.temperature,
-        ignore_eos=request.ignore_eos,
-        keep_answers=request.reference is not None,
-        extra=request.extra,
+        config.timeout_s,
+        config.temperature,
+        ignore_eos=config.ignore_eos,
+        keep_answers=config.reference is not None,
+        extra=config.extra,
     )
-    return planned, options
+    return schedule, options
 
 
-def run(request: Request, console: Console, arguments: Sequence[str] = ()) -> Outcome:
-    """Runs it in an event loop of its own. Ctrl-C ends it with what it has.
+def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> Outcome:
+    """Run in a new event loop. Ctrl-C ends the run and keeps what was measured.
 
     Raises:
-        UsageError: it cannot be run as it was asked for.
+        UsageError: if the configuration cannot be run.
     """
-    planned, options = prepare(request)
-    window = _window(request, planned)
-    reference = _reference(request, options)
-    faults = Faults.at(request.faults, request.target, request.gateway_port)
-    own = metrics_of(request.target)
-    urls = request.metrics or ((own,) if own else ())
-    metrics = ServerMetrics(urls, expected=bool(request.metrics))
-    _allow_many_connections()
+    schedule, options = prepare(config)
+    window = _window(config, schedule)
+    reference_options = _reference_options(config, options)
+    faults = FaultInjector.for_target(config.faults, config.target, config.gateway_port)
+    default_url = metrics_url(config.target)
+    urls = config.metrics or ((default_url,) if default_url else ())
+    metrics = ServerMetrics(urls, required=bool(config.metrics))
+    _raise_open_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
-        began = time.monotonic(), time.process_time()
-        name, runner = loop.run(_send(request, planned, options, faults, console))
-        spent = {"seconds": time.monotonic() - began[0], "cpu": time.process_time() - began[1]}
-        server, checked, stopped = metrics.since(), None, runner.stopped.is_set()
-        if request.reference is not None and not stopped:
+        wall, cpu = time.monotonic(), time.process_time()
+        name, runner = loop.run(_send(config, schedule, options, faults, console))
+        generator = {"seconds": time.monotonic() - wall, "cpu": time.process_time() - cpu}
+        server, checked, stopped = metrics.collect(), None, runner.stopped.is_set()
+        if config.reference is not None and not stopped:
             checked = loop.run(
-                _check(request, request.reference, runner.records, planned, reference)
+                _check(config, config.reference, runner.records, schedule, reference_options)
             )
             stopped = checked is None
-    summary = Summary.of(runner.records, window, request.objectives, most_lag_s=request.most_lag_s)
+    summary = Summary.of(runner.records, window, config.objectives, max_lag_s=config.max_lag_s)
     document = {
-        "manifest": manifest(name, options.model, request.seed, arguments),
+        "manifest": manifest(name, options.model, config.seed, arguments),
         "stopped": stopped,
         **summary.as_json(),
-        "objectives": {one.measure.name: one.seconds for one in request.objectives},
+        "objectives": {one.measure.name: one.seconds for one in config.objectives},
         "requirements": {
-            str(one): {"found": one.found_in(summary), "met": one.met_by(summary)}
-            for one in request.requirements
+            str(one): {"found": one.value_in(summary), "met": one.met_by(summary)}
+            for one in config.requirements
         },
-        "generator": spent,
-        "lengths": _lengths(runner.records, planned),
+        "generator": generator,
+        "lengths": _lengths(runner.records, schedule),
         "server": server,
-        "faults": faults.done,
+        "faults": faults.log,
         "check": None if checked is None else checked.as_json(),
     }
     return Outcome(runner.records, summary, document, stopped, checked)
 
 
 async def _send(
-    request: Request, planned: list[Planned], options: Options, faults: Faults, console: Console
+    config: RunConfig,
+    schedule: list[ScheduledRequest],
+    options: Options,
+    faults: FaultInjector,
+    console: Console,
 ) -> tuple[str, Runner]:
-    target = open_target(request.target, options, request.endpoint, request.api_key)
-    runner, clock = Runner(planned, target), Clock()
+    target = open_target(config.target, options, config.endpoint, config.api_key)
+    runner, clock = Runner(schedule, target), Clock()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, runner.stopped.set)
     try:
-        async with _beside(follow(runner.records, clock, console), faults.run(clock)):
+        async with _in_background(follow(runner.records, clock, console), faults.run(clock)):
             await runner.run(clock)
     finally:
         await target.close()
@@ -182,8 +146,8 @@ async def _send(
 
 
 @asynccontextmanager
-async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """What goes on meanwhile, and ends with it."""
+async def _in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines as tasks, and cancel them when the block ends."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         yield
@@ -194,23 +158,27 @@ async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
                 await task
 
 
-def _reference(request: Request, options: Options) -> Options:
-    """What the reference is asked with. Raises UsageError for one that lists no model."""
-    if request.reference is None:
+def _reference_options(config: RunConfig, options: Options) -> Options:
+    """Return the options with the reference's model name.
+
+    Raises:
+        UsageError: if the reference lists no model.
+    """
+    if config.reference is None:
         return options
-    return replace(options, model=listed_model(request.reference, headers_of(request.api_key)))
+    return replace(options, model=listed_model(config.reference, auth_headers(config.api_key)))
 
 
 async def _check(
-    request: Request,
+    config: RunConfig,
     reference: str,
     records: Sequence[Record],
-    planned: Sequence[Planned],
+    schedule: Sequence[ScheduledRequest],
     options: Options,
 ) -> Check | None:
-    """None: the user stopped it."""
-    target = open_target(reference, options, request.endpoint, request.api_key)
-    checking = asyncio.create_task(check(records, planned, target))
+    """Compare the answers with the reference's; None: interrupted by the user."""
+    target = open_target(reference, options, config.endpoint, config.api_key)
+    checking = asyncio.create_task(check(records, schedule, target))
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, checking.cancel)
     try:
         return await checking
@@ -220,24 +188,25 @@ async def _check(
         await target.close()
 
 
-def _window(request: Request, planned: Sequence[Planned]) -> Window:
-    """From the end of the warm-up to the begin of the cool-down."""
-    end = request.bounds.duration_s
-    if end is None:  # a last request that is due at the very end counts
-        end = planned[-1].due + 1e-9
-    begin, end = request.warm_up_s, end - request.cool_down_s
+def _window(config: RunConfig, schedule: Sequence[ScheduledRequest]) -> Window:
+    """Return the measured part of the run, from the end of warm-up to the start of cool-down."""
+    end = config.limits.duration_s
+    if end is None:  # include a last request that is due exactly at the end
+        end = schedule[-1].due + 1e-9
+    begin, end = config.warm_up_s, end - config.cool_down_s
     if begin >= end:
-        raise UsageError("nothing is left of the run between its warm-up and its cool-down")
+        raise UsageError("warm-up and cool-down leave nothing of the run to measure")
     return Window(begin, end)
 
 
-def _lengths(records: Sequence[Record], planned: Sequence[Planned]) -> dict[str, dict[str, int]]:
-    """Tokens of the requests that succeeded, as they were ``asked`` for and as the target counts
-    them: what prompts were off by, and what answers that ended early."""
-    pairs = [(r, p.ask) for r, p in zip(records, planned, strict=True) if r.succeeded]
+def _lengths(
+    records: Sequence[Record], schedule: Sequence[ScheduledRequest]
+) -> dict[str, dict[str, int]]:
+    """Return total tokens of successful requests, as requested and as counted by the target."""
+    pairs = [(r, s.spec) for r, s in zip(records, schedule, strict=True) if r.succeeded]
     return {
         "input": {
-            "asked": sum(ask.input_tokens for _, ask in pairs),
+            "asked": sum(spec.input_tokens for _, spec in pairs),
             "counted": sum(record.input_tokens for record, _ in pairs),
         },
         "output": {
@@ -247,8 +216,8 @@ def _lengths(records: Sequence[Record], planned: Sequence[Planned]) -> dict[str,
     }
 
 
-def _allow_many_connections() -> None:
-    """As many open files as this process may have: each stream is one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+def _raise_open_file_limit() -> None:
+    """Raise the limit of open files to its hard limit: each stream needs a socket."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

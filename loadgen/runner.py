@@ -1,4 +1,4 @@
-"""A run: each request is sent at its time, whatever has become of those before it."""
+"""Runner: sends each request at its scheduled time, independent of all others."""
 
 import asyncio
 import gc
@@ -6,67 +6,69 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from loadgen.clock import Clock
-from loadgen.plan import Planned
 from loadgen.record import Record
+from loadgen.schedule import ScheduledRequest
 from loadgen.target.base import Target
 from loadgen.timer import Timer, open_timer
 
 
 class Runner:
-    """Sends what was planned.
+    """Sends a schedule of requests.
 
     Attributes:
-        records: of all requests, in the order of their times; they fill as the run goes on.
-        stopped: set it, and nothing more is sent, and what is under way is left.
+        records: one record per request, in schedule order, filled during the run.
+        stopped: event that ends the run: nothing more is sent, requests in flight are cancelled.
     """
 
-    def __init__(self, planned: Sequence[Planned], target: Target) -> None:
-        self._planned, self._target = planned, target
+    def __init__(self, schedule: Sequence[ScheduledRequest], target: Target) -> None:
+        self._schedule, self._target = schedule, target
         self.records = [
-            Record(number, one.due, one.ask.input_tokens, one.ask.output_tokens)
-            for number, one in enumerate(planned)
+            Record(number, one.due, one.spec.input_tokens, one.spec.output_tokens)
+            for number, one in enumerate(schedule)
         ]
         self.stopped = asyncio.Event()
 
     async def run(self, clock: Clock) -> None:
-        """Until every request has ended, or the run is stopped. ``clock`` starts again at 0.
+        """Send all requests and wait for their ends, or until stopped. Restarts the clock.
 
         Raises:
-            ExceptionGroup: a bug of ours; what a target does is in the records.
+            ExceptionGroup: on a bug in the load generator. Failures of the target are recorded.
         """
-        under_way: set[asyncio.Task[None]] = set()
-        with _no_pauses(), open_timer() as timer:
+        in_flight: set[asyncio.Task[None]] = set()
+        with _gc_frozen(), open_timer() as timer:
             clock.restart()
             async with asyncio.TaskGroup() as tasks:
-                leaver = tasks.create_task(self._leave_when_stopped(under_way, timer))
-                for planned, record in zip(self._planned, self.records, strict=True):
-                    await self._until(planned.due, clock, timer)
+                canceller = tasks.create_task(self._cancel_when_stopped(in_flight, timer))
+                for scheduled, record in zip(self._schedule, self.records, strict=True):
+                    await self._sleep_until(scheduled.due, clock, timer)
                     if self.stopped.is_set():
                         break
-                    task = tasks.create_task(self._target.send(planned, record, clock))
-                    under_way.add(task)
-                    task.add_done_callback(under_way.discard)
-                if under_way:
-                    await asyncio.wait(under_way)
-                leaver.cancel()
+                    task = tasks.create_task(self._target.send(scheduled, record, clock))
+                    in_flight.add(task)
+                    task.add_done_callback(in_flight.discard)
+                if in_flight:
+                    await asyncio.wait(in_flight)
+                canceller.cancel()
 
-    async def _leave_when_stopped(self, under_way: set[asyncio.Task[None]], timer: Timer) -> None:
+    async def _cancel_when_stopped(self, in_flight: set[asyncio.Task[None]], timer: Timer) -> None:
         await self.stopped.wait()
-        timer.ring()
-        for task in under_way:
+        timer.wake()
+        for task in in_flight:
             task.cancel()
 
-    async def _until(self, due: float, clock: Clock, timer: Timer) -> None:
-        if (early_s := due - clock() - timer.late_s) > 0:
+    async def _sleep_until(self, due: float, clock: Clock, timer: Timer) -> None:
+        if (early_s := due - clock() - timer.max_late_s) > 0:
             await timer.sleep(early_s)
-        while clock() < due and not self.stopped.is_set():  # noqa: ASYNC110 - what is left is short
+        while clock() < due and not self.stopped.is_set():  # noqa: ASYNC110 - a short busy wait
             await asyncio.sleep(0)
 
 
 @contextmanager
-def _no_pauses() -> Iterator[None]:
-    """The garbage collector leaves alone what there is already: looking through a long plan again
-    and again would hold requests up."""
+def _gc_frozen() -> Iterator[None]:
+    """Exclude existing objects from garbage collection.
+
+    Scanning a long schedule again and again would delay requests.
+    """
     gc.collect()
     gc.freeze()
     try:

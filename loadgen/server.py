@@ -1,7 +1,7 @@
-"""What the target's own metrics say of a run: how they grew from its begin to its end.
+"""Server metrics: growth of Prometheus counters from the start to the end of a run.
 
-Headrace's are known: how long requests spent in each stage, and KV before and after compression. A
-server that has none of them is told nothing of.
+The counters are Headrace's: seconds spent in each request stage, and KV bytes before and after
+compression. Other servers have none of them, and their summary omits this part.
 """
 
 from collections import defaultdict
@@ -16,31 +16,37 @@ from loadgen.errors import UsageError
 _STAGE, _KV = "headrace_request_stage_seconds", "headrace_kv_transfer_bytes_total"
 _TIMEOUT_S = 10.0
 Counters = dict[tuple[str, str], float]
-"""By name of a sample, and the label that tells a stage or a kind."""
+"""Values by sample name and by the value of the label ``stage`` or ``kind``."""
 
 
 class ServerMetrics:
-    """``urls`` of metrics; of ``expected`` ones it is an error not to answer before the run. One
-    that does not answer, before or after it, is left out: what was measured is not lost for it.
+    """Reads metrics when created and again after the run.
 
-    Stages are those that the first one tells: Headrace's workers count parts of what its gateway
-    has. Bytes are added up over all.
+    A URL that does not answer, before or after the run, is left out. Stages are read from the first
+    URL only, because workers measure parts of the gateway's stages. Bytes are summed over all URLs.
+
+    Args:
+        urls: URLs of Prometheus metrics.
+        required: whether a URL that does not answer before the run is an error.
+
+    Raises:
+        UsageError: if a required URL does not answer.
     """
 
-    def __init__(self, urls: Sequence[str], *, expected: bool) -> None:
+    def __init__(self, urls: Sequence[str], *, required: bool) -> None:
         self._urls = urls
-        self._before = [self._read(number, expected) for number in range(len(urls))]
+        self._before = [self._read(number, required) for number in range(len(urls))]
 
-    def since(self) -> dict[str, Any] | None:
-        """``stages``, mean seconds of a request, and ``kv_bytes``; None: nothing was told."""
+    def collect(self) -> dict[str, Any] | None:
+        """Return mean seconds per request of each stage, and KV bytes; None: no such metrics."""
         grown: Counters = defaultdict(float)
         for number, before in enumerate(self._before):
-            after = self._read(number, expected=False)
+            after = self._read(number, required=False)
             if before is None or after is None:
                 continue
-            again = any(value < before.get(key, 0.0) for key, value in after.items())
-            for key, value in after.items():  # who was started again counts from 0
-                grown[key] += value if again else value - before.get(key, 0.0)
+            restarted = any(value < before.get(key, 0.0) for key, value in after.items())
+            for key, value in after.items():  # counters of a restarted process begin at 0
+                grown[key] += value if restarted else value - before.get(key, 0.0)
         found: dict[str, Any] = {}
         if stages := _stages(grown):
             found["stages"] = stages
@@ -49,7 +55,7 @@ class ServerMetrics:
             found["kv_bytes"] = {"raw": raw, "wire": wire, "ratio": raw / wire}
         return found or None
 
-    def _read(self, number: int, expected: bool) -> Counters | None:
+    def _read(self, number: int, required: bool) -> Counters | None:
         counters: Counters = defaultdict(float)
         url = self._urls[number]
         try:
@@ -57,8 +63,8 @@ class ServerMetrics:
             answer.raise_for_status()
             _add(counters, answer.text, (_KV,) if number else (_STAGE, _KV))
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            if expected:
-                raise UsageError(f"{url} has no metrics: {error}") from error
+            if required:
+                raise UsageError(f"no metrics at {url}: {error}") from error
             return None
         return counters
 

@@ -1,4 +1,4 @@
-"""What is said of many numbers, and how sure it is."""
+"""Distributions and confidence intervals."""
 
 import math
 from collections.abc import Sequence
@@ -7,29 +7,28 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
 LEVEL = 0.95
-"""Of intervals."""
-_DRAWS = 200
+"""Confidence level."""
+_RESAMPLES = 200
 Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of some numbers; ``percentiles`` of `PERCENTILES`, interpolated between neighbours."""
+    """Summary of a sample, with `PERCENTILES` interpolated linearly between neighbours."""
 
     count: int
     mean: float
     deviation: float
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     percentiles: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self | None:
-        """None of none."""
+        """Return the distribution; None: no values."""
         if not len(values):
             return None
         numbers = np.asarray(values, dtype=np.float64)
@@ -37,19 +36,19 @@ class Distribution:
             count=len(numbers),
             mean=float(numbers.mean()),
             deviation=float(numbers.std(ddof=1)) if len(numbers) > 1 else 0.0,
-            least=float(numbers.min()),
-            most=float(numbers.max()),
+            minimum=float(numbers.min()),
+            maximum=float(numbers.max()),
             percentiles=tuple(map(float, np.percentile(numbers, PERCENTILES))),
         )
 
     def percentile(self, which: float) -> float:
-        """One of `PERCENTILES`."""
+        """Return one of `PERCENTILES`."""
         return self.percentiles[PERCENTILES.index(which)]
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean of independent runs, and where the true one is, at ``level``: Student's t."""
+    """Mean of independent runs with a confidence interval by Student's t."""
 
     mean: float
     low: float
@@ -59,29 +58,31 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float], level: float = LEVEL) -> Self:
-        """Of one run nothing is known: the interval is the whole line."""
+        """Return the interval; that of a single run is infinite."""
         numbers = np.asarray(values, dtype=np.float64)
         mean, runs = float(numbers.mean()), len(numbers)
         if runs < 2:
             return cls(mean, float("-inf"), float("inf"), runs, level)
-        error = float(stats.sem(numbers)) * float(stats.t.ppf((1 + level) / 2, runs - 1))
+        error = _standard_error(numbers) * _t_quantile(level, runs - 1)
         return cls(mean, mean - error, mean + error, runs, level)
 
-    def within(self, least: float, most: float) -> "Interval":
-        """The part of it where the true mean can be: rates are not negative, shares at most 1."""
+    def clipped(self, lower: float, upper: float) -> "Interval":
+        """Return the interval clipped to possible values, such as 0 to 1 for a fraction."""
         if math.isinf(self.high):
             return self
-        return replace(self, low=max(self.low, least), high=min(self.high, most))
+        return replace(self, low=max(self.low, lower), high=min(self.high, upper))
 
     def as_json(self) -> dict[str, Any]:
-        """``low`` and ``high`` are None where nothing is known of them."""
+        """Return the fields; infinite ends become None."""
         low, high = (one if math.isfinite(one) else None for one in (self.low, self.high))
         return vars(self) | {"low": low, "high": high}
 
 
-def ratio_of(a: Sequence[float], b: Sequence[float], *, paired: bool) -> Interval | None:
-    """b over a, geometric means of runs: Student's t of the logarithms, of pairs of runs or, by
-    Welch, of independent ones. None where a number is not above 0."""
+def ratio_interval(a: Sequence[float], b: Sequence[float], *, paired: bool) -> Interval | None:
+    """Return the ratio b / a of geometric means of runs; None: a value is not above 0.
+
+    The interval is Student's t on the logarithms: of pairs, or Welch's for independent runs.
+    """
     if min(*a, *b) <= 0:
         return None
     logs = np.log(np.asarray(a, dtype=np.float64)), np.log(np.asarray(b, dtype=np.float64))
@@ -98,8 +99,21 @@ def ratio_of(a: Sequence[float], b: Sequence[float], *, paired: bool) -> Interva
         if sum(errors)
         else math.inf
     )
-    error = math.sqrt(sum(errors)) * float(stats.t.ppf((1 + LEVEL) / 2, freedom))
+    error = math.sqrt(sum(errors)) * _t_quantile(LEVEL, freedom)
     return _exponential(mean, mean - error, mean + error, min(len(a), len(b)))
+
+
+def _standard_error(numbers: Numbers) -> float:
+    from scipy import stats  # in the loadgen extra
+
+    return float(stats.sem(numbers))
+
+
+def _t_quantile(level: float, freedom: float) -> float:
+    """Return the two-sided quantile of Student's t distribution."""
+    from scipy import stats
+
+    return float(stats.t.ppf((1 + level) / 2, freedom))
 
 
 def _exponential(mean: float, low: float, high: float, runs: int) -> Interval:
@@ -107,21 +121,25 @@ def _exponential(mean: float, low: float, high: float, runs: int) -> Interval:
     return Interval(math.exp(mean), low, high, runs, LEVEL)
 
 
-def resampled(groups: Sequence[Sequence[float]], statistic: str, seed: int = 0) -> Numbers:
-    """What a statistic of one run could as well have been: of requests drawn with replacement,
-    `_DRAWS` times. It takes requests to be independent, which those of one run are not quite.
+def bootstrap(groups: Sequence[Sequence[float]], statistic: str, seed: int = 0) -> Numbers:
+    """Return bootstrap samples of a statistic of one run, resampling whole requests.
+
+    This treats requests as independent, which holds only approximately within one run.
 
     Args:
-        groups: each request's numbers.
+        groups: values of each request.
         statistic: ``mean``, or a percentile such as ``p99``.
+
+    Returns:
+        `_RESAMPLES` values, shape (_RESAMPLES,).
     """
     values = np.concatenate([np.asarray(group, dtype=np.float64) for group in groups])
     owners = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     order = np.argsort(values)
     values, owners = values[order], owners[order]
     draws = np.random.default_rng(seed)
-    found = np.empty(_DRAWS)
-    for number in range(_DRAWS):
+    found = np.empty(_RESAMPLES)
+    for number in range(_RESAMPLES):
         drawn = np.bincount(draws.integers(len(groups), size=len(groups)), minlength=len(groups))
         up_to = np.cumsum(drawn[owners])
         if statistic == "mean":
@@ -132,7 +150,7 @@ def resampled(groups: Sequence[Sequence[float]], statistic: str, seed: int = 0) 
     return found
 
 
-def interval_of(mean: float, draws: Numbers) -> Interval:
-    """Of one run, by what it could as well have been."""
+def bootstrap_interval(mean: float, draws: Numbers) -> Interval:
+    """Return the percentile interval of bootstrap samples of one run."""
     low, high = np.percentile(draws, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return Interval(mean, float(low), float(high), 1, LEVEL)

@@ -1,4 +1,4 @@
-"""What a run comes to."""
+"""Summary of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,21 +17,20 @@ from loadgen.measures import (
 from loadgen.record import Record
 from loadgen.statistics import PERCENTILES, Distribution
 
-MOST_LAG_S = 0.01
-"""By which 99 of 100 requests may be sent late, for a run to count."""
+MAX_LAG_S = 0.01
+"""Default p99 dispatch lag above which a run is invalid."""
 _LAG_PERCENTILE = 99.0
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one run.
+    """Summary of one run.
 
     Attributes:
-        window: the part that counts.
-        throughput, outcomes, in_flight: see there.
-        goodput: None: no objectives were named.
-        measures: by name; None: no request has a number of it.
-        invalid: why it says nothing of the target; None: it does.
+        window: measured part of the run.
+        goodput: None without objectives.
+        measures: distributions by measure name; None: no request has a value.
+        invalid: reason why the run is invalid; None: it is valid.
     """
 
     window: Window
@@ -49,7 +48,7 @@ class Summary:
         window: Window,
         objectives: Sequence[Objective] = (),
         *,
-        most_lag_s: float = MOST_LAG_S,
+        max_lag_s: float = MAX_LAG_S,
     ) -> Self:
         due = window.due(records)
         measures = {
@@ -63,11 +62,11 @@ class Summary:
             in_flight=InFlight.of(records, window),
             goodput=Goodput.of(records, window, objectives) if objectives else None,
             measures=measures,
-            invalid=_invalid(measures[LAG.name], most_lag_s),
+            invalid=_invalid(measures[LAG.name], max_lag_s),
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers in seconds, and requests and tokens a second."""
+        """Return the summary document, in seconds, requests per second and tokens per second."""
         return {
             "invalid": self.invalid,
             "window": vars(self.window),
@@ -93,19 +92,19 @@ def _as_json(found: Distribution) -> dict[str, float]:
         "count": found.count,
         "mean": found.mean,
         "deviation": found.deviation,
-        "min": found.least,
+        "min": found.minimum,
         **named,
-        "max": found.most,
+        "max": found.maximum,
     }
 
 
-def _invalid(lag: Distribution | None, most_s: float) -> str | None:
+def _invalid(lag: Distribution | None, max_s: float) -> str | None:
     if lag is None:
         return "no request was sent in the window"
     late_s = lag.percentile(_LAG_PERCENTILE)
-    if late_s <= most_s:
+    if late_s <= max_s:
         return None
     return (
-        f"the generator was late: 1 of 100 requests was sent {1e3 * late_s:.1f} ms or more after "
-        f"its time, and {1e3 * most_s:g} ms are allowed"
+        f"the load generator was late: p99 dispatch lag is {1e3 * late_s:.1f} ms, the limit is "
+        f"{1e3 * max_s:g} ms"
     )

@@ -1,4 +1,4 @@
-"""A sweep: the same load at several rates, each with several seeds, up to saturation."""
+"""Sweep: the same load at several rates, each with several seeds, up to saturation."""
 
 import csv
 from collections.abc import Callable, Sequence
@@ -8,31 +8,29 @@ from typing import Any
 
 import orjson
 
+from loadgen.config import Process, RunConfig
 from loadgen.errors import UsageError
-from loadgen.figures import SHOWN, Figure
+from loadgen.figures import REPORTED, Figure
 from loadgen.files import SWEEP, SWEEP_TABLE
 from loadgen.knee import Point, knee, next_rate
-from loadgen.run import Outcome, Request
-from loadgen.source import Process
+from loadgen.run import Outcome
 from loadgen.statistics import Interval
 
-_RATED = (Process.POISSON, Process.GAMMA, Process.CONSTANT)
-_MOST_RATES = 24
-Run = Callable[[Request], Outcome]
+_WITH_RATE = (Process.POISSON, Process.GAMMA, Process.CONSTANT)
+_MAX_RATES = 24
+Run = Callable[[RunConfig], Outcome]
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is measured.
+class SweepConfig:
+    """Rates and seeds of a sweep.
 
     Attributes:
-        rates: requests a second; empty: from that of the request on, doubled until the target is
-            saturated.
-        seeds: runs of each rate, with seeds that follow the request's.
-        refinements: rates between the last that the target kept up with and the first that it did
-            not.
-        attainment: share of requests within their objectives that the knee has.
+        rates: requests per second; empty: double the run's rate until saturation.
+        seeds: number of runs per rate, with consecutive seeds from the run's seed.
+        refinements: bisections between the highest sustained and the lowest saturated rate.
+        attainment: fraction of requests within their objectives that the knee must reach.
     """
 
     rates: tuple[float, ...] = ()
@@ -42,29 +40,34 @@ class Plan:
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """``1,2,4``. Raises UsageError for what is none."""
+    """Parse rates such as ``1,2,4``.
+
+    Raises:
+        UsageError: if a rate is not a positive number.
+    """
     try:
         rates = tuple(sorted({float(part) for part in text.split(",")}))
     except ValueError:
         rates = ()
     if not rates or not all(0 < rate < float("inf") for rate in rates):
-        raise UsageError(f"{text}: rates are like 1,2,4")
+        raise UsageError(f"{text!r}: expected rates such as 1,2,4")
     return rates
 
 
-def sweep(request: Request, plan: Plan, out: Path, run: Run, log: Log) -> dict[str, Any]:
-    """Runs it all, and writes each run, and the sweep after every rate, into a folder.
+def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -> dict[str, Any]:
+    """Run the sweep and return the content of ``sweep.json``.
 
-    A run that the user stops ends the sweep. The document is that of ``sweep.json``.
+    Every run is written below ``out``, and the sweep is written again after each rate. A run that
+    the user interrupts ends the sweep.
 
     Raises:
-        UsageError: arrivals that have no rate, or no rate to begin with.
+        UsageError: if the arrival process has no rate, or no initial rate is given.
     """
-    if request.timing.process not in _RATED:
-        raise UsageError(f"a sweep is of {', '.join(_RATED)} arrivals")
-    waiting, rate = list(plan.rates), request.timing.rate
+    if config.arrivals.process not in _WITH_RATE:
+        raise UsageError(f"a sweep needs {', '.join(_WITH_RATE)} arrivals")
+    waiting, rate = list(plan.rates), config.arrivals.rate
     if not waiting and rate is None:
-        raise UsageError("a sweep needs --rates, or a --rate to begin with")
+        raise UsageError("a sweep needs --rates or an initial --rate")
     measured: list[dict[str, Any]] = []
     points: list[Point] = []
     refinements = plan.refinements
@@ -72,17 +75,17 @@ def sweep(request: Request, plan: Plan, out: Path, run: Run, log: Log) -> dict[s
     while waiting or (not plan.rates and rate is not None):
         rate = waiting.pop(0) if waiting else rate
         assert rate is not None
-        outcomes = _at(request, rate, plan.seeds, out, run, log)
+        outcomes = _run_rate(config, rate, plan.seeds, out, run, log)
         if outcomes:
-            point, shown = _point(rate, outcomes), _shown(request.seed, rate, outcomes)
+            point, entry = _point(rate, outcomes), _entry(config.seed, rate, outcomes)
             points.append(point)
-            measured.append(shown | {"saturated": point.saturated})
+            measured.append(entry | {"saturated": point.saturated})
             document = _document(measured, points, plan, outcomes[0])
         stopped = len(outcomes) < plan.seeds
         if document:
             document["stopped"] = stopped
             _write(out, document)
-        if stopped or len(points) >= _MOST_RATES:
+        if stopped or len(points) >= _MAX_RATES:
             break
         if not plan.rates:
             refining = any(point.saturated for point in points)
@@ -91,13 +94,15 @@ def sweep(request: Request, plan: Plan, out: Path, run: Run, log: Log) -> dict[s
     return document
 
 
-def _at(request: Request, rate: float, seeds: int, out: Path, run: Run, log: Log) -> list[Outcome]:
-    """Fewer than ``seeds``: the user stopped one, which does not count."""
+def _run_rate(
+    config: RunConfig, rate: float, seeds: int, out: Path, run: Run, log: Log
+) -> list[Outcome]:
+    """Run one rate with each seed; fewer outcomes than ``seeds``: the user interrupted a run."""
     outcomes = []
-    for seed in range(request.seed, request.seed + seeds):
-        log(f"{rate:g} requests a second, seed {seed}")
-        timing = replace(request.timing, rate=rate)
-        outcome = run(replace(request, timing=timing, seed=seed))
+    for seed in range(config.seed, config.seed + seeds):
+        log(f"{rate:g} requests per second, seed {seed}")
+        arrivals = replace(config.arrivals, rate=rate)
+        outcome = run(replace(config, arrivals=arrivals, seed=seed))
         outcome.write(out / _folder(rate, seed))
         if outcome.stopped:
             break
@@ -113,8 +118,8 @@ def _point(rate: float, outcomes: Sequence[Outcome]) -> Point:
     documents = [outcome.document for outcome in outcomes]
 
     def mean(figure: Figure) -> float | None:
-        found = [value for one in documents if (value := figure.found_in(one)) is not None]
-        return sum(found) / len(found) if found else None
+        values = [value for one in documents if (value := figure.value_in(one)) is not None]
+        return sum(values) / len(values) if values else None
 
     return Point(
         rate=rate,
@@ -126,14 +131,14 @@ def _point(rate: float, outcomes: Sequence[Outcome]) -> Point:
     )
 
 
-def _shown(seed: int, rate: float, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _entry(seed: int, rate: float, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     seeds = range(seed, seed + len(outcomes))
     figures = {}
-    for figure in SHOWN:
-        found = [figure.found_in(outcome.document) for outcome in outcomes]
+    for figure in REPORTED:
+        found = [figure.value_in(outcome.document) for outcome in outcomes]
         values = [value for value in found if value is not None]
-        whole = len(values) == len(found)
-        interval = Interval.of(values).within(0.0, figure.most) if whole else None
+        complete = len(values) == len(found)
+        interval = Interval.of(values).clipped(0.0, figure.upper_bound) if complete else None
         figures[str(figure)] = interval and interval.as_json()
     invalid = next((one.summary.invalid for one in outcomes if one.summary.invalid), None)
     return {
@@ -147,7 +152,7 @@ def _shown(seed: int, rate: float, outcomes: Sequence[Outcome]) -> dict[str, Any
 
 
 def _document(
-    measured: Sequence[dict[str, Any]], points: Sequence[Point], plan: Plan, first: Outcome
+    measured: Sequence[dict[str, Any]], points: Sequence[Point], plan: SweepConfig, first: Outcome
 ) -> dict[str, Any]:
     return {
         "manifest": first.document["manifest"],
@@ -161,12 +166,12 @@ def _write(out: Path, document: dict[str, Any]) -> None:
     with (out / SWEEP_TABLE).open("w", newline="") as table:
         rows = csv.writer(table)
         parts = ("mean", "low", "high")
-        names = [f"{figure} {part}" for figure in SHOWN for part in parts]
+        names = [f"{figure} {part}" for figure in REPORTED for part in parts]
         rows.writerow(["rate", "runs", "saturated", *names])
         for point in document["points"]:
             numbers = [
                 None if (found := point["figures"][str(figure)]) is None else found[part]
-                for figure in SHOWN
+                for figure in REPORTED
                 for part in parts
             ]
             rows.writerow([point["rate"], len(point["seeds"]), point["saturated"], *numbers])

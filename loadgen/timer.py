@@ -1,4 +1,4 @@
-"""A timer finer than those of event loops, which count milliseconds."""
+"""Timer with a finer resolution than event loops, whose timers count milliseconds."""
 
 import asyncio
 import ctypes
@@ -8,38 +8,38 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_KERNELS_LATE_S, _LOOPS_LATE_S = 5e-4, 1.5e-3
+_KERNEL_LATE_S, _LOOP_LATE_S = 5e-4, 1.5e-3
 _NANOSECONDS = 10**9
 
 
 class Timer:
-    """One sleep at a time: of the kernel's timer on Linux, elsewhere of the event loop's.
+    """One sleep at a time, on a kernel timer on Linux and on the event loop's timer elsewhere.
 
     Attributes:
-        late_s: by how much sleeps end late, seconds, at most unless the machine is busy.
+        max_late_s: typical upper bound, in seconds, on how late a sleep ends on an idle machine.
     """
 
     def __init__(self, descriptor: int | None) -> None:
-        self._descriptor, self._ringing = descriptor, asyncio.Event()
-        self.late_s = _LOOPS_LATE_S if descriptor is None else _KERNELS_LATE_S
+        self._descriptor, self._woken = descriptor, asyncio.Event()
+        self.max_late_s = _LOOP_LATE_S if descriptor is None else _KERNEL_LATE_S
 
     async def sleep(self, seconds: float) -> None:
-        """For more than 0 seconds, or until it rings."""
-        self._ringing.clear()
+        """Sleep for more than 0 seconds, or until `wake` is called."""
+        self._woken.clear()
         if self._descriptor is None:
-            asyncio.get_running_loop().call_later(seconds, self.ring)
+            asyncio.get_running_loop().call_later(seconds, self.wake)
         else:
             _set(self._descriptor, seconds)
-        await self._ringing.wait()
+        await self._woken.wait()
 
-    def ring(self) -> None:
-        """Ends the sleep."""
-        self._ringing.set()
+    def wake(self) -> None:
+        """End the current sleep."""
+        self._woken.set()
 
 
 @contextmanager
 def open_timer() -> Iterator[Timer]:
-    """Of the running event loop."""
+    """Open a timer on the running event loop."""
     loop, descriptor = asyncio.get_running_loop(), _descriptor()
     timer = Timer(descriptor)
     if descriptor is None:
@@ -47,8 +47,8 @@ def open_timer() -> Iterator[Timer]:
         return
 
     def expired() -> None:
-        os.read(descriptor, 8)  # how often: else it stays readable
-        timer.ring()
+        os.read(descriptor, 8)  # the expiration count; unread, it stays readable
+        timer.wake()
 
     loop.add_reader(descriptor, expired)
     try:
@@ -58,11 +58,11 @@ def open_timer() -> Iterator[Timer]:
         os.close(descriptor)
 
 
-# Python has these from 3.13 on, as os.timerfd_create and os.timerfd_settime_ns.
+# Python 3.13 adds os.timerfd_create and os.timerfd_settime_ns.
 
 
 def _descriptor() -> int | None:
-    """Of a new kernel timer; None: this is no Linux, or one that has none to give."""
+    """Return a new kernel timer; None: not Linux, or no timer available."""
     if sys.platform != "linux":
         return None
     flags = os.O_NONBLOCK | os.O_CLOEXEC  # TFD_NONBLOCK, TFD_CLOEXEC
@@ -71,7 +71,9 @@ def _descriptor() -> int | None:
 
 
 def _set(descriptor: int, seconds: float) -> None:
-    whole, rest = divmod(max(1, round(seconds * _NANOSECONDS)), _NANOSECONDS)  # 0 would disarm it
+    whole, rest = divmod(
+        max(1, round(seconds * _NANOSECONDS)), _NANOSECONDS
+    )  # 0 would disarm the timer
     once = (ctypes.c_long * 4)(0, 0, whole, rest)  # struct itimerspec: interval, then value
     if _libc().timerfd_settime(descriptor, 0, once, None):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

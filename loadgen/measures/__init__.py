@@ -1,4 +1,4 @@
-"""What is measured of a run, a file each, of its records alone."""
+"""Measures of a run, one per file, computed from its records."""
 
 from loadgen.measures.base import Measure, Window
 from loadgen.measures.e2e import E2E, E2E_SENT
@@ -13,7 +13,7 @@ from loadgen.measures.tpot import TPOT
 from loadgen.measures.ttft import TTFT, TTFT_SENT
 
 MEASURES = (TTFT, ITL, TPOT, E2E, NORMALIZED, TTFT_SENT, E2E_SENT, LAG)
-"""Those that each request has numbers of."""
+"""Measures with values for each request."""
 BY_NAME = {measure.name: measure for measure in MEASURES}
 
 __all__ = [

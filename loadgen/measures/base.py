@@ -1,4 +1,4 @@
-"""What a measure is."""
+"""Interface of measures."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from loadgen.record import Record
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a run that counts, without its warm-up and cool-down: seconds after the start."""
+    """Measured part of a run, without warm-up and cool-down, in seconds after the start."""
 
     begin: float
     end: float
@@ -21,20 +21,20 @@ class Window:
         return self.begin <= at < self.end
 
     def due(self, records: Sequence[Record]) -> list[Record]:
-        """Whose times are in it, and which were sent."""
+        """Return the records that were sent and whose scheduled time is in the window."""
         return [record for record in records if record.sent is not None and self.has(record.due)]
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Something that each request has a number of, or some.
+    """A measure with zero or more values per request.
 
     Attributes:
-        name: in JSON and on the command line.
-        title: in reports.
+        name: name in JSON and on the command line.
+        title: title in reports.
         unit: "s".
-        of: its numbers of one request; none where it has none.
-        formula: for readers of a report.
+        formula: formula shown in reports.
+        of: function from a record to its values.
     """
 
     name: str

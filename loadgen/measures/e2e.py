@@ -1,4 +1,4 @@
-"""End-to-end latency, also job completion time: ended - due; beside it from the send."""
+"""End-to-end latency (job completion time): ended - due, and ended - sent."""
 
 from collections.abc import Sequence
 

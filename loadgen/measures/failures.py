@@ -1,4 +1,4 @@
-"""Failures: how many requests failed, and how; and what became of the others."""
+"""Outcomes: number of requests that succeeded, failed, were cancelled or did not finish."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from loadgen.record import Failure, Record
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Of the requests due in a window; each is one of these.
+    """Outcomes of the requests due in a window; each request is counted exactly once.
 
     Attributes:
-        succeeded: with all of their answer.
-        cancelled: their clients left on purpose.
-        unfinished: the run was stopped before they ended, or before they were sent.
-        failed: by how they failed.
+        succeeded: requests with a complete answer.
+        cancelled: requests cancelled by their clients.
+        unfinished: requests not sent or not ended when the run was stopped.
+        failed: failed requests by kind of failure.
     """
 
     succeeded: int

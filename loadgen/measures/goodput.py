@@ -1,8 +1,8 @@
-"""Goodput: requests a second that succeeded within all of some targets.
+"""Goodput: requests per second that succeeded within all objectives.
 
-A request meets targets if each of its numbers of each measure is at most the target's. Of all that
-were due, those that failed or were never answered count as not met; clients that left do not count.
-Attainment is the share that met them.
+A request is within an objective if all its values of the measure are at most the bound. Failed and
+unanswered requests are not within the objectives. Cancelled requests are not counted.
+Attainment is the fraction of the counted requests that are within all objectives.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from loadgen.record import Record
 
 @dataclass(frozen=True)
 class Objective:
-    """Seconds that a measure may be at most."""
+    """Upper bound on a measure, in seconds."""
 
     measure: Measure
     seconds: float
@@ -26,7 +26,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Goodput:
-    """``requests`` a second that met all objectives, and the share of those due that did."""
+    """Requests per second within all objectives, and their fraction of the requests due."""
 
     requests: float
     attainment: float

@@ -1,9 +1,9 @@
-"""Queue, as a client sees it: requests that were sent and have not ended.
+"""Requests in flight: sent and not ended, the queue as seen by the client.
 
-The mean is over time: the seconds that requests were under way within the window, over its length.
-The growth is that of the mean from the window's first quarter to its last, over the three quarters
-of the window that lie between their middles: a server that cannot keep up answers so many requests
-a second fewer than come.
+The mean is over time: request-seconds in flight within the window, divided by its length. The
+growth per second is the difference between the means of the window's last and first quarters,
+divided by the distance of their centres (three quarters of the window). It equals the arrival rate
+minus the completion rate of a server that cannot keep up.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from loadgen.record import Record
 
 @dataclass(frozen=True)
 class InFlight:
-    """Requests under way at a time: on average, and at most; and by how many they grew a second."""
+    """Mean and maximum number of requests in flight, and its growth per second."""
 
     mean: float
     most: int
@@ -39,7 +39,7 @@ class InFlight:
 
 
 def _spans(records: Sequence[Record], window: Window) -> list[tuple[float, float]]:
-    """Of each request, while it was under way within the window."""
+    """Return the interval in flight within the window, for each request that has one."""
     spans = [
         (max(record.sent, window.begin), min(_end(record, window), window.end))
         for record in records

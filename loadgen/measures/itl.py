@@ -1,7 +1,7 @@
-"""Inter-token latency: between one piece of an answer and the next.
+"""Inter-token latency: gap between consecutive chunks of an answer.
 
-A piece is what came at a time: a token, or several where a server sends several. Each gap is a
-number of its own, so that a stall is seen whatever the length of the answer around it.
+A chunk holds one token, or several if the server sends several at once. Each gap is a separate
+value, so that a stall is visible whatever the length of the answer.
 """
 
 from collections.abc import Sequence
@@ -15,4 +15,4 @@ def _gaps(record: Record) -> Sequence[float]:
     return () if record.failure else [after - before for before, after in pairwise(record.times)]
 
 
-ITL = Measure("itl", "Inter-token latency", "s", "piece - the piece before it", _gaps)
+ITL = Measure("itl", "Inter-token latency", "s", "chunk - previous chunk", _gaps)

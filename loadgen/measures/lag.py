@@ -1,4 +1,4 @@
-"""Dispatch lag: sent - due, by which the generator itself was late."""
+"""Dispatch lag: sent - due, the lateness of the load generator itself."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Normalized latency: (ended - due) / output tokens, the figure of the FDC paper."""
+"""Normalized latency: (ended - due) / output tokens, as defined in the FDC paper."""
 
 from collections.abc import Sequence
 

@@ -1,8 +1,8 @@
-"""Throughput: what ended, and what came, in the window, over its length.
+"""Throughput: requests completed and tokens received in the window, divided by its length.
 
-Requests count where they ended with all of their answer. Tokens count when they came, of whatever
-request; where a target's own count of an answer differs from the pieces that came, each piece has
-an equal share of it.
+A request counts if it ended in the window with a complete answer. A token counts if it arrived in
+the window, whatever the outcome of its request. If the target's own token count differs from the
+received chunks, it is distributed over them in proportion.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from loadgen.record import Record
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of one run, a second.
+    """Rates of one run, per second.
 
     Attributes:
-        offered: requests that were due.
-        requests: that succeeded.
-        output_tokens: that came.
-        input_tokens: of the prompts of the requests that succeeded.
+        offered: requests due.
+        requests: successful requests.
+        output_tokens: output tokens received.
+        input_tokens: prompt tokens of successful requests.
     """
 
     offered: float
@@ -35,13 +35,13 @@ class Throughput:
         return cls(
             offered=sum(window.has(record.due) for record in records) / window.seconds,
             requests=len(ended) / window.seconds,
-            output_tokens=sum(_came(record, window) for record in records) / window.seconds,
+            output_tokens=sum(_received(record, window) for record in records) / window.seconds,
             input_tokens=sum(record.input_tokens for record in ended) / window.seconds,
         )
 
 
-def _came(record: Record, window: Window) -> float:
+def _received(record: Record, window: Window) -> float:
     counted = sum(record.counts)
     share = record.output_tokens / counted if counted else 0.0
-    came = (n for at, n in zip(record.times, record.counts, strict=True) if window.has(at))
-    return share * sum(came)
+    received = (n for at, n in zip(record.times, record.counts, strict=True) if window.has(at))
+    return share * sum(received)

@@ -1,7 +1,7 @@
-"""Time to first token: first - due; what a client waits for who came at the scheduled time.
+"""Time to first token: first - due, the wait of a client that arrives at the scheduled time.
 
-Beside it from the send, first - sent, which says nothing of requests that the generator sent late.
-Of requests that succeeded, or whose client left after a token.
+The variant from the send, first - sent, excludes the dispatch lag of the load generator. Both are
+measured for successful requests and for requests cancelled after their first token.
 """
 
 from collections.abc import Sequence

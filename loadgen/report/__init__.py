@@ -1,6 +1,6 @@
-"""Reports: a page of HTML for a run, for a sweep, and for two of them side by side.
+"""HTML reports of runs, sweeps and comparisons.
 
-Each page is one file that needs nothing else, neither scripts nor anything from elsewhere.
+Each report is a single self-contained file without scripts and external resources.
 """
 
 from loadgen.report.compare import compare_page

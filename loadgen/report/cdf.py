@@ -1,4 +1,4 @@
-"""Cumulative distributions of the times of a run."""
+"""Cumulative distribution plots of a run's latencies."""
 
 from collections.abc import Sequence
 
@@ -14,18 +14,18 @@ from loadgen.report.scale import Scale
 
 _POINTS = 300
 _SHOWN = ((TTFT, TTFT_SENT), (ITL, None), (E2E, E2E_SENT))
-_LEAST_OF_MEDIAN = 1e-2
-"""There a logarithmic axis begins at the latest: what came at once has no logarithm."""
+_MIN_OF_MEDIAN = 1e-2
+"""Lower end of a logarithmic axis relative to the median, because values may be 0."""
 
 Floats = NDArray[np.float64]
 
 
 def cdfs(due: Sequence[Record], objectives: dict[str, float]) -> list[Plot]:
-    """Of the requests that count, a plot for each measure that one of them has a number of.
+    """Return one plot for each measure with values.
 
     Args:
-        due: the records.
-        objectives: seconds, by the measure's name.
+        due: measured records.
+        objectives: bounds in seconds by measure name.
     """
     plots = []
     for measure, from_send in _SHOWN:
@@ -37,9 +37,9 @@ def cdfs(due: Sequence[Record], objectives: dict[str, float]) -> list[Plot]:
 
 
 def distribution(values: Floats) -> tuple[Floats, Floats]:
-    """Sorted values and the percentage that is at most so much, for a line with steps.
+    """Return sorted values and their cumulative percentages, for a step plot.
 
-    Of many, quantiles stand for them: evenly, and closer in the last 1 %.
+    Large samples are thinned to evenly spaced quantiles, with more of them in the last 1 %.
     """
     ordered = np.sort(values)
     if ordered.size <= _POINTS:
@@ -54,9 +54,9 @@ def _values(measure: Measure, due: Sequence[Record]) -> Floats:
 
 def _plot(measure: Measure, values: Floats, beside: Floats, objective: float | None) -> Plot:
     median, tail = np.percentile(values, (50, 99))
-    least = float(max(values.min(), median * _LEAST_OF_MEDIAN))
-    most = float(max(values.max(), objective or 0.0))
-    scale = Scale.fitting(1e3 * least, 1e3 * most)
+    low = float(max(values.min(), median * _MIN_OF_MEDIAN))
+    high = float(max(values.max(), objective or 0.0))
+    scale = Scale.fitting(1e3 * low, 1e3 * high)
     drawing, colour = Drawing(), OF_MEASURE[measure.name]
     axes = drawing.panels[0]
     scale.along_x(axes)
@@ -64,12 +64,12 @@ def _plot(measure: Measure, values: Floats, beside: Floats, objective: float | N
     keys = [Key("from the scheduled time", colour) if beside.size else Key("each gap", colour)]
     if objective is not None:
         axes.axvline(1e3 * objective, color=paint("red"), linestyle=":", linewidth=1.6)
-    for some, name, width, style in (
+    for sample, name, width, style in (
         (values, colour, 2.2, "solid"),
         (beside, "ink", 1.0, (0, (3, 4))),
     ):
-        if some.size:
-            at, share = distribution(np.maximum(some, least))
+        if sample.size:
+            at, share = distribution(np.maximum(sample, low))
             at, share = np.append(at[0], at), np.append(0.0, share)
             axes.step(1e3 * at, share, where="post", color=paint(name), lw=width, linestyle=style)
     if beside.size:
@@ -78,8 +78,8 @@ def _plot(measure: Measure, values: Floats, beside: Floats, objective: float | N
         keys.append(Key(f"objective, {ms(objective)} ms", "red", "dotted"))
     axes.plot([1e3 * median, 1e3 * tail], [50, 99], "o", color=paint(colour), markersize=6)
     drawing.label_y(0, "share, %")
-    drawing.label_x(f"{measure.title}, ms{scale.told}")
-    told = f"{measure.title}: p50 {ms(median)} ms, p99 {ms(tail)} ms"
-    svg = drawing.svg(f"cdf-{measure.name}", told)
+    drawing.label_x(f"{measure.title}, ms{scale.label_suffix}")
+    alt_text = f"{measure.title}: p50 {ms(median)} ms, p99 {ms(tail)} ms"
+    svg = drawing.svg(f"cdf-{measure.name}", alt_text)
     note = f"p50 {ms(median)} ms, p99 {ms(tail)} ms (dots), of {values.size:,}"
     return Plot(measure.title, (svg,), tuple(keys), note)

@@ -1,4 +1,4 @@
-"""The page of two runs, or of two sweeps, side by side."""
+"""Report of a comparison of two runs or two sweeps."""
 
 import math
 from collections.abc import Sequence
@@ -7,36 +7,37 @@ from itertools import groupby
 from typing import Any
 
 from loadgen.report.environment import lines, subtitle
-from loadgen.report.figure import Shown, shown
+from loadgen.report.figure import FigureFormat, figure_format
 from loadgen.report.number import plain
 from loadgen.report.page import render
 from loadgen.report.plot import Plot
 from loadgen.report.rates import Line, Point, rate_plot
 from loadgen.report.tile import Tile
 
-_FARTHEST = math.log(8)
-"""A ratio that is farther from 1 than 8 or 1/8 is drawn at the edge."""
+_MAX_LOG_RATIO = math.log(8)
+"""Ratios above 8 or below 1/8 are drawn at the edge."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """b / a with its interval.
+    """Ratio b / a with its interval.
 
     Attributes:
-        text, between: the ratio; its interval, "" where there is none.
-        marks: where low, mean and high stand between the edges, in %; 50 is 1.
-        verdict: "better", "worse", "not told apart": the interval has 1 in it, or "one run".
+        text: the ratio.
+        interval: its interval; "" without one.
+        marks: positions of low, mean and high in the drawing, in %; 50 is a ratio of 1.
+        verdict: "better", "worse", "not significant" (the interval contains 1) or "one run".
     """
 
     text: str
-    between: str
+    interval: str
     marks: tuple[float, float, float]
     verdict: str
 
 
 @dataclass(frozen=True)
 class Row:
-    """A figure at a rate, of both."""
+    """One figure of both sides at one rate."""
 
     rate: str
     a: str
@@ -46,15 +47,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """The rows of one figure."""
+    """Rows of one figure."""
 
-    shown: Shown
+    figure: FigureFormat
     rows: Sequence[Row]
 
 
 def compare_page(comparison: dict[str, Any]) -> str:
-    """HTML of {"a": {"name", "manifest"}, "b": likewise, "rows": [{"rate", "figure", "title",
-    "unit", "better", "a", "b", "ratio"}]}: intervals as in a sweep, ``ratio`` that of b / a."""
+    """Return the HTML report of a comparison document.
+
+    Args:
+        comparison: {"a": {"name", "manifest"}, "b": {"name", "manifest"}, "rows": [{"rate",
+            "figure", "title", "unit", "better", "a", "b", "ratio"}]}, with intervals as in a sweep.
+    """
     by_figure = {
         name: list(rows)
         for name, rows in groupby(
@@ -65,7 +70,7 @@ def compare_page(comparison: dict[str, Any]) -> str:
     ratios = [row["ratio"] for row in comparison["rows"] if row["ratio"] is not None]
     span = _span(ratios)
     groups = [
-        Group(_shown(rows[0]), [_row(row, span) for row in rows]) for rows in by_figure.values()
+        Group(_format(rows[0]), [_row(row, span) for row in rows]) for rows in by_figure.values()
     ]
     a, b = comparison["a"], comparison["b"]
     names = (str(a["name"]), str(b["name"]))
@@ -85,25 +90,25 @@ def compare_page(comparison: dict[str, Any]) -> str:
 
 
 def _first_seen(rows: Sequence[dict[str, Any]]) -> Any:
-    places: dict[str, int] = {}
+    order: dict[str, int] = {}
     for row in rows:
-        places.setdefault(row["figure"], len(places))
-    return lambda row: (places[row["figure"]], row["rate"] or 0.0)
+        order.setdefault(row["figure"], len(order))
+    return lambda row: (order[row["figure"]], row["rate"] or 0.0)
 
 
-def _shown(row: dict[str, Any]) -> Shown:
-    return shown(row["figure"], row["title"], row["unit"])
+def _format(row: dict[str, Any]) -> FigureFormat:
+    return figure_format(row["figure"], row["title"], row["unit"])
 
 
 def _span(ratios: Sequence[dict[str, Any]]) -> float:
-    """The logarithm of the farthest ratio, at least that of 1.25."""
+    """Return the largest absolute logarithm of a ratio, at least log 1.25."""
     ends = [one[end] for one in ratios for end in ("low", "mean", "high")]
-    far = [abs(math.log(one)) for one in ends if one is not None and one > 0]
-    return min(max([math.log(1.25), *far]), _FARTHEST)
+    distances = [abs(math.log(one)) for one in ends if one is not None and one > 0]
+    return min(max([math.log(1.25), *distances]), _MAX_LOG_RATIO)
 
 
 def _row(row: dict[str, Any], span: float) -> Row:
-    figure, ratio = _shown(row), row["ratio"]
+    figure, ratio = _format(row), row["ratio"]
     return Row(
         rate="" if row["rate"] is None else plain(float(row["rate"])),
         a=_interval(figure, row["a"]),
@@ -112,7 +117,7 @@ def _row(row: dict[str, Any], span: float) -> Row:
     )
 
 
-def _interval(figure: Shown, interval: dict[str, Any] | None) -> str:
+def _interval(figure: FigureFormat, interval: dict[str, Any] | None) -> str:
     if interval is None:
         return "–"
     low, high = interval["low"], interval["high"]
@@ -128,7 +133,7 @@ def _ratio(ratio: dict[str, Any], better: str, span: float) -> Ratio:
         return Ratio(f"{mean:#.3g}", "", (_mark(mean, span),) * 3, "one run")
     marks = (_mark(low, span), _mark(mean, span), _mark(high, span))
     if low <= 1 <= high:
-        verdict = "not told apart"
+        verdict = "not significant"
     else:
         verdict = "better" if (high < 1) == (better == "less") else "worse"
     return Ratio(f"{mean:#.3g}", f"{low:#.3g} to {high:#.3g}", marks, verdict)
@@ -141,18 +146,18 @@ def _mark(ratio: float, span: float) -> float:
 
 def _tiles(groups: Sequence[Group]) -> list[Tile]:
     verdicts = [row.ratio.verdict for group in groups for row in group.rows if row.ratio]
-    labels = (("better", "Better"), ("worse", "Worse"), ("not told apart", "Not told apart"))
+    labels = (("better", "Better"), ("worse", "Worse"), ("not significant", "Not significant"))
     tiles = [Tile(label, f"{verdicts.count(verdict):,}") for verdict, label in labels]
     if one_run := verdicts.count("one run"):
-        tiles.append(Tile("Of one run alone", f"{one_run:,}"))
+        tiles.append(Tile("Single runs", f"{one_run:,}"))
     return tiles
 
 
 def _plot(rows: Sequence[dict[str, Any]], names: tuple[str, str]) -> Plot | None:
-    """Of one figure, at two rates or more."""
+    """Return a plot of one figure; None: fewer than two rates."""
     if len({row["rate"] for row in rows if row["rate"] is not None}) < 2:
         return None
-    figure = _shown(rows[0])
+    figure = _format(rows[0])
     lines = [
         Line(name, colour, _points(rows, side, figure), dashed)
         for side, name, colour, dashed in (
@@ -166,7 +171,7 @@ def _plot(rows: Sequence[dict[str, Any]], names: tuple[str, str]) -> Plot | None
     return rate_plot(name, figure.title, label, lines, percent=whole, log=log)
 
 
-def _points(rows: Sequence[dict[str, Any]], side: str, figure: Shown) -> list[Point]:
+def _points(rows: Sequence[dict[str, Any]], side: str, figure: FigureFormat) -> list[Point]:
     return [
         Point.of(float(row["rate"]), row[side], figure, saturated=False)
         for row in rows

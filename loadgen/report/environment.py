@@ -1,4 +1,4 @@
-"""What a manifest says, in lines for readers."""
+"""Manifest as lines of text."""
 
 import shlex
 from contextlib import suppress
@@ -9,13 +9,13 @@ _FIRST = ("model", "target", "started", "seed")
 
 
 def lines(manifest: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and what they are, those that readers look for first."""
+    """Return names and values, the most important first."""
     order = sorted(manifest, key=lambda name: name not in _FIRST)
     return [(name.replace("_", " "), _text(name, manifest[name])) for name in order]
 
 
 def subtitle(manifest: dict[str, Any]) -> str:
-    """What was asked, where and when, as far as it is known."""
+    """Return model, target and start time, as far as known."""
     known = [str(manifest[name]) for name in ("model", "target") if manifest.get(name)]
     with suppress(KeyError, ValueError, TypeError):
         known.append(f"{datetime.fromisoformat(manifest['started']):%Y-%m-%d %H:%M %Z}")

@@ -1,4 +1,4 @@
-"""Figures of runs by the names that sweeps and requirements use, such as ``ttft:p99``."""
+"""Presentation of figures, by names such as ``ttft:p99``."""
 
 from dataclasses import dataclass
 
@@ -9,49 +9,49 @@ _MEASURES = {measure.name: measure.title for measure in MEASURES}
 
 
 @dataclass(frozen=True)
-class Shown:
-    """How a figure is shown.
+class FigureFormat:
+    """Title and unit of a figure.
 
     Attributes:
-        title: without its unit.
-        unit: that it is shown in: "ms", "a second", "%" or "".
+        title: title without the unit.
+        unit: display unit: "ms", "per second", "%" or "".
     """
 
     title: str
     unit: str
 
     def text(self, value: float | None) -> str:
-        """Without the unit."""
+        """Format a value, without the unit."""
         return {"ms": ms, "%": percent}.get(self.unit, plain)(value)
 
     def margin(self, mean: float, margin: float) -> str:
-        """What a mean may be off by, with as many digits as the mean has."""
+        """Format the margin of error of a mean, with the digits of the mean."""
         digits = len(self.text(mean).partition(".")[2])
         return f"± {self.scaled(margin):,.{digits}f}"
 
     def scaled(self, value: float) -> float:
-        """In the unit."""
+        """Convert a value to the display unit."""
         return value * {"ms": 1e3, "%": 1e2}.get(self.unit, 1.0)
 
 
 _OF_RUN = {
-    "throughput": Shown("Requests answered", "a second"),
-    "output_tokens": Shown("Output tokens", "a second"),
-    "attainment": Shown("Attainment", "%"),
-    "goodput": Shown("Goodput", "a second"),
-    "failures": Shown("Failed requests", "%"),
-    "in_flight": Shown("Requests in flight", ""),
+    "throughput": FigureFormat("Requests answered", "per second"),
+    "output_tokens": FigureFormat("Output tokens", "per second"),
+    "attainment": FigureFormat("Attainment", "%"),
+    "goodput": FigureFormat("Goodput", "per second"),
+    "failures": FigureFormat("Failed requests", "%"),
+    "in_flight": FigureFormat("Requests in flight", ""),
 }
-_UNITS = {"s": "ms", "1/s": "a second"}
+_UNITS = {"s": "ms", "1/s": "per second"}
 
 
-def shown(name: str, title: str = "", unit: str = "") -> Shown:
-    """A figure by its name; one that is not known, as it says of itself."""
+def figure_format(name: str, title: str = "", unit: str = "") -> FigureFormat:
+    """Return the format of a figure; title and unit are used for unknown names."""
     if name in _OF_RUN:
         return _OF_RUN[name]
     measure, _, statistic = name.partition(":")
     if measure in _MEASURES:
-        return Shown(
+        return FigureFormat(
             f"{_MEASURES[measure]}, {statistic}" if statistic else _MEASURES[measure], "ms"
         )
-    return Shown(title or name, _UNITS.get(unit, unit))
+    return FigureFormat(title or name, _UNITS.get(unit, unit))

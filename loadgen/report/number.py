@@ -1,13 +1,13 @@
-"""Numbers as readers want them: three figures that say something, units that fit."""
+"""Number formatting: three significant digits and suitable units."""
 
 NOTHING = "–"
-"""Stands where there is no number."""
+"""Placeholder for a missing number."""
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def plain(value: float | None) -> str:
-    """Three significant figures, and whole numbers from 100 on: 0.051, 1.25, 12.3, 1,235."""
+    """Format with three significant digits, from 100 as an integer: 0.051, 1.25, 12.3, 1,235."""
     if value is None:
         return NOTHING
     size = abs(value)
@@ -19,7 +19,7 @@ def plain(value: float | None) -> str:
 
 
 def ms(seconds: float | None) -> str:
-    """Milliseconds, without their unit; zeros stay, so that columns are level."""
+    """Format as milliseconds without the unit; trailing zeros are kept to align columns."""
     if seconds is None:
         return NOTHING
     value = 1e3 * seconds
@@ -29,7 +29,7 @@ def ms(seconds: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Without its sign; only all of them are 100 and only none are 0."""
+    """Format as a percentage without the sign; 0 and 100 are only used for exact values."""
     if share is None:
         return NOTHING
     value = 100 * share
@@ -41,7 +41,7 @@ def percent(share: float | None) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes, with their unit."""
+    """Format a number of bytes with its unit."""
     if count is None:
         return NOTHING
     unit = 0
@@ -51,7 +51,7 @@ def size(count: float | None) -> str:
 
 
 def tick(value: float) -> str:
-    """Short, for an axis: 0.5, 200, 5,000, 20k, 3M."""
+    """Format an axis label: 0.5, 200, 5,000, 20k, 3M."""
     for large, letter in ((1e6, "M"), (1e4, "k")):
         if abs(value) >= large:
             return f"{value / (1e3 if letter == 'k' else 1e6):g}{letter}"

@@ -1,4 +1,4 @@
-"""Pages of templates. Whatever a template is given is escaped, but for drawings made here."""
+"""Rendering of templates. All content is escaped except our own drawings."""
 
 from functools import cache
 from pathlib import Path
@@ -26,13 +26,13 @@ def _environment() -> Environment:
 
 
 def render(template: str, **content: Any) -> str:
-    """A whole page, with its style in it."""
+    """Render a page with its style sheet."""
     environment = _environment()
     style = Markup(environment.get_template(_STYLE).render())
     return environment.get_template(template).render(style=style, **content)
 
 
 def write_page(path: Path, page: str) -> None:
-    """Into a file; its folder is made."""
+    """Write a page, creating its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")

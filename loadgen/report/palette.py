@@ -1,8 +1,8 @@
-"""Colours by name: a page says in its style what each is in the light, in the dark and on paper.
+"""Colours by name; the style sheet defines their values for light, dark and print.
 
-matplotlib wants numbers, so that a name is drawn as one that nothing else has, and taken for the
-style's variable afterwards. Blue, orange, green, purple and ochre can be told apart by readers who
-do not see red or green; lines that share a plot differ in their dashes or markers as well.
+matplotlib needs numeric colours, so each name is drawn with a unique one, which is replaced by a
+CSS variable afterwards. Blue, orange, green, purple and ochre are distinguishable with colour
+vision deficiency. Lines in one plot also differ in dashes or markers.
 """
 
 import re
@@ -20,14 +20,14 @@ OF_MEASURE = {
     "tpot": "purple",
     "normalized_latency": "ochre",
 }
-"""The same on every page."""
+"""Colours of measures, the same in all reports."""
 
 
 def paint(name: str) -> str:
-    """The colour for matplotlib."""
+    """Return the placeholder colour for matplotlib."""
     return _NUMBERS[name]
 
 
 def variables(svg: str) -> str:
-    """What was drawn, with the style's variables for colours."""
+    """Replace placeholder colours in an SVG by CSS variables."""
     return _NUMBER.sub(lambda found: f"var(--{NAMES[int(found[1], 16)]})", svg)

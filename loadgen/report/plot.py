@@ -1,4 +1,4 @@
-"""Plots as SVG that is part of a page: text is text, colours are the page's, ids are its own."""
+"""Plots as inline SVG: text stays text, colours are CSS variables, ids are unique."""
 
 import io
 import re
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from loadgen.report.palette import paint, variables
 
 NARROW, WIDE = 360, 1040
-"""Widths in CSS pixels at which text has its own size; a page scales them to where they stand."""
+"""Widths in CSS pixels at which text has its nominal size; pages scale the drawings."""
 _FONT = 12
 _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 48, 18, 28, 46, 36
 _SETTINGS: dict[Any, Any] = {
@@ -31,11 +31,10 @@ _FONT_STYLE = re.compile(r"font: [^;\"]*;?\s*|font-(?:size|family): [^;\"]*;?\s*
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend, which stands outside of the drawing and hides nothing of it.
+    """Entry of a legend, which is placed outside the drawing.
 
     Attributes:
-        label: what it is.
-        colour: of the palette.
+        colour: name in the palette.
         look: "line", "dashed", "dotted", "area" or "hollow".
     """
 
@@ -46,13 +45,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing with what is said about it.
+    """Plot with title and legend.
 
     Attributes:
-        title: its heading.
-        drawings: one, or one for wide screens and one for narrow ones.
-        keys: its legend.
-        note: a line below it.
+        drawings: one drawing, or one for wide and one for narrow screens.
+        keys: legend.
+        note: line below the plot.
     """
 
     title: str
@@ -62,10 +60,10 @@ class Plot:
 
 
 class Drawing:
-    """Panels, one above another, with one x axis.
+    """Vertically stacked panels with a common x axis.
 
-    Margins are fixed, so that neighbours in a page are level, and all text is horizontal: nothing
-    depends on how wide a font is where the page is read.
+    Margins are fixed, so that adjacent plots align, and all text is horizontal, so that the layout
+    does not depend on the reader's font.
     """
 
     def __init__(self, width: int = NARROW, *, panel: int = 166, panels: int = 1) -> None:
@@ -94,18 +92,23 @@ class Drawing:
         return axes
 
     def label_y(self, panel: int, text: str) -> None:
-        """Above the axis, from the left edge."""
+        """Label a y axis, above it and left-aligned."""
         top = self.panels[panel].get_position().y1
         at = 1 / self._width, top + 12 / self._height
         self._figure.text(*at, text, color=paint("ink"), parse_math=False)
 
     def label_x(self, text: str) -> None:
-        """Below the lowest panel."""
+        """Label the x axis, below the lowest panel."""
         at = 1 - _RIGHT / self._width, 5 / self._height
         self._figure.text(*at, text, color=paint("ink"), ha="right", parse_math=False)
 
-    def svg(self, name: str, told: str) -> Markup:
-        """``name``: unique in its page. ``told``: to readers who cannot see it."""
+    def svg(self, name: str, alt_text: str) -> Markup:
+        """Return the drawing as SVG.
+
+        Args:
+            name: unique name in the page.
+            alt_text: description for screen readers.
+        """
         written = io.StringIO()
         self._figure.patch.set_visible(False)
         with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}):
@@ -113,5 +116,5 @@ class Drawing:
         text = _UNWANTED.sub("", written.getvalue())
         text = _FONT_STYLE.sub("", _SIZE.sub(r"\1", text))
         text = _ID.sub(rf"\g<1>{name}-", text)
-        label = f'<svg role="img" aria-label="{escape(told)}"'
+        label = f'<svg role="img" aria-label="{escape(alt_text)}"'
         return Markup(variables(text).replace("<svg", label, 1).strip())

@@ -1,4 +1,4 @@
-"""Figures against the rate that was offered, with how sure they are."""
+"""Plots of figures against the offered rate, with confidence intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from loadgen.report.figure import Shown
+from loadgen.report.figure import FigureFormat
 from loadgen.report.palette import paint
 from loadgen.report.plot import Drawing, Key, Plot
 from loadgen.report.scale import Scale
@@ -14,8 +14,12 @@ from loadgen.report.scale import Scale
 
 @dataclass(frozen=True)
 class Point:
-    """``low`` and ``high``: None where one run was all. ``saturated``: more was offered than the
-    target could do."""
+    """Figure at one rate.
+
+    Attributes:
+        low, high: interval; None: a single run.
+        saturated: whether the rate is above saturation.
+    """
 
     rate: float
     mean: float
@@ -24,16 +28,18 @@ class Point:
     saturated: bool = False
 
     @classmethod
-    def of(cls, rate: float, interval: dict[str, Any], shown: Shown, saturated: bool) -> "Point":
-        """An interval of JSON, in the unit that it is shown in."""
+    def of(
+        cls, rate: float, interval: dict[str, Any], form: FigureFormat, saturated: bool
+    ) -> "Point":
+        """Convert an interval from JSON to the display unit."""
         ends = (interval["mean"], interval["low"], interval["high"])
-        mean, low, high = (None if one is None else shown.scaled(float(one)) for one in ends)
+        mean, low, high = (None if one is None else form.scaled(float(one)) for one in ends)
         return cls(rate, mean or 0.0, low, high, saturated)
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points in the order of their rates."""
+    """Line through points, ordered by rate."""
 
     label: str
     colour: str
@@ -52,15 +58,15 @@ def rate_plot(
     percent: bool = False,
     log: bool = False,
 ) -> Plot | None:
-    """None: there is not a point.
+    """Plot figures against the offered rate; None: no points.
 
     Args:
-        name: unique in its page.
-        title, label: of the plot; of its y axis, with the unit.
-        knee: a rate to mark.
-        ideal: with the line on which all that was offered is answered.
-        percent: the y axis is of shares, from none to all.
-        log: the y axis is logarithmic where values differ much.
+        name: unique name in the page.
+        label: label of the y axis, with its unit.
+        knee: rate to mark.
+        ideal: whether to draw the line of equal offered and measured rates.
+        percent: whether the y axis shows percentages.
+        log: whether the y axis may be logarithmic, for a large range of values.
     """
     lines = [line for line in lines if line.points]
     if not lines:
@@ -78,28 +84,28 @@ def rate_plot(
         _draw(axes, line, upward)
     if any(point.saturated for line in lines for point in line.points):
         keys.append(Key("saturated", "muted", "hollow"))
-    drawing.label_y(0, f"{label}{upward.told}")
-    drawing.label_x("offered, requests a second")
-    return Plot(title, (drawing.svg(name, f"{title} against the rate offered"),), tuple(keys))
+    drawing.label_y(0, f"{label}{upward.label_suffix}")
+    drawing.label_x("offered, requests per second")
+    return Plot(title, (drawing.svg(name, f"{title} against the offered rate"),), tuple(keys))
 
 
 def _guides(axes: Axes, ideal: Scale | None, knee: float | None) -> list[Key]:
-    """Lines to compare with, drawn below the others."""
+    """Draw reference lines below the others."""
     keys = []
     if ideal is not None:
         ends = [ideal.low, ideal.high]
         axes.plot(ends, ends, color=paint("muted"), linewidth=1)
-        keys.append(Key("all that is offered", "muted"))
+        keys.append(Key("equal to offered", "muted"))
     if knee is not None:
         axes.axvline(knee, color=paint("ink"), linewidth=1.2, linestyle=(0, (1, 2)))
         keys.append(Key("knee", "ink", "dotted"))
     return keys
 
 
-def _upward(lines: Sequence[Line], most: float, log: bool) -> Scale:
-    """Means decide on the scale; intervals may make it longer, up to three times the means."""
+def _upward(lines: Sequence[Line], minimum_high: float, log: bool) -> Scale:
+    """Scale the y axis to the means; intervals extend it to at most three times the means."""
     points = [point for line in lines for point in line.points]
-    low, high = min(p.mean for p in points), max(most, *(p.mean for p in points), 0.0)
+    low, high = min(p.mean for p in points), max(minimum_high, *(p.mean for p in points), 0.0)
     reach = max((p.high for p in points if p.high is not None), default=high)
     high = max(high, min(reach, 3 * high))
     return Scale.fitting(low, high) if log else Scale.linear(high)
@@ -107,14 +113,16 @@ def _upward(lines: Sequence[Line], most: float, log: bool) -> Scale:
 
 def _draw(axes: Axes, line: Line, upward: Scale) -> None:
     colour, style = paint(line.colour), (0, (5, 3)) if line.dashed else "solid"
-    sure = [p for p in line.points if p.low is not None and p.high is not None]
+    bounded = [p for p in line.points if p.low is not None and p.high is not None]
     rates, means = [p.rate for p in line.points], [p.mean for p in line.points]
-    if len(sure) > 1:
-        lows = [max(p.low or 0.0, upward.low) for p in sure]
-        highs = [min(p.high or 0.0, upward.high) for p in sure]
-        axes.fill_between([p.rate for p in sure], lows, highs, color=colour, alpha=0.16, lw=0)
-    elif sure:
-        axes.vlines(sure[0].rate, sure[0].low or 0.0, sure[0].high or 0.0, color=colour, lw=1.6)
+    if len(bounded) > 1:
+        lows = [max(p.low or 0.0, upward.low) for p in bounded]
+        highs = [min(p.high or 0.0, upward.high) for p in bounded]
+        axes.fill_between([p.rate for p in bounded], lows, highs, color=colour, alpha=0.16, lw=0)
+    elif bounded:
+        axes.vlines(
+            bounded[0].rate, bounded[0].low or 0.0, bounded[0].high or 0.0, color=colour, lw=1.6
+        )
     axes.plot(rates, means, color=colour, linewidth=1.8, linestyle=style)
     marker = "s" if line.dashed else "o"
     for point in line.points:

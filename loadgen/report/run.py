@@ -1,4 +1,4 @@
-"""The page of one run."""
+"""Report of one run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How requests failed: how many of all, and what was seen most often."""
+class FailureRow:
+    """Failed requests of one kind, with their most common message."""
 
     name: str
     count: int
@@ -29,7 +29,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Stage:
-    """Where the target says that time went."""
+    """Mean time in one stage, as reported by the target."""
 
     name: str
     seconds: float
@@ -38,13 +38,13 @@ class Stage:
 
 
 def run_page(records: Sequence[Record], document: dict[str, Any]) -> str:
-    """HTML of a run as `loadgen.files.read_run` gives it.
+    """Return the HTML report of a run read by `loadgen.files.read_run`.
 
     Args:
-        records: all requests, also those that do not count.
-        document: the summary; it may have ``faults`` ([{"at": seconds, "what": text}]) and
+        records: all requests, including those outside the window.
+        document: summary; optional keys are ``faults`` ([{"at": seconds, "what": text}]),
             ``server`` ({"stages": {name: mean seconds}, "kv_bytes": {"raw", "wire", "ratio"}}),
-            ``objectives`` ({measure: seconds}) and ``check`` (as `loadgen.check` has it).
+            ``objectives`` ({measure: seconds}) and ``check`` (`loadgen.check.Check.as_json`).
     """
     window = Window(**document["window"])
     due = window.due(records)
@@ -76,13 +76,15 @@ def _objectives(document: dict[str, Any]) -> list[Objective]:
     return [Objective(BY_NAME[name], s) for name, s in document.get("objectives", {}).items()]
 
 
-def _failures(records: Sequence[Record], window: Window, outcomes: dict[str, Any]) -> list[Kind]:
+def _failures(
+    records: Sequence[Record], window: Window, outcomes: dict[str, Any]
+) -> list[FailureRow]:
     seen: dict[str, Counter[str]] = {}
     for record in records:
         if record.failure is not None and window.has(record.due):
             seen.setdefault(str(record.failure), Counter())[record.detail] += 1
     return [
-        Kind(name, count, count / outcomes["total"], _most_common(seen.get(name)))
+        FailureRow(name, count, count / outcomes["total"], _most_common(seen.get(name)))
         for name, count in sorted(outcomes["failed"].items(), key=lambda one: -one[1])
     ]
 

@@ -1,4 +1,4 @@
-"""From where to where an axis goes, and what is written along it."""
+"""Axis scales: range and ticks."""
 
 import math
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from matplotlib.axes import Axes
 
 from loadgen.report.number import tick
 
-_LOG_FROM = 20.0
-"""Values that differ by more are shown on a logarithmic axis, where that is asked for."""
+_MIN_LOG_RATIO = 20.0
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-_MOST_DECADES = 6
+_MAX_DECADES = 6
 
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis: its ends, its few ticks, and whether it is logarithmic."""
+    """Range and ticks of an axis."""
 
     low: float
     high: float
@@ -25,28 +25,28 @@ class Scale:
 
     @classmethod
     def linear(cls, high: float, *, ticks: int = 5) -> Self:
-        """From 0 to a little more than ``high``; of nothing, to 1."""
+        """Return a scale from 0 to slightly above ``high``, or to 1 if ``high`` is 0."""
         high = high if high > 0 else 1.0
-        least = high / ticks
-        power = 10.0 ** math.floor(math.log10(least))
-        step = next(power * one for one in _STEPS if power * one >= least * (1 - 1e-9))
+        min_step = high / ticks
+        power = 10.0 ** math.floor(math.log10(min_step))
+        step = next(power * one for one in _STEPS if power * one >= min_step * (1 - 1e-9))
         last = math.floor(high / step + 1e-9)
         return cls(0.0, high * 1.04, tuple(step * n for n in range(last + 1)))
 
     @classmethod
     def logarithmic(cls, low: float, high: float) -> Self:
-        """Decades are written; 1, 2 and 5 of each where they are few."""
+        """Return a scale with ticks at decades, and at 1, 2 and 5 of each for small ranges."""
         low, high = low / 1.15, high * 1.15
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         between = (1, 2, 5) if high / low < 110 else (1,)
-        every = math.ceil((last - first) / _MOST_DECADES)
+        every = math.ceil((last - first) / _MAX_DECADES)
         ticks = (n * 10.0**power for power in range(first, last + 1, every) for n in between)
         return cls(low, high, tuple(at for at in ticks if low <= at <= high), is_log=True)
 
     @classmethod
     def fitting(cls, low: float, high: float) -> Self:
-        """Logarithmic where the values differ much; else from 0."""
-        if low > 0 and high / low > _LOG_FROM:
+        """Return a logarithmic scale for a large range of values, else a linear one."""
+        if low > 0 and high / low > _MIN_LOG_RATIO:
             return cls.logarithmic(low, high)
         return cls.linear(high)
 
@@ -55,8 +55,8 @@ class Scale:
         return cls(0.0, 102.0, (0.0, 25.0, 50.0, 75.0, 100.0))
 
     @property
-    def told(self) -> str:
-        """To be said behind an axis' label."""
+    def label_suffix(self) -> str:
+        """Suffix of the axis label."""
         return ", log scale" if self.is_log else ""
 
     def along_x(self, axes: Axes, *, labels: bool = True) -> None:

@@ -1,11 +1,11 @@
-"""The page of a sweep: what a target does at one rate after another."""
+"""Report of a sweep."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from loadgen.report.environment import lines, subtitle
-from loadgen.report.figure import shown
+from loadgen.report.figure import figure_format
 from loadgen.report.number import plain
 from loadgen.report.page import render
 from loadgen.report.palette import OF_MEASURE
@@ -22,7 +22,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """A mean, and by how much it may be off; "": of one run nothing is known."""
+    """Mean and margin of error; the margin of a single run is empty."""
 
     mean: str
     margin: str
@@ -30,7 +30,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """A rate, what was found at it, and what is to be said about it."""
+    """Figures and remarks of one rate."""
 
     rate: str
     runs: int
@@ -41,12 +41,16 @@ class Row:
 
 
 def sweep_page(sweep: dict[str, Any]) -> str:
-    """HTML of a sweep: {"manifest", "points": [{"rate", "seeds", "folders", "figures": {name:
-    interval or None}, "saturated", "invalid"}], "knee": {"rate", "why"} or None}, where an interval
-    is {"mean", "low", "high", "runs", "level"}, with times in seconds."""
+    """Return the HTML report of a sweep document.
+
+    Args:
+        sweep: {"manifest", "points": [{"rate", "seeds", "folders", "figures": {name: interval or
+            None}, "saturated", "invalid"}], "knee": {"rate", "why"} or None}. An interval is
+            {"mean", "low", "high", "runs", "level"}, with times in seconds.
+    """
     points = sorted(sweep["points"], key=lambda point: float(point["rate"]))
     names = [name for name in _COLUMNS if any(point["figures"].get(name) for point in points)]
-    counting = [point for point in points if not point["invalid"]]
+    valid = [point for point in points if not point["invalid"]]
     knee = sweep["knee"]
     return render(
         "sweep.html.j2",
@@ -54,11 +58,11 @@ def sweep_page(sweep: dict[str, Any]) -> str:
         manifest=lines(sweep["manifest"]),
         knee=knee,
         level=_level(points),
-        tiles=_tiles(counting, knee),
-        plots=_plots(counting, knee and float(knee["rate"])),
-        columns=[shown(name) for name in names],
+        tiles=_tiles(valid, knee),
+        plots=_plots(valid, knee and float(knee["rate"])),
+        columns=[figure_format(name) for name in names],
         rows=[_row(point, names, knee and float(knee["rate"])) for point in points],
-        left_out=len(points) - len(counting),
+        left_out=len(points) - len(valid),
     )
 
 
@@ -82,9 +86,9 @@ def _plots(points: Sequence[dict[str, Any]], knee: float | None) -> list[Plot]:
     ]
     rest = [
         rate_plot(
-            "throughput", "Throughput", "requests a second", answered, knee=knee, ideal=True
+            "throughput", "Throughput", "requests per second", answered, knee=knee, ideal=True
         ),
-        rate_plot("tokens", "Output", "tokens a second", output, knee=knee),
+        rate_plot("tokens", "Output", "tokens per second", output, knee=knee),
         rate_plot(
             "shares", "Attainment and failures", "share of requests, %", shares,
             knee=knee, percent=True,
@@ -105,7 +109,7 @@ def _line(
     points: Sequence[dict[str, Any]], name: str, label: str, colour: str, *, dashed: bool = False
 ) -> Line:
     found = [
-        Point.of(float(point["rate"]), interval, shown(name), bool(point["saturated"]))
+        Point.of(float(point["rate"]), interval, figure_format(name), bool(point["saturated"]))
         for point in points
         if (interval := point["figures"].get(name)) is not None
     ]
@@ -115,9 +119,9 @@ def _line(
 def _tiles(points: Sequence[dict[str, Any]], knee: dict[str, Any] | None) -> list[Tile]:
     tiles = [Tile("Knee", plain(float(knee["rate"])), "/ s", "requests offered")] if knee else []
     best = (
-        ("throughput", "Most requests answered"),
-        ("goodput", "Best goodput"),
-        ("output_tokens", "Most output tokens"),
+        ("throughput", "Highest throughput"),
+        ("goodput", "Highest goodput"),
+        ("output_tokens", "Highest output rate"),
     )
     for name, label in best:
         found = [
@@ -126,8 +130,8 @@ def _tiles(points: Sequence[dict[str, Any]], knee: dict[str, Any] | None) -> lis
             if (interval := point["figures"].get(name)) is not None
         ]
         if found:
-            most, rate = max(found)
-            tiles.append(Tile(label, plain(most), "/ s", f"at {plain(rate)} offered"))
+            highest, rate = max(found)
+            tiles.append(Tile(label, plain(highest), "/ s", f"at {plain(rate)} offered"))
     return tiles
 
 
@@ -143,7 +147,7 @@ def _row(point: dict[str, Any], names: Sequence[str], knee: float | None) -> Row
 
 
 def _cell(name: str, interval: dict[str, Any] | None) -> Cell:
-    figure = shown(name)
+    figure = figure_format(name)
     if interval is None:
         return Cell("–", "")
     low, high = interval["low"], interval["high"]
@@ -154,7 +158,7 @@ def _cell(name: str, interval: dict[str, Any] | None) -> Cell:
 
 
 def _level(points: Sequence[dict[str, Any]]) -> float | None:
-    """Of the intervals; None: of no point there is more than one run."""
+    """Return the confidence level of the intervals; None: one run per rate."""
     for point in points:
         for interval in point["figures"].values():
             if interval is not None and interval["low"] is not None:

@@ -8,7 +8,7 @@ from loadgen.report.number import ms, percent, plain
 
 @dataclass(frozen=True)
 class Tile:
-    """A figure with its unit, what it is, and a line that belongs to it."""
+    """Headline figure with label, unit and note."""
 
     label: str
     value: str
@@ -24,23 +24,23 @@ _LATENCIES = (
 
 
 def of_run(document: dict[str, Any]) -> list[Tile]:
-    """What one wants to know first of a run."""
-    came, waiting = document["throughput"], document["in_flight"]
+    """Return the headline figures of a run."""
+    throughput, in_flight = document["throughput"], document["in_flight"]
     tiles = []
     for name, label in _LATENCIES:
         found = document["measures"].get(name) or {"p50": None, "p99": None}
         value = Tile(f"{label}, p50", ms(found["p50"]), "ms", f"p99 {ms(found['p99'])} ms")
         tiles.append(value if found["p50"] is not None else Tile(f"{label}, p50", "–"))
-    offered = f"of {plain(came['offered'])} offered"
-    tiles.append(Tile("Requests answered", plain(came["requests"]), "/ s", offered))
-    prompts = f"{plain(came['input_tokens'])} / s of prompts"
-    tiles.append(Tile("Output tokens", plain(came["output_tokens"]), "/ s", prompts))
+    offered = f"of {plain(throughput['offered'])} offered"
+    tiles.append(Tile("Requests answered", plain(throughput["requests"]), "/ s", offered))
+    prompts = f"{plain(throughput['input_tokens'])} / s of prompts"
+    tiles.append(Tile("Output tokens", plain(throughput["output_tokens"]), "/ s", prompts))
     if (good := document["goodput"]) is not None:
         note = f"goodput {plain(good['requests'])} / s"
         tiles.append(Tile("Attainment", percent(good["attainment"]), "%", note))
     tiles.append(_failed(document["outcomes"]))
-    most = f"at most {waiting['most']:,}"
-    tiles.append(Tile("Requests in flight", plain(waiting["mean"]), "", most))
+    maximum = f"maximum {in_flight['most']:,}"
+    tiles.append(Tile("Requests in flight", plain(in_flight["mean"]), "", maximum))
     return tiles
 
 

@@ -1,4 +1,4 @@
-"""A run as it went: tokens a second, requests in flight, requests that were sent and that ended."""
+"""Timeline of a run: token rate, requests in flight, and rates of requests sent and ended."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from loadgen.report.palette import paint
 from loadgen.report.plot import NARROW, WIDE, Drawing, Key, Plot
 from loadgen.report.scale import Scale
 
-_MOST_BINS = 100
+_MAX_BINS = 100
 _WIDTHS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 3600.0)
 
 Floats = NDArray[np.float64]
@@ -24,13 +24,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Timeline:
-    """Means over equal parts of a run.
+    """Means over equal time bins of a run.
 
     Attributes:
-        edges: of the parts, in seconds, one more than there are parts.
-        tokens: of output, a second.
-        in_flight: requests under way.
-        sent, answered, failed: requests a second.
+        edges: bin edges in seconds, shape (bins + 1,).
+        tokens: output tokens per second, shape (bins,).
+        in_flight: requests in flight, shape (bins,).
+        sent, answered, failed: requests per second, shape (bins,).
     """
 
     edges: Floats
@@ -42,7 +42,7 @@ class Timeline:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Self | None:
-        """None: nothing was sent."""
+        """Return the timeline; None: nothing was sent."""
         sent = _times(record.sent for record in records)
         if not sent.size:
             return None
@@ -61,9 +61,10 @@ class Timeline:
 
 
 def timeline(records: Sequence[Record], window: Window, faults: Sequence[dict[str, Any]]) -> Plot:
-    """``faults``: what was done to the target, and when: ``{"at": 30.0, "what": "kill prefill"}``.
+    """Return the timeline plot, without drawings if nothing was sent.
 
-    Without a request that was sent there is a plot without drawings.
+    Args:
+        faults: injected faults, such as ``{"at": 30.0, "what": "kill prefill"}``.
     """
     found = Timeline.of(records)
     if found is None:
@@ -75,14 +76,14 @@ def timeline(records: Sequence[Record], window: Window, faults: Sequence[dict[st
     )
     keys = [Key("sent", "blue"), Key("answered", "green"), Key("failed", "red", "dashed")]
     if window.begin > 0 or window.end < found.edges[-1]:
-        keys.append(Key("does not count", "shade", "area"))
-    keys += [Key(_told(fault), "ink", "dotted") for fault in faults]
+        keys.append(Key("not measured", "shade", "area"))
+    keys += [Key(_fault_label(fault), "ink", "dotted") for fault in faults]
     width = f"{found.edges[1] - found.edges[0]:g}"
     return Plot("", drawings, tuple(keys), f"Means over each {width} s.")
 
 
-def _told(fault: dict[str, Any]) -> str:
-    failed = ", which failed" if "failed" in fault else ""
+def _fault_label(fault: dict[str, Any]) -> str:
+    failed = " (failed)" if "failed" in fault else ""
     return f"{float(fault['at']):.3g} s: {fault['what']}{failed}"
 
 
@@ -91,10 +92,10 @@ def _drawing(found: Timeline, window: Window, faults: list[float], name: str, wi
     end = float(found.edges[-1])
     time = Scale.linear(end / 1.04, ticks=10 if width == WIDE else 5)
     lines = (
-        (("output tokens a second", found.tokens, "slate", "-"),),
+        (("output tokens per second", found.tokens, "slate", "-"),),
         (("requests in flight", found.in_flight, "purple", "-"),),
         (
-            ("requests a second", found.sent, "blue", "-"),
+            ("requests per second", found.sent, "blue", "-"),
             ("", found.answered, "green", "-"),
             ("", found.failed, "red", "--"),
         ),
@@ -113,12 +114,12 @@ def _drawing(found: Timeline, window: Window, faults: list[float], name: str, wi
         for at in faults:
             axes.axvline(at, color=paint("ink"), linestyle=":", linewidth=1.6)
     drawing.label_x("time since the start, s")
-    return drawing.svg(name, "Tokens, requests in flight and requests a second, over the run")
+    return drawing.svg(name, "Output tokens, requests in flight and request rates over time")
 
 
 def _edges(last: float) -> Floats:
     last = max(last, _WIDTHS[0])
-    width = next((one for one in _WIDTHS if last / one <= _MOST_BINS), _WIDTHS[-1])
+    width = next((one for one in _WIDTHS if last / one <= _MAX_BINS), _WIDTHS[-1])
     return width * np.arange(math.ceil(last / width - 1e-9) + 1, dtype=np.float64)
 
 
@@ -131,14 +132,14 @@ def _count(times: Floats, edges: Floats) -> Floats:
 
 
 def _seconds_after(times: Floats, edges: Floats) -> Floats:
-    """Of sorted times, the sum of the seconds from each to an edge, at each edge."""
+    """Return, for each edge, the sum of the seconds since all earlier times, which are sorted."""
     sums = np.concatenate(([0.0], np.cumsum(times)))
     before = np.searchsorted(times, edges)
     return np.asarray(before * edges - sums[before], dtype=np.float64)
 
 
 def _tokens(records: Sequence[Record], edges: Floats) -> Floats:
-    """Of each part; as in throughput, pieces share what the target counts."""
+    """Return output tokens per bin; chunks share the target's token count, as in throughput."""
     times = np.fromiter(chain.from_iterable(r.times for r in records), dtype=np.float64)
     counts = np.fromiter(chain.from_iterable(r.counts for r in records), dtype=np.float64)
     shares = [r.output_tokens / max(sum(r.counts), 1) for r in records]

@@ -1,23 +1,31 @@
-"""What a run is sent to."""
+"""Interface of targets, and what their implementations share."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Protocol
 
 from loadgen.clock import Clock
-from loadgen.plan import Planned
 from loadgen.record import Failure, Record
+from loadgen.schedule import ScheduledRequest
+
+
+class Endpoint(StrEnum):
+    """Generation endpoint of OpenAI's API."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
 
 
 class Target(Protocol):
-    """Sends requests, as many at a time as are asked for."""
+    """Server under test, which accepts any number of concurrent requests."""
 
     name: str
-    """Where it is, for reports; without credentials."""
+    """Address for reports, without credentials."""
 
-    async def send(self, planned: Planned, record: Record, clock: Clock) -> None:
-        """Sends one request, and writes into ``record`` what becomes of it.
+    async def send(self, scheduled: ScheduledRequest, record: Record, clock: Clock) -> None:
+        """Send one request and write its result into ``record``.
 
-        Raises nothing that a target can cause: that is what the record's failure is for.
+        Failures of the target are recorded, not raised.
         """
         ...
 
@@ -26,15 +34,15 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """What all requests of a run have in common.
+    """Options common to all requests of a run.
 
     Attributes:
-        model: its name, as the target serves it.
-        timeout_s: from the send to the last token.
-        temperature: 0 is greedy.
-        ignore_eos: answers go on to their ``max_tokens``; not every server has that.
-        keep_answers: text and token ids go into the records.
-        extra: fields that bodies get beside OpenAI's, such as ``{"top_k": 5}``.
+        model: model name as served by the target.
+        timeout_s: seconds from the send to the last token.
+        temperature: sampling temperature; 0 is greedy.
+        ignore_eos: whether to generate up to ``max_tokens``; not supported by every server.
+        keep_answers: whether to store text and token ids in the records.
+        extra: additional fields of HTTP request bodies, such as ``{"top_k": 5}``.
     """
 
     model: str
@@ -45,36 +53,43 @@ class Options:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Failed(Exception):
-    """How a request failed, from where it was seen to where it is recorded."""
+class RequestFailed(Exception):
+    """Failure of a request, raised where it is detected and recorded by `finish`."""
 
     def __init__(self, failure: Failure, detail: str) -> None:
         super().__init__(detail)
         self.failure = failure
 
 
-class Left(Exception):
-    """The client has what it wanted of the answer."""
+class ClientCancelled(Exception):
+    """The client cancelled the request on purpose."""
 
 
-def add_piece(record: Record, planned: Planned, at: float, tokens: int) -> None:
-    """A piece of the answer with so many tokens came.
+def add_chunk(record: Record, scheduled: ScheduledRequest, at: float, tokens: int) -> None:
+    """Record a chunk of the answer.
 
     Raises:
-        Left: it is the one after which this client leaves.
+        ClientCancelled: if the client cancels after this chunk.
     """
     record.times.append(at)
     record.counts.append(tokens)
-    if planned.leaves_after is not None and sum(record.counts) >= planned.leaves_after:
-        raise Left
+    if scheduled.cancel_after is not None and sum(record.counts) >= scheduled.cancel_after:
+        raise ClientCancelled
 
 
-def settle(record: Record, clock: Clock, error: Exception | None) -> None:
-    """Writes down how a request ended; None: as it should."""
+def finish(record: Record, clock: Clock, error: Exception | None) -> None:
+    """Record the end of a request.
+
+    Args:
+        error: what ended it; None: a complete answer.
+
+    Raises:
+        Exception: ``error`` itself, if the target did not cause it.
+    """
     record.ended = clock()
-    if isinstance(error, Left):
+    if isinstance(error, ClientCancelled):
         record.cancelled = True
-    elif isinstance(error, Failed):
+    elif isinstance(error, RequestFailed):
         record.failure, record.detail = error.failure, str(error)
     elif isinstance(error, TimeoutError):
         record.failure, record.detail = Failure.TIMEOUT, "no end within the time limit"

@@ -1,4 +1,4 @@
-"""The target of a URL, and what it serves."""
+"""Choice of the target by URL, and queries about it."""
 
 from typing import Any
 from urllib.parse import urlsplit
@@ -6,36 +6,40 @@ from urllib.parse import urlsplit
 import httpx
 
 from loadgen.errors import UsageError
-from loadgen.target.base import Options, Target
-from loadgen.target.http import Endpoint, HttpTarget
+from loadgen.target.base import Endpoint, Options, Target
 from loadgen.target.rpc import RpcTarget
 
 _RPC = "grpc://"
 
 
 def is_rpc(url: str) -> bool:
-    """Whether a URL is that of Headrace's own interface."""
+    """Return whether the URL is that of Headrace's gRPC interface."""
     return url.startswith(_RPC)
 
 
 def open_target(
     url: str, options: Options, endpoint: Endpoint = Endpoint.COMPLETIONS, key: str | None = None
 ) -> Target:
-    """``http://host:port/v1`` or ``grpc://host:port``. Call it in a running event loop.
+    """Open a target. Call this in a running event loop.
+
+    Args:
+        url: ``http://host:port/v1`` or ``grpc://host:port``.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: if the URL is neither.
     """
     if is_rpc(url):
         return RpcTarget(url.removeprefix(_RPC), options, api_key=key)
+    from loadgen.target.http import HttpTarget  # aiohttp is in the loadgen extra
+
     return HttpTarget(url, options, endpoint=endpoint, api_key=key)
 
 
 def listed_model(url: str, headers: dict[str, str]) -> str:
-    """The first model that an HTTP target lists; "" for gRPC, where there is only one.
+    """Return the first model listed by an HTTP target; "" for gRPC, which serves only one.
 
     Raises:
-        UsageError: it lists none.
+        UsageError: if no model is listed.
     """
     if is_rpc(url):
         return ""
@@ -45,15 +49,15 @@ def listed_model(url: str, headers: dict[str, str]) -> str:
         return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         where = urlsplit(url).hostname
-        raise UsageError(f"{where} lists no model; name one with --model: {error}") from error
+        raise UsageError(f"{where} lists no model; give one with --model: {error}") from error
 
 
-def metrics_of(url: str) -> str | None:
-    """Where an HTTP target's metrics are by custom: beside its ``/v1``."""
+def metrics_url(url: str) -> str | None:
+    """Return the conventional metrics URL of an HTTP target: ``/metrics`` beside its ``/v1``."""
     if is_rpc(url):
         return None
     return url.rstrip("/").removesuffix("/v1") + "/metrics"
 
 
-def headers_of(key: str | None) -> dict[str, Any]:
+def auth_headers(key: str | None) -> dict[str, Any]:
     return {} if key is None else {"authorization": f"Bearer {key}"}

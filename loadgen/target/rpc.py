@@ -1,4 +1,4 @@
-"""Headrace's own gRPC interface, which says how many tokens a piece has."""
+"""Target for Headrace's gRPC interface, which reports the tokens of each chunk."""
 
 import asyncio
 
@@ -9,11 +9,11 @@ from headrace.v1 import inference_pb2 as pb
 from headrace.v1 import sampling_pb2
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from loadgen.clock import Clock
-from loadgen.plan import Planned
 from loadgen.record import Failure, Record
-from loadgen.target.base import Failed, Options, add_piece, settle
+from loadgen.schedule import ScheduledRequest
+from loadgen.target.base import Options, RequestFailed, add_chunk, finish
 
-_CLIENTS_FAULT = {
+_CLIENT_ERRORS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.OUT_OF_RANGE,
@@ -23,12 +23,16 @@ _CLIENTS_FAULT = {
     grpc.StatusCode.FAILED_PRECONDITION,
 }
 _CHANNELS = 8
-"""One connection takes only so many streams at a time."""
-_SHOWN = 300
+"""A connection limits its concurrent streams, so requests are spread over several."""
+_MAX_DETAIL = 300
 
 
 class RpcTarget:
-    """``address`` is a host and a port. Make it in a running event loop."""
+    """Target over gRPC. Create it in a running event loop.
+
+    Args:
+        address: ``host:port``.
+    """
 
     def __init__(self, address: str, options: Options, *, api_key: str | None = None) -> None:
         self.name = f"grpc://{address}"
@@ -41,26 +45,26 @@ class RpcTarget:
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
-    async def send(self, planned: Planned, record: Record, clock: Clock) -> None:
-        request = self._request(planned)
+    async def send(self, scheduled: ScheduledRequest, record: Record, clock: Clock) -> None:
+        request = self._request(scheduled)
         stub = self._stubs[record.number % _CHANNELS]
         error: Exception | None = None
         record.sent = clock()
         call = stub.Generate(request, timeout=self._options.timeout_s, metadata=self._metadata)
         try:
-            await self._read(call, planned, record, clock)
+            await self._read(call, scheduled, record, clock)
         except grpc.RpcError as caught:
             error = _failed(caught, begun=bool(record.times))
-        except Exception as caught:  # noqa: BLE001 - `settle` raises what is none of the target's
+        except Exception as caught:  # noqa: BLE001 - `finish` raises our own bugs
             error = caught
         finally:
             call.cancel()
-        settle(record, clock, error)
+        finish(record, clock, error)
 
     async def _read(
         self,
         call: "aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]",
-        planned: Planned,
+        scheduled: ScheduledRequest,
         record: Record,
         clock: Clock,
     ) -> None:
@@ -76,15 +80,15 @@ class RpcTarget:
                 record.text += response.text
                 record.token_ids += [token.token for token in response.tokens]
             if response.tokens:
-                add_piece(record, planned, at, len(response.tokens))
+                add_chunk(record, scheduled, at, len(response.tokens))
         if not finished:
-            raise Failed(Failure.INTERRUPTED, "the answer ended without a reason")
+            raise RequestFailed(Failure.INTERRUPTED, "the answer ended without a finish reason")
 
-    def _request(self, planned: Planned) -> pb.GenerateRequest:
-        prompt, options = planned.ask.prompt, self._options
+    def _request(self, scheduled: ScheduledRequest) -> pb.GenerateRequest:
+        prompt, options = scheduled.spec.prompt, self._options
         request = pb.GenerateRequest(
             model=options.model,
-            max_tokens=planned.ask.output_tokens,
+            max_tokens=scheduled.spec.output_tokens,
             temperature=options.temperature,
             ignore_eos=options.ignore_eos,
         )
@@ -95,20 +99,24 @@ class RpcTarget:
         return request
 
 
-def _failed(error: grpc.RpcError, *, begun: bool) -> Failed:
-    """How a request failed whose call ended with an error; ``begun``: tokens had come."""
-    code, said = error.code(), f"{error.code().name}: {error.details()}"[:_SHOWN]
+def _failed(error: grpc.RpcError, *, begun: bool) -> RequestFailed:
+    """Translate the error of a call.
+
+    Args:
+        begun: whether tokens had arrived.
+    """
+    code, detail = error.code(), f"{error.code().name}: {error.details()}"[:_MAX_DETAIL]
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return Failed(Failure.TIMEOUT, said)
+        return RequestFailed(Failure.TIMEOUT, detail)
     if begun and code is grpc.StatusCode.UNAVAILABLE:
-        return Failed(Failure.INTERRUPTED, said)
+        return RequestFailed(Failure.INTERRUPTED, detail)
     if code is grpc.StatusCode.UNAVAILABLE:
-        if "failed to connect" in said.lower():
-            return Failed(Failure.REFUSED, said)
-        closed = any(words in said for words in ("Socket closed", "reset by peer", "Connection"))
-        return Failed(Failure.RESET if closed else Failure.REJECTED, said)
+        if "failed to connect" in detail.lower():
+            return RequestFailed(Failure.REFUSED, detail)
+        closed = any(words in detail for words in ("Socket closed", "reset by peer", "Connection"))
+        return RequestFailed(Failure.RESET if closed else Failure.REJECTED, detail)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return Failed(Failure.REJECTED, said)
-    if code in _CLIENTS_FAULT:
-        return Failed(Failure.CLIENT_ERROR, said)
-    return Failed(Failure.SERVER_ERROR, said)
+        return RequestFailed(Failure.REJECTED, detail)
+    if code in _CLIENT_ERRORS:
+        return RequestFailed(Failure.CLIENT_ERROR, detail)
+    return RequestFailed(Failure.SERVER_ERROR, detail)

@@ -1,6 +1,6 @@
-"""What is asked of the target: lengths, prompts, datasets and traces."""
+"""Workloads: lengths, generated prompts, files of requests and traces."""
 
-from loadgen.workload.base import Ask, Tokenizer, Workload
+from loadgen.workload.base import RequestSpec, Tokenizer, Workload
 from loadgen.workload.lengths import Lengths, parse_lengths
 from loadgen.workload.presets import PRESETS, Preset, preset
 from loadgen.workload.prompts import PromptWriter, SharedPrefix, Synthetic
@@ -10,7 +10,6 @@ from loadgen.workload.traces import MooncakeTrace, PromptFile
 
 __all__ = [
     "PRESETS",
-    "Ask",
     "Lengths",
     "LocalTokenizer",
     "MooncakeTrace",
@@ -18,6 +17,7 @@ __all__ = [
     "PromptFile",
     "PromptWriter",
     "RemoteTokenizer",
+    "RequestSpec",
     "ShareGPT",
     "SharedPrefix",
     "Synthetic",

@@ -1,4 +1,4 @@
-"""What is asked, and how long the answers are to be."""
+"""Interfaces of workloads and tokenizers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request, before anybody knows when it is sent.
+class RequestSpec:
+    """Content of one request, without its send time.
 
     Attributes:
-        prompt: text, or token ids of the target's own vocabulary.
-        input_tokens: of the prompt, by the target's tokenizer.
-        output_tokens: to be asked for as ``max_tokens``.
-        at: seconds after the start at which a trace has it; None: arrivals say.
+        prompt: text, or token ids of the target's vocabulary.
+        input_tokens: prompt tokens by the target's tokenizer.
+        output_tokens: output tokens to request as ``max_tokens``.
+        at: time in a trace, in seconds after its start; None: given by the arrival process.
     """
 
     prompt: str | tuple[int, ...]
@@ -23,15 +23,15 @@ class Ask:
 
 
 class Workload(Protocol):
-    """A source of requests, the same ones for the same seed."""
+    """Source of requests, reproducible by seed."""
 
-    def asks(self, seed: int) -> Iterator[Ask]:
-        """Without an end, unless the source has one."""
+    def requests(self, seed: int) -> Iterator[RequestSpec]:
+        """Yield requests, endlessly unless the source is finite."""
         ...
 
 
 class Tokenizer(Protocol):
-    """The target's."""
+    """Tokenizer of the target's model."""
 
     def encode(self, text: str) -> list[int]: ...
 

@@ -1,7 +1,7 @@
-"""Distributions of lengths, in tokens.
+"""Length distributions, in tokens.
 
-Lengths are whole and at least 1. Where a distribution is continuous, a draw is rounded up or down
-at random in proportion to its fraction, so that rounding does not move the mean.
+Lengths are integers and at least 1. Draws from continuous distributions are rounded stochastically,
+so that rounding does not change the mean.
 """
 
 import math
@@ -16,8 +16,8 @@ from loadgen.errors import UsageError
 
 IntArray = NDArray[np.int64]
 
-LONGEST = 10_000_000
-"""Tokens; what is asked for beyond it is a slip of the keyboard."""
+MAX_TOKENS = 10_000_000
+"""Largest accepted length; a larger one is taken for a typing error."""
 
 
 class Lengths(Protocol):
@@ -25,22 +25,24 @@ class Lengths(Protocol):
 
     @property
     def mean(self) -> float:
-        """The expected length."""
+        """Expected length."""
         ...
 
     def draw(self, rng: np.random.Generator, count: int) -> IntArray:
-        """``count`` independent lengths, each at least 1. Shape (count,)."""
+        """Draw ``count`` independent lengths, each at least 1. Shape (count,)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always the same length."""
+    """Constant length."""
 
     tokens: int
 
     def __post_init__(self) -> None:
-        _require(1 <= self.tokens <= LONGEST, f"a length is 1 to {LONGEST}, not {self.tokens}")
+        _require(
+            1 <= self.tokens <= MAX_TOKENS, f"length must be 1 to {MAX_TOKENS}, not {self.tokens}"
+        )
 
     @property
     def mean(self) -> float:
@@ -52,15 +54,15 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Each length from ``low`` to ``high`` alike, both included."""
+    """Discrete uniform distribution from ``low`` to ``high``, both inclusive."""
 
     low: int
     high: int
 
     def __post_init__(self) -> None:
         _require(
-            1 <= self.low <= self.high <= LONGEST,
-            f"lengths from {self.low} to {self.high}: 1 ≤ low ≤ high ≤ {LONGEST} is needed",
+            1 <= self.low <= self.high <= MAX_TOKENS,
+            f"lengths from {self.low} to {self.high}: 1 ≤ low ≤ high ≤ {MAX_TOKENS} is needed",
         )
 
     @property
@@ -73,35 +75,33 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Lognormal:
-    """Mostly short, some much longer.
+    """Lognormal distribution, without an upper bound.
 
     Attributes:
-        mean: of the lengths themselves, not of their logarithms: the load it makes is known
-            without arithmetic. The median is ``mean / exp(sigma²/2)``. Draws below 1 become 1,
-            which raises the mean where it is itself near 1.
-        sigma: standard deviation of the natural logarithm of the lengths, 0 to 3. There is no
-            longest length; `Bounded` has one.
+        mean: mean of the lengths, not of their logarithms. The median is ``mean / exp(sigma²/2)``.
+            Draws below 1 become 1, which raises a mean that is close to 1.
+        sigma: standard deviation of the natural logarithm of the lengths, 0 to 3.
     """
 
     mean: float
     sigma: float
 
     def __post_init__(self) -> None:
-        _require(1 <= self.mean <= LONGEST, f"a mean is 1 to {LONGEST}, not {self.mean:g}")
-        _require(0 <= self.sigma <= 3, f"sigma is 0 to 3, not {self.sigma:g}")
+        _require(1 <= self.mean <= MAX_TOKENS, f"mean must be 1 to {MAX_TOKENS}, not {self.mean:g}")
+        _require(0 <= self.sigma <= 3, f"sigma must be 0 to 3, not {self.sigma:g}")
 
     def draw(self, rng: np.random.Generator, count: int) -> IntArray:
         median = math.log(self.mean) - self.sigma**2 / 2
-        return np.maximum(_whole(rng.lognormal(median, self.sigma, count), rng), 1)
+        return np.maximum(_round(rng.lognormal(median, self.sigma, count), rng), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A mean and its bounds, which is all that papers tell of their datasets.
+    """Distribution with a given mean and bounds, which is what papers report of their datasets.
 
-    A beta distribution stretched over ``low`` to ``high``. Of the shapes with that mean it takes
-    α + β = 6, as PERT estimates do: a single smooth hump that thins out towards both bounds,
-    unless the mean lies in the outer sixth of the range; then the bound beside it is likeliest.
+    A beta distribution scaled to ``low`` to ``high`` with α + β = 6, as in PERT. It has a single
+    mode and thins out towards both bounds. If the mean lies in the outer sixth of the range, the
+    mode is the nearer bound.
     """
 
     low: int
@@ -110,9 +110,9 @@ class Bounded:
 
     def __post_init__(self) -> None:
         _require(
-            1 <= self.low <= self.mean <= self.high <= LONGEST,
+            1 <= self.low <= self.mean <= self.high <= MAX_TOKENS,
             f"lengths from {self.low} to {self.high} with a mean of {self.mean:g}: "
-            f"1 ≤ low ≤ mean ≤ high ≤ {LONGEST} is needed",
+            f"1 ≤ low ≤ mean ≤ high ≤ {MAX_TOKENS} is needed",
         )
 
     def draw(self, rng: np.random.Generator, count: int) -> IntArray:
@@ -121,15 +121,15 @@ class Bounded:
         span = self.high - self.low
         share = (self.mean - self.low) / span
         stretched = self.low + span * rng.beta(6 * share, 6 * (1 - share), count)
-        return np.minimum(_whole(stretched, rng), self.high)
+        return np.minimum(_round(stretched, rng), self.high)
 
     def scaled(self, factor: float) -> "Bounded":
-        """All three times ``factor``, at least 1, the bounds rounded outwards.
+        """Return the distribution scaled by ``factor``, at least 1, with bounds rounded outwards.
 
         Raises:
-            UsageError: the factor is not above 0, or makes the lengths longer than `LONGEST`.
+            UsageError: if the factor is not above 0, or a length exceeds `MAX_TOKENS`.
         """
-        _require(0 < factor < math.inf, f"a scale is a number above 0, not {factor:g}")
+        _require(0 < factor < math.inf, f"scale must be above 0, not {factor:g}")
         return Bounded(
             max(1, math.floor(self.low * factor)),
             max(1.0, self.mean * factor),
@@ -138,24 +138,24 @@ class Bounded:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """The distribution that a user writes as one word.
+    """Parse a distribution.
 
     ``fixed:TOKENS``, ``uniform:LOW,HIGH``, ``lognormal:MEAN,SIGMA`` or ``bounded:LOW,MEAN,HIGH``.
 
     Raises:
-        UsageError: it is none of these, or its numbers do not fit.
+        UsageError: if the syntax is wrong or a parameter is out of range.
     """
     kind, _, rest = text.partition(":")
     form = _FORMS.get(kind.strip())
     if form is None:
-        raise UsageError(f"{text!r} is no distribution of lengths; write {_USAGE}")
+        raise UsageError(f"{text!r} is not a length distribution; expected {_USAGE}")
     usage, count, make = form
     try:
         numbers = [float(part) for part in rest.split(",")]
     except ValueError:
         numbers = []
     if len(numbers) != count or not all(map(math.isfinite, numbers)):
-        raise UsageError(f"{text!r} does not read {usage}")
+        raise UsageError(f"{text!r} does not match {usage}")
     try:
         return make(*numbers)
     except UsageError as error:
@@ -180,10 +180,10 @@ def _tokens(number: float) -> int:
     return int(number)
 
 
-def _whole(lengths: NDArray[np.float64], rng: np.random.Generator) -> IntArray:
+def _round(lengths: NDArray[np.float64], rng: np.random.Generator) -> IntArray:
     return np.floor(lengths + rng.random(lengths.shape)).astype(np.int64)
 
 
-def _require(holds: bool, why_not: str) -> None:
-    if not holds:
-        raise UsageError(why_not)
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)

@@ -1,4 +1,4 @@
-"""Lengths of the datasets that FDC measures with, by its Table 6."""
+"""Length presets: the datasets of the FDC paper, Table 6."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from loadgen.workload.lengths import Bounded
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Lengths of prompts and of answers, in tokens."""
+    """Length distributions of prompts and outputs, in tokens."""
 
     inputs: Bounded
     outputs: Bounded
@@ -21,20 +21,19 @@ PRESETS = {
     "humaneval": Preset(Bounded(75, 204, 697), Bounded(11, 139, 552)),
     "pg19": Preset(Bounded(138, 277, 419), Bounded(24_300, 61_500, 97_500)),
 }
-"""Table 6: least, average and greatest. The shape between them is ours (`Bounded`)."""
+"""Minimum, mean and maximum from Table 6. The shape of the distribution is ours (`Bounded`)."""
 
 
 def preset(name: str, scale: float = 1.0) -> Preset:
-    """A preset by its name.
+    """Return a preset by name.
 
     Args:
-        scale: factor on all lengths, for machines that are smaller than the paper's; a length
-            stays at least 1.
+        scale: factor on all lengths, for smaller machines; lengths stay at least 1.
 
     Raises:
-        UsageError: there is no preset of that name, or the scale is not above 0.
+        UsageError: if the name is unknown or the scale is not above 0.
     """
     found = PRESETS.get(name)
     if found is None:
-        raise UsageError(f"no preset is called {name!r}, only {', '.join(PRESETS)}")
+        raise UsageError(f"no preset {name!r}; presets are {', '.join(PRESETS)}")
     return Preset(found.inputs.scaled(scale), found.outputs.scaled(scale))

@@ -1,4 +1,4 @@
-"""Prompts of wanted lengths, made of random words."""
+"""Generated prompts with exact lengths, made of random words."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,25 +8,25 @@ from typing import TypeVar
 import numpy as np
 
 from loadgen.errors import UsageError
-from loadgen.workload.base import Ask, Tokenizer
+from loadgen.workload.base import RequestSpec, Tokenizer
 from loadgen.workload.lengths import IntArray, Lengths
-from loadgen.workload.tokenizer import together
+from loadgen.workload.tokenizer import map_concurrently
 from loadgen.workload.vocabulary import Passage, Vocabulary
 
 BLOCK = 16
-"""Prompts made together, ahead of the one that is asked for."""
+"""Prompts generated at once, ahead of the one requested."""
 
-_FIXES = 4
+_MAX_FIXES = 4
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A prompt before it is text or token ids.
+    """Prompt before its conversion to text or token ids.
 
     Attributes:
-        tokens: the length wanted, with what the tokenizer puts before a text.
+        tokens: intended length, including special tokens added by the tokenizer.
     """
 
     passages: tuple[Passage, ...] = ()
@@ -34,23 +34,23 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A prompt and its actual length."""
+class Prompt:
+    """Prompt and its actual length in tokens."""
 
     prompt: str | tuple[int, ...]
     tokens: int
 
 
 class PromptWriter:
-    """Makes prompts for one target.
+    """Writes prompts for one target.
 
     Args:
-        token_ids: whether prompts are token ids, which have exactly the wanted length, or text.
-            A text has it too, unless its target's tokenizer joins words; it is never shorter than
-            a word. `Written.tokens` tells.
+        token_ids: whether prompts are token ids instead of text. Token ids have exactly the
+            intended length. Text has it too unless the tokenizer merges words, and it has at least
+            one word; `Prompt.tokens` is the actual length.
 
     Raises:
-        UsageError: the tokenizer cannot be asked, or makes nothing of English words.
+        UsageError: if the tokenizer is unreachable or has no tokens for English words.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, token_ids: bool) -> None:
@@ -59,31 +59,31 @@ class PromptWriter:
         self.vocabulary = Vocabulary(tokenizer)
 
     def extend(self, draft: Draft, drawn: IntArray, tokens: int) -> Draft:
-        """The draft with ``tokens`` more, made of drawn words, of which there must be as many."""
+        """Return the draft extended by ``tokens`` tokens, taken from at least as many words."""
         total = draft.tokens + tokens
         used = sum(len(passage.ids) for passage in draft.passages)
         room = total - len(self.vocabulary.lead) - used
         return Draft((*draft.passages, self.vocabulary.passage(drawn, room)), total)
 
-    def write(self, drafts: Sequence[Draft]) -> list[Written]:
-        """The prompts, in the order of their drafts.
+    def write(self, drafts: Sequence[Draft]) -> list[Prompt]:
+        """Return the prompts, in the order of their drafts.
 
         Raises:
-            UsageError: the tokenizer cannot be asked.
+            UsageError: if the tokenizer is unreachable.
         """
         if self._token_ids:
             return [self._ids(draft) for draft in drafts]
-        return together(self._text, drafts)
+        return map_concurrently(self._text, drafts)
 
-    def _ids(self, draft: Draft) -> Written:
+    def _ids(self, draft: Draft) -> Prompt:
         body = chain.from_iterable(passage.ids for passage in draft.passages)
-        return Written((*self.vocabulary.lead, *body)[: draft.tokens], draft.tokens)
+        return Prompt((*self.vocabulary.lead, *body)[: draft.tokens], draft.tokens)
 
-    def _text(self, draft: Draft) -> Written:
+    def _text(self, draft: Draft) -> Prompt:
         text = "".join(passage.text for passage in draft.passages) or self.vocabulary.filler(1)
         text = text.removeprefix(" ")
         tokens = self._tokenizer.encode(text)
-        for _ in range(_FIXES):
+        for _ in range(_MAX_FIXES):
             excess = len(tokens) - draft.tokens
             body = self.vocabulary.body(tokens)
             if excess == 0 or (excess > 0 and len(body) == 1):
@@ -93,16 +93,16 @@ class PromptWriter:
             else:
                 text += self.vocabulary.filler(-excess)
             tokens = self._tokenizer.encode(text)
-        return Written(text, len(tokens))
+        return Prompt(text, len(tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Prompts begin alike within a group, and the groups differently.
+    """Prefixes shared by prompts.
 
     Attributes:
-        tokens: of each prefix; they come on top of the length that is drawn for a prompt.
-        groups: of which each prompt belongs to one, at random.
+        tokens: length of each prefix, in addition to the length drawn for a prompt.
+        groups: number of different prefixes; each prompt uses a random one.
     """
 
     tokens: int
@@ -118,10 +118,10 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """Random prompts without an end.
+    """Endless random prompts.
 
-    Lengths, words and groups have random generators of their own: the same seed gives the same
-    lengths whether prompts are text or token ids, and with a prefix or without.
+    Lengths, words and prefixes have separate random generators. The same seed gives the same
+    lengths for text and token ids, and with and without a prefix.
     """
 
     inputs: Lengths
@@ -129,23 +129,23 @@ class Synthetic:
     writer: PromptWriter
     prefix: SharedPrefix | None = None
 
-    def asks(self, seed: int) -> Iterator[Ask]:
-        """The requests. ``seed`` is not negative."""
+    def requests(self, seed: int) -> Iterator[RequestSpec]:
+        """Yield requests endlessly. ``seed`` must not be negative."""
         children = np.random.SeedSequence(seed).spawn(5)
         inputs, outputs, words, groups, prefixes = map(np.random.default_rng, children)
-        openings = self._openings(prefixes)
+        shared = self._prefixes(prefixes)
         while True:
             lengths = self.inputs.draw(inputs, BLOCK).tolist()
             answers = self.outputs.draw(outputs, BLOCK).tolist()
-            chosen = groups.integers(len(openings), size=BLOCK).tolist()
+            chosen = groups.integers(len(shared), size=BLOCK).tolist()
             drafts = [
-                self._extend(openings[group], words, length)
+                self._extend(shared[group], words, length)
                 for group, length in zip(chosen, lengths, strict=True)
             ]
             for written, answer in zip(self.writer.write(drafts), answers, strict=True):
-                yield Ask(written.prompt, written.tokens, answer)
+                yield RequestSpec(written.prompt, written.tokens, answer)
 
-    def _openings(self, rng: np.random.Generator) -> list[Draft]:
+    def _prefixes(self, rng: np.random.Generator) -> list[Draft]:
         if self.prefix is None:
             return [Draft()]
         length = self.prefix.tokens
@@ -156,5 +156,5 @@ class Synthetic:
 
 
 def in_blocks(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """The items in their order, `BLOCK` of them at a time."""
+    """Split items into consecutive blocks of `BLOCK`."""
     return (items[start : start + BLOCK] for start in range(0, len(items), BLOCK))

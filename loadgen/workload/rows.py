@@ -1,4 +1,4 @@
-"""Rows of JSON that users wrote, read with care: what is wrong is told with file and place."""
+"""Validated rows of user-supplied JSON files. Errors name the file and the line or entry."""
 
 import math
 from collections.abc import Iterator
@@ -13,50 +13,50 @@ from loadgen.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One object of a file. All methods raise `UsageError` where a value is of a wrong kind.
+    """One object of a file. All accessors raise `UsageError` for a value of the wrong type.
 
     Attributes:
-        where: for messages: the file, and the line or the entry in it.
+        where: location for error messages: the file and the line or entry.
     """
 
     where: str
     values: dict[str, Any]
 
-    def wrong(self, why: str) -> UsageError:
-        """The error that says what is wrong with this row."""
+    def error(self, why: str) -> UsageError:
+        """Return an error that names this row."""
         return UsageError(f"{self.where}: {why}")
 
-    def whole(self, key: str, *, least: int) -> int:
-        """A whole number."""
+    def integer(self, key: str, *, minimum: int) -> int:
+        """Return an integer."""
         value = self.values.get(key)
-        if type(value) is not int or value < least:
-            raise self.wrong(f"{key} is not a whole number of at least {least}")
+        if type(value) is not int or value < minimum:
+            raise self.error(f"{key} is not an integer of at least {minimum}")
         return value
 
-    def whole_list(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers, none below 0; not empty."""
+    def integer_list(self, key: str) -> tuple[int, ...]:
+        """Return a non-empty list of non-negative integers."""
         value = self.values.get(key)
         if not isinstance(value, list) or not value:
-            raise self.wrong(f"{key} is not a list with numbers in it")
+            raise self.error(f"{key} is not a non-empty list")
         if not all(type(item) is int and item >= 0 for item in value):
-            raise self.wrong(f"{key} has something in it that is not a whole number from 0 on")
+            raise self.error(f"{key} has an item that is not a non-negative integer")
         return tuple(value)
 
     def seconds(self, key: str) -> float | None:
-        """A time given in milliseconds, in seconds; None where there is none."""
+        """Return a time in seconds from a value in milliseconds; None: no value."""
         value = self.values.get(key)
         if value is None:
             return None
         if type(value) not in (int, float) or not math.isfinite(value):
-            raise self.wrong(f"{key} is not a number of milliseconds")
+            raise self.error(f"{key} is not a number of milliseconds")
         return float(value) / 1000
 
 
 def read_lines(path: Path) -> Iterator[Row]:
-    """The objects of a JSONL file; empty lines are passed over.
+    """Yield the objects of a JSONL file, skipping empty lines.
 
     Raises:
-        UsageError: the file cannot be read, or a line is no JSON object.
+        UsageError: if the file cannot be read or a line is not a JSON object.
     """
     for number, line in enumerate(_read(path).splitlines(), start=1):
         if line.strip():
@@ -64,10 +64,10 @@ def read_lines(path: Path) -> Iterator[Row]:
 
 
 def read_list(path: Path) -> Iterator[Row]:
-    """The objects of a JSON file that is one list; entries are counted from 0.
+    """Yield the objects of a JSON list; entries are numbered from 0.
 
     Raises:
-        UsageError: the file cannot be read, is no list, or an entry is no object.
+        UsageError: if the file cannot be read, is not a list, or an entry is not an object.
     """
     entries = _parse(str(path), _read(path))
     if not isinstance(entries, list):

@@ -1,8 +1,9 @@
-"""The target's tokenizer: from a file of its model, or by asking the target."""
+"""Tokenizer of the target's model: a local file, or the target's HTTP endpoints."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,48 +18,48 @@ from loadgen.workload.base import Tokenizer
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
-_AT_ONCE = 8
-"""Texts in the tokenizer's hands together, so that a distant one costs few waits."""
+_CONCURRENCY = 8
+"""Concurrent tokenizer calls, which hide the latency of a remote one."""
 
 
 class LocalTokenizer:
-    """A ``tokenizer.json``, by its path or by its directory's. Safe to use from many threads.
+    """Tokenizer from a ``tokenizer.json``, given by its path or its folder. Thread-safe.
 
     Raises:
-        UsageError: there is no such file, or it is damaged.
+        UsageError: if the file is missing or invalid.
     """
 
     def __init__(self, path: Path) -> None:
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
-            raise UsageError(f"there is no tokenizer at {file}")
+            raise UsageError(f"no tokenizer at {file}")
         try:
             self._backend = tokenizers.Tokenizer.from_file(os.fspath(file))
         except Exception as error:
-            raise UsageError(f"{file} is no tokenizer: {error}") from error
+            raise UsageError(f"{file} is not a valid tokenizer: {error}") from error
         self._backend.no_truncation()
         self._backend.no_padding()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, those that the model expects around a text included."""
+        """Return token ids, including special tokens."""
         return list(self._backend.encode(text).ids)
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of token ids, special ones shown."""
+        """Return the text of token ids, including special tokens."""
         return self._backend.decode(tokens, skip_special_tokens=False)
 
 
 class RemoteTokenizer:
-    """Asks a server, by the endpoints that vLLM and Headrace have. Safe to use from many threads.
+    """Tokenizer of a server with the endpoints of vLLM and Headrace. Thread-safe.
 
-    ``POST /tokenize`` takes ``{"prompt": text}`` and gives ``{"tokens": [id, …]}``;
-    ``POST /detokenize`` the other way round.
+    ``POST /tokenize`` maps ``{"prompt": text}`` to ``{"tokens": [id, …]}``, and ``POST
+    /detokenize`` maps ``{"tokens": [id, …]}`` to ``{"prompt": text}``.
 
     Args:
-        base: the server's address; a ``/v1`` at its end is left out, as the endpoints are beside.
-        model: for servers of several; None: theirs.
-        headers: of each request, such as an authorization.
-        timeout: seconds for each answer.
+        base: address of the server; a trailing ``/v1`` is removed.
+        model: model name, for servers with several; None: omitted.
+        headers: headers of each request, such as authorization.
+        timeout: seconds per request.
     """
 
     def __init__(
@@ -74,25 +75,25 @@ class RemoteTokenizer:
         self._client = httpx.Client(headers=dict(headers or {}), timeout=timeout)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, as the server counts the text as a prompt.
+        """Return token ids of the text as a prompt.
 
         Raises:
-            UsageError: the server cannot be reached, or has no tokenizer to ask.
+            UsageError: if the server is unreachable or has no tokenizer endpoint.
         """
-        tokens = self._ask("/tokenize", {"prompt": text}, "tokens")
+        tokens = self._post("/tokenize", {"prompt": text}, "tokens")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise UsageError(f"{self._base}/tokenize gave something that is no list of token ids")
+            raise UsageError(f"{self._base}/tokenize did not return a list of token ids")
         return tokens
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of token ids. Raises `UsageError` as `encode` does."""
-        text = self._ask("/detokenize", {"tokens": tokens}, "prompt")
+        """Return the text of token ids. Raises `UsageError` as `encode` does."""
+        text = self._post("/detokenize", {"tokens": tokens}, "prompt")
         if not isinstance(text, str):
-            raise UsageError(f"{self._base}/detokenize gave something that is no text")
+            raise UsageError(f"{self._base}/detokenize did not return text")
         return text
 
     def close(self) -> None:
-        """Lets go of the connections."""
+        """Close the connections."""
         self._client.close()
 
     def __enter__(self) -> Self:
@@ -106,7 +107,7 @@ class RemoteTokenizer:
     ) -> None:
         self.close()
 
-    def _ask(self, path: str, body: dict[str, Any], key: str) -> Any:
+    def _post(self, path: str, body: dict[str, Any], key: str) -> Any:
         url = self._base + path
         try:
             response = self._client.post(url, json=body | self._extra)
@@ -114,36 +115,56 @@ class RemoteTokenizer:
             return orjson.loads(response.content)[key]
         except httpx.HTTPStatusError as error:
             raise UsageError(
-                f"{url} answers {error.response.status_code}, so that lengths in tokens are not "
-                "known; name a tokenizer.json of the model instead"
+                f"{url} answered {error.response.status_code}, so lengths in tokens are unknown; "
+                "give the model's tokenizer.json with --tokenizer"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UsageError(f"{url} cannot be asked: {error or type(error).__name__}") from error
+            raise UsageError(f"cannot reach {url}: {error or type(error).__name__}") from error
         except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            raise UsageError(f"{url} gave an answer without {key!r}") from error
+            raise UsageError(f"{url} returned no {key!r}") from error
 
 
-def together(ask: Callable[[_T], _R], about: Iterable[_T]) -> list[_R]:
-    """What ``ask`` gives for each, several at a time: ``ask`` waits for a tokenizer."""
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(ask, about))
-
-
-def special_around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the tokenizer puts before each text, and after it: a BOS, say, and nothing.
+@contextmanager
+def open_tokenizer(
+    file: Path | None, base: str | None, model: str, headers: Mapping[str, str]
+) -> Iterator[Tokenizer]:
+    """Open the tokenizer in ``file``, else that of the server at ``base``, and close it again.
 
     Raises:
-        UsageError: it does not tell one word from another.
+        UsageError: if neither is given, or the file is invalid.
+    """
+    if file is not None:
+        yield LocalTokenizer(file)
+        return
+    if base is None:
+        raise UsageError("a gRPC target has no /tokenize: give --tokenizer or --tokenizer-url")
+    with RemoteTokenizer(base, model=model, headers=headers) as remote:
+        yield remote
+
+
+def map_concurrently(call: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+    """Apply a function that waits for a tokenizer to all items, several at a time."""
+    with ThreadPoolExecutor(_CONCURRENCY) as pool:
+        return list(pool.map(call, items))
+
+
+def special_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens that the tokenizer adds before and after each text, such as BOS.
+
+    Raises:
+        UsageError: if the tokenizer encodes different words alike.
     """
     first, second = (tokenizer.encode(word) for word in ("the", "on"))
-    lead = _shared(first, second)
-    trail = _shared(first[len(lead) :][::-1], second[len(lead) :][::-1])
+    lead = _common_prefix(first, second)
+    trail = _common_prefix(first[len(lead) :][::-1], second[len(lead) :][::-1])
     if len(lead) + len(trail) in (len(first), len(second)):
-        raise UsageError("the target's tokenizer knows no English words, so no prompts can be made")
+        raise UsageError(
+            "the target's tokenizer cannot encode English words, which prompts consist of"
+        )
     return tuple(lead), tuple(trail[::-1])
 
 
-def _shared(first: list[int], second: list[int]) -> list[int]:
+def _common_prefix(first: list[int], second: list[int]) -> list[int]:
     both = zip(first, second, strict=False)
     length = next((i for i, (a, b) in enumerate(both) if a != b), min(len(first), len(second)))
     return first[:length]

@@ -1,9 +1,8 @@
-"""Requests from files: prompts as they are, and traces of when others asked for how much.
+"""Requests from files: prompts, and Mooncake traces of times and lengths.
 
-A file is read and checked at once; what is wrong in it raises `UsageError` with file and place.
-Prompts are counted, or made, as they are asked for. Requests with times come in their order, the
-first at 0. Those without come in an order that the seed draws, so that each seed takes another
-part of a file that is longer than a run.
+A file is read and validated when opened; errors name the file and the line. Prompts are tokenized
+or generated lazily. Requests with times are ordered by time, the first at 0. Requests without times
+are shuffled by the seed, so that each seed uses another part of a file longer than a run.
 """
 
 from collections.abc import Iterator
@@ -14,11 +13,11 @@ from typing import TypeVar
 import numpy as np
 
 from loadgen.errors import UsageError
-from loadgen.workload.base import Ask, Tokenizer
+from loadgen.workload.base import RequestSpec, Tokenizer
 from loadgen.workload.lengths import Lengths
 from loadgen.workload.prompts import Draft, PromptWriter, in_blocks
 from loadgen.workload.rows import Row, read_lines
-from loadgen.workload.tokenizer import together
+from loadgen.workload.tokenizer import map_concurrently
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +36,16 @@ class _Request:
 
 
 class PromptFile:
-    """JSONL with one request on a line.
+    """JSONL with one request per line.
 
-    ``prompt`` is a text or a list of token ids; ``output_tokens``, or ``max_tokens``, the length
-    of the answer; ``timestamp``, if the lines have it, the time in milliseconds.
+    ``prompt`` is a text or a list of token ids. ``output_tokens`` or ``max_tokens`` is the output
+    length. The optional ``timestamp`` is the time in milliseconds.
 
     Args:
-        outputs: lengths for lines that name none; None: each line must.
+        outputs: output lengths for lines without one; None: every line must have one.
 
     Raises:
-        UsageError: the file or a line of it cannot be used.
+        UsageError: if the file or a line is invalid.
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, outputs: Lengths | None = None) -> None:
@@ -58,24 +57,24 @@ class PromptFile:
         ]
         self._lines = _by_time(path, lines)
 
-    def asks(self, seed: int) -> Iterator[Ask]:
-        """One for each line."""
+    def requests(self, seed: int) -> Iterator[RequestSpec]:
+        """Yield one request per line."""
         lines = _ordered(self._lines, seed)
         rng = np.random.default_rng(np.random.SeedSequence(seed).spawn(1)[0])
         drawn = [] if self._outputs is None else self._outputs.draw(rng, len(lines)).tolist()
         for block in in_blocks(range(len(lines))):
-            counts = together(self._count, [lines[i].prompt for i in block])
+            counts = map_concurrently(self._count, [lines[i].prompt for i in block])
             for i, tokens in zip(block, counts, strict=True):
                 line = lines[i]
                 answer = drawn[i] if line.output_tokens is None else line.output_tokens
-                yield Ask(line.prompt, tokens, answer, line.at)
+                yield RequestSpec(line.prompt, tokens, answer, line.at)
 
     def _answer(self, row: Row) -> int | None:
         key = next((k for k in ("output_tokens", "max_tokens") if k in row.values), None)
         if key is not None:
-            return row.whole(key, least=1)
+            return row.integer(key, minimum=1)
         if self._outputs is None:
-            raise row.wrong("neither output_tokens nor max_tokens")
+            raise row.error("has neither output_tokens nor max_tokens")
         return None
 
     def _count(self, prompt: str | tuple[int, ...]) -> int:
@@ -83,17 +82,17 @@ class PromptFile:
 
 
 class MooncakeTrace:
-    """Times and lengths of real requests, whose prompts are made up so that the same parts repeat.
+    """Times, lengths and prefix structure of recorded requests, with generated prompts.
 
     JSONL with ``timestamp`` (milliseconds), ``input_length``, ``output_length`` (tokens) and
-    ``hash_ids``: one for each block of the prompt, the last of which may be shorter. Blocks with
-    the same id have the same words, for one seed. Without ``hash_ids`` nothing repeats.
+    ``hash_ids``, one per block of the prompt; the last block may be shorter. For one seed, blocks
+    with the same id have the same words. Without ``hash_ids`` no prompts share blocks.
 
     Args:
-        block_tokens: of a block; 512 in the published traces.
+        block_tokens: tokens per block; 512 in the published traces.
 
     Raises:
-        UsageError: the file or a line of it cannot be used.
+        UsageError: if the file or a line is invalid.
     """
 
     def __init__(self, path: Path, writer: PromptWriter, block_tokens: int = 512) -> None:
@@ -101,23 +100,23 @@ class MooncakeTrace:
         self._block_tokens = block_tokens
         self._requests = _by_time(path, [self._request(row) for row in read_lines(path)])
 
-    def asks(self, seed: int) -> Iterator[Ask]:
-        """One for each line."""
+    def requests(self, seed: int) -> Iterator[RequestSpec]:
+        """Yield one request per line."""
         unique, blocks = np.random.SeedSequence(seed).spawn(2)
         words = np.random.default_rng(unique)
         for some in in_blocks(_ordered(self._requests, seed)):
             drafts = [self._draft(request, words, blocks) for request in some]
             for request, written in zip(some, self._writer.write(drafts), strict=True):
-                yield Ask(written.prompt, written.tokens, request.output_tokens, request.at)
+                yield RequestSpec(written.prompt, written.tokens, request.output_tokens, request.at)
 
     def _request(self, row: Row) -> _Request:
-        tokens = row.whole("input_length", least=1)
-        # Some requests of real traces got no answer; here each is to be answered with something.
-        answer = max(1, row.whole("output_length", least=0))
-        hashes = row.whole_list("hash_ids") if row.values.get("hash_ids") else ()
+        tokens = row.integer("input_length", minimum=1)
+        # Some recorded requests got no answer, but a request must ask for at least one token.
+        answer = max(1, row.integer("output_length", minimum=0))
+        hashes = row.integer_list("hash_ids") if row.values.get("hash_ids") else ()
         if hashes and len(hashes) != -(-tokens // self._block_tokens):
-            raise row.wrong(
-                f"{len(hashes)} hash_ids do not make {tokens} tokens in blocks of "
+            raise row.error(
+                f"{len(hashes)} hash_ids do not match {tokens} tokens in blocks of "
                 f"{self._block_tokens}"
             )
         return _Request(tokens, answer, hashes, row.seconds("timestamp"))
@@ -142,14 +141,14 @@ _R = TypeVar("_R", _Line, _Request)
 
 
 def _by_time(path: Path, rows: list[_R]) -> list[_R]:
-    """In the order of their times, the first at 0; as they are if they have none."""
+    """Sort by time and shift the first to 0; return rows without times unchanged."""
     times = [row.at for row in rows if row.at is not None]
     if not rows:
-        raise UsageError(f"{path}: no requests in it")
+        raise UsageError(f"{path}: no requests")
     if not times:
         return rows
     if len(times) < len(rows):
-        raise UsageError(f"{path}: some requests have a timestamp and some have none")
+        raise UsageError(f"{path}: only some requests have a timestamp")
     first = min(times)
     timed = [replace(row, at=at - first) for row, at in zip(rows, times, strict=True)]
     return sorted(timed, key=lambda row: row.at or 0.0)
@@ -164,7 +163,7 @@ def _ordered(rows: list[_R], seed: int) -> list[_R]:
 def _prompt(row: Row) -> str | tuple[int, ...]:
     prompt = row.values.get("prompt")
     if isinstance(prompt, list):
-        return row.whole_list("prompt")
+        return row.integer_list("prompt")
     if not isinstance(prompt, str) or not prompt:
-        raise row.wrong("prompt is neither a text nor a list of token ids")
+        raise row.error("prompt is neither text nor a list of token ids")
     return prompt

@@ -1,4 +1,4 @@
-"""The words that prompts are made of, and the tokens that they are in the target's vocabulary."""
+"""Words of generated prompts and their tokens in the target's vocabulary."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -8,10 +8,10 @@ import numpy as np
 from loadgen.errors import UsageError
 from loadgen.workload.base import Tokenizer
 from loadgen.workload.lengths import IntArray
-from loadgen.workload.tokenizer import special_around
+from loadgen.workload.tokenizer import special_tokens
 
-# Common enough that each is one token, within a text and at its start, in most vocabularies: a
-# prompt then has the wanted length at the first attempt.
+# Common words, each of which is one token in most vocabularies, also at the start of a text. A
+# prompt then has the intended length at the first attempt.
 _COMMON = """
 about above after again against air all almost along also always among an and animal another answer
 any are area around as ask at away back because been before being below best better between big
@@ -45,12 +45,12 @@ _WORDS_PER_SENTENCE = 12
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """The same words twice.
+    """The same words as text and as token ids.
 
     Attributes:
-        text: begins with a space. As many tokens as ``ids``; more by less than a word where the
-            vocabulary splits the last word.
-        ids: exactly as many tokens as were wanted.
+        text: text that begins with a space. It has the tokens of ``ids``, plus the rest of the last
+            word if ``ids`` ends within a word.
+        ids: token ids, with exactly the intended length.
     """
 
     text: str
@@ -58,38 +58,38 @@ class Passage:
 
 
 class Vocabulary:
-    """Words with their tokens, measured in one request to the tokenizer where each is one token.
+    """Words and their tokens, found with a single tokenizer call if each word is one token.
 
     Raises:
-        UsageError: the tokenizer makes nothing of English words.
+        UsageError: if the tokenizer cannot encode English words.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.lead, self._trail = special_around(tokenizer)
+        self.lead, self._trail = special_tokens(tokenizer)
         self._anchor = len(self.body(tokenizer.encode(_ANCHOR)))
         stop = self._following(".")
         measured = [
             pair for pair in zip(_WORDS, self._measure(_WORDS), strict=True) if len(pair[1]) > 0
         ]
         if not measured:
-            raise UsageError("the target's tokenizer makes no tokens of words between words")
+            raise UsageError("the target's tokenizer returns no tokens for words within a text")
         self._words, self._stop = len(measured), len(stop)
         self._texts = [f" {word}{end}" for end in ("", ".") for word, _ in measured]
         self._tokens = [tokens + end for end in ((), stop) for _, tokens in measured]
         self._sizes = np.array([len(tokens) for tokens in self._tokens])
 
     def body(self, tokens: list[int]) -> list[int]:
-        """Tokens of a text without those that the tokenizer puts around it."""
+        """Return the tokens of a text without special tokens around it."""
         return tokens[len(self.lead) : len(tokens) - len(self._trail)]
 
     def draw(self, rng: np.random.Generator, count: int) -> IntArray:
-        """``count`` words at random, about one in twelve with a full stop. Shape (count,)."""
+        """Draw ``count`` random words, about one in twelve with a full stop. Shape (count,)."""
         ends = rng.random(count) < 1 / _WORDS_PER_SENTENCE
         return rng.integers(self._words, size=count) + self._words * ends
 
     def passage(self, drawn: IntArray, tokens: int) -> Passage:
-        """The first ``tokens`` tokens of drawn words, of which there must be as many."""
+        """Return the first ``tokens`` tokens of at least as many drawn words."""
         reached = np.cumsum(self._sizes[drawn[: max(0, tokens)]])
         count = int(np.searchsorted(reached, tokens)) + 1
         chosen = drawn[:count].tolist() if tokens > 0 else []
@@ -101,11 +101,11 @@ class Vocabulary:
         )
 
     def filler(self, tokens: int) -> str:
-        """Words to end a text with that came out ``tokens`` tokens too short."""
+        """Return words to append to a text that is ``tokens`` tokens too short."""
         return self.passage(np.arange(tokens) % self._words, tokens).text
 
     def _measure(self, words: list[str]) -> list[tuple[int, ...]]:
-        """Tokens of each word by halving, as each question may be a round trip."""
+        """Return the tokens of each word, by bisection: each tokenizer call may be a round trip."""
         tokens = self._following("".join(f" {word}" for word in words))
         if len(tokens) == len(words):
             return [(token,) for token in tokens]

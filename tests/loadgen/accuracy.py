@@ -1,9 +1,8 @@
-"""How true what the generator says is: ``python -m tests.loadgen.accuracy [--rates 50 100 …]``.
+"""Accuracy of the load generator: ``python -m tests.loadgen.accuracy [--rates 50 100 …]``.
 
-The synthetic server writes each token at a time that is known, 32 of each answer. What was measured
-of first tokens and of gaps is set beside what the server's own log says of the same requests, at
-the median and at the 99th percentile; both are processes of their own. It is true where errors are
-at most 2 ms, or 2 %.
+The synthetic server, a separate process, writes 32 tokens per answer at known times. The median and
+the 99th percentile of measured TTFT and ITL are compared with those of the server's log. A
+measurement is accurate if the errors are at most 2 ms or 2 %.
 """
 
 import argparse
@@ -24,36 +23,36 @@ from loadgen.record import Record
 from tests.loadgen.synthetic import Behaviour, serving
 
 TTFT_S, ITL_S, TOKENS = 0.05, 0.02, 32
-BOUND_S, SHARE = 0.002, 0.02
+MAX_ERROR_S, MAX_RELATIVE_ERROR = 0.002, 0.02
 CONNECTING_S = 2.0
-"""At the begin, when connections are made: those that follow find them open."""
+"""Discarded start of the run, during which connections are established."""
 PERCENTILES = (50, 99)
 
 
 @dataclass(frozen=True)
 class Row:
-    """At one rate: errors in seconds, by `PERCENTILES`, of first tokens and of gaps."""
+    """TTFT and ITL errors at one rate, in seconds, for each of `PERCENTILES`."""
 
     rate: float
     requests: int
     ttft: tuple[float, ...]
     itl: tuple[float, ...]
-    tokens_a_second: float
+    tokens_per_second: float
     cpu: float
 
     @property
-    def true(self) -> bool:
-        """Whether all errors are within the bounds."""
-        within = ((self.ttft, TTFT_S), (self.itl, ITL_S))
+    def accurate(self) -> bool:
+        """Whether all errors are within the limits."""
+        limits = ((self.ttft, TTFT_S), (self.itl, ITL_S))
         return all(
-            abs(error) <= max(BOUND_S, SHARE * truth)
-            for errors, truth in within
+            abs(error) <= max(MAX_ERROR_S, MAX_RELATIVE_ERROR * truth)
+            for errors, truth in limits
             for error in errors
         )
 
 
 def measure(rate: float, seconds: float, flags: Sequence[str] = (), *, rpc: bool = False) -> Row:
-    """One run, of 5 requests at least."""
+    """Run the load generator and compare its results with the server's log."""
     behaviour = Behaviour(ttft_s=TTFT_S, itl_s=ITL_S)
     with tempfile.TemporaryDirectory() as folder, serving(behaviour) as server:
         target = f"grpc://{server.grpc_target}" if rpc else f"{server.url}/v1"
@@ -72,7 +71,8 @@ def measure(rate: float, seconds: float, flags: Sequence[str] = (), *, rpc: bool
         requests=len(records),
         ttft=_errors([_ttft(r) for r in records], [t.written[0] - t.read for t in truths]),
         itl=_errors(_gaps([r.times for r in records]), _gaps([t.written for t in truths])),
-        tokens_a_second=sum(map(len, (r.times for r in records))) / summary["generator"]["seconds"],
+        tokens_per_second=sum(map(len, (r.times for r in records)))
+        / summary["generator"]["seconds"],
         cpu=summary["generator"]["cpu"] / summary["generator"]["seconds"],
     )
 
@@ -87,22 +87,28 @@ def _gaps(answers: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _errors(found: Sequence[float], truth: Sequence[float]) -> tuple[float, ...]:
-    measured, known = (np.percentile(numbers, PERCENTILES) for numbers in (found, truth))
-    return tuple(float(error) for error in measured - known)
+    measured, expected = (np.percentile(numbers, PERCENTILES) for numbers in (found, truth))
+    return tuple(float(error) for error in measured - expected)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.loadgen.accuracy")
     parser.add_argument("--rates", type=float, nargs="+", default=[25, 50, 100, 150, 200, 300])
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--rpc", action="store_true", help="over gRPC instead of HTTP")
+    parser.add_argument("--rpc", action="store_true", help="use gRPC instead of HTTP")
     own = parser.parse_args()
-    table = Table("requests/s", "tokens/s", "TTFT error, ms, p50, p99", "ITL error", "CPU", "true")
+    table = Table(
+        "requests/s", "tokens/s", "TTFT error, ms, p50, p99", "ITL error", "CPU", "accurate"
+    )
     for rate in own.rates:
         row = measure(rate, own.seconds, rpc=own.rpc)
         errors = (" ".join(f"{1e3 * one:+.2f}" for one in errors) for errors in (row.ttft, row.itl))
         table.add_row(
-            f"{rate:g}", f"{row.tokens_a_second:,.0f}", *errors, f"{row.cpu:.0%}", str(row.true)
+            f"{rate:g}",
+            f"{row.tokens_per_second:,.0f}",
+            *errors,
+            f"{row.cpu:.0%}",
+            str(row.accurate),
         )
     Console(width=110).print(table)
     return 0

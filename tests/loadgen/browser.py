@@ -1,8 +1,8 @@
-"""Browsers, to see what becomes of a page: a machine's Chromium, and the one inside of `kaleido`.
+"""Rendering of pages in browsers: the machine's Chromium, and the one in the `kaleido` package.
 
-kaleido 0.2.1 is a wheel with a headless Chromium of 2021 that needs no root, no library of the
-system and no network. It runs a script for each line that it reads, and prints what becomes of it;
-that script is meant to be plotly.js, and here it is one that looks at pages.
+kaleido 0.2.1 is a wheel with a headless Chromium of 2021, without dependencies on system libraries,
+root or a network. It runs a script for each input line and prints the result. The script is meant
+to be plotly.js; here it is `look.js`, which inspects pages.
 """
 
 import importlib.util
@@ -31,26 +31,26 @@ look(%s, %s).then((seen) => { document.getElementById("seen").textContent = enco
 </script>"""
 
 
-class NotSeen(Exception):
-    """The browser said something else than what it was asked."""
+class RenderError(Exception):
+    """The browser returned no result, or logged errors of the page."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A width in CSS pixels at which a page is looked at, on a screen or on paper."""
+    """Viewport width in CSS pixels, on screen or for print."""
 
     width: int
     print: bool = False
 
 
 def chromium() -> str | None:
-    """Where the machine's is, if it has one; $CHROMIUM goes first."""
+    """Return the path of Chromium: $CHROMIUM, else one on PATH; None: not found."""
     named = os.environ.get("CHROMIUM")
     return named or next((path for name in _CHROMIUMS if (path := shutil.which(name))), None)
 
 
 def kaleido() -> str | None:
-    """The folder of the executable of kaleido, if that is installed."""
+    """Return the folder of kaleido's executable; None: not installed."""
     found = importlib.util.find_spec("kaleido")
     if found is None or found.origin is None:
         return None
@@ -61,10 +61,13 @@ def kaleido() -> str | None:
 def look_by_chromium(
     path: str, page: str, views: Sequence[View], folder: Path
 ) -> list[dict[str, Any]]:
-    """What `look.js` sees of a page, at each view. ``folder``: for the browser's files.
+    """Return the results of `look.js` for a page, one per view.
+
+    Args:
+        folder: folder for the browser's files.
 
     Raises:
-        NotSeen: nothing was, or the page made the browser complain.
+        RenderError: if there is no result, or the browser logged errors.
     """
     alone = folder / "look.html"
     given = (json.dumps(one).replace("<", "\\u003c") for one in (page, _as_json(views)))
@@ -74,30 +77,30 @@ def look_by_chromium(
         f"--user-data-dir={folder / 'profile'}", "--dump-dom", alone.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     seen = re.search(r'<pre id="seen">([^<]+)</pre>', done.stdout)
-    if said or seen is None:
-        raise NotSeen("\n".join(said) or done.stderr[-2000:])
+    if errors or seen is None:
+        raise RenderError("\n".join(errors) or done.stderr[-2000:])
     return list(json.loads(unquote(seen[1])))
 
 
 def look_by_kaleido(
     path: str, page: str, views: Sequence[View], folder: Path
 ) -> list[dict[str, Any]]:
-    """The same, without what the browser complains of: this one does not tell."""
+    """Like `look_by_chromium`, but kaleido does not report errors of the page."""
     script = folder / "look.js"
     script.write_text(_LOOK + _AS_PLOTLY)
-    asked = {"data": [{"page": page, "views": _as_json(views)}]}
+    request = {"data": [{"page": page, "views": _as_json(views)}]}
     own = {"LD_LIBRARY_PATH": "lib", "FONTCONFIG_PATH": "etc/fonts", "XDG_DATA_HOME": "xdg"}
     command = ["bin/kaleido", "plotly", f"--plotlyjs={script}", *_FLAGS, "--single-process"]
     done = subprocess.run(
-        command, input=json.dumps({"data": asked, "format": "svg"}) + "\n", cwd=path,
+        command, input=json.dumps({"data": request, "format": "svg"}) + "\n", cwd=path,
         env=os.environ | {name: str(Path(path, where)) for name, where in own.items()},
         capture_output=True, text=True, timeout=_TIMEOUT_S,
     )  # fmt: skip
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if not answers or not answers[-1].get("result"):
-        raise NotSeen(done.stdout[-500:] + done.stderr[-2000:])
+        raise RenderError(done.stdout[-500:] + done.stderr[-2000:])
     return list(json.loads(answers[-1]["result"]))
 
 

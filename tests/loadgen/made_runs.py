@@ -1,4 +1,4 @@
-"""Runs that nothing was sent for: records of a queue before some slots, and what comes of them."""
+"""Simulated runs: records of a queue with several slots, and documents made from them."""
 
 import heapq
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.figures import SHOWN
+from loadgen.figures import REPORTED
 from loadgen.measures import BY_NAME, Objective, Window
 from loadgen.objectives import Requirement
 from loadgen.record import Failure, Record
@@ -30,10 +30,10 @@ def records_of(
     seed: int = 0,
     slots: int = 24,
     failing: float = 0.0,
-    leaving: float = 0.0,
+    cancelling: float = 0.0,
     tokens: int = 40,
 ) -> list[Record]:
-    """Requests that come at random, wait for a slot, and have a token every 15 ms or so."""
+    """Simulate Poisson arrivals at a server with slots and about one token per 15 ms."""
     random = np.random.default_rng(seed)
     dues = np.cumsum(random.exponential(1 / rate, max(1, int(rate * seconds))))
     free = [0.0] * slots
@@ -46,20 +46,20 @@ def records_of(
         gaps = random.gamma(8, 0.015 / 8, wanted)
         gaps[0] = random.lognormal(np.log(0.06), 0.4)
         record.times = (begin + np.cumsum(gaps)).tolist()
-        _end(record, random, failing, leaving)
+        _end(record, random, failing, cancelling)
         record.counts = [1] * len(record.times)
         heapq.heappush(free, record.ended or begin)
         made.append(record)
     return made
 
 
-def _end(record: Record, random: np.random.Generator, failing: float, leaving: float) -> None:
+def _end(record: Record, random: np.random.Generator, failing: float, cancelling: float) -> None:
     record.ended = record.times[-1] + 1e-4
     if random.random() < failing:
         record.failure, record.detail = _FAILURES[record.number % len(_FAILURES)]
         record.times = record.times[: len(record.times) // 2 * (record.number % 3 == 1)]
         record.ended = record.times[-1] if record.times else (record.sent or 0) + 0.01
-    elif random.random() < leaving:
+    elif random.random() < cancelling:
         record.cancelled = True
         record.times = record.times[: 1 + len(record.times) // 3]
         record.ended = record.times[-1]
@@ -74,10 +74,10 @@ def document_of(
     stopped: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
-    """As `loadgen.run` writes it."""
+    """Return a summary document as written by `loadgen.run`."""
     named = _OBJECTIVES if objectives is None else objectives
     summary = Summary.of(records, window, [Objective(BY_NAME[n], s) for n, s in named.items()])
-    judged = [Requirement.parse(text) for text in requirements]
+    parsed = [Requirement.parse(text) for text in requirements]
     return {
         "manifest": {
             "started": "2026-01-02T03:04:05+00:00",
@@ -93,19 +93,19 @@ def document_of(
         **summary.as_json(),
         "objectives": dict(named),
         "requirements": {
-            str(one): {"found": one.found_in(summary), "met": one.met_by(summary)} for one in judged
+            str(one): {"found": one.value_in(summary), "met": one.met_by(summary)} for one in parsed
         },
         **more,
     }
 
 
 def figures_of(document: dict[str, Any]) -> dict[str, float | None]:
-    """The figures of a run that sweeps have intervals of."""
-    return {str(figure): figure.found_in(document) for figure in SHOWN}
+    """Return the figures of a run that sweeps report."""
+    return {str(figure): figure.value_in(document) for figure in REPORTED}
 
 
 def interval_of(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """As JSON has it: an end that is not finite is null."""
+    """Return an interval as in JSON, where an infinite end is null."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -117,7 +117,7 @@ def interval_of(values: Sequence[float | None]) -> dict[str, Any] | None:
 def sweep_of(
     rates: Sequence[float], *, seeds: int = 3, slots: int = 24, **options: Any
 ) -> dict[str, Any]:
-    """A sweep with its knee where attainment was still 90 %."""
+    """Return a sweep document whose knee is the highest rate with an attainment of 90 %."""
     points: list[dict[str, Any]] = []
     for rate in rates:
         documents = []
@@ -149,7 +149,7 @@ def sweep_of(
 
 
 def comparison_of(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Of two sweeps at the same rates."""
+    """Return a comparison document of two sweeps at the same rates."""
     rows = []
     for one, other in zip(a["points"], b["points"], strict=True):
         for name in one["figures"]:
@@ -171,7 +171,7 @@ _MORE = ("throughput", "output_tokens", "attainment", "goodput")
 
 
 def _ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any] | None:
-    """Roughly: the ends of one over the mean of the other are enough to draw."""
+    """Return an approximate ratio interval: the ends of b over the mean of a."""
     if not a["mean"]:
         return None
     ends = {"low": None, "high": None}

@@ -1,11 +1,11 @@
-"""A page of HTML, taken apart."""
+"""Parser of HTML reports."""
 
 from collections import Counter
 from html.parser import HTMLParser
 
 
 class Content(HTMLParser):
-    """Rows of tables, texts of tiles, and what could lead elsewhere."""
+    """Table rows, tile texts, ids and links of a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Content(HTMLParser):
         return next([cell.strip() for cell in row] for row in self.rows if row[0].strip() == first)
 
     def tile(self, label: str) -> tuple[str, str]:
-        """Its figure with the unit, and its note."""
+        """Return the value with its unit, and the note, of a tile."""
         at = next(i for i, text in enumerate(self.tiles) if text.strip() == label)
         value, note = self.tiles[at + 1 : at + 3]
         return " ".join(value.split()), " ".join(note.split())

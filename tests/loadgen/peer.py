@@ -1,9 +1,9 @@
-"""The same server measured by guidellm: ``python -m tests.loadgen.peer --guidellm COMMAND``.
+"""Comparison with guidellm: ``python -m tests.loadgen.peer --guidellm COMMAND``.
 
-guidellm 0.8 is to be installed in an environment of its own; ``--tokenizer`` is a folder that
-transformers can read, since it makes its prompts with one. Both send 200 requests, 10 a second at
-constant distances, to the synthetic server: once with a slot for each, and once with so few slots
-that requests wait for longer and longer. What is compared are medians.
+guidellm 0.8 must be installed in a separate environment. ``--tokenizer`` is a folder readable by
+transformers, which guidellm uses to generate prompts. Both tools send 200 requests at a constant 10
+per second to the synthetic server, once with unlimited slots and once with so few that the queue
+grows. Medians are compared.
 """
 
 import argparse
@@ -31,11 +31,11 @@ MEASURES = {
     "itl": ("inter_token_latency_ms", 1e-3),
     "e2e_from_send": ("request_latency", 1.0),
 }
-"""Ours, and guidellm's with its unit in seconds."""
+"""Our measures, with guidellm's names and units in seconds."""
 
 
 def ours(url: str, folder: Path) -> dict[str, float]:
-    """Medians, in seconds."""
+    """Return medians of our load generator, in seconds."""
     command = [
         *(sys.executable, "-m", "loadgen", "run", f"{url}/v1", "--arrivals", "constant"),
         *("--rate", str(RATE), "--requests", str(REQUESTS), "--input", f"fixed:{INPUT}"),
@@ -46,8 +46,8 @@ def ours(url: str, folder: Path) -> dict[str, float]:
     return {name: float(measures[name]["p50"]) for name in MEASURES}
 
 
-def guidellms(command: str, tokenizer: Path, url: str, folder: Path) -> dict[str, float]:
-    """The same by guidellm."""
+def guidellm(command: str, tokenizer: Path, url: str, folder: Path) -> dict[str, float]:
+    """Return medians of guidellm, in seconds."""
     report = folder / "guidellm.json"
     subprocess.run(
         [
@@ -71,8 +71,8 @@ def guidellms(command: str, tokenizer: Path, url: str, folder: Path) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.loadgen.peer")
-    parser.add_argument("--guidellm", default="guidellm", help="its command")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a folder")
+    parser.add_argument("--guidellm", default="guidellm", help="command of guidellm")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="folder of a tokenizer")
     own = parser.parse_args()
     table = Table("server", "median", "ours, ms", "guidellm, ms", "ratio")
     for case, behaviour in CASES.items():
@@ -80,7 +80,7 @@ def main() -> None:
             with serving(behaviour) as server:
                 mine = ours(server.url, Path(folder))
             with serving(behaviour) as server:
-                other = guidellms(own.guidellm, own.tokenizer, server.url, Path(folder))
+                other = guidellm(own.guidellm, own.tokenizer, server.url, Path(folder))
         for name in MEASURES:
             numbers = (f"{1e3 * found[name]:,.1f}" for found in (mine, other))
             table.add_row(case, name, *numbers, f"{mine[name] / other[name]:.3f}")

@@ -1,4 +1,4 @@
-"""Times of requests: what their gaps are, and that nothing but the seed decides them."""
+"""Arrival processes: distribution of gaps, and reproducibility by seed."""
 
 from itertools import islice, pairwise
 
@@ -28,17 +28,16 @@ def gaps(arrivals: Arrivals, count: int, seed: int) -> np.ndarray:
     ],
     ids=["poisson", "gamma-0.3", "gamma-4"],
 )
-def test_gaps_are_distributed_as_they_should(
+def test_gaps_follow_their_distribution(
     arrivals: Arrivals, expected: stats.rv_continuous, seed: int
 ) -> None:
     found = gaps(arrivals, 4000, seed)
     assert stats.kstest(found, expected.cdf).pvalue > ALPHA
-    # Gaps say nothing of the next one.
+    # Consecutive gaps are independent.
     assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 5 / np.sqrt(len(found))
 
 
-def test_a_poisson_process_is_not_a_gamma_one_of_another_shape() -> None:
-    """The test above can fail."""
+def test_distribution_test_rejects_another_shape() -> None:
     found = gaps(Poisson(40.0), 4000, 0)
     assert stats.kstest(found, stats.gamma(0.8, scale=1 / 32).cdf).pvalue < ALPHA
 
@@ -49,8 +48,8 @@ def test_constant_times_do_not_drift() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(5.0, 60.0), (60.0, 5.0), (20.0, 20.0)])
-def test_a_ramp_goes_from_one_rate_to_the_other(low: float, high: float) -> None:
-    """Numbers of requests in tenths of the ramp, over many seeds, are what the line says."""
+def test_ramp_changes_the_rate_linearly(low: float, high: float) -> None:
+    """Request counts per second, summed over many seeds, match the linear rate."""
     ramp, seeds, seconds = Ramp(low, high, 10.0), 200, 10
     counts = np.zeros(seconds + 2)
     for seed in range(seeds):
@@ -61,19 +60,19 @@ def test_a_ramp_goes_from_one_rate_to_the_other(low: float, high: float) -> None
     assert np.all(np.abs(counts - expected) < 4.5 * np.sqrt(expected))
 
 
-def test_a_trace_is_what_was_recorded_faster() -> None:
+def test_trace_is_replayed_at_its_speed() -> None:
     assert list(Trace([7.0, 3.0, 4.0], speed=2.0).times(0)) == [0.0, 0.5, 2.0]
 
 
 @pytest.mark.parametrize("arrivals", [Poisson(3.0), Gamma(3.0, 0.5), Ramp(1.0, 9.0, 5.0)], ids=str)
-def test_the_seed_decides(arrivals: Arrivals) -> None:
+def test_times_depend_on_the_seed_only(arrivals: Arrivals) -> None:
     first, again, other = (list(islice(arrivals.times(seed), 50)) for seed in (1, 1, 2))
     assert first == again != other
     assert all(before <= after for before, after in pairwise(first))
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
-def test_rates_that_are_none_are_refused(rate: float) -> None:
+def test_invalid_rates_are_refused(rate: float) -> None:
     for make in (Poisson, Gamma, Constant, lambda rate: Ramp(rate, 1.0, 1.0)):
         with pytest.raises(UsageError, match="rate"):
             make(rate)

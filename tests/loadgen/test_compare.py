@@ -1,4 +1,4 @@
-"""Ratios of runs and of sweeps, and where the true ones are."""
+"""Comparisons of runs and sweeps, and the coverage of their intervals."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from loadgen.errors import UsageError
 from loadgen.files import write_run
 from loadgen.measures import Window
 from loadgen.record import Record
-from loadgen.statistics import interval_of, ratio_of, resampled
+from loadgen.statistics import bootstrap, bootstrap_interval, ratio_interval
 from loadgen.summary import Summary
 
 
@@ -40,58 +40,58 @@ def row_of(document: dict[str, Any], figure: str) -> dict[str, Any]:
     return next(row for row in document["rows"] if row["figure"] == figure)
 
 
-def test_a_ratio_of_pairs_by_hand() -> None:
-    """Logarithms of 2 and of 8 have mean log 4 and standard error log 2; t(0.975, 1) is 12.706."""
-    found = ratio_of([1.0, 1.0], [2.0, 8.0], paired=True)
+def test_paired_ratio_interval_of_two_pairs() -> None:
+    """log 2 and log 8 have mean log 4 and standard error log 2; t(0.975, 1) is 12.706."""
+    found = ratio_interval([1.0, 1.0], [2.0, 8.0], paired=True)
     assert found is not None
     assert found.mean == pytest.approx(4.0)
     assert found.high == pytest.approx(4.0 * 2.0**12.7062, rel=1e-3)
     assert found.low == pytest.approx(4.0 / 2.0**12.7062, rel=1e-3)
-    assert ratio_of([1.0, 0.0], [2.0, 8.0], paired=True) is None
-    alone = ratio_of([2.0], [1.0, 1.0], paired=False)
+    assert ratio_interval([1.0, 0.0], [2.0, 8.0], paired=True) is None
+    alone = ratio_interval([2.0], [1.0, 1.0], paired=False)
     assert alone is not None
     assert alone.mean == pytest.approx(0.5)
     assert alone.as_json()["low"] is None
-    equal = ratio_of([2.0, 2.0], [1.0, 1.0], paired=False)
+    equal = ratio_interval([2.0, 2.0], [1.0, 1.0], paired=False)
     assert equal is not None
     assert equal.low == equal.high == pytest.approx(0.5)
 
 
-def test_an_unpaired_ratio_has_the_true_one_as_often_as_it_says() -> None:
+def test_unpaired_ratio_interval_covers_the_true_ratio() -> None:
     draws, hits = np.random.default_rng(3), 0
     for _ in range(2000):
         a, b = draws.lognormal(0.0, 0.3, 4), draws.lognormal(0.5, 0.1, 5)
-        found = ratio_of(list(a), list(b), paired=False)
+        found = ratio_interval(list(a), list(b), paired=False)
         assert found is not None
         hits += found.low <= np.exp(0.5) <= found.high
     assert hits / 2000 == pytest.approx(0.95, abs=0.02)
 
 
 @pytest.mark.parametrize(("statistic", "truth"), [("mean", 1.0), ("p50", np.log(2)), ("p90", 2.3)])
-def test_requests_drawn_again_have_the_truth_as_often(statistic: str, truth: float) -> None:
+def test_bootstrap_interval_covers_the_true_statistic(statistic: str, truth: float) -> None:
     draws, hits = np.random.default_rng(4), 0
     for number in range(200):
         groups = [[float(value)] for value in draws.exponential(1.0, 300)]
-        found = resampled(groups, statistic, seed=number)
-        interval = interval_of(float(np.median(found)), found)
+        found = bootstrap(groups, statistic, seed=number)
+        interval = bootstrap_interval(float(np.median(found)), found)
         hits += interval.low <= truth <= interval.high
     assert hits / 200 == pytest.approx(0.95, abs=0.05)
 
 
-def test_numbers_of_one_request_are_drawn_together() -> None:
-    """Ten requests of a hundred equal numbers each are ten draws, not a thousand."""
+def test_bootstrap_resamples_whole_requests() -> None:
+    """Ten requests with a hundred equal values each count as ten samples, not a thousand."""
     groups = [[float(n)] * 100 for n in range(10)]
-    assert resampled(groups, "mean").std() == pytest.approx((8.25 / 10) ** 0.5, rel=0.2)
+    assert bootstrap(groups, "mean").std() == pytest.approx((8.25 / 10) ** 0.5, rel=0.2)
 
 
-def test_sweeps_are_compared_at_rates_that_both_have() -> None:
+def test_sweeps_are_compared_at_common_rates() -> None:
     a = side("before", {1.0: [[1.0, 2.0, 3.0], [1.0, 1.0, 4.0]], 2.0: [[5.0]]})
     b = side("after", {1.0: [[0.5, 1.0, 1.5], [0.5, 0.5, 2.0]], 4.0: [[5.0]]})
     document = compare(a, b)
     assert {row["rate"] for row in document["rows"]} == {1.0}
     row = row_of(document, "e2e:p50")
     assert (row["a"]["mean"], row["b"]["mean"]) == (1.5, 0.75)
-    assert row["ratio"]["mean"] == row["ratio"]["low"] == pytest.approx(0.5)  # of each pair
+    assert row["ratio"]["mean"] == row["ratio"]["low"] == pytest.approx(0.5)  # for each pair
     assert (row["better"], row["unit"]) == ("less", "s")
     assert row_of(document, "throughput")["better"] == "more"
     assert row_of(document, "failures")["ratio"] is None
@@ -100,7 +100,7 @@ def test_sweeps_are_compared_at_rates_that_both_have() -> None:
         compare(a, side("other", {8.0: [[1.0]]}))
 
 
-def test_single_runs_are_read_and_their_requests_drawn_again(tmp_path: Path) -> None:
+def test_single_runs_are_compared_by_bootstrap(tmp_path: Path) -> None:
     draws = np.random.default_rng(1)
     for name, scale in (("a", 1.0), ("b", 3.0)):
         latencies = [float(one) for one in draws.exponential(scale, 400)]
@@ -111,6 +111,6 @@ def test_single_runs_are_read_and_their_requests_drawn_again(tmp_path: Path) -> 
     assert row["rate"] is None
     assert row["a"]["low"] < row["a"]["mean"] < row["a"]["high"]
     assert 1.0 < row["ratio"]["low"] < 3.0 < row["ratio"]["high"] < 5.0
-    assert row_of(document, "throughput")["ratio"]["low"] is None  # of one run nothing is known
+    assert row_of(document, "throughput")["ratio"]["low"] is None  # unknown for a single run
     with pytest.raises(UsageError, match="holds no run"):
         Side.read(tmp_path)

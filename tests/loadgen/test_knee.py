@@ -1,4 +1,4 @@
-"""Which rate is the knee, and which is measured next."""
+"""Saturation, the knee, and the next rate of a sweep."""
 
 import pytest
 
@@ -16,16 +16,15 @@ def point(
     return Point(rate, rate - growth, growth, failures, latency, attainment)
 
 
-def test_saturated_is_who_answers_less_than_comes() -> None:
+def test_rate_is_saturated_by_growth_or_failures() -> None:
     assert not point(10, growth=0.9).saturated
     assert point(10, growth=1.1).saturated
     assert not point(10, failures=0.04).saturated
     assert point(10, failures=0.06).saturated
 
 
-def test_without_objectives_the_knee_has_the_most_power() -> None:
-    """Of an M/M/1 queue with ten answers a second latency is 1 / (10 - rate), and power is most at
-    half of them."""
+def test_knee_without_objectives_maximizes_power() -> None:
+    """An M/M/1 queue with service rate 10 has latency 1 / (10 - rate) and maximum power at 5."""
     points = [point(rate, 1 / (10 - rate)) for rate in (1.0, 3.0, 4.0, 5.0, 6.0, 9.0)]
     points.append(point(20, 0.001, growth=10))
     found = knee(points, 0.9)
@@ -35,7 +34,7 @@ def test_without_objectives_the_knee_has_the_most_power() -> None:
     assert knee([point(1, None)], 0.9) is None
 
 
-def test_with_objectives_it_is_the_highest_rate_that_attains_them() -> None:
+def test_knee_with_objectives_is_the_highest_attaining_rate() -> None:
     shares = {1.0: 1.0, 2.0: 0.95, 4.0: 0.9, 8.0: 0.6}
     points = [point(rate, attainment=share) for rate, share in shares.items()]
     points.append(point(16, growth=9, attainment=1.0))
@@ -56,7 +55,7 @@ def test_with_objectives_it_is_the_highest_rate_that_attains_them() -> None:
         ([(3, True)], 2, 1.5),
     ],
 )
-def test_rates_double_and_then_close_in(
+def test_rates_double_and_are_then_bisected(
     measured: list[tuple[int, bool]], left: int, expected: float | None
 ) -> None:
     points = [point(rate, growth=rate * over) for rate, over in measured]

@@ -1,9 +1,9 @@
-"""What a manifest keeps, and what it must not."""
+"""Content of manifests."""
 
 from loadgen.manifest import manifest
 
 
-def test_arguments_have_no_secrets() -> None:
+def test_arguments_contain_no_secrets() -> None:
     given = [
         "run", "http://user:secret@host:1/v1", "--api-key", "secret", "--api-key=secret",
         "--check-against", "https://secret@other/v1", "--metrics=http://a:secret@b/metrics",

@@ -1,4 +1,4 @@
-"""Every measure, of requests that one can work out by hand."""
+"""Measures of requests with values computed by hand."""
 
 import math
 
@@ -28,7 +28,7 @@ WINDOW = Window(10.0, 20.0)
 
 
 def answered(number: int = 0, *, due: float = 10.0) -> Record:
-    """Sent half a second late, four tokens, the third and the fourth together."""
+    """Return a request sent half a second late, with four tokens, the last two in one chunk."""
     return Record(
         number, due, input_tokens=30, wanted_tokens=4, sent=due + 0.5,
         times=[due + 1.0, due + 1.5, due + 3.0], counts=[1, 1, 2], ended=due + 4.0,
@@ -42,7 +42,7 @@ def failed(failure: Failure, *, due: float = 11.0, tokens: int = 0) -> Record:
     )
 
 
-def left(*, due: float = 12.0) -> Record:
+def cancelled(*, due: float = 12.0) -> Record:
     return Record(
         2, due, 30, 4, sent=due, times=[due + 1, due + 2], counts=[1, 1], ended=due + 2,
         cancelled=True,
@@ -50,7 +50,7 @@ def left(*, due: float = 12.0) -> Record:
 
 
 @pytest.mark.parametrize(
-    ("measure", "of_answered", "of_left"),
+    ("measure", "of_answered", "of_cancelled"),
     [
         (TTFT, [1.0], [1.0]),
         (TTFT_SENT, [0.5], [1.0]),
@@ -63,11 +63,11 @@ def left(*, due: float = 12.0) -> Record:
     ],
     ids=lambda value: value.name if isinstance(value, Measure) else "",
 )
-def test_what_one_request_adds(
-    measure: Measure, of_answered: list[float], of_left: list[float]
+def test_values_of_one_request(
+    measure: Measure, of_answered: list[float], of_cancelled: list[float]
 ) -> None:
     assert list(measure.of(answered())) == pytest.approx(of_answered)
-    assert list(measure.of(left())) == pytest.approx(of_left)
+    assert list(measure.of(cancelled())) == pytest.approx(of_cancelled)
     never_sent = Record(3, 10.0, 30, 4)
     assert list(measure.of(never_sent)) == []
     if measure is not LAG:
@@ -75,42 +75,44 @@ def test_what_one_request_adds(
         assert list(measure.of(failed(Failure.INTERRUPTED, tokens=3))) == []
 
 
-def test_all_measures_are_listed_by_names_of_their_own() -> None:
+def test_measures_have_unique_names() -> None:
     assert len({measure.name for measure in MEASURES}) == len(MEASURES) == 8
 
 
-def test_the_targets_own_count_of_tokens_is_what_counts() -> None:
+def test_token_count_of_the_target_takes_precedence() -> None:
     record = answered()
     record.reported_tokens = 5
     assert list(TPOT.of(record)) == pytest.approx([0.5])
     assert list(NORMALIZED.of(record)) == pytest.approx([0.8])
 
 
-def test_one_token_has_no_time_per_token_after_the_first() -> None:
+def test_single_token_has_no_time_per_output_token() -> None:
     one = Record(0, 0.0, 3, 1, sent=0.0, times=[1.0], counts=[1], ended=1.0)
     assert list(TPOT.of(one)) == []
     assert list(NORMALIZED.of(one)) == [1.0]
 
 
-def test_throughput_is_what_happens_in_the_window() -> None:
-    """The first request's prompt was due before it, and its last two tokens and its end are in it;
-    the second began in it, and has one token of two there; one that failed had two tokens."""
-    first = answered(due=8.5)  # pieces at 9.5, 10.0 and 11.5; ended at 12.5
+def test_throughput_counts_events_in_the_window() -> None:
+    """The first request was due before the window, which contains its last two tokens and its end.
+
+    The second starts in the window with one of its two tokens. The third fails after two tokens.
+    """
+    first = answered(due=8.5)  # chunks at 9.5, 10.0 and 11.5; ended at 12.5
     second = Record(1, 18.0, 50, 2, sent=18.0, times=[19.0, 21.0], counts=[1, 1], ended=21.0)
-    third = failed(Failure.INTERRUPTED, tokens=2)  # pieces at 12 and 13
+    third = failed(Failure.INTERRUPTED, tokens=2)  # chunks at 12 and 13
     found = Throughput.of([first, second, third], WINDOW)
     assert found.offered == pytest.approx(0.2)
     assert found.requests == pytest.approx(0.1)
     assert found.output_tokens == pytest.approx((3 + 1 + 2) / 10)
     assert found.input_tokens == pytest.approx(30 / 10)
-    first.reported_tokens = 8  # twice as many as came in pieces
+    first.reported_tokens = 8  # twice the tokens received in chunks
     assert Throughput.of([first], WINDOW).output_tokens == pytest.approx(6 / 10)
 
 
-def test_goodput_counts_failures_against_and_not_those_who_left() -> None:
+def test_goodput_includes_failures_and_excludes_cancelled_requests() -> None:
     slow = answered(4)
     slow.times = [time + 1.0 for time in slow.times]
-    records = [answered(), slow, failed(Failure.TIMEOUT), left(), answered(5, due=30.0)]
+    records = [answered(), slow, failed(Failure.TIMEOUT), cancelled(), answered(5, due=30.0)]
     records.append(Record(6, 13.0, 30, 4, sent=13.0))  # never answered
     objectives = [Objective(TTFT, 1.5), Objective(TPOT, 0.7)]
     found = Goodput.of(records, WINDOW, objectives)
@@ -118,13 +120,13 @@ def test_goodput_counts_failures_against_and_not_those_who_left() -> None:
     assert found.attainment == pytest.approx(1 / 4)
     assert Goodput.of(records, WINDOW, [Objective(TTFT, 2.5)]).attainment == pytest.approx(2 / 4)
     assert Goodput.of(records, WINDOW, [Objective(ITL, 1.4)]).attainment == 0.0
-    assert Goodput.of([left()], WINDOW, objectives).attainment == 0.0
+    assert Goodput.of([cancelled()], WINDOW, objectives).attainment == 0.0
 
 
 def test_every_request_has_one_outcome() -> None:
     records = [answered(n, due=10.0 + n) for n in range(3)]
     records += [failed(failure) for failure in Failure]
-    records += [failed(Failure.RESET), left(), Record(9, 19.0, 30, 4), answered(8, due=20.0)]
+    records += [failed(Failure.RESET), cancelled(), Record(9, 19.0, 30, 4), answered(8, due=20.0)]
     found = Outcomes.of(records, WINDOW)
     assert (found.succeeded, found.cancelled, found.unfinished) == (3, 1, 1)
     assert found.failed == dict.fromkeys(Failure, 1) | {Failure.RESET: 2}
@@ -132,7 +134,7 @@ def test_every_request_has_one_outcome() -> None:
 
 
 def test_requests_in_flight_are_averaged_over_time() -> None:
-    """One before and into the window, one within, one that never ends, and one outside."""
+    """One request overlaps the start, one is inside, one never ends and one is outside."""
     spans = [(8.0, 12.0), (11.0, 14.0), (18.0, None), (1.0, 9.0)]
     records = [
         Record(n, sent, 1, 1, sent=sent, ended=ended) for n, (sent, ended) in enumerate(spans)
@@ -140,19 +142,19 @@ def test_requests_in_flight_are_averaged_over_time() -> None:
     found = InFlight.of(records, WINDOW)
     assert found.mean == pytest.approx((2.0 + 3.0 + 2.0) / 10)
     assert found.most == 2
-    # From 10 to 12.5 s there are 2 + 1.5 s of requests, from 17.5 to 20 s there are 2.
+    # 2 + 1.5 request-seconds from 10 to 12.5 s, 2 from 17.5 to 20 s.
     assert found.growth == pytest.approx((2.0 / 2.5 - 3.5 / 2.5) / 7.5)
     assert InFlight.of([], WINDOW) == InFlight(0.0, 0, 0.0)
 
 
-def test_a_queue_grows_by_what_is_not_answered() -> None:
-    """Four requests a second come, of which three are answered."""
+def test_queue_grows_by_unanswered_requests() -> None:
+    """Four requests per second arrive and three are answered."""
     records = [Record(n, n / 4, 1, 1, sent=n / 4, ended=1.0 + n / 3) for n in range(400)]
     assert InFlight.of(records, Window(20.0, 100.0)).growth == pytest.approx(1.0, abs=0.03)
 
 
-def test_little_s_law_holds() -> None:
-    """Mean in flight = arrivals a second times mean time from the send, in a run that is whole."""
+def test_littles_law_holds() -> None:
+    """Mean in flight equals arrival rate times mean latency from the send, over a complete run."""
     records = [answered(n, due=float(n)) for n in range(10)]
     window = Window(0.0, 20.0)
     mean = sum(next(iter(E2E_SENT.of(record))) for record in records) / len(records)

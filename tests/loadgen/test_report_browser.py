@@ -1,4 +1,4 @@
-"""Reports as browsers lay them out: on a phone, on screens and on paper."""
+"""Layout of reports in browsers: on phones, screens and paper."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import pytest
 from loadgen.measures import Window
 from loadgen.report import compare_page, run_page, sweep_page
 from tests.loadgen.browser import (
-    NotSeen,
+    RenderError,
     View,
     chromium,
     kaleido,
@@ -27,7 +27,7 @@ SERVER = {
 
 
 def a_run() -> str:
-    records = records_of(12, 40, failing=0.1, leaving=0.1)
+    records = records_of(12, 40, failing=0.1, cancelling=0.1)
     document = document_of(
         records, Window(5, 35), requirements=["ttft:p99<=0.1", "attainment>=0.5"], server=SERVER,
         faults=[{"at": 20.0, "what": "kill prefill " + "x" * 300}],
@@ -42,7 +42,7 @@ def a_run_of_one() -> str:
 
 
 def a_saturated_run() -> str:
-    """Times from 10 ms to minutes, thousands of tokens a second."""
+    """Latencies from 10 ms to minutes, thousands of tokens per second."""
     records = records_of(150, 30, slots=40)
     return run_page(records, document_of(records, Window(0, 30)))
 
@@ -76,11 +76,12 @@ def look(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], list
     return lambda page: how(path, page, VIEWS, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "drawings"),
     [(a_run, 4), (a_run_of_one, 4), (a_saturated_run, 4), (a_sweep, 6), (a_comparison, 15)],
 )
-def test_pages_fit_and_no_text_covers_another(
+def test_pages_fit_without_overlapping_text(
     look: Callable[[str], list[dict[str, Any]]], page: Callable[[], str], drawings: int
 ) -> None:
     for seen, view in zip(look(page()), VIEWS, strict=True):
@@ -90,12 +91,14 @@ def test_pages_fit_and_no_text_covers_another(
         assert seen["texts"] >= 8 * drawings
         assert seen["overlapping"] == []
         assert seen["outside"] == []
-        assert seen["smallest"] >= 10, "px: text is too small to be read"
+        assert seen["smallest"] >= 10, "px: text is too small"
         assert seen["scripts"] == seen["images"] == 0
 
 
-def test_the_browser_sees_what_is_wrong(look: Callable[[str], list[dict[str, Any]]]) -> None:
-    """The test of the test: a page that is too wide, with text upon text, and beside its card."""
+def test_layout_check_detects_overflow_and_overlap(
+    look: Callable[[str], list[dict[str, Any]]],
+) -> None:
+    """A page that is too wide, with overlapping text and text outside of its card."""
     texts = (
         '<text x="1" y="20">one</text><text x="9" y="20">two</text><text x="900" y="20">3</text>'
     )
@@ -109,8 +112,8 @@ def test_the_browser_sees_what_is_wrong(look: Callable[[str], list[dict[str, Any
 
 
 @pytest.mark.skipif(chromium() is None, reason="no Chromium on PATH or in $CHROMIUM")
-def test_complaints_of_the_browser_are_heard(tmp_path: Path) -> None:
+def test_browser_errors_are_reported(tmp_path: Path) -> None:
     path = chromium()
     assert path is not None
-    with pytest.raises(NotSeen, match="broken"):
+    with pytest.raises(RenderError, match="broken"):
         look_by_chromium(path, "<script>throw new Error('broken')</script>", VIEWS, tmp_path)

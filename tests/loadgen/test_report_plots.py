@@ -1,4 +1,4 @@
-"""What is drawn in reports, before it is drawn."""
+"""Data, scales and number formats of plots."""
 
 import numpy as np
 import pytest
@@ -13,13 +13,13 @@ from loadgen.report.timeline import Timeline
 from tests.loadgen.made_runs import records_of
 
 
-def test_the_distribution_of_few_is_exact() -> None:
+def test_distribution_of_few_values_is_exact() -> None:
     at, share = distribution(np.array([3.0, 1.0, 2.0, 2.0]))
     assert at.tolist() == [1, 2, 2, 3]
     assert share.tolist() == [25, 50, 75, 100]
 
 
-def test_the_distribution_of_many_is_thinned_and_keeps_its_tail() -> None:
+def test_distribution_of_many_values_is_thinned_and_keeps_its_tail() -> None:
     values = np.random.default_rng(0).lognormal(0, 1, 200_000)
     at, share = distribution(values)
     assert at.size < 400
@@ -29,8 +29,8 @@ def test_the_distribution_of_many_is_thinned_and_keeps_its_tail() -> None:
         assert np.interp(which, share, at) == pytest.approx(np.percentile(values, which), rel=0.02)
 
 
-def test_a_timeline_that_can_be_counted_by_hand() -> None:
-    """Parts of 50 ms. One request from 0 to 125 ms, one from 50 to 100 ms that failed."""
+def test_timeline_of_two_requests() -> None:
+    """Bins of 50 ms. One request lasts from 0 to 125 ms; one from 50 to 100 ms fails."""
     records = [
         Record(0, 0.0, 5, 3, 0.0, [0.06, 0.07, 0.12], [1, 1, 1], 0.125, reported_tokens=6),
         Record(1, 0.05, 5, 3, 0.05, ended=0.1 - 1e-9, failure=Failure.RESET),
@@ -46,8 +46,8 @@ def test_a_timeline_that_can_be_counted_by_hand() -> None:
     assert found.failed.tolist() == pytest.approx([0, 20, 0])
 
 
-def test_a_timeline_loses_nothing() -> None:
-    records = records_of(30, 60, failing=0.1, leaving=0.1)
+def test_timeline_sums_match_the_records() -> None:
+    records = records_of(30, 60, failing=0.1, cancelling=0.1)
     found = Timeline.of(records)
     assert found is not None
     width = found.edges[1] - found.edges[0]
@@ -58,7 +58,7 @@ def test_a_timeline_loses_nothing() -> None:
     assert len(found.edges) <= 102
 
 
-def test_what_has_not_ended_is_in_flight_to_the_end() -> None:
+def test_unfinished_requests_are_in_flight_until_the_end() -> None:
     found = Timeline.of([Record(0, 0.0, 5, 3, 0.0, [1.0], [1])])
     assert found is not None
     assert found.in_flight.tolist() == pytest.approx([1.0] * len(found.in_flight))
@@ -66,7 +66,7 @@ def test_what_has_not_ended_is_in_flight_to_the_end() -> None:
 
 
 @given(st.floats(1e-4, 1e7), st.floats(1, 1e9))
-def test_scales_hold_their_values_and_have_few_ticks(low: float, factor: float) -> None:
+def test_scales_contain_their_values_and_have_few_ticks(low: float, factor: float) -> None:
     for scale in (Scale.fitting(low, low * factor), Scale.linear(low)):
         high = low * factor if scale.is_log else low
         assert scale.low <= low
@@ -78,11 +78,11 @@ def test_scales_hold_their_values_and_have_few_ticks(low: float, factor: float) 
     assert Scale.fitting(low, low * factor).is_log == (factor > 20 * (1 + 1e-9)) or factor < 20.1
 
 
-def test_of_nothing_there_is_a_scale() -> None:
+def test_scale_of_zero() -> None:
     assert Scale.fitting(0, 0).ticks == pytest.approx((0, 0.2, 0.4, 0.6, 0.8, 1.0))
 
 
-def test_numbers_say_three_figures() -> None:
+def test_numbers_have_three_significant_digits() -> None:
     assert [plain(x) for x in (0, 0.0511, 1.254, 12.34, 99.96, 1234.5, 7, None)] == [
         "0", "0.051", "1.25", "12.3", "100", "1,234", "7", "–",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a server's metrics tell of a run."""
+"""Server metrics of a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from loadgen.errors import UsageError
 from loadgen.server import ServerMetrics
 
 
-class Told:
-    """Headrace's metrics, as gateway and workers have them."""
+class Metrics:
+    """Headrace's metrics, as exported by gateway and workers."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -43,53 +43,53 @@ def served(registries: list[CollectorRegistry]) -> Iterator[str]:
     server.server_close()
 
 
-def test_stages_and_bytes_are_those_since_the_begin() -> None:
-    told, other = Told(), Told()
-    told.stage.labels("queue").observe(100.0)
-    told.bytes.labels("raw").inc(5.0)
-    with served([told.registry]) as url, served([other.registry]) as second:
-        metrics = ServerMetrics([url, second], expected=True)
-        assert metrics.since() is None
+def test_stages_and_bytes_are_counted_from_the_start_of_the_run() -> None:
+    gateway, worker = Metrics(), Metrics()
+    gateway.stage.labels("queue").observe(100.0)
+    gateway.bytes.labels("raw").inc(5.0)
+    with served([gateway.registry]) as url, served([worker.registry]) as second:
+        metrics = ServerMetrics([url, second], required=True)
+        assert metrics.collect() is None
         for seconds in (0.5, 1.5):
-            told.stage.labels("queue").observe(seconds)
-        told.stage.labels("prefill").observe(0.25)
-        other.stage.labels("a part of prefill").observe(0.125)
-        told.bytes.labels("raw").inc(100.0)
-        other.bytes.labels("raw").inc(300.0)
-        other.bytes.labels("wire").inc(200.0)
-        assert metrics.since() == {
+            gateway.stage.labels("queue").observe(seconds)
+        gateway.stage.labels("prefill").observe(0.25)
+        worker.stage.labels("part of prefill").observe(0.125)
+        gateway.bytes.labels("raw").inc(100.0)
+        worker.bytes.labels("raw").inc(300.0)
+        worker.bytes.labels("wire").inc(200.0)
+        assert metrics.collect() == {
             "stages": {"queue": 1.0, "prefill": 0.25},
             "kv_bytes": {"raw": 400.0, "wire": 200.0, "ratio": 2.0},
         }
 
 
-def test_who_is_started_again_counts_from_zero_and_who_is_gone_not_at_all() -> None:
-    told, again, gone = Told(), Told(), Told()
-    told.bytes.labels("raw").inc(500.0)
-    registries = [told.registry]
+def test_restarted_server_counts_from_zero_and_missing_server_is_left_out() -> None:
+    gateway, again, gone = Metrics(), Metrics(), Metrics()
+    gateway.bytes.labels("raw").inc(500.0)
+    registries = [gateway.registry]
     with served(registries) as url:
         with served([gone.registry]) as second:
-            metrics = ServerMetrics([url, second], expected=True)
+            metrics = ServerMetrics([url, second], required=True)
         again.bytes.labels("raw").inc(30.0)
         again.bytes.labels("wire").inc(20.0)
         registries[0] = again.registry
-        assert metrics.since() == {"kv_bytes": {"raw": 30.0, "wire": 20.0, "ratio": 1.5}}
+        assert metrics.collect() == {"kv_bytes": {"raw": 30.0, "wire": 20.0, "ratio": 1.5}}
 
 
-def test_who_comes_later_is_left_out() -> None:
-    """What it had counted before the run cannot be told from what it counted since."""
-    told = Told()
-    told.bytes.labels("raw").inc(500.0)
-    told.bytes.labels("wire").inc(400.0)
-    with served([told.registry]) as url:
+def test_server_without_metrics_before_the_run_is_left_out() -> None:
+    """Its counts before the run are unknown."""
+    gateway = Metrics()
+    gateway.bytes.labels("raw").inc(500.0)
+    gateway.bytes.labels("wire").inc(400.0)
+    with served([gateway.registry]) as url:
         urls = ["http://127.0.0.1:9/metrics"]
-        metrics = ServerMetrics(urls, expected=False)
+        metrics = ServerMetrics(urls, required=False)
         urls[0] = url
-        assert metrics.since() is None
+        assert metrics.collect() is None
 
 
-def test_a_server_need_not_have_metrics_unless_they_are_named() -> None:
-    nowhere = ["http://127.0.0.1:9/metrics"]
-    assert ServerMetrics(nowhere, expected=False).since() is None
-    with pytest.raises(UsageError, match="has no metrics"):
-        ServerMetrics(nowhere, expected=True)
+def test_metrics_are_required_only_if_given() -> None:
+    closed = ["http://127.0.0.1:9/metrics"]
+    assert ServerMetrics(closed, required=False).collect() is None
+    with pytest.raises(UsageError, match="no metrics at"):
+        ServerMetrics(closed, required=True)

@@ -1,4 +1,4 @@
-"""Sweeps, over a queue with one server that one can work out."""
+"""Sweeps of a simulated single-server queue."""
 
 import csv
 from dataclasses import replace
@@ -8,44 +8,46 @@ import pytest
 
 from loadgen.arrivals import Poisson
 from loadgen.check import Check, Difference
+from loadgen.config import ArrivalConfig, Process, RunConfig, WorkloadConfig
 from loadgen.errors import UsageError
 from loadgen.files import read_run, read_sweep
 from loadgen.measures import TTFT, Objective, Window
-from loadgen.plan import Bounds
 from loadgen.record import Record
-from loadgen.run import Outcome, Request
-from loadgen.source import Process, Source, Timing
+from loadgen.run import Outcome
+from loadgen.schedule import Limits
 from loadgen.summary import Summary
-from loadgen.sweep import Plan, parse_rates, sweep
+from loadgen.sweep import SweepConfig, parse_rates, sweep
 
 SERVICE_S, RUN_S = 0.1, 200.0
-REQUEST = Request("http://127.0.0.1:1/v1", Source(), Timing(rate=1.0), Bounds(duration_s=RUN_S))
+CONFIG = RunConfig(
+    "http://127.0.0.1:1/v1", WorkloadConfig(), ArrivalConfig(rate=1.0), Limits(duration_s=RUN_S)
+)
 
 
-def queue(request: Request) -> Outcome:
-    """A server that answers ten requests a second, one after the other."""
-    rate = request.timing.rate
+def queue(config: RunConfig) -> Outcome:
+    """Simulate a server that completes ten requests per second, one at a time."""
+    rate = config.arrivals.rate
     assert rate is not None
     records, free = [], 0.0
-    for number, due in enumerate(Poisson(rate).times(request.seed)):
+    for number, due in enumerate(Poisson(rate).times(config.seed)):
         if due >= RUN_S:
             break
         free = max(due, free) + SERVICE_S
         record = Record(number, due, 5, 1, sent=due, times=[free], counts=[1], ended=free)
         records.append(record)
-    summary = Summary.of(records, Window(0.0, RUN_S), request.objectives)
-    document = {"manifest": {"seed": request.seed}, **summary.as_json()}
+    summary = Summary.of(records, Window(0.0, RUN_S), config.objectives)
+    document = {"manifest": {"seed": config.seed}, **summary.as_json()}
     return Outcome(records, summary, document, stopped=False, check=None)
 
 
-def test_it_doubles_up_to_saturation_and_closes_in(tmp_path: Path) -> None:
-    told: list[str] = []
-    document = sweep(REQUEST, Plan(seeds=2, refinements=2), tmp_path, queue, told.append)
+def test_rate_doubles_until_saturation_and_is_refined(tmp_path: Path) -> None:
+    logged: list[str] = []
+    document = sweep(CONFIG, SweepConfig(seeds=2, refinements=2), tmp_path, queue, logged.append)
     rates = {point["rate"]: point["saturated"] for point in document["points"]}
     assert rates == {1: False, 2: False, 4: False, 8: False, 10: False, 12: True, 16: True}
-    # An M/D/1 queue has latency s + s r / (2 (1 - r)), r its load, and most power at 0.586.
+    # The latency of an M/D/1 queue with load r is s + s r / (2 (1 - r)); its power peaks at 0.586.
     assert document["knee"]["rate"] in (4, 8)
-    assert len(told) == 2 * len(rates)
+    assert len(logged) == 2 * len(rates)
     assert document["stopped"] is False
     assert read_sweep(tmp_path) == document
 
@@ -64,28 +66,28 @@ def test_it_doubles_up_to_saturation_and_closes_in(tmp_path: Path) -> None:
     assert float(rows[3]["ttft:p50 mean"]) == busy["figures"]["ttft:p50"]["mean"]
 
 
-def test_rates_that_are_named_are_measured_and_no_others(tmp_path: Path) -> None:
-    request = replace(REQUEST, objectives=(Objective(TTFT, 1.0),), seed=7)
-    plan = Plan(parse_rates("9,3,20"), seeds=2, attainment=0.95)
-    document = sweep(request, plan, tmp_path, queue, print)
+def test_only_the_given_rates_are_measured(tmp_path: Path) -> None:
+    config = replace(CONFIG, objectives=(Objective(TTFT, 1.0),), seed=7)
+    plan = SweepConfig(parse_rates("9,3,20"), seeds=2, attainment=0.95)
+    document = sweep(config, plan, tmp_path, queue, print)
     assert [point["rate"] for point in document["points"]] == [3, 9, 20]
     assert document["points"][0]["seeds"] == [7, 8]
     assert document["points"][0]["figures"]["attainment"]["mean"] == 1.0
     assert document["knee"]["rate"] in (3, 9)
 
 
-def test_a_run_that_is_stopped_ends_the_sweep_and_does_not_count(tmp_path: Path) -> None:
-    def stopped(request: Request) -> Outcome:
-        rate = request.timing.rate or 0.0
-        return replace(queue(request), stopped=rate > 2 and request.seed == 1)
+def test_interrupted_run_ends_the_sweep_and_is_excluded(tmp_path: Path) -> None:
+    def stopped(config: RunConfig) -> Outcome:
+        rate = config.arrivals.rate or 0.0
+        return replace(queue(config), stopped=rate > 2 and config.seed == 1)
 
-    document = sweep(REQUEST, Plan(seeds=2), tmp_path, stopped, print)
+    document = sweep(CONFIG, SweepConfig(seeds=2), tmp_path, stopped, print)
     seeds = {point["rate"]: point["seeds"] for point in document["points"]}
     assert seeds == {1: [0, 1], 2: [0, 1], 4: [0]}
     assert document["stopped"] is True
     assert read_sweep(tmp_path)["stopped"] is True
     assert document["points"][-1]["figures"]["ttft:p50"]["low"] is None
-    assert not sweep(REQUEST, Plan((4.0,), 1), tmp_path, lambda r: _ended(r), print)
+    assert not sweep(CONFIG, SweepConfig((4.0,), 1), tmp_path, lambda r: _ended(r), print)
 
 
 @pytest.mark.parametrize(
@@ -97,24 +99,28 @@ def test_a_run_that_is_stopped_ends_the_sweep_and_does_not_count(tmp_path: Path)
     ],
     ids=["equal", "different", "nothing to compare"],
 )
-def test_runs_whose_check_failed_are_counted(tmp_path: Path, check: Check, unlike: int) -> None:
+def test_runs_with_a_failed_check_are_counted(tmp_path: Path, check: Check, unlike: int) -> None:
     document = sweep(
-        REQUEST, Plan((2.0,), 2), tmp_path, lambda r: replace(queue(r), check=check), print
+        CONFIG, SweepConfig((2.0,), 2), tmp_path, lambda r: replace(queue(r), check=check), print
     )
     assert document["points"][0]["unlike"] == unlike
 
 
-def _ended(request: Request) -> Outcome:
-    return replace(queue(request), stopped=True)
+def _ended(config: RunConfig) -> Outcome:
+    return replace(queue(config), stopped=True)
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,,2", "0", "-1,2", "inf", "nan"])
-def test_what_are_no_rates(text: str) -> None:
-    with pytest.raises(UsageError, match="rates are like"):
+def test_invalid_rates_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected rates"):
         parse_rates(text)
 
 
-def test_what_cannot_be_swept(tmp_path: Path) -> None:
-    for timing in (Timing(Process.TRACE), Timing(Process.RAMP, 1.0, 2.0), Timing()):
+def test_arrivals_without_a_rate_are_refused(tmp_path: Path) -> None:
+    for arrivals in (
+        ArrivalConfig(Process.TRACE),
+        ArrivalConfig(Process.RAMP, 1.0, 2.0),
+        ArrivalConfig(),
+    ):
         with pytest.raises(UsageError):
-            sweep(replace(REQUEST, timing=timing), Plan(), tmp_path, queue, print)
+            sweep(replace(CONFIG, arrivals=arrivals), SweepConfig(), tmp_path, queue, print)

@@ -1,4 +1,4 @@
-"""Sleeps end when they should, by the kernel's timer and by the event loop's."""
+"""Timer tests, with the kernel timer and with the event loop's."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from loadgen.timer import open_timer
 LOOPS = [uvloop.new_event_loop, asyncio.new_event_loop]
 
 
-@pytest.fixture(params=["kernel's", "refused", "not Linux"], autouse=True)
+@pytest.fixture(params=["kernel", "refused", "not Linux"], autouse=True)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "refused":
         monkeypatch.setattr("loadgen.timer.time.CLOCK_MONOTONIC", 999)
@@ -23,7 +23,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.mark.parametrize("new_loop", LOOPS)
-def test_sleeps_end_and_the_kernels_not_early(
+def test_sleeps_end_and_kernel_timer_is_never_early(
     new_loop: Callable[[], asyncio.AbstractEventLoop], kind: str
 ) -> None:
     async def sleeps() -> list[float]:
@@ -37,17 +37,17 @@ def test_sleeps_end_and_the_kernels_not_early(
 
     with asyncio.Runner(loop_factory=new_loop) as loop:
         short = loop.run(sleeps())
-    assert kind != "kernel's" or max(short) <= 0, short
+    assert kind != "kernel" or max(short) <= 0, short
 
 
-async def test_it_rings_early() -> None:
+async def test_wake_ends_a_sleep_early() -> None:
     with open_timer() as timer:
-        asyncio.get_running_loop().call_later(0.01, timer.ring)
+        asyncio.get_running_loop().call_later(0.01, timer.wake)
         async with asyncio.timeout(10):
             await timer.sleep(3600)
 
 
-async def test_nothing_stays_open() -> None:
+async def test_closed_timers_leave_no_open_file() -> None:
     before = psutil.Process().num_fds()
     for _ in range(3):
         with open_timer() as timer:

@@ -1,4 +1,4 @@
-"""Lengths keep their bounds and their mean, and what users write wrongly is told."""
+"""Length distributions: bounds, means and syntax errors."""
 
 import math
 from collections.abc import Callable
@@ -23,14 +23,14 @@ def draws(lengths: Lengths, seed: int = 0, count: int = DRAWS) -> np.ndarray:
 def bounded(draw: st.DrawFn) -> Bounded:
     low = draw(st.integers(1, 5_000))
     high = low + draw(st.integers(0, 100_000))
-    # Nearer to a bound the mean hangs on draws too rare to be among those made here.
+    # Closer to a bound, the mean depends on values too rare for this number of draws.
     share = draw(st.sampled_from([0.0, 1.0]) | st.floats(0.02, 0.98))
     return Bounded(low, low + share * (high - low), high)
 
 
 @settings(max_examples=60, deadline=None)
 @given(bounded(), st.integers(0, 99))
-def test_bounded_has_its_bounds_and_its_mean(lengths: Bounded, seed: int) -> None:
+def test_bounded_has_its_bounds_and_mean(lengths: Bounded, seed: int) -> None:
     drawn = draws(lengths, seed)
     assert drawn.dtype == np.int64
     assert lengths.low <= drawn.min()
@@ -50,13 +50,13 @@ def test_lognormal_has_its_mean_and_sigma(mean: float, sigma: float, seed: int) 
         assert np.log(drawn).std() == pytest.approx(sigma, rel=0.05, abs=2e-3)
 
 
-def test_a_draw_is_never_below_one_token() -> None:
+def test_draws_are_at_least_one_token() -> None:
     drawn = draws(Lognormal(1, 2))
     assert drawn.min() == 1
     assert drawn.max() > 10
 
 
-def test_uniform_reaches_both_ends_alike() -> None:
+def test_uniform_includes_both_ends() -> None:
     drawn = draws(Uniform(3, 6))
     values, counts = np.unique(drawn, return_counts=True)
     assert values.tolist() == [3, 4, 5, 6]
@@ -67,7 +67,7 @@ def test_uniform_reaches_both_ends_alike() -> None:
 @pytest.mark.parametrize(
     "lengths", [Fixed(7), Uniform(1, 900), Lognormal(500, 0.6), Bounded(1, 300.5, 900)]
 )
-def test_the_same_generator_gives_the_same_lengths(lengths: Lengths) -> None:
+def test_same_generator_gives_the_same_lengths(lengths: Lengths) -> None:
     assert draws(lengths, 1).tolist() == draws(lengths, 1).tolist()
     varies = not isinstance(lengths, Fixed)
     assert (draws(lengths, 1).tolist() != draws(lengths, 2).tolist()) == varies
@@ -83,38 +83,38 @@ def test_the_same_generator_gives_the_same_lengths(lengths: Lengths) -> None:
         (" bounded: 1, 2.5, 3", Bounded(1, 2.5, 3)),
     ],
 )
-def test_reads_what_users_write(text: str, lengths: Lengths) -> None:
+def test_syntax_of_distributions(text: str, lengths: Lengths) -> None:
     assert parse_lengths(text) == lengths
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
-        ("128", "write fixed:TOKENS, uniform:LOW,HIGH"),
-        ("gauss:1,2", "no distribution"),
-        ("fixed", "does not read fixed:TOKENS"),
-        ("fixed:", "does not read"),
-        ("fixed:1,2", "does not read"),
-        ("fixed:many", "does not read"),
-        ("fixed:nan", "does not read"),
-        ("fixed:inf", "does not read"),
+        ("128", "expected fixed:TOKENS, uniform:LOW,HIGH"),
+        ("gauss:1,2", "not a length distribution"),
+        ("fixed", "does not match fixed:TOKENS"),
+        ("fixed:", "does not match"),
+        ("fixed:1,2", "does not match"),
+        ("fixed:many", "does not match"),
+        ("fixed:nan", "does not match"),
+        ("fixed:inf", "does not match"),
         ("fixed:0", "1 to 10000000, not 0"),
         ("fixed:1e9", "1 to 10000000"),
         ("fixed:1.5", "1.5 is not a whole number"),
         ("uniform:10,9", "from 10 to 9"),
         ("uniform:0,9", "from 0 to 9"),
-        ("lognormal:500", "does not read lognormal:MEAN,SIGMA"),
-        ("lognormal:0,1", "a mean is"),
-        ("lognormal:5,-1", "sigma is 0 to 3"),
-        ("lognormal:5,100", "sigma is 0 to 3"),
+        ("lognormal:500", "does not match lognormal:MEAN,SIGMA"),
+        ("lognormal:0,1", "mean must be"),
+        ("lognormal:5,-1", "sigma must be 0 to 3"),
+        ("lognormal:5,100", "sigma must be 0 to 3"),
         ("bounded:10,9,20", "mean of 9"),
         ("bounded:10,21,20", "mean of 21"),
     ],
 )
-def test_says_what_is_wrong_with_a_distribution(text: str, says: str) -> None:
+def test_invalid_distribution_is_explained(text: str, message: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse_lengths(text)
-    assert says in str(raised.value)
+    assert message in str(raised.value)
     assert text in str(raised.value)
 
 
@@ -127,7 +127,7 @@ TABLE_6 = {
 }
 
 
-def test_presets_are_the_papers_table() -> None:
+def test_presets_match_the_papers_table() -> None:
     assert PRESETS.keys() == TABLE_6.keys()
     for name, sides in TABLE_6.items():
         made = preset(name)
@@ -136,7 +136,9 @@ def test_presets_are_the_papers_table() -> None:
 
 
 @given(st.sampled_from(list(TABLE_6)), st.floats(1e-7, 20))
-def test_a_scaled_preset_keeps_its_proportions_and_one_token(name: str, scale: float) -> None:
+def test_scaled_preset_keeps_its_proportions_and_at_least_one_token(
+    name: str, scale: float
+) -> None:
     sides: list[Callable[..., Bounded]] = [lambda p: p.inputs, lambda p: p.outputs]
     for side in sides:
         whole, scaled = side(preset(name)), side(preset(name, scale))
@@ -147,9 +149,9 @@ def test_a_scaled_preset_keeps_its_proportions_and_one_token(name: str, scale: f
 
 
 @pytest.mark.parametrize(
-    ("name", "scale", "says"),
+    ("name", "scale", "message"),
     [
-        ("c4", 1.0, "only imdb, arxiv"),
+        ("c4", 1.0, "presets are imdb, arxiv"),
         ("imdb", 0.0, "above 0"),
         ("imdb", -1.0, "above 0"),
         ("imdb", math.nan, "above 0"),
@@ -157,6 +159,6 @@ def test_a_scaled_preset_keeps_its_proportions_and_one_token(name: str, scale: f
         ("imdb", 1e9, "10000000"),
     ],
 )
-def test_says_what_is_wrong_with_a_preset(name: str, scale: float, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_invalid_preset_is_explained(name: str, scale: float, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         preset(name, scale)

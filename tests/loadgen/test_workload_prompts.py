@@ -1,4 +1,4 @@
-"""Prompts have the wanted lengths by the target's own count, and share what they are told to."""
+"""Generated prompts: lengths by the target's tokenizer, and shared prefixes."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from loadgen.errors import UsageError
-from loadgen.workload.base import Ask, Tokenizer
+from loadgen.workload.base import RequestSpec, Tokenizer
 from loadgen.workload.lengths import Fixed, Lengths, Uniform
 from loadgen.workload.prompts import PromptWriter, SharedPrefix, Synthetic
 from loadgen.workload.tokenizer import LocalTokenizer, RemoteTokenizer
@@ -26,7 +26,7 @@ from services.common.tokenizer import load_tokenizer
 
 
 def bytes_with_ends(*, eos: bool) -> tokenizers.Tokenizer:
-    """Each byte is a token but for two words; every text gets a BOS and perhaps an EOS."""
+    """Return a byte tokenizer with two word tokens, BOS and optionally EOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {
         token: i for i, token in enumerate(["<s>", "</s>", *alphabet, "Ġw", "Ġwa", "at", "er"])
@@ -45,7 +45,7 @@ def bytes_with_ends(*, eos: bool) -> tokenizers.Tokenizer:
 
 
 def with_bos(folder: Path) -> tokenizers.Tokenizer:
-    """SmolLM2's, with a BOS before each text."""
+    """Return SmolLM2's tokenizer with BOS."""
     load_tokenizer(resolve_model("smollm2-135m")).save(folder)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing(
@@ -85,10 +85,10 @@ def some(
     seed: int = 0,
     inputs: Lengths | None = None,
     prefix: SharedPrefix | None = None,
-) -> list[Ask]:
+) -> list[RequestSpec]:
     writer = PromptWriter(tokenizer, token_ids=token_ids)
     workload = Synthetic(inputs or Uniform(30, 300), Uniform(1, 9), writer, prefix)
-    return list(islice(workload.asks(seed), count))
+    return list(islice(workload.requests(seed), count))
 
 
 def common(first: str | tuple[int, ...], second: str | tuple[int, ...]) -> int:
@@ -96,7 +96,7 @@ def common(first: str | tuple[int, ...], second: str | tuple[int, ...]) -> int:
     return next((i for i, (a, b) in enumerate(both) if a != b), min(len(first), len(second)))
 
 
-def test_a_text_encodes_to_the_length_that_was_drawn(tokenizer: Tokenizer) -> None:
+def test_text_has_the_drawn_length(tokenizer: Tokenizer) -> None:
     texts = some(tokenizer, 40, token_ids=False)
     ids = some(tokenizer, 40, token_ids=True)
     for text, exact in zip(texts, ids, strict=True):
@@ -115,7 +115,7 @@ def test_any_length_is_exact(smollm2: LocalTokenizer, tokens: int, seed: int) ->
         assert len(encoded) == ask.input_tokens == tokens
 
 
-def test_token_ids_begin_as_the_model_expects_and_are_words(tmp_path: Path) -> None:
+def test_token_ids_have_special_tokens_and_words(tmp_path: Path) -> None:
     tokenizer = saved(bytes_with_ends(eos=True), tmp_path)
     (ask,) = some(tokenizer, 1, token_ids=True, inputs=Fixed(400))
     assert isinstance(ask.prompt, tuple)
@@ -126,7 +126,7 @@ def test_token_ids_begin_as_the_model_expects_and_are_words(tmp_path: Path) -> N
     assert any(word.endswith(".") for word in words)
 
 
-def test_a_length_that_no_text_has_is_told(tmp_path: Path) -> None:
+def test_unreachable_text_length_is_reported(tmp_path: Path) -> None:
     tokenizer = saved(bytes_with_ends(eos=True), tmp_path)
     (ask,) = some(tokenizer, 1, token_ids=False, inputs=Fixed(1))
     assert isinstance(ask.prompt, str)
@@ -135,7 +135,7 @@ def test_a_length_that_no_text_has_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token_ids", [True, False])
-def test_the_same_seed_makes_the_same_asks(smollm2: LocalTokenizer, token_ids: bool) -> None:
+def test_same_seed_makes_the_same_requests(smollm2: LocalTokenizer, token_ids: bool) -> None:
     first = some(smollm2, 40, token_ids=token_ids, seed=1)
     assert first == some(smollm2, 40, token_ids=token_ids, seed=1)
     assert first[:5] == some(smollm2, 5, token_ids=token_ids, seed=1)
@@ -169,7 +169,7 @@ def test_groups_share_exactly_their_prefix(
     assert max(between) < 8
 
 
-def test_a_passage_is_cut_within_a_word(tmp_path: Path) -> None:
+def test_passage_may_end_within_a_word(tmp_path: Path) -> None:
     tokenizer = saved(bytes_with_ends(eos=True), tmp_path)
     vocabulary = Vocabulary(tokenizer)
     drawn = vocabulary.draw(np.random.default_rng(0), 200)
@@ -180,7 +180,7 @@ def test_a_passage_is_cut_within_a_word(tmp_path: Path) -> None:
         assert 0 <= len(vocabulary.body(tokenizer.encode(passage.text))) - tokens < 10
 
 
-def test_texts_share_their_prefix_by_the_tokenizer_too(tokenizer: Tokenizer) -> None:
+def test_texts_share_their_prefix_as_tokens(tokenizer: Tokenizer) -> None:
     asks = some(tokenizer, 12, token_ids=False, prefix=SharedPrefix(50))
     encoded = [tuple(tokenizer.encode(str(ask.prompt))) for ask in asks]
     assert len({ids[:50] for ids in encoded}) == 1
@@ -188,12 +188,12 @@ def test_texts_share_their_prefix_by_the_tokenizer_too(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("wrong", [(0, 1), (1, 0), (-5, 1)])
-def test_refuses_a_prefix_of_nothing(wrong: tuple[int, int]) -> None:
+def test_empty_prefix_is_refused(wrong: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match="at least 1 token and 1 group"):
         SharedPrefix(*wrong)
 
 
-def test_refuses_a_tokenizer_that_knows_no_words() -> None:
+def test_tokenizer_without_english_words_is_refused() -> None:
     class Deaf:
         def encode(self, text: str) -> list[int]:
             return [0, 3]
@@ -201,11 +201,11 @@ def test_refuses_a_tokenizer_that_knows_no_words() -> None:
         def decode(self, tokens: list[int]) -> str:
             return "?"
 
-    with pytest.raises(UsageError, match="knows no English words"):
+    with pytest.raises(UsageError, match="cannot encode English words"):
         PromptWriter(Deaf(), token_ids=True)
 
 
-def test_a_local_tokenizer_neither_cuts_nor_pads(tmp_path: Path) -> None:
+def test_local_tokenizer_neither_truncates_nor_pads(tmp_path: Path) -> None:
     backend = bytes_with_ends(eos=False)
     backend.enable_truncation(4)
     backend.enable_padding(length=64)
@@ -215,7 +215,7 @@ def test_a_local_tokenizer_neither_cuts_nor_pads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{}"])
-def test_says_which_file_is_no_tokenizer(tmp_path: Path, content: str | None) -> None:
+def test_invalid_tokenizer_file_is_named(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "tokenizer.json"
     if content is not None:
         file.write_text(content)
@@ -224,14 +224,19 @@ def test_says_which_file_is_no_tokenizer(tmp_path: Path, content: str | None) ->
 
 
 class Server(ThreadingHTTPServer):
-    """Answers as vLLM does; ``answer`` replaces what it says, ``asked`` is what it was asked."""
+    """Server with vLLM's tokenizer endpoints.
+
+    Attributes:
+        requests: received requests.
+        answer: status and body to send instead of the correct answer.
+    """
 
     daemon_threads = True
 
     def __init__(self, tokenizer: LocalTokenizer) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.tokenizer = tokenizer
-        self.asked: list[dict[str, object]] = []
+        self.requests: list[dict[str, object]] = []
         self.answer: tuple[int, bytes] | None = None
 
     @property
@@ -246,14 +251,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
-        status, content = self.server.answer or (200, self.say(body))
+        self.server.requests.append(
+            {"path": self.path, "key": self.headers["Authorization"], **body}
+        )
+        status, content = self.server.answer or (200, self.respond(body))
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
 
-    def say(self, body: dict[str, Any]) -> bytes:
+    def respond(self, body: dict[str, Any]) -> bytes:
         tokenizer = self.server.tokenizer
         if self.path == "/tokenize":
             tokens = tokenizer.encode(body["prompt"])
@@ -275,7 +282,7 @@ def server(smollm2: LocalTokenizer) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
-def test_a_remote_tokenizer_is_the_targets(
+def test_remote_tokenizer_uses_the_servers_endpoints(
     server: Server, smollm2: LocalTokenizer, ending: str
 ) -> None:
     with RemoteTokenizer(
@@ -284,48 +291,48 @@ def test_a_remote_tokenizer_is_the_targets(
         tokens = remote.encode("Blue water. Été")
         assert tokens == smollm2.encode("Blue water. Été")
         assert remote.decode(tokens) == "Blue water. Été"
-    assert server.asked == [
+    assert server.requests == [
         {"path": "/tokenize", "key": "Bearer k", "model": "small", "prompt": "Blue water. Été"},
         {"path": "/detokenize", "key": "Bearer k", "model": "small", "tokens": tokens},
     ]
 
 
-def test_a_thousand_prompts_of_ids_cost_a_handful_of_questions(
+def test_thousand_prompts_of_ids_need_few_tokenizer_calls(
     server: Server, smollm2: LocalTokenizer
 ) -> None:
     with RemoteTokenizer(server.url) as remote:
-        asks = some(remote, 1_000, token_ids=True)
-    assert len(server.asked) < 10
-    assert asks == some(smollm2, 1_000, token_ids=True)
+        specs = some(remote, 1_000, token_ids=True)
+    assert len(server.requests) < 10
+    assert specs == some(smollm2, 1_000, token_ids=True)
 
 
-def test_a_text_costs_one_question_to_be_sure_of(server: Server, smollm2: LocalTokenizer) -> None:
+def test_each_text_needs_one_tokenizer_call(server: Server, smollm2: LocalTokenizer) -> None:
     with RemoteTokenizer(server.url) as remote:
-        asks = some(remote, 48, token_ids=False)
-    assert asks == some(smollm2, 48, token_ids=False)
-    assert len(server.asked) < 10 + 48
+        specs = some(remote, 48, token_ids=False)
+    assert specs == some(smollm2, 48, token_ids=False)
+    assert len(server.requests) < 10 + 48
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("answer", "message"),
     [
-        ((404, b"{}"), "answers 404.*tokenizer.json"),
-        ((200, b"<html>"), "without 'tokens'"),
-        ((200, b"[]"), "without 'tokens'"),
-        ((200, b"{}"), "without 'tokens'"),
-        ((200, b'{"tokens": 3}'), "no list of token ids"),
-        ((200, b'{"tokens": ["a"]}'), "no list of token ids"),
+        ((404, b"{}"), "answered 404.*tokenizer.json"),
+        ((200, b"<html>"), "returned no 'tokens'"),
+        ((200, b"[]"), "returned no 'tokens'"),
+        ((200, b"{}"), "returned no 'tokens'"),
+        ((200, b'{"tokens": 3}'), "did not return a list of token ids"),
+        ((200, b'{"tokens": ["a"]}'), "did not return a list of token ids"),
     ],
 )
-def test_says_what_a_target_without_a_tokenizer_answers(
-    server: Server, answer: tuple[int, bytes], says: str
+def test_missing_tokenizer_endpoint_is_explained(
+    server: Server, answer: tuple[int, bytes], message: str
 ) -> None:
     server.answer = answer
-    with RemoteTokenizer(server.url) as remote, pytest.raises(UsageError, match=says):
+    with RemoteTokenizer(server.url) as remote, pytest.raises(UsageError, match=message):
         PromptWriter(remote, token_ids=True)
 
 
 @pytest.mark.parametrize("base", ["http://127.0.0.1:9", "ftp://x", "http://[::", "no address"])
-def test_says_which_target_cannot_be_asked(base: str) -> None:
-    with RemoteTokenizer(base) as remote, pytest.raises(UsageError, match="cannot be asked"):
+def test_unreachable_tokenizer_is_named(base: str) -> None:
+    with RemoteTokenizer(base) as remote, pytest.raises(UsageError, match="cannot reach"):
         remote.encode("the")

@@ -1,17 +1,17 @@
-"""A workload that is the same again and again."""
+"""Workload that repeats one request."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
-from loadgen.workload.base import Ask
+from loadgen.workload.base import RequestSpec
 
 
 @dataclass(frozen=True)
 class Same:
-    """One request, over and over."""
+    """Endless repetition of one request."""
 
-    ask: Ask
+    spec: RequestSpec
 
-    def asks(self, seed: int) -> Iterator[Ask]:
-        return repeat(self.ask)
+    def requests(self, seed: int) -> Iterator[RequestSpec]:
+        return repeat(self.spec)

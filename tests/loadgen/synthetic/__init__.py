@@ -1,12 +1,11 @@
-"""A server whose latencies are known exactly: the truth that a load generator is tested against.
+"""Synthetic server with exactly known latencies, as ground truth for the load generator.
 
-It speaks OpenAI's API over HTTP/1.1 and ``headrace.v1.Inference`` over gRPC, in a process of its
-own (`serving`), and writes event i of an answer at ``started + ttft_s + i * itl_s``: absolute
-deadlines, so that lateness never adds up. What it really did it tells in its log. All times are
+It implements OpenAI's API over HTTP/1.1 and ``headrace.v1.Inference`` over gRPC in a separate
+process (`serving`). Event i of an answer is written at ``started + ttft_s + i * itl_s``: deadlines
+are absolute, so that lateness does not accumulate. Its log contains the actual times. All times are
 seconds of ``time.monotonic()``, which all processes of a Linux machine share.
 
-Only generations count as requests here: numbers, outcomes, slots and the start of a stall are
-theirs.
+Only generation requests have numbers, outcomes and slots, and only they start a stall.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ _ROOT = Path(__file__).parents[3]
 
 
 class Outcome(StrEnum):
-    """What becomes of a request. Midway is in place of event n // 2, when that would be due."""
+    """Outcome of a request. Midway means instead of event n // 2, at its time."""
 
     OK = "ok"
     RESET_BEFORE = "reset_before"
@@ -43,9 +42,9 @@ class Outcome(StrEnum):
     NO_DONE = "no_done"
     """Everything but ``data: [DONE]``. gRPC: everything but finish_reason and usage."""
     MALFORMED_JSON = "malformed_json"
-    """One event midway is not JSON; those after it are whole. gRPC has none: UNIMPLEMENTED."""
+    """One event midway is not JSON; later ones are valid. gRPC: UNIMPLEMENTED."""
     MALFORMED_HTTP = "malformed_http"
-    """Garbage instead of a status line, then FIN. gRPC has none: UNIMPLEMENTED."""
+    """Garbage instead of a status line, then FIN. gRPC: UNIMPLEMENTED."""
     STATUS_400 = "status_400"
     """gRPC: INVALID_ARGUMENT."""
     STATUS_429 = "status_429"
@@ -55,32 +54,31 @@ class Outcome(StrEnum):
     ERROR_EVENT = "error_event"
     """An event with an error midway, which ends the stream. gRPC: INTERNAL midway."""
     EMPTY = "empty"
-    """A proper end, when the first event would be due, without a token."""
+    """A regular end without tokens, at the time of the first event."""
     SLOW = "slow"
-    """Headers (gRPC: initial metadata) and nothing more until the client leaves."""
+    """Headers (gRPC: initial metadata) and nothing more until the client disconnects."""
     SLOW_HEADERS = "slow_headers"
-    """Nothing at all until the client leaves."""
+    """Nothing until the client disconnects."""
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What the server does.
+    """Behaviour of the server.
 
     Attributes:
-        ttft_s: from the start of a request to its first event.
-        itl_s: between two events.
-        tokens_per_event: ``max_tokens`` asked for are sent in events of so many, the last of fewer.
-        stall_s: (S, E): from S to E seconds after the first request was read, nothing is written
-            and nothing read. Events that fall due meanwhile are all written at E; later ones keep
-            their times.
-        concurrency: slots; a request holds one until its last event, and others wait in order of
-            arrival. The next one's start is when that event was *due*, so that lateness does not
-            add up here either. Outcomes without any event, but for `EMPTY`, take no slot. None: no
-            limit.
-        outcomes: of requests in order of arrival, again and again.
+        ttft_s: seconds from the start of a request to its first event.
+        itl_s: seconds between events.
+        tokens_per_event: tokens per event; the last event may have fewer.
+        stall_s: (S, E): nothing is read or written from S to E seconds after the first request was
+            read. Events due in that interval are written at E; later ones keep their times.
+        concurrency: number of slots; None: unlimited. A request holds a slot until its last event,
+            and others wait in order of arrival. The next request starts when that event was *due*,
+            so that lateness does not accumulate. Outcomes without events, except `EMPTY`, use no
+            slot.
+        outcomes: outcomes of requests in order of arrival, repeated cyclically.
 
     Raises:
-        ValueError: there is no such server.
+        ValueError: if a value is out of range.
     """
 
     ttft_s: float = 0.0
@@ -93,9 +91,9 @@ class Behaviour:
     def __post_init__(self) -> None:
         stall = self.stall_s or (0.0, 0.0)
         if min(self.ttft_s, self.itl_s, stall[0], stall[1] - stall[0]) < 0:
-            raise ValueError("times are not negative, and a stall ends after its start")
+            raise ValueError("times must not be negative, and a stall must end after its start")
         if self.tokens_per_event < 1 or self.concurrency == 0 or not self.outcomes:
-            raise ValueError("at least one token in an event, one slot and one outcome")
+            raise ValueError("at least one token per event, one slot and one outcome are needed")
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -110,16 +108,16 @@ class Behaviour:
 
 @dataclass(slots=True)
 class Truth:
-    """One request as the server saw it; times on ``time.monotonic()``.
+    """One request as seen by the server; times are ``time.monotonic()``.
 
     Attributes:
-        number: in order of arrival, from 0.
+        number: index in order of arrival.
         id: the client's ``x-request-id`` (gRPC: ``request_id``), or one made from the number.
-        read: when all of it was read.
-        started: when it had its slot: what its events' times count from. None: not yet, or never.
-        written: just before each event with tokens was written, so no later than any client saw it.
-        ended: the answer was over, or cut by the server.
-        left: the client went away first.
+        read: time when the request was completely read.
+        started: time when it got its slot, from which event times count; None: not started.
+        written: time just before each event with tokens was written.
+        ended: time when the answer ended, or was broken off by the server.
+        left: time when the client disconnected before the end.
     """
 
     number: int
@@ -135,7 +133,7 @@ class Truth:
 
 
 class SyntheticServer:
-    """The other side of the server's process."""
+    """Handle of the server's process."""
 
     def __init__(self, process: "subprocess.Popen[str]", http_port: int, grpc_port: int) -> None:
         self._process = process
@@ -144,13 +142,13 @@ class SyntheticServer:
         self.grpc_target = f"127.0.0.1:{grpc_port}"
 
     def log(self) -> list[Truth]:
-        """All requests so far, in order of arrival. Writing it delays events by milliseconds.
+        """Return all requests so far, in order of arrival. This delays events by milliseconds.
 
         Raises:
-            RuntimeError: the process has ended.
+            RuntimeError: if the process has ended.
         """
         assert self._process.stdin
-        with suppress(BrokenPipeError):  # then there is no answer either
+        with suppress(BrokenPipeError):  # reading the answer reports the error
             os.write(self._process.stdin.fileno(), b"\n")
         entries = [Truth(**entry) for entry in _read_line(self._process)]
         for entry in entries:
@@ -160,10 +158,10 @@ class SyntheticServer:
 
 @contextmanager
 def serving(behaviour: Behaviour) -> Iterator[SyntheticServer]:
-    """A server in a process of its own, on free ports of the loopback, until the block ends.
+    """Run a server in a separate process, on free loopback ports, until the block ends.
 
     Raises:
-        RuntimeError: it did not start; its own words are on stderr.
+        RuntimeError: if it does not start; its output is on stderr.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.loadgen.synthetic", behaviour.to_json()],
@@ -171,9 +169,9 @@ def serving(behaviour: Behaviour) -> Iterator[SyntheticServer]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a test's Ctrl-C is for the load generator alone
+        start_new_session=True,  # a test's Ctrl-C must reach the load generator only
     )
-    with process:  # its exit closes the pipes and waits
+    with process:  # __exit__ closes the pipes and waits
         try:
             yield SyntheticServer(process, **_read_line(process))
         finally:
@@ -190,7 +188,7 @@ def _read_line(process: "subprocess.Popen[str]") -> Any:
 
 @contextmanager
 def closed_port() -> Iterator[str]:
-    """A URL where every connection is refused: bound, so that nobody else takes it."""
+    """Return a URL that refuses connections; its port is bound, so that no process reuses it."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"

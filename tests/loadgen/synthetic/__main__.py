@@ -1,4 +1,4 @@
-"""The server's process: ``python -m tests.loadgen.synthetic BEHAVIOUR``, as JSON."""
+"""Process of the server: ``python -m tests.loadgen.synthetic BEHAVIOUR``, given as JSON."""
 
 import asyncio
 import gc
@@ -19,7 +19,7 @@ from tests.loadgen.synthetic.schedule import Schedule
 
 
 class _PreciseSelector(selectors.EpollSelector):
-    """epoll waits in whole milliseconds; select, upon epoll itself, in microseconds."""
+    """Selector with microsecond timeouts: epoll has milliseconds, select on its file does not."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout > 0:
@@ -28,7 +28,7 @@ class _PreciseSelector(selectors.EpollSelector):
 
 
 async def _main(behaviour: Behaviour) -> None:
-    """Serves until stdin ends; each line there asks for the log, as a line of JSON."""
+    """Serve until stdin ends. Each line on stdin requests the log, written as a line of JSON."""
     loop = asyncio.get_running_loop()
     server, over = Schedule(behaviour), asyncio.Event()
     http = await loop.create_server(lambda: Connection(server), "127.0.0.1", 0, backlog=4096)
@@ -38,21 +38,21 @@ async def _main(behaviour: Behaviour) -> None:
     ports["grpc_port"] = rpc.add_insecure_port("127.0.0.1:0")
     await rpc.start()
 
-    def say(content: Any) -> None:
+    def write_line(content: Any) -> None:
         sys.stdout.buffer.write(orjson.dumps(content) + b"\n")
         sys.stdout.buffer.flush()
 
-    def asked() -> None:
+    def log_requested() -> None:
         if os.read(0, 1):
-            say(server.log)
+            write_line(server.log)
         else:
             over.set()
 
-    loop.add_reader(0, asked)
+    loop.add_reader(0, log_requested)
     gc.disable()  # a collection would make events late
-    say(ports)
+    write_line(ports)
     await over.wait()
-    os._exit(0)  # the test that it was for is gone: whoever is still connected is cut off
+    os._exit(0)  # the test has ended; open connections are dropped
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -1,4 +1,4 @@
-"""Bytes of HTTP answers."""
+"""Encoding of HTTP answers."""
 
 import time
 from typing import Any
@@ -9,13 +9,13 @@ from tests.loadgen.synthetic import MODEL, Truth
 from tests.loadgen.synthetic.schedule import text_of
 
 
-class Shape:
-    """The JSON of one answer."""
+class AnswerFormat:
+    """JSON format of one answer."""
 
-    def __init__(self, truth: Truth, asked: dict[str, Any], *, chat: bool) -> None:
-        self.stream = bool(asked.get("stream"))
+    def __init__(self, truth: Truth, request: dict[str, Any], *, chat: bool) -> None:
+        self.stream = bool(request.get("stream"))
         self._chat = chat
-        self._counted = bool((asked.get("stream_options") or {}).get("include_usage"))
+        self._include_usage = bool((request.get("stream_options") or {}).get("include_usage"))
         self._prompt_tokens = truth.prompt_tokens
         kind = "text_completion"
         if chat:
@@ -24,26 +24,26 @@ class Shape:
         self._envelope["model"] = MODEL
 
     def event(self, content: str | dict[str, str], finish: str | None) -> bytes:
-        """One event; of a chat, ``content`` may be a whole delta."""
+        """Return one event; for a chat, ``content`` may be a complete delta."""
         part: dict[str, Any] = {"text": content}
         if self._chat:
             part = {"delta": {"content": content} if isinstance(content, str) else content}
         choice = {"index": 0, **part, "logprobs": None, "finish_reason": finish}
         content_ = {**self._envelope, "choices": [choice]}
-        return event_of({**content_, "usage": None} if self._counted else content_)
+        return event_of({**content_, "usage": None} if self._include_usage else content_)
 
     def greeting(self) -> bytes:
-        """What a chat begins with, long before its first token: no client may take it for one."""
+        """Return the first event of a chat, sent before its first token and containing none."""
         return self.event({"role": "assistant", "content": ""}, None) if self._chat else b""
 
     def usage(self, tokens: int) -> bytes:
-        """The event after the last one, where it was asked for."""
-        if not self._counted:
+        """Return the usage event, if requested."""
+        if not self._include_usage:
             return b""
         return event_of({**self._envelope, "choices": [], "usage": self._usage(tokens)})
 
     def whole(self, tokens: range) -> bytes:
-        """The answer that is not streamed."""
+        """Return an answer without streaming."""
         part: dict[str, Any] = {"text": text_of(tokens)}
         if self._chat:
             part = {"message": {"role": "assistant", "content": text_of(tokens)}}
@@ -75,4 +75,4 @@ def chunk(data: bytes) -> bytes:
 
 def head_of(status: int, kind: str, length: int | None) -> bytes:
     framing = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
-    return f"HTTP/1.1 {status} Told\r\ncontent-type: {kind}\r\n{framing}\r\n\r\n".encode()
+    return f"HTTP/1.1 {status} Synthetic\r\ncontent-type: {kind}\r\n{framing}\r\n\r\n".encode()

@@ -1,4 +1,4 @@
-"""OpenAI's API over HTTP/1.1."""
+"""HTTP/1.1 server with OpenAI's API."""
 
 import asyncio
 import socket
@@ -10,14 +10,14 @@ from typing import Any
 import orjson
 
 from tests.loadgen.synthetic import DEFAULT_MAX_TOKENS, MODEL, Outcome, Truth
-from tests.loadgen.synthetic.answers import Shape, chunk, error_of, event_of, head_of
+from tests.loadgen.synthetic.answers import AnswerFormat, chunk, error_of, event_of, head_of
 from tests.loadgen.synthetic.schedule import HASHED, Schedule, Slot, text_of
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection, kept alive: one request after the other."""
+    """One keep-alive HTTP/1.1 connection."""
 
     def __init__(self, server: Schedule) -> None:
         self._server = server
@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
                 self._next()
 
     def _next(self) -> None:
-        """Takes the next request from the buffer, if all of it is there."""
+        """Process the next request in the buffer, if it is complete."""
         head, found, rest = self._buffer.partition(b"\r\n\r\n")
         if not found:
             return
@@ -66,11 +66,11 @@ class Connection(asyncio.Protocol):
     async def _answer(self, read: float, route: str, headers: dict[str, str], body: bytes) -> None:
         self._truth = None
         try:
-            asked = orjson.loads(body) if body else {}
+            request = orjson.loads(body) if body else {}
             if route in ("POST /v1/completions", "POST /v1/chat/completions"):
-                await self._generate(read, headers, asked, chat="chat" in route)
+                await self._generate(read, headers, request, chat="chat" in route)
             else:
-                self._send(*self._tell(route, asked))
+                self._send(*self._metadata(route, request))
         except asyncio.CancelledError:
             if self._truth:
                 self._truth.left = time.monotonic()
@@ -86,25 +86,25 @@ class Connection(asyncio.Protocol):
         elif self._buffer and not self._transport.is_closing():
             self._next()
 
-    def _tell(self, route: str, asked: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def _metadata(self, route: str, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         match route:
             case "GET /v1/models":
                 model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tests"}
                 return 200, {"object": "list", "data": [model]}
             case "POST /tokenize":
-                ids = self._prompt(asked)
+                ids = self._prompt(request)
                 return 200, {"tokens": ids, "count": len(ids), "max_model_len": HASHED}
             case "POST /detokenize":
                 try:
-                    return 200, {"prompt": self._server.tokenizer.decode(asked["tokens"])}
+                    return 200, {"prompt": self._server.tokenizer.decode(request["tokens"])}
                 except KeyError as unknown:
                     return 400, error_of(400, f"no such token: {unknown}")
-        return 404, error_of(404, "there is no such route")
+        return 404, error_of(404, "no such route")
 
-    def _prompt(self, asked: dict[str, Any]) -> list[int]:
-        prompt = asked.get("prompt", "")
-        if "messages" in asked:
-            prompt = " ".join(message["content"] for message in asked["messages"])
+    def _prompt(self, request: dict[str, Any]) -> list[int]:
+        prompt = request.get("prompt", "")
+        if "messages" in request:
+            prompt = " ".join(message["content"] for message in request["messages"])
         return prompt if isinstance(prompt, list) else self._server.tokenizer.encode(prompt)
 
     def _send(self, status: int, content: dict[str, Any]) -> None:
@@ -118,23 +118,25 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     async def _generate(
-        self, read: float, headers: dict[str, str], asked: dict[str, Any], *, chat: bool
+        self, read: float, headers: dict[str, str], request: dict[str, Any], *, chat: bool
     ) -> None:
-        limit = asked.get("max_tokens") or asked.get("max_completion_tokens") or DEFAULT_MAX_TOKENS
+        limit = (
+            request.get("max_tokens") or request.get("max_completion_tokens") or DEFAULT_MAX_TOKENS
+        )
         id = headers.get("x-request-id", "")
-        truth = self._truth = self._server.arrive(read, id, len(self._prompt(asked)), limit)
-        shape = Shape(truth, asked, chat=chat)
+        truth = self._truth = self._server.arrive(read, id, len(self._prompt(request)), limit)
+        shape = AnswerFormat(truth, request, chat=chat)
         match truth.outcome:
             case Outcome.RESET_BEFORE:
                 self._reset()
             case Outcome.CLOSE_BEFORE:
                 self._transport.close()
             case Outcome.MALFORMED_HTTP:
-                self._write(b"\x16\x03 this is no HTTP\r\n\r\n")
+                self._write(b"\x16\x03 this is not HTTP\r\n\r\n")
                 self._transport.close()
             case Outcome.STATUS_400 | Outcome.STATUS_429 | Outcome.STATUS_500:
                 status = int(truth.outcome.removeprefix("status_"))
-                self._send(status, error_of(status, "told to fail"))
+                self._send(status, error_of(status, "requested failure"))
             case Outcome.SLOW_HEADERS:
                 await self._loop.create_future()
             case _ if shape.stream:
@@ -142,7 +144,7 @@ class Connection(asyncio.Protocol):
             case _:
                 await self._send_whole(truth, shape)
 
-    async def _stream(self, truth: Truth, shape: Shape) -> None:
+    async def _stream(self, truth: Truth, shape: AnswerFormat) -> None:
         outcome, empty = truth.outcome, truth.outcome is Outcome.EMPTY
         spans = [] if empty else self._server.spans(truth.max_tokens)
         self._write(head_of(200, "text/event-stream", None) + chunk(shape.greeting()))
@@ -167,21 +169,21 @@ class Connection(asyncio.Protocol):
         self._write(chunk(usage) + done + b"0\r\n\r\n")
 
     def _break_off(self, outcome: Outcome) -> bool:
-        """Ends a stream in its middle, if that is to be its end."""
+        """Break off a stream midway if the outcome says so; return whether it did."""
         match outcome:
             case Outcome.RESET_MIDWAY:
                 self._reset()
             case Outcome.HALF_CLOSE:
                 self._transport.close()
             case Outcome.ERROR_EVENT:
-                error = event_of(error_of(500, "told to fail midway"))
+                error = event_of(error_of(500, "requested failure midway"))
                 self._write(chunk(error) + b"0\r\n\r\n")
             case _:
                 return False
         return True
 
-    async def _send_whole(self, truth: Truth, shape: Shape) -> None:
-        """Not streamed: at once, when the last event would be due; midway is half of the bytes."""
+    async def _send_whole(self, truth: Truth, shape: AnswerFormat) -> None:
+        """Send a complete answer when its last event is due; midway is half of the bytes."""
         outcome, kind = truth.outcome, "application/json"
         empty = outcome is Outcome.EMPTY
         body = shape.whole(range(0 if empty else truth.max_tokens))
@@ -193,7 +195,7 @@ class Connection(asyncio.Protocol):
         head = head_of(200, kind, len(body))
         match outcome:
             case Outcome.ERROR_EVENT:
-                self._send(500, error_of(500, "told to fail"))
+                self._send(500, error_of(500, "requested failure"))
             case Outcome.RESET_MIDWAY | Outcome.HALF_CLOSE:
                 self._write(head + body[: len(body) // 2])
                 self._break_off(outcome)

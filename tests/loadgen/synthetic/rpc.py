@@ -1,4 +1,4 @@
-"""``headrace.v1.Inference`` over gRPC."""
+"""gRPC server of ``headrace.v1.Inference``."""
 
 import asyncio
 import time
@@ -62,7 +62,7 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
     async def _answer(self, truth: Truth, context: Context) -> None:
         outcome = truth.outcome
         if status := _STATUSES.get(outcome):
-            await context.abort(status, "told to fail")
+            await context.abort(status, "requested failure")
         if outcome is Outcome.SLOW:
             await context.send_initial_metadata(())
         if outcome in (Outcome.SLOW, Outcome.SLOW_HEADERS):
@@ -77,7 +77,7 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
                 await slot.until(i)
                 if i == len(spans) // 2:
                     if status := _STATUSES_MIDWAY.get(outcome):
-                        await context.abort(status, "told to fail midway")
+                        await context.abort(status, "requested failure midway")
                     if outcome is Outcome.HALF_CLOSE:
                         return
                 last = i == len(spans) - 1 and outcome is not Outcome.NO_DONE

@@ -1,4 +1,4 @@
-"""What both interfaces share: words, slots, who comes when, and when events are due."""
+"""State shared by both interfaces: tokenizer, slots, log and event times."""
 
 import asyncio
 import itertools
@@ -11,12 +11,12 @@ from collections import deque
 from tests.loadgen.synthetic import Behaviour, Truth
 
 HASHED = 1 << 31
-"""Ids from here on are of words that are not their own ids."""
+"""First id of words other than wN."""
 _NUMBERED = re.compile(r"w(0|[1-9][0-9]{0,8})")
 
 
 class Tokenizer:
-    """One id for each word: N for wN, a hash for others, which are known once they were seen."""
+    """Word tokenizer: the id of wN is N, that of other words a hash, decodable once seen."""
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}
@@ -25,7 +25,11 @@ class Tokenizer:
         return [self._id(word) for word in text.split()]
 
     def decode(self, ids: list[int]) -> str:
-        """Raises KeyError: an id that no word was ever given."""
+        """Rewaiter the text of ids.
+
+        Raises:
+            KeyError: if an id belongs to no known word.
+        """
         return " ".join(f"w{id}" if 0 <= id < 10**9 else self._seen[id] for id in ids)
 
     def _id(self, word: str) -> int:
@@ -33,42 +37,42 @@ class Tokenizer:
             return int(word[1:])
         id = HASHED | zlib.crc32(word.encode())
         if self._seen.setdefault(id, word) != word:
-            raise KeyError(f"{word} and {self._seen[id]} have one hash")
+            raise KeyError(f"{word} and {self._seen[id]} have the same hash")
         return id
 
 
 class Slots:
-    """Slots with a queue in order of arrival, handed over at the times that were planned."""
+    """Slots with a first-come, first-served queue, handed over at scheduled times."""
 
     def __init__(self, count: int | None) -> None:
         self._free = math.inf if count is None else count
         self._waiting: deque[asyncio.Future[float]] = deque()
 
     async def take(self, read: float) -> float:
-        """When a request that was read then starts."""
+        """Wait for a slot and return the start time of a request read at ``read``."""
         if self._free > 0:
             self._free -= 1
             return read
-        turn: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        waiter: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
         try:
-            return max(read, await turn)
+            return max(read, await waiter)
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give(turn.result())
+            if waiter.done() and not waiter.cancelled():
+                self.give(waiter.result())
             raise
 
     def give(self, at: float) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(at)
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(at)
                 return
         self._free += 1
 
 
 class Schedule:
-    """What both interfaces share: who comes when, and when events are due."""
+    """Log of requests and times of their events."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
@@ -85,7 +89,7 @@ class Schedule:
         return truth
 
     def clear(self, at: float) -> float:
-        """This time, or the end of the stall that it falls into."""
+        """Return the time, or the end of the stall that contains it."""
         if self.behaviour.stall_s and self.log:
             begin, end = (self.log[0].read + offset for offset in self.behaviour.stall_s)
             return end if begin <= at < end else at
@@ -95,20 +99,20 @@ class Schedule:
         return self.clear(started + self.behaviour.ttft_s + event * self.behaviour.itl_s)
 
     async def sleep(self, until: float) -> None:
-        """Until then; where that is over late, in a stall, until the end of it."""
+        """Sleep until a time; if that ends within a stall, until the end of the stall."""
         await asyncio.sleep(until - time.monotonic())
         now = time.monotonic()
         if (end := self.clear(now)) > now:
             await asyncio.sleep(end - now)
 
     def spans(self, max_tokens: int) -> list[range]:
-        """The tokens of each event."""
+        """Return the token range of each event."""
         step = self.behaviour.tokens_per_event
         return [range(i, min(i + step, max_tokens)) for i in range(0, max_tokens, step)]
 
 
 class Slot:
-    """A request's slot, held until the event that was waited for last was due."""
+    """Slot of a request, released at the due time of its last event."""
 
     def __init__(self, server: Schedule, truth: Truth) -> None:
         self._server = server

@@ -1,0 +1,189 @@
+"""Configuration of a run: workload, arrivals, requests and evaluation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from loadgen.arrivals import Arrivals, Constant, Gamma, Poisson, Ramp
+from loadgen.errors import UsageError
+from loadgen.faults import Fault
+from loadgen.measures import Objective
+from loadgen.objectives import Requirement
+from loadgen.schedule import Limits
+from loadgen.summary import MAX_LAG_S
+from loadgen.target.base import Endpoint
+from loadgen.workload import (
+    PRESETS,
+    Lengths,
+    MooncakeTrace,
+    PromptFile,
+    PromptWriter,
+    SharedPrefix,
+    ShareGPT,
+    Synthetic,
+    Tokenizer,
+    Workload,
+    parse_lengths,
+    preset,
+)
+
+
+class Process(StrEnum):
+    """Arrival process."""
+
+    POISSON = "poisson"
+    GAMMA = "gamma"
+    CONSTANT = "constant"
+    RAMP = "ramp"
+    TRACE = "trace"
+
+
+class FileFormat(StrEnum):
+    """Format of a file of requests."""
+
+    PROMPTS = "prompts"
+    MOONCAKE = "mooncake"
+    SHAREGPT = "sharegpt"
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """Prompts and lengths.
+
+    Attributes:
+        preset: name in `PRESETS`; ``inputs`` and ``outputs`` override its lengths.
+        inputs, outputs: length distributions, in the syntax of `parse_lengths`.
+        file, format: file of requests, instead of generated prompts.
+        scale: factor on the preset's lengths.
+        prefix_tokens, prefix_groups: length and number of prefixes shared by prompts.
+        token_ids: whether prompts are token ids instead of text.
+    """
+
+    preset: str | None = None
+    inputs: str | None = None
+    outputs: str | None = None
+    file: Path | None = None
+    format: FileFormat = FileFormat.PROMPTS
+    scale: float = 1.0
+    prefix_tokens: int = 0
+    prefix_groups: int = 1
+    token_ids: bool = False
+
+    def open(self, tokenizer: Tokenizer) -> Workload:
+        """Return the workload.
+
+        Raises:
+            UsageError: if settings contradict each other, or the file cannot be used.
+        """
+        writer = PromptWriter(tokenizer, token_ids=self.token_ids)
+        if self.file is not None:
+            return self._from_file(self.file, tokenizer, writer)
+        named = preset(self.preset, self.scale) if self.preset else None
+        inputs = _lengths(self.inputs, None if named is None else named.inputs)
+        outputs = _lengths(self.outputs, None if named is None else named.outputs)
+        if inputs is None or outputs is None:
+            raise UsageError(
+                f"no workload: give --preset ({', '.join(PRESETS)}), --file, or both lengths, "
+                "such as --input fixed:128 --output fixed:32"
+            )
+        prefix = None
+        if self.prefix_tokens:
+            prefix = SharedPrefix(self.prefix_tokens, self.prefix_groups)
+        return Synthetic(inputs, outputs, writer, prefix)
+
+    def _from_file(self, file: Path, tokenizer: Tokenizer, writer: PromptWriter) -> Workload:
+        if self.preset or self.inputs or self.prefix_tokens:
+            raise UsageError("--file cannot be combined with --preset, --input or --prefix-tokens")
+        if self.format is FileFormat.MOONCAKE:
+            return MooncakeTrace(file, writer)
+        if self.format is FileFormat.SHAREGPT:
+            return ShareGPT(file, tokenizer)
+        return PromptFile(file, tokenizer, parse_lengths(self.outputs) if self.outputs else None)
+
+
+@dataclass(frozen=True)
+class ArrivalConfig:
+    """Arrival process and its parameters, of which each process uses some."""
+
+    process: Process = Process.POISSON
+    rate: float | None = None
+    to_rate: float | None = None
+    burstiness: float = 1.0
+    duration_s: float | None = None
+
+    def open(self) -> Arrivals | None:
+        """Return the arrival process; None: the times recorded in a trace.
+
+        Raises:
+            UsageError: if a parameter of the process is missing.
+        """
+        if self.process is Process.TRACE:
+            return None
+        rate = self._required(self.rate, "--rate")
+        if self.process is Process.RAMP:
+            to_rate = self._required(self.to_rate, "--to-rate")
+            return Ramp(rate, to_rate, self._required(self.duration_s, "--duration"))
+        if self.process is Process.GAMMA:
+            return Gamma(rate, self.burstiness)
+        make: Callable[[float], Arrivals]
+        make = Poisson if self.process is Process.POISSON else Constant
+        return make(rate)
+
+    def _required(self, value: float | None, flag: str) -> float:
+        if value is None:
+            raise UsageError(f"{self.process} arrivals need {flag}")
+        return value
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Configuration of one run.
+
+    Attributes:
+        target: ``http://host:port/v1`` or ``grpc://host:port``.
+        model: model name; None: the first one listed by an HTTP target, the only one of a gRPC
+            target.
+        tokenizer: tokenizer.json or its folder; None: `/tokenize` of ``tokenizer_url``.
+        tokenizer_url: server with `/tokenize`; None: the target.
+        warm_up_s, cool_down_s: seconds at the start and the end that are not measured.
+        cancel_fraction: fraction of requests cancelled by the client.
+        objectives: per-request objectives, for goodput.
+        requirements: requirements on figures of the run.
+        max_lag_s: p99 dispatch lag above which the run is invalid.
+        metrics: URLs of server metrics; empty: those of the target, if it has any.
+        reference: target whose greedy answers must be equal; None: no check.
+        faults: faults to inject into a local deployment.
+        gateway_port: gateway port of that deployment; None: the target's port.
+    """
+
+    target: str
+    workload: WorkloadConfig
+    arrivals: ArrivalConfig
+    limits: Limits
+    model: str | None = None
+    endpoint: Endpoint = Endpoint.COMPLETIONS
+    api_key: str | None = None
+    tokenizer: Path | None = None
+    tokenizer_url: str | None = None
+    seed: int = 0
+    timeout_s: float = 600.0
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+    warm_up_s: float = 0.0
+    cool_down_s: float = 0.0
+    speed: float = 1.0
+    cancel_fraction: float = 0.0
+    objectives: tuple[Objective, ...] = ()
+    requirements: tuple[Requirement, ...] = ()
+    max_lag_s: float = MAX_LAG_S
+    metrics: tuple[str, ...] = ()
+    reference: str | None = None
+    faults: tuple[Fault, ...] = ()
+    gateway_port: int | None = None
+
+
+def _lengths(text: str | None, default: Lengths | None) -> Lengths | None:
+    return parse_lengths(text) if text else default

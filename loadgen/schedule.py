@@ -1,0 +1,100 @@
+"""The request schedule: all requests of a run with their send times, made before the run starts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, takewhile
+
+import numpy as np
+
+from loadgen.arrivals import Arrivals, Trace
+from loadgen.errors import UsageError
+from loadgen.workload.base import RequestSpec, Workload
+
+_ARRIVALS, _CANCELLATIONS = 1, 2  # separate seeds: one setting does not change another's draws
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request of the schedule.
+
+    Attributes:
+        spec: prompt and lengths.
+        due: send time, in seconds after the start of the run.
+        cancel_after: number of tokens after which the client disconnects; None: never.
+    """
+
+    spec: RequestSpec
+    due: float
+    cancel_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Length of a run: a number of requests, a duration, or whichever ends first.
+
+    Raises:
+        UsageError: if neither is given.
+    """
+
+    requests: int | None = None
+    duration_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.requests is None and self.duration_s is None:
+            raise UsageError("a run needs a number of requests or a duration")
+
+
+def make_schedule(
+    arrivals: Arrivals | None,
+    workload: Workload,
+    limits: Limits,
+    *,
+    seed: int,
+    cancel_fraction: float = 0.0,
+    speed: float = 1.0,
+) -> list[ScheduledRequest]:
+    """Return all requests of a run, ordered by send time.
+
+    Args:
+        arrivals: arrival process; None: the times recorded in the workload's trace.
+        speed: replay speed of a trace.
+        cancel_fraction: fraction of requests cancelled by the client, each after a number of tokens
+            drawn uniformly from 1 to one less than requested.
+
+    Raises:
+        UsageError: if a trace was requested and the workload has no times, or no request is due
+            within the limits.
+    """
+    specs = workload.requests(seed)
+    if arrivals is None:
+        kept = list(islice(specs, limits.requests))
+        recorded = [spec.at for spec in kept if spec.at is not None]
+        if len(recorded) < len(kept):
+            raise UsageError("trace arrivals need a workload with times")
+        kept.sort(key=lambda spec: spec.at or 0.0)
+        times = Trace(recorded, speed).times(0)
+        pairs: Iterator[tuple[RequestSpec, float]] = zip(kept, times, strict=True)
+    else:
+        pairs = zip(specs, arrivals.times(_seed(seed, _ARRIVALS)), strict=False)
+    if limits.duration_s is not None:
+        duration_s = limits.duration_s
+        pairs = takewhile(lambda pair: pair[1] < duration_s, pairs)
+    draws = np.random.default_rng(_seed(seed, _CANCELLATIONS))
+    schedule = [
+        ScheduledRequest(spec, due, _cancel_after(draws, spec, cancel_fraction))
+        for spec, due in islice(pairs, limits.requests)
+    ]
+    if not schedule:
+        raise UsageError("no request is due within the limits of the run")
+    return schedule
+
+
+def _cancel_after(draws: np.random.Generator, spec: RequestSpec, fraction: float) -> int | None:
+    cancels, after = draws.random(2)
+    if cancels >= fraction or spec.output_tokens < 2:
+        return None
+    return 1 + int(after * (spec.output_tokens - 1))
+
+
+def _seed(seed: int, purpose: int) -> int:
+    return int(np.random.SeedSequence([seed, purpose]).generate_state(1)[0])
