@@ -1,4 +1,4 @@
-"""The decode step's launch alone, with every ring: ``python -m runtime.bench step --help``."""
+"""The megakernel alone, by ring size: ``python -m runtime.bench step --help``."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
 from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
-from runtime.gemm.weights import StepWeights
+from runtime.gemm.weights import PackedWeights
 from runtime.layers.rope import cos_sin_table
 from runtime.megakernel.launch import DecodeStep
 
@@ -23,14 +23,14 @@ def figures(
     cases: Sequence[tuple[int, int]],
     rings: Sequence[tuple[int, int]],
 ) -> Iterator[Figure]:
-    """``cases`` are batch and context, ``rings`` slots and tiles ahead."""
+    """Measure every case (batch, context) with every ring (slots, tiles in flight)."""
     config, copied = SHAPES[shape], copy_rate()
     yield Figure("a copy, GB/s", copied / 1e6, copied / 1e6)
     cos, sin = cos_sin_table(config, config.context_length)
     rope = cos.cuda(), sin.cuda()
     programs = torch.cuda.get_device_properties(0).multi_processor_count
     for keep in keeps:
-        weights = StepWeights.of(random_checkpoint(config, keep, ragged), "cuda")
+        weights = PackedWeights.pack(random_checkpoint(config, keep, ragged), "cuda")
         for batch, context in cases:
             each = -(-(context + 1) // PAGE)
             size = (batch * each, config.num_kv_heads, PAGE, config.head_dim)
