@@ -135,7 +135,8 @@ class _Collector:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not report.passed and self.outcome[0] != "failed":
-            self.outcome = [report.outcome, report.longreprtext]
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+            self.outcome = [report.outcome, reason or report.longreprtext]
 
 
 def _on_gpu() -> bool:

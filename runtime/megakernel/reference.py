@@ -161,8 +161,8 @@ class Interpreter:
         config, dim = self._config, self._config.head_dim
         count = (config.num_heads + 2 * config.num_kv_heads) * dim
         new = messages.read(self.offsets.query, count, one).view(-1, dim)
-        queries, new_k, new_v = new.split(
-            [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        queries, new_k, new_v = torch.split(
+            new, [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         )
         keys, values = (
             self._tensors[self._first_plane + line][pages].transpose(0, 1).flatten(1, 2).float()
