@@ -1,19 +1,35 @@
-"""Markers of tests that are slow as a whole file or by name.
-
-New tests use the decorators `pytest.mark.slow` and `pytest.mark.long` instead; see pyproject.toml.
-"""
+"""Hooks of all tests, and markers of slow tests by file or name."""
 
 import pytest
 
+from tests.kernel_process import (
+    mark_kernel_tests,
+    pytest_configure,
+    pytest_pyfunc_call,
+    pytest_runtestloop,
+    pytest_unconfigure,
+)
+
+__all__ = [
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_pyfunc_call",
+    "pytest_runtestloop",
+    "pytest_unconfigure",
+]
+
 _LONG = (
-    "tests/codec/gpu/test_kernels.py::test_interpreted",
-    "tests/runtime/test_kernels.py::test_interpreted",
+    "tests/codec/gpu/test_kernels.py",
+    "tests/runtime/attention/test_kernels.py",
+    "tests/runtime/gemm/test_kernels.py",
+    "tests/runtime/gemm/test_backend.py",
+    "tests/runtime/megakernel/test_kernels.py",
+    "tests/runtime/layers/test_kernels.py",
     "tests/e2e/test_equality.py::test_those_of_a_factorized_model",
     "tests/e2e/test_quality.py::test_what_serving_costs",
 )
 _SLOW = (
     "tests/codec/cpu/test_backend.py::test_threads",
-    "tests/codec/test_hostile_payloads.py::test_a_hundred_thousand",
     "tests/runtime/bench/",
     "tests/runtime/checkpoint/test_gguf.py::test_smollm2",
     "tests/runtime/gemm/test_large_m_compiles.py",
@@ -28,6 +44,7 @@ _SLOW = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_kernel_tests(items)
     for item in items:
         if item.nodeid.startswith(_LONG):
             item.add_marker("long")

@@ -1,22 +1,143 @@
-"""Runs kernel checks in other processes: importing triton decides whether they are interpreted."""
+"""Runs tests of Triton kernels on a GPU, or in a child process under Triton's interpreter.
 
+Triton decides at import whether kernels are interpreted, for the whole process. Tests that carry
+the marker `triton` are collected like any other. On a host with a GPU they run in place. On a host
+without one, their bodies run in one child process for each file, which has `TRITON_INTERPRET=1` set
+and runs one test at a time on request. `tests/conftest.py` imports the hooks.
+"""
+
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import IO
+
+import pytest
 
 _INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-_MOST = 8
-"""Processes at a time."""
+_PIPE = "HEADRACE_KERNEL_TEST_PIPE"
+"""Environment variable of a child: the file descriptor on which it reports."""
+_children = pytest.StashKey[dict[Path, "_Child"]]()
 
 
-def run_checks(checks: Path, *, interpreted: bool) -> None:
-    """Run a file of test functions; fails as they fail."""
-    environment = os.environ | (_INTERPRETED if interpreted else {"TRITON_INTERPRET": "0"})
-    processes = str(min(_MOST, os.cpu_count() or 1))
-    command = [
-        *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", processes),
-        str(checks),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+class _Child:
+    """A pytest process that runs tests of one file on request, under Triton's interpreter."""
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives with the child
+        read, write = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", str(path)],
+            cwd=root,
+            env=os.environ | _INTERPRETED | {_PIPE: str(write)},
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[write],
+            text=True,
+        )
+        os.close(write)
+        self._reports = os.fdopen(read)
+
+    def run(self, nodeid: str) -> None:
+        """Run one test; fail or skip as it does."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(nodeid + "\n")
+            stdin.flush()
+            line = self._reports.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._log.seek(0)
+            pytest.fail(f"the child process ended:\n{self._log.read()[-4000:].decode()}", False)
+        outcome, text = json.loads(line)
+        if outcome == "skipped":
+            pytest.skip(text)
+        if outcome != "passed":
+            pytest.fail(text, pytrace=False)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._reports.close()
+        self._log.close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "triton: runs Triton kernels, interpreted where there is no CUDA device"
+    )
+    config.stash[_children] = {}
+
+
+def mark_kernel_tests(items: list[pytest.Item]) -> None:
+    """Mark kernel tests with `gpu` where they run on one."""
+    for item in items:
+        if item.get_closest_marker("triton") and _on_gpu():
+            item.add_marker("gpu")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body of a kernel test in the child process of its file, if there is no GPU."""
+    if not pyfuncitem.get_closest_marker("triton") or _PIPE in os.environ or _on_gpu():
+        return None
+    config, path = pyfuncitem.config, pyfuncitem.path
+    children = config.stash[_children]
+    if path not in children:
+        children[path] = _Child(path, config.rootpath)
+    try:
+        children[path].run(pyfuncitem.nodeid)
+    except (pytest.fail.Exception, pytest.skip.Exception):
+        raise
+    except BaseException:
+        children.pop(path).close()  # its next report would be that of this test
+        raise
+    return True
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    for child in config.stash.get(_children, {}).values():
+        child.close()
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """In a child: run the tests whose ids arrive on standard input, and report each outcome."""
+    if _PIPE not in os.environ:
+        return None
+    items = {item.nodeid: item for item in session.items}
+    collector = _Collector()
+    session.config.pluginmanager.register(collector)
+    with os.fdopen(int(os.environ[_PIPE]), "w") as reports:
+        for line in sys.stdin:
+            collector.outcome = ["passed", ""]
+            item = items.get(line.strip())
+            if item is None:
+                collector.outcome = ["failed", f"the child did not collect {line.strip()}"]
+            else:
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            reports.write(json.dumps(collector.outcome) + "\n")
+            reports.flush()
+    return True
+
+
+class _Collector:
+    """Keeps the outcome of the test that runs: "passed", "failed" or "skipped", and a text."""
+
+    outcome: list[str]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.passed and self.outcome[0] != "failed":
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+            self.outcome = [report.outcome, reason or report.longreprtext]
+
+
+def _on_gpu() -> bool:
+    import torch  # only tests that use it pay for the import
+
+    return torch.cuda.is_available()

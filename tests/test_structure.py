@@ -16,9 +16,7 @@ COMPILED = {"jit", "compiled"}
 
 def sources() -> list[Path]:
     return [
-        path
-        for package in (*PACKAGES, "tests")
-        for path in sorted((ROOT / package).rglob("*.py"))
+        path for package in (*PACKAGES, "tests") for path in sorted((ROOT / package).rglob("*.py"))
     ]
 
 

@@ -1,4 +1,5 @@
-"""Attention by Triton kernels: decode split over the length, prefill in blocks of queries."""
+# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
+"""Attention by Triton kernels: decode split along the length, prefill in blocks of queries."""
 
 import math
 from dataclasses import dataclass
@@ -10,50 +11,69 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.attention.kernels.decode import decode_kernel
 from runtime.attention.kernels.prefill import factored_prefill_kernel, prefill_kernel
-from runtime.attention.kernels.rope_write import turn_and_write_kernel
+from runtime.attention.kernels.rope_write import rope_write_kernel
+from runtime.kernels.alignment import VECTOR_ELEMENTS
 
 _ROWS = 8
-"""Heads that a program of `turn_and_write_kernel` turns."""
+"""Heads of one program of `rope_write_kernel`."""
 _TOKENS = 64
-"""Keys of a block in decode."""
+"""Keys of one iteration in decode."""
 _QUERIES = _KEYS = 128
-"""Queries and keys of a block in prefill; half as many queries of few, half as many keys of wider
-heads."""
-_PROGRAMS = 528
-"""Decode aims at so many: four to an SM of an H200."""
-_FILLED = 66
-"""Programs of prefill, from which on there are enough: for half of an H200's SMs."""
-_MOST_SPLITS = 64
+"""Queries of a program and keys of an iteration in prefill; halved for small batches and for heads
+wider than 128, respectively."""
+_DECODE_PROGRAMS = 528
+"""Target number of decode programs: four per multiprocessor of an H200."""
+_MIN_PREFILL_PROGRAMS = 66
+"""Prefill programs that occupy half of an H200's multiprocessors. With fewer, blocks of queries
+are smaller."""
+_MAX_SPLITS = 64
 _LOG2_E = math.log2(math.e)
 
 
-@dataclass
-class _Space:
-    """What decode's programs tell one another, of some sizes; a CUDA graph knows it by its address.
+@dataclass(frozen=True)
+class HeadNorms:
+    """Weights of the RMSNorm of every query and key head before RoPE.
 
-    ``arrived`` int32 is zeros between launches.
+    Attributes:
+        q, k: fp32 `[dim]`, in the model's order of dimensions.
     """
 
-    sums: Tensor
-    peaks: Tensor
-    totals: Tensor
-    arrived: Tensor
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+@dataclass
+class _SplitBuffers:
+    """Partial results of split decode. CUDA graphs refer to them by address.
+
+    Attributes:
+        acc: fp32 `[sequences * heads * splits * dim]`.
+        m, l: fp32 `[sequences * heads * splits]`, maximum and sum of the online softmax.
+        counters: int32 `[sequences * heads]`, zeros between launches.
+    """
+
+    acc: Tensor
+    m: Tensor
+    l: Tensor
+    counters: Tensor
 
     @classmethod
-    def of(
+    def allocate(
         cls, sequences: int, heads: int, dim: int, splits: int, device: torch.device
-    ) -> "_Space":
+    ) -> "_SplitBuffers":
         parts = sequences * heads * splits
-        sums = torch.empty(parts * dim, dtype=torch.float32, device=device)
-        peaks, totals = torch.empty(2, parts, dtype=torch.float32, device=device)
-        arrived = torch.zeros(sequences * heads, dtype=torch.int32, device=device)
-        return cls(sums, peaks, totals, arrived)
+        acc = torch.empty(parts * dim, dtype=torch.float32, device=device)
+        m, l = torch.empty(2, parts, dtype=torch.float32, device=device)
+        counters = torch.zeros(sequences * heads, dtype=torch.int32, device=device)
+        return cls(acc, m, l, counters)
 
 
 class TritonAttention:
-    """See `runtime.attention.base.DenseAttention`. Queries are bf16 or fp32, K and V bf16.
+    """Implements `runtime.attention.base.DenseAttention` for bf16 or fp32 queries.
 
-    With ``by_halves``, rows of heads come in the order of `runtime.gemm.weights.by_halves`.
+    Args:
+        by_halves: the heads of q, k and v are in the order of `runtime.gemm.weights.by_halves`.
     """
 
     name = "triton"
@@ -64,7 +84,7 @@ class TritonAttention:
         self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
         self._scale = _LOG2_E / math.sqrt(dim)
         self._width = max(16, triton.next_power_of_2(dim))
-        self._spaces: dict[tuple[int, int], _Space] = {}
+        self._buffers: dict[tuple[int, int], _SplitBuffers] = {}
 
     def write(
         self,
@@ -73,9 +93,11 @@ class TritonAttention:
         k_pages: Tensor,
         v_pages: Tensor,
         batch: Batch,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
+        """See `DenseAttention.write`; ``norms`` normalizes query and key heads before RoPE."""
         q = qkv.new_empty(len(qkv), self._heads, self._dim)
-        self._turn(qkv, rope, q, k_pages, v_pages, batch, self._heads)
+        self._rope_write(qkv, rope, q, k_pages, v_pages, batch, self._heads, norms)
         return q
 
     def write_kv(
@@ -86,10 +108,10 @@ class TritonAttention:
         v_pages: Tensor,
         batch: Batch,
     ) -> None:
-        """As `write`, of k and v alone: `[n, 2 kv_heads * dim]`."""
-        self._turn(kv, rope, kv, k_pages, v_pages, batch, 0)
+        """Like `write`, for k and v only: `[n, 2 kv_heads * dim]`."""
+        self._rope_write(kv, rope, kv, k_pages, v_pages, batch, 0, None)
 
-    def _turn(
+    def _rope_write(
         self,
         qkv: Tensor,
         rope: tuple[Tensor, Tensor],
@@ -98,16 +120,18 @@ class TritonAttention:
         v_pages: Tensor,
         batch: Batch,
         query_heads: int,
+        norms: HeadNorms | None,
     ) -> None:
         if not len(qkv):
             return
         heads = query_heads + 2 * self._kv_heads
-        turn_and_write_kernel[(len(qkv), triton.cdiv(heads, _ROWS))](
+        q_norm, k_norm, eps = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
+        rope_write_kernel[(len(qkv), triton.cdiv(heads, _ROWS))](
             qkv, *rope, batch.positions, batch.sequences, batch.page_table,
-            batch.page_table.stride(0), q, k_pages, v_pages, *k_pages.stride()[:2],
+            batch.page_table.stride(0), q, k_pages, v_pages, *k_pages.stride()[:2], q_norm, k_norm,
             HEADS=query_heads, KV_HEADS=self._kv_heads, DIM=self._dim, PAGE=k_pages.shape[2],
             ROWS=_ROWS, HALF=triton.next_power_of_2(self._dim // 2), BY_HALVES=self._by_halves,
-            num_warps=2,
+            NORM=norms is not None, EPS=eps, num_warps=2,
         )  # fmt: skip
 
     def attend_factored(
@@ -120,15 +144,22 @@ class TritonAttention:
         v_pages: Tensor,
         batch: Batch,
     ) -> Tensor:
-        """As `attend`, of queries as their factors, before RoPE: ``inner`` bf16 `[n, …]` begins
-        with V_q x, ``u`` bf16 `[heads * dim, rank]` is U_q. For several tokens of a sequence, and
-        heads of a power of two."""
+        """Like `attend` in prefill, with queries computed from their factors inside the kernel.
+
+        The head dimension must be a power of two.
+
+        Args:
+            inner: bf16 `[n, …]`; its first columns are V_q x.
+            u: bf16 `[heads * dim, rank]`, U_q, rows in the order of `by_halves`.
+            biases: fp32 `[heads * dim]`, in the same order.
+        """
         out = inner.new_empty(len(inner), self._heads * self._dim)
         sequences = len(batch.lengths)
-        queries, warps = self._queries(len(inner))
+        queries, warps = self._query_block(len(inner))
         blocks = len(inner) // queries + sequences
         factored_prefill_kernel[(blocks, self._heads)](
-            inner, inner.stride(0) // 8, u, u.stride(0) // 8, u.shape[1] // 8, biases, *rope,
+            inner, inner.stride(0) // VECTOR_ELEMENTS, u, u.stride(0) // VECTOR_ELEMENTS,
+            u.shape[1] // VECTOR_ELEMENTS, biases, *rope,
             k_pages, v_pages, *k_pages.stride()[:2], batch.page_table, batch.page_table.stride(0),
             batch.starts, batch.lengths, sequences, out, self._scale,
             HEADS=self._heads, KV_HEADS=self._kv_heads, DIM=self._dim, PAGE=k_pages.shape[2],
@@ -148,23 +179,26 @@ class TritonAttention:
         return out
 
     def splits(self, sequences: int) -> int:
-        """Parts of a sequence's length, a power of two; the same for a batch of any lengths."""
-        wanted = _PROGRAMS // (sequences * self._kv_heads)
-        return min(_MOST_SPLITS, max(1, 1 << max(0, wanted).bit_length() - 1)) if wanted else 1
+        """Return the number of decode splits of a sequence: a power of two that does not depend
+        on lengths."""
+        wanted = _DECODE_PROGRAMS // (sequences * self._kv_heads)
+        return min(_MAX_SPLITS, max(1, 1 << max(0, wanted).bit_length() - 1)) if wanted else 1
 
     def _decode(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, out: Tensor
     ) -> None:
         sequences, group = len(q), self._heads // self._kv_heads
         splits = self.splits(sequences)
-        key = (sequences, splits) if splits > 1 else (0, 1)  # who is alone tells nobody
-        if key not in self._spaces:
-            self._spaces[key] = _Space.of(key[0], self._heads, self._dim, splits, q.device)
-        space = self._spaces[key]
+        key = (sequences, splits) if splits > 1 else (0, 1)  # a single split needs no reduction
+        if key not in self._buffers:
+            self._buffers[key] = _SplitBuffers.allocate(
+                key[0], self._heads, self._dim, splits, q.device
+            )
+        parts = self._buffers[key]
         decode_kernel[(sequences, self._kv_heads, splits)](
             q, k_pages, v_pages, *k_pages.stride()[:2], batch.page_table,
-            batch.page_table.stride(0), batch.lengths, space.sums, space.peaks, space.totals,
-            space.arrived, out, self._scale,
+            batch.page_table.stride(0), batch.lengths, parts.acc, parts.m, parts.l,
+            parts.counters, out, self._scale,
             KV_HEADS=self._kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
             DIM=self._dim, WIDTH=self._width, PAGE=k_pages.shape[2], BLOCK=_TOKENS, SPLITS=splits,
             num_warps=2, num_stages=4,
@@ -174,7 +208,7 @@ class TritonAttention:
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, out: Tensor
     ) -> None:
         sequences = len(batch.lengths)
-        queries, warps = self._queries(len(q))
+        queries, warps = self._query_block(len(q))
         blocks = len(q) // queries + sequences
         prefill_kernel[(blocks, self._heads)](
             q, k_pages, v_pages, *k_pages.stride()[:2], batch.page_table,
@@ -184,7 +218,7 @@ class TritonAttention:
             BLOCK=_KEYS if self._width <= _KEYS else _KEYS // 2, num_warps=warps, num_stages=2,
         )  # fmt: skip
 
-    def _queries(self, tokens: int) -> tuple[int, int]:
-        """Of a program, and its warps: fewer where programs are."""
-        few = tokens // _QUERIES * self._heads < _FILLED
+    def _query_block(self, tokens: int) -> tuple[int, int]:
+        """Return the queries and the warps of a prefill program."""
+        few = tokens // _QUERIES * self._heads < _MIN_PREFILL_PROGRAMS
         return (_QUERIES // 2, 4) if few else (_QUERIES, 8)

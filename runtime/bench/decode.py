@@ -19,10 +19,10 @@ from runtime.bench import peers as transformers_peers
 from runtime.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
 from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
-from runtime.gemm.weights import StepWeights
+from runtime.gemm.weights import PackedWeights
 from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
-from runtime.megakernel.launch import MOST
+from runtime.megakernel.launch import MAX_SEQUENCES
 from runtime.models.model import Model
 
 
@@ -31,8 +31,8 @@ class DecodeBench:
 
     def __init__(self, checkpoint: Checkpoint, device: str) -> None:
         self._config, self._device = checkpoint.config, device
-        self._model = Model(checkpoint, device=device, page_size=PAGE, stepped=True)
-        self.weight_bytes = StepWeights.of(checkpoint, "meta").nbytes
+        self._model = Model(checkpoint, device=device, page_size=PAGE, backend="gemm")
+        self.weight_bytes = PackedWeights.pack(checkpoint, "meta").nbytes
 
     def figures(
         self, name: str, batch: int, context: int, rate: float, runs: int
@@ -46,7 +46,8 @@ class DecodeBench:
         inputs.lengths.fill_(context + 1)
         read = self.weight_bytes + kv_bytes(self._config, batch * (context + 1))
         ways: dict[str, Callable[[], Tensor]] = {}
-        if batch <= MOST and self._device == "cuda":
+        megakernel = self._model.unsupported_by_megakernel is None
+        if megakernel and batch <= MAX_SEQUENCES and self._device == "cuda":
             ways["one launch"] = self._model.static_step(inputs, cache)
         ways["layer by layer"] = partial(self._model.forward, inputs, cache)
         calls = {way: captured(step, device=self._device) for way, step in ways.items()}

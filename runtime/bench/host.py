@@ -21,7 +21,7 @@ from runtime.core.limits import Limits
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Engine
 from runtime.engine.commands import Arrived, Cancel, Command, Reserve
-from runtime.models.model import Model
+from runtime.models.model import Backend, Model
 from runtime.sampling.on_device import SamplingFeatures
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 4096
@@ -92,7 +92,8 @@ class HostBench:
 
 def figures(device: str, streams: list[int], runs: int) -> Iterator[Figure]:
     checkpoint = random_checkpoint(SHAPES["tiny"], 1.0, device=device)
-    model = Model(checkpoint, device=device, page_size=PAGE, stepped=device == "cuda")
+    backend: Backend = "gemm" if device == "cuda" else "torch"
+    model = Model(checkpoint, device=device, page_size=PAGE, backend=backend)
     for count in streams:
         bench = HostBench(model, count)
         steps = [bench.step_us() for _ in range(runs)]

@@ -1,8 +1,8 @@
 """A kernel plan for one model on this GPU: ``python -m runtime.bench plan --help``.
 
-What was measured is printed, and written for `KernelPlan.load`: of each kind of products torch
-beside a few tiles of our kernels, and of each kind of factor pairs the launch of a step with them
-beside one with their product.
+Measures torch beside a few tiles of our kernels for each shape of GEMM, and a decode step with
+factor pairs beside one with their product for each shape of factor pairs. Prints the figures, and
+writes the choices for `KernelPlan.load`.
 """
 
 import argparse
@@ -18,89 +18,87 @@ from runtime.bench.device import captured, describe, milliseconds
 from runtime.bench.shapes import PAGE
 from runtime.checkpoint import load_checkpoint, resolve_model
 from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights
-from runtime.gemm.epilogues import Kind
-from runtime.gemm.ops import Products
+from runtime.gemm.epilogues import Epilogue
+from runtime.gemm.ops import GroupedGemm
 from runtime.gemm.plan import (
     BUCKETS,
     KernelPlan,
     LargeTile,
     Tile,
+    choice_key,
     group_key,
-    key,
     large_tile,
     multiplied_out,
 )
-from runtime.gemm.weights import GROUPS, StepWeights
-from runtime.layers.rope import cos_sin_table
-from runtime.megakernel.launch import DecodeStep
+from runtime.gemm.weights import PROJECTION_GROUPS
 from runtime.models.model import Model
 
 _LAYERS = 8
-"""Of a kind, that are measured together: more than an L2 holds, for models that matter."""
-_KINDS = 12
-"""Of layers, at most; with ragged ranks the rest keep their factor pairs."""
+"""Layers of one shape that are measured together, so that their weights do not fit into the L2."""
+_MAX_SHAPES = 12
+"""Maximum layer shapes that are measured; with ragged ranks the rest keep their factor pairs."""
 _GAIN = 0.97
-"""Of torch's time, or of that of factor pairs, that something else must not need."""
-_FEW = 200
-"""Blocks that do not fill a device."""
+"""Maximum share of the default's time for an alternative to be chosen."""
+_FEW_BLOCKS = 200
+"""Blocks below which a launch does not fill the device, so that splits of columns are tried."""
 _CONTEXT = 512
 Log = Callable[[str], None]
 
 
 def measure(checkpoint: Checkpoint, log: Log = print) -> KernelPlan:
-    """Raises ValueError for a model whose step is not one launch."""
+    """Measure a plan for a checkpoint on this GPU.
+
+    Raises:
+        ValueError: the GEMM backend does not support the checkpoint.
+    """
     device = torch.cuda.get_device_name()
-    plan = KernelPlan(dense=frozenset(_better_dense(checkpoint, log)), device=device)
-    model = Model(plan.applied(checkpoint), device="cuda", page_size=PAGE, stepped=True, plan=plan)
-    alike: dict[str, list[Products]] = {}
-    for products in model.step_products():
+    plan = KernelPlan(dense=frozenset(_faster_dense(checkpoint, log)), device=device)
+    applied = plan.multiply_out(checkpoint)
+    model = Model(applied, device="cuda", page_size=PAGE, backend="gemm", plan=plan)
+    alike: dict[str, list[GroupedGemm]] = {}
+    for gemm in model.grouped_gemms():
         for bucket in BUCKETS:
-            name = key(products.name, bucket, products.shapes)
-            alike.setdefault(name, []).append(products)
+            alike.setdefault(choice_key(gemm.name, bucket, gemm.shapes), []).append(gemm)
     choices = {name: _best_tile(name, some[:_LAYERS], log) for name, some in alike.items()}
     return replace(plan, choices=choices)
 
 
-def _better_dense(checkpoint: Checkpoint, log: Log) -> Iterator[str]:
-    """Names of the groups of factor pairs whose product makes a step faster."""
-    kinds: dict[tuple[str | None, ...], LayerWeights] = {}
+def _faster_dense(checkpoint: Checkpoint, log: Log) -> Iterator[str]:
+    """Yield the keys of groups of factor pairs whose product makes a step faster."""
+    shapes: dict[tuple[str | None, ...], LayerWeights] = {}
     for layer in checkpoint.layers:
-        kinds.setdefault(tuple(group_key(layer, names) for names in GROUPS), layer)
-    asked = set()
-    for layer in list(kinds.values())[:_KINDS]:
-        as_it_is = None
-        for names in GROUPS:
+        shapes.setdefault(tuple(group_key(layer, names) for names in PROJECTION_GROUPS), layer)
+    measured = set()
+    for layer in list(shapes.values())[:_MAX_SHAPES]:
+        pairs_ms = None
+        for names in PROJECTION_GROUPS:
             name = group_key(layer, names)
-            if name is None or name in asked:
+            if name is None or name in measured:
                 continue
-            asked.add(name)
-            as_it_is = as_it_is or _step_ms(checkpoint, layer)
-            dense = _step_ms(checkpoint, multiplied_out(layer, names))
-            _line(log, name, pairs=as_it_is, dense=dense)
-            if dense < _GAIN * as_it_is:
+            measured.add(name)
+            pairs_ms = pairs_ms or _step_ms(checkpoint, layer)
+            dense_ms = _step_ms(checkpoint, multiplied_out(layer, names))
+            _line(log, name, pairs=pairs_ms, dense=dense_ms)
+            if dense_ms < _GAIN * pairs_ms:
                 yield name
 
 
 def _step_ms(checkpoint: Checkpoint, layer: LayerWeights) -> float:
-    """A step of one sequence through `_LAYERS` layers like this one."""
-    config = replace(checkpoint.config, num_layers=_LAYERS)
+    """Time of a decode step of one sequence through `_LAYERS` copies of a layer."""
+    config = replace(checkpoint.config, num_layers=_LAYERS, context_length=_CONTEXT + 1)
     layers = tuple(_copied(layer) for _ in range(_LAYERS))
-    weights = StepWeights.of(replace(checkpoint, config=config, layers=layers), "cuda")
+    part = replace(checkpoint, config=config, layers=layers)
+    model = Model(part, device="cuda", page_size=PAGE, backend="gemm")
     pages = -(-(_CONTEXT + 1) // PAGE)
-    size = pages, config.num_kv_heads, PAGE, config.head_dim
-    planes = [torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(2 * _LAYERS)]
-    rope = cos_sin_table(config, _CONTEXT + 1)
     batch = Batch.static(1, pages, "cuda")
     batch.page_table.copy_(torch.arange(pages)[None])
     batch.positions.fill_(_CONTEXT)
     batch.lengths.fill_(_CONTEXT + 1)
-    programs = torch.cuda.get_device_properties(0).multi_processor_count
-    step = DecodeStep(weights, planes, (rope[0].cuda(), rope[1].cuda()), batch, programs=programs)
-    return milliseconds(captured(step.launch))
+    return milliseconds(captured(model.static_step(batch, model.new_cache(pages))))
 
 
 def _copied(layer: LayerWeights) -> LayerWeights:
-    """On the GPU, in memory of its own."""
+    """Return a layer copied to the GPU."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -112,48 +110,48 @@ def _copied(layer: LayerWeights) -> LayerWeights:
     return replace(layer, **{name: copied(value) for name, value in vars(layer).items()})
 
 
-def _best_tile(name: str, alike: Sequence[Products], log: Log) -> Tile | LargeTile | None:
-    """The fastest way for some products, one after the other; None: torch's."""
+def _best_tile(name: str, alike: Sequence[GroupedGemm], log: Log) -> Tile | LargeTile | None:
+    """Return the fastest tile for GEMMs of one shape, run one after the other; None: torch."""
     first, tokens = alike[0], int(name.split()[1].rstrip(":"))
-    if not first.together:
+    if not first.same_input:
         return None
     x = torch.randn(tokens, first.columns, dtype=torch.bfloat16, device="cuda")
     hidden = None
-    if first.kind is Kind.RESIDUAL:
+    if first.epilogue is Epilogue.RESIDUAL:
         hidden = x.new_zeros(tokens, first.shapes[0][0])
 
     def ms(tile: Tile | LargeTile | None) -> float:
         def run() -> None:
-            for products in alike:
+            for gemm in alike:
                 if tile is None:
-                    products.by_torch(x, x, hidden)
+                    gemm.run_torch(x, x, hidden)
                 else:
-                    products.by_kernel(x, hidden, tile)
+                    gemm.run_kernel(x, hidden, tile)
 
         return milliseconds(captured(run)) / len(alike)
 
-    torchs = ms(None)
-    ours, tile = min((ms(tile), n, tile) for n, tile in enumerate(_tiles(tokens, first)))[::2]
-    _line(log, name, torch=torchs, ours=ours)
-    return tile if ours < _GAIN * torchs else None
+    torch_ms = ms(None)
+    ours_ms, tile = min((ms(tile), n, tile) for n, tile in enumerate(_tiles(tokens, first)))[::2]
+    _line(log, name, torch=torch_ms, ours=ours_ms)
+    return tile if ours_ms < _GAIN * torch_ms else None
 
 
-def _tiles(tokens: int, products: Products) -> Iterator[Tile | LargeTile]:
-    """A few that were fast on an H200; columns are split where there are few rows."""
+def _tiles(tokens: int, gemm: GroupedGemm) -> Iterator[Tile | LargeTile]:
+    """Yield tiles that were fast on an H200; columns are split where there are few blocks."""
     if tokens > 64:
-        wanted = large_tile(products.name, tokens, products.shapes)
+        wanted = large_tile(gemm.name, tokens, gemm.shapes)
         if wanted is not None:
             yield from {wanted, LargeTile(2, 128), LargeTile(2, 256)}
     if tokens > 128:
         return
     high = min(tokens, 64)
-    if products.kind is Kind.GATED:
+    if gemm.epilogue is Epilogue.GATED:
         yield Tile(high, 64, 128 if high < 32 else 64, 1, 4, 4 if high < 32 else 6)
         return
-    rows = sum(rows for rows, _ in products.shapes)
+    rows = sum(rows for rows, _ in gemm.shapes)
     for wide, columns, stages in ((32, 128, 5), (64, 64, 6)):
         yield Tile(high, wide, columns, 1, 4, stages)
-        if -(-tokens // high) * (rows // wide) < _FEW:
+        if -(-tokens // high) * (rows // wide) < _FEW_BLOCKS:
             yield Tile(high, wide, columns, 4, 4, stages)
 
 

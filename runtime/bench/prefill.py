@@ -20,7 +20,7 @@ from runtime.bench.device import Figure, captured, describe, matmul_rate, millis
 from runtime.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
 from runtime.gemm.plan import KernelPlan
-from runtime.gemm.weights import StepWeights
+from runtime.gemm.weights import PackedWeights
 from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import LayerParts
 from runtime.models.model import Model
@@ -66,8 +66,8 @@ class Materialized:
 def operations(checkpoint: Checkpoint, tokens: int) -> int:
     """Return the floating-point operations of all linear layers and of causal attention."""
     config = checkpoint.config
-    weights = StepWeights.of(checkpoint, "meta")
-    elements = (weights.nbytes - weights.head.weight.nbytes) // 2
+    weights = PackedWeights.pack(checkpoint, "meta")
+    elements = (weights.nbytes - weights.lm_head.weight.nbytes) // 2
     attention = 2 * config.num_layers * config.num_heads * config.head_dim * tokens**2
     return 2 * elements * tokens + attention
 
@@ -90,11 +90,11 @@ def figures(
     yield Figure("matmul rate, TFLOP/s", rate / 1e9, rate / 1e9)
     for keep in keeps:
         checkpoint = random_checkpoint(SHAPES[shape], keep, 0, device)
-        model = Model(checkpoint, device=device, page_size=PAGE, stepped=True)
+        model = Model(checkpoint, device=device, page_size=PAGE, backend="gemm")
         kernels = model
         if forced:
             plan = KernelPlan(forced=True)
-            kernels = Model(checkpoint, device=device, page_size=PAGE, stepped=True, plan=plan)
+            kernels = Model(checkpoint, device=device, page_size=PAGE, backend="gemm", plan=plan)
         for length in lengths:
             pages = -(-length // PAGE)
             cache = model.new_cache(pages + 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
 from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
-from runtime.gemm.weights import StepWeights
+from runtime.gemm.weights import PackedWeights
 from runtime.layers.rope import cos_sin_table
 from runtime.megakernel.launch import DecodeStep
 
@@ -30,7 +30,7 @@ def figures(
     rope = cos.cuda(), sin.cuda()
     programs = torch.cuda.get_device_properties(0).multi_processor_count
     for keep in keeps:
-        weights = StepWeights.of(random_checkpoint(config, keep, ragged), "cuda")
+        weights = PackedWeights.pack(random_checkpoint(config, keep, ragged), "cuda")
         for batch, context in cases:
             pages = -(-(context + 1) // PAGE)  # pages of a sequence
             size = (batch * pages, config.num_kv_heads, PAGE, config.head_dim)

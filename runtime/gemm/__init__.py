@@ -1,1 +1,1 @@
-"""Matrix products on a GPU: plan, packed weights, epilogues and kernels."""
+"""Matrix products on a GPU: plan, packed weights, epilogues, kernels and their reference."""

@@ -1,29 +1,19 @@
-"""What is made of products."""
+"""Epilogues of a GEMM: what is computed from its output before it is stored."""
 
 from enum import IntEnum
 
-import triton
-from torch import Tensor
-
-from runtime.gemm.kernels import small_m as linear
-from runtime.layers.kernels import silu_mul_kernel
-
-_BLOCK = 1024
-"""Numbers of a program of `silu_mul_kernel`."""
+from runtime.gemm.kernels import small_m
 
 
-class Kind(IntEnum):
-    """What is made of products."""
+class Epilogue(IntEnum):
+    """What a GEMM does with its output.
 
-    PLAIN = linear.PLAIN.value
-    RESIDUAL = linear.RESIDUAL.value
-    GATED = linear.GATED.value
+    Attributes:
+        PLAIN: store it.
+        RESIDUAL: add it to the residual stream, in place.
+        GATED: store the SiLU of the first matrix's output times that of the second.
+    """
 
-
-def gated(gate_up: Tensor) -> Tensor:
-    """The SiLU of the first half of the columns times the second: `[n, 2 d]` to `[n, d]`."""
-    width = gate_up.shape[1] // 2
-    y = gate_up.new_empty(len(gate_up), width)
-    if len(y):
-        silu_mul_kernel[(len(y), triton.cdiv(width, _BLOCK))](gate_up, y, width, BLOCK=_BLOCK)
-    return y
+    PLAIN = small_m.PLAIN.value
+    RESIDUAL = small_m.RESIDUAL.value
+    GATED = small_m.GATED.value

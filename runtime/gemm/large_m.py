@@ -1,4 +1,4 @@
-"""Products with many tokens at a time, by `kernels.large_linear`."""
+"""Launches of `kernels.large_m`: grouped GEMMs of many tokens on a Hopper GPU."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -9,73 +9,82 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from runtime.gemm.epilogues import Kind
-from runtime.gemm.kernels.large_m import COLUMNS, TOKENS, large_linear_kernel
+from runtime.gemm.epilogues import Epilogue
+from runtime.gemm.kernels.large_m import COLUMNS, TOKENS, large_gemm_kernel
 from runtime.gemm.plan import LargeTile
-from runtime.gemm.weights import EIGHT, Matrix
+from runtime.gemm.weights import PackedMatrix
+from runtime.kernels.alignment import VECTOR_ELEMENTS
 
-_RING = 200 << 10
-"""Bytes of shared memory for what is on its way."""
-_MOST_STAGES = 8
-_LINE = 16
-"""Bytes, of which addresses that are copied from are multiples."""
+_RING_BYTES = 200 << 10
+"""Shared memory of a program for tiles in flight."""
+_MAX_STAGES = 8
+_TMA_ALIGNMENT = 16
+"""Bytes; TMA requires the address of a tensor to be a multiple."""
 
 
-class LargeLinear:
-    """One to three matrices, whose descriptors stay. ``biases`` fp32 `[sum(out)]`; ``arrived``
-    int32, zeros."""
+class LargeGemm:
+    """One to three matrices and their TMA descriptors, which are made once for each tile size.
 
-    def __init__(self, matrices: Sequence[Matrix], biases: Tensor | None, arrived: Tensor) -> None:
+    Args:
+        biases: fp32 `[sum of rows]`.
+        counters: int32, zeros before and after every launch, for split columns.
+
+    Attributes:
+        two_inputs: whether the matrices read different columns. The kernel's GATED needs one
+            input, so SiLU is then a launch of its own.
+    """
+
+    def __init__(
+        self, matrices: Sequence[PackedMatrix], biases: Tensor | None, counters: Tensor
+    ) -> None:
         self._weights = [matrix.weight for matrix in matrices]
-        self._biases, self._arrived = biases, arrived
-        inputs = {(max(matrix.first, 0), matrix.weight.shape[1]) for matrix in matrices}
-        self.apart = len(inputs) > 1
-        """Whether inputs differ, and SiLU is a launch of its own: the kernel has one for both."""
+        self._biases, self._counters = biases, counters
+        firsts = [max(matrix.inner_column, 0) for matrix in matrices]
+        widths = [weight.shape[1] for weight in self._weights]
+        self.two_inputs = len(set(zip(firsts, widths, strict=True))) > 1
         self._rows = [len(weight) for weight in self._weights]
-        self._counts = [
-            *_three(self._rows),
-            *_three([weight.shape[1] for weight in self._weights]),
-            *_three([max(matrix.first, 0) for matrix in matrices]),
-        ]
+        self._counts = [*_padded(self._rows), *_padded(widths), *_padded(firsts)]
         self._descriptors: dict[int, list[TensorDescriptor]] = {}
 
-    def __call__(self, x: Tensor, y: Tensor, kind: Kind, tile: LargeTile) -> None:
-        """From bf16 `[n, in]` to ``y``, bf16 `[n, sum(out)]` or what ``kind`` makes of it.
+    def __call__(self, x: Tensor, y: Tensor, epilogue: Epilogue, tile: LargeTile) -> None:
+        """Compute bf16 ``y`` `[n, sum of rows]`, or as the epilogue says, from ``x`` `[n, in]`.
 
         Raises:
-            ValueError: for what the kernel does not have.
+            ValueError: the kernel does not support the shapes.
         """
-        half = kind is Kind.GATED
-        each = tile.rows // 2 if half else tile.rows
-        rows = self._rows[:1] if half else self._rows
+        gated = epilogue is Epilogue.GATED
+        each = tile.rows // 2 if gated else tile.rows
+        rows = self._rows[:1] if gated else self._rows
         tokens = tile.groups * TOKENS.value
         blocks = triton.cdiv(len(x), tokens) * sum(triton.cdiv(n, each) for n in rows)
         items = blocks * tile.splits
         split = tile.splits > 1
-        if any(n % EIGHT for n in rows) or x.stride(0) % EIGHT or x.data_ptr() % _LINE:
-            raise ValueError(f"{rows} rows, or an input that is not aligned")
-        if split and (kind is not Kind.PLAIN or tile.groups * items > len(self._arrived)):
-            raise ValueError(f"columns of {kind.name} in {blocks} blocks cannot be split")
-        sums = x.new_empty(items * tokens * tile.rows if split else 0, dtype=torch.float32)
-        own = _descriptor(x, tokens)
-        residual = _descriptor(y, tokens) if kind is Kind.RESIDUAL else own
-        large_linear_kernel[(min(items, _programs(x.device)),)](
-            own, *self._described(each), residual, y, y.stride(0) // EIGHT, self._biases, sums,
-            self._arrived, items, len(x), *self._counts,
-            GROUPS=tile.groups, BN=tile.rows, KIND=int(kind), BIAS=self._biases is not None,
-            SPLITS=tile.splits, STAGES=stages(tokens + tile.rows), num_warps=4,
+        misaligned = x.stride(0) % VECTOR_ELEMENTS or x.data_ptr() % _TMA_ALIGNMENT
+        if misaligned or any(n % VECTOR_ELEMENTS for n in rows):
+            raise ValueError(f"{rows} rows are not multiples of eight, or the input is misaligned")
+        if split and (epilogue is not Epilogue.PLAIN or tile.groups * items > len(self._counters)):
+            raise ValueError(f"cannot split the columns of {epilogue.name} in {blocks} blocks")
+        partials = x.new_empty(items * tokens * tile.rows if split else 0, dtype=torch.float32)
+        source = _descriptor(x, tokens)
+        residual = _descriptor(y, tokens) if epilogue is Epilogue.RESIDUAL else source
+        large_gemm_kernel[(min(items, _programs(x.device)),)](
+            source, *self._weight_descriptors(each), residual, y, y.stride(0) // VECTOR_ELEMENTS,
+            self._biases, partials, self._counters, items, len(x), *self._counts,
+            GROUPS=tile.groups, BN=tile.rows, EPILOGUE=int(epilogue),
+            BIAS=self._biases is not None, SPLITS=tile.splits, STAGES=stages(tokens + tile.rows),
+            num_warps=4,
         )  # fmt: skip
 
-    def _described(self, rows: int) -> list[TensorDescriptor]:
+    def _weight_descriptors(self, rows: int) -> list[TensorDescriptor]:
         if rows not in self._descriptors:
             made = [_descriptor(weight, rows) for weight in self._weights]
             self._descriptors[rows] = made + [made[0]] * (3 - len(made))
         return self._descriptors[rows]
 
 
-def _three(counts: list[int]) -> list[int]:
-    """In eights; 0 for matrices that are not there."""
-    return [count // EIGHT for count in counts] + [0] * (3 - len(counts))
+def _padded(counts: list[int]) -> list[int]:
+    """Three counts in units of eight; 0 for absent matrices."""
+    return [count // VECTOR_ELEMENTS for count in counts] + [0] * (3 - len(counts))
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
@@ -85,8 +94,8 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def stages(rows: int) -> int:
-    """Of the ring, for so many tokens and rows in each."""
-    return min(_MOST_STAGES, _RING // int(rows * COLUMNS.value * 2))
+    """Stages of the ring in shared memory, for ``rows`` tokens and rows of weights in each."""
+    return min(_MAX_STAGES, _RING_BYTES // int(rows * COLUMNS.value * 2))
 
 
 @cache

@@ -1,8 +1,8 @@
-"""Which products our kernels compute, and how, and which factor pairs are multiplied out.
+"""Kernel plans: which kernel computes each GEMM, and which factor pairs are multiplied out.
 
-Two workers compute the same bits only if they choose alike. Without a file the choice is a rule; a
-file has what was measured for one model on one device (`runtime.bench.plan`), and its hash is part
-of the handshake.
+Two workers compute the same bits only with the same plan. `default_tile` is the rule without a
+file. A file holds what `runtime.bench.plan` measured for one model on one device. The plan's hash
+is part of the handshake.
 """
 
 import hashlib
@@ -15,18 +15,25 @@ from typing import Any
 
 from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights
 from runtime.errors import PlanError
-from runtime.gemm.weights import EIGHT, GROUPS
+from runtime.gemm.weights import PROJECTION_GROUPS
+from runtime.kernels.alignment import VECTOR_ELEMENTS
 
 Shapes = tuple[tuple[int, int], ...]
-"""Rows and columns of matrices that are multiplied at a time."""
+"""Rows and columns of the weight matrices of one grouped GEMM."""
 BUCKETS = (16, 32, 64, 128, 512, 2048, 8192)
-"""Tokens, up to each of which a choice is the same; that of the last is for more, too."""
+"""Token counts. A choice for a bucket holds from the bucket below up to it; the last has no
+upper bound."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program of `kernels.linear.linear_kernel` has: tokens, rows and columns at a time, one
-    of ``splits`` parts of all columns."""
+    """Tile of `kernels.small_m.small_gemm_kernel`.
+
+    Attributes:
+        tokens, rows, columns: block sizes BM, BN and BK.
+        splits: programs among which the columns are split.
+        warps, stages: Triton's launch options.
+    """
 
     tokens: int
     rows: int
@@ -36,8 +43,8 @@ class Tile:
     stages: int
 
     @property
-    def possible(self) -> bool:
-        """Whether kernels have tiles of this size."""
+    def valid(self) -> bool:
+        """Whether the kernel supports this tile."""
         sizes = (self.tokens, self.rows, self.columns)
         return (
             all(16 <= size <= 512 and not size & (size - 1) for size in sizes)
@@ -49,72 +56,86 @@ class Tile:
 
 @dataclass(frozen=True)
 class LargeTile:
-    """What a program of `kernels.large_linear` has: 64 tokens for each of its groups of warps,
-    rows, one of ``splits`` parts of all columns."""
+    """Tile of `kernels.large_m.large_gemm_kernel`.
+
+    Attributes:
+        groups: warp groups of a program, of 64 tokens each.
+        rows: rows of weights of a block.
+        splits: programs among which the columns are split.
+    """
 
     groups: int
     rows: int
     splits: int = 1
 
     @property
-    def possible(self) -> bool:
-        """Whether the kernel has tiles of this size."""
+    def valid(self) -> bool:
+        """Whether the kernel supports this tile."""
         return (self.groups, self.rows) in _STEP_US and 1 <= self.splits <= 64
 
 
 _STEP_US = {(2, 256): 0.62, (2, 128): 0.335, (1, 128): 0.21, (2, 64): 0.26}
-"""What a program takes for 64 columns of a `LargeTile`, by its groups and rows, on an H200."""
+"""Microseconds that a program takes for 64 columns, by `LargeTile` groups and rows, on an H200."""
 _TILE_US, _SPLIT_US, _PART_US = 1.5, 6.0, 0.5 / 128
-"""For what is around the columns of a tile, and where they are split, for that and for every 64
-numbers of a part."""
+"""Microseconds of overhead: of a tile, of a split tile, and of a split tile for each 64 elements of
+a part."""
 _PROGRAMS = 132
+"""Programs that run at a time on an H200."""
 _SPLITS = (1, 2, 3, 4, 6, 8)
 
 
 @cache
-def large_tile(kind: str, tokens: int, shapes: Shapes) -> LargeTile | None:
-    """The fastest of all, by a model of an H200. None for what the kernel does not have: rows are
-    counted in eights."""
-    if any(rows % EIGHT for rows, _ in shapes):
+def large_tile(name: str, tokens: int, shapes: Shapes) -> LargeTile | None:
+    """Return the tile that a cost model of an H200 predicts to be the fastest.
+
+    None if the kernel does not support the shapes: row counts must be multiples of eight.
+
+    Args:
+        name: `GroupedGemm.name`.
+    """
+    if any(rows % VECTOR_ELEMENTS for rows, _ in shapes):
         return None
     columns = max(columns for _, columns in shapes)
-    possible = []
+    candidates = []
     for groups, rows in _STEP_US:
-        each, counted = (rows // 2, shapes[:1]) if kind == "GATED" else (rows, shapes)
+        each, counted = (rows // 2, shapes[:1]) if name == "GATED" else (rows, shapes)
         blocks = -(-tokens // (64 * groups)) * sum(-(-n // each) for n, _ in counted)
-        for splits in _SPLITS if kind == "PLAIN" else (1,):
-            turns = -(-blocks * splits // _PROGRAMS)
+        for splits in _SPLITS if name == "PLAIN" else (1,):
+            waves = -(-blocks * splits // _PROGRAMS)
             steps = -(-columns // (64 * splits))
             us = steps * _STEP_US[groups, rows] + _TILE_US
             if splits > 1:
                 us += _SPLIT_US + splits * groups * rows * _PART_US
-            possible.append((turns * us, groups, rows, splits))
-    return LargeTile(*min(possible)[1:])
+            candidates.append((waves * us, groups, rows, splits))
+    return LargeTile(*min(candidates)[1:])
 
 
-def rule(kind: str, bucket: int, shapes: Shapes) -> Tile | LargeTile | None:
-    """Our kernels where one launch takes the place of several; torch elsewhere. As measured on an
-    H200."""
-    if kind == "RESIDUAL" or len(shapes) < 2 or (kind == "APART" and bucket > 512):
+def default_tile(name: str, bucket: int, shapes: Shapes) -> Tile | LargeTile | None:
+    """Return the tile without a measured plan; None: torch computes it.
+
+    Our kernels are chosen where one launch replaces several, as measured on an H200.
+    """
+    if name == "RESIDUAL" or len(shapes) < 2 or (name == "APART" and bucket > 512):
         return None
     if bucket >= 128:
-        return large_tile(kind, bucket, shapes)
-    if kind != "PLAIN":
+        return large_tile(name, bucket, shapes)
+    if name != "PLAIN":
         return None
     return Tile(bucket, 32, 128, 1, 4, 5) if bucket <= 32 else Tile(64, 64, 64, 1, 4, 6)
 
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """How products are computed, and which factor pairs are not.
+    """Choice of kernel for every GEMM of a model, and factor pairs that are multiplied out.
 
     Attributes:
-        choices: by `key`; None is torch. What is not there goes by `rule`.
-        dense: groups of factor pairs, by `group_key`, that are multiplied out: dense they are
-            faster.
-        device: on which it was measured; empty: none.
-        forced: everything by our kernels, prefill with queries made of their factors in attention:
-            to be compared.
+        choices: tiles by `choice_key`; None: torch computes it. `default_tile` applies to keys
+            that are missing.
+        dense: names of groups of factor pairs, as by `group_key`, that are replaced by their
+            product because it is faster.
+        device: name of the device on which the plan was measured; empty: not measured.
+        forced: use our kernels for everything, and compute queries from their factors inside
+            prefill attention. For comparisons.
     """
 
     choices: Mapping[str, Tile | LargeTile | None] = field(default_factory=dict)
@@ -122,72 +143,84 @@ class KernelPlan:
     device: str = ""
     forced: bool = False
 
-    def tile(self, kind: str, tokens: int, shapes: Shapes) -> Tile | LargeTile | None:
-        """How our kernels are to compute products; None: torch does."""
+    def tile(self, name: str, tokens: int, shapes: Shapes) -> Tile | LargeTile | None:
+        """Return the tile for a GEMM of ``tokens`` rows of input; None: torch computes it.
+
+        Args:
+            name: `GroupedGemm.name`.
+        """
         bucket = next((bucket for bucket in BUCKETS if tokens <= bucket), BUCKETS[-1])
         if self.forced:
-            large = large_tile(kind, tokens, shapes) if tokens > 64 else None
+            large = large_tile(name, tokens, shapes) if tokens > 64 else None
             return large or Tile(min(bucket, 64), 64, 64, 1, 4, 6)
-        name = key(kind, bucket, shapes)
-        return self.choices[name] if name in self.choices else rule(kind, bucket, shapes)
+        choice = choice_key(name, bucket, shapes)
+        return (
+            self.choices[choice] if choice in self.choices else default_tile(name, bucket, shapes)
+        )
 
-    def applied(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint with groups multiplied out, in fp32, that are in ``dense``."""
+    def multiply_out(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return the checkpoint with the groups in ``dense`` replaced by their products."""
         if not self.dense:
             return checkpoint
-        return replace(checkpoint, layers=tuple(map(self._applied, checkpoint.layers)))
+        return replace(checkpoint, layers=tuple(map(self._multiply_out, checkpoint.layers)))
 
-    def _applied(self, layer: LayerWeights) -> LayerWeights:
-        for names in GROUPS:
+    def _multiply_out(self, layer: LayerWeights) -> LayerWeights:
+        for names in PROJECTION_GROUPS:
             if group_key(layer, names) in self.dense:
                 layer = multiplied_out(layer, names)
         return layer
 
     @property
     def hash(self) -> str:
-        """16 hex digits over all choices."""
+        """16 hex digits over all fields."""
         return hashlib.sha256(self._text.encode()).hexdigest()[:16]
 
     @property
     def _text(self) -> str:
         choices = {name: tile and asdict(tile) for name, tile in self.choices.items()}
-        made = {
+        fields = {
             "forced": self.forced,
             "device": self.device,
             "dense": sorted(self.dense),
             "choices": choices,
         }
-        return json.dumps(made, sort_keys=True, indent=1)
+        return json.dumps(fields, sort_keys=True, indent=1)
 
     def save(self, path: Path) -> None:
-        """As JSON."""
+        """Write the plan as JSON."""
         path.write_text(self._text + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "KernelPlan":
-        """Raises PlanError for a file that is none."""
+        """Read a plan.
+
+        Raises:
+            PlanError: the file cannot be read or is not a valid kernel plan.
+        """
         try:
             read = json.loads(path.read_text())
             choices = {name: tile and _tile(tile) for name, tile in read["choices"].items()}
-            if not all(tile is None or tile.possible for tile in choices.values()):
-                raise ValueError("a tile of a size that kernels do not have")
+            if not all(tile is None or tile.valid for tile in choices.values()):
+                raise ValueError("a tile of a size that the kernels do not support")
             return cls(choices, frozenset(read["dense"]), read["device"], read["forced"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"{path} is no kernel plan: {error!r}") from error
+            raise PlanError(f"{path} is not a kernel plan: {error!r}") from error
 
 
 def _tile(fields: dict[str, int]) -> Tile | LargeTile:
     return LargeTile(**fields) if "groups" in fields else Tile(**fields)
 
 
-def key(kind: str, bucket: int, shapes: Shapes) -> str:
-    """The name of a choice, such as ``GATED 16: 11008x1024 11008x1024``."""
-    return f"{kind} {bucket}: " + " ".join(f"{rows}x{columns}" for rows, columns in shapes)
+def choice_key(name: str, bucket: int, shapes: Shapes) -> str:
+    """Key of a choice, such as ``GATED 16: 11008x1024 11008x1024``."""
+    return f"{name} {bucket}: " + " ".join(f"{rows}x{columns}" for rows, columns in shapes)
 
 
 def group_key(layer: LayerWeights, names: Sequence[str]) -> str | None:
-    """The name of a layer's factor pairs that share an input, such as ``o 4096x1024x4096``: rows,
-    rank and columns. None where one is dense."""
+    """Key of a group of factor pairs, such as ``o 4096x1024x4096``: rows, rank and columns.
+
+    None if one of the projections is dense.
+    """
     pairs = {name: getattr(layer, name) for name in names}
     if not all(isinstance(pair, FactorPair) for pair in pairs.values()):
         return None
@@ -195,10 +228,10 @@ def group_key(layer: LayerWeights, names: Sequence[str]) -> str | None:
 
 
 def multiplied_out(layer: LayerWeights, names: Sequence[str]) -> LayerWeights:
-    """The layer with W = U V of some of its factor pairs."""
-    made: dict[str, Any] = {}
+    """Return the layer with W = U V, computed in fp32, in place of the named factor pairs."""
+    dense: dict[str, Any] = {}
     for name in names:
         pair = getattr(layer, name)
         whole = (pair.u.float() @ pair.v.float()).to(pair.u.dtype)
-        made[name] = Dense(whole, pair.bias)
-    return replace(layer, **made)
+        dense[name] = Dense(whole, pair.bias)
+    return replace(layer, **dense)

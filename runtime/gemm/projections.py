@@ -1,4 +1,4 @@
-"""Projections and prefill attention over packed weights, for any number of tokens."""
+"""Projections, KV append and prefill attention over packed weights, for any number of tokens."""
 
 from collections.abc import Sequence
 
@@ -6,78 +6,115 @@ import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.attention.gpu import TritonAttention
-from runtime.gemm.epilogues import Kind
-from runtime.gemm.ops import Products
+from runtime.attention.gpu import HeadNorms, TritonAttention
+from runtime.gemm.epilogues import Epilogue
+from runtime.gemm.ops import GroupedGemm
 from runtime.gemm.plan import KernelPlan
-from runtime.gemm.weights import GROUPS, LayerMatrices, Matrix, StepWeights, by_halves
+from runtime.gemm.weights import (
+    PROJECTION_GROUPS,
+    PackedLayer,
+    PackedMatrix,
+    PackedWeights,
+    by_halves,
+)
 
 
-class StepProjection:
-    """A group's projections, `[n, in]` to what `Products` makes of them; q, k and v with their rows
-    as `by_halves` has them."""
+class PackedProjection:
+    """The projections of one group: `[n, in]` to the output of a `GroupedGemm`.
+
+    Heads of q, k and v are in the order of `by_halves`.
+    """
 
     def __init__(
         self,
-        weights: StepWeights,
-        layer: LayerMatrices,
+        weights: PackedWeights,
+        layer: PackedLayer,
         names: Sequence[str],
-        kind: Kind,
+        epilogue: Epilogue,
         plan: KernelPlan,
     ) -> None:
-        base = weights.head.weight
-        first = layer.inner.get(names[0])
+        base = weights.lm_head.weight
+        inner = layer.inner.get(names[0])
         outer = [layer.outer[name] for name in names]
         biases = _biases(weights, layer, names)
         whole = layer.stacked.get(names[0])
-        if whole is not None and kind is Kind.PLAIN:
-            outer = [Matrix(whole)]
-        self._inner = None if first is None else Products(base, [first], plan, inner=True)
-        self._outer = Products(base, outer, plan, kind, biases, whole)
+        if whole is not None and epilogue is Epilogue.PLAIN:
+            outer = [PackedMatrix(whole)]
+        self._inner = None if inner is None else GroupedGemm(base, [inner], plan, pad_output=True)
+        self._outer = GroupedGemm(base, outer, plan, epilogue, biases, whole)
 
     @property
-    def products(self) -> list[Products]:
-        """What it is computed by, first to last."""
+    def gemms(self) -> list[GroupedGemm]:
+        """The GEMMs in the order in which they run."""
         return [self._outer] if self._inner is None else [self._inner, self._outer]
 
     def __call__(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Project ``x`` `[n, in]`; with RESIDUAL add to ``hidden`` in place."""
         inner = x if self._inner is None else self._inner(x, x)
         return self._outer(x, inner, hidden)
 
 
 class FactoredAttention:
-    """Prefill whose queries are made of their factors where they are needed, and never written."""
+    """Prefill attention that computes queries from their factors where they are needed.
+
+    Queries are never written to memory. For models without head norms whose q is a factor pair.
+    """
 
     def __init__(
         self,
-        weights: StepWeights,
-        layer: LayerMatrices,
+        weights: PackedWeights,
+        layer: PackedLayer,
         attention: TritonAttention,
         plan: KernelPlan,
     ) -> None:
-        names, base = GROUPS[0], weights.head.weight
+        names, base = PROJECTION_GROUPS[0], weights.lm_head.weight
         biases = _biases(weights, layer, names)
         self._attention, self._query = attention, layer.outer["q"]
-        self._inner = Products(base, [layer.inner["q"]], plan, inner=True)
+        self._inner = GroupedGemm(base, [layer.inner["q"]], plan, pad_output=True)
         rows = len(self._query.weight)
         self._biases = None if biases is None else biases[:rows]
-        others = None if biases is None else biases[rows:]
-        self._kv = Products(base, [layer.outer[n] for n in names[1:]], plan, biases=others)
+        kv_biases = None if biases is None else biases[rows:]
+        self._kv = GroupedGemm(base, [layer.outer[n] for n in names[1:]], plan, biases=kv_biases)
 
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
     ) -> Tensor:
-        """What the tokens of a batch find: `[n, heads * dim]`; their K and V go into ``planes``."""
+        """Write K and V of the batch into ``planes``; return attention `[n, heads * dim]`."""
         k_pages, v_pages = planes
-        inner = self._inner(x, x)
+        inner = self._inner(x, x)  # [n, sum of padded ranks]
         self._attention.write_kv(self._kv(x, inner), rope, k_pages, v_pages, batch)
         return self._attention.attend_factored(
             inner, self._query.weight, self._biases, rope, k_pages, v_pages, batch
         )
 
 
-def _biases(weights: StepWeights, layer: LayerMatrices, names: Sequence[str]) -> Tensor | None:
-    """Of a group's projections, one after the other; zeros where there is none."""
+class NormedAppend:
+    """KV append of a layer with head norms: RMSNorm, RoPE and page write in one launch.
+
+    Replaces `KVFormat.append` for KV format `dense`.
+    """
+
+    def __init__(
+        self, weights: PackedWeights, layer: PackedLayer, attention: TritonAttention
+    ) -> None:
+        dim = weights.config.head_dim
+        q, k = (weights.vectors[at : at + dim] for at in (layer.q_norm, layer.k_norm))
+        self._attention = attention
+        self._norms = HeadNorms(q, k, weights.config.rms_norm_eps)
+
+    def __call__(
+        self, qkv: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
+    ) -> Tensor:
+        """Write k and v of ``qkv`` into ``planes``; return q `[n, heads, dim]`."""
+        k_pages, v_pages = planes
+        return self._attention.write(qkv, rope, k_pages, v_pages, batch, self._norms)
+
+
+def _biases(weights: PackedWeights, layer: PackedLayer, names: Sequence[str]) -> Tensor | None:
+    """Biases of a group, concatenated: fp32 `[sum of rows]`, 0 where a projection has none.
+
+    None if no projection has a bias.
+    """
     outer = [layer.outer[name] for name in names]
     if all(matrix.bias < 0 for matrix in outer):
         return None
@@ -87,5 +124,6 @@ def _biases(weights: StepWeights, layer: LayerMatrices, names: Sequence[str]) ->
         bias = weights.vectors.new_zeros(rows)
         if matrix.bias >= 0:
             bias = weights.vectors[matrix.bias : matrix.bias + rows]
-        found.append(by_halves(bias, weights.config.head_dim) if name in GROUPS[0] else bias)
+        is_head = name in PROJECTION_GROUPS[0]
+        found.append(by_halves(bias, weights.config.head_dim) if is_head else bias)
     return torch.cat(found)

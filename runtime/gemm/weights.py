@@ -1,4 +1,4 @@
-"""A checkpoint's matrices as a decode step reads them."""
+"""A checkpoint's weights in the layout that the GEMM kernels and the megakernel read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,74 +15,92 @@ from runtime.checkpoint.weights import (
     linears_of,
 )
 from runtime.config import ModelConfig
-from runtime.megakernel.kernels import layouts
+from runtime.kernels.alignment import LINE_BYTES, LINE_ELEMENTS, VECTOR_ELEMENTS, round_up
 
-GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
-"""Projections that share an input, and so a first product of the V of all of them."""
-EIGHT = 8
-"""Elements, 16 bytes: rows have multiples of it."""
-LINE, LINE_BYTES = 64, 128
-"""Elements and bytes, at multiples of which rows begin."""
-_MOST_GROUP = 16
+PROJECTION_GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+"""Projections that read the same input; the V of a group's factor pairs are one stacked matrix."""
+_HEAD_DIM_MULTIPLE = 16
+"""Unit of `by_halves`: eight rows of a head's first half and eight of its second."""
+_MAX_HEAD_DIM = 256
+"""Widest head of the Triton attention kernels for bf16 queries."""
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """One matrix of a pass.
+class PackedMatrix:
+    """One weight matrix.
 
     Attributes:
-        weight: bf16 `[rows, width]`, each row at a multiple of 128 bytes: rows that share lines of
-            memory are read slower by all that multiplies many tokens.
-        bias: where it is among the vectors; -1: none.
-        first: where its input starts among the numbers between two factors; -1: it has the
-            group's own.
+        weight: bf16 `[rows, width]`. Each row begins on a 128-byte line: rows that share lines
+            make GEMMs of many tokens slower.
+        bias: offset of the bias in `PackedWeights.vectors`; -1: no bias.
+        inner_column: first column of the group's inner activations that the matrix reads, for the
+            U of a factor pair; -1: the matrix reads the group's input.
     """
 
     weight: Tensor
     bias: int = -1
-    first: int = -1
+    inner_column: int = -1
 
 
 @dataclass(frozen=True)
-class LayerMatrices:
-    """A layer's norms, as places among the vectors, and its matrices by projection.
+class PackedLayer:
+    """One layer: offsets of its norms in `PackedWeights.vectors`, and its matrices.
 
-    ``inner`` has the V of each group of `GROUPS` that has factor pairs, by its first projection,
-    one below the other; each rank starts at a multiple of eight. Dense ones that share an input are
-    one below the other as well: ``stacked``, by the first.
+    Attributes:
+        input_norm, post_norm: offsets of the RMSNorm weights `[hidden]`.
+        inner: stacked V of each group of `PROJECTION_GROUPS` with factor pairs, by the name of the
+            group's first projection. Each rank is padded to a multiple of eight.
+        outer: dense W or U of each projection, by its name.
+        stacked: all matrices of a group without factor pairs, stacked, by the name of the group's
+            first projection. ``outer`` holds views of it.
+        q_norm, k_norm: offsets of the RMSNorm weights of q and k heads `[head_dim]`, in the
+            model's order of dimensions; -1: the model has none.
     """
 
     input_norm: int
     post_norm: int
-    inner: dict[str, Matrix]
-    outer: dict[str, Matrix]
+    inner: dict[str, PackedMatrix]
+    outer: dict[str, PackedMatrix]
     stacked: dict[str, Tensor]
+    q_norm: int = -1
+    k_norm: int = -1
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """All matrices that a forward pass reads, each once."""
+        return [*self.inner.values(), *self.outer.values()]
 
 
 @dataclass(frozen=True)
-class StepWeights:
-    """All of a model that a step reads.
+class PackedWeights:
+    """All weights of a model on one device.
 
     Attributes:
-        vectors: fp32, norms and biases one after the other.
-        final_norm: where the last one is among them.
+        layers: layers in order.
+        vectors: fp32 `[v]`, all norms and biases concatenated.
+        final_norm: offset of the final RMSNorm in ``vectors``.
         embedding: bf16 `[vocab, hidden]`, contiguous.
-        inner_most: numbers between two factors, at most.
+        lm_head: the output projection; its weight is the base of all line offsets.
+        max_inner: largest number of inner activations of any group, in elements.
     """
 
     config: ModelConfig
-    layers: tuple[LayerMatrices, ...]
+    layers: tuple[PackedLayer, ...]
     vectors: Tensor
     final_norm: int
     embedding: Tensor
-    head: Matrix
-    inner_most: int
+    lm_head: PackedMatrix
+    max_inner: int
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, device: torch.device | str) -> "StepWeights":
-        """Raises ValueError for a model whose step is not this one."""
+    def pack(cls, checkpoint: Checkpoint, device: torch.device | str) -> "PackedWeights":
+        """Pack a checkpoint for ``device``, as bf16.
+
+        Raises:
+            ValueError: the kernels do not support the model; see `unsupported`.
+        """
         config = checkpoint.config
-        if reason := refusal(checkpoint):
+        if reason := unsupported(checkpoint):
             raise ValueError(reason)
         packer = _Packer(torch.device(device), config.head_dim)
         layers = tuple(packer.layer(layer) for layer in checkpoint.layers)
@@ -94,116 +112,144 @@ class StepWeights:
             layers=layers,
             final_norm=final_norm,
             embedding=head.weight if tied else checkpoint.embedding.to(device, torch.bfloat16),
-            head=head,
+            lm_head=head,
             vectors=torch.cat(packer.vectors),
-            inner_most=packer.inner_most,
+            max_inner=packer.max_inner,
         )
 
     @property
+    def head_norms(self) -> bool:
+        """Whether some layer normalizes its query and key heads."""
+        return any(layer.q_norm >= 0 for layer in self.layers)
+
+    @property
     def nbytes(self) -> int:
-        """Of all matrices, each of which a step reads once."""
-        matrices = [self.head]
+        """Bytes of all matrices; a decode step reads each of them once."""
+        matrices = [self.lm_head]
         for layer in self.layers:
-            matrices += [*layer.inner.values(), *layer.outer.values()]
+            matrices += layer.matrices
         return sum(matrix.weight.nbytes for matrix in matrices)
 
 
 def by_halves(rows: Tensor, dim: int) -> Tensor:
-    """Rows of heads `[heads * dim, …]` in the order of a step: eight of a head's first half, then
-    their eight partners in RoPE, and so on."""
-    blocks = rows.view(-1, 2, dim // 16, 8, *rows.shape[1:])
+    """Reorder rows of heads so that RoPE partners are eight rows apart.
+
+    Rows of each head become eight of its first half, their eight partners of the second half, and
+    so on, so that a GEMM tile of 16 rows holds whole RoPE pairs.
+
+    Args:
+        rows: `[heads * dim, …]`, in the model's order; ``dim`` is a multiple of 16.
+    """
+    blocks = rows.view(-1, 2, dim // 16, 8, *rows.shape[1:])  # [heads, 2, dim / 16, 8, …]
     return blocks.transpose(1, 2).reshape(rows.shape)
 
 
-def up(number: int, multiple: int = EIGHT) -> int:
-    """To a multiple."""
-    return -(-number // multiple) * multiple
+def unsupported(checkpoint: Checkpoint) -> str | None:
+    """Return why the GEMM kernels do not support a checkpoint, None if they do.
 
-
-def refusal(checkpoint: Checkpoint) -> str | None:
-    """Why the step is not that of this model; None if it is. Looks at shapes alone."""
+    Reads shapes only.
+    """
     config = checkpoint.config
-    if any(layer.q_norm is not None for layer in checkpoint.layers):
-        return "norms of heads are not part of the step"
-    if config.head_dim % 16 or config.head_dim > layouts.MOST_DIM.value:
-        return f"heads of {config.head_dim} are not part of the step"
-    if config.hidden_size % EIGHT or config.intermediate_size % EIGHT:
-        return "a hidden or intermediate size that is no multiple of 8"
+    if config.head_dim % _HEAD_DIM_MULTIPLE or config.head_dim > _MAX_HEAD_DIM:
+        return (
+            f"heads of {config.head_dim}: the GEMM backend needs a multiple of "
+            f"{_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM}"
+        )
+    if config.hidden_size % VECTOR_ELEMENTS or config.intermediate_size % VECTOR_ELEMENTS:
+        return (
+            f"hidden size {config.hidden_size} and intermediate size {config.intermediate_size}: "
+            f"the GEMM backend needs multiples of {VECTOR_ELEMENTS}"
+        )
     pairs = (pair for layer in checkpoint.layers for _, pair in linears_of(layer))
     if any(isinstance(pair, FactorPair) and not pair.rank for pair in pairs):
         return "a factor pair of rank 0"
-    if config.num_heads > _MOST_GROUP * config.num_kv_heads:
-        return f"more than {_MOST_GROUP} query heads for one of K and V"
+    if any((layer.q_norm is None) != (layer.k_norm is None) for layer in checkpoint.layers):
+        return "norms of query heads without norms of key heads, or the reverse"
     return None
 
 
 def _zeros(rows: int, width: int, device: torch.device) -> Tensor:
-    """bf16, each row at a multiple of `LINE_BYTES` on any device."""
-    stride = up(width, LINE)
-    more = torch.zeros((rows + 1) * stride, dtype=torch.bfloat16, device=device)
-    first = -more.data_ptr() % LINE_BYTES // more.itemsize
-    return more[first : first + rows * stride].view(rows, stride)[:, :width]
+    """bf16 zeros `[rows, width]`; each row begins on a line, on any device."""
+    stride = round_up(width, LINE_ELEMENTS)
+    memory = torch.zeros((rows + 1) * stride, dtype=torch.bfloat16, device=device)
+    first = -memory.data_ptr() % LINE_BYTES // memory.itemsize
+    return memory[first : first + rows * stride].view(rows, stride)[:, :width]
 
 
 @dataclass
 class _Packer:
+    """Packs layer after layer, and collects norms and biases in ``vectors``."""
+
     device: torch.device
-    dim: int
+    head_dim: int
     vectors: list[Tensor] = field(default_factory=list)
-    inner_most: int = EIGHT
-    _numbers: int = 0
+    max_inner: int = VECTOR_ELEMENTS
+    _vector_elements: int = 0
 
     def vector(self, values: Tensor | None) -> int:
+        """Append a norm or a bias; return its offset, -1 for None."""
         if values is None:
             return -1
-        at = self._numbers
+        offset = self._vector_elements
         self.vectors.append(values.to(self.device, torch.float32).flatten())
-        self._numbers += values.numel()
-        return at
+        self._vector_elements += values.numel()
+        return offset
 
-    def matrix(self, weight: Tensor, bias: Tensor | None = None, first: int = -1) -> Matrix:
+    def matrix(
+        self, weight: Tensor, bias: Tensor | None = None, inner_column: int = -1
+    ) -> PackedMatrix:
+        """Return the matrix with aligned rows; copies only what is not aligned already."""
         weight = weight.to(self.device, torch.bfloat16)
-        fits = weight.shape[1] % EIGHT == 0 and weight.stride(0) % LINE == 0
-        if not fits or weight.stride(1) != 1 or weight.data_ptr() % LINE_BYTES:
-            padded = _zeros(len(weight), up(weight.shape[1]), self.device)
+        aligned = weight.shape[1] % VECTOR_ELEMENTS == 0 and weight.stride(0) % LINE_ELEMENTS == 0
+        if not aligned or weight.stride(1) != 1 or weight.data_ptr() % LINE_BYTES:
+            padded = _zeros(len(weight), round_up(weight.shape[1]), self.device)
             padded[:, : weight.shape[1]] = weight
             weight = padded
-        return Matrix(weight, self.vector(bias), first)
+        return PackedMatrix(weight, self.vector(bias), inner_column)
 
-    def layer(self, weights: LayerWeights) -> LayerMatrices:
-        made = LayerMatrices(
-            self.vector(weights.input_norm), self.vector(weights.post_norm), {}, {}, {}
+    def layer(self, weights: LayerWeights) -> PackedLayer:
+        packed = PackedLayer(
+            input_norm=self.vector(weights.input_norm),
+            post_norm=self.vector(weights.post_norm),
+            inner={},
+            outer={},
+            stacked={},
+            q_norm=self.vector(weights.q_norm),
+            k_norm=self.vector(weights.k_norm),
         )
-        for names in GROUPS:
-            linears = {name: getattr(weights, name) for name in names}
-            rows = {name: self._rows(name, linear) for name, linear in linears.items()}
-            if any(isinstance(linear, FactorPair) for linear in linears.values()):
-                made.inner[names[0]] = self.matrix(self._stacked(list(linears.values())))
-            elif len(names) > 1:
-                whole = self.matrix(torch.cat(list(rows.values()))).weight
-                made.stacked[names[0]] = whole
-                parts = torch.split(whole, [len(part) for part in rows.values()])
-                rows = dict(zip(names, parts, strict=True))
-            at = 0
-            for name, linear in linears.items():
-                dense = isinstance(linear, Dense)
-                made.outer[name] = self.matrix(rows[name], linear.bias, -1 if dense else at)
-                at += 0 if dense else up(linear.rank)
-        return made
+        for names in PROJECTION_GROUPS:
+            self._pack_group(weights, names, packed)
+        return packed
+
+    def _pack_group(self, weights: LayerWeights, names: Sequence[str], packed: PackedLayer) -> None:
+        linears = {name: getattr(weights, name) for name in names}
+        rows = {name: self._rows(name, linear) for name, linear in linears.items()}
+        if any(isinstance(linear, FactorPair) for linear in linears.values()):
+            packed.inner[names[0]] = self.matrix(self._stacked_v(list(linears.values())))
+        elif len(names) > 1:
+            whole = self.matrix(torch.cat(list(rows.values()))).weight
+            packed.stacked[names[0]] = whole
+            parts = torch.split(whole, [len(part) for part in rows.values()])
+            rows = dict(zip(names, parts, strict=True))
+        column = 0
+        for name, linear in linears.items():
+            dense = isinstance(linear, Dense)
+            packed.outer[name] = self.matrix(rows[name], linear.bias, -1 if dense else column)
+            column += 0 if dense else round_up(linear.rank)
 
     def _rows(self, name: str, linear: Linear) -> Tensor:
         rows = linear.weight if isinstance(linear, Dense) else linear.u
         rows = rows.to(self.device, torch.bfloat16)
-        return by_halves(rows, self.dim) if name in GROUPS[0] else rows
+        return by_halves(rows, self.head_dim) if name in PROJECTION_GROUPS[0] else rows
 
-    def _stacked(self, linears: Sequence[Linear]) -> Tensor:
-        """V of all factor pairs, one below the other."""
+    def _stacked_v(self, linears: Sequence[Linear]) -> Tensor:
+        """V of all factor pairs, stacked: bf16 `[sum of padded ranks, in]`."""
         pairs = [linear for linear in linears if isinstance(linear, FactorPair)]
-        height = sum(up(pair.rank) for pair in pairs)
-        self.inner_most = max(self.inner_most, height)
+        height = sum(round_up(pair.rank) for pair in pairs)
+        self.max_inner = max(self.max_inner, height)
         stacked = torch.zeros(height, pairs[0].v.shape[1], dtype=torch.bfloat16, device=self.device)
-        at = 0
+        row = 0
         for pair in pairs:
-            stacked[at : at + pair.rank] = pair.v.to(self.device)
-            at += up(pair.rank)
+            stacked[row : row + pair.rank] = pair.v.to(self.device)
+            row += round_up(pair.rank)
         return stacked

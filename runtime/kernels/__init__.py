@@ -1,4 +1,5 @@
-"""Triton kernels of the runtime. Callers prepare shapes and strides; references stand beside."""
+"""Definitions shared by the Triton kernels of several rooms, and the version of all kernels."""
 
-VERSION = 4
-"""Of what they compute, bit for bit: counted up with every change of a result."""
+VERSION = 5
+"""Version of the kernels' results, part of the kernel plan's hash. Increment it whenever any
+kernel returns other bits for some model."""

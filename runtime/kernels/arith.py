@@ -1,18 +1,22 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Small things that kernels share."""
+"""Constants and functions that several Triton kernels share."""
 
 import triton
 import triton.language as tl
 from triton import knobs
 
+from runtime.kernels.alignment import LINE_ELEMENTS, VECTOR_ELEMENTS
+
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+VECTOR = tl.constexpr(VECTOR_ELEMENTS)
+LINE = tl.constexpr(LINE_ELEMENTS)
 
 
 @triton.jit
-def product(a, b, total):
-    """``total + a b`` of two matrices. The interpreter, which knows no bf16, multiplies in fp32:
-    products of bf16 are exact there, too."""
+def matmul(a, b, acc):
+    """Return ``acc + a @ b``. Triton's interpreter has no bf16 dot, so it multiplies in fp32;
+    products of two bf16 numbers are exact in both."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, total)
+    return tl.dot(a, b, acc)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""What a decoder layer does between its products."""
+"""Triton kernels of RMSNorm and SwiGLU."""
 
 import triton
 import triton.language as tl
@@ -7,10 +7,19 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm_kernel(x, weight, y, width, eps, WIDTH: tl.constexpr):
-    """A program norms one row of ``x`` `[n, width]`; WIDTH is a power of two, from it on."""
+    """RMSNorm of one row per program. Statistics are fp32.
+
+    Grid `(n,)`.
+
+    Args:
+        x: `[n, width]`, contiguous.
+        weight: fp32 or bf16 `[width]`.
+        y: `[n, width]`, contiguous.
+        WIDTH: smallest power of two that is at least ``width``.
+    """
     row = tl.program_id(0).to(tl.int64) * width
     i = tl.arange(0, WIDTH)
-    values = tl.load(x + row + i, mask=i < width, other=0.0).to(tl.float32)
+    values = tl.load(x + row + i, mask=i < width, other=0.0).to(tl.float32)  # [WIDTH]
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / width + eps)
     weights = tl.load(weight + i, mask=i < width, other=0.0).to(tl.float32)
     tl.store(y + row + i, (values * scale * weights).to(y.dtype.element_ty), mask=i < width)
@@ -18,11 +27,18 @@ def rms_norm_kernel(x, weight, y, width, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def silu_mul_kernel(gate_up, y, width, BLOCK: tl.constexpr):
-    """``silu(gate) · up``. Grid `(n, width / BLOCK)`; ``gate_up`` `[n, 2 width]`, gate first."""
+    """``silu(gate) · up`` for BLOCK columns of one row per program.
+
+    Grid `(n, ceil(width / BLOCK))`.
+
+    Args:
+        gate_up: `[n, 2 width]`, contiguous, gate in the first half of the columns.
+        y: `[n, width]`, contiguous.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = gate_up + row * 2 * width + i
-    gate = tl.load(source, mask=i < width, other=0.0).to(tl.float32)
+    gate = tl.load(source, mask=i < width, other=0.0).to(tl.float32)  # [BLOCK]
     up = tl.load(source + width, mask=i < width, other=0.0).to(tl.float32)
     made = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(y + row * width + i, made.to(y.dtype.element_ty), mask=i < width)

@@ -1,7 +1,7 @@
-"""The list of a step's passes, in the order in which all programs go through them.
+"""The pass list of a decode step, in the order in which every program runs it.
 
-A pass has a stage: what it tells is of that stage, and what it reads of the stage that it is
-``after``. Passes of one stage, as q, k and v, do not wait for one another.
+A pass belongs to a stage: its messages carry the stage's flag, and it reads messages of stage
+``after``. Passes of one stage, such as those of q, k and v, do not wait for one another.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,42 +10,50 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from runtime.config import ModelConfig
-from runtime.gemm.weights import EIGHT, GROUPS, LINE_BYTES, LayerMatrices, Matrix, StepWeights
-from runtime.megakernel.kernels import layouts
-from runtime.megakernel.kernels import opcodes as kinds
+from runtime.gemm.weights import PROJECTION_GROUPS, PackedLayer, PackedMatrix, PackedWeights
+from runtime.kernels.alignment import LINE_BYTES, VECTOR_ELEMENTS
+from runtime.megakernel.kernels import layouts, opcodes
 
-HEADS = {"q": kinds.QUERY.value, "k": kinds.KEY.value, "v": kinds.VALUE.value}
-_NARROW = layouts.TALLEST.value
-"""Columns of a matrix at most for tiles of 128 rows: what shared memory keeps of an input."""
-_BLOCK = 16
-"""Rows of q, k and v of which a program has whole ones: eight, and their partners."""
+HEAD_OPCODES = {"q": opcodes.QUERY.value, "k": opcodes.KEY.value, "v": opcodes.VALUE.value}
+_MAX_TALL_WIDTH = layouts.SHARED_COLUMNS.value
+"""Maximum columns of a matrix with tall tiles: shared memory holds the whole input."""
+_HEAD_UNIT = 16
+"""Rows of q, k and v that stay in one program: eight, and their eight RoPE partners."""
 
 Address = Callable[[Tensor], int]
+"""Returns the byte address of a tensor."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A row of the kernel's table, whose fields `kernels.step.passes` names.
+    """A row of the pass table, in the order of the columns that `kernels.opcodes` numbers.
 
     Attributes:
-        kind: what is done with the product.
-        offset, other: where the matrix is, or K and V, in lines from the base.
-        width: of the matrix, in eights.
-        start, units, total, unit: the pass has ``units`` of ``unit`` rows; programs share
-            ``total``, of which its own are those from ``start`` on.
-        source: where its input is among the words, in eights.
-        target: where its output goes: a place among the words, or in lines the plane.
-        bias, norm: places among the vectors.
-        normed: the input is the normed residual stream, not yet divided by its rms.
-        tall: tiles have 128 rows.
-        stride: from row to row of the matrix, in eights.
+        opcode: attention, or the epilogue of the product.
+        stage: number of the stage, counted from 1; the embedding is stage 0.
+        after: stage of the messages that are read.
+        offset: offset of the matrix from the LM head, or of K's plane from the first plane, in
+            lines.
+        v_offset: for attention, offset of V's plane, in lines.
+        width: columns of the matrix, in eights.
+        start, units, total, unit: the pass has ``units`` units of ``unit`` rows. All passes of the
+            stage that are divided together have ``total``; this one's begin at ``start``.
+        source: offset of the input in a sequence's activations, in eights.
+        target: offset of the output in a sequence's activations; for k and v, offset of the plane
+            in lines.
+        bias: offset of the bias in the vectors; -1: none.
+        norm: offset in the vectors of the norm that follows the residual stream.
+        normed: the input is the residual stream times the norm's weights, not yet divided by its
+            rms.
+        tall: whether tiles have 128 rows.
+        stride: row stride of the matrix, in eights.
     """
 
-    kind: int
+    opcode: int
     stage: int
     after: int
     offset: int = 0
-    other: int = 0
+    v_offset: int = 0
     width: int = 0
     start: int = 0
     units: int = 0
@@ -60,13 +68,21 @@ class Pass:
     stride: int = 0
 
     def row(self) -> list[int]:
-        """As int32 numbers."""
+        """Return the fields as int32 numbers."""
         return [int(value) for value in vars(self).values()]
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where in a sequence's words the activations are; the normed residual stream is first."""
+class Offsets:
+    """Offsets of a sequence's activations among its messages. The normed residual stream is at 0.
+
+    Attributes:
+        attended: output of attention `[heads * dim]`.
+        query: q `[heads * dim]`; new k and v `[kv_heads * dim]` each follow.
+        gated: SiLU(gate) · up `[intermediate]`.
+        inner: inner activations of a factorized group.
+        end: number of messages.
+    """
 
     attended: int
     query: int
@@ -75,98 +91,127 @@ class Places:
     end: int
 
     @classmethod
-    def of(cls, config: ModelConfig, inner_most: int) -> "Places":
+    def of(cls, config: ModelConfig, max_inner: int) -> "Offsets":
         heads = config.num_heads * config.head_dim
         query = config.hidden_size + heads
         gated = query + heads + 2 * config.num_kv_heads * config.head_dim
         inner = gated + config.intermediate_size
-        return cls(config.hidden_size, query, gated, inner, -(-(inner + inner_most) // 16) * 16)
+        return cls(config.hidden_size, query, gated, inner, -(-(inner + max_inner) // 16) * 16)
 
 
-def passes_of(
-    weights: StepWeights,
+def build_passes(
+    weights: PackedWeights,
     planes: Sequence[Tensor],
-    places: Places,
+    offsets: Offsets,
     tall: int,
     address: Address = Tensor.data_ptr,
 ) -> list[Pass]:
-    """All passes of a step, and one that only says what comes after them.
+    """Return all passes of a step, and one that marks the end.
 
-    Matrices with at least ``tall`` rows, if they are narrow, have tall tiles.
+    The last one has the stage after all others, and the norm of the embedding.
+
+    Args:
+        planes: K and V of every layer.
+        tall: rows of a stage from which narrow matrices have tall tiles.
     """
-    writer = _Writer(weights, planes, places, tall, address)
+    builder = _PassBuilder(weights, planes, offsets, tall, address)
     for number, layer in enumerate(weights.layers):
-        writer.layer(number, layer)
-    writer.matrix(kinds.LOGITS.value, weights.head, writer.normed_at, 0, normed=True)
-    end = Pass(0, writer.stage + 1, 0, norm=weights.layers[0].input_norm)
-    return [*writer.made, end]
+        builder.layer(number, layer)
+    builder.matrix(opcodes.LOGITS.value, weights.lm_head, builder.normed_stage, 0, normed=True)
+    end = Pass(0, builder.stage + 1, 0, norm=weights.layers[0].input_norm)
+    return [*builder.passes, end]
 
 
-class _Writer:
+class _PassBuilder:
+    """Appends the passes of layer after layer.
+
+    Attributes:
+        stage: stage of the next pass.
+        normed_stage: stage that sent the current normed residual stream; 0 is the embedding.
+    """
+
     def __init__(
         self,
-        weights: StepWeights,
+        weights: PackedWeights,
         planes: Sequence[Tensor],
-        places: Places,
+        offsets: Offsets,
         tall: int,
         address: Address,
     ) -> None:
-        self._weights, self._planes, self._places = weights, planes, places
+        self._weights, self._planes, self._offsets = weights, planes, offsets
         self._tall, self._address = tall, address
-        self.made: list[Pass] = []
+        self.passes: list[Pass] = []
         self.stage = 1
-        self.normed_at = 0
-        """The stage that told the normed residual stream: the embedding's, at first."""
+        self.normed_stage = 0
 
-    def layer(self, number: int, layer: LayerMatrices) -> None:
+    def layer(self, number: int, layer: PackedLayer) -> None:
         following = self._weights.layers[number + 1 :]
         next_norm = following[0].input_norm if following else self._weights.final_norm
-        keys, values = (
+        k_plane, v_plane = (
             self._lines(plane, self._planes[0]) for plane in self._planes[2 * number :][:2]
         )
-        sources = (0, self._places.attended, 0, self._places.gated)
-        for names, source in zip(GROUPS, sources, strict=True):
-            normed = source == 0
-            told = self.normed_at if normed else self.stage - 1
-            if names[0] in layer.inner:
-                target = self._places.inner
-                self.matrix(
-                    kinds.INNER.value, layer.inner[names[0]], told, source,
-                    target=target, normed=normed,
-                )  # fmt: skip
-                self.stage += 1
-            start = 0
-            for name in names:
-                matrix = layer.outer[name]
-                dense = matrix.first < 0
-                after = told if dense else self.stage - 1
-                place = source if dense else self._places.inner + matrix.first
-                own = normed and dense
-                if name in HEADS:
-                    total = sum(len(layer.outer[other].weight) for other in names) // _BLOCK
-                    target = {"q": 0, "k": keys, "v": values}[name]
-                    self.matrix(
-                        HEADS[name], matrix, after, place, unit=_BLOCK, start=start, total=total,
-                        target=target, normed=own,
-                    )  # fmt: skip
-                    start += len(matrix.weight) // _BLOCK
-                elif name in ("o", "down"):
-                    norm = layer.post_norm if name == "o" else next_norm
-                    self.matrix(kinds.RESIDUAL.value, matrix, after, place, norm=norm)
-                    self.normed_at = self.stage
-                else:
-                    kind = kinds.GATE.value if name == "gate" else kinds.UP.value
-                    self.matrix(kind, matrix, after, place, target=self._places.gated, normed=own)
+        self._qkv(layer, k_plane, v_plane)
+        attend = Pass(opcodes.ATTEND.value, self.stage, self.stage - 1, k_plane, v_plane)
+        self.passes.append(attend)
+        self.stage += 1
+        self._residual("o", layer, self._offsets.attended, layer.post_norm)
+        self._gate_up(layer)
+        self._residual("down", layer, self._offsets.gated, next_norm)
+
+    def _qkv(self, layer: PackedLayer, k_plane: int, v_plane: int) -> None:
+        names = PROJECTION_GROUPS[0]
+        after = self._inner(layer, names[0], self.normed_stage, 0)
+        total = sum(len(layer.outer[name].weight) for name in names) // _HEAD_UNIT
+        start = 0
+        for name, target in zip(names, (0, k_plane, v_plane), strict=True):
+            matrix = layer.outer[name]
+            stage, source, normed = self._input(matrix, self.normed_stage, after, 0)
+            self.matrix(
+                HEAD_OPCODES[name], matrix, stage, source, unit=_HEAD_UNIT, start=start,
+                total=total, target=target, normed=normed,
+            )  # fmt: skip
+            start += len(matrix.weight) // _HEAD_UNIT
+        self.stage += 1
+
+    def _gate_up(self, layer: PackedLayer) -> None:
+        after = self._inner(layer, "gate", self.normed_stage, 0)
+        for name, opcode in (("gate", opcodes.GATE.value), ("up", opcodes.UP.value)):
+            matrix = layer.outer[name]
+            stage, source, normed = self._input(matrix, self.normed_stage, after, 0)
+            self.matrix(opcode, matrix, stage, source, target=self._offsets.gated, normed=normed)
+        self.stage += 1
+
+    def _residual(self, name: str, layer: PackedLayer, source: int, norm: int) -> None:
+        before = self.stage - 1
+        after = self._inner(layer, name, before, source)
+        matrix = layer.outer[name]
+        stage, source, _ = self._input(matrix, before, after, source)
+        self.matrix(opcodes.RESIDUAL.value, matrix, stage, source, norm=norm)
+        self.normed_stage = self.stage
+        self.stage += 1
+
+    def _inner(self, layer: PackedLayer, first: str, after: int, source: int) -> int:
+        """Append the pass of a group's V, if it has one; return the stage of its output."""
+        if first in layer.inner:
+            self.matrix(
+                opcodes.INNER.value, layer.inner[first], after, source,
+                target=self._offsets.inner, normed=source == 0,
+            )  # fmt: skip
             self.stage += 1
-            if names == GROUPS[0]:
-                attend = Pass(kinds.ATTEND.value, self.stage, self.stage - 1, keys, values)
-                self.made.append(attend)
-                self.stage += 1
+        return self.stage - 1
+
+    def _input(
+        self, matrix: PackedMatrix, before: int, inner_stage: int, source: int
+    ) -> tuple[int, int, bool]:
+        """Return the stage and the offset of a matrix's input, and whether it is normed."""
+        if matrix.inner_column < 0:
+            return before, source, source == 0
+        return inner_stage, self._offsets.inner + matrix.inner_column, False
 
     def matrix(
         self,
-        kind: int,
-        matrix: Matrix,
+        opcode: int,
+        matrix: PackedMatrix,
         after: int,
         source: int,
         *,
@@ -177,35 +222,37 @@ class _Writer:
         norm: int = 0,
         normed: bool = False,
     ) -> None:
+        """Append the pass of one matrix."""
         rows, width = matrix.weight.shape
         units = rows // unit
         total = units if total is None else total
-        tall = width <= _NARROW and total * unit >= self._tall and kind != kinds.RESIDUAL.value
-        self.made.append(
+        enough = total * unit >= self._tall
+        tall = width <= _MAX_TALL_WIDTH and enough and opcode != opcodes.RESIDUAL.value
+        self.passes.append(
             Pass(
-                kind,
+                opcode,
                 self.stage,
                 after,
-                offset=self._lines(matrix.weight, self._weights.head.weight),
-                width=width // EIGHT,
+                offset=self._lines(matrix.weight, self._weights.lm_head.weight),
+                width=width // VECTOR_ELEMENTS,
                 start=start,
                 units=units,
                 total=total,
                 unit=unit,
-                source=source // EIGHT,
+                source=source // VECTOR_ELEMENTS,
                 target=target,
                 bias=matrix.bias,
                 norm=norm,
                 normed=normed,
                 tall=tall,
-                stride=matrix.weight.stride(0) // EIGHT,
+                stride=matrix.weight.stride(0) // VECTOR_ELEMENTS,
             )
         )
 
     def _lines(self, tensor: Tensor, base: Tensor) -> int:
         distance = self._address(tensor) - self._address(base)
         if distance % LINE_BYTES:
-            raise ValueError(f"a tensor is not at a multiple of {LINE_BYTES} bytes")
+            raise ValueError(f"a tensor does not begin at a multiple of {LINE_BYTES} bytes")
         if abs(distance // LINE_BYTES) >= 1 << 31:
-            raise ValueError("tensors are too far apart for the step's table")
+            raise ValueError("tensors are too far apart for the pass table's 32-bit offsets")
         return distance // LINE_BYTES

@@ -14,6 +14,7 @@ from runtime.layers.linear import Projection, SharedOps
 from runtime.layers.pointwise import RmsNorm, silu_mul
 
 Prefill = Callable[[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...], Batch], Tensor]
+Append = Callable[[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...], Batch], Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class LayerParts:
         gated: SiLU(gate) · up.
         o, down: also given the residual stream, which they add to, and may overwrite.
         head_norms: those of q and k, if there are any.
+        append: replaces `KVFormat.append` by one launch that also normalizes the heads of q and k.
         prefill: attention of a batch with several tokens of a sequence, from the normed residual
             stream on, if that is one thing.
     """
@@ -37,6 +39,7 @@ class LayerParts:
     down: Callable[[Tensor, Tensor], Tensor]
     factorized: bool
     head_norms: tuple[RmsNorm, RmsNorm] | None = None
+    append: Append | None = None
     prefill: Prefill | None = None
 
     @classmethod
@@ -121,7 +124,8 @@ class DecoderLayer:
         if parts.prefill is not None and not (some or batch.single):
             attended = parts.prefill(normed, rope, planes, batch)
         else:
-            q = kv_format.append(self._norm_heads(parts.qkv(normed)), rope, planes, batch)
+            append = parts.append or kv_format.append
+            q = append(self._norm_heads(parts.qkv(normed)), rope, planes, batch)
             if some:
                 q, hidden = q[batch.logit_rows], hidden[batch.logit_rows]
                 batch = batch.where_logits()

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,21 +25,24 @@ from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import DecoderLayer, LayerParts
 
 if TYPE_CHECKING:
-    from runtime.gemm.ops import Products
+    from runtime.gemm.ops import GroupedGemm
     from runtime.gemm.plan import KernelPlan
-    from runtime.gemm.weights import StepWeights
+    from runtime.gemm.weights import PackedWeights
 
+Backend = Literal["torch", "gemm"]
+"""What computes a model: torch, with our own kernels where they suit the device, or
+`runtime.gemm` over packed weights, with `runtime.megakernel` for decode steps."""
 _HOPPER = (9, 0)
-"""The compute capability whose shared memory the step's kernel needs."""
+"""Compute capability that the GEMM kernels and the megakernel are written for."""
 
 
 class Model:
     """A checkpoint made ready to run on one device.
 
     Args:
-        stepped: pack weights for `runtime.megakernel`: bf16, attention by Triton kernels. Raises
-            ValueError for models that these do not have.
-        plan: how a stepped model computes products; without one by a rule.
+        backend: "gemm" packs weights as bf16 for `runtime.gemm`, with attention by Triton kernels;
+            it raises ValueError for models that `unsupported_by_gemm` names.
+        plan: kernel of each GEMM of backend "gemm"; None: chosen by a rule.
 
     Attributes:
         config: the model's shape.
@@ -54,15 +57,15 @@ class Model:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         page_size: int = 16,
-        stepped: bool = False,
+        backend: Backend = "torch",
         plan: "KernelPlan | None" = None,
     ) -> None:
         self.config = checkpoint.config
         self.page_size = page_size
         self.device, self.dtype = torch.device(device), dtype
         self._plan_hash = ""
-        self._step_weights = self._stepped(checkpoint, plan) if stepped else None
-        if self._step_weights is None:
+        self._packed = self._set_up_gemm(checkpoint, plan) if backend == "gemm" else None
+        if self._packed is None:
             self._set_up(checkpoint)
         cos, sin = cos_sin_table(self.config, self.config.context_length)
         self._rope = cos.to(self.device), sin.to(self.device)
@@ -90,15 +93,15 @@ class Model:
                 placed.clear()
                 packed.clear()  # it knows tensors by ids, which are another's when one is gone
 
-    def _stepped(self, checkpoint: Checkpoint, plan: "KernelPlan | None") -> "StepWeights":
+    def _set_up_gemm(self, checkpoint: Checkpoint, plan: "KernelPlan | None") -> "PackedWeights":
         from runtime.attention.gpu import TritonAttention
-        from runtime.gemm.ops import Norm
         from runtime.gemm.plan import KernelPlan
-        from runtime.gemm.weights import StepWeights
-        from runtime.models.packed_layer import parts_of
+        from runtime.gemm.weights import PackedWeights
+        from runtime.models.packed_layer import packed_norm, packed_parts
 
         plan = plan or KernelPlan()
-        weights, config = StepWeights.of(plan.applied(checkpoint), self.device), self.config
+        config = self.config
+        weights = PackedWeights.pack(plan.multiply_out(checkpoint), self.device)
         self.dtype = weights.embedding.dtype
         attention = TritonAttention(
             config.num_heads, config.num_kv_heads, config.head_dim, by_halves=True
@@ -106,29 +109,40 @@ class Model:
         self.kv_format = DenseFormat(attention)
         self._embedding = weights.embedding
         self._layers = [
-            DecoderLayer(config, parts_of(weights, layer, plan, attention))
+            DecoderLayer(config, packed_parts(weights, layer, plan, attention))
             for layer in weights.layers
         ]
         self._plan_hash = plan.hash
-        final = weights.vectors[weights.final_norm : weights.final_norm + config.hidden_size]
-        self._final_norm = Norm(final, config.rms_norm_eps)
-        self._lm_head = linear_op(weights.head.weight)
+        self._final_norm = packed_norm(weights, weights.final_norm)
+        self._lm_head = linear_op(weights.lm_head.weight)
         return weights
 
-    def static_step(self, batch: Batch, cache: PagedCache) -> Callable[[], Tensor]:
-        """What computes, again and again, what `forward` would for a batch whose tensors stay: one
-        token of each sequence. What it returns is overwritten by the next call."""
-        plain = partial(self.forward, batch, cache)
-        if self._step_weights is None or self.device.type != "cuda":
-            return plain
-        from runtime.megakernel.launch import MOST, DecodeStep
+    @property
+    def unsupported_by_megakernel(self) -> str | None:
+        """Why decode steps of this model cannot be one launch; None if they can."""
+        if self._packed is None:
+            return "the megakernel reads weights that backend gemm packs"
+        from runtime.megakernel.support import unsupported
 
-        each_once = batch.single and len(batch.logit_rows) == len(batch.tokens)
+        return unsupported(self._packed)
+
+    def static_step(self, batch: Batch, cache: PagedCache) -> Callable[[], Tensor]:
+        """Return a function that computes `forward` for a batch whose tensors stay in place.
+
+        It is the megakernel where that supports the model, the device and the batch of one token
+        of each sequence. The result is overwritten by the next call.
+        """
+        plain = partial(self.forward, batch, cache)
+        if self._packed is None or self.device.type != "cuda" or self.unsupported_by_megakernel:
+            return plain
+        from runtime.megakernel.launch import MAX_SEQUENCES, DecodeStep
+
+        one_each = batch.single and len(batch.logit_rows) == len(batch.tokens)
         hopper = torch.cuda.get_device_capability(self.device) == _HOPPER
-        if not hopper or not each_once or len(batch.tokens) > MOST:
+        if not hopper or not one_each or len(batch.tokens) > MAX_SEQUENCES:
             return plain
         programs = torch.cuda.get_device_properties(self.device).multi_processor_count
-        step = DecodeStep(self._step_weights, cache.planes, self._rope, batch, programs=programs)
+        step = DecodeStep(self._packed, cache.planes, self._rope, batch, programs=programs)
 
         def run() -> Tensor:
             step.launch()
@@ -142,7 +156,7 @@ class Model:
         return self.config.context_length
 
     @property
-    def kernel_plan(self) -> str:
+    def kernel_plan_hash(self) -> str:
         """16 hex digits over what decides the bits of a result, beside weights and KV format."""
         plan = {
             "torch": torch.__version__.split("+")[0],
@@ -173,20 +187,20 @@ class Model:
 
     @property
     def products(self) -> str:
-        """How matrix products are computed: by `runtime.megakernel`, by oneDNN with a packed
-        layout, or torch: "step", "packed" or "plain"."""
-        if self._step_weights is not None:
-            return "step"
+        """How matrix products are computed: by `runtime.gemm` ("gemm"), by oneDNN with a packed
+        layout ("packed"), or by torch ("plain")."""
+        if self._packed is not None:
+            return "gemm"
         return "packed" if uses_packed_layout(self.device, self.dtype) else "plain"
 
-    def step_products(self) -> "Iterator[Products]":
-        """Of a stepped model, what a kernel plan chooses for."""
-        from runtime.gemm.projections import StepProjection
+    def grouped_gemms(self) -> "Iterator[GroupedGemm]":
+        """Yield the GEMMs for which a kernel plan chooses tiles; none with backend "torch"."""
+        from runtime.gemm.projections import PackedProjection
 
         for layer in self._layers:
             for projection in layer.projections:
-                if isinstance(projection, StepProjection):
-                    yield from projection.products
+                if isinstance(projection, PackedProjection):
+                    yield from projection.gemms
 
     def new_cache(self, num_pages: int) -> PagedCache:
         """Memory for ``num_pages`` pages of this model's KV."""
@@ -242,11 +256,13 @@ def _triton_version() -> str:
     return str(triton.__version__)
 
 
-def step_refusal(
+def unsupported_by_gemm(
     checkpoint: Checkpoint, device: torch.device | str, dtype: torch.dtype
 ) -> str | None:
-    """Why a decode step of this model cannot be one launch on a device; None if `stepped` is what
-    its `Model` should be. Moves nothing."""
+    """Return why backend "gemm" does not support a checkpoint on a device, None if it does.
+
+    Reads shapes only.
+    """
     device = torch.device(device)
     if device.type != "cuda":
         return f"the device is {device.type}"
@@ -254,9 +270,9 @@ def step_refusal(
         return f"weights are {dtype}, not bf16"
     if (found := torch.cuda.get_device_capability(device)) != _HOPPER:
         return f"compute capability {found[0]}.{found[1]}, not {_HOPPER[0]}.{_HOPPER[1]}"
-    from runtime.gemm.weights import refusal
+    from runtime.gemm.weights import unsupported
 
-    return refusal(checkpoint)
+    return unsupported(checkpoint)
 
 
 def _place(value: Any, device: torch.device, dtype: torch.dtype, placed: dict[int, Tensor]) -> Any:

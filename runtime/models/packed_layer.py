@@ -1,39 +1,50 @@
-"""Decoder layers whose projections are computed by `runtime.gemm` over packed weights."""
+"""Decoder layers whose projections `runtime.gemm` computes over packed weights."""
+
+from torch import Tensor
 
 from runtime.attention.gpu import TritonAttention
-from runtime.gemm.epilogues import Kind
-from runtime.gemm.ops import Norm
+from runtime.gemm.epilogues import Epilogue
 from runtime.gemm.plan import KernelPlan
-from runtime.gemm.projections import FactoredAttention, StepProjection
-from runtime.gemm.weights import GROUPS, LayerMatrices, StepWeights
+from runtime.gemm.projections import FactoredAttention, NormedAppend, PackedProjection
+from runtime.gemm.weights import PROJECTION_GROUPS, PackedLayer, PackedWeights
+from runtime.layers.gpu import TritonRmsNorm
 from runtime.models.decoder import LayerParts
 
-_KINDS = (Kind.PLAIN, Kind.RESIDUAL, Kind.GATED, Kind.RESIDUAL)
-"""The epilogue of each of `GROUPS`."""
+_EPILOGUES = (Epilogue.PLAIN, Epilogue.RESIDUAL, Epilogue.GATED, Epilogue.RESIDUAL)
+"""The epilogue of each of `PROJECTION_GROUPS`."""
 
 
-def parts_of(
-    weights: StepWeights, layer: LayerMatrices, plan: KernelPlan, attention: TritonAttention
+def packed_norm(weights: PackedWeights, offset: int) -> TritonRmsNorm:
+    """RMSNorm of the residual stream with the weights at ``offset`` of the packed vectors."""
+    values: Tensor = weights.vectors[offset : offset + weights.config.hidden_size]
+    return TritonRmsNorm(values, weights.config.rms_norm_eps)
+
+
+def packed_parts(
+    weights: PackedWeights, layer: PackedLayer, plan: KernelPlan, attention: TritonAttention
 ) -> LayerParts:
-    """A layer of a model over a step's weights."""
+    """Build the parts of one layer over packed weights.
 
-    def norm(first: int) -> Norm:
-        values = weights.vectors[first : first + weights.config.hidden_size]
-        return Norm(values, weights.config.rms_norm_eps)
-
+    Args:
+        attention: attention over KV format `dense`, with heads in the order of `by_halves`.
+    """
     qkv, o, gated, down = (
-        StepProjection(weights, layer, names, kind, plan)
-        for names, kind in zip(GROUPS, _KINDS, strict=True)
+        PackedProjection(weights, layer, names, epilogue, plan)
+        for names, epilogue in zip(PROJECTION_GROUPS, _EPILOGUES, strict=True)
     )
     dim = weights.config.head_dim
-    factored = plan.forced and layer.outer["q"].first == 0 and not dim & (dim - 1)
+    head_norms = layer.q_norm >= 0
+    factored = plan.forced and layer.outer["q"].inner_column == 0 and not dim & (dim - 1)
     return LayerParts(
-        input_norm=norm(layer.input_norm),
-        post_norm=norm(layer.post_norm),
+        input_norm=packed_norm(weights, layer.input_norm),
+        post_norm=packed_norm(weights, layer.post_norm),
         qkv=qkv,
         o=o,
         gated=gated,
         down=down,
         factorized=bool(layer.inner),
-        prefill=FactoredAttention(weights, layer, attention, plan) if factored else None,
+        append=NormedAppend(weights, layer, attention) if head_norms else None,
+        prefill=FactoredAttention(weights, layer, attention, plan)
+        if factored and not head_norms
+        else None,
     )

@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from runtime.checkpoint import load_checkpoint
-from runtime.models.model import step_refusal
+from runtime.models.model import unsupported_by_gemm
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.offline.output import atomic_file
@@ -30,8 +30,8 @@ def tune(model: str, out: Path) -> str:
             "a kernel plan is measured on a GPU, and torch finds none on this machine"
         )
     checkpoint = load_checkpoint(resolve_model(model), dtype=torch.bfloat16)
-    if refusal := step_refusal(checkpoint, "cuda:0", torch.bfloat16):
-        raise SettingsError(f"kernel plans do not support {model}: {refusal}")
+    if reason := unsupported_by_gemm(checkpoint, "cuda:0", torch.bfloat16):
+        raise SettingsError(f"kernel plans do not support {model}: {reason}")
     from runtime.bench.plan import measure
 
     console = Console(stderr=True)

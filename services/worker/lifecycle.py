@@ -39,7 +39,10 @@ class Worker(ABC):
         self.metrics = WorkerMetrics()
         model = loaded.engine.model
         self.metrics.info.labels(
-            self.identity.model.name, model.products, model.kv_format.kernels, model.kernel_plan
+            self.identity.model.name,
+            model.products,
+            model.kv_format.kernels,
+            model.kernel_plan_hash,
         ).set(1)
         self.fault: asyncio.Future[None] = loop.create_future()
         self.engine = EngineThread(loaded.engine, on_output=self._deliver, on_fault=self._fail)

@@ -15,7 +15,7 @@ from runtime.config import ModelConfig
 from runtime.core.limits import Limits
 from runtime.engine import Engine
 from runtime.errors import RuntimeFault
-from runtime.models.model import Model, step_refusal
+from runtime.models.model import Model, unsupported_by_gemm
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
@@ -93,7 +93,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             codec_version=codec.WIRE_VERSION,
             codec="splitzip" if codebook_id else "raw",
             codebook_id=codebook_id,
-            kernel_plan=model.kernel_plan,
+            kernel_plan=model.kernel_plan_hash,
         ),
     )
     return Loaded(engine, codebooks, identity, config, device)
@@ -124,16 +124,16 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
     """
     dtype = _dtype(settings.dtype, device)
     checkpoint = load_checkpoint(path, dtype=dtype)
-    refusal = step_refusal(checkpoint, device, dtype)
-    if refusal is not None and settings.kernel_plan is not None:
-        raise SettingsError(f"kernel_plan is for models whose step is one launch: {refusal}")
+    unsupported = unsupported_by_gemm(checkpoint, device, dtype)
+    if unsupported is not None and settings.kernel_plan is not None:
+        raise SettingsError(f"kernel_plan needs the GEMM backend: {unsupported}")
     plan = _kernel_plan(settings.kernel_plan, device)
     model = Model(
         checkpoint,
         device=device,
         dtype=dtype,
         page_size=PAGE_SIZE,
-        stepped=refusal is None,
+        backend="torch" if unsupported else "gemm",
         plan=plan,
     )
     log.info(
@@ -145,9 +145,10 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
         layers_dense=model.config.num_layers - model.factorized_layers,
         layers_factorized=model.factorized_layers,
         products=model.products,
-        not_stepped=refusal,
+        unsupported_by_gemm=unsupported,
+        unsupported_by_megakernel=model.unsupported_by_megakernel,
         attention=model.kv_format.kernels,
-        kernel_plan=model.kernel_plan,
+        kernel_plan=model.kernel_plan_hash,
         plan_file=plan and plan.hash,
         plan_by_kernels=plan and sorted(name for name, tile in plan.choices.items() if tile),
         plan_multiplied_out=plan and sorted(plan.dense),

@@ -23,7 +23,7 @@ from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine
 from runtime.kv.pages import pages_for
-from runtime.models.model import Model, step_refusal
+from runtime.models.model import Backend, Model, unsupported_by_gemm
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
 from services.worker.loading import PAGE_SIZE
@@ -138,8 +138,8 @@ def measure(name: str, device: str, count: int = PROMPTS) -> Quality:
     """Measure a model in the dtype that a worker on the device uses."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     checkpoint = load_checkpoint(resolve_model(name), dtype=torch.float32)
-    stepped = step_refusal(checkpoint, device, dtype) is None
-    model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE, stepped=stepped)
+    backend: Backend = "torch" if unsupported_by_gemm(checkpoint, device, dtype) else "gemm"
+    model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE, backend=backend)
     reference = peers.build(checkpoint).to(device)
     rounded = peers.build(load_checkpoint(resolve_model(name), dtype=torch.bfloat16)).to(device)
     prompts = prompts_of(name, count)

@@ -28,7 +28,7 @@ from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine
 from runtime.kv.pages import pages_for
-from runtime.models.model import Model, step_refusal
+from runtime.models.model import Backend, Model, unsupported_by_gemm
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
 from services.offline.output import write_model
@@ -56,8 +56,8 @@ def alone_ms(model_path: Path, streams: int, tokens: int, device: str) -> float:
     """Return the milliseconds of a step of an engine without a service."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     checkpoint = load_checkpoint(model_path, dtype=dtype)
-    stepped = step_refusal(checkpoint, device, dtype) is None
-    model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE, stepped=stepped)
+    backend: Backend = "torch" if unsupported_by_gemm(checkpoint, device, dtype) else "gemm"
+    model = Model(checkpoint, device=device, dtype=dtype, page_size=PAGE_SIZE, backend=backend)
     engine = Engine(
         model,
         num_pages=streams * pages_for(PROMPT + tokens + 1, PAGE_SIZE),

@@ -1,17 +1,21 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Causal attention of many new tokens of each sequence over its pages, theirs among them."""
+# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
+"""Causal attention of many new tokens of each sequence over its pages, the new ones included."""
 
 import triton
 import triton.language as tl
 
 from runtime.attention.kernels.decode import tokens_at
-from runtime.kernels.arith import product
+from runtime.kernels.arith import VECTOR, matmul
 
 
 @triton.jit
 def sequence_of(starts, sequences, block, BLOCK_Q: tl.constexpr):
-    """Which sequence a block of queries belongs to: sequence i's first is starts[i] / BLOCK_Q + i,
-    rounded down, which leaves each at least as many as it needs."""
+    """Return the sequence of a block of queries, by binary search.
+
+    The first block of sequence i is ``starts[i] // BLOCK_Q + i``, which leaves each sequence at
+    least as many blocks as it needs.
+    """
     low = 0
     high = sequences
     while high - low > 1:
@@ -24,35 +28,48 @@ def sequence_of(starts, sequences, block, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def attend_to(
-    queries, peak, total, mixed, first, kv_head, seen, position, table, k_pages, v_pages,
+def attend_keys(
+    queries, m, l, acc, first, kv_head, end, position, table, k_pages, v_pages,
     page_stride, head_stride, d, scale,
     CAUSAL: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys. Without CAUSAL every query sees all of it, and all of it is there."""
-    t, at = tokens_at(first, kv_head, seen, table, page_stride, head_stride, DIM, PAGE, BLOCK)
+    """Update the online softmax with BLOCK keys from ``first`` on.
+
+    Without CAUSAL all keys exist and every query sees them.
+
+    Args:
+        queries: `[BLOCK_Q, WIDTH]`.
+        m, l, acc: fp32 `[BLOCK_Q]`, `[BLOCK_Q]`, `[BLOCK_Q, WIDTH]`.
+        end: end of the keys that any query of the block sees.
+        position: position of each query `[BLOCK_Q]`.
+    """
+    t, at = tokens_at(first, kv_head, end, table, page_stride, head_stride, DIM, PAGE, BLOCK)
     read = (d < DIM)[None, :]
     if CAUSAL:
-        read = read & (t < seen)[:, None]
-    keys = tl.load(k_pages + at[:, None] + d[None, :], mask=read, other=0.0)
-    nothing = tl.zeros((queries.shape[0], BLOCK), tl.float32)
-    scores = product(queries, tl.trans(keys.to(queries.dtype)), nothing)
+        read = read & (t < end)[:, None]
+    keys = tl.load(k_pages + at[:, None] + d[None, :], mask=read, other=0.0)  # [BLOCK, WIDTH]
+    zeros = tl.zeros((queries.shape[0], BLOCK), tl.float32)
+    scores = matmul(queries, tl.trans(keys.to(queries.dtype)), zeros)  # [BLOCK_Q, BLOCK]
     if CAUSAL:
-        visible = (t[None, :] <= position[:, None]) & (t < seen)[None, :]
+        visible = (t[None, :] <= position[:, None]) & (t < end)[None, :]
         scores = tl.where(visible, scores, float("-inf"))
-    higher = tl.maximum(peak, tl.max(scores, axis=1) * scale)
-    weights = tl.exp2(scores * scale - higher[:, None])
-    fading = tl.exp2(peak - higher)
+    new_m = tl.maximum(m, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(scores * scale - new_m[:, None])
+    alpha = tl.exp2(m - new_m)
     values = tl.load(v_pages + at[:, None] + d[None, :], mask=read, other=0.0)
-    total = total * fading + tl.sum(weights, axis=1)
-    mixed = product(weights.to(values.dtype), values, mixed * fading[:, None])
-    return higher, total, mixed
+    l = l * alpha + tl.sum(weights, axis=1)
+    acc = matmul(weights.to(values.dtype), values, acc * alpha[:, None])
+    return new_m, l, acc
 
 
 @triton.jit
 def block_of(starts, lengths, sequences, block, BLOCK_Q: tl.constexpr):
-    """A block's sequence, where its tokens start, how many there are, which of them is the block's
-    first, and how long the sequence is."""
+    """Locate a block of queries.
+
+    Returns:
+        Its sequence; the row of the sequence's first new token; the number of new tokens; the
+        number of the block's first token among them; and the sequence's length.
+    """
     sequence = sequence_of(starts, sequences, block, BLOCK_Q)
     start = tl.load(starts + sequence)
     tokens = tl.load(starts + sequence + 1) - start
@@ -67,26 +84,28 @@ def attend_block(
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What BLOCK_Q queries `[BLOCK_Q, WIDTH]` find, those from ``index`` on of a sequence's new
-    tokens."""
+    """Return attention fp32 `[BLOCK_Q, WIDTH]` of queries `[BLOCK_Q, WIDTH]`.
+
+    The queries are the new tokens of a sequence from number ``index`` on.
+    """
     d = tl.arange(0, WIDTH)
     position = length - tokens + index + tl.arange(0, BLOCK_Q)
-    peak = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_Q,), tl.float32)
-    mixed = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
-    seen = tl.minimum(length, length - tokens + index + BLOCK_Q)
-    whole = (length - tokens + index + 1) // BLOCK * BLOCK
-    for first in range(0, whole, BLOCK):
-        peak, total, mixed = attend_to(
-            queries, peak, total, mixed, first, kv_head, seen, position, table, k_pages, v_pages,
+    m = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    l = tl.zeros((BLOCK_Q,), tl.float32)
+    acc = tl.zeros((BLOCK_Q, WIDTH), tl.float32)
+    end = tl.minimum(length, length - tokens + index + BLOCK_Q)
+    unmasked = (length - tokens + index + 1) // BLOCK * BLOCK
+    for first in range(0, unmasked, BLOCK):
+        m, l, acc = attend_keys(
+            queries, m, l, acc, first, kv_head, end, position, table, k_pages, v_pages,
             page_stride, head_stride, d, scale, False, DIM, PAGE, BLOCK,
         )  # fmt: skip
-    for first in range(whole, seen, BLOCK):
-        peak, total, mixed = attend_to(
-            queries, peak, total, mixed, first, kv_head, seen, position, table, k_pages, v_pages,
+    for first in range(unmasked, end, BLOCK):
+        m, l, acc = attend_keys(
+            queries, m, l, acc, first, kv_head, end, position, table, k_pages, v_pages,
             page_stride, head_stride, d, scale, True, DIM, PAGE, BLOCK,
         )  # fmt: skip
-    return mixed / total[:, None]
+    return acc / l[:, None]
 
 
 @triton.jit
@@ -96,25 +115,35 @@ def prefill_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has BLOCK_Q queries of one head of one sequence.
+    """BLOCK_Q queries of one head of one sequence per program.
 
-    Grid `(tokens / BLOCK_Q + sequences, HEADS)`. ``q`` and ``out`` `[n, HEADS, DIM]`; ``starts``
-    `[sequences + 1]`, ``lengths`` `[sequences]` as in `Batch`. ``scale`` has log2(e) in it.
+    Grid `(tokens // BLOCK_Q + sequences, HEADS)`.
+
+    Args:
+        q: `[tokens, HEADS, DIM]`, bf16 or fp32.
+        k_pages, v_pages: bf16 `[page, KV_HEADS, PAGE, DIM]`, of equal strides.
+        page_table: int32 `[sequences, pages]`, row stride ``table_stride``.
+        starts: int32 `[sequences + 1]`, first row of each sequence in ``q``.
+        lengths: int32 `[sequences]`, tokens of each sequence, the new ones included.
+        out: shaped as ``q``.
+        scale: log2(e) / sqrt(DIM).
+        WIDTH: smallest power of two that is at least DIM and 16.
+        BLOCK: keys of one iteration.
     """
     block, head = tl.program_id(0), tl.program_id(1)
     sequence, start, tokens, index, length = block_of(starts, lengths, sequences, block, BLOCK_Q)
     if index < tokens:
         row = index + tl.arange(0, BLOCK_Q)
         d = tl.arange(0, WIDTH)
-        here = (row < tokens)[:, None] & (d < DIM)[None, :]
+        valid = (row < tokens)[:, None] & (d < DIM)[None, :]
         at = ((start + row).to(tl.int64) * HEADS + head) * DIM
-        queries = tl.load(q + at[:, None] + d[None, :], mask=here, other=0.0)
+        queries = tl.load(q + at[:, None] + d[None, :], mask=valid, other=0.0)  # [BLOCK_Q, WIDTH]
         found = attend_block(
             queries, index, tokens, length, head // (HEADS // KV_HEADS),
             page_table + sequence * table_stride, k_pages, v_pages, page_stride, head_stride, scale,
             DIM, WIDTH, PAGE, BLOCK_Q, BLOCK,
         )  # fmt: skip
-        tl.store(out + at[:, None] + d[None, :], found.to(out.dtype.element_ty), mask=here)
+        tl.store(out + at[:, None] + d[None, :], found.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -124,41 +153,51 @@ def factored_prefill_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The same of queries that are not there yet: a program makes its own of their factors.
+    """`prefill_kernel` over queries that each program computes from their factors.
 
-    ``inner`` bf16 `[n, …]`, of which the first columns are V_q x; strides, and ``rank``, in
-    eights. ``u`` bf16 `[HEADS * DIM, 8 rank]`, its rows as `step.weights.by_halves` has them; DIM
-    is a power of two. Queries are bf16, as they are elsewhere. FlashSVD v1.5 makes K and V of their
-    factors here, too, for every block of queries; ours are in pages, once.
+    FlashSVD v1.5 also computes K and V from their factors, for every block of queries; here they
+    are computed once and read from pages.
+
+    Args:
+        inner: bf16 `[tokens, 8 inner_stride]`; its first columns are V_q x.
+        u: bf16 `[HEADS * DIM, 8 rank]`, row stride 8 u_stride; rows in the order of
+            `gemm.weights.by_halves`.
+        biases: fp32 `[HEADS * DIM]`, in the same order, with BIAS.
+        cos, sin: fp32 `[context, DIM / 2]`.
+        out: bf16 `[tokens, HEADS, DIM]`; queries are rounded to its dtype, as elsewhere.
+        DIM: a power of two.
+        BLOCK_R: columns of the factors of one iteration.
+
+    Other arguments as of `prefill_kernel`.
     """
     block, head = tl.program_id(0), tl.program_id(1)
     sequence, start, tokens, index, length = block_of(starts, lengths, sequences, block, BLOCK_Q)
     if index < tokens:
         row = index + tl.arange(0, BLOCK_Q)
         token = (start + row).to(tl.int64)
-        here = (row < tokens)[:, None]
+        valid = (row < tokens)[:, None]
         d = tl.arange(0, DIM // 2)
         k = tl.arange(0, BLOCK_R)
-        first_row = head * DIM + d // 8 * 16 + d % 8
-        left = inner + token[:, None] * (inner_stride * 8) + k[None, :]
-        right = u + first_row[None, :].to(tl.int64) * (u_stride * 8) + k[:, None]
+        first_row = head * DIM + d // 8 * 16 + d % 8  # [DIM / 2], rows of the first half
+        left = inner + token[:, None] * (inner_stride * VECTOR) + k[None, :]
+        right = u + first_row[None, :].to(tl.int64) * (u_stride * VECTOR) + k[:, None]
         first = tl.zeros((BLOCK_Q, DIM // 2), tl.float32)
         second = tl.zeros((BLOCK_Q, DIM // 2), tl.float32)
-        for at in tl.range(0, rank * 8, BLOCK_R, num_stages=4):
-            inside = at + k < rank * 8
-            x = tl.load(left + at, mask=here & inside[None, :], other=0.0)
-            own = tl.load(right + at, mask=inside[:, None], other=0.0)
-            partner = tl.load(right + u_stride * 64 + at, mask=inside[:, None], other=0.0)
-            first = product(x, own, first)
-            second = product(x, partner, second)
+        for at in tl.range(0, rank * VECTOR, BLOCK_R, num_stages=4):
+            inside = at + k < rank * VECTOR
+            x = tl.load(left + at, mask=valid & inside[None, :], other=0.0)  # [BLOCK_Q, BLOCK_R]
+            own = tl.load(right + at, mask=inside[:, None], other=0.0)  # [BLOCK_R, DIM / 2]
+            partner = tl.load(right + u_stride * (8 * VECTOR) + at, mask=inside[:, None], other=0.0)
+            first = matmul(x, own, first)
+            second = matmul(x, partner, second)
         if BIAS:
             first += tl.load(biases + first_row)[None, :]
             second += tl.load(biases + first_row + 8)[None, :]
         angle = (length - tokens + row)[:, None] * (DIM // 2) + d[None, :]
-        c = tl.load(cos + angle, mask=here, other=0.0)
-        s = tl.load(sin + angle, mask=here, other=0.0)
-        turned = tl.join(first * c - second * s, second * c + first * s)
-        queries = tl.reshape(tl.permute(turned, (0, 2, 1)), (BLOCK_Q, DIM))
+        c = tl.load(cos + angle, mask=valid, other=0.0)
+        s = tl.load(sin + angle, mask=valid, other=0.0)
+        rotated = tl.join(first * c - second * s, second * c + first * s)  # [BLOCK_Q, DIM / 2, 2]
+        queries = tl.reshape(tl.permute(rotated, (0, 2, 1)), (BLOCK_Q, DIM))
         found = attend_block(
             queries.to(inner.dtype.element_ty), index, tokens, length,
             head // (HEADS // KV_HEADS), page_table + sequence * table_stride, k_pages, v_pages,
@@ -167,4 +206,4 @@ def factored_prefill_kernel(
         i = tl.arange(0, DIM)
         at = (token * HEADS + head) * DIM
         target = out + at[:, None] + i[None, :]
-        tl.store(target, found.to(out.dtype.element_ty), mask=here)
+        tl.store(target, found.to(out.dtype.element_ty), mask=valid)

@@ -1,46 +1,96 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""From a projection's q, k and v to rotated queries and to K and V in pages."""
+"""RoPE of q and k, optionally after RMSNorm of each head, and the write of k and v into pages."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def turn_and_write_kernel(
-    qkv, cos, sin, positions, sequences, page_table, table_stride, q, k_pages, v_pages,
-    page_stride, head_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, HALF: tl.constexpr, BY_HALVES: tl.constexpr,
+def norm_heads(
+    first, second, head, d, q_norm, k_norm,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A program turns ROWS heads of one token; HALF is a power of two, from DIM / 2 on. With
-    BY_HALVES, heads of ``qkv`` are as `step.weights.by_halves` has them.
+    """RMSNorm of the query and key heads among ROWS heads; value heads stay as they are.
 
-    Grid `(tokens, heads in all / ROWS)`. Arguments as of `DenseAttention.write`.
+    Statistics are fp32. The result is rounded to DTYPE, as a separate norm would store it.
+
+    Args:
+        first, second: fp32 `[ROWS, HALF]`, the halves of each head, 0 from DIM / 2 on.
+        head: head numbers `[ROWS, 1]`.
+        d: dimensions `[1, HALF]` of the first half.
+    """
+    mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / DIM  # [ROWS]
+    scale = tl.rsqrt(mean + EPS)[:, None]
+    real = d < DIM // 2
+    is_q = head < HEADS
+    q_first = tl.load(q_norm + d, mask=real, other=0.0)  # [1, HALF]
+    q_second = tl.load(q_norm + DIM // 2 + d, mask=real, other=0.0)
+    k_first = tl.load(k_norm + d, mask=real, other=0.0)
+    k_second = tl.load(k_norm + DIM // 2 + d, mask=real, other=0.0)
+    normed_first = first * scale * tl.where(is_q, q_first, k_first)
+    normed_second = second * scale * tl.where(is_q, q_second, k_second)
+    is_v = head >= HEADS + KV_HEADS
+    first = tl.where(is_v, first, normed_first.to(DTYPE).to(tl.float32))
+    second = tl.where(is_v, second, normed_second.to(DTYPE).to(tl.float32))
+    return first, second
+
+
+@triton.jit
+def rope_write_kernel(
+    qkv, cos, sin, positions, sequences, page_table, table_stride, q, k_pages, v_pages,
+    page_stride, head_stride, q_norm, k_norm,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, BY_HALVES: tl.constexpr, NORM: tl.constexpr,
+    EPS: tl.constexpr,
+):  # fmt: skip
+    """ROWS heads of one token per program.
+
+    Grid `(tokens, ceil((HEADS + 2 KV_HEADS) / ROWS))`. With HEADS = 0 the input is k and v only.
+
+    Args:
+        qkv: `[tokens, (HEADS + 2 KV_HEADS) * DIM]`; with BY_HALVES the dimensions of a head are in
+            the order of `gemm.weights.by_halves`.
+        cos, sin: fp32 `[context, DIM / 2]`.
+        positions: int64 `[tokens]`.
+        sequences: int32 `[tokens]`, the row of ``page_table`` of each token.
+        page_table: int32 `[sequences, pages]`, row stride ``table_stride``.
+        q: `[tokens, HEADS, DIM]`, written, of ``qkv``'s dtype.
+        k_pages, v_pages: bf16 `[page, KV_HEADS, PAGE, DIM]`, written, of equal strides.
+        q_norm, k_norm: fp32 `[DIM]` in the model's order of dimensions, with NORM; else None.
+        HALF: smallest power of two that is at least DIM / 2.
+        NORM: normalize query and key heads before RoPE.
+        EPS: epsilon of the norm.
     """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     page = tl.load(page_table + tl.load(sequences + token) * table_stride + position // PAGE)
-    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    d = tl.arange(0, HALF)[None, :]
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    d = tl.arange(0, HALF)[None, :]  # [1, HALF]
     inside = (head < HEADS + 2 * KV_HEADS) & (d < DIM // 2)
     source = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM
     source += d // 8 * 16 + d % 8 if BY_HALVES else d
     partner: tl.constexpr = 8 if BY_HALVES else DIM // 2
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)  # [ROWS, HALF]
     second = tl.load(source + partner, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        first, second = norm_heads(
+            first, second, head, d, q_norm, k_norm, HEADS, KV_HEADS, DIM, EPS,
+            qkv.dtype.element_ty,
+        )  # fmt: skip
     c = tl.load(cos + position * (DIM // 2) + d, mask=d < DIM // 2, other=0.0)
     s = tl.load(sin + position * (DIM // 2) + d, mask=d < DIM // 2, other=0.0)
-    turned = head < HEADS + KV_HEADS
-    a = tl.where(turned, first * c - second * s, first)
-    b = tl.where(turned, second * c + first * s, second)
+    rotated = head < HEADS + KV_HEADS
+    a = tl.where(rotated, first * c - second * s, first)
+    b = tl.where(rotated, second * c + first * s, second)
 
-    kind = q.dtype.element_ty
+    dtype = q.dtype.element_ty
     target = q + token * (HEADS * DIM) + head * DIM + d
-    tl.store(target, a.to(kind), mask=inside & (head < HEADS))
-    tl.store(target + DIM // 2, b.to(kind), mask=inside & (head < HEADS))
+    tl.store(target, a.to(dtype), mask=inside & (head < HEADS))
+    tl.store(target + DIM // 2, b.to(dtype), mask=inside & (head < HEADS))
     slot = page.to(tl.int64) * page_stride + (position % PAGE) * DIM + d
     at = slot + (head - HEADS) * head_stride
-    is_k = inside & (head >= HEADS) & turned
+    is_k = inside & (head >= HEADS) & rotated
     tl.store(k_pages + at, a.to(tl.bfloat16), mask=is_k)
     tl.store(k_pages + at + DIM // 2, b.to(tl.bfloat16), mask=is_k)
     at = slot + (head - HEADS - KV_HEADS) * head_stride

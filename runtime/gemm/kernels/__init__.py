@@ -1,1 +1,1 @@
-"""Triton and Gluon GEMM kernels."""
+"""GEMM kernels: Triton for few tokens, Gluon with warp specialization for many."""

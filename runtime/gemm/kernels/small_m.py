@@ -1,96 +1,115 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Products with one to three weight matrices at a time, and what is done with them.
+"""Grouped GEMM of few tokens with one to three weight matrices, and its epilogues.
 
-Matrices that share a launch are found from one base by offsets in lines of 64 elements; widths,
-strides, and where a matrix's input starts, are counted in eights: so the compiler knows how all is
-aligned.
+All matrices of a launch are addressed from one base pointer. Their offsets are in lines of 64
+elements; widths, strides and first columns are in units of eight elements. The compiler so knows
+their alignment.
 """
 
 import triton
 import triton.language as tl
 
-from runtime.kernels.arith import product
+from runtime.kernels.arith import LINE, VECTOR, matmul
 
 PLAIN, RESIDUAL, GATED = (tl.constexpr(n) for n in range(3))
-"""What is done with products: they are stored, added to a residual stream, or the first's SiLU is
-multiplied by the second."""
+"""Epilogues: store the output, add it to a residual stream, or store the SiLU of the first matrix's
+output times the second's."""
 
 
 @triton.jit
-def part_of_product(
-    total, x, x_stride, tokens, weights, offset, width, stride, first, rows, m, n, split,
+def multiply_columns(
+    acc, x, x_stride, tokens, weights, offset, width, stride, first, rows, m, n, split,
     BK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """``total + x W^T`` of some tokens and rows, over one of SPLITS parts of the columns."""
-    width = width * 8
+    """Return ``acc + x W^T`` for BM tokens and BN rows, over one of SPLITS parts of the columns.
+
+    Args:
+        acc: fp32 `[BM, BN]`.
+        m, n: tokens `[BM]` and rows of the matrix `[BN]`.
+    """
+    width = width * VECTOR
     each = (width + BK * SPLITS - 1) // (BK * SPLITS) * BK
     begin = split * each
     end = tl.minimum(begin + each, width)
     k = tl.arange(0, BK)
-    left = x + m.to(tl.int64)[:, None] * (x_stride * 8) + (first * 8 + k)[None, :]
-    row = n.to(tl.int64)[None, :] * (stride * 8)
-    right = weights + offset.to(tl.int64) * 64 + row + k[:, None]
-    here_m = (m < tokens)[:, None]
-    here_n = (n < rows)[None, :]
+    left = x + m.to(tl.int64)[:, None] * (x_stride * VECTOR) + (first * VECTOR + k)[None, :]
+    row = n.to(tl.int64)[None, :] * (stride * VECTOR)
+    right = weights + offset.to(tl.int64) * LINE + row + k[:, None]
+    valid_m = (m < tokens)[:, None]
+    valid_n = (n < rows)[None, :]
     for at in range(begin, end, BK):
-        inside = at + k < width
-        a = tl.load(left + at, mask=here_m & inside[None, :], other=0.0)
-        b = tl.load(right + at, mask=here_n & inside[:, None], other=0.0)
-        total = product(a, b, total)
-    return total
+        valid_k = at + k < width
+        a = tl.load(left + at, mask=valid_m & valid_k[None, :], other=0.0)  # [BM, BK]
+        b = tl.load(right + at, mask=valid_n & valid_k[:, None], other=0.0)  # [BK, BN]
+        acc = matmul(a, b, acc)
+    return acc
 
 
 @triton.jit
-def added_up(
-    total, sums, arrived, place, split,
+def reduce_splits(
+    acc, partials, counters, block, split,
     BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a product together, in the program that is the last to have one; in the order of
-    the parts, whoever is last."""
+    """Store this split's partial sum; the last program to arrive adds all of them.
+
+    The order of the sum is that of the splits, whichever program is last.
+
+    Returns:
+        The sum `[BM, BN]` and whether this program is the last one; otherwise its own ``acc``.
+    """
     i = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-    own = sums + place.to(tl.int64) * (SPLITS * BM * BN) + i
-    tl.store(own + split * (BM * BN), total)
+    own = partials + block.to(tl.int64) * (SPLITS * BM * BN) + i
+    tl.store(own + split * (BM * BN), acc)
     tl.debug_barrier()
-    last = tl.atomic_add(arrived + place, 1, sem="acq_rel") == SPLITS - 1
+    last = tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLITS - 1
     if last:
-        total = tl.zeros((BM, BN), tl.float32)
+        acc = tl.zeros((BM, BN), tl.float32)
         for other in range(SPLITS):
-            total += tl.load(own + other * (BM * BN), cache_modifier=".cg")
-        tl.store(arrived + place, 0)
-    return total, last
+            acc += tl.load(own + other * (BM * BN), cache_modifier=".cg")
+        tl.store(counters + block, 0)
+    return acc, last
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def linear_kernel(
+def small_gemm_kernel(
     x, x_stride, tokens, weights,
     offset0, width0, stride0, first0, rows0,
     offset1, width1, stride1, first1, rows1,
     offset2, width2, stride2, first2, rows2,
-    biases, residual, y, y_stride, sums, arrived,
-    KIND: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, TALL: tl.constexpr,
+    biases, residual, y, y_stride, partials, counters,
+    EPILOGUE: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SPLITS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """A program has BM tokens and BN rows of one matrix; with GATED, of the first and the second.
+    """BM tokens and BN rows of one matrix per program; with GATED of the first and the second.
 
-    Grid `(blocks of tokens * blocks of rows of all matrices, SPLITS)`; TALL blocks of tokens have
-    the same rows at about the same time. ``x`` bf16 `[tokens, 8 x_stride]`; ``y`` and ``residual``
-    bf16 `[tokens, rows of all]`, rows ``y_stride`` apart; ``biases`` fp32 `[rows of all]`. ``sums``
-    fp32 `[grid[0], SPLITS, BM, BN]`, and ``arrived`` int32 `[grid[0]]`, zeros before and after, are
-    for SPLITS > 1.
+    Grid `(blocks of tokens * blocks of rows of all matrices, SPLITS)`. Consecutive programs take
+    BAND blocks of tokens with the same rows of weights, so that these are read from the L2.
+
+    Args:
+        x: bf16 `[tokens, 8 x_stride]`, the input.
+        weights: bf16, base of the line offsets.
+        offset0, width0, stride0, first0, rows0: the first matrix `[rows0, 8 width0]`: its offset in
+            lines, its row stride in eights, and the first column of ``x`` that it reads, in eights.
+            Likewise the second and third; absent ones have 0 rows.
+        biases: fp32 `[sum of rows]`, with BIAS.
+        residual: bf16, shaped as ``y``, with RESIDUAL; it may be ``y``.
+        y: bf16 `[tokens, sum of rows]`, with GATED `[tokens, rows0]`; row stride ``y_stride``.
+        partials: fp32 `[grid[0], SPLITS, BM, BN]`, with SPLITS > 1.
+        counters: int32 `[grid[0]]`, with SPLITS > 1; zeros before and after.
     """
     blocks0 = tl.cdiv(rows0, BN)
-    blocks1 = 0 if KIND == GATED else tl.cdiv(rows1, BN)
-    blocks2 = 0 if KIND == GATED else tl.cdiv(rows2, BN)
+    blocks1 = 0 if EPILOGUE == GATED else tl.cdiv(rows1, BN)
+    blocks2 = 0 if EPILOGUE == GATED else tl.cdiv(rows2, BN)
     blocks = blocks0 + blocks1 + blocks2
     block = tl.program_id(0)
-    tall = tl.minimum(TALL, tl.cdiv(tokens, BM) - block // (TALL * blocks) * TALL)
-    in_band = block % (TALL * blocks)
-    m = (block // (TALL * blocks) * TALL + in_band % tall) * BM + tl.arange(0, BM)
-    block_n = in_band // tall
+    band = tl.minimum(BAND, tl.cdiv(tokens, BM) - block // (BAND * blocks) * BAND)
+    in_band = block % (BAND * blocks)
+    m = (block // (BAND * blocks) * BAND + in_band % band) * BM + tl.arange(0, BM)  # [BM]
+    block_n = in_band // band
     split = tl.program_id(1)
 
     offset, width, stride, first, rows, column = offset0, width0, stride0, first0, rows0, 0
-    if (KIND != GATED) & (block_n >= blocks0):
+    if (EPILOGUE != GATED) & (block_n >= blocks0):
         if block_n >= blocks0 + blocks1:
             offset, width, stride, first, rows = offset2, width2, stride2, first2, rows2
             column = rows0 + rows1
@@ -99,29 +118,29 @@ def linear_kernel(
             offset, width, stride, first, rows = offset1, width1, stride1, first1, rows1
             column = rows0
             block_n -= blocks0
-    n = block_n * BN + tl.arange(0, BN)
-    total = part_of_product(
+    n = block_n * BN + tl.arange(0, BN)  # [BN]
+    acc = multiply_columns(
         tl.zeros((BM, BN), tl.float32), x, x_stride, tokens, weights, offset, width, stride,
         first, rows, m, n, split, BK, SPLITS,
     )  # fmt: skip
-    other = total
+    up = acc
     last = True
-    if KIND == GATED:
-        other = part_of_product(
+    if EPILOGUE == GATED:
+        up = multiply_columns(
             tl.zeros((BM, BN), tl.float32), x, x_stride, tokens, weights, offset1, width1, stride1,
             first1, rows1, m, n, split, BK, SPLITS,
         )  # fmt: skip
     elif SPLITS > 1:
-        total, last = added_up(total, sums, arrived, block, split, BM, BN, SPLITS)
+        acc, last = reduce_splits(acc, partials, counters, block, split, BM, BN, SPLITS)
     if last:
-        here = (m < tokens)[:, None] & (n < rows)[None, :]
+        valid = (m < tokens)[:, None] & (n < rows)[None, :]
         if BIAS:
-            total += tl.load(biases + column + n, mask=n < rows, other=0.0)[None, :]
-        if KIND == GATED:
+            acc += tl.load(biases + column + n, mask=n < rows, other=0.0)[None, :]
+        if EPILOGUE == GATED:
             if BIAS:
-                other += tl.load(biases + rows0 + n, mask=n < rows, other=0.0)[None, :]
-            total = total / (1.0 + tl.exp(-total)) * other
-        at = m.to(tl.int64)[:, None] * y_stride + (column + n)[None, :]
-        if KIND == RESIDUAL:
-            total += tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
-        tl.store(y + at, total.to(y.dtype.element_ty), mask=here)
+                up += tl.load(biases + rows0 + n, mask=n < rows, other=0.0)[None, :]
+            acc = acc / (1.0 + tl.exp(-acc)) * up
+        at = m.to(tl.int64)[:, None] * y_stride + (column + n)[None, :]  # [BM, BN]
+        if EPILOGUE == RESIDUAL:
+            acc += tl.load(residual + at, mask=valid, other=0.0).to(tl.float32)
+        tl.store(y + at, acc.to(y.dtype.element_ty), mask=valid)

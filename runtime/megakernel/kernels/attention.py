@@ -1,168 +1,201 @@
 # mypy: ignore-errors
-"""Attention of one new token of each sequence, its KV split among programs."""
+# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
+"""Attention of one new token per sequence, with its KV split among programs."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from runtime.kernels.compat import barrier, seen_as
+from runtime.kernels.compat import barrier, reinterpret
 from runtime.megakernel.kernels.layouts import (
-    HEAD,
-    KV_SLOT,
-    LEFT,
+    LHS,
+    MAX_DIM,
     MMA,
-    MOST_DIM,
-    OF_WARPS,
-    OTHERS,
-    PLAIN,
-    RIGHT,
+    QUERY,
+    RHS,
     ROWS,
+    SPLIT_RESULTS,
     TOKENS,
+    UNSWIZZLED,
+    WARP_RESULTS,
     WARPS,
-    along,
+    index_along,
 )
-from runtime.megakernel.kernels.messages import anew, receive, receive_input, send, send_input
+from runtime.megakernel.kernels.messages import (
+    opaque_zero,
+    receive_bf16,
+    receive_fp32,
+    send_bf16,
+    send_fp32,
+)
 from runtime.megakernel.kernels.opcodes import past_tiles
-from runtime.megakernel.kernels.ring import full_slot, give_back
+from runtime.megakernel.kernels.ring import as_wide_tile, release, wait_full
 
 
 @gluon.jit
-def attend(
-    ring, full, empty, tile, item, queries, lengths, scale,
-    KV_HEADS: gl.constexpr, SPLITS: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    """One part of what a sequence had before this step, of the query heads of one KV head. A warp
-    has 16 tokens of a tile, and its own softmax of them until the end: ``mixed`` `[WARPS, ROWS,
-    MOST_DIM]`, of weights relative to ``peak`` `[ROWS]`, whose sum is ``total``."""
-    past, _, first, last = past_tiles(item, lengths, KV_HEADS, SPLITS)
-    t = along(WARPS, 0, MMA) * ROWS + along(ROWS, 2, MMA) + anew()
-    peak = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, MMA))
-    total = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, MMA))
-    mixed = gl.zeros([WARPS, ROWS, MOST_DIM], gl.float32, MMA)
+def attend_past(
+    ring, tile, item, queries, lengths, scale, SHAPE: gl.constexpr, SLOTS: gl.constexpr
+):
+    """Attend over one split of a sequence's past, for the query heads of one KV head.
+
+    Each warp takes 16 tokens of a tile and keeps its own online softmax until the end.
+
+    Args:
+        queries: bf16 `[WARPS, ROWS, MAX_DIM]`, the same in every warp; ROWS heads.
+
+    Returns:
+        The next tile's number; acc fp32 `[WARPS, ROWS, MAX_DIM]`, relative to m; m fp32 `[ROWS]`,
+        the maximum over warps; and l fp32 `[ROWS]`, the sum of weights.
+    """
+    past, _, first, last = past_tiles(item, lengths, SHAPE.KV_HEADS, SHAPE.SPLITS)
+    t = index_along(WARPS, 0, MMA) * ROWS + index_along(ROWS, 2, MMA) + opaque_zero()
+    warp_m = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, MMA))
+    warp_l = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, MMA))
+    acc = gl.zeros([WARPS, ROWS, MAX_DIM], gl.float32, MMA)
     for number in range(first, last):
-        slot = full_slot(ring, full, tile, SLOTS)
-        slot = seen_as(slot, gl.bfloat16, [WARPS, ROWS, MOST_DIM], KV_SLOT)
-        keys = slot.permute([0, 2, 1]).load(RIGHT)
-        give_back(empty, tile, SLOTS)
+        keys = as_wide_tile(wait_full(ring, tile, SLOTS)).permute([0, 2, 1]).load(RHS)
+        release(ring, tile, SLOTS)
         scores = mma_v2(queries, keys, gl.zeros([WARPS, ROWS, ROWS], gl.float32, MMA))
         scores = gl.where(number * TOKENS + t < past, scores * scale, float("-inf"))
-        higher = gl.maximum(peak, gl.max(scores, axis=2))
-        level = gl.where(higher == float("-inf"), 0.0, higher)
-        shares = gl.exp2(scores - gl.expand_dims(level, 2))
-        fading = gl.exp2(peak - level)
-        total = total * fading + gl.sum(shares, axis=2)
-        peak = higher
-        slot = full_slot(ring, full, tile + 1, SLOTS)
-        values = seen_as(slot, gl.bfloat16, [WARPS, ROWS, MOST_DIM], KV_SLOT).load(RIGHT)
-        give_back(empty, tile + 1, SLOTS)
+        new_m = gl.maximum(warp_m, gl.max(scores, axis=2))
+        finite_m = gl.where(new_m == float("-inf"), 0.0, new_m)
+        weights = gl.exp2(scores - gl.expand_dims(finite_m, 2))
+        alpha = gl.exp2(warp_m - finite_m)
+        warp_l = warp_l * alpha + gl.sum(weights, axis=2)
+        warp_m = new_m
+        values = as_wide_tile(wait_full(ring, tile + 1, SLOTS)).load(RHS)
+        release(ring, tile + 1, SLOTS)
         tile += 2
-        shares = gl.convert_layout(shares.to(gl.bfloat16), LEFT)
-        mixed = mma_v2(shares, values, mixed * gl.expand_dims(fading, 2))
-    top = gl.max(peak, axis=0)
-    level = gl.where(top == float("-inf"), 0.0, top)
-    part = gl.exp2(peak - gl.expand_dims(level, 0))
-    return tile, mixed * gl.expand_dims(part, 2), top, gl.sum(total * part, axis=0)
+        weights = gl.convert_layout(weights.to(gl.bfloat16), LHS)
+        acc = mma_v2(weights, values, acc * gl.expand_dims(alpha, 2))
+    m = gl.max(warp_m, axis=0)
+    finite_m = gl.where(m == float("-inf"), 0.0, m)
+    share = gl.exp2(warp_m - gl.expand_dims(finite_m, 0))
+    return tile, acc * gl.expand_dims(share, 2), m, gl.sum(warp_l * share, axis=0)
 
 
 @gluon.jit
 def merge(
-    kept, mixed, top, total, row: gl.constexpr, item, split_in, heads,
-    new, before, parts, epoch, scale, attended,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, SPLITS: gl.constexpr,
+    kept, acc, m, l, row: gl.constexpr, item, splits, heads, new, flag_before, flag, messages,
+    scale, output, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Eight heads of what the warps of a program found, ``mixed`` `[WARPS, 8, MOST_DIM]`. The
-    program of the first part puts all parts together, and the token that is new in this step."""
-    FOUND: gl.constexpr = gl.SliceLayout(0, OF_WARPS)
-    ALONE: gl.constexpr = gl.SliceLayout(1, FOUND)
-    shared = seen_as(kept, gl.float32, [WARPS, 8, MOST_DIM], PLAIN)
+    """Combine eight heads' results of the warps, of all splits and of the new token.
+
+    The program of split 0 receives the other splits' results and sends the output; the programs of
+    other splits send it theirs.
+
+    Args:
+        kept: shared memory that is free here.
+        acc: fp32 `[WARPS, 8, MAX_DIM]`; m, l: fp32 `[8]`.
+        row: number of the first of the eight heads.
+        splits: splits in use.
+        heads, new: pointers to messages of the queries and of the new key; the new value follows.
+        output: pointer to messages of the output.
+    """
+    RESULT: gl.constexpr = gl.SliceLayout(0, WARP_RESULTS)  # [head, dim]
+    PER_HEAD: gl.constexpr = gl.SliceLayout(1, RESULT)  # [head]
+    SPLITS: gl.constexpr = SHAPE.SPLITS
+    KV_HEADS: gl.constexpr = SHAPE.KV_HEADS
+    GROUP: gl.constexpr = SHAPE.GROUP
+    DIM: gl.constexpr = SHAPE.DIM
+    shared = reinterpret(kept, gl.float32, [WARPS, 8, MAX_DIM], UNSWIZZLED)
     barrier()
-    shared.store(mixed)
+    shared.store(acc)
     barrier()
-    found = gl.sum(shared.load(OF_WARPS), axis=0)
-    top = gl.convert_layout(top, ALONE)
-    total = gl.convert_layout(total, ALONE)
-    g = row + gl.arange(0, 8, ALONE) + anew()
-    d = gl.expand_dims(gl.arange(0, MOST_DIM, gl.SliceLayout(0, FOUND)), 0)
-    here = (gl.expand_dims(g, 1) < GROUP) & (d < DIM)
-    part = parts + (item // SPLITS * GROUP + g) * (SPLITS * (MOST_DIM + 2))
-    split = item % SPLITS + anew()  # triton 3.6 fails on a branch that is never taken
+    acc = gl.sum(shared.load(WARP_RESULTS), axis=0)  # [8, MAX_DIM]
+    m = gl.convert_layout(m, PER_HEAD)
+    l = gl.convert_layout(l, PER_HEAD)
+    g = row + gl.arange(0, 8, PER_HEAD) + opaque_zero()
+    d = gl.expand_dims(gl.arange(0, MAX_DIM, gl.SliceLayout(0, RESULT)), 0)
+    valid = (gl.expand_dims(g, 1) < GROUP) & (d < DIM)
+    part = messages.splits + (item // SPLITS * GROUP + g) * (SPLITS * (MAX_DIM + 2))
+    split = item % SPLITS + opaque_zero()  # triton 3.6 fails on a branch that is never taken
     if split > 0:
-        part += split * (MOST_DIM + 2)
-        send(part + MOST_DIM, top, epoch, g < GROUP)
-        send(part + MOST_DIM + 1, total, epoch, g < GROUP)
-        send(gl.expand_dims(part, 1) + d, found, epoch, here)
+        part += split * (MAX_DIM + 2)
+        send_fp32(part + MAX_DIM, m, flag, g < GROUP)
+        send_fp32(part + MAX_DIM + 1, l, flag, g < GROUP)
+        send_fp32(gl.expand_dims(part, 1) + d, acc, flag, valid)
     else:
-        query = receive_input(heads + gl.expand_dims(g, 1) * DIM + d, before, here, 4, 4)
-        key = receive_input(new + d, before, d < DIM, 4, 4).to(gl.float32)
-        value = receive_input(new + KV_HEADS * DIM + d, before, d < DIM, 4, 4).to(gl.float32)
-        own = gl.sum(query.to(gl.float32) * key, axis=1) * scale
-        higher = gl.maximum(top, own)
-        fading = gl.exp2(top - higher)
-        own = gl.exp2(own - higher)
-        total = total * fading + own
-        found = found * gl.expand_dims(fading, 1) + gl.expand_dims(own, 1) * value
-        top = higher
-        for first in range(1, split_in, 4):
-            s = along(4, 0, OTHERS) + first
-            g3 = row + along(8, 1, OTHERS) + anew()
-            d3 = along(MOST_DIM, 2, OTHERS)
-            place = parts + ((item // SPLITS * GROUP + g3) * SPLITS + s) * (MOST_DIM + 2)
-            real = (g3 < GROUP) & (s < split_in)
-            peak = receive(place + MOST_DIM, epoch, real, 4)
-            peak = gl.where(real, peak, float("-inf"))
-            more = receive(place + MOST_DIM + 1, epoch, real, 4)
-            theirs = receive(place + d3, epoch, real & (d3 < DIM), 16)
-            highest = gl.maximum(
-                gl.convert_layout(top, gl.SliceLayout(0, gl.SliceLayout(2, OTHERS))),
-                gl.max(gl.max(peak, axis=2), axis=0),
+        query = receive_bf16(heads + gl.expand_dims(g, 1) * DIM + d, flag_before, valid, 4, 4)
+        key = receive_bf16(new + d, flag_before, d < DIM, 4, 4).to(gl.float32)
+        value = receive_bf16(new + KV_HEADS * DIM + d, flag_before, d < DIM, 4, 4).to(gl.float32)
+        own = gl.sum(query.to(gl.float32) * key, axis=1) * scale  # score of the new token
+        new_m = gl.maximum(m, own)
+        alpha = gl.exp2(m - new_m)
+        own = gl.exp2(own - new_m)
+        l = l * alpha + own
+        acc = acc * gl.expand_dims(alpha, 1) + gl.expand_dims(own, 1) * value
+        m = new_m
+        for first in range(1, splits, 4):
+            s = index_along(4, 0, SPLIT_RESULTS) + first
+            g3 = row + index_along(8, 1, SPLIT_RESULTS) + opaque_zero()
+            d3 = index_along(MAX_DIM, 2, SPLIT_RESULTS)
+            other = (item // SPLITS * GROUP + g3) * SPLITS + s
+            other = messages.splits + other * (MAX_DIM + 2)
+            real = (g3 < GROUP) & (s < splits)
+            other_m = receive_fp32(other + MAX_DIM, flag, real, 4)
+            other_m = gl.where(real, other_m, float("-inf"))
+            other_l = receive_fp32(other + MAX_DIM + 1, flag, real, 4)
+            other_acc = receive_fp32(other + d3, flag, real & (d3 < DIM), 16)
+            new_m = gl.maximum(
+                gl.convert_layout(m, gl.SliceLayout(0, gl.SliceLayout(2, SPLIT_RESULTS))),
+                gl.max(gl.max(other_m, axis=2), axis=0),
             )
-            shares = gl.exp2(peak - gl.expand_dims(gl.expand_dims(highest, 0), 2))
-            added = gl.sum(gl.max(shares * more, axis=2), axis=0)
-            theirs = gl.sum(theirs * shares, axis=0)
-            highest = gl.convert_layout(highest, ALONE)
-            fading = gl.exp2(top - highest)
-            total = total * fading + gl.convert_layout(added, ALONE)
-            found = found * gl.expand_dims(fading, 1) + gl.convert_layout(theirs, FOUND)
-            top = highest
-        barrier()  # all warps have read what the next layer writes over
-        at = attended + (item // SPLITS % KV_HEADS * GROUP + gl.expand_dims(g, 1)) * DIM + d
-        send_input(at, found / gl.expand_dims(total, 1), epoch, here)
+            share = gl.exp2(other_m - gl.expand_dims(gl.expand_dims(new_m, 0), 2))
+            added = gl.sum(gl.max(share * other_l, axis=2), axis=0)
+            other_acc = gl.sum(other_acc * share, axis=0)
+            new_m = gl.convert_layout(new_m, PER_HEAD)
+            alpha = gl.exp2(m - new_m)
+            l = l * alpha + gl.convert_layout(added, PER_HEAD)
+            acc = acc * gl.expand_dims(alpha, 1) + gl.convert_layout(other_acc, RESULT)
+            m = new_m
+        barrier()  # the next layer overwrites messages that all warps must have read
+        at = output + (item // SPLITS % KV_HEADS * GROUP + gl.expand_dims(g, 1)) * DIM + d
+        send_bf16(at, acc / gl.expand_dims(l, 1), flag, valid)
 
 
 @gluon.jit
 def attend_item(
-    ring, full, empty, tile, kept, item, split_in, lengths, scale, words, word_stride, parts,
-    query_at, attended_at, before, epoch,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLITS: gl.constexpr,
-    SLOTS: gl.constexpr,
+    ring, tile, kept, item, splits, lengths, messages, attention, flag_before, flag,
+    SHAPE: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """One part of a sequence's KV, of one KV head, and what the program that puts parts together
-    makes of them."""
-    GROUP: gl.constexpr = HEADS // KV_HEADS
-    own = words + item // (KV_HEADS * SPLITS) * word_stride
+    """Compute one split of the attention of one KV head's query heads.
+
+    Args:
+        item: `(sequence * KV_HEADS + kv_head) * SPLITS + split`.
+        splits: splits in use.
+        flag_before, flag: of the stage that wrote q, k and v, and of this stage.
+
+    Returns:
+        The next tile's number.
+    """
+    SPLITS: gl.constexpr = SHAPE.SPLITS
+    KV_HEADS: gl.constexpr = SHAPE.KV_HEADS
+    GROUP: gl.constexpr = SHAPE.GROUP
+    DIM: gl.constexpr = SHAPE.DIM
+    own = messages.activations + item // (KV_HEADS * SPLITS) * messages.stride
     own_head = item // SPLITS % KV_HEADS
-    heads = own + query_at + own_head * GROUP * DIM
-    g = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, HEAD)), 1) + anew()
-    d = gl.expand_dims(gl.arange(0, MOST_DIM, gl.SliceLayout(0, HEAD)), 0)
-    new = own + query_at + (HEADS + own_head) * DIM
-    queries = receive_input(heads + g * DIM + d, before, (g < GROUP) & (d < DIM), 8, 4)
-    queries = gl.convert_layout(queries, gl.SliceLayout(0, LEFT))
+    heads = own + attention.query_offset + own_head * GROUP * DIM
+    g = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, QUERY)), 1) + opaque_zero()
+    d = gl.expand_dims(gl.arange(0, MAX_DIM, gl.SliceLayout(0, QUERY)), 0)
+    new = own + attention.query_offset + (SHAPE.HEADS + own_head) * DIM
+    queries = receive_bf16(heads + g * DIM + d, flag_before, (g < GROUP) & (d < DIM), 8, 4)
+    queries = gl.convert_layout(queries, gl.SliceLayout(0, LHS))
     queries = gl.expand_dims(queries, 0)
-    every = gl.zeros([WARPS, ROWS, MOST_DIM], gl.bfloat16, LEFT) + queries
-    tile, mixed, peak, mass = attend(
-        ring, full, empty, tile, item, every, lengths, scale, KV_HEADS, SPLITS, SLOTS
-    )
-    mixed = mixed.reshape([WARPS, 2, 8, MOST_DIM]).permute([0, 2, 3, 1])
-    upper, lower = gl.split(mixed)
-    upper_peak, lower_peak = gl.split(peak.reshape([2, 8]).permute([1, 0]))
-    upper_mass, lower_mass = gl.split(mass.reshape([2, 8]).permute([1, 0]))
+    every = gl.zeros([WARPS, ROWS, MAX_DIM], gl.bfloat16, LHS) + queries
+    tile, acc, m, l = attend_past(ring, tile, item, every, lengths, attention.scale, SHAPE, SLOTS)
+    acc = acc.reshape([WARPS, 2, 8, MAX_DIM]).permute([0, 2, 3, 1])
+    upper, lower = gl.split(acc)
+    upper_m, lower_m = gl.split(m.reshape([2, 8]).permute([1, 0]))
+    upper_l, lower_l = gl.split(l.reshape([2, 8]).permute([1, 0]))
+    output = own + attention.output_offset
     merge(
-        kept, upper, upper_peak, upper_mass, 0, item, split_in, heads, new, before, parts, epoch,
-        scale, own + attended_at, KV_HEADS, GROUP, DIM, SPLITS,
+        kept, upper, upper_m, upper_l, 0, item, splits, heads, new, flag_before, flag, messages,
+        attention.scale, output, SHAPE,
     )  # fmt: skip
     if GROUP > 8:
         merge(
-            kept, lower, lower_peak, lower_mass, 8, item, split_in, heads, new, before, parts,
-            epoch, scale, own + attended_at, KV_HEADS, GROUP, DIM, SPLITS,
+            kept, lower, lower_m, lower_l, 8, item, splits, heads, new, flag_before, flag,
+            messages, attention.scale, output, SHAPE,
         )  # fmt: skip
     return tile

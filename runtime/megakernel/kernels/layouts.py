@@ -1,59 +1,66 @@
 # mypy: ignore-errors
-"""Sizes of tiles, and how they and what is made of them lie in memory and in registers."""
+"""Sizes of tiles, and their layouts in shared memory and in registers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LINE = gl.constexpr(64)
-"""Elements, 128 bytes: offsets are counted in them."""
-WARPS, COPIERS = gl.constexpr(8), gl.constexpr(4)
-ROWS, COLUMNS, TOKENS, MOST_DIM = (gl.constexpr(n) for n in (16, 1024, 128, 128))
-LEAST = gl.constexpr(2)
-"""Tiles of tokens, from which on a sequence's KV is split among programs."""
+WARPS, COPY_WARPS = gl.constexpr(8), gl.constexpr(4)
+"""Warps of a program that compute and that copy."""
+THREADS = gl.constexpr(256)
+"""Threads that compute."""
+ROWS, COLUMNS = gl.constexpr(16), gl.constexpr(1024)
+"""Rows and columns of a matrix tile."""
+TOKENS, MAX_DIM = gl.constexpr(128), gl.constexpr(128)
+"""Tokens and dimensions of a tile of K or V; also rows and columns of a tall matrix tile."""
+MIN_SPLIT_TILES = gl.constexpr(2)
+"""Tiles of tokens of a split: sequences with fewer tiles have fewer splits."""
 PARTS = gl.constexpr(16)
-"""Of a tile's columns, 64 each: the first halves of what the warps have, then the second ones."""
+"""Blocks of 64 columns of a matrix tile. Each warp has two: part w and part w + 8."""
 N = gl.constexpr(8)
-"""Sequences of a product, as tensor cores have them."""
+"""Sequences of a product: the n dimension of an mma instruction."""
+REGISTER_COLUMNS = gl.constexpr(4 * COLUMNS.value)
+"""Columns of an input that are held in registers."""
+SHARED_COLUMNS = gl.constexpr(2 * COLUMNS.value)
+"""Columns of an input that are held in shared memory, for tall tiles."""
+MAX_MESSAGES = gl.constexpr(32)
+"""Messages of an input that a thread polls at a time."""
 
 
-def _slot_bases(columns):
-    """Where an element `[part, row, column]` of a tile is: rows turn their chunks of eight, so that
-    eight rows of one column are in different banks."""
+def _tile_bases(columns):
+    """Bases of a shared layout `[part, row, column]`: rows rotate their chunks of eight elements,
+    so that eight rows of one column are in different banks."""
     bases = [[0, 0, 1 << n] for n in range((columns - 1).bit_length())]
     bases += [[0, 1, 8], [0, 2, 16], [0, 4, 32], [0, 8, 0]]
     return bases + [[1 << n, 0, 0] for n in range(13 - len(bases) + 1)]
 
 
-SLOT = gl.constexpr(gl.SharedLinearLayout(_slot_bases(64)))
-KV_SLOT = gl.constexpr(gl.SharedLinearLayout(_slot_bases(128)))
-COPY = gl.constexpr(gl.BlockedLayout([1, 1, 8], [4, 1, 8], [1, 4, 1], [2, 0, 1]))
-KV_COPY = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, 4, 1], [2, 1, 0]))
-BLOCK = gl.constexpr(4 * COLUMNS.value)
-"""Columns of an input that are kept in registers."""
-TALLEST = gl.constexpr(2 * COLUMNS.value)
-"""Columns of an input that are kept in shared memory."""
+TILE = gl.constexpr(gl.SharedLinearLayout(_tile_bases(64)))
+"""Shared layout of a matrix tile `[PARTS, ROWS, 64]`."""
+WIDE_TILE = gl.constexpr(gl.SharedLinearLayout(_tile_bases(128)))
+"""Shared layout of a tile of K or V, or of a tall matrix tile: `[WARPS, ROWS, MAX_DIM]`."""
+TILE_COPY = gl.constexpr(gl.BlockedLayout([1, 1, 8], [4, 1, 8], [1, 4, 1], [2, 0, 1]))
+WIDE_TILE_COPY = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, 4, 1], [2, 1, 0]))
+"""Register layouts in which the copy warps address these tiles."""
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA, 2))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA, 2))
+LHS = gl.constexpr(gl.DotOperandLayout(0, MMA, 2))
+RHS = gl.constexpr(gl.DotOperandLayout(1, MMA, 2))
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 INPUT = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 1, 1, 32], [1, 8, 1, 1], [3, 2, 1, 0]))
-"""Of words of an input: `[tile, warp, sequence, 128]`."""
-HEAD = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
-"""Of words of queries: `[head, dim]`."""
-OF_WARPS = gl.constexpr(gl.BlockedLayout([8, 1, 4], [1, 1, 32], [1, 8, 1], [2, 1, 0]))
-"""Of what the warps of a program found: `[warp, head, dim]`."""
-OTHERS = gl.constexpr(gl.BlockedLayout([4, 1, 4], [1, 1, 32], [1, 8, 1], [2, 1, 0]))
-"""Of what other programs found: `[part, head, dim]`."""
-PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-CHUNK = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-THREADS = gl.constexpr(256)
-MOST_WORDS = gl.constexpr(32)
-"""Of an input, that a thread reads at a time."""
+"""Layout of messages of an input: `[tile, warp, sequence, 128]`."""
+QUERY = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
+"""Layout of messages of queries: `[head, dim]`."""
+WARP_RESULTS = gl.constexpr(gl.BlockedLayout([8, 1, 4], [1, 1, 32], [1, 8, 1], [2, 1, 0]))
+"""Layout of attention outputs of the warps of a program: `[warp, head, dim]`."""
+SPLIT_RESULTS = gl.constexpr(gl.BlockedLayout([4, 1, 4], [1, 1, 32], [1, 8, 1], [2, 1, 0]))
+"""Layout of attention outputs of other programs: `[split, head, dim]`."""
+UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+INPUT_CHUNK = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+"""Shared layout of 128 columns of a kept input: `[N, 128]`."""
 
 
 @gluon.jit
-def along(n: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
-    """0 … n - 1 along one of three dimensions."""
+def index_along(n: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
+    """Return 0 … n - 1 along one of three dimensions; the others have size 1."""
     first: gl.constexpr = 0 if dim > 0 else 1
     second: gl.constexpr = 1 if dim > 1 else 2
     line = gl.arange(0, n, gl.SliceLayout(first, gl.SliceLayout(second, layout)))
@@ -61,9 +68,11 @@ def along(n: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.constexpr_function
-def finished(rows):
-    """How `[rows, N]` finished numbers lie: as tensor cores leave them, 16 rows in every warp, 128
-    rows spread over them."""
+def output_layout(rows):
+    """Layout of finished outputs `[rows, N]`, as tensor cores leave them.
+
+    Every warp holds all of 16 rows; 128 rows are spread over the warps.
+    """
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [8, 0]],
         lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
@@ -74,16 +83,16 @@ def finished(rows):
 
 
 @gluon.constexpr_function
-def kept_layout(n):
-    """Of `[chunk, n, 128]`, each chunk of which lies as CHUNK says."""
+def kept_input_layout(n):
+    """Shared layout `[chunk, n, 128]` of a kept input; each chunk is laid out as INPUT_CHUNK."""
     bases = [[0, 0, 1 << bit] for bit in range(7)]
     bases += [[0, 1 << bit, 8 << bit if bit < 3 else 0] for bit in range((n - 1).bit_length())]
     return gl.SharedLinearLayout(bases + [[1 << bit, 0, 0] for bit in range(4)])
 
 
 @gluon.constexpr_function
-def of_warps():
-    """`[warp, 16, N]` numbers, each thread those of all warps."""
+def warp_sums_layout():
+    """Layout `[warp, 16, N]` in which each thread holds the sums of all warps."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 1], [0, 8, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],

@@ -1,35 +1,56 @@
 # mypy: ignore-errors
-"""Rows of a product: what they are put together with, and where they go."""
+"""Products of tiles, and the epilogues of rows of output."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from runtime.kernels.arith import LINE
 from runtime.kernels.compat import barrier
-from runtime.megakernel.kernels.layouts import LEFT, LINE, ROWS, WARPS, N, finished, of_warps
-from runtime.megakernel.kernels.messages import send_input
+from runtime.megakernel.kernels.layouts import (
+    LHS,
+    ROWS,
+    WARPS,
+    N,
+    output_layout,
+    warp_sums_layout,
+)
+from runtime.megakernel.kernels.messages import send_bf16
 from runtime.megakernel.kernels.opcodes import GATE, INNER, QUERY, RESIDUAL, UP, VALUE
-from runtime.megakernel.kernels.ring import full_slot, give_back
+from runtime.megakernel.kernels.ring import release, wait_full
 
 
 @gluon.jit
-def multiply(ring, full, empty, tile, x, y, SLOTS: gl.constexpr):
-    weights = full_slot(ring, full, tile, SLOTS).load(LEFT)
-    give_back(empty, tile, SLOTS)
-    return mma_v2(weights, x, y)
+def multiply_tile(ring, tile, x, acc, SLOTS: gl.constexpr):
+    """Return ``acc + tile @ x`` by parts.
+
+    Args:
+        x: bf16 `[PARTS, 64, N]`.
+        acc: fp32 `[PARTS, ROWS, N]`.
+    """
+    weights = wait_full(ring, tile, SLOTS).load(LHS)  # [PARTS, ROWS, 64]
+    release(ring, tile, SLOTS)
+    return mma_v2(weights, x, acc)
 
 
 @gluon.jit
-def added_up(y, sums):
-    """The parts of a product, `[PARTS, 16, n]`, together."""
-    layout: gl.constexpr = of_warps()
-    sums.store(gl.sum(y.reshape([2, WARPS, ROWS, N]), axis=0))
+def sum_parts(acc, sums):
+    """Sum `[PARTS, ROWS, N]` over the parts: within a warp, then over warps in shared memory.
+
+    Args:
+        sums: shared memory, fp32 `[WARPS, ROWS, N]`.
+
+    Returns:
+        `[ROWS, N]`, the same in every warp.
+    """
+    layout: gl.constexpr = warp_sums_layout()
+    sums.store(gl.sum(acc.reshape([2, WARPS, ROWS, N]), axis=0))
     return gl.sum(sums.load(layout), axis=0)
 
 
 @gluon.jit
-def turn(y, c, s):
-    """RoPE of rows of a head: eight, and their partners, and so on. bf16, as pages have it."""
+def apply_rope(y, c, s):
+    """RoPE of rows `[rows, N]` in the order of `gemm.weights.by_halves`; bf16, as in pages."""
     blocks: gl.constexpr = y.shape[0] // 16
     sequences: gl.constexpr = y.shape[1]
     first, second = gl.split(y.reshape([blocks, 2, 8, sequences]).permute([0, 2, 3, 1]))
@@ -41,76 +62,92 @@ def turn(y, c, s):
 
 
 @gluon.jit
-def wanted(
-    kind, row, last, bias, norm, vectors, hidden, gates, cos, sin, positions,
-    R: gl.constexpr, B: gl.constexpr, HIDDEN: gl.constexpr,
-    GATED: gl.constexpr, DIM: gl.constexpr,
+def load_operands(
+    opcode, row, last, bias, norm, weights, batch, rope, buffers, R: gl.constexpr,
+    SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """What R rows of a product will be put together with, asked for before they are computed."""
-    layout: gl.constexpr = finished(R)
+    """Load what the epilogue of R rows needs, before the product is computed.
+
+    Returns:
+        Three fp32 `[R, N]`: cosines and sines for q, k and v, or the residual stream and the next
+        norm's weights, or the gate's outputs and nothing; and the biases.
+    """
+    layout: gl.constexpr = output_layout(R)
+    DIM: gl.constexpr = SHAPE.DIM
     r = row + gl.expand_dims(gl.arange(0, R, gl.SliceLayout(1, layout)), 1)
     b = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, layout)), 0)
     one = gl.zeros([R, N], gl.float32, layout)
     two = gl.zeros([R, N], gl.float32, layout)
     added = gl.zeros([R, N], gl.float32, layout)
     i = r
-    inside = (r < last) & (b < B)
-    if kind <= VALUE:
+    inside = (r < last) & (b < SHAPE.B)
+    if opcode <= VALUE:
         # Rows n and n + 8 of 16 are partners in RoPE.
         d = r % DIM // 16 * 8 + r % 8
         i = r // DIM * DIM + d + r % 16 // 8 * (DIM // 2)
-        angle = gl.load(positions + b, mask=b < B, other=0) * (DIM // 2) + d
-        one = gl.load(cos + angle, mask=inside & (kind < VALUE), other=1.0)
-        two = gl.load(sin + angle, mask=inside & (kind < VALUE), other=0.0)
-    elif kind == RESIDUAL:
-        one = gl.load(hidden + b * HIDDEN + r, mask=inside, other=0.0)
-        two = gl.load(vectors + norm + r, mask=r < last, other=0.0) + two
-    elif kind == UP:
-        barrier()  # another thread may have stored it
-        one = gl.load(gates + b * GATED + r, mask=inside, other=0.0)
+        angle = gl.load(batch.positions + b, mask=b < SHAPE.B, other=0) * (DIM // 2) + d
+        one = gl.load(rope.cos + angle, mask=inside & (opcode < VALUE), other=1.0)
+        two = gl.load(rope.sin + angle, mask=inside & (opcode < VALUE), other=0.0)
+    elif opcode == RESIDUAL:
+        one = gl.load(buffers.hidden + b * SHAPE.HIDDEN + r, mask=inside, other=0.0)
+        two = gl.load(weights.vectors + norm + r, mask=r < last, other=0.0) + two
+    elif opcode == UP:
+        barrier()  # the gate's outputs may have been stored by another thread
+        one = gl.load(buffers.gates + b * SHAPE.GATED + r, mask=inside, other=0.0)
     if bias >= 0:
-        added = gl.load(vectors + bias + i, mask=inside, other=0.0)
+        added = gl.load(weights.vectors + bias + i, mask=inside, other=0.0)
     return one, two, added
 
 
 @gluon.jit
-def finish(
-    y, one, two, kind, row, last, target, epoch, words, word_stride, hidden, gates, logits, pages,
-    page_stride, head_stride, page_table, table_stride, positions, query_at,
-    B: gl.constexpr, HIDDEN: gl.constexpr, GATED: gl.constexpr, VOCAB: gl.constexpr,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
+def run_epilogue(
+    y, one, two, opcode, row, last, target, flag, batch, pages, messages, buffers, query_offset,
+    SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """What is done with some rows of a product; and the sum of their squares, if residual."""
+    """Finish and store rows of output: RoPE, page write, SiLU or residual, and messages.
+
+    Args:
+        y: fp32 `[R, N]`, biases added.
+        one, two: as `load_operands` returns them.
+
+    Returns:
+        fp32 `[N]`, the sum of squares of the new residual stream; 0 for other opcodes.
+    """
     R: gl.constexpr = y.shape[0]
     layout: gl.constexpr = y.type.layout
+    DIM: gl.constexpr = SHAPE.DIM
+    PAGE: gl.constexpr = SHAPE.PAGE
     r = row + gl.expand_dims(gl.arange(0, R, gl.SliceLayout(1, layout)), 1)
     b = gl.expand_dims(gl.arange(0, N, gl.SliceLayout(0, layout)), 0)
-    inside = (r < last) & (b < B)
-    own = words + b * word_stride
+    inside = (r < last) & (b < SHAPE.B)
+    own = messages.activations + b * messages.stride
     square = gl.zeros([N], gl.float32, gl.SliceLayout(0, layout))
-    if kind <= VALUE:
-        turned = turn(y, one, two)
+    if opcode <= VALUE:
+        rotated = apply_rope(y, one, two)  # V has cosine 1 and sine 0
         dim = r % DIM // 16 * 8 + r % 8 + r % 16 // 8 * (DIM // 2)
-        at = query_at + r // DIM * DIM + dim
-        if kind != QUERY:
-            at += (HEADS + gl.where(kind == VALUE, KV_HEADS, 0)) * DIM
-            position = gl.load(positions + b, mask=b < B, other=0)
-            page = gl.load(page_table + b * table_stride + position // PAGE, mask=b < B, other=0)
-            slot = page.to(gl.int64) * (page_stride * LINE) + position % PAGE * DIM
-            place = target.to(gl.int64) * LINE + r // DIM * (head_stride * LINE) + dim
-            gl.store(pages + slot + place, turned, mask=inside)
-        send_input(own + at, turned, epoch, inside)
-    elif kind == INNER:
-        send_input(own + target + r, y, epoch, inside)
-    elif kind == GATE:
-        gl.store(gates + b * GATED + r, y, mask=inside)
-    elif kind == UP:
-        send_input(own + target + r, one / (1.0 + gl.exp(-one)) * y, epoch, inside)
-    elif kind == RESIDUAL:
+        at = query_offset + r // DIM * DIM + dim
+        if opcode != QUERY:
+            at += (SHAPE.HEADS + gl.where(opcode == VALUE, SHAPE.KV_HEADS, 0)) * DIM
+            position = gl.load(batch.positions + b, mask=b < SHAPE.B, other=0)
+            page = gl.load(
+                batch.page_table + b * batch.table_stride + position // PAGE,
+                mask=b < SHAPE.B, other=0,
+            )  # fmt: skip
+            slot = page.to(gl.int64) * (pages.page_stride * LINE) + position % PAGE * DIM
+            place = target.to(gl.int64) * LINE + r // DIM * (pages.head_stride * LINE) + dim
+            gl.store(pages.base + slot + place, rotated, mask=inside)
+        send_bf16(own + at, rotated, flag, inside)
+    elif opcode == INNER:
+        send_bf16(own + target + r, y, flag, inside)
+    elif opcode == GATE:
+        gl.store(buffers.gates + b * SHAPE.GATED + r, y, mask=inside)
+    elif opcode == UP:
+        send_bf16(own + target + r, one / (1.0 + gl.exp(-one)) * y, flag, inside)
+    elif opcode == RESIDUAL:
         h = one + y
-        gl.store(hidden + b * HIDDEN + r, h, mask=inside)
-        send_input(own + r, h * two, epoch, inside)
+        gl.store(buffers.hidden + b * SHAPE.HIDDEN + r, h, mask=inside)
+        send_bf16(own + r, h * two, flag, inside)
         square = gl.sum(gl.where(inside, h * h, 0.0), axis=0)
     else:
-        gl.store(logits + b.to(gl.int64) * VOCAB + r, y, mask=inside)
+        gl.store(buffers.logits + b.to(gl.int64) * SHAPE.VOCAB + r, y, mask=inside)
     return square

@@ -1,10 +1,13 @@
 # mypy: ignore-errors
-"""Words, in which programs tell one another numbers: a number and its stage, stored as one.
+"""Flagged messages between programs: a value and a flag, packed into one word and stored at once.
 
-What a product reads is bf16, in words of 32 bits with the stage's lower half; a word is never older
-than some hundred stages. Sums are fp32, in words of 64 bits. A thread that needs words reads them
-until each is of its stage, all of them at a time. Stores are plain ones: what is aligned and of
-such a size is stored as one, and none was seen to be kept back behind a wait (triton 3.6 and 3.9).
+This is the LL protocol of NCCL. A message's flag is that of the launch plus the stage that wrote
+it. Inputs of products are bf16, in words of 32 bits with the lower 16 bits of the flag; a message
+is never older than some hundred stages. Sums are fp32, in words of 64 bits with the whole flag. A
+thread polls all messages that it needs at a time, until the flags of all of them match.
+
+Stores are plain ones. An aligned store of 4 or 8 bytes is not torn, and none was seen to be delayed
+behind a polling loop (triton 3.6 and 3.9).
 """
 
 from triton.experimental import gluon
@@ -14,70 +17,78 @@ from runtime.kernels.compat import barrier
 from runtime.megakernel.kernels.layouts import (
     COLUMNS,
     INPUT,
-    MOST_DIM,
-    MOST_WORDS,
+    MAX_DIM,
+    MAX_MESSAGES,
     PARTS,
-    RIGHT,
+    RHS,
     ROWS,
-    TALLEST,
+    SHARED_COLUMNS,
     THREADS,
     WARPS,
     N,
-    finished,
+    output_layout,
 )
 
 
 @gluon.jit
-def anew():
-    """0, which the compiler does not know: what is counted from it is not kept in registers, which
-    are few, from one pass to the next."""
+def opaque_zero():
+    """Return a 0 that the compiler does not know to be one.
+
+    Indices that are computed from it are not hoisted out of the loop over passes, so that they do
+    not occupy registers, which are scarce.
+    """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0; // $1", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1
     )
 
 
 @gluon.jit
-def send(place, value, epoch, mask):
-    """Tell all programs some fp32 numbers of a stage."""
-    number = value.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
-    gl.store(place, number | (epoch.to(gl.int64) << 32), mask=mask)
+def send_fp32(pointer, value, flag, mask):
+    """Store fp32 messages of 64 bits."""
+    bits = value.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
+    gl.store(pointer, bits | (flag.to(gl.int64) << 32), mask=mask)
 
 
 @gluon.jit
-def send_input(place, value, epoch, mask):
-    """Tell them what is a product's input, as bf16."""
-    number = value.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
-    gl.store(place, number | (epoch << 16), mask=mask)
+def send_bf16(pointer, value, flag, mask):
+    """Store bf16 messages of 32 bits."""
+    bits = value.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
+    gl.store(pointer, bits | (flag << 16), mask=mask)
 
 
 @gluon.constexpr_function
-def polling(count, at_once):
-    """Reads ``count`` words of 32 bits, ``at_once`` by ``at_once``, until all are of a stage: in
-    assembly of which $0 … are the words, then come places, stages shifted by 16, and which are
-    wanted: all of those read at once, or none."""
-    vectors = range(0, count, at_once)
+def poll_bf16_asm(count, vector):
+    """PTX that polls ``count`` messages of 32 bits, ``vector`` in one load, until all flags match.
+
+    Operands: outputs $0 … are the messages; then addresses, flags shifted by 16, and masks, one for
+    each message. The messages of one load are masked together.
+    """
+    firsts = range(0, count, vector)
     lines = [f"mov.b32 ${n}, 0;" for n in range(count)]
-    lines += [f"setp.ne.b32 wanted{first}, ${3 * count + first}, 0;" for first in vectors]
+    lines += [f"setp.ne.b32 wanted{first}, ${3 * count + first}, 0;" for first in firsts]
     lines.append("AGAIN:")
-    kind = {4: ".v4", 2: ".v2", 1: ""}[at_once]
-    for first in vectors:
-        words = ", ".join(f"${first + n}" for n in range(at_once))
-        words = f"{{{words}}}" if at_once > 1 else words
-        load = f"ld.relaxed.gpu.global{kind}.b32 {words}, [${count + first}];"
+    suffix = {4: ".v4", 2: ".v2", 1: ""}[vector]
+    for first in firsts:
+        words = ", ".join(f"${first + n}" for n in range(vector))
+        words = f"{{{words}}}" if vector > 1 else words
+        load = f"ld.relaxed.gpu.global{suffix}.b32 {words}, [${count + first}];"
         lines.append(f"@wanted{first} {load}")
     lines.append("mov.b32 other, 0;")
-    for first in vectors:
-        for n in range(first, first + at_once):
+    for first in firsts:
+        for n in range(first, first + vector):
             lines.append(f"@wanted{first} xor.b32 one, ${n}, ${2 * count};")
             lines.append(f"@wanted{first} or.b32 other, other, one;")
     lines += ["setp.ge.u32 late, other, 65536;", "@late bra AGAIN;"]
-    wanted = ", ".join(f"wanted{first}" for first in vectors)
+    wanted = ", ".join(f"wanted{first}" for first in firsts)
     return f"{{ .reg .pred late, {wanted}; .reg .b32 one, other;\n" + "\n".join(lines) + "\n}"
 
 
 @gluon.constexpr_function
-def polling_sums(count):
-    """The same of words of 64 bits: their lower halves are the outputs."""
+def poll_fp32_asm(count):
+    """PTX that polls ``count`` messages of 64 bits; outputs are their lower halves.
+
+    Operands as of `poll_bf16_asm`, with flags that are not shifted.
+    """
     lines = []
     for n in range(count):
         lines += [f"mov.b32 ${n}, 0;", f"setp.ne.b32 wanted{n}, ${3 * count + n}, 0;"]
@@ -97,33 +108,39 @@ def polling_sums(count):
 
 
 @gluon.constexpr_function
-def operand_kinds(count):
+def asm_constraints(count):
+    """Constraints of the operands of both polling loops."""
     return ",".join(["=&r"] * count + ["l"] * count + ["r"] * (2 * count))
 
 
 @gluon.jit
-def receive_input(place, epoch, mask, COUNT: gl.constexpr, AT_ONCE: gl.constexpr):
-    """bf16, of COUNT words that a thread has, as soon as all of them are there; else 0."""
+def receive_bf16(pointer, flag, mask, COUNT: gl.constexpr, VECTOR: gl.constexpr):
+    """Poll bf16 messages until their flags match; 0 where masked.
+
+    Args:
+        COUNT: messages of a thread.
+        VECTOR: messages of one load.
+    """
     words = gl.inline_asm_elementwise(
-        polling(COUNT, AT_ONCE), operand_kinds(COUNT),
-        [place, epoch << 16, mask.to(gl.int32)], gl.int32, False, COUNT,
+        poll_bf16_asm(COUNT, VECTOR), asm_constraints(COUNT),
+        [pointer, flag << 16, mask.to(gl.int32)], gl.int32, False, COUNT,
     )  # fmt: skip
     return words.to(gl.uint16).to(gl.bfloat16, bitcast=True)
 
 
 @gluon.jit
-def receive(place, epoch, mask, COUNT: gl.constexpr):
-    """fp32, likewise."""
+def receive_fp32(pointer, flag, mask, COUNT: gl.constexpr):
+    """Poll fp32 messages until their flags match; 0 where masked."""
     words = gl.inline_asm_elementwise(
-        polling_sums(COUNT), operand_kinds(COUNT),
-        [place, epoch, mask.to(gl.int32)], gl.int32, False, COUNT,
+        poll_fp32_asm(COUNT), asm_constraints(COUNT),
+        [pointer, flag, mask.to(gl.int32)], gl.int32, False, COUNT,
     )  # fmt: skip
     return words.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def line(n: gl.constexpr, dim: gl.constexpr):
-    """0 … n - 1 along one dimension of an input's words."""
+def input_index(n: gl.constexpr, dim: gl.constexpr):
+    """Return 0 … n - 1 along one of the four dimensions of INPUT; the others have size 1."""
     first: gl.constexpr = 0 if dim > 0 else 1
     second: gl.constexpr = 1 if dim > 1 else 2
     third: gl.constexpr = 2 if dim > 2 else 3
@@ -135,57 +152,64 @@ def line(n: gl.constexpr, dim: gl.constexpr):
 
 
 @gluon.jit
-def input_of(
-    words, word_stride, source, width, epoch, B: gl.constexpr, BL: gl.constexpr, MOST: gl.constexpr
-):
-    """The first MOST columns of an input, bf16 `[tile, warp, N, 128]`, sequences again and again
-    until there are N."""
-    TILES: gl.constexpr = MOST // COLUMNS
-    column = line(TILES, 0) * COLUMNS + line(WARPS, 1) * MOST_DIM + line(MOST_DIM, 3) + anew()
-    place = words + line(BL, 2) * word_stride + source + column
-    at_once: gl.constexpr = min(4 * TILES * BL, MOST_WORDS)
-    found = receive_input(place, epoch, (column < width) & (line(BL, 2) < B), at_once, 4)
-    found = found.reshape([TILES, WARPS, 1, BL, MOST_DIM])
+def receive_input(messages, source, width, flag, SHAPE: gl.constexpr, MAX_COLUMNS: gl.constexpr):
+    """Receive up to MAX_COLUMNS columns of a product's input.
+
+    Returns:
+        bf16 `[tile, warp, N, 128]`; sequences repeat until there are N.
+    """
+    TILES: gl.constexpr = MAX_COLUMNS // COLUMNS
+    BL: gl.constexpr = SHAPE.BL
+    column = input_index(TILES, 0) * COLUMNS + input_index(WARPS, 1) * MAX_DIM
+    column = column + input_index(MAX_DIM, 3) + opaque_zero()
+    sequence = input_index(BL, 2)
+    pointer = messages.activations + sequence * messages.stride + source + column
+    count: gl.constexpr = min(4 * TILES * BL, MAX_MESSAGES)
+    found = receive_bf16(pointer, flag, (column < width) & (sequence < SHAPE.B), count, 4)
+    found = found.reshape([TILES, WARPS, 1, BL, MAX_DIM])
     layout: gl.constexpr = found.type.layout
-    wide = found + gl.zeros([TILES, WARPS, N // BL, BL, MOST_DIM], gl.bfloat16, layout)
-    return wide.reshape([TILES, WARPS, N, MOST_DIM])
+    wide = found + gl.zeros([TILES, WARPS, N // BL, BL, MAX_DIM], gl.bfloat16, layout)
+    return wide.reshape([TILES, WARPS, N, MAX_DIM])
 
 
 @gluon.jit
-def operand(tile):
-    """A tile of an input `[warp, N, 128]` as tensor cores take it."""
+def mma_operand(tile):
+    """Convert a tile of an input `[warp, N, 128]` to a right operand `[PARTS, 64, N]`."""
     parts = tile.reshape([WARPS, N, 2, 64]).permute([2, 0, 3, 1])
-    return gl.convert_layout(parts.reshape([PARTS, 64, N]), RIGHT)
+    return gl.convert_layout(parts.reshape([PARTS, 64, N]), RHS)
 
 
 @gluon.jit
-def operands(found):
-    """An input of BLOCK columns in four tiles."""
-    early, late = gl.split(found.reshape([2, 2, WARPS, N, MOST_DIM]).permute([1, 2, 3, 4, 0]))
+def mma_operands(found):
+    """Convert an input of REGISTER_COLUMNS columns to four right operands."""
+    early, late = gl.split(found.reshape([2, 2, WARPS, N, MAX_DIM]).permute([1, 2, 3, 4, 0]))
     x0, x1 = gl.split(early.permute([1, 2, 3, 0]))
     x2, x3 = gl.split(late.permute([1, 2, 3, 0]))
-    return operand(x0), operand(x1), operand(x2), operand(x3)
+    return mma_operand(x0), mma_operand(x1), mma_operand(x2), mma_operand(x3)
 
 
 @gluon.jit
-def keep(kept, found):
-    """An input of TALLEST columns into shared memory."""
+def keep_input(kept, found):
+    """Store an input of SHARED_COLUMNS columns in shared memory, for all warps."""
     barrier()
-    kept.store(found.reshape([TALLEST // MOST_DIM, N, MOST_DIM]))
+    kept.store(found.reshape([SHARED_COLUMNS // MAX_DIM, N, MAX_DIM]))
     barrier()
 
 
 @gluon.jit
-def root_scale(
-    squares, epoch, programs, eps, B: gl.constexpr, BL: gl.constexpr, HIDDEN: gl.constexpr
-):
-    """1 / rms of the residual stream of each sequence, of what every program added up; `[N]`,
-    sequences again and again."""
+def inverse_rms(messages, flag, programs, eps, SHAPE: gl.constexpr):
+    """Return 1 / rms of the residual stream `[N]`, from the sums of squares of all programs.
+
+    Sequences repeat until there are N.
+    """
+    BL: gl.constexpr = SHAPE.BL
+    HIDDEN: gl.constexpr = SHAPE.HIDDEN
     layout: gl.constexpr = gl.BlockedLayout([1, BL], [32, 1], [WARPS, 1], [1, 0])
-    p = gl.expand_dims(gl.arange(0, THREADS, gl.SliceLayout(1, layout)), 1) + anew()
+    p = gl.expand_dims(gl.arange(0, THREADS, gl.SliceLayout(1, layout)), 1) + opaque_zero()
     b = gl.expand_dims(gl.arange(0, BL, gl.SliceLayout(0, layout)), 0)
     rows = HIDDEN * (p + 1) // programs - HIDDEN * p // programs
-    found = receive(squares + p * N + b, epoch, (p < programs) & (rows > 0) & (b < B), BL)
+    mask = (p < programs) & (rows > 0) & (b < SHAPE.B)
+    found = receive_fp32(messages.squares + p * N + b, flag, mask, BL)  # [THREADS, BL]
     root = gl.expand_dims(gl.rsqrt(gl.sum(found, axis=0) / HIDDEN + eps), 0)
     every = root + gl.zeros([N // BL, BL], gl.float32, layout)
-    return gl.convert_layout(every.reshape([N]), gl.SliceLayout(0, finished(ROWS)))
+    return gl.convert_layout(every.reshape([N]), gl.SliceLayout(0, output_layout(ROWS)))

@@ -1,29 +1,34 @@
 # mypy: ignore-errors
-"""What a step's list says of a pass: a row of `FIELDS` numbers.
+"""The pass table: a row of FIELDS int32 numbers for each pass of a step.
 
-A pass is a matrix, of which every program multiplies its share of the rows, or the attention of a
-layer. Offsets are counted in lines of 64 elements, widths, strides and sources in eights.
+A pass multiplies one matrix, whose rows are divided among all programs, or computes the attention
+of one layer. `schedule.Pass` documents each field.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from runtime.megakernel.kernels.layouts import LEAST, TOKENS
+from runtime.megakernel.kernels.layouts import MIN_SPLIT_TILES, TOKENS
 
 FIELDS = gl.constexpr(17)
-"""Of a pass."""
-KIND, STAGE, AFTER = (gl.constexpr(n) for n in range(3))
-OFFSET, OTHER, WIDTH = (gl.constexpr(n) for n in range(3, 6))
+"""Numbers of a row."""
+OPCODE, STAGE, AFTER = (gl.constexpr(n) for n in range(3))
+OFFSET, V_OFFSET, WIDTH = (gl.constexpr(n) for n in range(3, 6))
 START, UNITS, TOTAL, UNIT = (gl.constexpr(n) for n in range(6, 10))
 SOURCE, TARGET, BIAS, NORM, NORMED, TALL, STRIDE = (gl.constexpr(n) for n in range(10, 17))
+"""Columns of the table."""
 ATTEND, QUERY, KEY, VALUE = (gl.constexpr(n) for n in range(4))
 INNER, RESIDUAL, GATE, UP, LOGITS = (gl.constexpr(n) for n in range(4, 9))
-"""What is done with the product."""
+"""Opcodes: attention, or the epilogue of a matrix product."""
 
 
 @gluon.jit
-def share(start, units, total, unit, pid, programs):
-    """The rows of a pass that are this program's: the first, and after the last."""
+def rows_of_program(start, units, total, unit, pid, programs):
+    """Return the begin and end of this program's rows of a matrix.
+
+    The passes of a stage divide ``total`` units of ``unit`` rows evenly among the programs; this
+    matrix has ``units`` of them, from number ``start`` on.
+    """
     first = gl.maximum(total * pid // programs - start, 0)
     last = gl.minimum(total * (pid + 1) // programs - start, units)
     return first * unit, last * unit
@@ -31,11 +36,18 @@ def share(start, units, total, unit, pid, programs):
 
 @gluon.jit
 def past_tiles(item, lengths, KV_HEADS: gl.constexpr, SPLITS: gl.constexpr):
-    """What a sequence had before this step: tokens, the parts in which they are attended, and this
-    part's tiles of them, the first and after the last. A short sequence has fewer parts: what they
-    find has a long way."""
+    """Divide the past of a sequence among splits.
+
+    Short sequences have fewer splits, because messages between programs are slow.
+
+    Args:
+        item: `(sequence * KV_HEADS + kv_head) * SPLITS + split`.
+
+    Returns:
+        Tokens before this step; splits in use; begin and end of this split's tiles of tokens.
+    """
     past = gl.load(lengths + item // (KV_HEADS * SPLITS)) - 1
     tiles = (past + TOKENS - 1) // TOKENS
-    parts = gl.minimum(SPLITS, gl.maximum(1, (tiles + LEAST - 1) // LEAST))
-    split = gl.minimum(item % SPLITS, parts)
-    return past, parts, tiles * split // parts, tiles * gl.minimum(split + 1, parts) // parts
+    splits = gl.minimum(SPLITS, gl.maximum(1, (tiles + MIN_SPLIT_TILES - 1) // MIN_SPLIT_TILES))
+    split = gl.minimum(item % SPLITS, splits)
+    return past, splits, tiles * split // splits, tiles * gl.minimum(split + 1, splits) // splits

@@ -1,12 +1,13 @@
 # mypy: ignore-errors
-"""What a step reads of weights, K and V, brought into shared memory ahead of its use.
+"""The ring of tiles in shared memory, and the copy warps that fill it.
 
-What will be read is known before the step begins. The copying warps are ahead by as much as the
-ring holds: memory goes on working while programs wait for one another. Of what is under way there
-is only as much as keeps memory busy: more would queue, and all else that is read queue behind it.
+What a step reads of weights, K and V is known before it begins. Copy warps run ahead of the compute
+warps by as many tiles as the ring has slots, so that memory stays busy while programs wait for
+messages. The number of copies in flight is bounded: more would queue in front of the messages.
 
-A tile is 16 rows and 1024 columns of a matrix, or 128 of each where a program has many rows, or
-128 tokens of K or V of a head.
+A tile is 16 rows and 1024 columns of a matrix; or 128 rows and 128 columns of it, where a program
+has many rows (a tall tile); or 128 tokens of K or V of one head. A ring is a tuple of the tiles
+bf16 `[SLOTS, PARTS, ROWS, 64]` and the barriers ``full`` and ``empty`` `[SLOTS, 1]`.
 """
 
 from triton.experimental import gluon
@@ -14,59 +15,72 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from runtime.kernels.compat import barrier, load_async, seen_as
+from runtime.kernels.arith import LINE, VECTOR
+from runtime.kernels.compat import barrier, load_async, reinterpret
 from runtime.megakernel.kernels.layouts import (
     COLUMNS,
-    COPY,
-    KV_COPY,
-    KV_SLOT,
-    LINE,
-    MOST_DIM,
+    MAX_DIM,
     PARTS,
     ROWS,
+    TILE_COPY,
     TOKENS,
     WARPS,
-    along,
+    WIDE_TILE,
+    WIDE_TILE_COPY,
+    index_along,
 )
 from runtime.megakernel.kernels.opcodes import (
     ATTEND,
     FIELDS,
-    KIND,
     OFFSET,
-    OTHER,
+    OPCODE,
     START,
     STRIDE,
     TALL,
     TOTAL,
     UNIT,
     UNITS,
+    V_OFFSET,
     WIDTH,
     past_tiles,
-    share,
+    rows_of_program,
 )
 
 
 @gluon.jit
-def free_slot(ring, empty, tile, SLOTS: gl.constexpr):
+def as_wide_tile(slot):
+    """View a slot as a wide tile `[WARPS, ROWS, MAX_DIM]`."""
+    return reinterpret(slot, gl.bfloat16, [WARPS, ROWS, MAX_DIM], WIDE_TILE)
+
+
+@gluon.jit
+def wait_empty(ring, tile, SLOTS: gl.constexpr):
+    """Return the slot of tile number ``tile``, once it may be written."""
+    tiles, _, empty = ring
     mbarrier.wait(empty.index(tile % SLOTS), (tile // SLOTS & 1) ^ 1)
-    return ring.index(tile % SLOTS)
+    return tiles.index(tile % SLOTS)
 
 
 @gluon.jit
-def full_slot(ring, full, tile, SLOTS: gl.constexpr):
+def wait_full(ring, tile, SLOTS: gl.constexpr):
+    """Return the slot of tile number ``tile``, once it has been written."""
+    tiles, full, _ = ring
     mbarrier.wait(full.index(tile % SLOTS), tile // SLOTS & 1)
-    return ring.index(tile % SLOTS)
+    return tiles.index(tile % SLOTS)
 
 
 @gluon.jit
-def give_back(empty, tile, SLOTS: gl.constexpr):
+def release(ring, tile, SLOTS: gl.constexpr):
+    """Give a slot back to the copy warps, once all compute warps have read it."""
+    _, _, empty = ring
     barrier()
     mbarrier.arrive(empty.index(tile % SLOTS), count=1)
 
 
 @gluon.jit
-def copy(slot, full, tile, source, mask, SLOTS: gl.constexpr, AHEAD: gl.constexpr):
-    """Begins to fill a slot; then there are at most AHEAD that are not full yet."""
+def copy(slot, ring, tile, source, mask, SLOTS: gl.constexpr, AHEAD: gl.constexpr):
+    """Start to fill a slot; then wait until at most AHEAD copies are in flight."""
+    _, full, _ = ring
     load_async(slot, source, mask=mask)
     async_copy.mbarrier_arrive(full.index(tile % SLOTS), increment_count=False)
     async_copy.commit_group()
@@ -74,71 +88,84 @@ def copy(slot, full, tile, source, mask, SLOTS: gl.constexpr, AHEAD: gl.constexp
 
 
 @gluon.jit
-def reads_of(row):
+def load_reads(row):
+    """Load the fields of a pass that say what it reads."""
     return (
-        gl.load(row + KIND), gl.load(row + OFFSET), gl.load(row + OTHER), gl.load(row + WIDTH),
+        gl.load(row + OPCODE), gl.load(row + OFFSET), gl.load(row + V_OFFSET), gl.load(row + WIDTH),
         gl.load(row + START), gl.load(row + UNITS), gl.load(row + TOTAL), gl.load(row + UNIT),
         gl.load(row + TALL), gl.load(row + STRIDE),
     )  # fmt: skip
 
 
 @gluon.jit
-def read_ahead(
-    ring, full, empty, table, passes, pid, programs, weights, pages, page_table, table_stride,
-    page_stride, head_stride, lengths,
-    B: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    SPLITS: gl.constexpr, SLOTS: gl.constexpr, AHEAD: gl.constexpr, TALL_AHEAD: gl.constexpr,
+def copy_kv(
+    ring, tile, offset, v_offset, pid, programs, batch, pages, SHAPE: gl.constexpr,
+    RING: gl.constexpr,
 ):  # fmt: skip
-    """Copies all tiles of a program, in the order in which it will use them."""
-    part = along(PARTS, 0, COPY) % WARPS * MOST_DIM + along(PARTS, 0, COPY) // WARPS * 64
-    r = along(ROWS, 1, COPY)
-    j = along(64, 2, COPY)
-    eighth = along(WARPS, 0, KV_COPY) * ROWS
-    token = along(ROWS, 1, KV_COPY)
-    d = along(MOST_DIM, 2, KV_COPY)
+    """Copy the tiles of K and V of an attention pass; return the next tile's number."""
+    group = index_along(WARPS, 0, WIDE_TILE_COPY) * ROWS
+    token = index_along(ROWS, 1, WIDE_TILE_COPY)
+    d = index_along(MAX_DIM, 2, WIDE_TILE_COPY)
+    for item in range(pid, SHAPE.B * SHAPE.KV_HEADS * SHAPE.SPLITS, programs):
+        past, _, first, last = past_tiles(item, batch.lengths, SHAPE.KV_HEADS, SHAPE.SPLITS)
+        sequence = item // (SHAPE.KV_HEADS * SHAPE.SPLITS)
+        own_pages = batch.page_table + sequence * batch.table_stride
+        head = item // SHAPE.SPLITS % SHAPE.KV_HEADS * pages.head_stride * LINE
+        for number in range(first, last):
+            t = number * TOKENS + group
+            page = gl.load(own_pages + t // SHAPE.PAGE, mask=t < past, other=0).to(gl.int64)
+            at = page * (pages.page_stride * LINE) + head + (t % SHAPE.PAGE + token) * SHAPE.DIM + d
+            valid = (t + token < past) & (d < SHAPE.DIM)
+            for which in gl.static_range(2):
+                plane = offset if which == 0 else v_offset
+                slot = wait_empty(ring, tile, RING.SLOTS)
+                copy(
+                    as_wide_tile(slot), ring, tile, pages.base + plane.to(gl.int64) * LINE + at,
+                    valid, RING.SLOTS, RING.AHEAD,
+                )  # fmt: skip
+                tile += 1
+    return tile
+
+
+@gluon.jit
+def copy_tiles(
+    ring, pid, programs, schedule, weights, batch, pages, SHAPE: gl.constexpr, RING: gl.constexpr
+):
+    """Copy all tiles of a program, in the order in which it uses them."""
+    part = index_along(PARTS, 0, TILE_COPY)
+    part = part % WARPS * MAX_DIM + part // WARPS * 64  # first column of each part
+    r = index_along(ROWS, 1, TILE_COPY)
+    j = index_along(64, 2, TILE_COPY)
+    tall_row = index_along(WARPS, 0, WIDE_TILE_COPY) * ROWS + index_along(ROWS, 1, WIDE_TILE_COPY)
+    tall_column = index_along(MAX_DIM, 2, WIDE_TILE_COPY)
     tile = gl.to_tensor(0)
-    coming = reads_of(table)
-    for n in range(passes):
-        kind, offset, other, width, start, units, total, unit, tall, stride = coming
-        coming = reads_of(table + (n + 1) * FIELDS)
-        if kind == ATTEND:
-            for item in range(pid, B * KV_HEADS * SPLITS, programs):
-                past, _, first, last = past_tiles(item, lengths, KV_HEADS, SPLITS)
-                row_of_pages = page_table + item // (KV_HEADS * SPLITS) * table_stride
-                head = item // SPLITS % KV_HEADS * head_stride * LINE
-                for number in range(first, last):
-                    t = number * TOKENS + eighth
-                    page = gl.load(row_of_pages + t // PAGE, mask=t < past, other=0).to(gl.int64)
-                    place = page * (page_stride * LINE) + head + (t % PAGE + token) * DIM + d
-                    here = (t + token < past) & (d < DIM)
-                    for which in gl.static_range(2):
-                        plane = offset if which == 0 else other
-                        slot = free_slot(ring, empty, tile, SLOTS)
-                        copy(
-                            seen_as(slot, gl.bfloat16, [WARPS, ROWS, MOST_DIM], KV_SLOT), full,
-                            tile, pages + plane.to(gl.int64) * LINE + place, here, SLOTS, AHEAD,
-                        )  # fmt: skip
-                        tile += 1
+    coming = load_reads(schedule.table)
+    for n in range(schedule.passes):
+        opcode, offset, v_offset, width, start, units, total, unit, tall, stride = coming
+        coming = load_reads(schedule.table + (n + 1) * FIELDS)
+        if opcode == ATTEND:
+            tile = copy_kv(ring, tile, offset, v_offset, pid, programs, batch, pages, SHAPE, RING)
         else:
-            begin, end = share(start, units, total, unit, pid, programs)
-            matrix = weights + offset.to(gl.int64) * LINE + begin.to(gl.int64) * (stride * 8)
+            begin, end = rows_of_program(start, units, total, unit, pid, programs)
+            matrix = weights.base + offset.to(gl.int64) * LINE
+            matrix += begin.to(gl.int64) * (stride * VECTOR)
             if tall > 0:
                 for row in range(begin, end, WARPS * ROWS):
-                    for k in range(0, width * 8, MOST_DIM):
-                        here = (row + eighth + token < end) & (k + d < width * 8)
-                        slot = free_slot(ring, empty, tile, SLOTS)
-                        slot = seen_as(slot, gl.bfloat16, [WARPS, ROWS, MOST_DIM], KV_SLOT)
-                        source = matrix + ((eighth + token) * (stride * 8) + k + d)
-                        copy(slot, full, tile, source, here, SLOTS, TALL_AHEAD)
+                    for k in range(0, width * VECTOR, MAX_DIM):
+                        valid = (row + tall_row < end) & (k + tall_column < width * VECTOR)
+                        slot = as_wide_tile(wait_empty(ring, tile, RING.SLOTS))
+                        source = matrix + (tall_row * (stride * VECTOR) + k + tall_column)
+                        copy(slot, ring, tile, source, valid, RING.SLOTS, RING.TALL_AHEAD)
                         tile += 1
-                    matrix += WARPS * ROWS * stride * 8
-                end = begin  # nothing is left
+                    matrix += WARPS * ROWS * stride * VECTOR
+                end = begin  # no rows are left for ordinary tiles
             for row in range(begin, end, ROWS):
-                for k in range(0, width * 8, COLUMNS):
+                for k in range(0, width * VECTOR, COLUMNS):
                     column = k + part + j
-                    here = (row + r < end) & (column < width * 8)
-                    slot = free_slot(ring, empty, tile, SLOTS)
-                    copy(slot, full, tile, matrix + (r * (stride * 8) + column), here, SLOTS, AHEAD)
+                    valid = (row + r < end) & (column < width * VECTOR)
+                    slot = wait_empty(ring, tile, RING.SLOTS)
+                    source = matrix + (r * (stride * VECTOR) + column)
+                    copy(slot, ring, tile, source, valid, RING.SLOTS, RING.AHEAD)
                     tile += 1
-                matrix += ROWS * stride * 8
+                matrix += ROWS * stride * VECTOR
     async_copy.wait_group(0)

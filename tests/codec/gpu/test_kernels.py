@@ -1,20 +1,212 @@
-"""Run the checks of the Triton kernels: interpreted in their own process, compiled on a GPU."""
-
-from pathlib import Path
+"""Compare the Triton backend with the reference, on a GPU or under Triton's interpreter."""
 
 import pytest
 import torch
 
-from tests.kernel_process import run_checks
+import codec
+from codec.backend import Backend
+from codec.codebook import Codebook
+from codec.elements import BY_NAME, INTEGER_TYPES
+from codec.format import Geometry, Layout, Mode
+from codec.gpu import backend as gpu
+from codec.gpu.paged import PagedCodec
+from codec.gpu.plan import LaunchPlan
+from codec.reference import backend as reference
+from tests.codec.samples import BOOKS, Pages, bits, from_bits, make_pages
 
-CHECKS = Path(__file__).with_name("kernel_checks.py")
+pytestmark = pytest.mark.triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPES = [
+    # tokens, slots, dim, kind
+    (1, 16, 64, "normal"),
+    (17, 16, 64, "mixed"),
+    (40, 16, 128, 0.004),
+    (20, 16, 80, 0.05),
+    (9, 4, 37, "random"),
+]
+CASES = [(name, *SHAPES[number % len(SHAPES)]) for number, name in enumerate(sorted(BOOKS))]
+CASES += [("bf16-three_bit-window", 48, 16, 64, 0.3), ("bf16-top16-window", 0, 16, 64, "normal")]
 
 
-def test_interpreted_kernels_agree_with_the_reference() -> None:
-    run_checks(CHECKS, interpreted=True)
+def on_device(pages: Pages) -> Pages:
+    planes = [plane.to(DEVICE) for plane in pages.planes]
+    return Pages(planes, pages.ids, pages.num_tokens, pages.generator)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_compiled_kernels_agree_with_the_reference() -> None:
-    run_checks(CHECKS, interpreted=False)
+def encode(
+    pages: Pages, backend: Backend, books: list[Codebook | None]
+) -> tuple[codec.Encoded, torch.Tensor]:
+    out = torch.full((pages.bound,), 0xA5, dtype=torch.uint8, device=pages.planes[0].device)
+    encoded = codec.encode_pages(
+        pages.planes, books, pages.ids, pages.num_tokens, out, backend=backend
+    )
+    return encoded, out[: encoded.length].clone()
+
+
+def check(source: Pages, books: list[Codebook | None]) -> None:
+    """Check for equal bytes, equal decoded elements and equal checksums of the content."""
+    tokens = source.num_tokens
+    expected, payload = encode(source, reference, books)
+    here = on_device(source)
+    encoded, written = encode(here, gpu, books)
+    assert encoded == expected
+    assert torch.equal(written.cpu(), payload)
+    target = on_device(source.empty_like())
+    decoded = codec.decode_pages(
+        payload.to(DEVICE), target.planes, books, target.ids, tokens, backend=gpu
+    )
+    assert decoded.checksum == expected.checksum
+    back = Pages([plane.cpu() for plane in target.planes], target.ids, tokens, source.generator)
+    assert torch.equal(back.content(), source.content())
+    assert codec.checksum_pages(here.planes, here.ids, tokens, backend=gpu) == (
+        codec.checksum_pages(source.planes, source.ids, tokens, backend=reference)
+    )
+
+
+@pytest.mark.parametrize(("name", "tokens", "slots", "dim", "kind"), CASES)
+def test_kernels_write_and_read_the_reference_bytes(
+    name: str, tokens: int, slots: int, dim: int, kind: str | float
+) -> None:
+    book = BOOKS[name]
+    source = make_pages(
+        tokens, num_planes=3, kv_heads=2, slots=slots, dim=dim, kind=kind, book=book
+    )
+    check(source, [book, None, book])
+
+
+@pytest.mark.parametrize("name", [element.name for element in INTEGER_TYPES])
+@pytest.mark.parametrize(("slots", "dim"), [(16, 64), (5, 7)])
+def test_integer_planes_are_stored_raw_with_the_reference_bytes(
+    name: str, slots: int, dim: int
+) -> None:
+    dtype = BY_NAME[name].dtype
+    source = make_pages(17, kv_heads=2, slots=slots, dim=dim, kind="random", dtype=dtype)
+    check(source, [None, None])
+    planes = on_device(source).planes
+    target = [torch.zeros_like(plane) for plane in planes]
+    out = torch.zeros(source.bound, dtype=torch.uint8, device=DEVICE)
+    encoded = PagedCodec(planes, [None, None]).encode(source.ids, 17, out).result()
+    payload = out[: encoded.length]
+    header = codec.read_header(payload)
+    decoded = PagedCodec(target, [None, None]).decode(payload, header, source.ids, 17).result()
+    assert decoded.checksum == encoded.checksum
+    assert decoded.raw_bytes == encoded.raw_bytes == 2 * 2 * 17 * dim * dtype.itemsize
+    back = Pages([plane.cpu() for plane in target], source.ids, 17, source.generator)
+    assert torch.equal(back.content(), source.content())
+
+
+def test_segment_of_planes_with_different_modes() -> None:
+    modes = ("top16-window", "three_bit-gaps", "inband-window", "top16-gaps")
+    source = make_pages(17, num_planes=5, kv_heads=1, kind=0.02)
+    check(source, [*(BOOKS[f"bf16-{mode}"] for mode in modes), None])
+
+
+def test_column_with_more_than_eight_escapes() -> None:
+    """Eight second-level codes are loaded at a time."""
+    book = BOOKS["bf16-three_bit-window"]
+    chunk = torch.full((1, 1, 1024, 1), book.exponents[0] << 7)
+    column = torch.tensor([8 * (32 * row + 5) + e for row in range(4) for e in range(8)])
+    chunk[0, 0, column, 0] = torch.tensor([*book.second, 3] * 2) << 7
+    source = Pages([from_bits(chunk)], [0], 1024, torch.Generator())
+    check(source, [book])
+
+
+def test_launch_rejects_short_buffers() -> None:
+    book = BOOKS["bf16-top16-window"]
+    pages = on_device(make_pages(17, num_planes=1, kv_heads=1))
+    geometry = Geometry(1, 64, 17, 16)
+    layout = Layout.of(geometry, book.element, [Mode.TOP16])
+    plan, ids = LaunchPlan(pages.planes, [book], geometry, layout), torch.tensor(pages.ids)
+    short = torch.zeros(layout.bound - 1, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(codec.InvalidBuffer):
+        plan.encode(ids, short)
+    with pytest.raises(codec.InvalidBuffer):
+        plan.decode(ids, short[: layout.entries - 1])
+
+
+def test_paged_codec_reuses_plans_and_returns_results_later() -> None:
+    """Segments of several lengths and modes, each with pages in another order."""
+    books: list[Codebook | None] = [BOOKS["bf16-three_bit-window"], BOOKS["bf16-top16-gaps"], None]
+    source = on_device(make_pages(80, num_planes=3, kv_heads=2, kind=0.02))
+    target = on_device(source.empty_like())
+    coded, raw = PagedCodec(source.planes, books), PagedCodec(source.planes, [None] * 3)
+    reader = PagedCodec(target.planes, books)
+    started = []
+    for sender, first, tokens in [(coded, 0, 32), (raw, 2, 32), (coded, 4, 9), (coded, 1, 16)]:
+        ids = source.ids[first : first + -(-tokens // 16)]
+        out = torch.zeros(source.bound, dtype=torch.uint8, device=DEVICE)
+        started.append((ids, tokens, out, sender.encode(ids, tokens, out)))
+    decoded = []
+    for ids, tokens, out, encoding in started:
+        encoded = encoding.result()
+        assert encoding.done
+        assert encoding.seconds >= 0
+        payload = out[: encoded.length]
+        header = codec.read_header(payload)
+        assert encoded.checksum == header.checksum
+        decoded.append(reader.decode(payload, header, ids, tokens))
+    assert [d.result().checksum for d in decoded] == [e.result().checksum for *_, e in started]
+    for mine, theirs in zip(source.planes, target.planes, strict=True):
+        assert torch.equal(bits(mine)[source.ids[:4]], bits(theirs)[source.ids[:4]])
+        last = source.ids[4]
+        assert torch.equal(bits(mine)[last][:, :9], bits(theirs)[last][:, :9])
+    header = codec.read_header(started[0][2][: started[0][3].result().length])
+    with pytest.raises(codec.CodebookMismatch):
+        PagedCodec(target.planes, [None] * 3).decode(
+            started[0][2][: header.length], header, source.ids[:2], 32
+        )
+    with pytest.raises(codec.FormatError):
+        reader.decode(started[0][2][: header.length], header, source.ids[:3], 33)
+    with pytest.raises(codec.InvalidPages):
+        coded.encode([], 0, started[0][2])
+    with pytest.raises(codec.BufferTooSmall):
+        coded.encode(source.ids[:2], 32, started[0][2][:64])
+
+
+def test_starts_outside_the_payload_are_rejected() -> None:
+    """A chunk has more entries than the payload; the memory after it looks like entries."""
+    book = BOOKS["bf16-top16-window"]
+    source = Pages([from_bits(torch.full((1, 1, 1024, 1), 120 << 7))], [0], 1024, torch.Generator())
+    _, payload = encode(source, reference, [book])
+    payload[codec.read_header(payload).layout.starts + 4] = 100
+    memory = torch.cat([payload.view(torch.int32), torch.full((256,), 200 << 16 | 7)]).int()
+    inside = memory.to(DEVICE).view(torch.uint8)[: len(payload)]
+    target = on_device(source.empty_like())
+    with pytest.raises(codec.FormatError):
+        codec.decode_pages(inside, target.planes, [book], [0], 1024, backend=gpu)
+    assert set(bits(target.planes[0]).flatten().tolist()) == {120 << 7}
+
+
+def test_planes_of_different_strides_are_rejected() -> None:
+    planes = [
+        torch.zeros(4, 2, 16, 64).bfloat16(),
+        torch.zeros(2, 4, 16, 64).bfloat16().transpose(0, 1),
+    ]
+    planes = [plane.to(DEVICE) for plane in planes]
+    out = torch.zeros(codec.max_segment_bytes(2, 2, 64, 16, 16), dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(codec.InvalidPlanes):
+        codec.encode_pages(planes, [None, None], [0], 16, out, backend=gpu)
+
+
+@pytest.mark.parametrize("name", ["bf16-top16-window", "bf16-three_bit-window"])
+@pytest.mark.parametrize("part", ["starts", "codes", "entries"])
+@pytest.mark.parametrize("value", [0, 1, 255])
+def test_damaged_payloads_raise_and_write_only_their_pages(
+    name: str, part: str, value: int
+) -> None:
+    book = BOOKS[name]
+    books: list[Codebook | None] = [book, None, book]
+    source = make_pages(17, num_planes=3, kv_heads=1, kind=0.02, book=book)
+    _, payload = encode(source, reference, books)
+    layout = codec.read_header(payload).layout
+    at = {"starts": layout.starts + 5, "codes": layout.blocks[0].start, "entries": layout.entries}
+    place = at[part] + 1
+    payload[place] = value if int(payload[place]) != value else value ^ 7
+    target = on_device(source.empty_like())
+    before = [bits(plane).clone() for plane in target.planes]
+    with pytest.raises((codec.FormatError, codec.ChecksumMismatch)):
+        codec.decode_pages(payload.to(DEVICE), target.planes, books, target.ids, 17, backend=gpu)
+    others = [page for page in range(len(before[0])) if page not in target.ids]
+    for plane, was in zip(target.planes, before, strict=True):
+        assert torch.equal(bits(plane)[others], was[others])

@@ -7,7 +7,7 @@ import torch
 
 from runtime.checkpoint import Dense, FactorPair
 from runtime.errors import PlanError
-from runtime.gemm.plan import KernelPlan, LargeTile, Tile, group_key, key, large_tile
+from runtime.gemm.plan import KernelPlan, LargeTile, Tile, choice_key, group_key, large_tile
 from runtime.models.model import Model
 from tests.runtime.tiny import tiny_checkpoint
 
@@ -15,10 +15,14 @@ PAIRS = (9, 5, 8, 12, 17, 11, 24)
 SHAPES = ((96, 16), (32, 8), (32, 8))
 
 
-def test_a_file_gives_the_plan_back(tmp_path: Path) -> None:
+def test_saved_plan_loads_back_equal(tmp_path: Path) -> None:
     tile, large = Tile(16, 32, 128, 4, 4, 5), LargeTile(2, 64, 3)
     plan = KernelPlan(
-        {key("PLAIN", 16, SHAPES): tile, key("PLAIN", 512, SHAPES): large, "other": None},
+        {
+            choice_key("PLAIN", 16, SHAPES): tile,
+            choice_key("PLAIN", 512, SHAPES): large,
+            "other": None,
+        },
         frozenset("ab"),
         "a GPU",
     )
@@ -31,18 +35,20 @@ def test_a_file_gives_the_plan_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"choices": {"a": {"b": 1}}, "dense": []}'])
-def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_plan_file_raises_plan_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(PlanError, match="is no kernel plan"):
+    with pytest.raises(PlanError, match="is not a kernel plan"):
         KernelPlan.load(tmp_path / "plan.json")
     with pytest.raises(PlanError):
         KernelPlan.load(tmp_path / "none.json")
 
 
-def test_choices_hold_up_to_a_bucket_and_the_last_for_all_that_is_larger() -> None:
+def test_choice_applies_up_to_its_bucket_and_the_last_without_bound() -> None:
     tile = LargeTile(2, 128)
-    plan = KernelPlan({key("PLAIN", 32, SHAPES): None, key("RESIDUAL", 8192, SHAPES[:1]): tile})
-    assert plan.tile("PLAIN", 16, SHAPES) is not None  # by the rule
+    plan = KernelPlan(
+        {choice_key("PLAIN", 32, SHAPES): None, choice_key("RESIDUAL", 8192, SHAPES[:1]): tile}
+    )
+    assert plan.tile("PLAIN", 16, SHAPES) is not None  # the default
     assert plan.tile("PLAIN", 17, SHAPES) is None
     assert plan.tile("PLAIN", 33, SHAPES) is not None
     assert plan.tile("RESIDUAL", 2048, SHAPES[:1]) is None
@@ -50,8 +56,7 @@ def test_choices_hold_up_to_a_bucket_and_the_last_for_all_that_is_larger() -> No
     assert plan.tile("RESIDUAL", 1 << 20, SHAPES[:1]) == tile
 
 
-def test_large_tiles_fill_the_device() -> None:
-    """Llama-7B's, as they were fastest on an H200."""
+def test_large_tile_of_llama_7b_is_the_one_measured_fastest_on_an_h200() -> None:
     assert large_tile("GATED", 2048, ((11008, 4096),) * 2) == LargeTile(2, 256)
     assert large_tile("PLAIN", 2048, ((2992, 4096),)) == LargeTile(2, 128)
     assert large_tile("PLAIN", 2048, ((1496, 11008),)) == LargeTile(2, 256)
@@ -59,14 +64,14 @@ def test_large_tiles_fill_the_device() -> None:
     assert large_tile("PLAIN", 512, ((1496, 11008),)) == LargeTile(1, 128)
     assert large_tile("PLAIN", 128, ((1496, 11008),)) == LargeTile(1, 128, 4)
     assert large_tile("RESIDUAL", 128, ((4096, 1024),)) == LargeTile(1, 128)
-    assert large_tile("PLAIN", 512, ((1492, 4096),)) is None  # rows are counted in eights
+    assert large_tile("PLAIN", 512, ((1492, 4096),)) is None  # rows must be multiples of eight
 
 
-def test_factor_pairs_are_multiplied_out_where_the_plan_says() -> None:
+def test_plan_multiplies_out_the_factor_pairs_that_it_names() -> None:
     checkpoint = tiny_checkpoint(ranks=PAIRS, bias=True)
     name = group_key(checkpoint.layers[0], ("gate", "up"))
     assert name == "gate 80x17x48 up 80x11x48"
-    made = KernelPlan(dense=frozenset([name])).applied(checkpoint)
+    made = KernelPlan(dense=frozenset([name])).multiply_out(checkpoint)
     for layer, before in zip(made.layers, checkpoint.layers, strict=True):
         assert isinstance(layer.q, FactorPair)
         assert isinstance(layer.gate, Dense)
@@ -77,15 +82,15 @@ def test_factor_pairs_are_multiplied_out_where_the_plan_says() -> None:
     assert group_key(dense_q.layers[0], ("q", "k", "v")) is None
 
 
-def test_a_model_follows_its_plan_and_says_so() -> None:
+def test_model_follows_its_plan_and_its_hash_shows_it() -> None:
     checkpoint = tiny_checkpoint(ranks=PAIRS)
     name = group_key(checkpoint.layers[0], ("o",))
     plan = KernelPlan(dense=frozenset([name or ""]))
-    models = [Model(checkpoint, stepped=True, plan=one) for one in (None, plan)]
-    assert models[0].kernel_plan != models[1].kernel_plan
-    first, second = ([p.shapes for p in model.step_products()] for model in models)
+    models = [Model(checkpoint, backend="gemm", plan=one) for one in (None, plan)]
+    assert models[0].kernel_plan_hash != models[1].kernel_plan_hash
+    first, second = ([p.shapes for p in model.grouped_gemms()] for model in models)
     assert len(first) == 2 * 8
     assert len(second) == 2 * 7
     assert ((48, 96),) in second
-    assert Model(checkpoint).kernel_plan not in {model.kernel_plan for model in models}
-    assert not list(Model(checkpoint).step_products())
+    assert Model(checkpoint).kernel_plan_hash not in {model.kernel_plan_hash for model in models}
+    assert not list(Model(checkpoint).grouped_gemms())

@@ -1,4 +1,4 @@
-"""The decode step's kernel compiles for a Hopper GPU, which needs none."""
+"""The megakernel compiles for a Hopper GPU, on a host without one."""
 
 import subprocess
 import sys
@@ -10,31 +10,41 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
+from runtime.megakernel.kernels import arguments
 from runtime.megakernel.kernels.step import step_kernel
 
 heads, kv_heads, dim, batch, splits = map(int, sys.argv[1:])
-constants = dict(
-    B=batch, BL=triton.next_power_of_2(batch), HIDDEN=4096, GATED=11008, VOCAB=32000,
-    HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=16, SPLITS=splits, SLOTS=5, AHEAD=1, TALL_AHEAD=2,
-)
-pointers = {
-    "i32": "table flags lengths page_table words", "bf16": "weights embedding pages",
-    "i64": "tokens positions parts squares", "fp32": "vectors cos sin hidden gates logits",
+constants = {
+    "SHAPE": arguments.Shape.of(
+        B=batch, BL=triton.next_power_of_2(batch), HIDDEN=4096, GATED=11008, VOCAB=32000,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=16, SPLITS=splits,
+    ),
+    "RING": arguments.Ring.of(SLOTS=5, AHEAD=1, TALL_AHEAD=2),
 }
-types = {name: "*" + kind for kind, names in pointers.items() for name in names.split()}
-types |= {"eps": "fp32", "scale": "fp32"} | dict.fromkeys(constants, "constexpr")
-signature = {p.name: types.get(p.name, "i32") for p in step_kernel.params}
+signature = {
+    "schedule": arguments.Schedule("*i32", "i32", "*i32"),
+    "weights": arguments.Weights("*bf16", "*fp32", "*bf16", "fp32"),
+    "batch": arguments.Batch("*i64", "*i64", "*i32", "*i32", "i32"),
+    "pages": arguments.Pages("*bf16", "i32", "i32"),
+    "rope": arguments.Rope("*fp32", "*fp32"),
+    "messages": arguments.Messages("*i32", "i32", "*i64", "*i64"),
+    "buffers": arguments.Buffers("*fp32", "*fp32", "*fp32"),
+    "attention": arguments.Attention("fp32", "i32", "i32"),
+    **dict.fromkeys(constants, "constexpr"),
+}
+multiples = {("messages", "stride"), ("attention", "query_offset"), ("attention", "output_offset")}
 aligned = {
-    (n,): [["tt.divisibility", 16]]
-    for n, (name, kind) in enumerate(signature.items())
-    if kind.startswith("*") or name in ("word_stride", "query_at", "attended_at")
+    (i, j): [["tt.divisibility", 16]]
+    for i, (name, group) in enumerate(signature.items()) if name not in constants
+    for j, (field, kind) in enumerate(zip(group._fields, group))
+    if kind.startswith("*") or (name, field) in multiples
 }
 source = GluonASTSource(step_kernel, signature, constants, aligned)
 made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
 print(made.metadata.shared)
 """
 SHARED = 227 * 1024
-"""Bytes that a program has on an H100 or H200."""
+"""Bytes of shared memory of a program on an H100 or H200."""
 
 
 @pytest.mark.parametrize(
@@ -43,7 +53,8 @@ SHARED = 227 * 1024
      (40, 4, 96, 1, 32), (32, 32, 128, 8, 1)],
     ids=str,
 )  # fmt: skip
-def test_it_compiles_and_fits(shape: tuple[int, ...]) -> None:
+def test_step_kernel_compiles_and_fits_shared_memory(shape: tuple[int, ...]) -> None:
+    """``shape`` has query heads, KV heads, head dimension, sequences and splits."""
     command = [sys.executable, "-c", _SCRIPT, *map(str, shape)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -9,11 +9,11 @@ from torch.nn import functional
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, resolve_model
 from runtime.errors import CheckpointError
-from runtime.gemm.weights import StepWeights
+from runtime.gemm.weights import PackedWeights
 from runtime.kv.pages import pages_for
 from runtime.layers import few_rows
 from runtime.layers.linear import PackedLinear, Projection, TorchLinear
-from runtime.models.model import Model, _place, step_refusal
+from runtime.models.model import Model, _place, unsupported_by_gemm
 from tests.runtime.tiny import CONFIG, tiny_checkpoint, tiny_model
 
 TEXTS = (
@@ -94,11 +94,11 @@ def test_smollm2_gives_the_same_bits_in_any_chunks_and_any_batch(smollm2: Checkp
     assert torch.equal(model.forward(batch, model.new_cache(16))[3], whole[-1])
 
 
-def test_the_kernel_plan_tells_what_computes_differently() -> None:
+def test_kernel_plan_hash_changes_with_what_decides_the_bits() -> None:
     dense, factorized = tiny_model(), tiny_model(ranks=(5,) * 7)
     half = Model(tiny_checkpoint(), dtype=torch.bfloat16)
-    assert dense.kernel_plan == tiny_model(seed=4).kernel_plan
-    assert len({dense.kernel_plan, factorized.kernel_plan, half.kernel_plan}) == 3
+    assert dense.kernel_plan_hash == tiny_model(seed=4).kernel_plan_hash
+    assert len({dense.kernel_plan_hash, factorized.kernel_plan_hash, half.kernel_plan_hash}) == 3
 
 
 def test_bfloat16_models_run_on_the_reference() -> None:
@@ -130,20 +130,20 @@ def test_layers_that_are_placed_one_by_one_are_the_checkpoints(shared: bool) -> 
     assert torch.equal(first_logits, second_logits)
 
 
-def test_why_a_step_is_not_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_by_gemm_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     checkpoint, bf16 = tiny_checkpoint(), torch.bfloat16
-    assert step_refusal(checkpoint, "cuda:0", bf16) is None
-    assert "cpu" in str(step_refusal(checkpoint, "cpu", bf16))
-    assert "float32" in str(step_refusal(checkpoint, "cuda", torch.float32))
-    assert "norms" in str(step_refusal(tiny_checkpoint(head_norms=True), "cuda", bf16))
+    assert unsupported_by_gemm(checkpoint, "cuda:0", bf16) is None
+    assert "cpu" in str(unsupported_by_gemm(checkpoint, "cpu", bf16))
+    assert "float32" in str(unsupported_by_gemm(checkpoint, "cuda", torch.float32))
+    assert unsupported_by_gemm(tiny_checkpoint(head_norms=True), "cuda", bf16) is None
     odd = tiny_checkpoint(config=replace(CONFIG, head_dim=20))
-    assert "heads of 20" in str(step_refusal(odd, "cuda", bf16))
+    assert "heads of 20" in str(unsupported_by_gemm(odd, "cuda", bf16))
     with pytest.raises(ValueError, match="heads of 20"):
-        StepWeights.of(odd, "cpu")
+        PackedWeights.pack(odd, "cpu")
     capability = (8, 0)
-    assert "8.0" in str(step_refusal(checkpoint, "cuda", bf16))
+    assert "8.0" in str(unsupported_by_gemm(checkpoint, "cuda", bf16))
 
 
 def test_a_tied_embedding_is_in_memory_once() -> None:
@@ -151,10 +151,10 @@ def test_a_tied_embedding_is_in_memory_once() -> None:
     tied = tiny_checkpoint(config=replace(whole_lines, tied_embeddings=True))
     untied = tiny_checkpoint(config=whole_lines)
     for device in ("cpu", "meta"):
-        weights = StepWeights.of(tied, device)
-        assert weights.embedding is weights.head.weight
-        weights = StepWeights.of(untied, device)
-        assert weights.embedding is not weights.head.weight
+        weights = PackedWeights.pack(tied, device)
+        assert weights.embedding is weights.lm_head.weight
+        weights = PackedWeights.pack(untied, device)
+        assert weights.embedding is not weights.lm_head.weight
     assert untied.nbytes - tied.nbytes == untied.lm_head.nbytes
 
 

@@ -61,7 +61,7 @@ async def test_a_worker_says_what_computes(site: Site) -> None:
         "model": prefill.loaded.identity.model.name,
         "products": "packed",
         "attention": model.kv_format.kernels,
-        "kernel_plan": model.kernel_plan,
+        "kernel_plan": model.kernel_plan_hash,
     }
     value = prefill.worker.metrics.registry.get_sample_value
     assert value("headrace_worker_info", labels) == 1

@@ -50,7 +50,7 @@ def test_pages_are_as_many_as_was_said(model: Path, kv_tokens: object, pages: in
 def test_a_kernel_plan_is_for_a_gpu(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SettingsError, match="kernel_plan is for models whose step is one launch"):
+    with pytest.raises(SettingsError, match="kernel_plan needs the GEMM backend"):
         load_worker(settings_of(model, kernel_plan=tmp_path / "plan.json"), decodes=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingsError, match="measured on a GPU"):

@@ -37,7 +37,6 @@ CHECKPOINTS = {
     "mixed": tiny_checkpoint(ranks=MIXED, bias=True),
     "norms of heads": tiny_checkpoint(ranks=MIXED, head_norms=True),
 }
-NOT_STEPPED = {"norms of heads"}
 
 
 def folder_of(checkpoint: Checkpoint, folder: Path) -> Path:
@@ -82,7 +81,9 @@ def test_it_computes_by_the_best_there_is_and_says_what_the_cpu_says(
     kind, path, worker = loaded
     model = worker.engine.model
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    assert model.products == ("step" if hopper and kind not in NOT_STEPPED else "plain")
+    assert model.products == ("gemm" if hopper else "plain")
+    if hopper:
+        assert bool(model.unsupported_by_megakernel) == (kind == "norms of heads")
     assert model.kv_format.kernels.startswith("triton-")
     assert model.dtype == torch.bfloat16
 
@@ -118,7 +119,7 @@ def test_requests_find_every_graph_captured(loaded: tuple[str, Path, Loaded]) ->
 
 
 def test_graphs_of_layers_say_what_one_of_a_step_says(tmp_path: Path) -> None:
-    """Of a model whose step is not one launch, the same kernels: the same bits."""
+    """Without the megakernel, both kinds of graphs run the same kernels: the same bits."""
     path = folder_of(CHECKPOINTS["norms of heads"], tmp_path)
     requests = [request_of(f"r{n}", 3 + 9 * n, 12, seed=n) for n in range(7)]
     outputs = []
@@ -141,7 +142,7 @@ def test_a_prefill_worker_works_with_it_and_has_no_graphs(
     assert held.output("r") == drive(decode.engine, Add(request)).output("r")[:1]
 
 
-def test_fp32_is_not_stepped(tmp_path: Path) -> None:
+def test_fp32_uses_the_torch_backend(tmp_path: Path) -> None:
     path = folder_of(CHECKPOINTS["dense"], tmp_path)
     worker = load_worker(settings_of(path, dtype="float32"), decodes=True)
     assert worker.engine.model.products == "plain"

@@ -1,0 +1,41 @@
+"""RMSNorm and SwiGLU on a GPU, one Triton launch each. `pointwise` is their reference."""
+
+import torch
+import triton
+from torch import Tensor
+
+from runtime.layers.kernels import rms_norm_kernel, silu_mul_kernel
+
+_BLOCK = 1024
+"""Columns of one program of `silu_mul_kernel`."""
+
+
+class TritonRmsNorm:
+    """RMSNorm over the last dimension.
+
+    Args:
+        weight: fp32 or bf16 `[d]`.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._eps = weight, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm of each row of ``x`` `[n, d]`, in its dtype."""
+        y = torch.empty_like(x)
+        width = x.shape[-1]
+        if len(x):
+            rms_norm_kernel[(len(x),)](
+                x, self._weight, y, width, self._eps,
+                WIDTH=triton.next_power_of_2(width), num_warps=8,
+            )  # fmt: skip
+        return y
+
+
+def triton_silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) · up`` of `[n, 2 d]`, gate in the first half of the columns: `[n, d]`."""
+    width = gate_up.shape[1] // 2
+    y = gate_up.new_empty(len(gate_up), width)
+    if len(y):
+        silu_mul_kernel[(len(y), triton.cdiv(width, _BLOCK))](gate_up, y, width, BLOCK=_BLOCK)
+    return y

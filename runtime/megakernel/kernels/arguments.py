@@ -1,0 +1,180 @@
+# mypy: ignore-errors
+"""Arguments of `step.step_kernel`, in groups.
+
+B is the number of sequences, P the number of programs, and N = 8 the sequences that a product has
+room for. Strides and offsets of bf16 tensors are in lines of 64 elements where it is said.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+
+class Schedule(NamedTuple):
+    """The pass list, and the flags of this launch.
+
+    Attributes:
+        table: int32 `[passes + 1, FIELDS]`; the last row ends the list.
+        passes: number of passes.
+        flags: int32 `[P]`, the flag of each program's stage 0, never 0. The kernel advances it
+            past the flags that it used.
+    """
+
+    table: Tensor
+    passes: int
+    flags: Tensor
+
+
+class Weights(NamedTuple):
+    """Weights of the model.
+
+    Attributes:
+        base: bf16, the tensor from which the table's line offsets of matrices count.
+        vectors: fp32 `[v]`, norms and biases.
+        embedding: bf16 `[VOCAB, HIDDEN]`.
+        eps: epsilon of RMSNorm.
+    """
+
+    base: Tensor
+    vectors: Tensor
+    embedding: Tensor
+    eps: float
+
+
+class Batch(NamedTuple):
+    """The sequences, one new token each.
+
+    Attributes:
+        tokens: int64 `[B]`.
+        positions: int64 `[B]`.
+        lengths: int32 `[B]`, tokens of each sequence, the new one included.
+        page_table: int32 `[B, pages]`.
+        table_stride: row stride of ``page_table``.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    lengths: Tensor
+    page_table: Tensor
+    table_stride: int
+
+
+class Pages(NamedTuple):
+    """K and V of all layers, of equal strides.
+
+    Attributes:
+        base: bf16 `[page, KV_HEADS, PAGE, DIM]`, the plane from which the table's line offsets of
+            planes count.
+        page_stride, head_stride: in lines.
+    """
+
+    base: Tensor
+    page_stride: int
+    head_stride: int
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of all positions, fp32 `[context, DIM / 2]` each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Messages(NamedTuple):
+    """Flagged messages, written by one program and polled by others.
+
+    Attributes:
+        activations: int32 `[B, stride]`, bf16 values with 16-bit flags; `schedule.Offsets` says
+            where each kind of activation is. The normed residual stream is at offset 0.
+        stride: messages of one sequence.
+        splits: int64 `[B, HEADS, SPLITS, MAX_DIM + 2]`, fp32 values with 32-bit flags: output,
+            maximum and sum of each split of attention.
+        squares: int64 `[P, N]`, fp32 values with flags: each program's part of the sum of squares
+            of the residual stream.
+    """
+
+    activations: Tensor
+    stride: int
+    splits: Tensor
+    squares: Tensor
+
+
+class Buffers(NamedTuple):
+    """Memory that only the writing program reads, and the result.
+
+    Attributes:
+        hidden: fp32 `[B, HIDDEN]`, the residual stream.
+        gates: fp32 `[B, GATED]`, outputs of the gate projection.
+        logits: fp32 `[B, VOCAB]`, written by the last pass.
+    """
+
+    hidden: Tensor
+    gates: Tensor
+    logits: Tensor
+
+
+class Attention(NamedTuple):
+    """Parameters of the attention passes.
+
+    Attributes:
+        scale: log2(e) / sqrt(DIM).
+        query_offset: offset of q in a sequence's activations; new k and v follow it.
+        output_offset: offset of attention's output in a sequence's activations.
+    """
+
+    scale: float
+    query_offset: int
+    output_offset: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Constexpr sizes of the model and the batch.
+
+    Attributes:
+        B: sequences; BL: the smallest power of two that is at least B.
+        HIDDEN, GATED, VOCAB: hidden size, intermediate size, vocabulary size.
+        HEADS, KV_HEADS, DIM: query heads, KV heads, head dimension.
+        PAGE: token slots of a page.
+        SPLITS: programs among which a long sequence's KV is split.
+    """
+
+    B: gl.constexpr
+    BL: gl.constexpr
+    HIDDEN: gl.constexpr
+    GATED: gl.constexpr
+    VOCAB: gl.constexpr
+    HEADS: gl.constexpr
+    KV_HEADS: gl.constexpr
+    DIM: gl.constexpr
+    PAGE: gl.constexpr
+    SPLITS: gl.constexpr
+
+    @classmethod
+    def of(cls, **sizes: int) -> "Shape":
+        return cls(**{name: gl.constexpr(size) for name, size in sizes.items()})
+
+    @property
+    def GROUP(self):
+        """Query heads of a KV head."""
+        return gl.constexpr(self.HEADS.value // self.KV_HEADS.value)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Constexpr sizes of the ring of tiles.
+
+    Attributes:
+        SLOTS: tiles of 32 KiB in shared memory.
+        AHEAD, TALL_AHEAD: tiles in flight beside the newest one, for ordinary and for tall tiles.
+    """
+
+    SLOTS: gl.constexpr
+    AHEAD: gl.constexpr
+    TALL_AHEAD: gl.constexpr
+
+    @classmethod
+    def of(cls, **sizes: int) -> "Ring":
+        return cls(**{name: gl.constexpr(size) for name, size in sizes.items()})

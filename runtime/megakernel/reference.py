@@ -1,0 +1,177 @@
+"""Interpreter of the megakernel's pass list in torch: the specification of the kernel.
+
+It runs the same passes over one sequence, one pass after the other, and checks the protocol: a pass
+reads only messages of the stage that it waits for, and never overwrites one that may still be read.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from runtime.gemm.weights import PackedWeights, by_halves
+from runtime.kernels.alignment import LINE_BYTES, VECTOR_ELEMENTS
+from runtime.layers.rope import cos_sin_table
+from runtime.megakernel.kernels import opcodes
+from runtime.megakernel.schedule import HEAD_OPCODES, Offsets, Pass, build_passes
+
+_SPACING = 7
+"""Lines between the made-up addresses of two tensors."""
+
+
+class ProtocolError(Exception):
+    """A pass read a message of another stage, or overwrote one that may still be read."""
+
+
+class Messages:
+    """A sequence's activations, each with the stages in which it was written and last read."""
+
+    def __init__(self, size: int) -> None:
+        self._values = torch.full((size,), math.nan)
+        self._written = torch.full((size,), -1)
+        self._read = torch.full((size,), -1)
+
+    def read(self, first: int, count: int, reader: Pass) -> Tensor:
+        """Return ``count`` values from offset ``first`` on.
+
+        Raises:
+            ProtocolError: they are not of the stage after which ``reader`` runs.
+        """
+        place = slice(first, first + count)
+        if not (self._written[place] == reader.after).all():
+            raise ProtocolError(f"{reader} reads messages of another stage")
+        self._read[place] = reader.stage
+        return self._values[place]
+
+    def write(self, first: int, values: Tensor, stage: int, after: int) -> None:
+        """Store values of a stage that runs after stage ``after``.
+
+        Raises:
+            ProtocolError: a pass of a later stage than ``after`` has read what is overwritten.
+        """
+        place = slice(first, first + len(values))
+        if not (self._read[place] <= after).all():
+            raise ProtocolError(f"stage {stage} overwrites messages that may still be read")
+        self._values[place], self._written[place] = values, stage
+
+
+class Interpreter:
+    """Runs the pass list of a model for one sequence, in fp32.
+
+    Args:
+        planes: K and V of all layers, bf16 `[page, kv_head, slot, dim]`.
+        tall: as of `build_passes`; it changes tiles, not results.
+
+    Attributes:
+        passes: the list, with the pass that marks the end.
+        offsets: offsets of activations.
+    """
+
+    def __init__(self, weights: PackedWeights, planes: Sequence[Tensor], tall: int) -> None:
+        matrices = [weights.lm_head.weight]
+        for layer in weights.layers:
+            matrices += [matrix.weight for matrix in layer.matrices]
+        tensors = [*matrices, *planes]
+        lines = {id(tensor): _SPACING * number for number, tensor in enumerate(tensors)}
+        self._tensors = {line: tensors[line // _SPACING] for line in lines.values()}
+        self._first_plane = lines[id(planes[0])]
+        self._weights, self._config = weights, weights.config
+        self._page = planes[0].shape[2]
+        self._rope = cos_sin_table(self._config, self._config.context_length)
+        self.offsets = Offsets.of(self._config, weights.max_inner)
+        self.passes = build_passes(
+            weights, planes, self.offsets, tall, lambda tensor: lines[id(tensor)] * LINE_BYTES
+        )
+
+    def run(self, token: int, position: int, pages: list[int]) -> Tensor:
+        """Write the token's K and V into ``pages``; return its logits, fp32 `[vocab]`."""
+        weights, offsets = self._weights, self.offsets
+        messages = Messages(offsets.end)
+        hidden = weights.embedding[token].float()
+        first_norm = self.passes[-1].norm
+        messages.write(0, hidden * self._vector(first_norm, len(hidden)), 0, 0)
+        gates = logits = torch.empty(0)
+        for one in self.passes[:-1]:
+            if one.opcode == opcodes.ATTEND.value:
+                attended = self._attend(messages, one, position, pages)
+                messages.write(offsets.attended, attended, one.stage, one.after)
+                continue
+            y = self._multiply(messages, one, hidden)
+            if one.opcode in HEAD_OPCODES.values():
+                self._write_heads(messages, one, y, position, pages)
+                continue
+            if one.bias >= 0:
+                y = y + self._vector(one.bias, len(y))
+            if one.opcode == opcodes.GATE.value:
+                gates = y
+            elif one.opcode == opcodes.LOGITS.value:
+                logits = y
+            elif one.opcode == opcodes.RESIDUAL.value:
+                hidden = hidden + y
+                normed = hidden * self._vector(one.norm, len(y))
+                messages.write(0, normed, one.stage, one.after)
+            else:
+                if one.opcode == opcodes.UP.value:
+                    y = functional.silu(gates) * y
+                messages.write(one.target, y, one.stage, one.after)
+        return logits
+
+    def _multiply(self, messages: Messages, one: Pass, hidden: Tensor) -> Tensor:
+        """Return the product of a pass, divided by the rms of the residual stream if normed."""
+        matrix = self._tensors[one.offset]
+        if one.stride * VECTOR_ELEMENTS != matrix.stride(0):
+            raise ValueError(f"{one} has another row stride than its matrix")
+        count = self._config.hidden_size if one.normed else one.width * VECTOR_ELEMENTS
+        x = messages.read(one.source * VECTOR_ELEMENTS, count, one)
+        y = matrix[:, :count].float() @ x
+        if one.normed:
+            y = y * torch.rsqrt(hidden.square().mean() + self._config.rms_norm_eps)
+        return y
+
+    def _vector(self, first: int, count: int) -> Tensor:
+        return self._weights.vectors[first : first + count]
+
+    def _write_heads(
+        self, messages: Messages, one: Pass, y: Tensor, position: int, pages: list[int]
+    ) -> None:
+        """Rotate q or k; write k or v into its page; send all of them."""
+        config, dim = self._config, self._config.head_dim
+        natural = torch.empty_like(y)
+        natural[by_halves(torch.arange(len(y)), dim)] = y
+        if one.bias >= 0:
+            natural = natural + self._vector(one.bias, len(y))
+        heads = natural.view(-1, dim)  # [heads, dim]
+        is_value = one.opcode == opcodes.VALUE.value
+        if not is_value:
+            cos, sin = (table[position] for table in self._rope)
+            first, second = heads[:, : dim // 2], heads[:, dim // 2 :]
+            heads = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=1)
+        heads = heads.bfloat16()
+        offset = self.offsets.query
+        if one.opcode != opcodes.QUERY.value:
+            offset += (config.num_heads + config.num_kv_heads * is_value) * dim
+            plane = self._tensors[self._first_plane + one.target]
+            plane[pages[position // self._page], :, position % self._page] = heads
+        messages.write(offset, heads.flatten().float(), one.stage, one.after)
+
+    def _attend(self, messages: Messages, one: Pass, position: int, pages: list[int]) -> Tensor:
+        """Return attention `[heads * dim]` over the past in pages and the new token."""
+        config, dim = self._config, self._config.head_dim
+        count = (config.num_heads + 2 * config.num_kv_heads) * dim
+        new = messages.read(self.offsets.query, count, one).view(-1, dim)
+        queries, new_k, new_v = torch.split(
+            new, [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        )
+        keys, values = (
+            self._tensors[self._first_plane + line][pages].transpose(0, 1).flatten(1, 2).float()
+            for line in (one.offset, one.v_offset)
+        )  # [kv_heads, slots, dim] each
+        out = []
+        for head, query in enumerate(queries):
+            own = head // (config.num_heads // config.num_kv_heads)
+            k = torch.cat([keys[own, :position], new_k[own, None]])
+            v = torch.cat([values[own, :position], new_v[own, None]])
+            out.append(torch.softmax(k @ query / math.sqrt(dim), 0) @ v)
+        return torch.cat(out)
