@@ -20,9 +20,9 @@ from runtime.kv.cache import PagedCache
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import KVFormat
 from runtime.layers.linear import Packed, packs, product
-from runtime.layers.pointwise import RmsNorm
 from runtime.layers.rope import cos_sin_table
-from runtime.models.decoder import DecoderLayer, LayerParts
+from runtime.models.decoder import DecoderLayer
+from runtime.models.registry import model_family, packed_gemm_refusal
 
 if TYPE_CHECKING:
     from runtime.gemm.ops import Products
@@ -78,14 +78,14 @@ class Model:
             dense_attention(self.config, self.device, self.dtype)
         )
         self._embedding = place(checkpoint.embedding)
-        self._final_norm: Callable[[Tensor], Tensor] = RmsNorm(
+        family = model_family(self.config)
+        self._final_norm = family.norm.for_serving(
             place(checkpoint.final_norm), self.config.rms_norm_eps
         )
         self._lm_head = product(place(checkpoint.lm_head))
         self._layers: list[DecoderLayer] = []
         for layer in checkpoint.layers:
-            parts = LayerParts.of(self.config, place(layer), packed)
-            self._layers.append(DecoderLayer(self.config, parts))
+            self._layers.append(DecoderLayer.packed(family, self.config, place(layer), packed))
             if not sharing:
                 placed.clear()
                 packed.clear()  # it knows tensors by ids, which are another's when one is gone
@@ -97,7 +97,9 @@ class Model:
         from runtime.gemm.weights import StepWeights
         from runtime.models.packed_layer import parts_of
 
-        plan = plan or KernelPlan()
+        if reason := packed_gemm_refusal(self.config):
+            raise ValueError(reason)
+        plan, family = plan or KernelPlan(), model_family(self.config)
         weights, config = StepWeights.of(plan.applied(checkpoint), self.device), self.config
         self.dtype = weights.embedding.dtype
         attention = TritonAttention(
@@ -106,7 +108,12 @@ class Model:
         self.kv_format = DenseFormat(attention)
         self._embedding = weights.embedding
         self._layers = [
-            DecoderLayer(config, parts_of(weights, layer, plan, attention))
+            DecoderLayer(
+                family,
+                config,
+                parts_of(weights, layer, plan, attention),
+                factorized=bool(layer.inner),
+            )
             for layer in weights.layers
         ]
         self._plan_hash = plan.hash
@@ -184,9 +191,9 @@ class Model:
         from runtime.gemm.projections import StepProjection
 
         for layer in self._layers:
-            for projection in layer.projections:
-                if isinstance(projection, StepProjection):
-                    yield from projection.products
+            for part in vars(layer.parts).values():
+                if isinstance(part, StepProjection):
+                    yield from part.products
 
     def new_cache(self, num_pages: int) -> PagedCache:
         """Memory for ``num_pages`` pages of this model's KV."""
@@ -247,6 +254,8 @@ def step_refusal(
 ) -> str | None:
     """Why a decode step of this model cannot be one launch on a device; None if `stepped` is what
     its `Model` should be. Moves nothing."""
+    if reason := packed_gemm_refusal(checkpoint.config):
+        return reason
     device = torch.device(device)
     if device.type != "cuda":
         return f"the device is {device.type}"

@@ -6,7 +6,7 @@ from runtime.gemm.ops import Norm
 from runtime.gemm.plan import KernelPlan
 from runtime.gemm.projections import FactoredAttention, StepProjection
 from runtime.gemm.weights import GROUPS, LayerMatrices, StepWeights
-from runtime.models.decoder import LayerParts
+from runtime.models.llama import LlamaParts
 
 _KINDS = (Kind.PLAIN, Kind.RESIDUAL, Kind.GATED, Kind.RESIDUAL)
 """The epilogue of each of `GROUPS`."""
@@ -14,7 +14,7 @@ _KINDS = (Kind.PLAIN, Kind.RESIDUAL, Kind.GATED, Kind.RESIDUAL)
 
 def parts_of(
     weights: StepWeights, layer: LayerMatrices, plan: KernelPlan, attention: TritonAttention
-) -> LayerParts:
+) -> LlamaParts:
     """A layer of a model over a step's weights."""
 
     def norm(first: int) -> Norm:
@@ -27,13 +27,12 @@ def parts_of(
     )
     dim = weights.config.head_dim
     factored = plan.forced and layer.outer["q"].first == 0 and not dim & (dim - 1)
-    return LayerParts(
+    return LlamaParts(
         input_norm=norm(layer.input_norm),
         post_norm=norm(layer.post_norm),
         qkv=qkv,
         o=o,
         gated=gated,
         down=down,
-        factorized=bool(layer.inner),
         prefill=FactoredAttention(weights, layer, attention, plan) if factored else None,
     )

@@ -47,7 +47,7 @@ def _show(made: Checkpoint, found: Source) -> None:
     ]
     table = Table("family", "stored in", "parameters kept", "factor pairs", "ranks", "shared bases")
     table.add_row(
-        found.family,
+        found.format,
         str(found.dtype).removeprefix("torch."),
         f"{made.keep:.3f}",
         str(len(ranks)),

@@ -11,6 +11,7 @@ from runtime.core.limits import Limits
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.engine import Command, Engine, StepOutput
 from runtime.models.model import Model
+from runtime.models.registry import model_family
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -77,6 +78,12 @@ def tiny_checkpoint(
         lm_head=lm_head,
         model_hash=f"tiny-{seed}",
     )
+
+
+def linear_shape(config: ModelConfig, field: str) -> tuple[int, int]:
+    """Return ``(out, in)`` of a linear of the config's family."""
+    linear = model_family(config).layout(config).linears[field]
+    return linear.out, linear.inner
 
 
 def tiny_model(**kinds: object) -> Model:

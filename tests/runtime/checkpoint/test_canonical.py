@@ -18,10 +18,12 @@ from runtime.checkpoint import (
     load_checkpoint,
     write_checkpoint,
 )
-from runtime.checkpoint.assemble import PROJECTIONS, named_tensors, projection_shape
+from runtime.checkpoint.assemble import named_tensors
 from runtime.checkpoint.canonical import canonical_hash
 from runtime.config import ModelConfig, RopeConfig
 from runtime.errors import CheckpointError
+from runtime.models.llama import PROJECTIONS
+from tests.runtime.tiny import linear_shape
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -72,7 +74,7 @@ def random_checkpoint(
         return torch.randn(*shape, generator=generator).to(dtype)
 
     def linear(projection: str) -> Linear:
-        out, inner = projection_shape(config, projection)
+        out, inner = linear_shape(config, projection)
         offset = random(out) if bias else None
         if projection == "gate":
             return Dense(random(out, inner), offset)

@@ -166,7 +166,7 @@ def test_the_model_hash_is_of_config_and_weights(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "gelu"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers"),
         ({"num_hidden_layers": 3}, "no tensor model.layers.2"),
-        ({"num_hidden_layers": 1}, "not of this architecture"),
+        ({"num_hidden_layers": 1}, "not part of this architecture"),
         ({"num_key_value_heads": 4}, "cannot share"),
         ({"num_key_value_heads": 3}, "k_proj.weight has shape"),
         ({"intermediate_size": 81}, "gate_proj.weight has shape"),
@@ -229,7 +229,7 @@ def test_pickles_are_refused_unread(name: str, tmp_path: Path) -> None:
 
 
 def test_broken_directories_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no model directory"):
+    with pytest.raises(CheckpointError, match="not a model directory"):
         load_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_checkpoint(tmp_path / "nothing")

@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, write_checkpoint
-from runtime.checkpoint.assemble import PROJECTIONS, projection_shape
 from runtime.checkpoint.weights import LayerWeights
 from runtime.compress import (
     artifact_key,
@@ -22,10 +21,13 @@ from runtime.compress import (
     perplexity,
     truncate_model,
 )
-from runtime.compress.forward import forward, rms_norm
+from runtime.compress.forward import forward
 from runtime.compress.moments import collect_moments
 from runtime.config import ModelConfig
 from runtime.errors import CompressionError
+from runtime.models.family import rms_norm
+from runtime.models.llama import PROJECTIONS
+from tests.runtime.tiny import linear_shape
 
 CONFIG = ModelConfig(
     architecture="Qwen2ForCausalLM",
@@ -46,7 +48,7 @@ def random_model() -> Checkpoint:
     generator = torch.Generator().manual_seed(5)
 
     def linear(projection: str) -> Dense:
-        out, inner = projection_shape(CONFIG, projection)
+        out, inner = linear_shape(CONFIG, projection)
         scale = torch.logspace(0, -1.5, inner)
         bias = torch.randn(out, generator=generator) if projection in "qkv" else None
         return Dense(torch.randn(out, inner, generator=generator) * scale / inner**0.5, bias)
@@ -84,7 +86,7 @@ def test_the_budget_is_kept_and_used(keep: float) -> None:
     for layer, ranks in zip(made.layers, report.ranks, strict=True):
         for projection in PROJECTIONS:
             linear = getattr(layer, projection)
-            out, inner = projection_shape(CONFIG, projection)
+            out, inner = linear_shape(CONFIG, projection)
             if isinstance(linear, FactorPair):
                 assert (linear.u.shape[0], linear.v.shape[1]) == (out, inner)
                 assert linear.rank == ranks[projection]
@@ -93,7 +95,7 @@ def test_the_budget_is_kept_and_used(keep: float) -> None:
             else:
                 assert ranks[projection] is None
                 parameters += out * inner
-    total = 2 * sum(math.prod(projection_shape(CONFIG, projection)) for projection in PROJECTIONS)
+    total = 2 * sum(math.prod(linear_shape(CONFIG, projection)) for projection in PROJECTIONS)
     assert report.parameters_kept == parameters / total
     assert keep - 0.06 < report.parameters_kept <= keep
     assert report.factorized > 0
@@ -127,7 +129,7 @@ def test_the_moments_predict_the_loss_of_a_small_change() -> None:
     change = torch.randn(48, 96, generator=torch.Generator().manual_seed(8)) * 2e-2
     C, G = moments[1].inputs["down"], moments[1].gradients["down"]
     predicted = 0.5 * float(torch.trace(G @ change @ C @ change.t()))
-    down = Dense(MODEL.layers[1].down.weight + change)  # type: ignore[union-attr]
+    down = Dense(MODEL.layers[1].down.weight + change)
     layers = (MODEL.layers[0], replace(MODEL.layers[1], down=down))
     # Kronecker factors ignore how inputs and gradients vary together: half to twice is agreement.
     assert 0.5 < predicted / divergence(replace(MODEL, layers=layers)) < 2.0

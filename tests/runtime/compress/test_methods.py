@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, write_checkpoint
-from runtime.checkpoint.assemble import PROJECTIONS, projection_shape
 from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import linears_of, parameters_kept
 from runtime.compress import Allocation, Method, compress, decompose_model
@@ -17,7 +16,8 @@ from runtime.compress.factorize import ranks_of
 from runtime.compress.forward import forward, forward_layer, rope_rows
 from runtime.compress.ranks import Choice, log_loss_ranks, uniform_ranks
 from runtime.errors import CompressionError
-from tests.runtime.tiny import CONFIG, tiny_checkpoint
+from runtime.models.llama import PROJECTIONS
+from tests.runtime.tiny import CONFIG, linear_shape, tiny_checkpoint
 
 MODEL = replace(
     tiny_checkpoint(bias=True, config=replace(CONFIG, num_layers=3)), model_hash="e" * 64
@@ -70,7 +70,7 @@ def test_the_uniform_ranks_are_the_papers() -> None:
     made, report = compress(MODEL, TOKENS, 0.6, rank_multiple=1, method=Method.SVD_LLM)
     for ranks in report.ranks:
         for projection in PROJECTIONS:
-            out, inner = projection_shape(MODEL.config, projection)
+            out, inner = linear_shape(MODEL.config, projection)
             assert ranks[projection] == int(out * inner * 0.6 / (out + inner))
     assert made.factorization is not None
     assert made.factorization.method == "svd-llm-svd-1"
@@ -81,7 +81,7 @@ def test_basis_sharing_is_its_formula() -> None:
     model, inputs = decompose_model(MODEL, TOKENS, method=Method.BASIS_SHARING), inputs_of(MODEL)
     by_members = {part.members: part.decomposition for part in model.parts}
     for projection in PROJECTIONS:
-        out, inner = projection_shape(MODEL.config, projection)
+        out, inner = linear_shape(MODEL.config, projection)
         first, second, third = (dict(linears_of(layer))[projection] for layer in made.layers)
         assert all(isinstance(linear, FactorPair) for linear in (first, second, third))
         assert isinstance(first, FactorPair)
