@@ -112,7 +112,7 @@ class GGUFFormat:
 
 
 class CheckpointFamily(ABC):
-    """How the checkpoints of a family are read and written.
+    """The checkpoints of a model family.
 
     Attributes:
         name: name in messages.

@@ -8,7 +8,7 @@ from runtime.checkpoint.family import LayerLayout
 
 
 class Allocation(StrEnum):
-    """How ranks are distributed."""
+    """Ways to distribute ranks over linears."""
 
     UNIFORM = "uniform"  # every linear keeps the same fraction of its parameters
     # Least loss over the whole model, see `ranks.allocate_ranks`. The loss is that of the model by
@@ -27,7 +27,7 @@ class _Properties:
 
 
 class Method(StrEnum):
-    """How a model is factorized.
+    """Factorization methods.
 
     - `FISHER`, developed here: truncation weighted by inputs and by output gradients.
     - `SVD_LLM` (arXiv 2403.07378): weighted by inputs.
