@@ -64,7 +64,7 @@ class Decomposition:
 
 
 def largest_rank(out: int, inner: int) -> int:
-    """Return the largest rank with ``r (in + out) < in out``, where a pair is smaller than dense."""
+    """Return the largest rank at which a factor pair is smaller than dense."""
     return (out * inner - 1) // (out + inner)
 
 

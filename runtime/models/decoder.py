@@ -43,7 +43,7 @@ class PackedBuilder:
         return AddResidual(self._projection(field))
 
     def gated(self, gate_field: str, up_field: str, gate: Gate) -> "GatedProjection":
-        return GatedProjection(self._projection(gate_field, up_field), gate)
+        return GatedProjection(self._projection(gate_field, up_field), gate.for_serving())
 
     def norm(self, field: str) -> Callable[[Tensor], Tensor]:
         weight = getattr(self._weights, field)
@@ -65,13 +65,13 @@ class AddResidual:
 
 @dataclass(frozen=True)
 class GatedProjection:
-    """Two projections side by side, combined by a gate."""
+    """Two projections side by side, ``[n, 2 d]``, combined by a gate to ``[n, d]``."""
 
     projection: Projection
-    gate: Gate
+    gate: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.gate.for_serving(self.projection(x))
+        return self.gate(self.projection(x))
 
 
 class DecoderLayer:
@@ -85,7 +85,8 @@ class DecoderLayer:
     def __init__(
         self, family: ModelFamily[Any], config: ModelConfig, parts: LayerParts, *, factorized: bool
     ) -> None:
-        self._family, self._config = family, config
+        self._before, self._after = family.before_attention, family.after_attention
+        self._config = config
         self.parts, self.factorized = parts, factorized
 
     @classmethod
@@ -117,20 +118,21 @@ class DecoderLayer:
         Returns:
             ``[n, hidden]``, or ``[m, hidden]`` for the ``m`` logit rows of the last layer.
         """
-        parts, rows = self.parts, batch.logit_rows
-        some = last and len(rows) < len(hidden)
-        x, carried = self._family.before_attention(parts, hidden)
+        parts = self.parts
+        some = last and len(batch.logit_rows) < len(hidden)
+        x, carried = self._before(parts, hidden)
         if parts.prefill is not None and not (some or batch.single):
             attended = parts.prefill(x, rope, planes, batch)
         else:
             q = kv_format.append(self._norm_heads(parts.qkv(x)), rope, planes, batch)
             if some:
+                rows = batch.logit_rows
                 if not len(rows):
                     return hidden[:0]
                 q, carried = q[rows], tuple(tensor[rows] for tensor in carried)
                 batch = batch.where_logits()
             attended = kv_format.attend(q, planes, batch)
-        return self._family.after_attention(parts, attended, *carried)
+        return self._after(parts, attended, *carried)
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:
         """Norm each query head and each key head of ``[n, (heads + 2 kv_heads) * dim]``."""

@@ -237,5 +237,5 @@ def test_rows_are_spread_over_the_text() -> None:
     assert rows.shape == (3, 17)
     assert rows[:, 0].tolist() == [0, 19 * 17, 38 * 17]
     assert cut_rows(range(40), length=17, count=9).shape == (2, 17)
-    with pytest.raises(CompressionError, match="less than"):
+    with pytest.raises(CompressionError, match="do not fill"):
         cut_rows(range(16), length=17, count=1)
