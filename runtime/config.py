@@ -1,4 +1,4 @@
-"""What a model of the Llama family is, independent of the file it came from."""
+"""The shape of a decoder model, independent of its file format."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,14 +6,21 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. ``scaling`` is the Hugging Face ``rope_type``.
+    """Rotary position embedding.
 
-    ``linear`` divides positions by ``factor``; ``llama3`` interpolates low frequencies
-    (``low_freq_factor``, ``high_freq_factor``, ``original_context``); ``yarn`` ramps between
-    interpolation and extrapolation (``beta_fast``, ``beta_slow``; ``truncate`` rounds the ramp's
-    ends to whole dimensions) and scales cos and sin by ``attention_factor``.
-    ``frequency_divisors`` ``[head_dim / 2]``, where not empty, divide the frequencies before any
-    scaling: GGUF files store Llama 3's interpolation so.
+    Attributes:
+        theta: base of the frequencies.
+        scaling: Hugging Face's ``rope_type``. ``linear`` divides positions by ``factor``,
+            ``llama3`` interpolates low frequencies, ``yarn`` ramps between interpolation and
+            extrapolation.
+        factor: ratio of the extended context to the original one.
+        original_context: tokens of the context before scaling (``llama3``, ``yarn``).
+        low_freq_factor, high_freq_factor: bounds of the interpolation of ``llama3``.
+        beta_fast, beta_slow: rotations at the ends of the ramp of ``yarn``.
+        attention_factor: factor of cos and sin under ``yarn``.
+        truncate: whether the ends of the ramp are rounded to whole dimensions.
+        frequency_divisors: ``[head_dim / 2]`` or empty. Divide the frequencies before any scaling;
+            GGUF files store the interpolation of Llama 3 in this form.
     """
 
     theta: float = 10_000.0
@@ -31,7 +38,16 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama-family decoder (Llama 2/3, Mistral, Qwen2, Qwen3)."""
+    """Shape of a decoder model.
+
+    Attributes:
+        architecture: value of ``architectures`` in config.json; it names the model's family.
+        intermediate_size: width of the MLP.
+        context_length: maximum tokens of a sequence, prompt and output together.
+        rms_norm_eps: epsilon of the family's norms.
+        tied_embeddings: whether the LM head is the token embedding.
+        eos_token_ids: tokens that end an answer.
+    """
 
     architecture: str
     vocab_size: int
@@ -49,5 +65,5 @@ class ModelConfig:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one KV head."""
+        """Number of query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads

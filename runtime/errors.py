@@ -1,26 +1,26 @@
 """The error tree of the runtime.
 
 RuntimeFault
-├── CheckpointError       a checkpoint cannot be read, or is of an unsupported kind
-├── CompressionError      a factorization cannot be made
+├── CheckpointError       a checkpoint cannot be read or is not supported
+├── CompressionError      a model cannot be factorized as requested
 ├── PlanError             a kernel plan cannot be read
-├── OutOfPages            a sequence does not fit the page pool, now or ever
-├── QueueFull             more sequences wait than the limits allow
-├── NotFinite             the model's logits are no numbers: there is nothing to draw from
-└── InvalidRequest        a sequence's parameters are outside the model's bounds
+├── OutOfPages            the page pool is too small for a sequence
+├── QueueFull             the limit of waiting sequences is reached
+├── NotFinite             logits are NaN or infinite
+└── InvalidRequest        a request is outside of the model's bounds
 """
 
 
 class RuntimeFault(Exception):
-    """Root of every error the runtime raises on purpose."""
+    """Base class of all errors of the runtime."""
 
 
 class CheckpointError(RuntimeFault):
-    """A checkpoint cannot be read: missing, malformed, or of an unsupported architecture."""
+    """A checkpoint is missing, malformed or of an unsupported architecture."""
 
 
 class CompressionError(RuntimeFault):
-    """A factorization cannot be made from the given weights and statistics."""
+    """A model cannot be factorized with the given weights, tokens and settings."""
 
 
 class PlanError(RuntimeFault):
@@ -28,16 +28,16 @@ class PlanError(RuntimeFault):
 
 
 class OutOfPages(RuntimeFault):
-    """The page pool cannot hold what was asked of it."""
+    """The page pool has too few free pages, or is too small for the sequence."""
 
 
 class QueueFull(RuntimeFault):
-    """More sequences wait than the limits allow."""
+    """The limit of waiting sequences is reached."""
 
 
 class NotFinite(RuntimeFault):
-    """The model gave a sequence logits that are not finite."""
+    """A sequence's logits are NaN or infinite, so no token can be sampled."""
 
 
 class InvalidRequest(RuntimeFault):
-    """A sequence's tokens or sampling parameters are outside what the model accepts."""
+    """A request's tokens or sampling parameters are outside of the model's bounds."""

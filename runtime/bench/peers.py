@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.assemble import PROJECTIONS
 from runtime.checkpoint.weights import Checkpoint, Dense, linears_of
+from runtime.models.llama import PROJECTIONS
 
 
 def build(checkpoint: Checkpoint) -> Any:

@@ -22,7 +22,8 @@ from runtime.checkpoint.weights import Checkpoint
 from runtime.gemm.plan import KernelPlan
 from runtime.gemm.weights import PackedWeights
 from runtime.layers.rope import cos_sin_table
-from runtime.models.decoder import LayerParts
+from runtime.models.decoder import ServingBuilder
+from runtime.models.llama import LLAMA
 from runtime.models.model import Model
 from runtime.replay.prefill import TOKEN_BUCKETS, PrefillReplay
 
@@ -33,7 +34,9 @@ class Materialized:
     def __init__(self, checkpoint: Checkpoint, tokens: int, device: str) -> None:
         config = checkpoint.config
         self._config = config
-        self._layers = [LayerParts.of(config, layer, {}) for layer in checkpoint.layers]
+        self._layers = [
+            LLAMA.parts(ServingBuilder(LLAMA, config, layer, {})) for layer in checkpoint.layers
+        ]
         cos, sin = cos_sin_table(config, tokens)
         self._cos, self._sin = (table.to(device)[:, None] for table in (cos, sin))
         self._embedding = checkpoint.embedding

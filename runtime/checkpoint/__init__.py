@@ -1,4 +1,4 @@
-"""Reads models of the Llama family into canonical weights, and writes factorized ones."""
+"""Read model files into canonical weights, and write factorized checkpoints."""
 
 from runtime.checkpoint.canonical import write_checkpoint
 from runtime.checkpoint.load import load_checkpoint

@@ -1,202 +1,166 @@
-"""From named tensors to a `Checkpoint`: every name demanded, every shape checked.
+"""Build a `Checkpoint` from named tensors, and list the tensors of one.
 
-Readers present their file as a `TensorSource` under Hugging Face's names. A factorized projection
-has ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]`` in place of ``….weight``.
+Every tensor that the family's layout names must be present with its shape, and no other may be.
+Readers present a file as a `TensorSource` under the names of Hugging Face's checkpoints. A
+factorized linear has ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]`` instead of
+``….weight``.
 """
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeights, Linear
+from runtime.checkpoint.family import CheckpointFamily, LinearTensor, family_of
+from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, Linear, linears_of
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-LM_HEAD = "lm_head.weight"
-
-PROJECTIONS: dict[str, str] = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-"""Field of `LayerWeights` -> Hugging Face's name inside a layer."""
-
-NORMS: dict[str, str] = {
-    "input_norm": "input_layernorm.weight",
-    "post_norm": "post_attention_layernorm.weight",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-}
-
 
 class TensorSource(Protocol):
-    """A file's tensors under Hugging Face's names, read when asked for."""
+    """The tensors of a file, read on demand."""
 
     def names(self) -> frozenset[str]: ...
 
     def read(self, name: str) -> Tensor: ...
 
 
-@dataclass(frozen=True)
-class Biases:
-    """Which projections of a layer have a bias, and whether q and k are normed per head."""
-
-    projections: frozenset[str] = frozenset()
-    qk_norm: bool = False
-
-    @classmethod
-    def present(cls, names: Collection[str]) -> "Biases":
-        """What the first layer has, where no config says what all layers must have."""
-        prefix = layer_prefix(0)
-        return cls(
-            frozenset(p for p, name in PROJECTIONS.items() if f"{prefix}{name}.bias" in names),
-            qk_norm=prefix + NORMS["q_norm"] in names,
-        )
-
-
-def projection_shape(config: ModelConfig, projection: str) -> tuple[int, int]:
-    """``(out, in)`` of a projection, which is a field name of `LayerWeights`."""
-    queries = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        "q": (queries, hidden),
-        "k": (keys, hidden),
-        "v": (keys, hidden),
-        "o": (hidden, queries),
-        "gate": (inner, hidden),
-        "up": (inner, hidden),
-        "down": (hidden, inner),
-    }[projection]
-
-
-def layer_prefix(index: int) -> str:
-    return f"model.layers.{index}."
-
-
 def assemble(
     config: ModelConfig,
     source: TensorSource,
-    biases: Biases,
+    optional: frozenset[str],
     model_hash: str,
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Checkpoint:
-    """Read every tensor of the model, checked, as ``dtype`` on ``device``.
+    """Read and check every tensor of a model.
 
-    Raises `CheckpointError` naming the tensors that are missing, misshapen, or not understood.
+    Args:
+        optional: biases and optional vectors that each layer must have, by name inside the layer;
+            see `optional_tensors_of` for formats whose config does not say.
+        dtype, device: type and place of the returned tensors.
+
+    Raises:
+        CheckpointError: tensors are missing, misshapen, quantized or unexpected.
     """
-    reader = _Reader(config, source, biases, dtype, torch.device(device))
-    embedding = reader.tensor(EMBEDDING, (config.vocab_size, config.hidden_size))
-    lm_head = (
-        embedding if config.tied_embeddings else reader.tensor(LM_HEAD, tuple(embedding.shape))
-    )
-    layers = tuple(reader.layer(index) for index in range(config.num_layers))
-    final_norm = reader.tensor(FINAL_NORM, (config.hidden_size,))
-    reader.refuse_unread()
+    family = family_of(config.architecture)
+    names = family.tensor_names
+    reader = _Reader(source, optional, dtype, torch.device(device))
+    embedding = reader.tensor(names.embedding, (config.vocab_size, config.hidden_size))
+    lm_head = embedding if config.tied_embeddings else reader.tensor(names.lm_head, embedding.shape)
+    layers = tuple(reader.layer(family, config, index) for index in range(config.num_layers))
+    final_norm = reader.tensor(names.final_norm, (config.hidden_size,))
+    reader.refuse_unread({names.lm_head} if config.tied_embeddings else set())
     return Checkpoint(config, embedding, layers, final_norm, lm_head, model_hash)
 
 
+def optional_tensors_of(config: ModelConfig, source: TensorSource) -> frozenset[str]:
+    """Return the optional tensors that the first layer of a file has, by name inside the layer."""
+    family = family_of(config.architecture)
+    return family.layout(config).present(source.names(), family.tensor_names.layer_prefix(0))
+
+
 def named_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint under the name that `assemble` reads it from."""
-    yield EMBEDDING, checkpoint.embedding
+    """Yield every tensor of a checkpoint with the name that `assemble` reads it under."""
+    config = checkpoint.config
+    family = family_of(config.architecture)
+    names, layout = family.tensor_names, family.layout(config)
+    yield names.embedding, checkpoint.embedding
     for index, layer in enumerate(checkpoint.layers):
-        prefix = layer_prefix(index)
-        for norm, name in NORMS.items():
-            weight = getattr(layer, norm)
+        prefix = names.layer_prefix(index)
+        for field, vector in layout.vectors.items():
+            weight = getattr(layer, field)
             if weight is not None:
-                yield prefix + name, weight
-        for projection, name in PROJECTIONS.items():
-            linear: Linear = getattr(layer, projection)
+                yield prefix + vector.name, weight
+        for field, tensor in layout.linears.items():
+            name, linear = prefix + tensor.name, getattr(layer, field)
             if isinstance(linear, Dense):
-                yield f"{prefix}{name}.weight", linear.weight
+                yield f"{name}.weight", linear.weight
             else:
-                yield f"{prefix}{name}.u.weight", linear.u
-                yield f"{prefix}{name}.v.weight", linear.v
+                yield f"{name}.u.weight", linear.u
+                yield f"{name}.v.weight", linear.v
             if linear.bias is not None:
-                yield f"{prefix}{name}.bias", linear.bias
-    yield FINAL_NORM, checkpoint.final_norm
-    if not checkpoint.config.tied_embeddings:
-        yield LM_HEAD, checkpoint.lm_head
+                yield f"{name}.bias", linear.bias
+    yield names.final_norm, checkpoint.final_norm
+    if not config.tied_embeddings:
+        yield names.lm_head, checkpoint.lm_head
+
+
+def named_linears(checkpoint: Checkpoint) -> Iterator[tuple[str, Linear]]:
+    """Yield every linear with its name, such as ``model.layers.0.self_attn.q_proj``."""
+    family = family_of(checkpoint.config.architecture)
+    layout = family.layout(checkpoint.config)
+    for index, layer in enumerate(checkpoint.layers):
+        prefix = family.tensor_names.layer_prefix(index)
+        for field, linear in linears_of(layer):
+            yield prefix + layout.linears[field].name, linear
 
 
 class _Reader:
-    """Reads and remembers, so that what the model does not use can be refused at the end."""
+    """Reads tensors and keeps track of those not read yet."""
 
     def __init__(
         self,
-        config: ModelConfig,
         source: TensorSource,
-        biases: Biases,
+        optional: frozenset[str],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._config = config
         self._source = source
-        self._biases = biases
+        self._optional = optional
         self._dtype = dtype
         self._device = device
         self._unread = set(source.names())
 
     def tensor(self, name: str, shape: tuple[int | None, ...]) -> Tensor:
-        """One tensor; None in ``shape`` matches any extent of at least 1."""
+        """Read one tensor; None in ``shape`` matches any size of at least 1."""
         if name not in self._unread:
             raise CheckpointError(f"the checkpoint has no tensor {name}")
         self._unread.remove(name)
         tensor = self._source.read(name)
         fits = len(tensor.shape) == len(shape) and all(
-            extent == wanted if wanted is not None else extent > 0
-            for extent, wanted in zip(tensor.shape, shape, strict=True)
+            size == expected if expected is not None else size > 0
+            for size, expected in zip(tensor.shape, shape, strict=True)
         )
         if not fits:
-            wanted_text = ", ".join("*" if extent is None else str(extent) for extent in shape)
+            expected_text = ", ".join("*" if size is None else str(size) for size in shape)
             raise CheckpointError(
-                f"{name} has shape {list(tensor.shape)}, the config asks for [{wanted_text}]"
+                f"{name} has shape {list(tensor.shape)}, the config needs [{expected_text}]"
             )
         if not tensor.is_floating_point():
-            raise CheckpointError(f"{name} holds {tensor.dtype}: quantized weights are not read")
+            raise CheckpointError(f"{name} is {tensor.dtype}: quantized weights are not supported")
         return tensor.to(device=self._device, dtype=self._dtype)
 
-    def linear(self, prefix: str, projection: str) -> Linear:
-        out, inner = projection_shape(self._config, projection)
-        name = prefix + PROJECTIONS[projection]
-        bias = (
-            self.tensor(f"{name}.bias", (out,)) if projection in self._biases.projections else None
-        )
+    def linear(self, prefix: str, entry: LinearTensor) -> Linear:
+        """Read a linear, dense or factorized, and its bias if it has one."""
+        name, bias_name = prefix + entry.name, f"{entry.name}.bias"
+        bias = None
+        if bias_name in self._optional:
+            bias = self.tensor(prefix + bias_name, (entry.out,))
         if f"{name}.u.weight" not in self._unread:
-            return Dense(self.tensor(f"{name}.weight", (out, inner)), bias)
-        u = self.tensor(f"{name}.u.weight", (out, None))
-        return FactorPair(u, self.tensor(f"{name}.v.weight", (u.shape[1], inner)), bias)
+            return Dense(self.tensor(f"{name}.weight", (entry.out, entry.inner)), bias)
+        u = self.tensor(f"{name}.u.weight", (entry.out, None))
+        return FactorPair(u, self.tensor(f"{name}.v.weight", (u.shape[1], entry.inner)), bias)
 
-    def layer(self, index: int) -> LayerWeights:
-        prefix = layer_prefix(index)
-        hidden = (self._config.hidden_size,)
-        head = (self._config.head_dim,)
-        linears = {projection: self.linear(prefix, projection) for projection in PROJECTIONS}
-        normed = self._biases.qk_norm
-        return LayerWeights(
-            input_norm=self.tensor(prefix + NORMS["input_norm"], hidden),
-            post_norm=self.tensor(prefix + NORMS["post_norm"], hidden),
-            q_norm=self.tensor(prefix + NORMS["q_norm"], head) if normed else None,
-            k_norm=self.tensor(prefix + NORMS["k_norm"], head) if normed else None,
-            **linears,
-        )
+    def layer(self, family: CheckpointFamily, config: ModelConfig, index: int) -> Any:
+        """Read one layer as the family's ``layer_type``."""
+        prefix, layout = family.tensor_names.layer_prefix(index), family.layout(config)
+        parts: dict[str, Any] = {
+            field: self.linear(prefix, linear) for field, linear in layout.linears.items()
+        }
+        for field, vector in layout.vectors.items():
+            if not vector.optional or vector.name in self._optional:
+                parts[field] = self.tensor(prefix + vector.name, (vector.size,))
+        return family.layer_type(**parts)
 
-    def refuse_unread(self) -> None:
-        """Refuse tensors that would be silently ignored; recomputed or tied ones may be."""
-        ignorable = {LM_HEAD} if self._config.tied_embeddings else set()
-        strange = sorted(
+    def refuse_unread(self, ignorable: set[str]) -> None:
+        """Raise if tensors were not read, other than ``ignorable`` ones and RoPE's buffers."""
+        unexpected = sorted(
             name for name in self._unread - ignorable if not name.endswith("rotary_emb.inv_freq")
         )
-        if strange:
-            shown = ", ".join(strange[:4]) + (" …" if len(strange) > 4 else "")
-            raise CheckpointError(f"{len(strange)} tensors are not of this architecture: {shown}")
+        if unexpected:
+            shown = ", ".join(unexpected[:4]) + (" …" if len(unexpected) > 4 else "")
+            raise CheckpointError(
+                f"{len(unexpected)} tensors are not part of this architecture: {shown}"
+            )

@@ -1,9 +1,9 @@
 """The canonical factorized checkpoint: a directory of ``model.safetensors`` and ``headrace.json``.
 
-The JSON holds the config in Hugging Face's words, the rank of each factorized projection (those it
-does not name are dense), ``keep``, the model hash, how the factorization was made, and which
-projections share a V, which the file then has under the first one's name. Tensors have Hugging
-Face's names; a factor pair is ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]``.
+The JSON has the config in Hugging Face's words, the rank of each factorized linear (others are
+dense), ``keep``, the model hash, how the factorization was made, and which linears share a V. The
+file stores a shared V once, under the first linear's name. Tensors have Hugging Face's names; a
+factor pair is ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]``.
 """
 
 import json
@@ -19,54 +19,56 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from runtime.checkpoint.assemble import (
-    PROJECTIONS,
-    Biases,
     assemble,
-    layer_prefix,
+    named_linears,
     named_tensors,
+    optional_tensors_of,
 )
 from runtime.checkpoint.hashing import hash_tensors
 from runtime.checkpoint.huggingface_config import parse_config, to_huggingface
 from runtime.checkpoint.safetensors_file import SINGLE, SafetensorsDirectory, read_json
-from runtime.checkpoint.sharing import Aliased, Groups, basis_groups, with_shared_bases
+from runtime.checkpoint.sharing import AliasedSource, Groups, basis_groups, with_shared_bases
 from runtime.checkpoint.weights import Checkpoint, Factorization, FactorPair
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 
-FACTS = "headrace.json"
+METADATA = "headrace.json"
 FORMAT = 1
 
 
 def canonical_hash(checkpoint: Checkpoint) -> str:
-    """sha256 over config and tensors: what ``model_hash`` is for a canonical checkpoint."""
+    """Return the sha256 of config and tensors, which is a canonical checkpoint's ``model_hash``."""
     tensors = sorted(named_tensors(checkpoint), key=lambda item: item[0])
     return hash_tensors(_config_text(checkpoint.config), tensors)
 
 
 def write_checkpoint(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write ``checkpoint`` as ``directory``, in the dtypes its tensors have.
+    """Write ``checkpoint`` as ``directory``, in the dtypes of its tensors.
 
-    The directory appears complete or not at all: it is written under a temporary name beside and
-    renamed. A canonical checkpoint that is already there, by this process or another, stays.
+    The directory appears complete or not at all: it is written under a temporary name beside its
+    target and renamed. If the target is a canonical checkpoint already, that one stays.
 
-    Raises `CheckpointError` if ``directory`` exists and holds anything else.
+    Raises:
+        CheckpointError: ``directory`` exists and holds anything else.
     """
     checkpoint = replace(checkpoint, model_hash=canonical_hash(checkpoint))
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         groups = basis_groups(checkpoint)
-        again = {f"{name}.v.weight" for _, *others in groups for name in others}
+        repeated = {f"{name}.v.weight" for _, *others in groups for name in others}
         tensors: dict[str, Tensor] = {}
         stored: set[int] = set()
         for name, tensor in named_tensors(checkpoint):
-            if name not in again:
+            if name not in repeated:
                 whole = tensor.contiguous()
-                shared = whole.untyped_storage().data_ptr() in stored  # which the file cannot say
+                # safetensors refuses tensors that share memory.
+                shared = whole.untyped_storage().data_ptr() in stored
                 tensors[name] = whole.clone() if shared else whole
                 stored.add(whole.untyped_storage().data_ptr())
         save_file(tensors, scratch / SINGLE)
-        (scratch / FACTS).write_text(json.dumps(_facts(checkpoint), indent=1), encoding="utf-8")
+        text = json.dumps(_metadata(checkpoint), indent=1)
+        (scratch / METADATA).write_text(text, encoding="utf-8")
         scratch.chmod(0o755)
         _publish(scratch, directory)
     finally:
@@ -74,30 +76,31 @@ def write_checkpoint(checkpoint: Checkpoint, directory: Path) -> None:
 
 
 def load_canonical(directory: Path, dtype: torch.dtype, device: torch.device | str) -> Checkpoint:
-    """Read what `write_checkpoint` wrote, and verify its ranks and its hash.
+    """Read a directory that `write_checkpoint` wrote, and verify its ranks and its hash.
 
-    Raises `CheckpointError` if the files are of another format, do not fit, or were altered.
+    Raises:
+        CheckpointError: the files are of another format, are inconsistent or were altered.
     """
-    facts = read_json(directory / FACTS)
-    if facts.get("format") != FORMAT:
+    metadata = read_json(directory / METADATA)
+    if metadata.get("format") != FORMAT:
         raise CheckpointError(
-            f"{directory / FACTS} has format {facts.get('format')!r}, this version reads {FORMAT}"
+            f"{directory / METADATA} has format {metadata.get('format')!r}, expected {FORMAT}"
         )
-    config = parse_config(_object(facts, "config"), {})
-    groups = _groups(facts)
-    source = Aliased.of(SafetensorsDirectory(directory), groups)
+    config = parse_config(_object(metadata, "config"), {})
+    groups = _groups(metadata)
+    source = AliasedSource.of(SafetensorsDirectory(directory), groups)
     stored_hash = hash_tensors(
         _config_text(config), ((name, source.read(name)) for name in sorted(source.names()))
     )
-    if stored_hash != facts.get("model_hash"):
-        raise CheckpointError(f"{directory} was altered: its content does not have its model_hash")
-    biases = Biases.present(source.names())
-    checkpoint = assemble(config, source, biases, stored_hash, dtype, device)
+    if stored_hash != metadata.get("model_hash"):
+        raise CheckpointError(f"{directory} was altered: its content does not match its model_hash")
+    optional = optional_tensors_of(config, source)
+    checkpoint = assemble(config, source, optional, stored_hash, dtype, device)
     checkpoint = with_shared_bases(checkpoint, groups)
-    if _ranks(checkpoint) != facts.get("ranks"):
-        raise CheckpointError(f"{directory / FACTS} gives ranks that its tensors do not have")
+    if _ranks(checkpoint) != metadata.get("ranks"):
+        raise CheckpointError(f"the ranks in {directory / METADATA} do not match the tensors")
     return replace(
-        checkpoint, keep=float(facts.get("keep", 1.0)), factorization=_factorization(facts)
+        checkpoint, keep=float(metadata.get("keep", 1.0)), factorization=_factorization(metadata)
     )
 
 
@@ -105,7 +108,7 @@ def _publish(scratch: Path, directory: Path) -> None:
     try:
         scratch.rename(directory)
     except OSError as error:
-        if not (directory / FACTS).is_file():
+        if not (directory / METADATA).is_file():
             raise CheckpointError(f"{directory} cannot be written: {error}") from error
 
 
@@ -114,16 +117,14 @@ def _config_text(config: ModelConfig) -> str:
 
 
 def _ranks(checkpoint: Checkpoint) -> dict[str, int]:
-    ranks: dict[str, int] = {}
-    for index, layer in enumerate(checkpoint.layers):
-        for projection, name in PROJECTIONS.items():
-            linear = getattr(layer, projection)
-            if isinstance(linear, FactorPair):
-                ranks[layer_prefix(index) + name] = linear.rank
-    return ranks
+    return {
+        name: linear.rank
+        for name, linear in named_linears(checkpoint)
+        if isinstance(linear, FactorPair)
+    }
 
 
-def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     factorization = checkpoint.factorization
     return {
         "format": FORMAT,
@@ -136,27 +137,27 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _groups(facts: Mapping[str, Any]) -> Groups:
-    value = facts.get("shared_bases", [])
+def _groups(metadata: Mapping[str, Any]) -> Groups:
+    value = metadata.get("shared_bases", [])
     if isinstance(value, list) and all(
         isinstance(group, list) and len(group) > 1 and all(isinstance(n, str) for n in group)
         for group in value
     ):
         return tuple(map(tuple, value))
-    raise CheckpointError(f"{FACTS} has malformed shared_bases")
+    raise CheckpointError(f"{METADATA} has malformed shared_bases")
 
 
-def _object(facts: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = facts.get(key)
+def _object(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = metadata.get(key)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{FACTS} has no object {key!r}")
+        raise CheckpointError(f"{METADATA} has no object {key!r}")
     return value
 
 
-def _factorization(facts: Mapping[str, Any]) -> Factorization | None:
-    if facts.get("factorization") is None:
+def _factorization(metadata: Mapping[str, Any]) -> Factorization | None:
+    if metadata.get("factorization") is None:
         return None
     try:
-        return Factorization(**_object(facts, "factorization"))
+        return Factorization(**_object(metadata, "factorization"))
     except TypeError as error:
-        raise CheckpointError(f"{FACTS} has a malformed factorization: {error}") from error
+        raise CheckpointError(f"{METADATA} has a malformed factorization: {error}") from error

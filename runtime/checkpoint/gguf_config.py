@@ -1,11 +1,12 @@
-"""From the metadata of a GGUF file of the Llama architecture to `ModelConfig`."""
+"""Read a `ModelConfig` from the metadata of a GGUF file."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from gguf import GGUFReader, ReaderTensor
 
-from runtime.checkpoint.facts import count, number, token_ids
+from runtime.checkpoint.config_values import count, number, token_ids
+from runtime.checkpoint.family import CheckpointFamily, GGUFFormat, family_of_gguf
 from runtime.config import ModelConfig, RopeConfig
 from runtime.errors import CheckpointError
 
@@ -13,50 +14,64 @@ EMBEDDING_NAME = "token_embd.weight"
 OUTPUT_NAME = "output.weight"
 ROPE_DIVISORS = "rope_freqs.weight"
 
-_READ = ("general.architecture", "llama.", "tokenizer.ggml.eos", "tokenizer.ggml.eot")
+_ARCHITECTURE = "general.architecture"
+_EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 
-def read_config(file: GGUFReader, tensors: Mapping[str, ReaderTensor]) -> ModelConfig:
-    """The model's shape, from metadata and from which tensors there are.
+def read_family(file: GGUFReader) -> CheckpointFamily:
+    """Return the model family of a file. Raises `CheckpointError` if none reads it."""
+    return family_of_gguf(_metadata(file, _ARCHITECTURE).get(_ARCHITECTURE))
 
-    Raises `CheckpointError` for other architectures and for what is missing or malformed.
+
+def read_config(
+    file: GGUFReader, tensors: Mapping[str, ReaderTensor], file_format: GGUFFormat
+) -> ModelConfig:
+    """Return the model's shape, from the metadata and from which tensors the file has.
+
+    Raises:
+        CheckpointError: a value is missing, malformed or not supported.
     """
-    try:
-        facts: dict[str, Any] = {
-            name: field.contents()
-            for name, field in file.fields.items()
-            if field.data and name.startswith(_READ)
-        }
-    except ValueError as error:
-        raise CheckpointError(f"the GGUF metadata cannot be read: {error}") from error
-    architecture = facts.get("general.architecture")
-    if architecture != "llama":
-        raise CheckpointError(f"GGUF architecture {architecture!r} is not supported, only 'llama'")
-    if facts.get("llama.expert_count"):
+    prefix = f"{file_format.general_architecture}."
+    metadata = {
+        key.removeprefix(prefix): value
+        for key, value in _metadata(file, prefix, *_EOS_KEYS).items()
+    }
+    if metadata.get("expert_count"):
         raise CheckpointError("GGUF mixture-of-experts models are not supported")
-    heads = count(facts, "llama.attention.head_count")
-    hidden = count(facts, "llama.embedding_length")
-    kv_heads = count(facts, "llama.attention.head_count_kv", heads)
-    head_dim = count(facts, "llama.attention.key_length", hidden // heads)
+    heads = count(metadata, "attention.head_count")
+    hidden = count(metadata, "embedding_length")
+    kv_heads = count(metadata, "attention.head_count_kv", heads)
+    head_dim = count(metadata, "attention.key_length", hidden // heads)
     if heads % kv_heads:
         raise CheckpointError(f"{heads} query heads cannot share {kv_heads} KV heads")
-    if count(facts, "llama.rope.dimension_count", head_dim) != head_dim or head_dim % 2:
-        raise CheckpointError("a rotary embedding over a part of the head is not supported")
+    if count(metadata, "rope.dimension_count", head_dim) != head_dim or head_dim % 2:
+        raise CheckpointError("a rotary embedding of a part of the head is not supported")
     return ModelConfig(
-        architecture="LlamaForCausalLM",
+        architecture=file_format.architecture,
         vocab_size=_vocabulary(tensors),
         hidden_size=hidden,
-        intermediate_size=count(facts, "llama.feed_forward_length"),
-        num_layers=_layers(facts, tensors),
+        intermediate_size=count(metadata, "feed_forward_length"),
+        num_layers=_layers(metadata, tensors),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        context_length=count(facts, "llama.context_length"),
-        rms_norm_eps=number(facts, "llama.attention.layer_norm_rms_epsilon"),
+        context_length=count(metadata, "context_length"),
+        rms_norm_eps=number(metadata, "attention.layer_norm_rms_epsilon"),
         tied_embeddings=OUTPUT_NAME not in tensors,
-        rope=_rope(facts, tensors, head_dim),
-        eos_token_ids=_eos(facts),
+        rope=_rope(metadata, tensors, head_dim),
+        eos_token_ids=_eos(metadata),
     )
+
+
+def _metadata(file: GGUFReader, *prefixes: str) -> dict[str, Any]:
+    try:
+        return {
+            name: field.contents()
+            for name, field in file.fields.items()
+            if field.data and name.startswith(prefixes)
+        }
+    except ValueError as error:
+        raise CheckpointError(f"the GGUF metadata cannot be read: {error}") from error
 
 
 def _vocabulary(tensors: Mapping[str, ReaderTensor]) -> int:
@@ -66,17 +81,17 @@ def _vocabulary(tensors: Mapping[str, ReaderTensor]) -> int:
     return int(embedding.shape[1])
 
 
-def _layers(facts: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> int:
-    layers = count(facts, "llama.block_count")
+def _layers(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> int:
+    layers = count(metadata, "block_count")
     if layers > len(tensors):
         raise CheckpointError(f"the config has {layers} layers, the file {len(tensors)} tensors")
     return layers
 
 
 def _rope(
-    facts: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], head_dim: int
+    metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], head_dim: int
 ) -> RopeConfig:
-    theta = number(facts, "llama.rope.freq_base", 10_000.0)
+    theta = number(metadata, "rope.freq_base", 10_000.0)
     divisors: tuple[float, ...] = ()
     if ROPE_DIVISORS in tensors:
         divisors = tuple(float(divisor) for divisor in tensors[ROPE_DIVISORS].data)
@@ -84,21 +99,20 @@ def _rope(
             raise CheckpointError(
                 f"{ROPE_DIVISORS} has {len(divisors)} values, not {head_dim // 2}"
             )
-    match facts.get("llama.rope.scaling.type", "none"):
+    match metadata.get("rope.scaling.type", "none"):
         case "none":
             return RopeConfig(theta=theta, frequency_divisors=divisors)
         case "linear":
             return RopeConfig(
                 theta=theta,
                 scaling="linear",
-                factor=number(facts, "llama.rope.scaling.factor"),
+                factor=number(metadata, "rope.scaling.factor"),
                 frequency_divisors=divisors,
             )
         case other:
             raise CheckpointError(f"GGUF rope scaling {other!r} is not supported")
 
 
-def _eos(facts: Mapping[str, Any]) -> tuple[int, ...]:
-    """The end of the text and the end of a turn: either ends an answer."""
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    return tuple(sorted(set().union(*(token_ids(facts, key) for key in keys))))
+def _eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that end a text or a chat turn; either one ends an answer."""
+    return tuple(sorted(set().union(*(token_ids(metadata, key) for key in _EOS_KEYS))))

@@ -1,4 +1,4 @@
-"""Reads GGUF files of the Llama architecture."""
+"""Read GGUF files."""
 
 import struct
 from collections.abc import Mapping
@@ -9,59 +9,45 @@ import torch
 from gguf import GGUFReader, GGUFValueType, ReaderTensor, dequantize
 from torch import Tensor
 
-from runtime.checkpoint.assemble import (
-    EMBEDDING,
-    FINAL_NORM,
-    LM_HEAD,
-    NORMS,
-    PROJECTIONS,
-    Biases,
-    assemble,
-    layer_prefix,
+from runtime.checkpoint.assemble import assemble, optional_tensors_of
+from runtime.checkpoint.family import CheckpointFamily, GGUFFormat
+from runtime.checkpoint.gguf_config import (
+    EMBEDDING_NAME,
+    OUTPUT_NAME,
+    ROPE_DIVISORS,
+    read_config,
+    read_family,
 )
-from runtime.checkpoint.gguf_config import EMBEDDING_NAME, OUTPUT_NAME, ROPE_DIVISORS, read_config
 from runtime.checkpoint.hashing import hash_files
 from runtime.checkpoint.weights import Checkpoint
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 
 MAGIC = b"GGUF"
-
-_MODEL_NAMES = {
-    EMBEDDING: EMBEDDING_NAME,
-    FINAL_NORM: "output_norm.weight",
-    LM_HEAD: OUTPUT_NAME,
-}
-_NORM_NAMES = {"input_norm": "attn_norm.weight", "post_norm": "ffn_norm.weight"}
-_PROJECTION_NAMES = {
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "o": "attn_output",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
+_FINAL_NORM_NAME = "output_norm.weight"
 
 
 def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str) -> Checkpoint:
-    """Read a GGUF file, dequantized to ``dtype``, q and k rows in rotate-half order.
+    """Read a GGUF file, dequantized to ``dtype``, with q and k rows in rotate-half order.
 
-    Raises `CheckpointError` for malformed files and other architectures.
+    Raises:
+        CheckpointError: the file is malformed, or no model family reads its architecture.
     """
     try:
         file = _HeaderReader(path)
     except (ValueError, KeyError, IndexError, OverflowError, struct.error) as error:
         raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from error
     tensors = {tensor.name: tensor for tensor in file.tensors}
-    config = read_config(file, tensors)
-    source = _GGUFTensors(tensors, config)
-    biases = Biases.present(source.names())
-    return assemble(config, source, biases, hash_files([path]), dtype, device)
+    family = read_family(file)
+    assert family.gguf is not None  # how `read_family` found it
+    config = read_config(file, tensors, family.gguf)
+    source = _GGUFTensors(tensors, config, family, family.gguf)
+    optional = optional_tensors_of(config, source)
+    return assemble(config, source, optional, hash_files([path]), dtype, device)
 
 
 class _HeaderReader(GGUFReader):  # type: ignore[misc]
-    """Steps over long arrays: the vocabulary's 150k entries cost 2 s and are not needed here."""
+    """Skips long arrays: parsing the vocabulary's 150k entries takes 2 s and is not needed."""
 
     _LONG = 1024
 
@@ -78,12 +64,12 @@ class _HeaderReader(GGUFReader):  # type: ignore[misc]
         return parts
 
     def _array_bytes(self, start: int, item: int, count: int) -> int:
-        """Length of an array in bytes, its 12-byte header included."""
+        """Return the length of an array in bytes, including its 12-byte header."""
         scalar = self.gguf_scalar_to_np.get(GGUFValueType(item))
         if scalar is not None:
             return 12 + count * int(scalar().itemsize)
         if item != GGUFValueType.STRING:
-            raise ValueError(f"an array of {GGUFValueType(item).name} is not understood")
+            raise ValueError(f"arrays of {GGUFValueType(item).name} are not supported")
         length_at = struct.Struct("<Q").unpack_from
         offset = start + 12
         for _ in range(count):
@@ -92,29 +78,38 @@ class _HeaderReader(GGUFReader):  # type: ignore[misc]
 
 
 class _GGUFTensors:
-    """The file's tensors under Hugging Face's names."""
+    """The file's tensors under the family's names."""
 
-    def __init__(self, tensors: Mapping[str, ReaderTensor], config: ModelConfig) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, ReaderTensor],
+        config: ModelConfig,
+        family: CheckpointFamily,
+        file_format: GGUFFormat,
+    ) -> None:
         self._tensors = tensors
-        self._config = config
-        self._names = dict(_MODEL_NAMES)
+        names = family.tensor_names
+        self._names = {
+            names.embedding: EMBEDDING_NAME,
+            names.final_norm: _FINAL_NORM_NAME,
+            names.lm_head: OUTPUT_NAME,
+        }
         self._heads: dict[str, int] = {}
+        layout = family.layout(config)
         for index in range(config.num_layers):
-            self._name_layer(index)
+            prefix, own = names.layer_prefix(index), f"blk.{index}."
+            for field, name in file_format.layer_names.items():
+                if field in layout.vectors:
+                    self._names[prefix + layout.vectors[field].name] = own + name
+                    continue
+                for kind in (".weight", ".bias"):
+                    self._names[prefix + layout.linears[field].name + kind] = own + name + kind
+                    if field in file_format.interleaved:
+                        heads = getattr(config, file_format.interleaved[field])
+                        self._heads[own + name + kind] = heads
         self._names = {name: own for name, own in self._names.items() if own in tensors}
         known = {*self._names.values(), ROPE_DIVISORS}
         self._names |= {name: name for name in tensors if name not in known}
-
-    def _name_layer(self, index: int) -> None:
-        prefix, own = layer_prefix(index), f"blk.{index}."
-        for norm, name in _NORM_NAMES.items():
-            self._names[prefix + NORMS[norm]] = own + name
-        for projection, name in _PROJECTION_NAMES.items():
-            for kind in (".weight", ".bias"):
-                self._names[prefix + PROJECTIONS[projection] + kind] = own + name + kind
-        for kind in (".weight", ".bias"):
-            self._heads[f"{own}attn_q{kind}"] = self._config.num_heads
-            self._heads[f"{own}attn_k{kind}"] = self._config.num_kv_heads
 
     def names(self) -> frozenset[str]:
         return frozenset(self._names)
@@ -128,18 +123,16 @@ class _GGUFTensors:
             raise CheckpointError(
                 f"{own} is stored as {tensor.tensor_type.name}: {error}"
             ) from error
-        # Plain fp32 comes back as a view of the read-only file.
+        # Plain fp32 is returned as a view of the read-only file.
         weight = torch.from_numpy(values if values.flags.writeable else values.copy())
         heads = self._heads.get(own)
-        if heads is None:
-            return weight
-        return _rotate_half_order(weight, heads, own)
+        return weight if heads is None else _rotate_half_order(weight, heads, own)
 
 
 def _rotate_half_order(weight: Tensor, heads: int, name: str) -> Tensor:
     """Undo GGUF's order for interleaved RoPE: rows (head, pair, half) become (head, half, pair)."""
     rows = weight.shape[0]
     if rows % (2 * heads):
-        raise CheckpointError(f"{name} has {rows} rows, which {heads} heads cannot share")
+        raise CheckpointError(f"{name} has {rows} rows, not divisible by {heads} heads of pairs")
     pairs = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)

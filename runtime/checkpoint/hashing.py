@@ -1,4 +1,4 @@
-"""Hashes that identify a model: two workers that exchange KV must have the same one."""
+"""Hashes that identify a model. Workers that exchange KV must have the same model hash."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def hash_files(paths: Iterable[Path]) -> str:
-    """sha256 over the names and contents of files, in the given order."""
+    """Return the sha256 of the names and contents of files, in the given order."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -18,12 +18,12 @@ def hash_files(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def hash_tensors(facts: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 over a text and over names, dtypes, shapes and bytes of tensors, in the given order.
+def hash_tensors(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the sha256 of a text and of names, dtypes, shapes and bytes of tensors, in order.
 
-    Gives the same for tensors in memory and for those read back from a file.
+    Tensors in memory and the same tensors read back from a file have the same hash.
     """
-    digest = hashlib.sha256(facts.encode())
+    digest = hashlib.sha256(text.encode())
     for name, tensor in tensors:
         digest.update(f"\0{name} {tensor.dtype} {list(tensor.shape)}\0".encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)

@@ -1,10 +1,10 @@
-"""One entrance for every file a model can come in."""
+"""Load a model from any supported file format."""
 
 from pathlib import Path
 
 import torch
 
-from runtime.checkpoint.canonical import FACTS, load_canonical
+from runtime.checkpoint.canonical import METADATA, load_canonical
 from runtime.checkpoint.gguf_file import MAGIC, load_gguf
 from runtime.checkpoint.huggingface import CONFIG, load_huggingface
 from runtime.checkpoint.safetensors_file import is_pickle
@@ -15,21 +15,21 @@ from runtime.errors import CheckpointError
 def load_checkpoint(
     path: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Checkpoint:
-    """Read a model as ``dtype`` on ``device``; the content of ``path`` decides the reader.
+    """Read a model as ``dtype`` on ``device``. Pickles are never read.
 
-    - a GGUF file of the Llama architecture
-    - a directory with ``headrace.json``: a canonical factorized checkpoint
-    - a directory with ``config.json`` and safetensors: Llama, Mistral, Qwen2 or Qwen3
+    Args:
+        path: a GGUF file, a canonical checkpoint (a directory with ``headrace.json``), or a Hugging
+            Face directory with ``config.json`` and safetensors. Its content decides the reader.
 
-    Raises `CheckpointError` naming what is missing, misshapen or unsupported. Nothing is ever
-    unpickled.
+    Raises:
+        CheckpointError: something is missing, misshapen or not supported.
     """
     if path.is_dir():
-        if (path / FACTS).is_file():
+        if (path / METADATA).is_file():
             return load_canonical(path, dtype, device)
         if (path / CONFIG).is_file():
             return load_huggingface(path, dtype, device)
-        raise CheckpointError(f"{path} has neither {CONFIG} nor {FACTS}: it is no model directory")
+        raise CheckpointError(f"{path} is not a model directory: no {CONFIG} and no {METADATA}")
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist")
     if _starts_with(path, MAGIC):

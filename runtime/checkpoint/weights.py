@@ -1,11 +1,12 @@
-"""The weights of a model in canonical form, whatever file they were read from.
+"""The weights of a model in canonical form, independent of the file format.
 
-A linear layer is `Dense` (``y = W x + b``) or a `FactorPair` (``y = U (V x) + b``); every
-projection of every layer may be either, with any rank.
+A linear layer is `Dense` (``y = W x + b``) or a `FactorPair` (``y = U (V x) + b``). Any linear of
+any layer may be either, with any rank.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import Tensor
 
@@ -38,7 +39,15 @@ Linear = Dense | FactorPair
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. ``q_norm``/``k_norm`` are Qwen3's per-head RMSNorms ``[head_dim]``."""
+    """A decoder layer with separate q, k, v and o projections and a gated MLP.
+
+    The layer of the Llama family, and the one that `runtime.gemm` packs for a GPU. Other families
+    define a dataclass of their own (`runtime.checkpoint.family.CheckpointFamily.layer_type`).
+
+    Attributes:
+        input_norm, post_norm: norm weights before attention and before the MLP, ``[hidden]``.
+        q_norm, k_norm: per-head norm weights (Qwen3), ``[head_dim]``, or None.
+    """
 
     input_norm: Tensor
     q: Linear
@@ -55,10 +64,13 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Factorization:
-    """How a factorized checkpoint was made: the facts that reproduce it.
+    """The inputs that reproduce a factorized checkpoint.
 
-    ``source_hash`` is the ``model_hash`` of the dense model, ``calibration_hash`` a sha256 over the
-    ``calibration_tokens`` token ids whose activations weighted the truncation.
+    Attributes:
+        method: name and version of the method.
+        source_hash: ``model_hash`` of the dense model.
+        calibration_hash: sha256 of the calibration token ids.
+        calibration_tokens: number of calibration tokens.
     """
 
     method: str
@@ -69,17 +81,22 @@ class Factorization:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole model: q and k rows are in Hugging Face's rotate-half order.
+    """A whole model. Rows of q and k are in Hugging Face's rotate-half order.
 
-    ``lm_head`` ``[vocab, hidden]`` is the same tensor as ``embedding`` where embeddings are tied.
-    ``model_hash`` is a sha256 over config and weights: two workers that share KV must agree on it.
-    ``keep`` is the fraction of the projections' parameters that a factorization kept, 1.0 if dense;
-    ``factorization`` tells how, None if dense.
+    Attributes:
+        config: shape of the model.
+        embedding: token embedding ``[vocab, hidden]``.
+        layers: one instance of the family's ``layer_type`` per layer.
+        final_norm: weight of the norm before the LM head, ``[hidden]``.
+        lm_head: ``[vocab, hidden]``; the same tensor as ``embedding`` if embeddings are tied.
+        model_hash: sha256 of config and weights. Workers that exchange KV must agree on it.
+        keep: fraction of the linears' parameters that a factorization kept; 1.0 if dense.
+        factorization: how the checkpoint was factorized; None if dense or converted.
     """
 
     config: ModelConfig
     embedding: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[Any, ...]
     final_norm: Tensor
     lm_head: Tensor
     model_hash: str
@@ -88,26 +105,34 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors; one that is used more than once counts once."""
+        """Bytes of all tensors; a tensor that is used more than once counts once."""
         tensors = [self.embedding, self.final_norm, self.lm_head]
         for layer in self.layers:
-            norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
-            parts = (part for _, linear in linears_of(layer) for part in vars(linear).values())
-            tensors += [tensor for tensor in (*norms, *parts) if tensor is not None]
+            tensors += vectors_of(layer).values()
+            for _, linear in linears_of(layer):
+                tensors += [part for part in vars(linear).values() if part is not None]
         return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 
 
-def linears_of(layer: LayerWeights) -> Iterator[tuple[str, Linear]]:
-    """The projections of a layer by their field's name."""
+def linears_of(layer: Any) -> Iterator[tuple[str, Linear]]:
+    """Yield the linears of a layer with their field names, in the order of the fields."""
     for field in fields(layer):
         value = getattr(layer, field.name)
         if isinstance(value, Dense | FactorPair):
             yield field.name, value
 
 
+def vectors_of(layer: Any) -> dict[str, Tensor]:
+    """Return the norm weights and other plain tensors of a layer by field name."""
+    values = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
 def parameters_kept(checkpoint: Checkpoint) -> float:
-    """The fraction of the dense projections' parameters that a checkpoint's projections have; a
-    shared V counts once."""
+    """Return the parameters of all linears as a fraction of those of the dense model.
+
+    A V that several linears share counts once. Biases do not count.
+    """
     kept = total = 0
     counted: set[int] = set()
     for layer in checkpoint.layers:

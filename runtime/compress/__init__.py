@@ -1,4 +1,4 @@
-"""Makes factorized checkpoints, and measures what they cost in quality."""
+"""Factorize checkpoints and measure their perplexity."""
 
 from runtime.checkpoint.weights import parameters_kept
 from runtime.compress.factorize import (

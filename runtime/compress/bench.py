@@ -1,17 +1,9 @@
-"""What factorizing costs in time and in quality.
+"""Measure the time and the perplexity of factorized checkpoints.
 
     OMP_NUM_THREADS=1 python -m runtime.compress.bench --keep 0.95 0.9 0.8
 
-Calibrates on one part of Python's documentation. Perplexity is measured on another part of it, and
-on text of another kind, docstrings of the standard library. SmolLM2-135M-Instruct, calibrated on
-16,384 tokens by the command above with --keep 0.95 0.9 0.8 0.6, on one of two shared vCPUs (Xeon
-with AVX-512, 2.6 GHz), Python 3.11, torch 2.13:
-
-    keep                    1.0      0.95     0.9      0.8      0.6
-    held-out documentation  10.068   10.162   10.554   12.019   20.488
-    docstrings              11.218   11.347   12.083   14.468   27.186
-
-Making any of them took 165 s of processor time while the machine was busy with other work.
+Calibrates on one part of Python's documentation. Perplexity is measured on another part of it and
+on text of another kind, docstrings of the standard library. Results are in BENCHMARKS.md.
 """
 
 import argparse
@@ -51,8 +43,13 @@ _DOCSTRING_MODULES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. Perplexities are of held-out documentation and of docstrings, ``seconds``
-    are the processor time of `compress`: on one thread and an idle machine, the time it takes."""
+    """One measurement.
+
+    Attributes:
+        factorized: number of factor pairs.
+        held_out, docstrings: perplexity of each text.
+        seconds: processor time of `compress`.
+    """
 
     method: str
     keep: float
@@ -108,7 +105,11 @@ def _arguments() -> argparse.Namespace:
         "--method", type=Method, nargs="+", default=[Method.FISHER], choices=list(Method)
     )
     parser.add_argument(
-        "--ranks", type=Allocation, nargs="+", choices=list(Allocation), help="default: its own"
+        "--ranks",
+        type=Allocation,
+        nargs="+",
+        choices=list(Allocation),
+        help="allocation of ranks; default: the method's own",
     )
     parser.add_argument("--rows", type=int, default=32, help="calibration rows of 512 tokens")
     parser.add_argument("--csv", type=Path, help="where to write the table")
@@ -132,7 +133,7 @@ def _show(row: Row, dense: Row) -> None:
 
 
 def _tokenizer(path: Path) -> Tokenizer:
-    """A GGUF's byte-level BPE with digits split (SmolLM's), or a directory's tokenizer.json."""
+    """Return the tokenizer of a directory, or the byte-level BPE of SmolLM's GGUF file."""
     if path.is_dir():
         return Tokenizer.from_file(str(path / "tokenizer.json"))
     fields = GGUFReader(path).fields
@@ -147,13 +148,13 @@ def _tokenizer(path: Path) -> Tokenizer:
 
 
 def _docstrings() -> str:
-    """Docstrings of modules and of what is public in them."""
+    """Return the docstrings of modules and of their public names."""
     found: list[str] = []
     for name in _DOCSTRING_MODULES:
         module = importlib.import_module(name)
         public = (getattr(module, entry) for entry in getattr(module, "__all__", ()))
-        for thing in (module, *public):
-            text = inspect.getdoc(thing) if thing is module or callable(thing) else None
+        for value in (module, *public):
+            text = inspect.getdoc(value) if value is module or callable(value) else None
             if text is not None:
                 found.append(text)
     return "\n\n".join(found)

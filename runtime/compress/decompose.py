@@ -1,14 +1,14 @@
-"""One projection as a sum of rank-one terms, those that matter most to the loss first.
+"""Decompose a linear into rank-one terms, ordered by their effect on the loss.
 
-With ``C = L Lᵀ`` and ``G = R Rᵀ`` (see `runtime.compress.moments`), the loss of replacing W by W'
-is ``‖Rᵀ (W - W') L‖²``, so the best W' of rank r comes from the truncated SVD of ``M = Rᵀ W L``,
-and the loss of dropping a term is its singular value squared. With G = I this is SVD-LLM's
+Let ``C = L Lᵀ`` and ``G = R Rᵀ`` be the moments of `runtime.compress.moments`. Replacing W by W'
+costs the loss ``‖Rᵀ (W - W') L‖²``. The best W' of rank r is therefore the truncated SVD of
+``M = Rᵀ W L``, and dropping a term costs its squared singular value. With G = I this is SVD-LLM's
 truncation-aware decomposition (arXiv 2403.07378, section 3.2).
 
-The truncated SVD is a projection of M on its leading singular vectors, so neither factor needs a
-division by singular values: ``M ≈ P Pᵀ M`` gives ``U = R⁻ᵀ P`` and ``V = Pᵀ Rᵀ W``, and
-``M ≈ M Q Qᵀ`` gives ``U = W L Q`` and ``V = Qᵀ L⁻¹``. Whichever side is smaller is taken, through
-the eigenvectors of its Gram matrix. Truncating is slicing: of either, the first r terms.
+The truncated SVD projects M on its leading singular vectors, so no factor is divided by singular
+values: ``M ≈ P Pᵀ M`` gives ``U = R⁻ᵀ P`` and ``V = Pᵀ Rᵀ W``, and ``M ≈ M Q Qᵀ`` gives
+``U = W L Q`` and ``V = Qᵀ L⁻¹``. The smaller side is used, through the eigenvectors of its Gram
+matrix. Truncating to rank r takes the first r columns of U and rows of V.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,24 @@ from runtime.errors import CompressionError
 
 INPUT_DAMPING = 1e-3
 GRADIENT_DAMPING = 0.2
-"""Added to the diagonals of C and G, relative to their means: what calibration did not see.
+"""Damping added to the diagonals of C and G, relative to their means.
 
-Gradients are noisier than inputs: less damping fits the calibration text's noise, more forgets what
-the gradients say. Text of the same kind was served best by 0.1, text of another kind by more.
+It accounts for directions that calibration did not see. Gradients are noisier than inputs: less
+damping fits the noise of the calibration text, more ignores the gradients. For held-out text of the
+same kind 0.1 measured best, for text of another kind more.
 """
-_LEAST_DAMPING = 1e-6
-"""What a moment gets, beyond its most negative eigenvalue, if it has no root as it is."""
+_MIN_DAMPING = 1e-6
+"""Damping beyond the most negative eigenvalue, for a moment that is not positive definite."""
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """``u`` ``[out, k]``, ``v`` ``[k, in]`` and the ``loss`` ``[k]`` fp64 of dropping each term.
+    """The terms of one linear.
 
-    ``loss`` goes over all ``min(in, out)`` terms, in falling order; u and v only over those that a
-    factor pair smaller than ``dense`` can have.
+    Attributes:
+        dense: the linear itself.
+        u, v: ``[out, k]`` and ``[k, in]``, with k the largest rank that is smaller than dense.
+        loss: fp64 ``[min(in, out)]``, the loss of dropping each term, in falling order.
     """
 
     dense: Dense
@@ -49,10 +52,10 @@ class Decomposition:
         return out, inner
 
     def truncate(self, rank: int | None) -> Linear:
-        """The first ``rank`` terms; None is the dense projection."""
+        """Return the factor pair of the first ``rank`` terms; None returns the dense linear."""
         if rank is None:
             return self.dense
-        # Cloned, for a slice would keep (and a checkpoint would store) all of the terms.
+        # Cloned, since a slice would keep the memory of all terms, also in a checkpoint.
         u, v = (
             factor.clone(memory_format=torch.contiguous_format)
             for factor in (self.u[:, :rank], self.v[:rank])
@@ -61,22 +64,27 @@ class Decomposition:
 
 
 def largest_rank(out: int, inner: int) -> int:
-    """The largest rank with ``r (in + out) < in out``: from the next on, dense is not larger."""
+    """Return the largest rank at which a factor pair is smaller than dense."""
     return (out * inner - 1) // (out + inner)
 
 
 def decompose(
     dense: Dense, inputs: Tensor, gradients: Tensor | None, damping: float = INPUT_DAMPING
 ) -> Decomposition:
-    """Decompose ``W`` ``[out, in]`` under the moments C ``[in, in]`` and G ``[out, out]``, in fp64;
-    without gradients G is the identity. ``damping`` is that of C.
+    """Decompose ``W`` ``[out, in]`` in fp64.
 
-    Raises `CompressionError` if weights or moments are not finite.
+    Args:
+        inputs: moment C ``[in, in]``.
+        gradients: moment G ``[out, out]``; None is the identity.
+        damping: relative damping of C.
+
+    Raises:
+        CompressionError: weights or moments are not finite.
     """
     W = dense.weight.double()
     known = [W, inputs] if gradients is None else [W, inputs, gradients]
     if not all(bool(matrix.isfinite().all()) for matrix in known):
-        raise CompressionError("a projection or its activations are not finite")
+        raise CompressionError("a linear's weights or activations are not finite")
     L = _root(inputs, damping)
     R = None if gradients is None else _root(gradients, GRADIENT_DAMPING)
     left = W if R is None else R.t() @ W
@@ -98,34 +106,34 @@ def decompose(
 
 
 def _root(moment: Tensor, damping: float) -> Tensor:
-    """A lower triangular root in fp64 of the damped moment.
+    """Return a lower triangular fp64 root of the damped moment.
 
-    Moments are summed in fp32, so rounding can leave them slightly indefinite: then the diagonal is
+    Moments are summed in fp32, and rounding can make them slightly indefinite. The diagonal is then
     raised by the most negative eigenvalue as well.
     """
     matrix = moment.double()
-    # The floor keeps a direction that was never used at all (a moment of zero) invertible.
+    # The floor keeps a moment of zeros invertible.
     ridge = damping * matrix.diagonal().mean().clamp_min(1e-30)
     diagonal = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     root: Tensor
     root, failed = torch.linalg.cholesky_ex(matrix + ridge * diagonal)
     if failed:
         lowest = torch.linalg.eigvalsh(matrix)[0].clamp_max(0.0)
-        least = (_LEAST_DAMPING * matrix.diagonal().mean()).clamp_min(1e-30)
-        root = torch.linalg.cholesky(matrix + (ridge.clamp_min(least) - lowest) * diagonal)
+        minimum = (_MIN_DAMPING * matrix.diagonal().mean()).clamp_min(1e-30)
+        root = torch.linalg.cholesky(matrix + (ridge.clamp_min(minimum) - lowest) * diagonal)
     return root
 
 
 def _leading_eigenvectors(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, largest first and none negative, and their vectors as columns."""
+    """Return eigenvalues in falling order, clamped at 0, and their vectors as columns."""
     values, vectors = torch.linalg.eigh(gram)
     return values.flip(0).clamp_min(0.0), vectors.flip(1)
 
 
 def _balance(u: Tensor, v: Tensor) -> Tensor:
-    """``[k]`` factors that give each column of u and its row of v the same norm.
+    """Return factors ``[k]`` that give each column of u and its row of v the same norm.
 
-    The whitening leaves them many orders of magnitude apart, which bf16 bears and fp16 does not.
+    After whitening the norms differ by many orders of magnitude, beyond the range of fp16.
     """
     tiny = torch.finfo(torch.float64).tiny
     columns = torch.linalg.vector_norm(u, dim=0).clamp_min(tiny)

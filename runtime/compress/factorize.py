@@ -1,32 +1,33 @@
-"""Makes a factorized checkpoint of a dense one."""
+"""Factorize a dense checkpoint."""
 
 import hashlib
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.assemble import PROJECTIONS
 from runtime.checkpoint.canonical import canonical_hash
+from runtime.checkpoint.family import LayerLayout
 from runtime.checkpoint.weights import (
     Checkpoint,
     Dense,
     Factorization,
     FactorPair,
     Linear,
+    linears_of,
     parameters_kept,
 )
 from runtime.compress.decompose import Decomposition, decompose
 from runtime.compress.methods import Allocation, Method
-from runtime.compress.moments import INPUT_OF, LayerMoments, collect_moments
+from runtime.compress.moments import LayerMoments, collect_moments
 from runtime.compress.perplexity import Progress
 from runtime.compress.ranks import Choice, allocate_ranks, log_loss_ranks, uniform_ranks
 from runtime.errors import CompressionError
+from runtime.models.registry import model_family
 
 RANK_MULTIPLE = 8
-"""Rows of U in bf16 then start at multiples of 16 bytes."""
+"""Default multiple of ranks: rows of U in bf16 then start at multiples of 16 bytes."""
 
 _SEED = 0
 _TINY = 1e-300
@@ -34,8 +35,14 @@ _TINY = 1e-300
 
 @dataclass(frozen=True)
 class CompressionReport:
-    """What was made. ``keep`` was asked for, ``parameters_kept`` is what the ranks add up to, both
-    fractions of the projections' parameters. ``ranks`` are by layer and projection, None dense."""
+    """The result of `compress`.
+
+    Attributes:
+        keep: requested fraction of the linears' parameters.
+        parameters_kept: fraction that the chosen ranks keep.
+        ranks: rank by field for each layer; None is dense.
+        seconds: elapsed time.
+    """
 
     keep: float
     parameters_kept: float
@@ -44,13 +51,13 @@ class CompressionReport:
 
     @property
     def factorized(self) -> int:
-        """How many projections are factor pairs."""
+        """Number of linears that became factor pairs."""
         return sum(rank is not None for layer in self.ranks for rank in layer.values())
 
 
 @dataclass(frozen=True)
 class Part:
-    """Projections, by layer and field, that are factorized together: their W stacked by rows."""
+    """Linears factorized together, with their W stacked by rows; ``members`` are (layer, field)."""
 
     members: tuple[tuple[int, str], ...]
     decomposition: Decomposition
@@ -58,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class DecomposedModel:
-    """A model that can be truncated to any ``keep``: what takes the time, done once."""
+    """A decomposed model, which `truncate_model` cuts to any ``keep`` in little time."""
 
     dense: Checkpoint
     method: Method
@@ -68,7 +75,7 @@ class DecomposedModel:
 
 
 def calibration_hash(tokens: Tensor) -> str:
-    """sha256 of token ids and how they are cut into rows."""
+    """Return the sha256 of token ids and their division into rows."""
     text = f"{list(tokens.shape)} {tokens.flatten().tolist()}"
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -76,10 +83,10 @@ def calibration_hash(tokens: Tensor) -> str:
 def artifact_key(
     model_hash: str, keep: float, calibration_tokens: Tensor, method: Method = Method.FISHER
 ) -> str:
-    """What names the result of `compress` before it is made: 32 hexadecimal digits."""
+    """Return 32 hexadecimal digits that identify the result of `compress` before it is made."""
     label = method.label(method.allocation)
-    facts = f"{label} {model_hash} {float(keep)!r} {calibration_hash(calibration_tokens)}"
-    return hashlib.sha256(facts.encode()).hexdigest()[:32]
+    text = f"{label} {model_hash} {float(keep)!r} {calibration_hash(calibration_tokens)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def compress(
@@ -92,18 +99,19 @@ def compress(
     method: Method = Method.FISHER,
     allocation: Allocation | None = None,
 ) -> tuple[Checkpoint, CompressionReport]:
-    """Factorize the projections of a dense fp32 checkpoint to at most ``keep`` of their parameters.
+    """Factorize the linears of a dense fp32 checkpoint to at most ``keep`` of their parameters.
 
     Args:
-        checkpoint: dense, on the device that is to do the work.
-        calibration_tokens: ``[n, length]`` int64, real text; each row is a text of its own.
-        keep: the fraction of the projections' parameters to keep; 1.0 is the dense model itself.
-        progress: told "calibrating" and "factorizing", and the fraction of the whole that is done.
+        checkpoint: dense, on the device that computes.
+        calibration_tokens: ``[n, length]`` int64; each row is a separate piece of real text.
+        keep: fraction of the linears' parameters to keep; 1.0 returns ``checkpoint``.
+        progress: called with "calibrating" or "factorizing" and the overall fraction done.
         rank_multiple: ranks are multiples of it.
-        method, allocation: how; None is the method's own allocation of ranks.
+        allocation: how ranks are distributed; None is the method's own way.
 
-    Raises `CompressionError` for a ``keep`` that is out of (0, 1] or cannot be reached, for a
-    checkpoint that is factorized already, and for tokens that are none of the model's.
+    Raises:
+        CompressionError: ``keep`` is not in (0, 1] or cannot be reached, the checkpoint is already
+            factorized, or the tokens are outside of its vocabulary.
     """
     started = time.monotonic()
     _check_keep(keep)
@@ -122,21 +130,23 @@ def decompose_model(
     *,
     method: Method = Method.FISHER,
 ) -> DecomposedModel:
-    """Calibrate and decompose, as `compress` does. Takes the memory of twice the projections."""
+    """Calibrate and decompose, as `compress` does. Takes twice the memory of the linears."""
     _check_model(checkpoint, calibration_tokens)
-    told = progress or (lambda _stage, _fraction: None)
+    report = progress or (lambda _stage, _fraction: None)
+    layout = model_family(checkpoint.config).layout(checkpoint.config)
     moments = collect_moments(
         checkpoint,
         calibration_tokens,
         _SEED,
-        lambda stage, done: told(stage, 0.8 * done),
+        lambda stage, done: report(stage, 0.8 * done),
         gradients=method.uses_gradients,
     )
-    groups = list(method.groups(len(moments)))
+    groups = list(method.groups(len(moments), layout))
     parts: list[Part] = []
     for members in groups:
-        parts.append(Part(members, _decomposition(checkpoint, moments, members, method)))
-        told("factorizing", 0.8 + 0.2 * len(parts) / len(groups))
+        decomposition = _decomposition(checkpoint, moments, members, method, layout)
+        parts.append(Part(members, decomposition))
+        report("factorizing", 0.8 + 0.2 * len(parts) / len(groups))
     return DecomposedModel(
         checkpoint,
         method,
@@ -153,16 +163,16 @@ def truncate_model(
     *,
     allocation: Allocation | None = None,
 ) -> Checkpoint:
-    """The factorized checkpoint at ``keep``. Errors as of `compress`."""
+    """Return the factorized checkpoint at ``keep``. Raises as `compress` does."""
     _check_keep(keep)
     checkpoint, allocation = model.dense, allocation or model.method.allocation
     ranks = _ranks(model, keep, rank_multiple, allocation)
-    made: dict[tuple[int, str], Any] = {}
+    made: list[dict[str, Linear]] = [{} for _ in checkpoint.layers]
     for part, rank in zip(model.parts, ranks, strict=True):
-        made |= _truncated(checkpoint, part, rank)
+        for (index, field), linear in _truncated(checkpoint, part, rank).items():
+            made[index][field] = linear
     layers = tuple(
-        replace(layer, **{projection: made[index, projection] for projection in PROJECTIONS})
-        for index, layer in enumerate(checkpoint.layers)
+        replace(layer, **linears) for layer, linears in zip(checkpoint.layers, made, strict=True)
     )
     factorization = Factorization(
         method=model.method.label(allocation),
@@ -185,7 +195,8 @@ def _ranks(
         case Allocation.UNIFORM:
             return uniform_ranks(choices, keep, multiple)
         case Allocation.LOSS:
-            if not model.method.uses_gradients:  # an error of the output: a share of its power
+            if not model.method.uses_gradients:
+                # Losses are errors of outputs. Relative to the output's power they are comparable.
                 choices = [replace(c, loss=c.loss / max(c.loss.sum(), _TINY)) for c in choices]
             return allocate_ranks(choices, keep, multiple)
         case Allocation.LOG_LOSS:
@@ -196,8 +207,11 @@ def _ranks(
 def _truncated(
     checkpoint: Checkpoint, part: Part, rank: int | None
 ) -> dict[tuple[int, str], Linear]:
-    """The projections of a part; pairs share V, and factors are as bf16 has them, whatever they are
-    computed in: half the memory to read."""
+    """Return the linears of a part. Factor pairs share V.
+
+    Factors are rounded to bf16 whatever the computation's dtype, so that kernels may store them in
+    half the memory.
+    """
     dense = {member: _dense(checkpoint, *member) for member in part.members}
     pair = part.decomposition.truncate(rank)
     if isinstance(pair, Dense):
@@ -216,52 +230,49 @@ def _decomposition(
     moments: tuple[LayerMoments, ...],
     members: tuple[tuple[int, str], ...],
     method: Method,
+    layout: LayerLayout,
 ) -> Decomposition:
-    """Of projections together: their inputs' moments add up."""
-    inputs = [moments[index].inputs[INPUT_OF[projection]] for index, projection in members]
-    first, projection = members[0]
+    """Decompose linears together, under the sum of their input moments."""
+    inputs = [moments[index].inputs[layout.input_of(field)] for index, field in members]
+    first, field = members[0]
     weights = [_dense(checkpoint, *member).weight for member in members]
     return decompose(
         Dense(weights[0] if len(weights) == 1 else torch.cat(weights)),
         inputs[0] if len(inputs) == 1 else torch.stack(inputs).sum(0),
-        moments[first].gradients[projection] if method.uses_gradients else None,
+        moments[first].gradients[field] if method.uses_gradients else None,
         method.input_damping,
     )
 
 
-def _dense(checkpoint: Checkpoint, index: int, projection: str) -> Dense:
-    linear = getattr(checkpoint.layers[index], projection)
-    assert isinstance(linear, Dense)  # `_check_model` has seen to it
+def _dense(checkpoint: Checkpoint, index: int, field: str) -> Dense:
+    linear = getattr(checkpoint.layers[index], field)
+    assert isinstance(linear, Dense)  # checked by `_check_model`
     return linear
 
 
 def _check_keep(keep: float) -> None:
     if not 0.0 < keep <= 1.0:
-        raise CompressionError(f"keep is a fraction of parameters in (0, 1], not {keep}")
+        raise CompressionError(f"keep must be a fraction in (0, 1], not {keep}")
 
 
 def _check_model(checkpoint: Checkpoint, tokens: Tensor) -> None:
-    if any(not isinstance(x, Dense) for layer in _linears(checkpoint) for x in layer.values()):
-        raise CompressionError("the checkpoint is factorized already: start from the dense one")
+    if any(rank is not None for layer in ranks_of(checkpoint) for rank in layer.values()):
+        raise CompressionError("the checkpoint is already factorized: start from the dense one")
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise CompressionError(f"calibration needs [n, length] tokens, not {list(tokens.shape)}")
     if int(tokens.min()) < 0 or int(tokens.max()) >= checkpoint.config.vocab_size:
-        raise CompressionError("the calibration tokens are not of this model's vocabulary")
+        raise CompressionError("calibration tokens are outside of the model's vocabulary")
 
 
 def ranks_of(checkpoint: Checkpoint) -> tuple[dict[str, int | None], ...]:
-    """The rank of each projection of each layer, None where it is dense."""
+    """Return the rank of each linear of each layer by field; None is dense."""
     return tuple(
         {
-            name: linear.rank if isinstance(linear, FactorPair) else None
-            for name, linear in layer.items()
+            field: linear.rank if isinstance(linear, FactorPair) else None
+            for field, linear in linears_of(layer)
         }
-        for layer in _linears(checkpoint)
+        for layer in checkpoint.layers
     )
-
-
-def _linears(checkpoint: Checkpoint) -> list[dict[str, Linear]]:
-    return [{name: getattr(layer, name) for name in PROJECTIONS} for layer in checkpoint.layers]
 
 
 def _report(checkpoint: Checkpoint, keep: float, started: float) -> CompressionReport:

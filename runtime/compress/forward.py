@@ -1,58 +1,106 @@
-"""A plain forward pass over whole sequences that shows what goes into and out of every projection.
+"""A plain differentiable forward pass over whole sequences.
 
-It has no cache, no pages and no kernels of ours: calibration and perplexity run on it, and tests
-compare the serving engine with it.
+Calibration and perplexity run on it, and tests compare the serving engine with it. It has no cache
+and no kernels of this package. An observer sees the input and output of every linear.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.checkpoint.weights import Checkpoint, Dense, LayerWeights, Linear
+from runtime.checkpoint.weights import Checkpoint, Dense, Linear
 from runtime.config import ModelConfig
 from runtime.layers.rope import cos_sin_table
+from runtime.models.family import Gate, LayerParts, ModelFamily
+from runtime.models.registry import model_family
 
 Observer = Callable[[str, Tensor, Tensor], None]
-"""Called with a projection (a field of `LayerWeights`), its input ``[batch, length, in]`` and its
-output ``[batch, length, out]``, in the order of computation: q, k, v, o, gate, up, down."""
+"""Called with a linear's field name, its input ``[batch, length, in]`` and its output ``[batch,
+length, out]``, in the order of computation."""
 
 
 def apply_linear(linear: Linear, x: Tensor) -> Tensor:
-    """``[..., in]`` to ``[..., out]``, through the low rank where there is one."""
+    """Apply a linear to ``[..., in]``, through the low rank of a factor pair."""
     if isinstance(linear, Dense):
         return functional.linear(x, linear.weight, linear.bias)
     return functional.linear(functional.linear(x, linear.v), linear.u, linear.bias)
 
 
+class PlainBuilder:
+    """Makes a layer's parts for this forward pass; see `runtime.models.family.LayerBuilder`.
+
+    Args:
+        weights: the family's ``layer_type``.
+        observe: called for every linear, or None.
+    """
+
+    def __init__(
+        self,
+        family: ModelFamily[Any],
+        config: ModelConfig,
+        weights: Any,
+        observe: Observer | None = None,
+    ) -> None:
+        self._family, self._config = family, config
+        self._weights, self._observe = weights, observe
+
+    def has(self, field: str) -> bool:
+        return getattr(self._weights, field) is not None
+
+    def qkv(self, *fields: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        linears = [self.linear(field) for field in fields]
+        return lambda x: tuple(linear(x) for linear in linears)
+
+    def linear(self, field: str) -> Callable[[Tensor], Tensor]:
+        linear, observe = getattr(self._weights, field), self._observe
+
+        def apply(x: Tensor) -> Tensor:
+            y = apply_linear(linear, x)
+            if observe is not None:
+                observe(field, x, y)
+            return y
+
+        return apply
+
+    def residual(self, field: str) -> Callable[[Tensor, Tensor], Tensor]:
+        linear = self.linear(field)
+        return lambda x, hidden: hidden + linear(x)
+
+    def gated(self, gate_field: str, up_field: str, gate: Gate) -> Callable[[Tensor], Tensor]:
+        first, second = self.linear(gate_field), self.linear(up_field)
+        return lambda x: gate.function(first(x), second(x))
+
+    def norm(self, field: str) -> Callable[[Tensor], Tensor]:
+        weight, eps = getattr(self._weights, field), self._config.rms_norm_eps
+        return lambda x: self._family.norm.function(x, weight, eps)
+
+
 def forward_layer(
     config: ModelConfig,
-    layer: LayerWeights,
+    layer: Any,
     hidden: Tensor,
     rope: tuple[Tensor, Tensor],
     observe: Observer | None = None,
 ) -> Tensor:
-    """One decoder layer over ``hidden`` ``[batch, length, hidden]``, causal from position 0.
+    """Compute one decoder layer, causal from position 0.
 
-    ``rope`` is the first ``length`` rows of `runtime.layers.rope.cos_sin_table`.
+    Args:
+        layer: weights, the family's ``layer_type``.
+        hidden: ``[batch, length, hidden]``.
+        rope: the first ``length`` rows of `runtime.layers.rope.cos_sin_table`.
     """
-
-    def project(name: str, x: Tensor) -> Tensor:
-        y = apply_linear(getattr(layer, name), x)
-        if observe is not None:
-            observe(name, x, y)
-        return y
-
-    x = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-    attended = _attend(config, layer, project("q", x), project("k", x), project("v", x), rope)
-    hidden = hidden + project("o", attended)
-    x = rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
-    return hidden + project("down", functional.silu(project("gate", x)) * project("up", x))
+    family = model_family(config)
+    parts: LayerParts = family.parts(PlainBuilder(family, config, layer, observe))
+    x, carried = family.before_attention(parts, hidden)
+    attended = _attend(config, parts, parts.qkv(x), rope)
+    return family.after_attention(parts, attended, *carried)
 
 
 def forward(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
-    """Logits ``[batch, length, vocab]`` of ``tokens`` ``[batch, length]`` int64."""
+    """Return logits ``[batch, length, vocab]`` of ``tokens`` ``[batch, length]`` int64."""
     config = checkpoint.config
     hidden = functional.embedding(tokens, checkpoint.embedding)
     rope = rope_rows(config, tokens.shape[1], hidden)
@@ -62,37 +110,34 @@ def forward(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
 
 
 def logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
-    """``[..., vocab]`` from what the last layer gives, ``[..., hidden]``."""
-    normed = rms_norm(hidden, checkpoint.final_norm, checkpoint.config.rms_norm_eps)
+    """Return ``[..., vocab]`` from the output of the last layer, ``[..., hidden]``."""
+    config = checkpoint.config
+    norm = model_family(config).norm.function
+    normed = norm(hidden, checkpoint.final_norm, config.rms_norm_eps)
     return functional.linear(normed, checkpoint.lm_head)
 
 
 def rope_rows(config: ModelConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions ``0 .. length - 1`` on the device of ``like``, fp32."""
+    """Return fp32 cosines and sines of positions ``0 .. length - 1`` on the device of ``like``."""
     cos, sin = cos_sin_table(config, length)
     return cos.to(like.device), sin.to(like.device)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / rms(x) * weight`` over the last dimension, the mean square in fp32."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
-
-
 def _attend(
-    config: ModelConfig,
-    layer: LayerWeights,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rope: tuple[Tensor, Tensor],
+    config: ModelConfig, parts: LayerParts, qkv: Sequence[Tensor], rope: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Causal attention, heads concatenated: ``[batch, length, num_heads * head_dim]``."""
-    q, k, v = (x.view(*x.shape[:2], -1, config.head_dim).transpose(1, 2) for x in (q, k, v))
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
-        k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
+    """Causal attention, heads concatenated: ``[batch, length, num_heads * head_dim]``.
+
+    Args:
+        qkv: q, k and v, or one tensor with them side by side.
+    """
+    dim, kv_size = config.head_dim, config.num_kv_heads * config.head_dim
+    if len(qkv) == 1:
+        qkv = torch.split(qkv[0], [config.num_heads * dim, kv_size, kv_size], dim=-1)
+    q, k, v = (x.view(*x.shape[:2], -1, dim).transpose(1, 2) for x in qkv)  # [batch, heads, n, dim]
+    if parts.head_norms is not None:
+        norm_q, norm_k = parts.head_norms
+        q, k = norm_q(q), norm_k(k)
     attended = functional.scaled_dot_product_attention(
         _rotate(q, rope), _rotate(k, rope), v, is_causal=True, enable_gqa=True
     )
@@ -103,5 +148,5 @@ def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate-half RoPE of ``[batch, heads, length, head_dim]``, in fp32."""
     cos, sin = rope
     first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)

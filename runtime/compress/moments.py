@@ -1,10 +1,10 @@
-"""Second moments over calibration text: how strongly each direction of a projection is used.
+"""Second moments over calibration text: how strongly each direction of a linear is used.
 
-Of a projection ``y = W x``, ``C = E[x xᵀ]`` tells which inputs occur (SVD-LLM's whitening), and
-``G = E[g gᵀ]``, g the gradient of the loss with respect to y, which outputs matter. The change of
-the loss by ``ΔW`` is then about ``½ tr(G ΔW C ΔWᵀ)`` per token: the Kronecker-factored Fisher
+For a linear ``y = W x``, ``C = E[x xᵀ]`` measures its inputs (SVD-LLM's whitening).
+``G = E[g gᵀ]``, with g the gradient of the loss with respect to y, measures its outputs. A change
+``ΔW`` changes the loss by about ``½ tr(G ΔW C ΔWᵀ)`` per token: the Kronecker-factored Fisher
 approximation (K-FAC, arXiv 1503.05671, section 3). The loss is that of tokens drawn from the
-model's own distribution, as the Fisher information is defined, not of the text's.
+model's own distribution, as in the definition of the Fisher information, not that of the text.
 """
 
 from collections.abc import Callable
@@ -15,26 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from runtime.checkpoint.family import LayerLayout
 from runtime.checkpoint.weights import Checkpoint
 from runtime.compress.forward import Observer, forward_layer, logits, rope_rows
 from runtime.compress.perplexity import Progress
-
-INPUT_OF = {
-    "q": "q",
-    "k": "q",
-    "v": "q",
-    "o": "o",
-    "gate": "gate",
-    "up": "gate",
-    "down": "down",
-}
-"""The projection under whose name the input of each projection is kept: q, k, v share one."""
+from runtime.models.registry import model_family
 
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """Means over tokens, fp32: ``inputs`` ``[in, in]`` by the values of `INPUT_OF`, ``gradients``
-    ``[out, out]`` by projection, if they were asked for."""
+    """Means over tokens, fp32.
+
+    Attributes:
+        inputs: ``[in, in]`` by the first linear that reads the input (`LayerLayout.input_of`).
+        gradients: ``[out, out]`` by linear; empty unless requested.
+    """
 
     inputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -48,17 +43,18 @@ def collect_moments(
     *,
     gradients: bool = True,
 ) -> tuple[LayerMoments, ...]:
-    """Moments of every layer over ``tokens`` ``[n, length]``, one forward and backward a row, or
-    those of the inputs alone, without the backward pass.
+    """Return the moments of every layer over ``tokens`` ``[n, length]``.
 
-    They take ``Σ in² + Σ out²`` floats: 0.7 times the fp32 projections for SmolLM2, and more for
-    wider models.
+    Runs one forward pass per row, and one backward pass if ``gradients``. The moments take
+    ``Σ in² + Σ out²`` floats: for SmolLM2 0.7 times the memory of its fp32 linears, more for wider
+    models.
     """
     config = checkpoint.config
     device = checkpoint.embedding.device
+    layout = model_family(config).layout(config)
     generator = torch.Generator(device).manual_seed(seed)
     moments = tuple(LayerMoments({}, {}) for _ in checkpoint.layers)
-    observers = [_accumulate(layer) for layer in moments]
+    observers = [_accumulate(layer, layout) for layer in moments]
     rope = rope_rows(config, tokens.shape[1], checkpoint.embedding)
     for done, row in enumerate(tokens.to(device)):
         with torch.set_grad_enabled(gradients):
@@ -80,9 +76,9 @@ def collect_moments(
 
 
 def _draw(scores: Tensor, generator: torch.Generator) -> Tensor:
-    """One token ``[n]`` from the distribution of each row of logits ``[n, vocab]``.
+    """Draw one token per row of logits ``[n, vocab]``: ``[n]``.
 
-    Through the cumulative distribution: one random number a row instead of one a token.
+    Inverts the cumulative distribution, which takes one random number per row, not per token.
     """
     cumulative = scores.softmax(-1).cumsum(-1)
     points = torch.rand(len(scores), 1, generator=generator, device=scores.device)
@@ -90,12 +86,12 @@ def _draw(scores: Tensor, generator: torch.Generator) -> Tensor:
     return drawn[:, 0].clamp_max(scores.shape[1] - 1)
 
 
-def _accumulate(layer: LayerMoments) -> Observer:
-    def observe(projection: str, x: Tensor, y: Tensor) -> None:
-        if INPUT_OF[projection] == projection:
-            _add(layer.inputs, projection, x.detach())
+def _accumulate(layer: LayerMoments, layout: LayerLayout) -> Observer:
+    def observe(linear: str, x: Tensor, y: Tensor) -> None:
+        if layout.input_of(linear) == linear:
+            _add(layer.inputs, linear, x.detach())
         if y.requires_grad:
-            add: Callable[[Tensor], None] = partial(_add, layer.gradients, projection)
+            add: Callable[[Tensor], None] = partial(_add, layer.gradients, linear)
             y.register_hook(add)  # type: ignore[no-untyped-call]
 
     return observe

@@ -1,4 +1,4 @@
-"""Perplexity on held-out text: what a factorization costs in quality."""
+"""Perplexity of a checkpoint on held-out text."""
 
 import math
 from collections.abc import Callable
@@ -12,16 +12,19 @@ from runtime.compress.forward import forward
 from runtime.errors import CompressionError
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and how much of the whole is done, 0 to 1."""
+"""Called with the current stage and the overall fraction done, 0 to 1."""
 
 
 @torch.inference_mode()
 def perplexity(checkpoint: Checkpoint, tokens: Tensor, progress: Progress | None = None) -> float:
-    """exp of the mean negative log likelihood, in nats, of ``tokens`` ``[n, length]`` int64.
+    """Return exp of the mean negative log likelihood in nats.
 
-    Each row is a text of its own; all of its tokens but the first are predicted.
+    Args:
+        tokens: ``[n, length]`` int64. Each row is a separate text; all tokens but its first are
+            predicted.
 
-    Raises `CompressionError` if there is nothing to predict.
+    Raises:
+        CompressionError: there is no token to predict.
     """
     if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
         raise CompressionError(f"perplexity needs [n, length ≥ 2] tokens, not {list(tokens.shape)}")

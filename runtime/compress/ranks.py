@@ -1,4 +1,4 @@
-"""Which rank each projection gets: pure bookkeeping over losses and parameter counts."""
+"""Distribute ranks over linears, from losses and parameter counts."""
 
 import math
 from collections.abc import Sequence
@@ -14,8 +14,11 @@ _BISECTIONS = 200
 
 @dataclass(frozen=True)
 class Choice:
-    """What a projection ``[out, in]`` can be: ``loss`` ``[min(in, out)]`` fp64 of dropping each
-    term, in falling order."""
+    """A linear ``[out, inner]`` to choose a rank for.
+
+    Attributes:
+        loss: fp64 ``[min(inner, out)]``, the loss of dropping each term, in falling order.
+    """
 
     out: int
     inner: int
@@ -23,14 +26,15 @@ class Choice:
 
 
 def allocate_ranks(choices: Sequence[Choice], keep: float, multiple: int) -> list[int | None]:
-    """The ranks of least total loss with at most ``keep`` of all parameters; None is dense.
+    """Return the ranks of least total loss with at most ``keep`` of all parameters.
 
-    Ranks are multiples of ``multiple``, and only those smaller than dense. For a price λ of a
-    parameter, each projection by itself takes what minimizes loss + λ parameters; the lowest λ that
-    fits the budget is found by bisection. So a projection that truncates badly stays dense, and
-    others pay for it. The optimum is exact on the convex hull of the choices.
+    None is dense. Ranks are multiples of ``multiple`` at which a pair is smaller than dense. For a
+    price λ per parameter, each linear independently minimizes loss + λ parameters; bisection finds
+    the lowest λ within the budget. A linear that truncates badly can therefore stay dense. The
+    optimum is exact on the convex hull of the choices.
 
-    Raises `CompressionError` if the smallest ranks are more than ``keep``.
+    Raises:
+        CompressionError: the smallest ranks exceed ``keep``.
     """
     options = [_options(choice, multiple) for choice in choices]
     budget = keep * sum(choice.out * choice.inner for choice in choices)
@@ -51,18 +55,21 @@ def allocate_ranks(choices: Sequence[Choice], keep: float, multiple: int) -> lis
 
 
 def uniform_ranks(choices: Sequence[Choice], keep: float, multiple: int) -> list[int | None]:
-    """The largest ranks with at most ``keep`` of each projection's parameters."""
+    """Return the largest ranks with at most ``keep`` of each linear's parameters."""
     return [_rank(choice, keep, multiple) for choice in choices]
 
 
 def log_loss_ranks(
     choices: Sequence[Choice], kinds: Sequence[object], keep: float, multiple: int, tokens: int
 ) -> list[int | None]:
-    """Among the projections of one kind, what is removed goes as 1 / log(loss).
+    """Return ranks as in SVD-LLM v2 (arXiv 2503.12340, section 3.1).
 
-    As in SVD-LLM v2 (arXiv 2503.12340, section 3.1), the loss being the norm, over all ``tokens``
-    of the calibration, of what the uniform rank would drop. A loss below e counts as e. Where a
-    projection would be removed nearly whole, the others of its kind make up for it.
+    Among linears of one kind, the removed fraction is proportional to 1 / log(loss). The loss is
+    the norm, over all calibration ``tokens``, of what the uniform rank would drop; a loss below e
+    counts as e. If nearly all of a linear would be removed, the rest of its kind takes the excess.
+
+    Args:
+        kinds: the kind of each choice.
     """
     ranks: list[int | None] = [None] * len(choices)
     for kind in set(kinds):
@@ -79,15 +86,17 @@ def log_loss_ranks(
     return ranks
 
 
-_MOST_REMOVED = 0.95
+_MAX_REMOVED = 0.95
 
 
 def _removed(
     weights: NDArray[np.float64], sizes: NDArray[np.int64], target: float
 ) -> NDArray[np.float64]:
-    """Fractions in proportion to the weights, none above `_MOST_REMOVED`, that remove ``target``
-    of all parameters."""
-    bound = max(_MOST_REMOVED, target)
+    """Return fractions proportional to ``weights``, at most `_MAX_REMOVED`.
+
+    Together they remove the fraction ``target`` of all parameters.
+    """
+    bound = max(_MAX_REMOVED, target)
     low, high = 0.0, bound / float(weights.min())
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -99,21 +108,21 @@ def _removed(
 
 
 def _rank(choice: Choice, keep: float, multiple: int) -> int | None:
-    """The largest rank, a multiple, with at most ``keep`` of the parameters; None is dense."""
+    """Return the largest allowed rank with at most ``keep`` of the parameters; None is dense."""
     size, cost = choice.out * choice.inner, choice.out + choice.inner
     if keep >= 1.0:
         return None
     rank = int(size * keep / cost) // multiple * multiple
     if rank < multiple:
         raise CompressionError(
-            f"ranks of at least {multiple} cannot keep as little as {keep:.3f} of a projection"
+            f"ranks of at least {multiple} cannot keep as little as {keep:.3f} of a linear"
         )
     return rank
 
 
 @dataclass(frozen=True)
 class _Options:
-    """By rising size: ranks (None, the last, is dense), parameters, and loss."""
+    """The options of one linear in rising size. The last rank is None, dense."""
 
     ranks: list[int | None]
     parameters: NDArray[np.float64]

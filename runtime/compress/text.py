@@ -1,4 +1,4 @@
-"""Real text that every Python carries: the language reference behind ``help()``."""
+"""Calibration and evaluation text: the language reference that Python ships for ``help()``."""
 
 from collections.abc import Iterable, Sequence
 from pydoc_data.topics import topics
@@ -12,10 +12,10 @@ _HELD_OUT = 8
 
 
 def documentation() -> tuple[str, str]:
-    """``(calibration, held out)``: every eighth topic is held out.
+    """Return the calibration text and the held-out text, which is every eighth topic.
 
-    Topics quote one another, so paragraphs that are held out are dropped from the calibration text.
-    The text differs a little between versions of Python, and so then do artifacts made with it.
+    Topics quote each other, so held-out paragraphs are removed from the calibration text. The text
+    differs slightly between versions of Python, and so do artifacts made with it.
     """
     names = sorted(topics)
     held_out = names[_HELD_OUT - 1 :: _HELD_OUT]
@@ -26,13 +26,17 @@ def documentation() -> tuple[str, str]:
 
 
 def cut_rows(token_ids: Sequence[int], length: int, count: int) -> Tensor:
-    """``[count, length]`` int64: pieces of a long text, evenly spread over it, none overlapping.
+    """Cut a long text into pieces, evenly spread and without overlap.
 
-    Fewer rows if the text is shorter. Raises `CompressionError` if it does not fill one.
+    Returns:
+        int64 ``[count, length]``, or fewer rows if the text is too short.
+
+    Raises:
+        CompressionError: the text does not fill one row.
     """
     available = len(token_ids) // length
     if available < 1 or count < 1:
-        raise CompressionError(f"{len(token_ids)} tokens are less than {count} rows of {length}")
+        raise CompressionError(f"{len(token_ids)} tokens do not fill {count} rows of {length}")
     rows = torch.tensor(token_ids[: available * length], dtype=torch.int64).view(-1, length)
     count = min(count, available)
     return rows[[index * available // count for index in range(count)]]

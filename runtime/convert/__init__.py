@@ -1,6 +1,6 @@
-"""Offline: reads what other factorization codes write, and gives canonical checkpoints."""
+"""Offline conversion of other codes' factorized checkpoints into canonical ones."""
 
 from runtime.convert.convert import Source, convert
-from runtime.convert.families import Family
+from runtime.convert.formats import SourceFormat
 
-__all__ = ["Family", "Source", "convert"]
+__all__ = ["Source", "SourceFormat", "convert"]

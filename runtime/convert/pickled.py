@@ -1,8 +1,8 @@
-"""Reads pickled PyTorch files without running anything that they name.
+"""Read pickled PyTorch files without importing or calling anything that they name.
 
-A pickle is a program that calls what it likes. This reader knows the few names that tensors are
-made of; any other name becomes a `Stub`, a record of what the file says of it, and is never
-imported. So a whole pickled model can be read, whatever classes it was made of.
+A pickle is a program that can call any function. This reader resolves only the few names needed to
+build tensors. Any other class becomes a `Stub`, which records the object's state and is never
+imported, so models of unknown classes can be read as well.
 """
 
 import pickle
@@ -34,31 +34,33 @@ _DTYPES = {
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)
 }
 _CONTAINERS = {"dict": dict, "list": list, "set": set, "tuple": tuple}
-_MOST_PICKLE_BYTES = 1 << 28
-_LARGEST = 1 << 48
-"""Of sizes and offsets, in elements."""
+_MAX_PICKLE_BYTES = 1 << 28
+_MAX_NUMBER = 1 << 48
+"""Bound of sizes and offsets, in elements."""
 
 
 def read_pickled(path: Path) -> Any:
-    """What `torch.save` wrote to ``path``, tensors on the CPU, objects as `Stub`.
+    """Return what `torch.save` wrote to ``path``: tensors on the CPU, other objects as `Stub`.
 
-    Tensors that shared memory share it again. Raises `CheckpointError` if it is no zip file as
-    `torch.save` writes it since torch 1.6, or is damaged.
+    Tensors that shared memory share it again.
+
+    Raises:
+        CheckpointError: the file is damaged, or not a zip file as torch 1.6 and later write it.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             root = _root(archive, path)
-            if archive.getinfo(f"{root}/data.pkl").file_size > _MOST_PICKLE_BYTES:
-                raise CheckpointError(f"{path} has a pickle beyond {_MOST_PICKLE_BYTES} bytes")
+            if archive.getinfo(f"{root}/data.pkl").file_size > _MAX_PICKLE_BYTES:
+                raise CheckpointError(f"{path} has a pickle of more than {_MAX_PICKLE_BYTES} bytes")
             with archive.open(f"{root}/data.pkl") as file:
                 return _Reader(file, archive, root).load()
     except zipfile.BadZipFile as error:
         raise CheckpointError(
-            f"{path} is no zip file: files of torch before 1.6 are not read, save it anew"
+            f"{path} is not a zip file: save it again with torch 1.6 or later"
         ) from error
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle fails anywhere in what it calls
+    except Exception as error:  # a damaged pickle can fail in any way
         raise CheckpointError(f"{path} cannot be unpickled: {type(error).__name__}") from error
 
 
@@ -71,11 +73,11 @@ def _root(archive: zipfile.ZipFile, path: Path) -> str:
             ):
                 raise CheckpointError(f"{path} was written on a big-endian machine")
             return root
-    raise CheckpointError(f"{path} is a zip file without data.pkl: torch.save did not write it")
+    raise CheckpointError(f"{path} is a zip file without data.pkl, not written by torch.save")
 
 
 class _Storage:
-    """Bytes of tensors, in elements of one type."""
+    """The flat memory of tensors: ``elements`` ``[n]`` of one dtype."""
 
     def __init__(self, elements: Tensor) -> None:
         self.elements = elements
@@ -85,8 +87,10 @@ _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Reader(_PythonUnpickler):  # type: ignore[misc]
-    """The standard unpickler written in Python, whose every operation can be held to a rule: what
-    is called is known, what is built is a stub, what is a key is plain."""
+    """The standard library's Python unpickler with restricted operations.
+
+    It calls known functions only, sets the state of stubs only, and accepts plain keys only.
+    """
 
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile, root: str) -> None:
         super().__init__(file, encoding="utf-8")
@@ -111,16 +115,16 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]
 
     def persistent_load(self, pid: Any) -> _Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-            raise CheckpointError("the pickle refers to something that is no storage")
+            raise CheckpointError("the pickle has a persistent id that is not a storage")
         _, dtype, key, _device, count = pid
         if not isinstance(dtype, torch.dtype) or not isinstance(key, str) or not _is_count(count):
-            raise CheckpointError("the pickle refers to a storage of an unknown kind")
+            raise CheckpointError("the pickle has a storage of an unknown type")
         if key not in self._storages:
             member = self._archive.getinfo(f"{self._root}/data/{key}")
             if member.compress_type != zipfile.ZIP_STORED or (
                 member.file_size != count * dtype.itemsize
             ):
-                raise CheckpointError(f"storage {key[:40]} does not have its {count} elements")
+                raise CheckpointError(f"storage {key[:40]} does not have {count} elements")
             data = bytearray(self._archive.read(member))
             empty = torch.empty(0, dtype=dtype)
             self._storages[key] = _Storage(torch.frombuffer(data, dtype=dtype) if data else empty)
@@ -131,19 +135,19 @@ def _build(reader: Any) -> None:
     state, built = reader.stack.pop(), reader.stack[-1]
     if isinstance(built, Stub):
         built.__setstate__(state)
-    elif not isinstance(built, OrderedDict | Tensor):  # whose state says nothing of values
-        raise CheckpointError("the pickle gives a state to what has none")
+    elif not isinstance(built, OrderedDict | Tensor):  # their state has no values
+        raise CheckpointError("the pickle sets the state of an object without one")
 
 
 def _reduce(reader: Any) -> None:
     arguments, called = reader.stack.pop(), reader.stack[-1]
     if not isinstance(arguments, tuple) or not _may_be_called(called):
-        raise CheckpointError("the pickle calls what is not known")
+        raise CheckpointError("the pickle calls an unknown function")
     reader.stack[-1] = called(*arguments)
 
 
 def _make(reader: Any) -> None:
-    reader.stack.pop()  # arguments, which a stub has no use for
+    reader.stack.pop()  # arguments, which stubs ignore
     reader.stack[-1] = _new_object(reader.stack[-1])
 
 
@@ -179,7 +183,7 @@ def _make_frozenset(reader: Any) -> None:
 
 
 def _refuse(_: Any) -> None:
-    raise CheckpointError("the pickle uses an operation that files of torch do not need")
+    raise CheckpointError("the pickle uses an operation that torch.save never writes")
 
 
 _Reader.dispatch = _PythonUnpickler.dispatch | {
@@ -208,26 +212,26 @@ _Reader.dispatch = _PythonUnpickler.dispatch | {
 
 def _put(target: Any, items: list[Any]) -> None:
     if not isinstance(target, dict | Stub):
-        raise CheckpointError("the pickle puts items into what has none")
+        raise CheckpointError("the pickle sets items of an object without items")
     into = target.items if isinstance(target, Stub) else target
     for key, value in zip(items[::2], items[1::2], strict=True):
         dict.__setitem__(into, _plain(key), value)
 
 
 def _plain(key: Any) -> Any:
-    """What may be a key: nested tuples and huge numbers take their time to be hashed."""
+    """Check a key: hashing nested tuples or huge numbers can take very long."""
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
-        fine = isinstance(part, str | bytes | float | None) or (
-            isinstance(part, int) and -_LARGEST < part < _LARGEST
+        plain = isinstance(part, str | bytes | float | None) or (
+            isinstance(part, int) and -_MAX_NUMBER < part < _MAX_NUMBER
         )
-        if not fine or len(parts) > 8:
-            raise CheckpointError("the pickle has a key that is neither text nor a number")
+        if not plain or len(parts) > 8:
+            raise CheckpointError("the pickle has a key that is neither a string nor a number")
     return key
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and 0 <= value < _LARGEST
+    return isinstance(value, int) and 0 <= value < _MAX_NUMBER
 
 
 def _may_be_called(called: Any) -> bool:
@@ -246,17 +250,17 @@ def _rebuild_tensor(
     metadata: Any = None,
 ) -> Tensor:
     if not isinstance(storage, _Storage) or metadata:
-        raise CheckpointError("a tensor of a kind that is not read")
+        raise CheckpointError("a tensor of an unsupported type")
     sizes, strides = tuple(size), tuple(stride)
     if len(sizes) != len(strides) or not all(map(_is_count, (offset, *sizes, *strides))):
-        raise CheckpointError("a tensor without a shape")
+        raise CheckpointError("a tensor with an invalid shape")
     count, last = 1, offset
     for n, step in zip(sizes, strides, strict=True):
         count, last = count * n, last + (n - 1) * step
-        if count > len(storage.elements) or count >= _LARGEST:
-            raise CheckpointError(f"a tensor with more elements than its storage has: {sizes[:8]}")
+        if count > len(storage.elements) or count >= _MAX_NUMBER:
+            raise CheckpointError(f"a tensor has more elements than its storage: {sizes[:8]}")
     if count and last >= len(storage.elements):
-        raise CheckpointError(f"a tensor lies outside of its storage: {sizes[:8]}")
+        raise CheckpointError(f"a tensor reaches beyond its storage: {sizes[:8]}")
     return storage.elements.as_strided(sizes, strides, offset)
 
 
@@ -265,17 +269,17 @@ def _rebuild_parameter(data: Any, *_: Any) -> Any:
 
 
 def _rebuild_from_type(function: Any, _type: Any, arguments: Any, *_: Any) -> Any:
-    """A tensor with attributes of Python's, which are left out."""
+    """Rebuild a tensor with Python attributes, which are ignored."""
     if function not in (_rebuild_tensor, _rebuild_parameter) or not isinstance(arguments, tuple):
-        raise CheckpointError("a tensor of a kind that is not read")
+        raise CheckpointError("a tensor of an unsupported type")
     return function(*arguments)
 
 
 def _new_object(kind: Any, *_: Any) -> Any:
-    """For `copyreg.__newobj__` and `_reconstructor`: of containers and stubs alone."""
+    """Stand in for `copyreg.__newobj__` and `_reconstructor`: containers and stubs only."""
     if isinstance(kind, type) and issubclass(kind, dict | list | set | Stub):
         return kind()
-    raise CheckpointError("the pickle makes an object of what is no class")
+    raise CheckpointError("the pickle instantiates something that is not a class")
 
 
 _KNOWN: dict[tuple[str, str], Any] = {

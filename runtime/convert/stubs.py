@@ -1,4 +1,4 @@
-"""What a pickle says of objects whose classes are not imported, and the tensors in it."""
+"""Stand-ins for pickled objects of unknown classes, and the tensors in them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from runtime.errors import CheckpointError
 
-_MOST_MODULES, _MOST_DEPTH = 1 << 17, 64
+_MAX_MODULES, _MAX_DEPTH = 1 << 17, 64
 
 
 class Stub:
-    """An object of a class that is not imported: its state, its items, its elements."""
+    """An object whose class is not imported: its state, its items and its elements."""
 
     state: dict[str, Any]
     items: dict[Any, Any]
@@ -44,37 +44,40 @@ class Stub:
 
 
 def tensors_of(value: Any) -> dict[str, Tensor]:
-    """The tensors of a state dict, or of a pickled module, by their dotted names.
+    """Return the tensors of a state dict or of a pickled module by their dotted names.
 
-    Raises `CheckpointError` if ``value`` is neither, or has a tensor of a kind that is not read.
+    Raises:
+        CheckpointError: ``value`` is neither, or has a tensor of an unsupported type.
     """
     if isinstance(value, Stub) and "_modules" in value.state:
-        return dict(_parameters(value, "", [_MOST_MODULES]))
+        return dict(_parameters(value, "", [_MAX_MODULES]))
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise CheckpointError("the pickle holds neither a state dict nor a module")
     return {name: tensor for name, tensor in value.items() if _is_tensor(name, tensor)}
 
 
 def _is_tensor(name: str, value: Any) -> bool:
-    """A stub in a tensor's place is one that was not understood: to leave it out would be wrong."""
+    """Return whether an entry is a tensor; refuse a stub, which may be an unknown tensor class."""
     if isinstance(value, Stub):
-        raise CheckpointError(f"{name} is a {type(value).__name__}, which is not read")
+        raise CheckpointError(f"{name} is a {type(value).__name__}, which is not supported")
     return isinstance(value, Tensor)
 
 
 def _parameters(module: Stub, prefix: str, left: list[int]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers, as `state_dict` would give them.
+    """Yield parameters and persistent buffers under the names of `state_dict`.
 
-    ``left`` is how many modules there may still be: one that is its own part has no end.
+    Args:
+        left: one number, the modules that may still be visited. A module that contains itself would
+            recurse forever.
     """
     left[0] -= 1
-    if left[0] < 0 or prefix.count(".") > _MOST_DEPTH:
-        raise CheckpointError("modules within modules without end")
-    passing = module.state.get("_non_persistent_buffers_set", ())
-    left_out = set(passing) if isinstance(passing, set | frozenset | tuple | list) else set()
+    if left[0] < 0 or prefix.count(".") > _MAX_DEPTH:
+        raise CheckpointError("modules are nested too deeply, or too many")
+    names = module.state.get("_non_persistent_buffers_set", ())
+    skipped = set(names) if isinstance(names, set | frozenset | tuple | list) else set()
     for kind in ("_parameters", "_buffers"):
         for name, tensor in _entries(module.state.get(kind)):
-            if not (kind == "_buffers" and name in left_out) and _is_tensor(prefix + name, tensor):
+            if not (kind == "_buffers" and name in skipped) and _is_tensor(prefix + name, tensor):
                 yield prefix + name, tensor
     for name, child in _entries(module.state.get("_modules")):
         if isinstance(child, Stub):
@@ -85,5 +88,5 @@ def _entries(mapping: Any) -> Iterator[tuple[str, Any]]:
     items = mapping.items if isinstance(mapping, Stub) else mapping
     for name, value in dict.items(items) if isinstance(items, dict) else ():
         if not isinstance(name, str):
-            raise CheckpointError("a module with a name that is no text")
+            raise CheckpointError("a module has a name that is not a string")
         yield name, value

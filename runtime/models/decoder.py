@@ -1,109 +1,102 @@
-"""One decoder layer of the Llama family over paged KV."""
+"""One decoder layer over paged KV: packed projections around an attention backend."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.checkpoint.weights import LayerWeights
+from runtime.checkpoint.weights import FactorPair, linears_of
 from runtime.config import ModelConfig
 from runtime.kv.format import KVFormat
 from runtime.layers.linear import Projection, SharedOps
-from runtime.layers.pointwise import RmsNorm, silu_mul
-
-Prefill = Callable[[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...], Batch], Tensor]
-Append = Callable[[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...], Batch], Tensor]
+from runtime.models.family import Gate, LayerParts, ModelFamily
 
 
-@dataclass(frozen=True)
-class LayerParts:
-    """What a layer is made of: projections, `[n, in]` to `[n, out]`, and norms.
+class ServingBuilder:
+    """Makes a layer's parts for serving; see `runtime.models.family.LayerBuilder`.
 
-    Attributes:
-        qkv: q, k and v side by side.
-        gated: SiLU(gate) · up.
-        o, down: also given the residual stream, which they add to, and may overwrite.
-        head_norms: those of q and k, if there are any.
-        append: replaces `KVFormat.append` by one launch that also normalizes the heads of q and k.
-        prefill: attention of a batch with several tokens of a sequence, from the normed residual
-            stream on, if that is one thing.
+    Args:
+        weights: the family's ``layer_type``.
+        shared: linear operators by the tensors stacked in them, kept from layer to layer so that a basis
+            shared by several layers is packed once.
     """
 
-    input_norm: Callable[[Tensor], Tensor]
-    post_norm: Callable[[Tensor], Tensor]
-    qkv: Callable[[Tensor], Tensor]
-    o: Callable[[Tensor, Tensor], Tensor]
-    gated: Callable[[Tensor], Tensor]
-    down: Callable[[Tensor, Tensor], Tensor]
-    factorized: bool
-    head_norms: tuple[RmsNorm, RmsNorm] | None = None
-    append: Append | None = None
-    prefill: Prefill | None = None
+    def __init__(
+        self, family: ModelFamily[Any], config: ModelConfig, weights: Any, shared: SharedOps
+    ) -> None:
+        self._family, self._config = family, config
+        self._weights, self._shared = weights, shared
 
-    @classmethod
-    def of(cls, config: ModelConfig, weights: LayerWeights, packed: SharedOps) -> "LayerParts":
-        """By the best products there are. ``packed`` goes from layer to layer, for bases that they
-        share."""
+    def has(self, field: str) -> bool:
+        return getattr(self._weights, field) is not None
 
-        def norm(weight: Tensor) -> RmsNorm:
-            return RmsNorm(weight, config.rms_norm_eps)
+    def qkv(self, *fields: str) -> Projection:
+        return self._projection(*fields)
 
-        head_norms = None
-        if weights.q_norm is not None and weights.k_norm is not None:
-            head_norms = norm(weights.q_norm), norm(weights.k_norm)
-        qkv = Projection([weights.q, weights.k, weights.v], packed)
-        o = Projection([weights.o], packed)
-        gate_up = Projection([weights.gate, weights.up], packed)
-        down = Projection([weights.down], packed)
-        return cls(
-            input_norm=norm(weights.input_norm),
-            post_norm=norm(weights.post_norm),
-            qkv=qkv,
-            o=Added(o),
-            gated=Gated(gate_up),
-            down=Added(down),
-            factorized=any(one.factorized for one in (qkv, o, gate_up, down)),
-            head_norms=head_norms,
-        )
+    def linear(self, field: str) -> Projection:
+        return self._projection(field)
+
+    def residual(self, field: str) -> "AddResidual":
+        return AddResidual(self._projection(field))
+
+    def gated(self, gate_field: str, up_field: str, gate: Gate) -> "GatedProjection":
+        return GatedProjection(self._projection(gate_field, up_field), gate.for_serving())
+
+    def norm(self, field: str) -> Callable[[Tensor], Tensor]:
+        weight = getattr(self._weights, field)
+        return self._family.norm.for_serving(weight, self._config.rms_norm_eps)
+
+    def _projection(self, *fields: str) -> Projection:
+        return Projection([getattr(self._weights, field) for field in fields], self._shared)
 
 
 @dataclass(frozen=True)
-class Added:
-    """A projection, and the residual stream with it."""
+class AddResidual:
+    """A projection whose output is added to the residual stream."""
 
-    product: Projection
+    projection: Projection
 
     def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
-        return self.product(x).add_(hidden)
+        return self.projection(x).add_(hidden)
 
 
 @dataclass(frozen=True)
-class Gated:
-    """SiLU(gate) · up of the two side by side."""
+class GatedProjection:
+    """Two projections side by side, ``[n, 2 d]``, combined by a gate to ``[n, d]``."""
 
-    product: Projection
+    projection: Projection
+    gate: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return silu_mul(self.product(x))
+        return self.gate(self.projection(x))
 
 
 class DecoderLayer:
-    """One layer of a model of this shape."""
+    """One layer of a model.
 
-    def __init__(self, config: ModelConfig, parts: LayerParts) -> None:
-        self._config, self._parts = config, parts
+    Attributes:
+        parts: the callables that compute it.
+        factorized: whether any of its linears is a factor pair.
+    """
 
-    @property
-    def factorized(self) -> bool:
-        """Whether some projection is a factor pair."""
-        return self._parts.factorized
+    def __init__(
+        self, family: ModelFamily[Any], config: ModelConfig, parts: LayerParts, *, factorized: bool
+    ) -> None:
+        self._before, self._after = family.before_attention, family.after_attention
+        self._config = config
+        self.parts, self.factorized = parts, factorized
 
-    @property
-    def projections(self) -> tuple[Callable[..., Tensor], ...]:
-        """In the order in which they are computed."""
-        return self._parts.qkv, self._parts.o, self._parts.gated, self._parts.down
+    @classmethod
+    def build(
+        cls, family: ModelFamily[Any], config: ModelConfig, weights: Any, shared: SharedOps
+    ) -> "DecoderLayer":
+        """Build a layer from a checkpoint's weights. ``shared`` is that of `ServingBuilder`."""
+        parts = family.parts(ServingBuilder(family, config, weights, shared))
+        factorized = any(isinstance(linear, FactorPair) for _, linear in linears_of(weights))
+        return cls(family, config, parts, factorized=factorized)
 
     def __call__(
         self,
@@ -115,34 +108,41 @@ class DecoderLayer:
         *,
         last: bool,
     ) -> Tensor:
-        """``[n, hidden]`` to the same; K and V of the batch go into ``planes``.
+        """Compute the layer and write the batch's K and V into ``planes``.
 
-        The last layer goes on with the tokens after which logits are wanted: ``[m, hidden]``.
+        Args:
+            hidden: residual stream ``[n, hidden]``.
+            last: whether this is the last layer, which continues after K and V with the rows that
+                need logits only.
+
+        Returns:
+            ``[n, hidden]``, or ``[m, hidden]`` for the ``m`` logit rows of the last layer.
         """
-        parts, some = self._parts, last and len(batch.logit_rows) < len(hidden)
-        normed = parts.input_norm(hidden)
+        parts = self.parts
+        some = last and len(batch.logit_rows) < len(hidden)
+        x, carried = self._before(parts, hidden)
         if parts.prefill is not None and not (some or batch.single):
-            attended = parts.prefill(normed, rope, planes, batch)
+            attended = parts.prefill(x, rope, planes, batch)
         else:
             append = parts.append or kv_format.append
-            q = append(self._norm_heads(parts.qkv(normed)), rope, planes, batch)
+            q = append(self._norm_heads(parts.qkv(x)), rope, planes, batch)
             if some:
-                q, hidden = q[batch.logit_rows], hidden[batch.logit_rows]
+                rows = batch.logit_rows
+                if not len(rows):
+                    return hidden[:0]
+                q, carried = q[rows], tuple(tensor[rows] for tensor in carried)
                 batch = batch.where_logits()
-            if not len(hidden):
-                return hidden
             attended = kv_format.attend(q, planes, batch)
-        hidden = parts.o(attended, hidden)
-        return parts.down(parts.gated(parts.post_norm(hidden)), hidden)
+        return self._after(parts, attended, *carried)
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:
-        """Qwen3's RMSNorm of every query and key head, before RoPE."""
-        if self._parts.head_norms is None:
+        """Norm each query head and each key head of ``[n, (heads + 2 kv_heads) * dim]``."""
+        if self.parts.head_norms is None:
             return qkv
-        norm_q, norm_k = self._parts.head_norms
+        norm_q, norm_k = self.parts.head_norms
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
-        by_head = qkv.view(len(qkv), -1, self._config.head_dim)
+        by_head = qkv.view(len(qkv), -1, self._config.head_dim)  # [n, heads + 2 kv_heads, dim]
         q, k, v = torch.split(by_head, [heads, kv_heads, kv_heads], dim=1)
-        q, k = q.contiguous(), k.contiguous()  # which norms any row alike
+        q, k = q.contiguous(), k.contiguous()
         normed = (norm_q(q), norm_k(k), v)
         return torch.cat(normed, dim=1).flatten(1)

@@ -20,9 +20,9 @@ from runtime.kv.cache import PagedCache
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import KVFormat
 from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
-from runtime.layers.pointwise import RmsNorm
 from runtime.layers.rope import cos_sin_table
-from runtime.models.decoder import DecoderLayer, LayerParts
+from runtime.models.decoder import DecoderLayer
+from runtime.models.registry import model_family, packed_gemm_refusal
 
 if TYPE_CHECKING:
     from runtime.gemm.ops import GroupedGemm
@@ -81,14 +81,14 @@ class Model:
             dense_attention(self.config, self.device, self.dtype)
         )
         self._embedding = place(checkpoint.embedding)
-        self._final_norm: Callable[[Tensor], Tensor] = RmsNorm(
+        family = model_family(self.config)
+        self._final_norm = family.norm.for_serving(
             place(checkpoint.final_norm), self.config.rms_norm_eps
         )
         self._lm_head = linear_op(place(checkpoint.lm_head))
         self._layers: list[DecoderLayer] = []
         for layer in checkpoint.layers:
-            parts = LayerParts.of(self.config, place(layer), packed)
-            self._layers.append(DecoderLayer(self.config, parts))
+            self._layers.append(DecoderLayer.build(family, self.config, place(layer), packed))
             if not sharing:
                 placed.clear()
                 packed.clear()  # it knows tensors by ids, which are another's when one is gone
@@ -99,8 +99,9 @@ class Model:
         from runtime.gemm.weights import PackedWeights
         from runtime.models.packed_layer import packed_norm, packed_parts
 
-        plan = plan or KernelPlan()
-        config = self.config
+        if reason := packed_gemm_refusal(self.config):
+            raise ValueError(reason)
+        plan, config = plan or KernelPlan(), self.config
         weights = PackedWeights.pack(plan.multiply_out(checkpoint), self.device)
         self.dtype = weights.embedding.dtype
         attention = TritonAttention(
@@ -109,7 +110,12 @@ class Model:
         self.kv_format = DenseFormat(attention)
         self._embedding = weights.embedding
         self._layers = [
-            DecoderLayer(config, packed_parts(weights, layer, plan, attention))
+            DecoderLayer(
+                model_family(config),
+                config,
+                packed_parts(weights, layer, plan, attention),
+                factorized=bool(layer.inner),
+            )
             for layer in weights.layers
         ]
         self._plan_hash = plan.hash
@@ -198,9 +204,9 @@ class Model:
         from runtime.gemm.projections import PackedProjection
 
         for layer in self._layers:
-            for projection in layer.projections:
-                if isinstance(projection, PackedProjection):
-                    yield from projection.gemms
+            for part in vars(layer.parts).values():
+                if isinstance(part, PackedProjection):
+                    yield from part.gemms
 
     def new_cache(self, num_pages: int) -> PagedCache:
         """Memory for ``num_pages`` pages of this model's KV."""
@@ -263,6 +269,8 @@ def unsupported_by_gemm(
 
     Reads shapes only.
     """
+    if reason := packed_gemm_refusal(checkpoint.config):
+        return reason
     device = torch.device(device)
     if device.type != "cuda":
         return f"the device is {device.type}"

@@ -8,7 +8,7 @@ from runtime.gemm.plan import KernelPlan
 from runtime.gemm.projections import FactoredAttention, NormedAppend, PackedProjection
 from runtime.gemm.weights import PROJECTION_GROUPS, PackedLayer, PackedWeights
 from runtime.layers.gpu import TritonRmsNorm
-from runtime.models.decoder import LayerParts
+from runtime.models.llama import LlamaParts
 
 _EPILOGUES = (Epilogue.PLAIN, Epilogue.RESIDUAL, Epilogue.GATED, Epilogue.RESIDUAL)
 """The epilogue of each of `PROJECTION_GROUPS`."""
@@ -22,7 +22,7 @@ def packed_norm(weights: PackedWeights, offset: int) -> TritonRmsNorm:
 
 def packed_parts(
     weights: PackedWeights, layer: PackedLayer, plan: KernelPlan, attention: TritonAttention
-) -> LayerParts:
+) -> LlamaParts:
     """Build the parts of one layer over packed weights.
 
     Args:
@@ -35,14 +35,13 @@ def packed_parts(
     dim = weights.config.head_dim
     head_norms = layer.q_norm >= 0
     factored = plan.forced and layer.outer["q"].inner_column == 0 and not dim & (dim - 1)
-    return LayerParts(
+    return LlamaParts(
         input_norm=packed_norm(weights, layer.input_norm),
         post_norm=packed_norm(weights, layer.post_norm),
         qkv=qkv,
         o=o,
         gated=gated,
         down=down,
-        factorized=bool(layer.inner),
         append=NormedAppend(weights, layer, attention) if head_norms else None,
         prefill=FactoredAttention(weights, layer, attention, plan)
         if factored and not head_norms

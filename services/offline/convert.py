@@ -50,7 +50,7 @@ def _print_report(converted: Checkpoint, original: Source) -> None:
     ]
     table = Table("family", "stored in", "parameters kept", "factor pairs", "ranks", "shared bases")
     table.add_row(
-        original.family,
+        original.format,
         str(original.dtype).removeprefix("torch."),
         f"{converted.keep:.3f}",
         str(len(ranks)),

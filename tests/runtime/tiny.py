@@ -11,6 +11,7 @@ from runtime.core.limits import Limits
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.engine import Command, Engine, StepOutput
 from runtime.models.model import Model
+from runtime.models.registry import model_family
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -36,7 +37,7 @@ def tiny_checkpoint(
     seed: int = 0,
     config: ModelConfig = CONFIG,
 ) -> Checkpoint:
-    """``ranks`` of q, k, v, o, gate, up, down: None is dense."""
+    """Return random weights with ``ranks`` of q, k, v, o, gate, up and down; None is dense."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -79,6 +80,12 @@ def tiny_checkpoint(
     )
 
 
+def linear_shape(config: ModelConfig, field: str) -> tuple[int, int]:
+    """Return ``(out, in)`` of a linear of the config's family."""
+    linear = model_family(config).layout(config).linears[field]
+    return linear.out, linear.inner
+
+
 def tiny_model(**kinds: object) -> Model:
     return Model(tiny_checkpoint(**kinds))  # type: ignore[arg-type]
 
@@ -110,13 +117,13 @@ def request_of(
 
 
 def replayed(request: Request, output: Sequence[int]) -> Request:
-    """The same request after some of its output was delivered."""
+    """Return the request as it continues after ``output`` was delivered."""
     return replace(request, tokens=request.tokens[: request.prompt_tokens] + tuple(output))
 
 
 @dataclass
 class Record:
-    """Everything an engine said."""
+    """All output of an engine."""
 
     tokens: dict[tuple[str, int], list[SampledToken]] = field(default_factory=dict)
     finished: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
@@ -126,22 +133,23 @@ class Record:
     steps: list[StepOutput] = field(default_factory=list)
 
     def add(self, output: StepOutput) -> None:
-        """Takes one step's output in, and checks what must hold for every step."""
+        """Add the output of one step and check the invariants of every step."""
         self.steps.append(output)
         for name, token in output.tokens:
-            said = self.tokens.setdefault((name, token.choice), [])
-            assert not said or token.index == said[-1].index + 1, "indices go up by one"
-            said.append(token)
+            earlier = self.tokens.setdefault((name, token.choice), [])
+            consecutive = not earlier or token.index == earlier[-1].index + 1
+            assert consecutive, "output indices must be consecutive"
+            earlier.append(token)
         for name, choice, reason in output.finished:
-            assert (name, choice) not in self.finished, "a choice finishes once"
+            assert (name, choice) not in self.finished, "a choice must finish once"
             self.finished[name, choice] = reason
         for name, fault in output.refused:
-            assert name not in self.refused, "a request is refused once"
+            assert name not in self.refused, "a request must be refused once"
             self.refused[name] = fault
         for name, pages in output.reserved:
             self.reserved[name] = pages
         for name in output.ended:
-            assert name not in self.ended, "a request ends once"
+            assert name not in self.ended, "a request must end once"
             self.ended.append(name)
 
     def output(self, name: str, choice: int = 0) -> list[int]:
@@ -149,12 +157,12 @@ class Record:
 
 
 def drive(engine: Engine, *commands: Command, record: Record | None = None) -> Record:
-    """Steps until the engine has nothing to do."""
+    """Step until the engine has no work."""
     record = record or Record()
     record.add(engine.step(commands))
     steps = 0
     while engine.has_work:
         record.add(engine.step([]))
         steps += 1
-        assert steps < 5000, "the engine never comes to rest"
+        assert steps < 5000, "the engine does not finish"
     return record

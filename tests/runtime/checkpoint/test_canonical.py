@@ -18,10 +18,12 @@ from runtime.checkpoint import (
     load_checkpoint,
     write_checkpoint,
 )
-from runtime.checkpoint.assemble import PROJECTIONS, named_tensors, projection_shape
+from runtime.checkpoint.assemble import named_tensors
 from runtime.checkpoint.canonical import canonical_hash
 from runtime.config import ModelConfig, RopeConfig
 from runtime.errors import CheckpointError
+from runtime.models.llama import PROJECTIONS
+from tests.runtime.tiny import linear_shape
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -65,14 +67,14 @@ def random_checkpoint(
     bias: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Checkpoint:
-    """Factor pairs of ``rank``, ragged: the gate is dense, k has rank 1."""
+    """Return factor pairs of ``rank``, but a dense gate and k of rank 1."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     def linear(projection: str) -> Linear:
-        out, inner = projection_shape(config, projection)
+        out, inner = linear_shape(config, projection)
         offset = random(out) if bias else None
         if projection == "gate":
             return Dense(random(out, inner), offset)
@@ -106,7 +108,7 @@ def random_checkpoint(
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM"])
-def test_configs_come_back(rope: str, architecture: str, tmp_path: Path) -> None:
+def test_config_round_trips(rope: str, architecture: str, tmp_path: Path) -> None:
     config = replace(CONFIG, architecture=architecture, rope=ROPES[rope])
     write_checkpoint(random_checkpoint(config), tmp_path / "model")
     assert load_checkpoint(tmp_path / "model").config == config
@@ -121,7 +123,7 @@ def test_configs_come_back(rope: str, architecture: str, tmp_path: Path) -> None
         ("Qwen3ForCausalLM", False, True),
     ],
 )
-def test_weights_and_facts_come_back(
+def test_weights_and_metadata_round_trip(
     architecture: str, bias: bool, tied: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     config = replace(CONFIG, architecture=architecture, tied_embeddings=tied)
@@ -140,11 +142,11 @@ def test_weights_and_facts_come_back(
 def test_ranks_are_written_and_verified(tmp_path: Path) -> None:
     write_checkpoint(random_checkpoint(), tmp_path / "model")
     path = tmp_path / "model" / "headrace.json"
-    facts = json.loads(path.read_text())
-    assert facts["ranks"]["model.layers.1.self_attn.k_proj"] == 1
-    assert "model.layers.0.mlp.gate_proj" not in facts["ranks"]
-    facts["ranks"]["model.layers.1.self_attn.k_proj"] = 2
-    path.write_text(json.dumps(facts))
+    metadata = json.loads(path.read_text())
+    assert metadata["ranks"]["model.layers.1.self_attn.k_proj"] == 1
+    assert "model.layers.0.mlp.gate_proj" not in metadata["ranks"]
+    metadata["ranks"]["model.layers.1.self_attn.k_proj"] = 2
+    path.write_text(json.dumps(metadata))
     with pytest.raises(CheckpointError, match="ranks"):
         load_checkpoint(tmp_path / "model")
 
@@ -153,21 +155,21 @@ def test_ranks_are_written_and_verified(tmp_path: Path) -> None:
 def test_altered_checkpoints_are_refused(change: str, tmp_path: Path) -> None:
     write_checkpoint(random_checkpoint(), tmp_path / "model")
     path = tmp_path / "model" / "headrace.json"
-    facts = json.loads(path.read_text())
+    metadata = json.loads(path.read_text())
     if change == "weights":
         weights = {k: v.clone() for k, v in load_file(tmp_path / "model/model.safetensors").items()}
         weights["model.norm.weight"][3] += 1e-6
         save_file(weights, tmp_path / "model/model.safetensors")
     elif change == "config":
-        facts["config"]["rms_norm_eps"] = 1e-6
+        metadata["config"]["rms_norm_eps"] = 1e-6
     else:
-        del facts["model_hash"]
-    path.write_text(json.dumps(facts))
+        del metadata["model_hash"]
+    path.write_text(json.dumps(metadata))
     with pytest.raises(CheckpointError, match="altered"):
         load_checkpoint(tmp_path / "model")
 
 
-def test_a_later_format_is_refused(tmp_path: Path) -> None:
+def test_unknown_format_version_is_refused(tmp_path: Path) -> None:
     write_checkpoint(random_checkpoint(), tmp_path / "model")
     path = tmp_path / "model" / "headrace.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
@@ -175,7 +177,7 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "model")
 
 
-def test_factors_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:
+def test_factors_with_different_ranks_are_refused(tmp_path: Path) -> None:
     checkpoint = random_checkpoint()
     broken = replace(checkpoint.layers[1], o=FactorPair(torch.ones(24, 3), torch.ones(4, 24)))
     write_checkpoint(replace(checkpoint, layers=(checkpoint.layers[0], broken)), tmp_path / "model")
@@ -183,7 +185,7 @@ def test_factors_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "model")
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_arguments: object) -> None:
         raise OSError("no space left on device")
 
@@ -193,7 +195,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_stays(tmp_path: Path) -> None:
+def test_existing_directories_are_not_overwritten(tmp_path: Path) -> None:
     write_checkpoint(random_checkpoint(), tmp_path / "model")
     first = load_checkpoint(tmp_path / "model").model_hash
     write_checkpoint(random_checkpoint(rank=3), tmp_path / "model")

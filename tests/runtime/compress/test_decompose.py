@@ -1,4 +1,4 @@
-"""The decomposition of one projection, and the allocation of ranks among several."""
+"""The decomposition of one linear, and the allocation of ranks."""
 
 import itertools
 
@@ -23,7 +23,7 @@ SHAPES = [(48, 48), (17, 63), (63, 17), (100, 31), (5, 1000)]
 
 
 def moment(dim: int, seed: int, rows: int = 2000) -> torch.Tensor:
-    """A second moment as ill-conditioned as activations are: scales from 1 to 1000."""
+    """Return a second moment with scales from 1 to 1000, ill-conditioned like activations."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, dim, generator=generator) @ torch.randn(dim, dim, generator=generator)
     x = x * torch.logspace(0, 3, dim)
@@ -39,7 +39,7 @@ def weight(out: int, inner: int, rank: int | None = None) -> torch.Tensor:
     )
 
 
-def product(part: Decomposition, rank: int) -> torch.Tensor:
+def multiply(part: Decomposition, rank: int) -> torch.Tensor:
     pair = part.truncate(rank)
     assert isinstance(pair, FactorPair)
     assert pair.rank == rank
@@ -55,35 +55,35 @@ def damped_root(matrix: torch.Tensor, damping: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("out", "inner"), SHAPES)
-def test_a_weight_of_low_rank_is_reproduced(out: int, inner: int) -> None:
+def test_low_rank_weight_is_reproduced(out: int, inner: int) -> None:
     rank = min(3, largest_rank(out, inner))
     W = weight(out, inner, rank)
     part = decompose(Dense(W), moment(inner, 1), moment(out, 2))
     # Factors in fp32; the whitening spans three decades, so up to 1e3 of rounding at 6e-8.
-    torch.testing.assert_close(product(part, rank), W, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(multiply(part, rank), W, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("out", "inner"), SHAPES)
 @pytest.mark.parametrize("rank", [1, 4])
-def test_the_loss_is_what_the_dropped_terms_promise(out: int, inner: int, rank: int) -> None:
+def test_loss_is_the_sum_of_dropped_terms_and_optimal(out: int, inner: int, rank: int) -> None:
     W = weight(out, inner)
     C, G = moment(inner, 3), moment(out, 4)
     part = decompose(Dense(W), C, G)
     L, R = damped_root(C, INPUT_DAMPING), damped_root(G, GRADIENT_DAMPING)
-    lost = torch.linalg.norm(R.t() @ (W.double() - product(part, rank).double()) @ L) ** 2
+    lost = torch.linalg.norm(R.t() @ (W.double() - multiply(part, rank).double()) @ L) ** 2
     torch.testing.assert_close(lost, part.loss[rank:].sum(), rtol=1e-4, atol=0.0)
-    # Eckart and Young: no other matrix of that rank does better.
+    # Eckart-Young: no matrix of that rank has a smaller error.
     best = torch.linalg.svdvals(R.t() @ W.double() @ L)[rank:].square().sum()
     torch.testing.assert_close(lost, best, rtol=1e-4, atol=0.0)
 
 
 @pytest.mark.parametrize(("out", "inner"), SHAPES)
-def test_without_statistics_it_is_the_plain_svd(out: int, inner: int) -> None:
+def test_identity_moments_give_the_plain_svd(out: int, inner: int) -> None:
     W = weight(out, inner)
     part = decompose(Dense(W), torch.eye(inner), torch.eye(out))
     U, S, Vh = torch.linalg.svd(W, full_matrices=False)
     plain = U[:, :2] * S[:2] @ Vh[:2]
-    torch.testing.assert_close(product(part, 2), plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(multiply(part, 2), plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("out", "inner"), SHAPES)
@@ -96,31 +96,31 @@ def test_factors_are_balanced_and_smaller_than_dense(out: int, inner: int) -> No
     assert (part.u.shape[1] + 1) * (out + inner) >= out * inner
 
 
-def test_the_bias_stays() -> None:
+def test_bias_is_kept() -> None:
     bias = torch.arange(9.0)
     part = decompose(Dense(weight(9, 20), bias), torch.eye(20), torch.eye(9))
     assert part.truncate(2).bias is bias
     assert part.truncate(None) is part.dense
 
 
-def test_indefinite_and_vanishing_moments_are_borne() -> None:
+def test_indefinite_and_zero_moments_are_accepted() -> None:
     W = weight(30, 20, rank=2)
     indefinite = moment(20, 7)
     indefinite -= 0.01 * indefinite.diagonal().mean() * torch.eye(20)
     assert torch.linalg.eigvalsh(indefinite)[0] < 0
     for C, G in ((indefinite, torch.zeros(30, 30)), (torch.zeros(20, 20), torch.eye(30))):
         part = decompose(Dense(W), C, G)
-        torch.testing.assert_close(product(part, 2), W, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(multiply(part, 2), W, rtol=1e-3, atol=1e-3)
 
 
-def test_what_is_not_finite_is_refused() -> None:
+def test_moments_that_are_not_finite_are_refused() -> None:
     bad = torch.eye(8)
     bad[0, 0] = torch.inf
     with pytest.raises(CompressionError, match="not finite"):
         decompose(Dense(weight(8, 8)), bad, torch.eye(8))
 
 
-def test_a_projection_that_truncates_badly_stays_dense() -> None:
+def test_linear_that_truncates_badly_stays_dense() -> None:
     steep = Choice(10, 10, np.array([100.0, 1e-3] + [1e-6] * 8))
     flat = Choice(10, 10, np.full(10, 50.0))
     # 120 of 200 parameters: dense flat takes 100, steep has 20 left, which is rank 1.
@@ -136,7 +136,7 @@ def test_a_projection_that_truncates_badly_stays_dense() -> None:
     st.floats(0.5, 0.99),
 )
 @settings(max_examples=60, deadline=None)
-def test_no_other_ranks_are_smaller_and_better(
+def test_no_other_ranks_have_fewer_parameters_and_less_loss(
     shapes: list[tuple[int, int, int]], keep: float
 ) -> None:
     choices = [
@@ -160,16 +160,16 @@ def test_no_other_ranks_are_smaller_and_better(
         assert parameters > chosen[0] or loss >= chosen[1] * (1 - 1e-9)
 
 
-def test_ranks_are_multiples() -> None:
+def test_ranks_are_multiples_of_the_requested_number() -> None:
     choices = [Choice(64, 64, np.logspace(3, 0, 64)), Choice(64, 100, np.logspace(2, 0, 64))]
     ranks = allocate_ranks(choices, keep=0.5, multiple=8)
     assert all(rank is not None and rank % 8 == 0 for rank in ranks)
 
 
-def test_all_are_dense_where_all_may_be() -> None:
+def test_all_linears_stay_dense_at_keep_one() -> None:
     assert allocate_ranks([Choice(8, 8, np.ones(8))] * 3, keep=1.0, multiple=1) == [None] * 3
 
 
-def test_a_keep_below_the_smallest_ranks_is_refused() -> None:
+def test_keep_below_the_smallest_ranks_is_refused() -> None:
     with pytest.raises(CompressionError, match="at least 8"):
         allocate_ranks([Choice(32, 32, np.ones(32))], keep=0.4, multiple=8)

@@ -1,4 +1,4 @@
-"""Factorizing a whole model: budgets, facts, determinism, and what the statistics predict."""
+"""Factorizing a whole model: budgets, metadata, determinism and the predictions of moments."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, write_checkpoint
-from runtime.checkpoint.assemble import PROJECTIONS, projection_shape
 from runtime.checkpoint.weights import LayerWeights
 from runtime.compress import (
     artifact_key,
@@ -22,10 +21,13 @@ from runtime.compress import (
     perplexity,
     truncate_model,
 )
-from runtime.compress.forward import forward, rms_norm
+from runtime.compress.forward import forward
 from runtime.compress.moments import collect_moments
 from runtime.config import ModelConfig
 from runtime.errors import CompressionError
+from runtime.models.family import rms_norm
+from runtime.models.llama import PROJECTIONS
+from tests.runtime.tiny import linear_shape
 
 CONFIG = ModelConfig(
     architecture="Qwen2ForCausalLM",
@@ -46,7 +48,7 @@ def random_model() -> Checkpoint:
     generator = torch.Generator().manual_seed(5)
 
     def linear(projection: str) -> Dense:
-        out, inner = projection_shape(CONFIG, projection)
+        out, inner = linear_shape(CONFIG, projection)
         scale = torch.logspace(0, -1.5, inner)
         bias = torch.randn(out, generator=generator) if projection in "qkv" else None
         return Dense(torch.randn(out, inner, generator=generator) * scale / inner**0.5, bias)
@@ -61,7 +63,7 @@ def random_model() -> Checkpoint:
 
     embedding = torch.randn(83, 48, generator=generator)
     layers = (layer(), layer())
-    # A small final norm keeps predictions undecided: certain ones have no gradient.
+    # A small final norm keeps predictions uncertain: certain ones have no gradient.
     return Checkpoint(CONFIG, embedding, layers, torch.full((48,), 0.2), embedding, "d" * 64)
 
 
@@ -70,7 +72,7 @@ TOKENS = torch.randint(0, 83, (24, 63), generator=torch.Generator().manual_seed(
 
 
 def divergence(model: Checkpoint) -> float:
-    """KL from the dense model, in nats per token, on tokens that calibration has not seen."""
+    """Return the KL divergence from the dense model in nats per token, on other tokens."""
     tokens = torch.randint(0, 83, (16, 63), generator=torch.Generator().manual_seed(7))
     expected = forward(MODEL, tokens).log_softmax(-1)
     actual = forward(model, tokens).log_softmax(-1)
@@ -78,13 +80,13 @@ def divergence(model: Checkpoint) -> float:
 
 
 @pytest.mark.parametrize("keep", [0.95, 0.7, 0.4])
-def test_the_budget_is_kept_and_used(keep: float) -> None:
+def test_parameters_stay_within_the_budget_and_use_it(keep: float) -> None:
     made, report = compress(MODEL, TOKENS, keep, rank_multiple=1)
     parameters = 0
     for layer, ranks in zip(made.layers, report.ranks, strict=True):
         for projection in PROJECTIONS:
             linear = getattr(layer, projection)
-            out, inner = projection_shape(CONFIG, projection)
+            out, inner = linear_shape(CONFIG, projection)
             if isinstance(linear, FactorPair):
                 assert (linear.u.shape[0], linear.v.shape[1]) == (out, inner)
                 assert linear.rank == ranks[projection]
@@ -93,13 +95,13 @@ def test_the_budget_is_kept_and_used(keep: float) -> None:
             else:
                 assert ranks[projection] is None
                 parameters += out * inner
-    total = 2 * sum(math.prod(projection_shape(CONFIG, projection)) for projection in PROJECTIONS)
+    total = 2 * sum(math.prod(linear_shape(CONFIG, projection)) for projection in PROJECTIONS)
     assert report.parameters_kept == parameters / total
     assert keep - 0.06 < report.parameters_kept <= keep
     assert report.factorized > 0
 
 
-def test_less_is_worse_and_beats_guessing() -> None:
+def test_divergence_grows_as_keep_falls() -> None:
     divergences = [
         divergence(compress(MODEL, TOKENS, keep, rank_multiple=1)[0]) for keep in (0.9, 0.6, 0.3)
     ]
@@ -107,7 +109,7 @@ def test_less_is_worse_and_beats_guessing() -> None:
     assert divergences[0] < 0.05 * divergences[2]
 
 
-def test_weighting_and_allocation_beat_plain_uniform_svd() -> None:
+def test_compress_beats_plain_svd_with_uniform_ranks() -> None:
     made, _report = compress(MODEL, TOKENS, 0.6, rank_multiple=1)
 
     def plain(linear: Dense) -> Any:
@@ -122,18 +124,18 @@ def test_weighting_and_allocation_beat_plain_uniform_svd() -> None:
     assert divergence(made) < 0.8 * divergence(replace(MODEL, layers=layers))
 
 
-def test_the_moments_predict_the_loss_of_a_small_change() -> None:
+def test_moments_predict_the_loss_of_a_small_change() -> None:
     moments = collect_moments(MODEL, TOKENS.repeat(4, 1), seed=1)
     change = torch.randn(48, 96, generator=torch.Generator().manual_seed(8)) * 2e-2
     C, G = moments[1].inputs["down"], moments[1].gradients["down"]
     predicted = 0.5 * float(torch.trace(G @ change @ C @ change.t()))
-    down = Dense(MODEL.layers[1].down.weight + change)  # type: ignore[union-attr]
+    down = Dense(MODEL.layers[1].down.weight + change)
     layers = (MODEL.layers[0], replace(MODEL.layers[1], down=down))
-    # Kronecker factors ignore how inputs and gradients vary together: half to twice is agreement.
+    # Kronecker factors ignore correlations of inputs and gradients: expect a factor of two.
     assert 0.5 < predicted / divergence(replace(MODEL, layers=layers)) < 2.0
 
 
-def test_input_moments_are_means_of_what_the_projections_read() -> None:
+def test_input_moments_are_means_over_linear_inputs() -> None:
     moments = collect_moments(MODEL, TOKENS, seed=0)
     x = rms_norm(MODEL.embedding[TOKENS], MODEL.layers[0].input_norm, 1e-6).flatten(0, 1)
     expected = x.t() @ x / TOKENS.numel()
@@ -141,7 +143,7 @@ def test_input_moments_are_means_of_what_the_projections_read() -> None:
     torch.testing.assert_close(moments[0].inputs["q"], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_result_is_reproducible_and_survives_the_file(tmp_path: Path) -> None:
+def test_result_is_reproducible_and_round_trips_through_a_file(tmp_path: Path) -> None:
     first, _ = compress(MODEL, TOKENS, 0.7, rank_multiple=4)
     again, _ = compress(MODEL, TOKENS, 0.7, rank_multiple=4)
     assert first.model_hash == again.model_hash != MODEL.model_hash
@@ -156,7 +158,7 @@ def test_the_result_is_reproducible_and_survives_the_file(tmp_path: Path) -> Non
     assert torch.equal(forward(read, TOKENS[:2]), forward(first, TOKENS[:2]))
 
 
-def test_a_decomposed_model_is_truncated_to_any_keep() -> None:
+def test_decomposed_model_is_truncated_to_any_keep() -> None:
     model = decompose_model(MODEL, TOKENS)
     for keep in (0.8, 0.5):
         made, report = compress(MODEL, TOKENS, keep, rank_multiple=4)
@@ -168,27 +170,27 @@ def test_a_decomposed_model_is_truncated_to_any_keep() -> None:
 
 
 def test_progress_rises_to_one() -> None:
-    told: list[tuple[str, float]] = []
-    compress(MODEL, TOKENS[:3], 0.7, lambda stage, done: told.append((stage, done)), 1)
-    fractions = [done for _stage, done in told]
+    calls: list[tuple[str, float]] = []
+    compress(MODEL, TOKENS[:3], 0.7, lambda stage, done: calls.append((stage, done)), 1)
+    fractions = [done for _stage, done in calls]
     assert fractions == sorted(fractions)
     assert fractions[-1] == pytest.approx(1.0)
-    assert {stage for stage, _done in told} == {"calibrating", "factorizing"}
+    assert {stage for stage, _done in calls} == {"calibrating", "factorizing"}
 
 
-def test_keep_one_is_the_dense_model() -> None:
+def test_keep_one_returns_the_dense_model() -> None:
     made, report = compress(MODEL, TOKENS, 1.0)
     assert made is MODEL
     assert (report.parameters_kept, report.factorized) == (1.0, 0)
 
 
 @pytest.mark.parametrize("keep", [0.0, -0.5, 1.01, math.nan])
-def test_keep_is_a_fraction(keep: float) -> None:
+def test_keep_outside_of_zero_to_one_is_refused(keep: float) -> None:
     with pytest.raises(CompressionError, match="keep"):
         compress(MODEL, TOKENS, keep)
 
 
-def test_what_cannot_be_compressed_is_refused() -> None:
+def test_factorized_model_and_invalid_tokens_are_refused() -> None:
     made, _ = compress(MODEL, TOKENS[:2], 0.7, rank_multiple=1)
     with pytest.raises(CompressionError, match="already"):
         compress(made, TOKENS, 0.5)
@@ -198,7 +200,7 @@ def test_what_cannot_be_compressed_is_refused() -> None:
         compress(MODEL, TOKENS[0], 0.5)
 
 
-def test_the_artifact_key_tells_all_inputs_apart() -> None:
+def test_artifact_key_depends_on_every_input() -> None:
     keys = {
         artifact_key("a" * 64, 0.8, TOKENS),
         artifact_key("b" * 64, 0.8, TOKENS),
@@ -210,7 +212,7 @@ def test_the_artifact_key_tells_all_inputs_apart() -> None:
     assert artifact_key("a" * 64, 0.8, TOKENS) == artifact_key("a" * 64, 0.80, TOKENS.clone())
 
 
-def test_perplexity_of_a_model_that_knows_nothing_is_its_vocabulary() -> None:
+def test_perplexity_of_uniform_logits_is_the_vocabulary_size() -> None:
     blank = replace(MODEL, lm_head=torch.zeros(83, 48))
     assert perplexity(blank, TOKENS[:3]) == pytest.approx(83.0, rel=1e-5)
 
@@ -235,5 +237,5 @@ def test_rows_are_spread_over_the_text() -> None:
     assert rows.shape == (3, 17)
     assert rows[:, 0].tolist() == [0, 19 * 17, 38 * 17]
     assert cut_rows(range(40), length=17, count=9).shape == (2, 17)
-    with pytest.raises(CompressionError, match="less than"):
+    with pytest.raises(CompressionError, match="do not fill"):
         cut_rows(range(16), length=17, count=1)

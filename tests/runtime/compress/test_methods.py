@@ -1,4 +1,4 @@
-"""SVD-LLM v1 and v2 and Basis Sharing, against their formulas written out."""
+"""SVD-LLM v1 and v2 and Basis Sharing against their formulas."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint import Checkpoint, Dense, FactorPair, load_checkpoint, write_checkpoint
-from runtime.checkpoint.assemble import PROJECTIONS, projection_shape
 from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import linears_of, parameters_kept
 from runtime.compress import Allocation, Method, compress, decompose_model
@@ -17,7 +16,8 @@ from runtime.compress.factorize import ranks_of
 from runtime.compress.forward import forward, forward_layer, rope_rows
 from runtime.compress.ranks import Choice, log_loss_ranks, uniform_ranks
 from runtime.errors import CompressionError
-from tests.runtime.tiny import CONFIG, tiny_checkpoint
+from runtime.models.llama import PROJECTIONS
+from tests.runtime.tiny import CONFIG, linear_shape, tiny_checkpoint
 
 MODEL = replace(
     tiny_checkpoint(bias=True, config=replace(CONFIG, num_layers=3)), model_hash="e" * 64
@@ -27,7 +27,7 @@ SHARED = ("q", "k", "v", "gate", "up")
 
 
 def inputs_of(checkpoint: Checkpoint) -> list[dict[str, Tensor]]:
-    """Σ x xᵀ over all tokens, of each projection of each layer."""
+    """Return Σ x xᵀ over all tokens for each linear of each layer."""
     sums: list[dict[str, Tensor]] = [{} for _ in checkpoint.layers]
     hidden = checkpoint.embedding[TOKENS]
     rope = rope_rows(checkpoint.config, TOKENS.shape[1], hidden)
@@ -42,7 +42,7 @@ def inputs_of(checkpoint: Checkpoint) -> list[dict[str, Tensor]]:
 
 
 def truncated(W: Tensor, C: Tensor, rank: int) -> Tensor:
-    """SVD-LLM: S Sᵀ = C, SVD of W S, and S taken away again."""
+    """SVD-LLM: with S Sᵀ = C, the truncated SVD of W S, multiplied by S⁻¹."""
     S = torch.linalg.cholesky(C)
     U, sigma, Vh = torch.linalg.svd(W.double() @ S, full_matrices=False)
     product: Tensor = (U[:, :rank] * sigma[:rank]) @ Vh[:rank] @ torch.linalg.inv(S)
@@ -56,7 +56,7 @@ def weight_of(layer: int, projection: str) -> Tensor:
 
 
 @pytest.mark.parametrize("method", [Method.SVD_LLM, Method.SVD_LLM_V2])
-def test_svd_llm_is_its_formula(method: Method) -> None:
+def test_svd_llm_matches_its_formula(method: Method) -> None:
     model, inputs = decompose_model(MODEL, TOKENS, method=method), inputs_of(MODEL)
     for part in model.parts:
         ((layer, projection),) = part.members
@@ -66,28 +66,29 @@ def test_svd_llm_is_its_formula(method: Method) -> None:
         torch.testing.assert_close((pair.u @ pair.v).double(), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_the_uniform_ranks_are_the_papers() -> None:
+def test_uniform_ranks_match_the_paper() -> None:
     made, report = compress(MODEL, TOKENS, 0.6, rank_multiple=1, method=Method.SVD_LLM)
     for ranks in report.ranks:
         for projection in PROJECTIONS:
-            out, inner = projection_shape(MODEL.config, projection)
+            out, inner = linear_shape(MODEL.config, projection)
             assert ranks[projection] == int(out * inner * 0.6 / (out + inner))
     assert made.factorization is not None
     assert made.factorization.method == "svd-llm-svd-1"
 
 
-def test_basis_sharing_is_its_formula() -> None:
+def test_basis_sharing_matches_its_formula() -> None:
     made, _ = compress(MODEL, TOKENS, 0.6, rank_multiple=1, method=Method.BASIS_SHARING)
     model, inputs = decompose_model(MODEL, TOKENS, method=Method.BASIS_SHARING), inputs_of(MODEL)
     by_members = {part.members: part.decomposition for part in model.parts}
     for projection in PROJECTIONS:
-        out, inner = projection_shape(MODEL.config, projection)
+        out, inner = linear_shape(MODEL.config, projection)
         first, second, third = (dict(linears_of(layer))[projection] for layer in made.layers)
         assert all(isinstance(linear, FactorPair) for linear in (first, second, third))
         assert isinstance(first, FactorPair)
         assert isinstance(second, FactorPair)
         assert isinstance(third, FactorPair)
-        assert third.rank == int(out * inner * 0.6 / (out + inner))  # the last of three is alone
+        # The third layer has no partner.
+        assert third.rank == int(out * inner * 0.6 / (out + inner))
         if projection not in SHARED:
             assert first.v is not second.v
             continue
@@ -105,7 +106,7 @@ def test_basis_sharing_is_its_formula() -> None:
 
 @pytest.mark.parametrize("method", list(Method))
 @pytest.mark.parametrize("allocation", list(Allocation))
-def test_every_method_keeps_every_budget_and_comes_back(
+def test_every_method_and_allocation_keeps_the_budget_and_round_trips(
     method: Method, allocation: Allocation, tmp_path: Path
 ) -> None:
     made, report = compress(
@@ -129,7 +130,7 @@ def choice(out: int, inner: int, scale: float) -> Choice:
     return Choice(out, inner, scale * np.linspace(1, 0.1, min(out, inner)) ** 4)
 
 
-def test_what_loses_more_keeps_more() -> None:
+def test_log_loss_ranks_grow_with_the_loss() -> None:
     choices = [choice(64, 48, scale) for scale in (1.0, 10.0, 100.0)] + [choice(64, 48, 7.0)]
     kinds = ["q", "q", "q", "k"]
     ranks = log_loss_ranks(choices, kinds, 0.6, 1, tokens=1000)
@@ -143,7 +144,7 @@ def test_what_loses_more_keeps_more() -> None:
     assert 0.6 * size - 3 * (64 + 48) <= kept <= 0.6 * size
 
 
-def test_a_loss_far_above_the_others_takes_no_more_than_there_is() -> None:
+def test_log_loss_ranks_are_bounded_for_one_huge_loss() -> None:
     choices = [choice(64, 48, scale) for scale in (1.0, 1.0, 1e12)]
     ranks = log_loss_ranks(choices, ["q"] * 3, 0.3, 1, tokens=1000)
     kept = sum((rank or 0) * (64 + 48) for rank in ranks)
@@ -151,12 +152,12 @@ def test_a_loss_far_above_the_others_takes_no_more_than_there_is() -> None:
     assert min(rank or 0 for rank in ranks) > 0
 
 
-def test_inputs_that_span_no_more_than_a_few_directions_have_a_root() -> None:
-    """Σ x xᵀ of few tokens is singular: the papers add to its diagonal, and so do we."""
+def test_singular_input_moments_are_accepted() -> None:
+    """Σ x xᵀ of few tokens is singular; its diagonal is damped, as in the papers."""
     made, _ = compress(MODEL, TOKENS[:1, :5], 0.6, rank_multiple=1, method=Method.SVD_LLM)
     assert bool(forward(made, TOKENS[:2]).isfinite().all())
 
 
-def test_ranks_that_cannot_be_that_small_are_refused() -> None:
+def test_keep_below_the_smallest_rank_is_refused() -> None:
     with pytest.raises(CompressionError, match="cannot keep as little"):
         compress(MODEL, TOKENS, 0.05, rank_multiple=8, method=Method.SVD_LLM)

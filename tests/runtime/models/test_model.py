@@ -1,4 +1,4 @@
-"""Logits against transformers, and the products' independence of their neighbours."""
+"""Logits compared with transformers, and matmuls whose rows do not depend on the batch."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ TEXTS = (
 
 
 def logits_of(model: Model, tokens: list[int], chunk: int = 1 << 20) -> torch.Tensor:
-    """After every token: `[len(tokens), vocab]`."""
+    """Return logits after every token, `[len(tokens), vocab]`."""
     pages = list(range(pages_for(len(tokens), model.page_size)))[::-1]
     cache = model.new_cache(len(pages))
     parts = []
@@ -56,7 +56,7 @@ def smollm2() -> Checkpoint:
 
 
 def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> None:
-    """Top-1 equal at 99 % of positions, logits within 2 % of the largest: pages hold bf16."""
+    """KV is bf16: top-1 is equal at 99 % of positions, logits are within 2 % of the largest."""
     from runtime.bench.engine import peer_of
     from services.common.tokenizer import load_tokenizer
 
@@ -82,7 +82,7 @@ def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> N
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="oneDNN before 3.12 packs some shapes by the number of rows"
 )
-def test_smollm2_gives_the_same_bits_in_any_chunks_and_any_batch(smollm2: Checkpoint) -> None:
+def test_smollm2_logits_do_not_depend_on_chunks_or_batch(smollm2: Checkpoint) -> None:
     model = Model(smollm2)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(49152, (75,), generator=generator).tolist()
@@ -94,25 +94,25 @@ def test_smollm2_gives_the_same_bits_in_any_chunks_and_any_batch(smollm2: Checkp
     assert torch.equal(model.forward(batch, model.new_cache(16))[3], whole[-1])
 
 
-def test_kernel_plan_hash_changes_with_what_decides_the_bits() -> None:
+def test_kernel_plan_hash_differs_by_dtype_and_factorization_but_not_weights() -> None:
     dense, factorized = tiny_model(), tiny_model(ranks=(5,) * 7)
     half = Model(tiny_checkpoint(), dtype=torch.bfloat16)
     assert dense.kernel_plan_hash == tiny_model(seed=4).kernel_plan_hash
     assert len({dense.kernel_plan_hash, factorized.kernel_plan_hash, half.kernel_plan_hash}) == 3
 
 
-def test_bfloat16_models_run_on_the_reference() -> None:
+def test_bfloat16_model_runs_on_reference_attention() -> None:
     tokens = list(range(40))
     expected = logits_of(tiny_model(), tokens)
     got = logits_of(Model(tiny_checkpoint(), dtype=torch.bfloat16), tokens)
     assert got.dtype == torch.float32
-    # bf16 has 8 bits: a few layers of it err by some per cent of the largest logit.
+    # bf16 has 8 bits of precision: a few layers differ by some percent of the largest logit.
     assert (got - expected).abs().max() < 0.1 * expected.abs().max()
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_layers_that_are_placed_one_by_one_are_the_checkpoints(shared: bool) -> None:
-    """Memory of one is the next one's: nothing may be taken for what was there before."""
+def test_layers_placed_one_by_one_equal_the_checkpoint(shared: bool) -> None:
+    """Layers reuse freed memory, so packed weights must not be confused by id."""
     ranks = (9, 5, None, 12, 17, 11, 24)
     checkpoint = tiny_checkpoint(ranks=ranks, config=replace(CONFIG, num_layers=12))
     if shared:
@@ -146,7 +146,7 @@ def test_unsupported_by_gemm_names_the_reason(monkeypatch: pytest.MonkeyPatch) -
     assert "8.0" in str(unsupported_by_gemm(checkpoint, "cuda", bf16))
 
 
-def test_a_tied_embedding_is_in_memory_once() -> None:
+def test_tied_embedding_is_stored_once() -> None:
     whole_lines = replace(CONFIG, hidden_size=64)
     tied = tiny_checkpoint(config=replace(whole_lines, tied_embeddings=True))
     untied = tiny_checkpoint(config=whole_lines)
@@ -160,7 +160,7 @@ def test_a_tied_embedding_is_in_memory_once() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 1000), (64, 576), (576, 1536), (300, 77)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_packed_products_of_a_row_are_the_same_bits_in_any_batch(
+def test_packed_matmul_of_a_row_does_not_depend_on_the_batch(
     shape: tuple[int, int], biased: bool
 ) -> None:
     generator = torch.Generator().manual_seed(sum(shape))
@@ -177,7 +177,7 @@ def test_packed_products_of_a_row_are_the_same_bits_in_any_batch(
 
 
 def quantized(kind: str, rows: int, columns: int) -> torch.Tensor:
-    """Weights as a file's Q4_1 or Q8_0 blocks of 32 stand for."""
+    """Return weights that Q4_1 or Q8_0 blocks of 32 represent exactly."""
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(rows, columns // 32, 32, generator=generator)
     if kind == "q8_0":
@@ -191,16 +191,14 @@ def quantized(kind: str, rows: int, columns: int) -> torch.Tensor:
 
 
 def kind_of(weight: torch.Tensor) -> str | None:
-    """As what a few rows read a weight."""
+    """Return the dtype in which a small matmul reads a weight, None if it does not."""
     few = PackedLinear(weight, None)._few
     return None if few is None else f"{few._source[0].dtype}"
 
 
 @pytest.mark.parametrize("kind", ["q4_1", "q8_0", "bf16"])
 @pytest.mark.parametrize("shape", [(2, 32), (63, 96), (64, 576), (100, 1536)])
-def test_weights_are_read_in_their_shortest_form_to_the_same_bits(
-    kind: str, shape: tuple[int, int]
-) -> None:
+def test_compact_weights_give_the_same_bits(kind: str, shape: tuple[int, int]) -> None:
     if kind == "bf16":
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().float()
     else:
@@ -216,7 +214,7 @@ def test_weights_are_read_in_their_shortest_form_to_the_same_bits(
         assert torch.equal(product(x[5 : 5 + rows].contiguous()), whole[5 : 5 + rows]), rows
 
 
-def test_weights_are_never_read_in_a_form_that_loses_something() -> None:
+def test_compact_weights_are_used_only_if_lossless() -> None:
     weight = quantized("q4_1", 64, 64)
     weight[63, 63] = torch.nextafter(weight[63, 63], torch.tensor(torch.inf))
     assert kind_of(weight) == "float32"
@@ -228,7 +226,7 @@ def test_weights_are_never_read_in_a_form_that_loses_something() -> None:
 
 @pytest.mark.parametrize("ranks", [(None, None, None), (5, 9, 3), (5, None, 3), (None, 4, None)])
 @pytest.mark.parametrize("biases", [(True, True, True), (False, True, False)])
-def test_projections_are_their_layers_side_by_side(
+def test_projection_concatenates_the_outputs_of_its_linears(
     ranks: tuple[int | None, ...], biases: tuple[bool, ...]
 ) -> None:
     generator = torch.Generator().manual_seed(1)

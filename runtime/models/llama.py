@@ -1,0 +1,204 @@
+"""The Llama family: Llama 2 and 3, Mistral, Qwen2 and Qwen3.
+
+A pre-norm layer with RMSNorm, grouped-query attention with RoPE and a SwiGLU MLP. Qwen2 has biases
+on q, k and v; Qwen3 has an RMSNorm per query and key head.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from runtime.checkpoint.config_values import count, number
+from runtime.checkpoint.family import GGUFFormat, LayerLayout, LinearTensor, VectorTensor
+from runtime.checkpoint.huggingface_config import (
+    architecture_of,
+    parse_context_length,
+    parse_eos,
+    parse_rope,
+    rope_to_huggingface,
+)
+from runtime.checkpoint.weights import LayerWeights
+from runtime.config import ModelConfig
+from runtime.errors import CheckpointError
+from runtime.models.family import SWIGLU, LayerBuilder, LayerParts, ModelFamily
+
+_LLAMA, _MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
+_QWEN2, _QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+_MISTRAL_WINDOW = 4096
+_QWEN3_HEAD_DIM = 128
+
+PROJECTIONS: dict[str, str] = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+"""Hugging Face's name inside a layer of each linear of `LayerWeights`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaParts(LayerParts):
+    """The callables of a layer; ``gated`` is ``SiLU(gate) * up``."""
+
+    input_norm: Callable[[Tensor], Tensor]
+    post_norm: Callable[[Tensor], Tensor]
+    o: Callable[[Tensor, Tensor], Tensor]
+    gated: Callable[[Tensor], Tensor]
+    down: Callable[[Tensor, Tensor], Tensor]
+
+
+class LlamaFamily(ModelFamily[LlamaParts]):
+    """See `runtime.models.family.ModelFamily`."""
+
+    name = "Llama"
+    architectures = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3)
+    layer_type = LayerWeights
+    packed_gemm = True
+    gguf: ClassVar[GGUFFormat] = GGUFFormat(
+        general_architecture="llama",
+        architecture=_LLAMA,
+        layer_names={
+            "input_norm": "attn_norm.weight",
+            "post_norm": "ffn_norm.weight",
+            "q": "attn_q",
+            "k": "attn_k",
+            "v": "attn_v",
+            "o": "attn_output",
+            "gate": "ffn_gate",
+            "up": "ffn_up",
+            "down": "ffn_down",
+        },
+        interleaved={"q": "num_heads", "k": "num_kv_heads"},
+    )
+
+    def layout(self, config: ModelConfig) -> LayerLayout:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        queries = config.num_heads * config.head_dim
+        keys = config.num_kv_heads * config.head_dim
+        return LayerLayout(
+            linears={
+                "q": LinearTensor(PROJECTIONS["q"], queries, hidden),
+                "k": LinearTensor(PROJECTIONS["k"], keys, hidden, same_input_as="q"),
+                "v": LinearTensor(PROJECTIONS["v"], keys, hidden, same_input_as="q"),
+                "o": LinearTensor(PROJECTIONS["o"], hidden, queries, writes_residual=True),
+                "gate": LinearTensor(PROJECTIONS["gate"], inner, hidden),
+                "up": LinearTensor(PROJECTIONS["up"], inner, hidden, same_input_as="gate"),
+                "down": LinearTensor(PROJECTIONS["down"], hidden, inner, writes_residual=True),
+            },
+            vectors={
+                "input_norm": VectorTensor("input_layernorm.weight", hidden),
+                "post_norm": VectorTensor("post_attention_layernorm.weight", hidden),
+                "q_norm": VectorTensor("self_attn.q_norm.weight", config.head_dim, optional=True),
+                "k_norm": VectorTensor("self_attn.k_norm.weight", config.head_dim, optional=True),
+            },
+        )
+
+    def optional_tensors(self, hf_config: Mapping[str, Any]) -> frozenset[str]:
+        architecture, biased, names = architecture_of(hf_config), "", set()
+        if architecture == _QWEN2:
+            biased += "q k v"
+        elif hf_config.get("attention_bias") is True:
+            biased += "q k v o"
+        if hf_config.get("mlp_bias") is True:
+            biased += " gate up down"
+        if architecture == _QWEN3:
+            names = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+        return frozenset(names | {f"{PROJECTIONS[field]}.bias" for field in biased.split()})
+
+    def parse_config(
+        self, hf_config: Mapping[str, Any], generation: Mapping[str, Any]
+    ) -> ModelConfig:
+        """See `CheckpointFamily.parse_config`.
+
+        Sliding-window attention is not computed. It equals full attention within the window, so the
+        window of a model that uses one becomes its ``context_length``.
+        """
+        if hf_config.get("hidden_act", "silu") != "silu":
+            raise CheckpointError(
+                f"activation {hf_config['hidden_act']!r} is not supported, only 'silu'"
+            )
+        architecture = str(architecture_of(hf_config))
+        heads = count(hf_config, "num_attention_heads")
+        hidden = count(hf_config, "hidden_size")
+        kv_heads = count(hf_config, "num_key_value_heads", heads)
+        derived = _QWEN3_HEAD_DIM if architecture == _QWEN3 else hidden // heads
+        head_dim = count(hf_config, "head_dim", derived)
+        if heads % kv_heads:
+            raise CheckpointError(f"{heads} query heads cannot share {kv_heads} KV heads")
+        if head_dim % 2:
+            raise CheckpointError(f"head_dim {head_dim} is odd: rotary embedding needs pairs")
+        return ModelConfig(
+            architecture=architecture,
+            vocab_size=count(hf_config, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=count(hf_config, "intermediate_size"),
+            num_layers=count(hf_config, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            context_length=_context_length(hf_config),
+            rms_norm_eps=number(hf_config, "rms_norm_eps", 1e-6),
+            tied_embeddings=hf_config.get("tie_word_embeddings") is True,
+            rope=parse_rope(hf_config),
+            eos_token_ids=parse_eos(hf_config, generation),
+        )
+
+    def to_huggingface(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "architectures": [config.architecture],
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "max_position_embeddings": config.context_length,
+            "sliding_window": None,
+            "rms_norm_eps": config.rms_norm_eps,
+            "hidden_act": "silu",
+            "tie_word_embeddings": config.tied_embeddings,
+            "rope_parameters": rope_to_huggingface(config.rope),
+            "eos_token_id": list(config.eos_token_ids),
+        }
+
+    def parts(self, build: LayerBuilder) -> LlamaParts:
+        head_norms = None
+        if build.has("q_norm"):
+            head_norms = build.norm("q_norm"), build.norm("k_norm")
+        return LlamaParts(
+            input_norm=build.norm("input_norm"),
+            post_norm=build.norm("post_norm"),
+            qkv=build.qkv("q", "k", "v"),
+            o=build.residual("o"),
+            gated=build.gated("gate", "up", SWIGLU),
+            down=build.residual("down"),
+            head_norms=head_norms,
+        )
+
+    def before_attention(
+        self, parts: LlamaParts, hidden: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return parts.input_norm(hidden), (hidden,)
+
+    def after_attention(self, parts: LlamaParts, attended: Tensor, *carried: Tensor) -> Tensor:
+        (hidden,) = carried
+        hidden = parts.o(attended, hidden)
+        return parts.down(parts.gated(parts.post_norm(hidden)), hidden)
+
+
+def _context_length(hf_config: Mapping[str, Any]) -> int:
+    length = parse_context_length(hf_config)
+    if architecture_of(hf_config) == _MISTRAL:
+        slides = hf_config.get("sliding_window", _MISTRAL_WINDOW) is not None
+    else:
+        slides = hf_config.get("use_sliding_window") is True and "sliding_window" in hf_config
+    return min(length, count(hf_config, "sliding_window", _MISTRAL_WINDOW)) if slides else length
+
+
+LLAMA = LlamaFamily()

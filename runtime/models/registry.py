@@ -1,0 +1,37 @@
+"""Find the family of a model, and register families.
+
+Families outside this package are found in two ways: a package lists them under the entry-point
+group ``headrace.models``, as in
+
+    [project.entry-points."headrace.models"]
+    neox = "my_package.neox:NEOX"
+
+or a program calls `register` before it loads a checkpoint.
+"""
+
+from typing import Any
+
+from runtime.checkpoint.family import family_of, register
+from runtime.config import ModelConfig
+from runtime.errors import CheckpointError
+from runtime.models.family import ModelFamily
+
+__all__ = ["model_family", "packed_gemm_refusal", "register"]
+
+
+def model_family(config: ModelConfig) -> ModelFamily[Any]:
+    """Return the family that computes a model.
+
+    Raises:
+        CheckpointError: no family reads its architecture, or that family has no forward pass.
+    """
+    family = family_of(config.architecture)
+    if not isinstance(family, ModelFamily):
+        raise CheckpointError(f"the {family.name} family has no forward pass")
+    return family
+
+
+def packed_gemm_refusal(config: ModelConfig) -> str | None:
+    """Return why `runtime.gemm` cannot pack the layers of a model's family, None if it can."""
+    family = model_family(config)
+    return None if family.packed_gemm else f"the {family.name} family has no packed GPU layers"
