@@ -16,6 +16,7 @@ from services.decode.session import DecodeSession, Stream
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
 from services.transfer.codecs import CodecPlan
+from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import FetchFailed, PrefillLinks
 from services.transfer.receiver import Fetch, FetchTimes, Receiver
 from services.transfer.slab import Slab
@@ -57,7 +58,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             page_size=PAGE_SIZE,
             credits_per_sequence=settings.credits_per_sequence,
             read_timeout_s=settings.read_timeout_s,
-            metrics=self.metrics,
+            metrics=TransferMetrics(self.metrics.registry),
         )
         self.streams: dict[str, Stream] = {}
 
@@ -228,9 +229,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
     def observe(self) -> None:
         """Refreshes the gauges."""
         super().observe()
-        landing = self.receiver.landing
-        self.metrics.landing_slots.labels("held").set(landing.held)
-        self.metrics.landing_slots.labels("quarantined").set(landing.quarantined)
+        self.receiver.observe()
 
     async def close(self) -> None:
         """Ends the sessions with prefill workers and the engine's thread."""

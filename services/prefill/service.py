@@ -18,6 +18,7 @@ from services.prefill.session import Job, PrefillSession
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
 from services.transfer.codecs import CodecPlan
+from services.transfer.metrics import TransferMetrics
 from services.transfer.policy import LinkPolicy
 from services.transfer.sender import Sender
 from services.transfer.slab import Slab
@@ -55,7 +56,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             num_layers=config.num_layers,
             lease_s=settings.lease_s,
             max_sequences=self._max_sequences,
-            metrics=self.metrics,
+            metrics=TransferMetrics(self.metrics.registry),
         )
         if settings.slot_bytes < self.sender.least_slot_bytes:
             raise SettingsError(
@@ -101,8 +102,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     def _forget_link(self, peer: str) -> None:
         """Of a decode worker that has left; one that restarted may be back already."""
         if not any(session.peer == peer for session in self._sessions.values()):
-            self.sender.policy.forget(peer)
-            self.metrics.forget_link(peer)
+            self.sender.forget_peer(peer)
 
     async def _shake_hands(self, context: MessageStream) -> pb.Hello:
         command: Any = await next_message(context)
@@ -156,7 +156,9 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             if job := self.jobs.get(chunk.id):
                 job.pages += chunk.pages
                 if not job.ends_at_once:
-                    self.sender.add_computed(chunk)
+                    self.sender.add_computed(
+                        chunk.id, chunk.first_token, chunk.num_tokens, chunk.pages
+                    )
         for key, token in output.tokens:
             if key in self.jobs:
                 self.metrics.generation_tokens.inc()
@@ -177,10 +179,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     def observe(self) -> None:
         """Refreshes the gauges, and ends leases whose time has come."""
         super().observe()
-        self.sender.expire()
-        self.metrics.slab_slots.set(self.sender.slots_in_use)
-        for peer, link in self.sender.policy.links().items():
-            self.metrics.observe_link(peer, link)
+        self.sender.observe()
 
 
 async def serve(settings: PrefillSettings) -> None:

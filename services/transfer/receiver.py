@@ -16,17 +16,17 @@ import structlog
 import codec
 from headrace.v1 import decode_pb2, error_pb2
 from headrace.v1 import prefill_pb2 as pb
-from runtime.engine import Engine
+from runtime.kv.cache import PagedCache
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.codecs import CodecPlan, outcome_of
 from services.transfer.errors import ForeignSegment, FrameError, PeerLost, TransferError
 from services.transfer.frame import HEADER_BYTES, FrameHeader, verify
+from services.transfer.jobs import CodecJobs
 from services.transfer.landing import Landing
 from services.transfer.manifest import Coverage, frame_of
+from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import FetchFailed, PrefillLink, PrefillLinks, Subscription
 from services.transfer.slab import Slab, SlotRef
-from services.worker.engine_thread import EngineThread
-from services.worker.metrics import WorkerMetrics
 
 log = structlog.get_logger()
 
@@ -80,7 +80,7 @@ class Receiver:
 
     def __init__(
         self,
-        engine: EngineThread,
+        jobs: CodecJobs,
         agent: TransferAgent,
         landing: Slab,
         links: PrefillLinks,
@@ -90,9 +90,9 @@ class Receiver:
         page_size: int,
         credits_per_sequence: int,
         read_timeout_s: float,
-        metrics: WorkerMetrics,
+        metrics: TransferMetrics,
     ) -> None:
-        self._engine = engine
+        self._jobs = jobs
         self._agent = agent
         self.landing = Landing(landing, credits_per_sequence, self._grant)
         self._links = links
@@ -233,8 +233,8 @@ class Receiver:
         welcome: pb.Welcome,
     ) -> float:
         """Verifies what was read and decodes it; returns the seconds that the codec took."""
-        decoding = await self._engine.run(
-            lambda engine: self._start_decode(engine, segment, slot, pages, fetch, welcome)
+        decoding = await self._jobs.run_on_cache(
+            lambda cache: self._start_decode(cache, segment, slot, pages, fetch, welcome)
         )
         if decoding is None:
             return 0.0
@@ -243,7 +243,7 @@ class Receiver:
 
     def _start_decode(
         self,
-        engine: Engine,
+        cache: PagedCache,
         segment: pb.Segment,
         slot: SlotRef,
         pages: range,
@@ -264,9 +264,14 @@ class Receiver:
             header = codec.read_header(payload)
         if header.checksum != segment.checksum:
             raise ForeignSegment("the segment's checksum is not the manifest's")
-        layers = self._codec.of(engine.cache.planes, segment.first_layer, segment.num_layers)
+        layers = self._codec.of(cache.planes, segment.first_layer, segment.num_layers)
         page_ids = fetch.pages[pages.start : pages.stop]
         return layers.decode(payload, header, page_ids, segment.num_tokens)
+
+    def observe(self) -> None:
+        """Set the gauges of the landing slots."""
+        self._metrics.landing_slots.labels("held").set(self.landing.held)
+        self._metrics.landing_slots.labels("quarantined").set(self.landing.quarantined)
 
     def _grant(self, key: str, segments: int) -> None:
         self._subscriptions[key].credit(segments)

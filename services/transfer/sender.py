@@ -16,17 +16,17 @@ import structlog
 import codec
 from headrace.v1 import error_pb2 as pb_error
 from headrace.v1 import prefill_pb2 as pb
-from runtime.engine import Computed, Engine
+from runtime.kv.cache import PagedCache
 from services.transfer.codecs import CodecPlan, outcome_of
 from services.transfer.drift import Escapes
 from services.transfer.frame import HEADER_BYTES
+from services.transfer.jobs import CodecJobs
 from services.transfer.lease import LeaseTable
 from services.transfer.manifest import SegmentPlan, frame_of, plan_segments
+from services.transfer.metrics import TransferMetrics
 from services.transfer.policy import LinkPolicy, SegmentTiming, WireMode
 from services.transfer.shares import SharedSlots
 from services.transfer.slab import Slab, SlotRef
-from services.worker.engine_thread import EngineThread
-from services.worker.metrics import WorkerMetrics
 
 log = structlog.get_logger()
 
@@ -78,7 +78,7 @@ class Sender:
 
     def __init__(
         self,
-        engine: EngineThread,
+        jobs: CodecJobs,
         slab: Slab,
         codec_plan: CodecPlan,
         policy: LinkPolicy,
@@ -90,9 +90,9 @@ class Sender:
         num_layers: int,
         lease_s: float,
         max_sequences: int,
-        metrics: WorkerMetrics,
+        metrics: TransferMetrics,
     ) -> None:
-        self._engine = engine
+        self._jobs = jobs
         self._slab = slab
         self._slots = SharedSlots(slab.slots)
         self._codec = codec_plan
@@ -122,9 +122,11 @@ class Sender:
     def open(self, outgoing: Outgoing) -> None:
         self._outgoing[outgoing.key] = outgoing
 
-    def add_computed(self, chunk: Computed) -> None:
+    def add_computed(
+        self, key: str, first_token: int, num_tokens: int, pages: tuple[int, ...]
+    ) -> None:
         """A chunk's KV is in the pages: plan its segments."""
-        outgoing = self._outgoing.get(chunk.id)
+        outgoing = self._outgoing.get(key)
         if outgoing is None or outgoing.closed:
             return
         self._leases.grant(outgoing.key, time.monotonic())
@@ -132,9 +134,9 @@ class Sender:
         capacity = min(outgoing.slot_bytes, self._slab.slot_bytes)
         outgoing.planned.extend(
             plan_segments(
-                first_token=chunk.first_token,
-                num_tokens=chunk.num_tokens,
-                pages=chunk.pages,
+                first_token=first_token,
+                num_tokens=num_tokens,
+                pages=pages,
                 page_size=self._page_size,
                 num_layers=self._num_layers,
                 capacity=capacity,
@@ -190,6 +192,18 @@ class Sender:
                 log.warning("lease expired", request_id=outgoing.request_id)
                 outgoing.fail(pb_error.ERROR_CODE_LEASE_EXPIRED, "the KV was not read in time")
 
+    def forget_peer(self, peer: str) -> None:
+        """Drop what was measured of the link to a decode worker that has left."""
+        self.policy.forget(peer)
+        self._metrics.forget_link(peer)
+
+    def observe(self) -> None:
+        """Set the gauges of the slab and of every link, and end expired leases."""
+        self.expire()
+        self._metrics.slab_slots.set(self.slots_in_use)
+        for peer, link in self.policy.links().items():
+            self._metrics.observe_link(peer, link)
+
     def _bound(self, layers: int, tokens: int) -> int:
         shape = (2 * layers, self._kv_heads, self._dim, tokens, self._page_size)
         return HEADER_BYTES + codec.max_segment_bytes(*shape)
@@ -220,8 +234,8 @@ class Sender:
     ) -> None:
         start = time.perf_counter()
         try:
-            encoding = await self._engine.run(
-                lambda engine: self._start(engine, outgoing, plan, ref, mode)
+            encoding = await self._jobs.run_on_cache(
+                lambda cache: self._start(cache, outgoing, plan, ref, mode)
             )
             encoded = await outcome_of(encoding) if encoding else None
             if outgoing.closed or encoding is None or encoded is None:
@@ -243,13 +257,17 @@ class Sender:
         raw_bytes, wire_bytes = segment.raw_bytes, segment.length
         outgoing.unacknowledged[segment.index] = _Sent(ref, mode, raw_bytes, wire_bytes)
         self.policy.encoded(mode, raw_bytes, wire_bytes, codec_s)
-        found = Escapes(encoded.escapes, self._codec.escape_rate(plan.first_layer, plan.num_layers))
+        found = Escapes(
+            raw_bytes // 2,
+            encoded.escapes,
+            self._codec.escape_rate(plan.first_layer, plan.num_layers),
+        )
         self._metrics.encoded(mode, raw_bytes, wire_bytes, found, segment.encode_s)
         outgoing.emit(pb.PrefillEvent(segment=segment))
         self._settle(outgoing)
 
     def _start(
-        self, engine: Engine, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, mode: WireMode
+        self, cache: PagedCache, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, mode: WireMode
     ) -> codec.Pending[codec.Encoded] | None:
         """On the engine's thread. None for a closed sequence.
 
@@ -259,7 +277,7 @@ class Sender:
         if outgoing.closed:
             return None
         frame = self._slab.view(ref.slot, self._slab.slot_bytes)
-        layers = self._codec.of(engine.cache.planes, plan.first_layer, plan.num_layers, mode)
+        layers = self._codec.of(cache.planes, plan.first_layer, plan.num_layers, mode)
         return layers.encode(plan.pages, plan.num_tokens, frame[HEADER_BYTES:])
 
     def _framed(

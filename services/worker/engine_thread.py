@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from runtime.engine import Command, Engine, StepOutput
+from runtime.kv.cache import PagedCache
 
 T = TypeVar("T")
 
@@ -97,6 +98,10 @@ class EngineThread:
 
         self._inbox.put(_Job(call))
         return future
+
+    def run_on_cache(self, job: Callable[[PagedCache], T]) -> "asyncio.Future[T]":
+        """Run ``job`` with the KV cache between two steps; see `services.transfer.jobs`."""
+        return self.run(lambda engine: job(engine.cache))
 
     async def stop(self) -> None:
         """Ends the thread after what was submitted before. One that a device does not let go of is
