@@ -4,6 +4,7 @@ RuntimeFault
 ├── CheckpointError       a checkpoint cannot be read, or is of an unsupported kind
 ├── CompressionError      a factorization cannot be made
 ├── PlanError             a kernel plan cannot be read
+├── KVFormatError         a KV format is unknown, cannot be loaded, or is malformed
 ├── OutOfPages            a sequence does not fit the page pool, now or ever
 ├── QueueFull             more sequences wait than the limits allow
 ├── NotFinite             the model's logits are no numbers: there is nothing to draw from
@@ -25,6 +26,10 @@ class CompressionError(RuntimeFault):
 
 class PlanError(RuntimeFault):
     """A kernel plan cannot be read."""
+
+
+class KVFormatError(RuntimeFault):
+    """A KV format is unknown, cannot be loaded, or does not have the interface."""
 
 
 class OutOfPages(RuntimeFault):

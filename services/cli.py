@@ -101,6 +101,9 @@ def up(
     ] = None,
     codec: Annotated[str, typer.Option(help="auto, raw or splitzip")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    kv_format: Annotated[
+        str, typer.Option(help="KV format: a built-in name or module:Class")
+    ] = "dense",
     detach: Annotated[bool, typer.Option(help="go on in the background")] = False,
 ) -> None:
     """Start router, gateway and workers on this machine, and keep them running."""
@@ -118,6 +121,7 @@ def up(
         keep=keep,
         codec=codec,
         device=device,
+        kv_format=kv_format,
     )
     raise typer.Exit(start(options, detach=detach))
 
@@ -146,12 +150,15 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="where the codebooks go")],
     model: Annotated[str, typer.Option(help="name or path of a checkpoint")] = "smollm2-135m",
     tokenizer: Annotated[str | None, typer.Option(help="where it differs from the model")] = None,
+    kv_format: Annotated[
+        str, typer.Option(help="KV format: a built-in name or module:Class")
+    ] = "dense",
 ) -> None:
     """Calibrate the codec's codebooks on a model's own KV."""
     from services.offline.calibrate import calibrate as make
 
     with _refusals("calibrate"):
-        make(model, tokenizer or model, out)
+        make(model, tokenizer or model, out, kv_format=kv_format)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.checkpoint.weights import LayerWeights
 from runtime.config import ModelConfig
-from runtime.kv.format import KVFormat
+from runtime.kv.format import LayerKV
 from runtime.layers.linear import Packed, Projection
 from runtime.layers.pointwise import RmsNorm, silu_mul
 
@@ -106,7 +106,7 @@ class DecoderLayer:
         self,
         hidden: Tensor,
         rope: tuple[Tensor, Tensor],
-        kv_format: KVFormat,
+        kv: LayerKV,
         planes: tuple[Tensor, ...],
         batch: Batch,
         *,
@@ -121,13 +121,13 @@ class DecoderLayer:
         if parts.prefill is not None and not (some or batch.single):
             attended = parts.prefill(normed, rope, planes, batch)
         else:
-            q = kv_format.append(self._norm_heads(parts.qkv(normed)), rope, planes, batch)
+            q = kv.append(self._norm_heads(parts.qkv(normed)), rope, planes, batch)
             if some:
                 q, hidden = q[batch.logit_rows], hidden[batch.logit_rows]
                 batch = batch.where_logits()
             if not len(hidden):
                 return hidden
-            attended = kv_format.attend(q, planes, batch)
+            attended = kv.attend(q, planes, batch)
         hidden = parts.o(attended, hidden)
         return parts.down(parts.gated(parts.post_norm(hidden)), hidden)
 

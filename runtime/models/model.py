@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime import kernels
-from runtime.attention import dense_attention
 from runtime.attention.base import Batch
 from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import Checkpoint
-from runtime.kv.cache import PagedCache
-from runtime.kv.dense import DenseFormat
+from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import KVFormat
+from runtime.kv.registry import create_format
 from runtime.layers.linear import Packed, packs, product
 from runtime.layers.pointwise import RmsNorm
 from runtime.layers.rope import cos_sin_table
@@ -40,10 +39,12 @@ class Model:
         stepped: pack weights for `runtime.megakernel`: bf16, attention by Triton kernels. Raises
             ValueError for models that these do not have.
         plan: how a stepped model computes products; without one by a rule.
+        kv_format: a name or ``module:Class``, see `runtime.kv.registry.create_format`.
 
     Attributes:
         config: the model's shape.
         kv_format: how its KV is stored and attended.
+        layout: the planes of its KV cache.
         page_size: token slots of a page.
     """
 
@@ -56,10 +57,19 @@ class Model:
         page_size: int = 16,
         stepped: bool = False,
         plan: "KernelPlan | None" = None,
+        kv_format: str = "dense",
     ) -> None:
         self.config = checkpoint.config
         self.page_size = page_size
         self.device, self.dtype = torch.device(device), dtype
+        if stepped:
+            self.dtype = checkpoint.embedding.dtype
+        self.kv_format: KVFormat = create_format(
+            kv_format, self.config, self.device, self.dtype, by_halves=stepped
+        )
+        self.layout = CacheLayout.of(
+            self.kv_format, num_layers=self.config.num_layers, page_size=page_size
+        )
         self._plan_hash = ""
         self._step_weights = self._stepped(checkpoint, plan) if stepped else None
         if self._step_weights is None:
@@ -74,9 +84,6 @@ class Model:
         placed: dict[int, Tensor] = {}
         place = partial(_place, device=self.device, dtype=self.dtype, placed=placed)
         sharing = bool(basis_groups(checkpoint))
-        self.kv_format: KVFormat = DenseFormat(
-            dense_attention(self.config, self.device, self.dtype)
-        )
         self._embedding = place(checkpoint.embedding)
         self._final_norm: Callable[[Tensor], Tensor] = RmsNorm(
             place(checkpoint.final_norm), self.config.rms_norm_eps
@@ -103,11 +110,10 @@ class Model:
         attention = TritonAttention(
             config.num_heads, config.num_kv_heads, config.head_dim, by_halves=True
         )
-        self.kv_format = DenseFormat(attention)
+        fused = attention if self.kv_format.dense_bf16 else None
         self._embedding = weights.embedding
         self._layers = [
-            DecoderLayer(config, parts_of(weights, layer, plan, attention))
-            for layer in weights.layers
+            DecoderLayer(config, parts_of(weights, layer, plan, fused)) for layer in weights.layers
         ]
         self._plan_hash = plan.hash
         final = weights.vectors[weights.final_norm : weights.final_norm + config.hidden_size]
@@ -120,6 +126,8 @@ class Model:
         token of each sequence. What it returns is overwritten by the next call."""
         plain = partial(self.forward, batch, cache)
         if self._step_weights is None or self.device.type != "cuda":
+            return plain
+        if not self.kv_format.dense_bf16:
             return plain
         from runtime.megakernel.launch import MOST, DecodeStep
 
@@ -163,8 +171,8 @@ class Model:
 
     @property
     def replayable(self) -> bool:
-        """Whether a CUDA graph can hold a step: the reference looks at lengths on the host."""
-        return self.device.type == "cuda" and "reference" not in self.kv_format.kernels
+        """Whether steps are replayed as CUDA graphs."""
+        return self.device.type == "cuda" and self.kv_format.graph_safe
 
     @property
     def factorized_layers(self) -> int:
@@ -190,13 +198,7 @@ class Model:
 
     def new_cache(self, num_pages: int) -> PagedCache:
         """Memory for ``num_pages`` pages of this model's KV."""
-        return PagedCache(
-            self.kv_format,
-            self.config,
-            num_pages=num_pages,
-            page_size=self.page_size,
-            device=self.device,
-        )
+        return PagedCache(self.layout, num_pages=num_pages, device=self.device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
@@ -224,7 +226,8 @@ class Model:
             nonlocal hidden
             last = index == len(self._layers) - 1
             layer, planes = self._layers[index], cache.layer(index)
-            hidden = layer(hidden, self._rope, self.kv_format, planes, batch, last=last)
+            kv = self.kv_format.layer(index)
+            hidden = layer(hidden, self._rope, kv, planes, batch, last=last)
             return hidden
 
         def logits() -> Tensor:

@@ -13,9 +13,9 @@ _KINDS = (Kind.PLAIN, Kind.RESIDUAL, Kind.GATED, Kind.RESIDUAL)
 
 
 def parts_of(
-    weights: StepWeights, layer: LayerMatrices, plan: KernelPlan, attention: TritonAttention
+    weights: StepWeights, layer: LayerMatrices, plan: KernelPlan, attention: TritonAttention | None
 ) -> LayerParts:
-    """A layer of a model over a step's weights."""
+    """A layer of a model over a step's weights; without ``attention`` prefill is not fused."""
 
     def norm(first: int) -> Norm:
         values = weights.vectors[first : first + weights.config.hidden_size]
@@ -35,5 +35,7 @@ def parts_of(
         gated=gated,
         down=down,
         factorized=bool(layer.inner),
-        prefill=FactoredAttention(weights, layer, attention, plan) if factored else None,
+        prefill=FactoredAttention(weights, layer, attention, plan)
+        if attention and factored
+        else None,
     )

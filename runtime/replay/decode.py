@@ -78,7 +78,7 @@ class DecodeReplay:
     def __init__(
         self, model: Model, cache: PagedCache, most: int, *, by_layer: bool = False
     ) -> None:
-        if model.device.type == "cuda" and "reference" in model.kv_format.kernels:
+        if model.device.type == "cuda" and not model.kv_format.graph_safe:
             raise ValueError(f"attention by {model.kv_format.kernels} cannot be replayed")
         self._model, self._cache, self._by_layer = model, cache, by_layer
         device, pages = model.device, len(cache.planes[0])

@@ -101,11 +101,12 @@ class Compatibility(_Message):
     model_hash: Label
     kv_format: Label
     kv_format_hash: Label
+    kv_format_version: Annotated[int, Field(ge=0, le=1 << 16)]
     page_size: Annotated[int, Field(ge=1, le=4096)]  # tokens
     codec_version: Annotated[int, Field(ge=0, le=1 << 16)]
     codec: Label  # what it understands: "raw", or "splitzip" and raw
     codebook_id: Label
-    kernel_plan: Label
+    kernel_plan_hash: Label
 
     def mismatches(self, other: "Compatibility") -> list[str]:
         """The names of the fields that differ; empty where the two can work together."""

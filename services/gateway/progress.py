@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from headrace.v1 import decode_pb2, error_pb2, sampling_pb2
+from headrace.v1 import decode_pb2, error_pb2, request_pb2, sampling_pb2
 from services.common.placement import PlaceRequest
 from services.gateway.requests import GenerationRequest
 from services.gateway.router_client import Placed
@@ -73,17 +73,19 @@ class Progress:
     def start(self, placed: Placed, attempt: int, deadline_s: float) -> decode_pb2.StartStream:
         request, placement = self._request, placed.placement
         message = decode_pb2.StartStream(
-            request_id=request.request_id,
-            attempt=attempt,
-            placement_id=placement.placement_id,
             epoch=placement.decode.epoch,
-            tokens=(*request.prompt, *self.delivered[0]),
-            prompt_tokens=len(request.prompt),
-            sampling=request.sampling,
-            max_tokens=request.max_tokens,
-            stop_token_ids=self._stop_token_ids,
-            choices=request.choices,
             deadline_s=deadline_s,
+            request=request_pb2.Request(
+                request_id=request.request_id,
+                attempt=attempt,
+                placement_id=placement.placement_id,
+                tokens=(*request.prompt, *self.delivered[0]),
+                prompt_tokens=len(request.prompt),
+                sampling=request.sampling,
+                max_tokens=request.max_tokens,
+                stop_token_ids=self._stop_token_ids,
+                choices=request.choices,
+            ),
         )
         if placement.prefill is not None:
             message.prefill.worker_id = placement.prefill.worker_id

@@ -61,16 +61,23 @@ def prepare(options: UpOptions, console: Console) -> Artifacts:
                 *("--out", str(checkpoint)),
             )
     if options.codec != "raw":
-        codebooks = folder / f"codebooks-{CODEBOOKS}.json"
+        codebooks = folder / _codebooks_name(options.kv_format)
         if not codebooks.exists():
             console.print(f"calibrating the codec for {source.name} (once)")
             _make(
                 *("calibrate", "--model", str(checkpoint), "--tokenizer", str(source)),
-                *("--out", str(codebooks)),
+                *("--out", str(codebooks), "--kv-format", options.kv_format),
             )
     name = model_name(source)
     served = f"{name}-keep{options.keep:g}" if factorized else name
     return Artifacts(checkpoint, source, codebooks, served)
+
+
+def _codebooks_name(kv_format: str) -> str:
+    """Return the file name of the codebooks for one KV format."""
+    if kv_format == "dense":
+        return f"codebooks-{CODEBOOKS}.json"
+    return f"codebooks-{CODEBOOKS}-{hashlib.sha256(kv_format.encode()).hexdigest()[:8]}.json"
 
 
 def _make(*arguments: str) -> None:

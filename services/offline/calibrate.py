@@ -14,14 +14,21 @@ from services.offline.real_kv import prefill_sample
 from services.worker.loading import PAGE_SIZE
 
 
-def calibrate(model: str, tokenizer: str, out: Path) -> codec.Codebooks:
-    """Prefills real text, counts the exponents of each plane, writes the codebooks to ``out``."""
+def calibrate(
+    model: str, tokenizer: str, out: Path, *, kv_format: str = "dense"
+) -> codec.Codebooks:
+    """Prefill real text, count the exponents of each encodable plane, write the codebooks."""
     console = Console(stderr=True)
     with console.status("loading the model, compiling the codec"):
         codec.warm_up()  # the workers find the compiled loops in the cache
         tokens = load_tokenizer(resolve_model(tokenizer)).encode(documentation()[0])
-        runtime_model = Model(load_checkpoint(resolve_model(model)), page_size=PAGE_SIZE)
-    codebooks = codec.calibrate_model(prefill_sample(runtime_model, tokens, console))
+        runtime_model = Model(
+            load_checkpoint(resolve_model(model)), page_size=PAGE_SIZE, kv_format=kv_format
+        )
+    samples = prefill_sample(runtime_model, tokens, console)
+    codebooks = codec.Codebooks.of(
+        {key: codec.calibrate(sample, sample.dtype) for key, sample in samples.items()}
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     draft = out.with_suffix(".draft")
     codebooks.save(draft)

@@ -24,8 +24,8 @@ def prefill_sample(
         tokens: of the text; prompts do not overlap if it has `SAMPLE_PROMPTS * SAMPLE_TOKENS`.
 
     Returns:
-        (layer, "k" or "v") → ``[page, kv_head, slot, dim]`` in the cache's dtype, full pages only,
-        in the cache's order: K before V, layer by layer.
+        (layer, plane name) → ``[page, kv_head, slot, dim]`` in the cache's dtype, full pages only,
+        in the cache's order. Planes that the codec does not encode are left out.
     """
     engine = Engine(
         model,
@@ -36,8 +36,9 @@ def prefill_sample(
     prompts = [tokens[at * stride :][:SAMPLE_TOKENS] for at in range(SAMPLE_PROMPTS)]
     pages = _prefill(engine, prompts, console)
     return {
-        (plane // 2, "kv"[plane % 2]): tensor[pages]
-        for plane, tensor in enumerate(engine.cache.planes)
+        (layer, plane.name): tensor[pages]
+        for (layer, plane), tensor in zip(model.layout.planes, engine.cache.planes, strict=True)
+        if plane.encodable
     }
 
 

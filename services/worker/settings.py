@@ -38,10 +38,16 @@ class WorkerSettings(ServiceSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of computation; auto: float32 on the CPU, bfloat16 on a GPU"
     )
-    kernel_plan: Path | None = Field(
+    kv_format: str = Field(
+        "dense",
+        pattern=r"^[A-Za-z0-9_.:-]{1,256}$",
+        description="how KV is stored, sent and attended: a built-in format or module:Class; the "
+        "same for all workers",
+    )
+    kernel_plan_file: Path | None = Field(
         None,
-        description="what `headrace tune` measured for this model and GPU, the same file for all "
-        "workers; without one products are computed by a rule",
+        description="kernel plan from `headrace tune` for this model and GPU, the same file for "
+        "all workers; without one matrix products follow built-in rules",
     )
     decode_graphs: Literal["step", "layer"] = Field(
         "step",

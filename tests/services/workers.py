@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import codec
-from headrace.v1 import decode_pb2, prefill_pb2_grpc, sampling_pb2
+from headrace.v1 import decode_pb2, prefill_pb2_grpc, request_pb2, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
@@ -20,7 +20,7 @@ from services.decode.settings import DecodeSettings
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.receiver import Fetch
+from services.transfer.fetch import Fetch
 from services.transfer.slab import Slab
 from services.worker.loading import PAGE_SIZE, Identity, Loaded
 from tests.runtime.tiny import CONFIG, engine_of, prompt_of, tiny_model
@@ -48,18 +48,20 @@ def load(*, codebooks: bool = False, **limits: int) -> Loaded:
         model_hash="tiny",
         kv_format="dense",
         kv_format_hash="",
+        kv_format_version=1,
         page_size=PAGE_SIZE,
         codec_version=codec.WIRE_VERSION,
         codec="splitzip" if codebooks else "raw",
         codebook_id="normal" if codebooks else "",
-        kernel_plan="tiny",
+        kernel_plan_hash="tiny",
     )
     identity = Identity(f"worker-{next(_numbers)}", uuid.uuid4().hex, model, compatibility)
-    planes = (_normal_codebook() if codebooks else None,) * (2 * CONFIG.num_layers)
-    return Loaded(engine, planes, identity, CONFIG, "cpu")
+    book = normal_codebook()
+    books = {(layer, plane.name): book for layer, plane in engine.cache.layout.planes}
+    return Loaded(engine, books if codebooks else {}, identity, CONFIG, "cpu")
 
 
-def _normal_codebook() -> codec.Codebook:
+def normal_codebook() -> codec.Codebook:
     numbers = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0))
     return codec.calibrate(numbers.bfloat16())
 
@@ -152,9 +154,8 @@ class Site:
             await asyncio.to_thread(prefill.agent.close)
 
 
-def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPrefill:
-    return pb.StartPrefill(
-        sequence=sequence,
+def message_of(tokens: int, max_tokens: int = 8) -> request_pb2.Request:
+    return request_pb2.Request(
         request_id=f"request-{next(_numbers)}",
         placement_id="placement",
         tokens=prompt_of(tokens),
@@ -165,12 +166,16 @@ def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPre
     )
 
 
+def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPrefill:
+    return pb.StartPrefill(sequence=sequence, request=message_of(tokens, max_tokens))
+
+
 def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
     """Into pages from ``first_page`` on."""
     return Fetch(
         key=f"sequence-{next(_numbers)}",
         prefill=prefill.address,
-        start=start_of(tokens),
+        request=message_of(tokens),
         pages=tuple(range(first_page, first_page - (-tokens // PAGE_SIZE))),
         on_first=lambda first: False,
         deadline_s=LIMIT_S,

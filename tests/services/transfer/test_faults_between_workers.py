@@ -10,8 +10,8 @@ from runtime.engine import Engine
 from services.decode.session import DecodeSession, Stream
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.errors import PeerLost
-from services.transfer.prefill_client import FetchFailed
-from tests.services.workers import LIMIT_S, Decode, Prefill, Site, fetch_of, start_of, until
+from services.transfer.fetch import FetchFailed
+from tests.services.workers import LIMIT_S, Decode, Prefill, Site, fetch_of, message_of, until
 
 TOKENS = 100  # four segments, two of which have a landing slot at a time
 
@@ -36,19 +36,14 @@ class HeldReads(TransferAgent):
 
 def open_stream(decode: Decode, prefill: Prefill, number: int) -> Stream:
     """As a gateway does."""
-    worker, asked = decode.worker, start_of(TOKENS)
+    worker = decode.worker
     session = DecodeSession(f"gateway-{number}", worker._open, worker._drop)
     start = decode_pb2.StartStream(
         stream=number,
-        request_id=asked.request_id,
         epoch=worker.identity.epoch,
         prefill=prefill.address,
-        tokens=asked.tokens,
-        prompt_tokens=asked.prompt_tokens,
-        sampling=asked.sampling,
-        max_tokens=asked.max_tokens,
-        choices=asked.choices,
         deadline_s=LIMIT_S,
+        request=message_of(TOKENS),
     )
     session._start(start)
     return session.streams[number]

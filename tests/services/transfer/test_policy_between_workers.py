@@ -88,5 +88,5 @@ async def test_a_peer_that_leaves_takes_its_labels_along(site: Site) -> None:
     decode = await site.decode(codec="auto")
     await fetch_twice(prefill, decode)
     assert link_metrics(prefill)
-    await decode.worker._links.close()
+    await decode.worker._clients.close()
     await until(lambda: not link_metrics(prefill))

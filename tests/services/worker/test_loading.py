@@ -47,11 +47,13 @@ def test_pages_are_as_many_as_was_said(model: Path, kv_tokens: object, pages: in
     assert loaded.config == CONFIG
 
 
-def test_a_kernel_plan_is_for_a_gpu(
+def test_kernel_plan_file_needs_a_gpu(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SettingsError, match="kernel_plan is for models whose step is one launch"):
-        load_worker(settings_of(model, kernel_plan=tmp_path / "plan.json"), decodes=True)
+    with pytest.raises(
+        SettingsError, match="kernel_plan_file is for models whose step is one launch"
+    ):
+        load_worker(settings_of(model, kernel_plan_file=tmp_path / "plan.json"), decodes=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingsError, match="measured on a GPU"):
         tune(str(model), tmp_path / "plan.json")

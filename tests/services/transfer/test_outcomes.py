@@ -1,4 +1,4 @@
-"""Who waits for a launch of the codec, and what that may not hold up."""
+"""Outcomes of codec launches are awaited without blocking other work or the process's exit."""
 
 import asyncio
 import subprocess
@@ -8,11 +8,11 @@ import threading
 import pytest
 
 import codec
-from services.transfer.codecs import outcome_of
+from services.transfer.outcomes import outcome_of
 
 
 class Launch:
-    """A `codec.Pending` that ends when it is told to."""
+    """A `codec.Pending` that ends when the test sets ``ended``."""
 
     def __init__(self, value: object, *, done: bool = False) -> None:
         self.value, self.done, self.seconds = value, done, 0.0
@@ -26,7 +26,7 @@ class Launch:
         return self.value
 
 
-async def test_outcomes_come_in_the_order_of_launches() -> None:
+async def test_outcomes_arrive_in_launch_order() -> None:
     launches = [Launch(number) for number in range(4)]
     found: list[object] = []
 
@@ -43,14 +43,14 @@ async def test_outcomes_come_in_the_order_of_launches() -> None:
     assert await outcome_of(Launch(7, done=True)) == 7
 
 
-async def test_what_a_launch_found_is_raised_where_it_is_awaited() -> None:
+async def test_error_of_a_launch_is_raised_where_it_is_awaited() -> None:
     launch = Launch(codec.ChecksumMismatch("differs"))
     launch.ended.set()
     with pytest.raises(codec.ChecksumMismatch):
         await outcome_of(launch)
 
 
-async def test_who_stops_waiting_is_not_told() -> None:
+async def test_cancelled_wait_does_not_disturb_others() -> None:
     launch, other = Launch(1), Launch(2)
     task = asyncio.create_task(outcome_of(launch))
     await asyncio.sleep(0.01)
@@ -61,11 +61,11 @@ async def test_who_stops_waiting_is_not_told() -> None:
     assert task.cancelled()
 
 
-def test_a_device_that_does_not_answer_lets_the_process_end() -> None:
+def test_process_exits_while_a_launch_never_ends() -> None:
     program = """
 import asyncio
-from services.transfer.codecs import outcome_of
-from tests.services.transfer.test_codecs import Launch
+from services.transfer.outcomes import outcome_of
+from tests.services.transfer.test_outcomes import Launch
 
 async def main():
     asyncio.create_task(outcome_of(Launch(1)))
