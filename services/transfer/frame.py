@@ -141,10 +141,10 @@ class FrameHeader:
         if (version, header_bytes) != (VERSION, HEADER_BYTES):
             raise CorruptFrame(f"a frame of version {version} with {header_bytes} header bytes")
         packed[_CRC] = bytes(4)
-        extent, zero, (generation, length, checksum) = numbers[:9], numbers[9], numbers[10:]
+        zero = numbers.pop(9)
         if zlib.crc32(packed) != crc or zero:
             raise CorruptFrame("the frame's header is damaged")
-        return cls(epoch, request, attempt, *extent, generation, length, checksum)
+        return cls(epoch, request, attempt, *numbers)
 
 
 _STALE = ("epoch", "generation", "attempt")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from typing import Any
 
 import pytest
 import torch
@@ -84,23 +85,22 @@ def test_staleness_is_checked_first(header: FrameHeader, other: FrameHeader) -> 
             verify(header, other)
 
 
-def describe(*, epoch: str = "00112233445566778899aabbccddeeff", **changes: int) -> FrameHeader:
-    fields = {
-        "index": 2,
-        "first_token": 48,
-        "num_tokens": 17,
-        "first_layer": 6,
-        "num_layers": 3,
-        "first_kv_head": 4,
-        "num_kv_heads": 2,
-        "plane_group": 1,
-        "rank": 5,
-        "generation": 9,
-        "length": HEADER_BYTES + 1000,
-        "checksum": 2**64 - 1,
-    }
-    header = FrameHeader.of(pb.Segment(**fields), epoch=epoch, request_id="req-ü", attempt=1)
-    return dataclasses.replace(header, **changes)
+def describe(epoch: str = "00112233445566778899aabbccddeeff") -> FrameHeader:
+    segment = pb.Segment(
+        index=2,
+        first_token=48,
+        num_tokens=17,
+        first_layer=6,
+        num_layers=3,
+        first_kv_head=4,
+        num_kv_heads=2,
+        plane_group=1,
+        rank=5,
+        generation=9,
+        length=HEADER_BYTES + 1000,
+        checksum=2**64 - 1,
+    )
+    return FrameHeader.of(segment, epoch=epoch, request_id="req-ü", attempt=1)
 
 
 def test_bytes_of_a_header() -> None:
@@ -123,9 +123,9 @@ def test_malformed_epoch_is_refused(epoch: str) -> None:
 
 
 @pytest.mark.parametrize("change", [{"index": -1}, {"attempt": 2**32}, {"checksum": 2**64}])
-def test_field_wider_than_its_slot_is_refused(change: dict[str, int]) -> None:
+def test_field_wider_than_its_slot_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(FrameError):
-        packed(describe(**change))
+        packed(dataclasses.replace(describe(), **change))
 
 
 def test_short_buffer_is_refused() -> None:
