@@ -1,4 +1,4 @@
-"""NIXL's bindings, with what it and UCX read from the environment."""
+"""Loading of NIXL's bindings, with the environment variables that it and UCX read."""
 
 import os
 from typing import Any
@@ -8,20 +8,19 @@ from services.transfer.errors import TransferUnavailable
 _ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "FATAL",
     "UCX_LOG_LEVEL": "fatal",
-    # Without it, GPUs that see no NVLink, not even a GPU and itself, READ through TCP.
+    # Without it UCX uses TCP between GPUs that have no NVLink, even within one GPU.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
 }
 
 
 def load_nixl() -> Any:
-    """NIXL's bindings. What it and UCX would print comes as exceptions instead.
+    """Return NIXL's bindings; logging is off, since errors arrive as exceptions.
 
-    The bindings and not the wrapper over them: that one has no way to let the progress thread
-    sleep, so that it burns a core in every idle process, and it keeps references that delay the
-    agent's end.
+    The bindings are used without NIXL's Python wrapper. The wrapper cannot let the progress thread
+    sleep, so every idle process uses a core, and it keeps references that delay the agent's end.
 
     Raises:
-        TransferUnavailable: they do not load here.
+        TransferUnavailable: the bindings do not load on this machine.
     """
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

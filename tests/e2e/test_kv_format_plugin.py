@@ -237,6 +237,7 @@ async def refusal(running: Running, compatibility: Compatibility) -> str | None:
             event = await asyncio.wait_for(next_message(session), 20)
         except grpc.aio.AioRpcError as error:
             return error.details()
+        assert event is not None
         assert event.WhichOneof("event") == "welcome"
         session.cancel()
         return None

@@ -118,7 +118,7 @@ async def test_a_handshake_that_times_out_leaves_no_peer(site: Site) -> None:
     assert isinstance(agent, SlowToAdd)
     assert not agent.slow
     slot = receiver.landing.slab.view(0, 64)
-    with pytest.raises(PeerLost, match="is not here"):
+    with pytest.raises(PeerLost, match="is not known"):
         agent.read(prefill.agent.name, 0, 64, slot, deadline_s=1).result(LIMIT_S)
     assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
 

@@ -4,7 +4,7 @@ import pytest
 
 from services.common.errors import SettingsError
 from services.worker.kv_budget import RESERVE, ROW_BYTES, DeviceMemory, kv_tokens_for
-from services.worker.settings import MOST_KV_TOKENS
+from services.worker.settings import MAX_KV_TOKENS
 
 GIB = 1 << 30
 LLAMA_7B = 32 * 2 * 32 * 128 * 2  # bytes of K and V of a token, bf16: 512 KiB
@@ -48,11 +48,12 @@ def test_pages_are_whole() -> None:
 
 def test_a_tiny_model_has_the_most_that_may_be_set() -> None:
     memory = DeviceMemory(total=80 * GIB, free=80 * GIB, own=0)
-    assert tokens(memory, per_token=16) == MOST_KV_TOKENS
+    assert tokens(memory, per_token=16) == MAX_KV_TOKENS
 
 
 def test_what_is_missing_is_named() -> None:
     """0.45 of 24 GiB are 10.8, of 12 and 2: 3.2 GiB and a page of 8 MiB."""
     memory = DeviceMemory(total=24 * GIB, free=11 * GIB, own=12 * GIB)
-    with pytest.raises(SettingsError, match=r"3\.21 GiB are missing.*take 0\.45 .*has 12\.00 GiB"):
+    missing = r"3\.21 GiB are missing.*use 0\.45 .*allocated 12\.00 GiB"
+    with pytest.raises(SettingsError, match=missing):
         tokens(memory, 0.45)
