@@ -72,7 +72,7 @@ class FetchTimes:
 
 @dataclass
 class FetchProgress:
-    """What has arrived of one fetch.
+    """Progress of one fetch.
 
     Attributes:
         expected: total number of segments, once it is known.

@@ -109,7 +109,7 @@ class Int8Values:
 
 @dataclass(frozen=True)
 class Served:
-    """What one deployment answered, and what its workers measured."""
+    """Answers of one deployment, and the digests and metrics of its workers."""
 
     answers: dict[str, Answer]
     computed: dict[str, str]

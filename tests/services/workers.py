@@ -33,9 +33,9 @@ _numbers = itertools.count(1)
 
 
 def load(*, codebooks: bool = False, **limits: int) -> Loaded:
-    """What a worker has after start-up; all of them that have codebooks, or not, can work together.
+    """Return a loaded worker; workers are compatible if both or neither have codebooks.
 
-    The codebooks are those of normally distributed numbers, and the same for all planes.
+    All planes have the same codebook, that of normally distributed numbers.
     """
     engine = engine_of(tiny_model(), chunk_tokens=CHUNK, **limits)
     model = ModelInfo(
@@ -68,7 +68,7 @@ def normal_codebook() -> codec.Codebook:
 
 @dataclass
 class Prefill:
-    """A prefill worker that serves; its engine's thread is started by `Site.prefill`, or not."""
+    """A serving prefill worker; `Site.prefill` may leave its engine thread stopped."""
 
     worker: PrefillWorker
     loaded: Loaded
@@ -77,13 +77,13 @@ class Prefill:
     address: decode_pb2.WorkerAddress
 
     def metric(self, name: str) -> float | None:
-        """As of the last `observe`."""
+        """Return a metric's value as of the last `observe`."""
         return self.worker.metrics.registry.get_sample_value(name)
 
 
 @dataclass
 class Decode:
-    """A decode worker, used in place: nothing of it listens."""
+    """A decode worker without a server."""
 
     worker: DecodeWorker
     loaded: Loaded
@@ -93,7 +93,7 @@ class Decode:
         return list(self.loaded.engine.cache.planes)
 
     def landing_slots(self) -> dict[str, float | None]:
-        """What the gauge says now."""
+        """Return the current values of the gauge by state."""
         self.worker.observe()
         value = self.worker.metrics.registry.get_sample_value
         states = ("held", "quarantined")
@@ -101,7 +101,7 @@ class Decode:
 
 
 class Site:
-    """Starts workers, and ends them all."""
+    """Starts workers, and stops them all."""
 
     def __init__(self) -> None:
         self._prefills: list[Prefill] = []
@@ -171,7 +171,7 @@ def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPre
 
 
 def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
-    """Into pages from ``first_page`` on."""
+    """Return a fetch into consecutive pages from ``first_page``."""
     return Fetch(
         key=f"sequence-{next(_numbers)}",
         prefill=prefill.address,
@@ -184,7 +184,7 @@ def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
 
 @asynccontextmanager
 async def session_with(prefill: Prefill) -> AsyncIterator[MessageStream]:
-    """A reader's session, after the handshake, that does only what the test says."""
+    """Open a reader's session, after the handshake, for the test to drive."""
     hello = pb.Hello(
         worker_id="reader",
         epoch="0" * 32,
@@ -201,14 +201,14 @@ async def session_with(prefill: Prefill) -> AsyncIterator[MessageStream]:
 
 
 async def event_of(session: MessageStream) -> pb.PrefillEvent:
-    """The next event of a session."""
+    """Return the next event of a session."""
     event: pb.PrefillEvent | None = await asyncio.wait_for(next_message(session), LIMIT_S)
     assert event is not None
     return event
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Polls; what it waits for takes milliseconds."""
+    """Poll for a condition that takes milliseconds."""
     async with asyncio.timeout(LIMIT_S):
         while not condition():  # noqa: ASYNC110 - of a test
             await asyncio.sleep(0.005)

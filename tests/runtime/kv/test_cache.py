@@ -42,7 +42,7 @@ def test_planes_of_another_dtype_or_dim_are_another_group() -> None:
 
 
 def test_layers_may_differ() -> None:
-    """As with a rank chosen for each layer."""
+    """A format may choose another rank for each layer."""
     narrow = plane("k", torch.bfloat16, 4)
     layout = CacheLayout(PAGE, HEADS, ((K,), (narrow,), (K,), (K,)))
     wide, small = layout.groups

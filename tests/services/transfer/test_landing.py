@@ -1,4 +1,4 @@
-"""Landing slots: a slot and its credit come back only when nothing can touch the slot."""
+"""A landing slot and its credit return only when nothing can touch the slot."""
 
 import asyncio
 import concurrent.futures
@@ -28,7 +28,7 @@ def landing(granted: _Granted) -> LandingSlots:
     return LandingSlots(Slab(2, 4096), 2, granted)
 
 
-def test_the_oldest_has_credits_first(landing: LandingSlots, granted: _Granted) -> None:
+def test_oldest_sequence_gets_credits_first(landing: LandingSlots, granted: _Granted) -> None:
     landing.join("old")
     landing.join("young")
     assert granted.credits == {"old": 2}
@@ -38,12 +38,12 @@ def test_the_oldest_has_credits_first(landing: LandingSlots, granted: _Granted) 
     assert granted.credits == {"old": 3, "young": 2}
 
 
-def test_a_segment_without_a_credit_is_refused(landing: LandingSlots) -> None:
+def test_segment_without_credit_is_refused(landing: LandingSlots) -> None:
     with pytest.raises(CreditError):
         landing.land("nobody")
 
 
-async def test_a_slot_is_withheld_while_its_user_runs(
+async def test_slot_is_quarantined_while_its_user_runs(
     landing: LandingSlots, granted: _Granted
 ) -> None:
     landing.join("a")
@@ -57,7 +57,7 @@ async def test_a_slot_is_withheld_while_its_user_runs(
     assert landing.quarantined == 0
 
 
-async def test_a_timed_out_read_withholds_its_slot_until_it_has_drained(
+async def test_timed_out_read_quarantines_its_slot_until_drained(
     landing: LandingSlots,
 ) -> None:
     landing.join("a")
