@@ -8,6 +8,7 @@ import codec
 from runtime.checkpoint import load_checkpoint
 from runtime.compress import documentation
 from runtime.models.model import Model
+from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
 from services.offline.real_kv import prefill_sample
@@ -17,7 +18,11 @@ from services.worker.loading import PAGE_SIZE
 def calibrate(
     model: str, tokenizer: str, out: Path, *, kv_format: str = "dense"
 ) -> codec.Codebooks:
-    """Prefill real text, count the exponents of each encodable plane, write the codebooks."""
+    """Prefill real text, count the exponents of each encodable plane, write the codebooks.
+
+    Raises:
+        SettingsError: the KV format has no encodable planes, or several element types.
+    """
     console = Console(stderr=True)
     with console.status("loading the model, compiling the codec"):
         codec.warm_up()  # the workers find the compiled loops in the cache
@@ -26,9 +31,14 @@ def calibrate(
             load_checkpoint(resolve_model(model)), page_size=PAGE_SIZE, kv_format=kv_format
         )
     samples = prefill_sample(runtime_model, tokens, console)
-    codebooks = codec.Codebooks.of(
-        {key: codec.calibrate(sample, sample.dtype) for key, sample in samples.items()}
-    )
+    if not samples:
+        raise SettingsError(f"KV format {kv_format} has no planes to encode: use --codec raw")
+    try:
+        codebooks = codec.Codebooks.of(
+            {key: codec.calibrate(sample, sample.dtype) for key, sample in samples.items()}
+        )
+    except codec.CodecError as error:
+        raise SettingsError(f"KV format {kv_format} cannot be calibrated: {error}") from error
     out.parent.mkdir(parents=True, exist_ok=True)
     draft = out.with_suffix(".draft")
     codebooks.save(draft)

@@ -25,6 +25,9 @@ class SegmentCodecs:
     Args:
         codebooks: those of a plane that is not encodable are ignored.
         first_kv_head: the number of the cache's first KV head among those of all ranks.
+
+    Raises:
+        UnsupportedDtype: a plane is encodable and the codec does not have its dtype.
     """
 
     def __init__(self, layout: CacheLayout, codebooks: Books, *, first_kv_head: int = 0) -> None:
@@ -39,6 +42,7 @@ class SegmentCodecs:
         ]
         self._coded = [any(map(any, books)) for books in self._books]
         self._shapes = [_wire_shape(group) for group in layout.groups]
+        self._elements = [element_of(dtype) for _, dtype in self._shapes]
         self._kept: dict[tuple[int | WireMode, ...], codec.PagedCodec] = {}
 
     @property
@@ -70,11 +74,11 @@ class SegmentCodecs:
 
     def max_frame_bytes(self, group: int, layers: int, tokens: int) -> int:
         """Return the largest frame of a segment with all KV heads of the cache, in bytes."""
-        dim, dtype = self._shapes[group]
+        dim, _ = self._shapes[group]
         planes = layers * max(map(len, self.layout.groups[group].members))
         kv_heads, page_size = self.layout.kv_heads, self.layout.page_size
         shape = (planes, kv_heads, dim, tokens, page_size)
-        return HEADER_BYTES + codec.max_segment_bytes(*shape, element_of(dtype))
+        return HEADER_BYTES + codec.max_segment_bytes(*shape, self._elements[group])
 
     @property
     def min_slot_bytes(self) -> int:

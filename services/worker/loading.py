@@ -74,6 +74,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     try:
         path = resolve_model(settings.model)
         model, model_hash = _load_model(path, settings, device)
+        SegmentCodecs(model.layout, {})  # raises if the codec cannot carry the format's planes
         engine = _engine(model, settings, decodes=decodes)
         codebooks, codebook_id = _codebooks(settings, model)
         warm_up(engine, codebooks, settings)
@@ -235,9 +236,8 @@ def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
     loaded = codec.Codebooks.load(Path(settings.codebooks))
     books = {(layer, name): book for layer, name, book in loaded}
     if not SegmentCodecs(model.layout, books).has_codebooks:
-        raise SettingsError(
-            f"{settings.codebooks} has no codebook for KV format {model.kv_format.name}"
-        )
+        name = model.kv_format.name
+        raise SettingsError(f"{settings.codebooks} has no codebook for KV format {name}")
     return books, loaded.id
 
 
