@@ -4,6 +4,7 @@ RuntimeFault
 ├── CheckpointError       a checkpoint cannot be read or is not supported
 ├── CompressionError      a model cannot be factorized as requested
 ├── PlanError             a kernel plan cannot be read
+├── KVFormatError         a KV format is unknown, cannot be loaded, or is malformed
 ├── OutOfPages            the page pool is too small for a sequence
 ├── QueueFull             the limit of waiting sequences is reached
 ├── NotFinite             logits are NaN or infinite
@@ -25,6 +26,10 @@ class CompressionError(RuntimeFault):
 
 class PlanError(RuntimeFault):
     """A kernel plan cannot be read."""
+
+
+class KVFormatError(RuntimeFault):
+    """A KV format is unknown, cannot be loaded, or does not have the interface."""
 
 
 class OutOfPages(RuntimeFault):

@@ -34,6 +34,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Port = Annotated[int, typer.Option(help="HTTP port of the deployment's gateway")]
 Model = Annotated[str, typer.Option(help="name or path of a checkpoint")]
+KVFormat = Annotated[str, typer.Option(help="KV format: a built-in name or module:Class")]
 TokenizerSource = Annotated[
     str | None, typer.Option(help="model that has the tokenizer, if not the same")
 ]
@@ -114,6 +115,7 @@ def up(
     ] = None,
     codec: Annotated[str, typer.Option(help="auto, raw or splitzip")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    kv_format: KVFormat = "dense",
     detach: Annotated[bool, typer.Option(help="return when ready, run in the background")] = False,
 ) -> None:
     """Start a router, a gateway and workers on this machine, and keep them running."""
@@ -131,6 +133,7 @@ def up(
         keep=keep,
         codec=codec,
         device=device,
+        kv_format=kv_format,
     )
     raise typer.Exit(start(options, detach=detach))
 
@@ -161,12 +164,13 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="file for the codebooks")],
     model: Model = "smollm2-135m",
     tokenizer: TokenizerSource = None,
+    kv_format: KVFormat = "dense",
 ) -> None:
     """Calibrate the codec's codebooks on a model's own KV."""
     from services.offline.calibrate import calibrate as run
 
     with _reported_errors("calibrate"):
-        run(model, tokenizer or model, out)
+        run(model, tokenizer or model, out, kv_format=kv_format)
 
 
 @app.command()

@@ -1,46 +1,137 @@
-"""The memory of the pages: every plane of every layer, allocated once."""
+"""The paged KV cache: how it is laid out, and its memory."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from runtime.config import ModelConfig
-from runtime.kv.format import KVFormat
+from runtime.errors import KVFormatError
+from runtime.kv.format import KVFormat, Plane
+
+
+@dataclass(frozen=True)
+class PlaneGroup:
+    """All planes of a cache with equal dtype and shape, which one segment can therefore hold.
+
+    Attributes:
+        dtype: dtype of the elements.
+        kv_heads: KV heads of every plane.
+        dim: elements per KV head and token.
+        encodable: see `Plane`.
+        members: for each layer, (name, index in `PagedCache.planes`) of its planes in this group.
+    """
+
+    dtype: torch.dtype
+    kv_heads: int
+    dim: int
+    encodable: bool
+    members: tuple[tuple[tuple[str, int], ...], ...]
+
+    @cached_property
+    def runs(self) -> tuple[range, ...]:
+        """Longest ranges of consecutive layers that have planes in this group."""
+        edges = [0, *(bool(planes) for planes in self.members), 0]
+        changes = [at for at in range(len(edges) - 1) if edges[at] != edges[at + 1]]
+        return tuple(range(*run) for run in zip(changes[::2], changes[1::2], strict=True))
+
+    def count(self, first_layer: int, num_layers: int) -> int:
+        """Return the number of planes of this group in some layers."""
+        return sum(map(len, self.members[first_layer : first_layer + num_layers]))
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Every plane of a paged KV cache.
+
+    Attributes:
+        page_size: token slots of a page.
+        kv_heads: KV heads of every plane.
+        layers: planes of each layer, in the order in which they are stored and sent.
+    """
+
+    page_size: int
+    kv_heads: int
+    layers: tuple[tuple[Plane, ...], ...]
+
+    def __post_init__(self) -> None:
+        for number, planes in enumerate(self.layers):
+            if not planes or len({plane.name for plane in planes}) != len(planes):
+                raise KVFormatError(f"layer {number} needs planes with distinct names: {planes}")
+            for plane in planes:
+                expected = (self.kv_heads, self.page_size)
+                if plane.shape[:-1] != expected or plane.shape[-1] < 1:
+                    raise KVFormatError(
+                        f"layer {number}, plane {plane.name!r}: shape {plane.shape} is not "
+                        f"(kv_heads, page_size, dim) with {expected}"
+                    )
+
+    @classmethod
+    def of(cls, kv_format: KVFormat, *, num_layers: int, page_size: int) -> Self:
+        """Return the layout of a format's planes.
+
+        Raises:
+            KVFormatError: names repeat within a layer, or a shape is not
+                ``(kv_heads, page_size, dim)``.
+        """
+        layers = tuple(kv_format.planes(layer, page_size) for layer in range(num_layers))
+        kv_heads = layers[0][0].shape[0] if layers and layers[0] else 0
+        return cls(page_size, kv_heads, layers)
+
+    @cached_property
+    def planes(self) -> tuple[tuple[int, Plane], ...]:
+        """(layer, plane) of every plane, in the order of `PagedCache.planes`."""
+        return tuple((layer, plane) for layer, planes in enumerate(self.layers) for plane in planes)
+
+    @cached_property
+    def groups(self) -> tuple[PlaneGroup, ...]:
+        """The plane groups, in the order in which their first planes are stored."""
+        found: dict[tuple[torch.dtype, int, bool], list[list[tuple[str, int]]]] = {}
+        for index, (layer, plane) in enumerate(self.planes):
+            key = plane.dtype, plane.shape[-1], plane.encodable
+            members = found.setdefault(key, [[] for _ in self.layers])
+            members[layer].append((plane.name, index))
+        return tuple(
+            PlaneGroup(dtype, self.kv_heads, dim, encodable, tuple(map(tuple, members)))
+            for (dtype, dim, encodable), members in found.items()
+        )
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all planes."""
+        return sum(
+            self.kv_heads * plane.shape[-1] * plane.dtype.itemsize for _, plane in self.planes
+        )
 
 
 class PagedCache:
     """KV of all sequences of one worker.
 
     Attributes:
-        planes: the tensors ``[page, …]``, layer after layer, each layer's in its format's order
-            (for ``dense``: layer0.k, layer0.v, layer1.k, …, bf16 ``[page, kv_head, slot, dim]``).
+        layout: what the planes are.
+        page_size: token slots of a page.
+        planes: one tensor ``[page, kv_head, slot, dim]`` for each of ``layout.planes``.
     """
 
     def __init__(
-        self,
-        kv_format: KVFormat,
-        config: ModelConfig,
-        *,
-        num_pages: int,
-        page_size: int,
-        device: torch.device | str = "cpu",
+        self, layout: CacheLayout, *, num_pages: int, device: torch.device | str = "cpu"
     ) -> None:
-        self.format = kv_format
-        self.page_size = page_size
-        self._layout = kv_format.planes(config, page_size)
+        self.layout = layout
+        self.page_size = layout.page_size
         self.planes: list[Tensor] = [
             torch.zeros(num_pages, *plane.shape, dtype=plane.dtype, device=device)
-            for _ in range(config.num_layers)
-            for plane in self._layout
+            for _, plane in layout.planes
         ]
+        stored = iter(self.planes)
+        self._layers = [tuple(next(stored) for _ in planes) for planes in layout.layers]
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """The planes of one layer."""
-        each = len(self._layout)
-        return tuple(self.planes[index * each : (index + 1) * each])
+        """Return the planes of one layer."""
+        return self._layers[index]
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages, in every plane."""
+        """Copy whole pages in every plane."""
         for plane in self.planes:
             plane[list(targets)] = plane[list(sources)]

@@ -1,34 +1,59 @@
 """KV format `dense`: keys after RoPE and values, as bf16. The only lossless one."""
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
+from runtime.attention import dense_attention
 from runtime.attention.base import Batch, DenseAttention
+from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
 from runtime.kv.format import Plane
 
 
 class DenseFormat:
-    """See `runtime.kv.format.KVFormat`. Planes are bf16 whatever the model computes in."""
+    """See `runtime.kv.format`. Planes are bf16 whatever the model computes in."""
 
     name = "dense"
     version = 1
     lossless = True
     artifact_hash = ""
+    dense_bf16 = True
 
-    def __init__(self, attention: DenseAttention) -> None:
+    def __init__(self, config: ModelConfig, attention: DenseAttention) -> None:
+        self._config = config
         self._attention = attention
+        # The reference reads sequence lengths on the host.
+        self.graph_safe = not isinstance(attention, ReferenceAttention)
+
+    @classmethod
+    def create(
+        cls,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        by_halves: bool = False,
+    ) -> Self:
+        """See `runtime.kv.format.KVFormatFactory`."""
+        if not by_halves:
+            return cls(config, dense_attention(config, device, dtype))
+        from runtime.attention.gpu import TritonAttention  # a CPU host may have no Triton
+
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        return cls(config, TritonAttention(*heads, by_halves=True))
 
     @property
     def kernels(self) -> str:
         return f"{self._attention.name}-{self._attention.version}"
 
-    def planes(self, config: ModelConfig, page_size: int) -> tuple[Plane, ...]:
-        shape = (config.num_kv_heads, page_size, config.head_dim)
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
+        shape = (self._config.num_kv_heads, page_size, self._config.head_dim)
         return Plane("k", torch.bfloat16, shape), Plane("v", torch.bfloat16, shape)
 
-    def bytes_per_token(self, config: ModelConfig) -> int:
-        return config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2
+    def layer(self, index: int) -> Self:  # noqa: ARG002 - all layers are alike
+        return self
 
     def append(
         self, qkv: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
@@ -43,6 +68,7 @@ class DenseFormat:
     def decode_dense(
         self, planes: tuple[Tensor, ...], pages: Tensor, length: int
     ) -> tuple[Tensor, Tensor]:
+        # [p, h, slot, d] -> [h, length, d]
         keys, values = (
             plane[pages].transpose(0, 1).flatten(1, 2)[:, :length].float() for plane in planes
         )

@@ -1,4 +1,4 @@
-"""How KV is stored, sent and attended: the interface that every KV format has."""
+"""Interface of a KV format: how keys and values are stored, sent and attended."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,58 +12,117 @@ from runtime.config import ModelConfig
 
 @dataclass(frozen=True)
 class Plane:
-    """One tensor of a layer over all pages: ``[page, *shape]`` of ``dtype``."""
+    """One tensor of one layer over all pages: ``[page, *shape]`` of ``dtype``.
+
+    Attributes:
+        name: unique within its layer. Codebooks are found by (layer, name).
+        shape: ``(kv_heads, page_size, dim)`` of one page. All planes of a cache have the same
+            ``kv_heads`` and ``page_size``; ``dim`` may differ.
+        encodable: the elements are floating-point values that a lossless codec may encode. Planes
+            of integers, packed codes or scales set it to False and are sent as raw bytes.
+    """
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int, int, int]
+    encodable: bool = True
+
+
+class LayerKV(Protocol):
+    """Storage and attention of one layer in some KV format."""
+
+    def append(
+        self, qkv: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
+    ) -> Tensor:
+        """Write K and V of a batch's tokens, one or many per sequence, into the layer's planes.
+
+        Args:
+            qkv: `[n, (heads + 2 kv_heads) * dim]`, before RoPE.
+            rope: cosines and sines, fp32 `[context, dim / 2]` each.
+            planes: the layer's planes, in the order of `KVFormat.planes`.
+
+        Returns:
+            q in the form that `attend` takes, `[n, heads, dim]`.
+        """
+        ...
+
+    def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        """Return the causal attention of a batch's tokens, `[n, heads * dim]`."""
+        ...
+
+    def decode_dense(
+        self, planes: tuple[Tensor, ...], pages: Tensor, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return K and V of one sequence as `attend` reads them.
+
+        Args:
+            pages: int64 `[p]`, the page ids of the sequence.
+            length: tokens of the sequence.
+
+        Returns:
+            Two fp32 tensors `[kv_heads, length, dim]`.
+        """
+        ...
 
 
 class KVFormat(Protocol):
     """A representation of keys and values in pages.
 
-    A prefill worker and a decode worker work together only if name, version and ``artifact_hash``
-    (of calibration results; empty where a format has none) agree.
+    A prefill worker and a decode worker work together only if ``name``, ``version`` and
+    ``artifact_hash`` are equal.
+
+    Attributes:
+        name: stable name of the format.
+        version: raised whenever the stored bits change.
+        lossless: attention reads exactly the K and V that the model computed in bf16.
+        artifact_hash: hash of calibration results; empty if the format has none.
+        graph_safe: `append` and `attend` can be captured in a CUDA graph: fixed shapes and grids,
+            no read of a device value on the host.
+        dense_bf16: the planes of every layer are K after RoPE and V, bf16
+            `[page, kv_head, slot, head_dim]`. Fused kernels then read and write the planes without
+            calling `append` and `attend`.
     """
 
     name: str
     version: int
     lossless: bool
     artifact_hash: str
+    graph_safe: bool
+    dense_bf16: bool
 
     @property
     def kernels(self) -> str:
-        """Name and version of what computes it: part of the model's kernel plan."""
+        """Name and version of the kernels; part of the model's kernel plan."""
         ...
 
-    def planes(self, config: ModelConfig, page_size: int) -> tuple[Plane, ...]:
-        """The planes of one layer, in the order in which they are kept and sent."""
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
+        """Return the planes of one layer, in the order in which they are stored and sent."""
         ...
 
-    def bytes_per_token(self, config: ModelConfig) -> int:
-        """Bytes that one token takes in all layers."""
+    def layer(self, index: int) -> LayerKV:
+        """Return storage and attention of one layer; called once per layer and step."""
         ...
 
-    def append(
-        self, qkv: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
-    ) -> Tensor:
-        """Write the tokens of a batch, one or many of each sequence, into a layer's planes.
+
+class KVFormatFactory(Protocol):
+    """Creates a format for one model on one device."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        by_halves: bool = False,
+    ) -> KVFormat:
+        """Create the format.
 
         Args:
-            qkv: `[n, (heads + 2 kv_heads) * dim]`, before RoPE.
-            rope: cosines and sines, fp32 `[context, dim / 2]` each.
+            dtype: what the model computes in, and so the dtype of q, k and v.
+            by_halves: rows of each head in ``qkv`` are in the order of
+                `runtime.gemm.weights.by_halves`, as models with packed weights have them.
 
-        Returns:
-            q as `attend` wants it, `[n, heads, dim]`.
+        Raises:
+            ValueError: the format does not support this model.
         """
-        ...
-
-    def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        """Causal attention of the tokens of a batch: `[n, heads * dim]`."""
-        ...
-
-    def decode_dense(
-        self, planes: tuple[Tensor, ...], pages: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
-        """K and V of one sequence as attention sees them: `[kv_heads, length, dim]` fp32 each."""
         ...

@@ -1,4 +1,4 @@
-"""Which pages are whose: bookkeeping alone, without the memory."""
+"""Allocation of KV pages: bookkeeping without the memory."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -7,9 +7,9 @@ from runtime.errors import OutOfPages
 
 
 class PagePool:
-    """Hands out page ids and counts who holds each.
+    """Allocates page ids and counts the holders of each.
 
-    Deterministic: pages are given in the order in which they became free, from 0 at the start.
+    Deterministic: pages are allocated in the order in which they became free, starting at 0.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -21,10 +21,15 @@ class PagePool:
 
     @property
     def free(self) -> int:
+        """Number of pages without a holder."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` pages with one holder each. Raises `OutOfPages`, and then takes none."""
+        """Allocate ``count`` pages with one holder each.
+
+        Raises:
+            OutOfPages: fewer pages are free; none is allocated then.
+        """
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.total} free")
         pages = [self._free.popleft() for _ in range(count)]
@@ -33,16 +38,21 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more holder for each of ``pages``."""
+        """Add one holder to each of ``pages``.
+
+        Raises:
+            ValueError: a page is free.
+        """
         for page in pages:
             if self._holders[page] == 0:
                 raise ValueError(f"page {page} is free and cannot be shared")
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less for each of ``pages``; those without any are free again.
+        """Remove one holder from each of ``pages``; pages without a holder become free.
 
-        Raises ValueError if a page has no holder: somebody returned it twice.
+        Raises:
+            ValueError: a page has no holder, so it was released twice.
         """
         for page in pages:
             if self._holders[page] == 0:
@@ -53,5 +63,5 @@ class PagePool:
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """Pages that hold ``tokens`` tokens."""
+    """Return the number of pages that hold ``tokens`` tokens."""
     return -(-tokens // page_size)

@@ -10,7 +10,7 @@ from torch import Tensor
 from runtime.attention.base import Batch
 from runtime.checkpoint.weights import FactorPair, linears_of
 from runtime.config import ModelConfig
-from runtime.kv.format import KVFormat
+from runtime.kv.format import LayerKV
 from runtime.layers.linear import Projection, SharedOps
 from runtime.models.family import Gate, LayerParts, ModelFamily
 
@@ -20,8 +20,8 @@ class ServingBuilder:
 
     Args:
         weights: the family's ``layer_type``.
-        shared: linear operators by the tensors stacked in them, kept from layer to layer so that a basis
-            shared by several layers is packed once.
+        shared: linear operators by the tensors stacked in them, kept from layer to layer so that a
+            basis shared by several layers is packed once.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class DecoderLayer:
         self,
         hidden: Tensor,
         rope: tuple[Tensor, Tensor],
-        kv_format: KVFormat,
+        kv: LayerKV,
         planes: tuple[Tensor, ...],
         batch: Batch,
         *,
@@ -124,7 +124,7 @@ class DecoderLayer:
         if parts.prefill is not None and not (some or batch.single):
             attended = parts.prefill(x, rope, planes, batch)
         else:
-            append = parts.append or kv_format.append
+            append = parts.append or kv.append
             q = append(self._norm_heads(parts.qkv(x)), rope, planes, batch)
             if some:
                 rows = batch.logit_rows
@@ -132,7 +132,7 @@ class DecoderLayer:
                     return hidden[:0]
                 q, carried = q[rows], tuple(tensor[rows] for tensor in carried)
                 batch = batch.where_logits()
-            attended = kv_format.attend(q, planes, batch)
+            attended = kv.attend(q, planes, batch)
         return self._after(parts, attended, *carried)
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:

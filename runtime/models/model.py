@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime import kernels
-from runtime.attention import dense_attention
 from runtime.attention.base import Batch
 from runtime.checkpoint.sharing import basis_groups
 from runtime.checkpoint.weights import Checkpoint
-from runtime.kv.cache import PagedCache
-from runtime.kv.dense import DenseFormat
+from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import KVFormat
+from runtime.kv.registry import create_format
 from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
 from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import DecoderLayer
@@ -43,10 +42,12 @@ class Model:
         backend: "gemm" packs weights as bf16 for `runtime.gemm`, with attention by Triton kernels;
             it raises ValueError for models that `unsupported_by_gemm` names.
         plan: kernel of each GEMM of backend "gemm"; None: chosen by a rule.
+        kv_format: a name or ``module:Class``, see `runtime.kv.registry.create_format`.
 
     Attributes:
         config: the model's shape.
         kv_format: how its KV is stored and attended.
+        layout: the planes of its KV cache.
         page_size: token slots of a page.
     """
 
@@ -59,10 +60,18 @@ class Model:
         page_size: int = 16,
         backend: Backend = "torch",
         plan: "KernelPlan | None" = None,
+        kv_format: str = "dense",
     ) -> None:
         self.config = checkpoint.config
         self.page_size = page_size
-        self.device, self.dtype = torch.device(device), dtype
+        self.device = torch.device(device)
+        self.dtype = torch.bfloat16 if backend == "gemm" else dtype
+        self.kv_format: KVFormat = create_format(
+            kv_format, self.config, self.device, self.dtype, by_halves=backend == "gemm"
+        )
+        self.layout = CacheLayout.of(
+            self.kv_format, num_layers=self.config.num_layers, page_size=page_size
+        )
         self._plan_hash = ""
         self._packed = self._set_up_gemm(checkpoint, plan) if backend == "gemm" else None
         if self._packed is None:
@@ -77,9 +86,6 @@ class Model:
         placed: dict[int, Tensor] = {}
         place = partial(_place, device=self.device, dtype=self.dtype, placed=placed)
         sharing = bool(basis_groups(checkpoint))
-        self.kv_format: KVFormat = DenseFormat(
-            dense_attention(self.config, self.device, self.dtype)
-        )
         self._embedding = place(checkpoint.embedding)
         family = model_family(self.config)
         self._final_norm = family.norm.for_serving(
@@ -103,17 +109,16 @@ class Model:
             raise ValueError(reason)
         plan, config = plan or KernelPlan(), self.config
         weights = PackedWeights.pack(plan.multiply_out(checkpoint), self.device)
-        self.dtype = weights.embedding.dtype
         attention = TritonAttention(
             config.num_heads, config.num_kv_heads, config.head_dim, by_halves=True
         )
-        self.kv_format = DenseFormat(attention)
+        fused = attention if self.kv_format.dense_bf16 else None
         self._embedding = weights.embedding
         self._layers = [
             DecoderLayer(
                 model_family(config),
                 config,
-                packed_parts(weights, layer, plan, attention),
+                packed_parts(weights, layer, plan, fused),
                 factorized=bool(layer.inner),
             )
             for layer in weights.layers
@@ -125,9 +130,11 @@ class Model:
 
     @property
     def unsupported_by_megakernel(self) -> str | None:
-        """Why decode steps of this model cannot be one launch; None if they can."""
+        """Reason why decode steps cannot be one launch of the megakernel, None if they can."""
         if self._packed is None:
             return "the megakernel reads weights that backend gemm packs"
+        if not self.kv_format.dense_bf16:
+            return f"the megakernel does not attend on KV format {self.kv_format.name}"
         from runtime.megakernel.support import unsupported
 
         return unsupported(self._packed)
@@ -183,8 +190,8 @@ class Model:
 
     @property
     def replayable(self) -> bool:
-        """Whether a CUDA graph can hold a step: the reference looks at lengths on the host."""
-        return self.device.type == "cuda" and "reference" not in self.kv_format.kernels
+        """Whether steps are replayed as CUDA graphs."""
+        return self.device.type == "cuda" and self.kv_format.graph_safe
 
     @property
     def factorized_layers(self) -> int:
@@ -210,13 +217,7 @@ class Model:
 
     def new_cache(self, num_pages: int) -> PagedCache:
         """Memory for ``num_pages`` pages of this model's KV."""
-        return PagedCache(
-            self.kv_format,
-            self.config,
-            num_pages=num_pages,
-            page_size=self.page_size,
-            device=self.device,
-        )
+        return PagedCache(self.layout, num_pages=num_pages, device=self.device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
@@ -244,7 +245,8 @@ class Model:
             nonlocal hidden
             last = index == len(self._layers) - 1
             layer, planes = self._layers[index], cache.layer(index)
-            hidden = layer(hidden, self._rope, self.kv_format, planes, batch, last=last)
+            kv = self.kv_format.layer(index)
+            hidden = layer(hidden, self._rope, kv, planes, batch, last=last)
             return hidden
 
         def logits() -> Tensor:

@@ -1,17 +1,20 @@
 """Decoder layers whose projections `runtime.gemm` computes over packed weights."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from runtime.attention.gpu import TritonAttention
 from runtime.gemm.epilogues import Epilogue
 from runtime.gemm.plan import KernelPlan
 from runtime.gemm.projections import FactoredAttention, NormedAppend, PackedProjection
-from runtime.gemm.weights import PROJECTION_GROUPS, PackedLayer, PackedWeights
+from runtime.gemm.weights import PROJECTION_GROUPS, PackedLayer, PackedWeights, by_halves
 from runtime.layers.gpu import TritonRmsNorm
 from runtime.models.llama import LlamaParts
 
 _EPILOGUES = (Epilogue.PLAIN, Epilogue.RESIDUAL, Epilogue.GATED, Epilogue.RESIDUAL)
 """The epilogue of each of `PROJECTION_GROUPS`."""
+HeadNorm = Callable[[Tensor], Tensor]
 
 
 def packed_norm(weights: PackedWeights, offset: int) -> TritonRmsNorm:
@@ -21,19 +24,20 @@ def packed_norm(weights: PackedWeights, offset: int) -> TritonRmsNorm:
 
 
 def packed_parts(
-    weights: PackedWeights, layer: PackedLayer, plan: KernelPlan, attention: TritonAttention
+    weights: PackedWeights, layer: PackedLayer, plan: KernelPlan, attention: TritonAttention | None
 ) -> LlamaParts:
     """Build the parts of one layer over packed weights.
 
     Args:
-        attention: attention over KV format `dense`, with heads in the order of `by_halves`.
+        attention: attention over KV format `dense`, with heads in the order of `by_halves`. With
+            None, for other formats, head norms and prefill attention are not fused.
     """
     qkv, o, gated, down = (
         PackedProjection(weights, layer, names, epilogue, plan)
         for names, epilogue in zip(PROJECTION_GROUPS, _EPILOGUES, strict=True)
     )
     dim = weights.config.head_dim
-    head_norms = layer.q_norm >= 0
+    fused_norms = attention is not None and layer.q_norm >= 0
     factored = plan.forced and layer.outer["q"].inner_column == 0 and not dim & (dim - 1)
     return LlamaParts(
         input_norm=packed_norm(weights, layer.input_norm),
@@ -42,8 +46,21 @@ def packed_parts(
         o=o,
         gated=gated,
         down=down,
-        append=NormedAppend(weights, layer, attention) if head_norms else None,
+        head_norms=None if fused_norms or layer.q_norm < 0 else _head_norms(weights, layer),
+        append=NormedAppend(weights, layer, attention) if attention and fused_norms else None,
         prefill=FactoredAttention(weights, layer, attention, plan)
-        if factored and not head_norms
+        if attention and factored and layer.q_norm < 0
         else None,
     )
+
+
+def _head_norms(weights: PackedWeights, layer: PackedLayer) -> tuple[HeadNorm, HeadNorm]:
+    """Norms of query and key heads, whose elements are in the order of `by_halves`."""
+    config, dim = weights.config, weights.config.head_dim
+
+    def head_norm(offset: int) -> HeadNorm:
+        weight = by_halves(weights.vectors[offset : offset + dim], dim)
+        norm = TritonRmsNorm(weight, config.rms_norm_eps)
+        return lambda x: norm(x.flatten(0, 1)).view_as(x)  # [n, heads, dim]
+
+    return head_norm(layer.q_norm), head_norm(layer.k_norm)

@@ -91,10 +91,8 @@ class DecodeReplay:
     def __init__(
         self, model: Model, cache: PagedCache, max_sequences: int, *, by_layer: bool = False
     ) -> None:
-        if model.device.type == "cuda" and "reference" in model.kv_format.kernels:
-            raise ValueError(
-                f"attention kernels {model.kv_format.kernels} cannot run in a CUDA graph"
-            )
+        if model.device.type == "cuda" and not model.kv_format.graph_safe:
+            raise ValueError(f"KV format {model.kv_format.name} cannot run in a CUDA graph")
         self._model, self._cache, self._by_layer = model, cache, by_layer
         device, pages = model.device, len(cache.planes[0])
         buckets = list(BUCKETS)

@@ -101,11 +101,12 @@ class Compatibility(_Message):
     model_hash: Label
     kv_format: Label
     kv_format_hash: Label
+    kv_format_version: Annotated[int, Field(ge=0, le=1 << 16)]
     page_size: Annotated[int, Field(ge=1, le=4096)]  # tokens
     codec_version: Annotated[int, Field(ge=0, le=1 << 16)]
     codec: Label  # "raw", or "splitzip" for both splitzip and raw
     codebook_id: Label
-    kernel_plan: Label
+    kernel_plan_hash: Label
 
     def mismatches(self, other: "Compatibility") -> list[str]:
         """Return the names of the fields that differ; empty if the workers are compatible."""

@@ -1,4 +1,4 @@
-"""The decode worker: pulls prompts' KV from prefill workers and continues them in one batch."""
+"""The decode worker: fetches prompts' KV from prefill workers and decodes them in one batch."""
 
 import asyncio
 import time
@@ -15,12 +15,14 @@ from services.common.placement import Role
 from services.decode.session import DecodeSession, Stream
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.codecs import CodecPlan
-from services.transfer.prefill_client import FetchFailed, PrefillLinks
-from services.transfer.receiver import Fetch, FetchTimes, Receiver
+from services.transfer.codecs import SegmentCodecs
+from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
+from services.transfer.metrics import TransferMetrics
+from services.transfer.prefill_client import PrefillClients
+from services.transfer.receiver import Receiver
 from services.transfer.slab import Slab
 from services.worker.lifecycle import Worker, live
-from services.worker.loading import PAGE_SIZE, Loaded, digest_pages, load_worker
+from services.worker.loading import Loaded, digest_pages, load_worker
 from services.worker.wire import fault_to_code, token_from_message
 
 log = structlog.get_logger()
@@ -31,7 +33,7 @@ loop_factory = uvloop.new_event_loop
 
 
 class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
-    """The running worker: its engine thread, its receiver, and the gateways' sessions."""
+    """A decode worker: engine thread, receiver, and the sessions of gateways."""
 
     def __init__(
         self, settings: DecodeSettings, loaded: Loaded, agent: TransferAgent, landing: Slab
@@ -44,37 +46,36 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             compatibility=loaded.identity.compatibility_message(),
             slot_bytes=landing.slot_bytes,
         )
-        self._links = PrefillLinks(
+        self._clients = PrefillClients(
             agent, hello, token=settings.token, handshake_s=settings.handshake_s
         )
         self.receiver = Receiver(
             self.engine,
             agent,
             landing,
-            self._links,
-            CodecPlan(loaded.codebooks),
-            num_layers=loaded.config.num_layers,
-            page_size=PAGE_SIZE,
+            self._clients,
+            SegmentCodecs(loaded.engine.cache.layout, loaded.codebooks),
             credits_per_sequence=settings.credits_per_sequence,
             read_timeout_s=settings.read_timeout_s,
-            metrics=self.metrics,
+            metrics=TransferMetrics(self.metrics.registry),
         )
         self.streams: dict[str, Stream] = {}
 
     @property
     def idle(self) -> bool:
+        """Whether no stream is open."""
         return not self.streams
 
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
         self, _commands: object, context: MessageStream
     ) -> None:
-        """One gateway's session, until it leaves."""
+        """Serve one gateway until it leaves."""
         session = DecodeSession(uuid.uuid4().hex[:12], self._open, self._drop)
         await session.run(context)
 
     def _open(self, stream: Stream) -> None:
-        """Admission: everything that can be refused at once is refused here."""
-        start, session = stream.start, stream.session
+        """Admit a stream, or refuse what can be refused without the engine."""
+        start, request, session = stream.start, stream.start.request, stream.session
         me = self.identity.worker_id
         if start.epoch != self.identity.epoch:
             session.fail(stream, error_pb2.ERROR_CODE_INCOMPATIBLE, "this worker restarted", me)
@@ -96,12 +97,12 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             "the deadline passed",
         )
         self.streams[stream.key] = stream
-        self.metrics.prompt_tokens.inc(start.prompt_tokens)
+        self.metrics.prompt_tokens.inc(request.prompt_tokens)
         log.info(
             "stream admitted",
-            request_id=start.request_id,
-            attempt=start.attempt,
-            tokens=len(start.tokens),
+            request_id=request.request_id,
+            attempt=request.attempt,
+            tokens=len(request.tokens),
             prefill=start.prefill.worker_id or me,
         )
         if local:
@@ -109,24 +110,24 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         else:
             stream.reserved = loop.create_future()
             self.engine.submit(Reserve(stream.request))
-            stream.bringing = asyncio.create_task(self._bring(stream, deadline_s))
-        self._admitted(start.placement_id)
+            stream.transfer = asyncio.create_task(self._fetch(stream, deadline_s))
+        self._admitted(request.placement_id)
 
     def _drop(self, stream: Stream) -> None:
-        """A stream ended, whichever way: nothing of it may stay."""
+        """Free everything that an ended stream holds."""
         if stream.expiry is not None:
             stream.expiry.cancel()
         if stream.fetch is not None:
-            stream.fetch.closed = True  # before its pages go back: nothing writes to them after
-        if stream.bringing is not None and stream.bringing is not asyncio.current_task():
-            stream.bringing.cancel()
+            stream.fetch.closed = True  # nothing may write to its pages after they are freed
+        if stream.transfer is not None and stream.transfer is not asyncio.current_task():
+            stream.transfer.cancel()
         if self.streams.pop(stream.key, None) is not None:
             self.engine.submit(Cancel(stream.key))
             self.metrics.requests.labels("decode", "ended").inc()
 
-    async def _bring(self, stream: Stream, deadline_s: float) -> None:
-        """Pages, prefill, transfer: then the sequence joins the batch."""
-        start, session = stream.start, stream.session
+    async def _fetch(self, stream: Stream, deadline_s: float) -> None:
+        """Reserve pages and fetch the prompt's KV; then the sequence joins the batch."""
+        request, session = stream.start.request, stream.session
         if stream.reserved is None:
             raise RuntimeError("a stream without a reservation")
         began = time.perf_counter()
@@ -134,33 +135,23 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             pages = await stream.reserved
             fetch = Fetch(
                 key=stream.key,
-                prefill=start.prefill,
-                start=prefill_pb2.StartPrefill(
-                    request_id=start.request_id,
-                    attempt=start.attempt,
-                    placement_id=start.placement_id,
-                    tokens=start.tokens,
-                    prompt_tokens=start.prompt_tokens,
-                    sampling=start.sampling,
-                    max_tokens=start.max_tokens,
-                    stop_token_ids=start.stop_token_ids,
-                    choices=start.choices,
-                ),
+                prefill=stream.start.prefill,
+                request=request,
                 pages=pages,
                 on_first=lambda first: self._take_first(stream, first),
                 deadline_s=deadline_s,
             )
             stream.fetch = fetch
             times = await self.receiver.fetch(fetch)
-            digest = await self._digest(pages, len(start.tokens), wanted=times.segments > 0)
+            digest = await self._digest(pages, len(request.tokens), wanted=times.segments > 0)
         except FetchFailed as failure:
-            log.warning("fetch failed", request_id=start.request_id, reason=failure.message[:300])
+            log.warning("fetch failed", request_id=request.request_id, reason=failure.message[:300])
             session.fail(stream, failure.code, failure.message, failure.worker_id)
             return
         except Exception as error:
-            log.exception("fetch broke", request_id=start.request_id)
+            log.exception("fetch failed unexpectedly", request_id=request.request_id)
             me = self.identity.worker_id
-            session.fail(stream, error_pb2.ERROR_CODE_INTERNAL, f"fetch broke: {error!r}", me)
+            session.fail(stream, error_pb2.ERROR_CODE_INTERNAL, f"fetch failed: {error!r}", me)
             return
         self._record(stream, times, time.perf_counter() - began, digest)
         if stream.key in self.streams:
@@ -168,7 +159,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             stream.decoding_since = time.perf_counter()
 
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
-        """First tokens go to the client before the KV has moved. True if they are also the last."""
+        """Send first tokens before the KV has moved; return True if they are the last ones."""
         with_logprobs = stream.request.sampling.logprobs is not None
         for wire_token in message.tokens:
             token = token_from_message(wire_token, with_logprobs=with_logprobs)
@@ -181,7 +172,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         return not stream.unfinished
 
     async def _digest(self, pages: tuple[int, ...], tokens: int, *, wanted: bool) -> str | None:
-        """Of a whole sequence's pages, where the settings ask for it."""
+        """Return the digest of a sequence's pages if the settings ask for it."""
         if not (wanted and self._settings.kv_digest):
             return None
         return await self.engine.run(lambda engine: digest_pages(engine, pages, tokens))
@@ -197,7 +188,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         self.metrics.stages.labels("decode_kv").observe(times.decode_kv)
         log.info(
             "kv arrived",
-            request_id=stream.start.request_id,
+            request_id=stream.start.request.request_id,
             segments=times.segments,
             raw_bytes=times.raw_bytes,
             wire_bytes=times.wire_bytes,
@@ -206,7 +197,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         )
 
     def _deliver(self, output: StepOutput) -> None:
-        """What a step did, to the streams that are still there."""
+        """Pass a step's output to the streams that are still open."""
         for key, pages in output.reserved:
             stream = self.streams.get(key)
             if stream and stream.reserved and not stream.reserved.done():
@@ -226,23 +217,21 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         stream.session.fail(stream, fault_to_code(fault), str(fault), self.identity.worker_id)
 
     def observe(self) -> None:
-        """Refreshes the gauges."""
+        """Set the gauges."""
         super().observe()
-        landing = self.receiver.landing
-        self.metrics.landing_slots.labels("held").set(landing.held)
-        self.metrics.landing_slots.labels("quarantined").set(landing.quarantined)
+        self.receiver.observe()
 
     async def close(self) -> None:
-        """Ends the sessions with prefill workers and the engine's thread."""
-        await self._links.close()
+        """End the sessions with prefill workers and the engine's thread."""
+        await self._clients.close()
         await super().close()
 
 
 async def serve(settings: DecodeSettings) -> None:
-    """Runs one decode worker until SIGTERM or SIGINT, then drains.
+    """Run one decode worker until SIGTERM or SIGINT, then drain.
 
     Raises:
-        SettingsError: it cannot serve what it was told to.
+        SettingsError: the settings cannot be served.
     """
     loaded = await asyncio.to_thread(load_worker, settings, decodes=True)
     landing = Slab(settings.slots, settings.slot_bytes, loaded.device)

@@ -1,4 +1,4 @@
-"""One gateway's session with this decode worker: many streams, one message a step."""
+"""One gateway's session with a decode worker: many streams, one message per step."""
 
 import asyncio
 import time
@@ -12,15 +12,27 @@ from headrace.v1 import decode_pb2 as pb
 from headrace.v1 import error_pb2
 from runtime.core.request import FinishReason, Request, SampledToken
 from services.common.grpc_server import MessageStream, next_message
-from services.transfer.receiver import Fetch
-from services.worker.wire import finish_to_message, sampling_from_message, token_to_message
+from services.transfer.fetch import Fetch
+from services.worker.wire import finish_to_message, request_from_message, token_to_message
 
 log = structlog.get_logger()
 
 
 @dataclass
 class Stream:
-    """One request's stream. ``key`` is the engine's id."""
+    """One request's stream.
+
+    Attributes:
+        number: of the stream within its session.
+        key: the engine's id of the sequence.
+        start: the gateway's message.
+        request: the same request as the engine takes it.
+        unfinished: choices that have not ended.
+        first: first tokens from the prefill worker.
+        reserved: resolves to the sequence's pages.
+        transfer: reserves pages and fetches the KV.
+        expiry: ends the stream at its deadline.
+    """
 
     number: int
     key: str
@@ -31,13 +43,13 @@ class Stream:
     first: list[SampledToken] = field(default_factory=list)
     stages: pb.StageTimes = field(default_factory=pb.StageTimes)
     reserved: "asyncio.Future[tuple[int, ...]] | None" = None
-    bringing: asyncio.Task[None] | None = None
+    transfer: asyncio.Task[None] | None = None
     fetch: Fetch | None = None
     expiry: asyncio.TimerHandle | None = None
     decoding_since: float = 0.0
 
     def ends_with(self, token: SampledToken, context_length: int) -> FinishReason | None:
-        """Why a first token is its choice's last one, or None."""
+        """Return why a first token is its choice's last one, or None."""
         if token.token in self.request.stop_token_ids:
             return FinishReason.STOP
         outputs = token.index + 1
@@ -48,10 +60,14 @@ class Stream:
 
 
 class DecodeSession:
-    """Reads a gateway's commands and writes it what the steps produced, merged by stream.
+    """Applies a gateway's commands, and sends it the output of the steps.
 
-    What has not been written yet is merged, so that a slow gateway costs at most the tokens of its
-    own streams.
+    Output that is not written yet is merged by stream, so a slow gateway costs at most the memory
+    of its own streams' tokens.
+
+    Args:
+        open_stream: called with every new stream.
+        drop_stream: called with every stream that has ended.
     """
 
     def __init__(
@@ -67,7 +83,7 @@ class DecodeSession:
         self._wake = asyncio.Event()
 
     async def run(self, context: MessageStream) -> None:
-        """Until the gateway leaves; then all its streams are cancelled."""
+        """Serve until the gateway leaves, then cancel all its streams."""
         writer = asyncio.create_task(self._write(context))
         try:
             while (command := await next_message(context)) is not None:
@@ -101,28 +117,21 @@ class DecodeSession:
 
     def _start(self, start: pb.StartStream) -> None:
         if start.stream in self.streams:
-            log.error("stream started twice", request_id=start.request_id)
+            log.error("stream started twice", request_id=start.request.request_id)
             return
         key = f"{self._name}/{start.stream}"
-        request = Request(
-            id=key,
-            tokens=tuple(start.tokens),
-            prompt_tokens=start.prompt_tokens,
-            sampling=sampling_from_message(start.sampling),
-            max_tokens=start.max_tokens,
-            stop_token_ids=frozenset(start.stop_token_ids),
-            choices=start.choices,
-        )
-        stream = Stream(start.stream, key, self, start, request, set(range(start.choices)))
+        request = request_from_message(key, start.request)
+        stream = Stream(start.stream, key, self, start, request, set(range(request.choices)))
         self.streams[start.stream] = stream
         stream.decoding_since = time.perf_counter()
         self._open(stream)
 
     def push(self, stream: Stream, token: SampledToken) -> None:
+        """Send one token."""
         self._delta(stream.number).tokens.append(token_to_message(token))
 
     def finish(self, stream: Stream, choice: int, reason: FinishReason) -> None:
-        """One choice ended; with the last of them the stream does."""
+        """End one choice; the stream ends with its last choice."""
         if choice not in stream.unfinished:
             return
         stream.unfinished.discard(choice)
@@ -140,13 +149,13 @@ class DecodeSession:
         message: str,
         worker_id: str = "",
     ) -> None:
-        """Ends the stream with an error."""
+        """End a stream with an error."""
         if stream.number in self.streams:
             error = error_pb2.Error(code=code, message=message, worker_id=worker_id)
             self._delta(stream.number).error.CopyFrom(error)
             self.end(stream)
 
     def end(self, stream: Stream) -> None:
-        """Forgets a stream and frees what it held. Idempotent."""
+        """Drop a stream and free what it holds. Idempotent."""
         if self.streams.pop(stream.number, None) is not None:
             self._drop(stream)

@@ -56,7 +56,7 @@ class SyntheticWorker(decode_pb2_grpc.DecodeServicer):
         async def read() -> None:
             async for command in commands:
                 if command.HasField("start"):
-                    streams[command.start.stream] = [0, command.start.max_tokens]
+                    streams[command.start.stream] = [0, command.start.request.max_tokens]
                     wake.set()
                 else:
                     streams.pop(command.cancel.stream, None)

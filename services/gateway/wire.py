@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from headrace.v1 import decode_pb2, sampling_pb2
+from headrace.v1 import decode_pb2, request_pb2, sampling_pb2
 from services.common.placement import Placement
 from services.gateway.requests import GenerationRequest
 
@@ -32,16 +32,18 @@ def start_stream_message(
     sampling = {name: getattr(options, name) for name in _SAMPLING_FIELDS}
     prefill = placement.prefill
     return decode_pb2.StartStream(
-        request_id=request.context.request_id,
-        attempt=attempt,
-        placement_id=placement.placement_id,
         epoch=placement.decode.epoch,
         prefill=decode_pb2.WorkerAddress(**prefill.model_dump()) if prefill else None,
-        tokens=(*request.prompt, *replayed),
-        prompt_tokens=len(request.prompt),
-        sampling=sampling_pb2.Sampling(**sampling, seed=request.seed),
-        max_tokens=request.max_tokens,
-        stop_token_ids=stop_token_ids,
-        choices=options.n,
         deadline_s=deadline_s,
+        request=request_pb2.Request(
+            request_id=request.context.request_id,
+            attempt=attempt,
+            placement_id=placement.placement_id,
+            tokens=(*request.prompt, *replayed),
+            prompt_tokens=len(request.prompt),
+            sampling=sampling_pb2.Sampling(**sampling, seed=request.seed),
+            max_tokens=request.max_tokens,
+            stop_token_ids=stop_token_ids,
+            choices=options.n,
+        ),
     )

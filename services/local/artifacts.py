@@ -93,12 +93,12 @@ def _prepare_in(
             )
             seal(checkpoint)
     if options.codec != "raw":
-        codebooks = folder / f"codebooks-{CODEBOOKS}.json"
+        codebooks = folder / _codebooks_name(options.kv_format)
         if _needs_making(codebooks, console):
             console.print(f"calibrating the codec for {source.name} (once)")
             _make(
                 *("calibrate", "--model", str(checkpoint), "--tokenizer", str(source)),
-                *("--out", str(codebooks)),
+                *("--out", str(codebooks), "--kv-format", options.kv_format),
             )
             seal(codebooks)
     return Artifacts(checkpoint, source, codebooks, served_name)
@@ -117,6 +117,13 @@ def _needs_making(artifact: Path, console: Console) -> bool:
     else:
         artifact.unlink()
     return True
+
+
+def _codebooks_name(kv_format: str) -> str:
+    """Return the file name of the codebooks for one KV format."""
+    if kv_format == "dense":
+        return f"codebooks-{CODEBOOKS}.json"
+    return f"codebooks-{CODEBOOKS}-{hashlib.sha256(kv_format.encode()).hexdigest()[:8]}.json"
 
 
 def _make(*arguments: str) -> None:

@@ -34,6 +34,7 @@ class UpOptions:
     keep: float | None = None
     codec: str = "auto"
     device: str = "auto"
+    kv_format: str = "dense"
 
     def check(self) -> None:
         """Raises:

@@ -74,6 +74,7 @@ def _worker(
         *("--served-model-name", artifacts.served_name),
         *("--device", options.device),
         *("--codec", options.codec),
+        *("--kv-format", options.kv_format),
     )
     if artifacts.codebooks is not None:
         arguments += ("--codebooks", str(artifacts.codebooks))

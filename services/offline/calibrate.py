@@ -8,6 +8,7 @@ import codec
 from runtime.checkpoint import load_checkpoint
 from runtime.compress import documentation
 from runtime.models.model import Model
+from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
 from services.offline.output import atomic_file
@@ -15,23 +16,37 @@ from services.offline.real_kv import prefill_sample
 from services.worker.loading import PAGE_SIZE
 
 
-def calibrate(model: str, tokenizer: str, out: Path) -> codec.Codebooks:
-    """Prefill real text, calibrate a codebook for each plane, and write all of them to ``out``.
+def calibrate(
+    model: str, tokenizer: str, out: Path, *, kv_format: str = "dense"
+) -> codec.Codebooks:
+    """Prefill real text, calibrate a codebook for each encodable plane, and write them to ``out``.
 
     Args:
         model: name or path of a checkpoint.
         tokenizer: name or path of the model that has the tokenizer.
         out: file to write.
+        kv_format: a name or ``module:Class``.
 
     Raises:
-        SettingsError, CheckpointError: if the model or the tokenizer cannot be read.
+        SettingsError, CheckpointError: if the model or the tokenizer cannot be read, or the KV
+            format has no encodable planes, or planes of several element types.
     """
     console = Console(stderr=True)
     with console.status("loading the model, compiling the codec"):
         codec.warm_up()  # workers load the compiled functions from the cache
         tokens = load_tokenizer(resolve_model(tokenizer)).encode(documentation()[0])
-        runtime_model = Model(load_checkpoint(resolve_model(model)), page_size=PAGE_SIZE)
-    codebooks = codec.calibrate_model(prefill_sample(runtime_model, tokens, console))
+        runtime_model = Model(
+            load_checkpoint(resolve_model(model)), page_size=PAGE_SIZE, kv_format=kv_format
+        )
+    samples = prefill_sample(runtime_model, tokens, console)
+    if not samples:
+        raise SettingsError(f"KV format {kv_format} has no planes to encode: use --codec raw")
+    try:
+        codebooks = codec.Codebooks.of(
+            {key: codec.calibrate(sample, sample.dtype) for key, sample in samples.items()}
+        )
+    except codec.CodecError as error:
+        raise SettingsError(f"KV format {kv_format} cannot be calibrated: {error}") from error
     with atomic_file(out) as draft:
         codebooks.save(draft)
     return codebooks

@@ -26,8 +26,9 @@ def prefill_sample(
         console: console for the progress bar.
 
     Returns:
-        Mapping (layer, "k" or "v") → ``[page, kv_head, slot, dim]`` in the cache's dtype. It has
-        full pages only, in the order of the cache: K before V in each layer.
+        Mapping (layer, plane name) → ``[page, kv_head, slot, dim]`` in the cache's dtype. It has
+        full pages only, in the order of the cache. Planes that the codec does not encode are left
+        out.
     """
     engine = Engine(
         model,
@@ -38,8 +39,9 @@ def prefill_sample(
     prompts = [tokens[at * stride :][:SAMPLE_TOKENS] for at in range(SAMPLE_PROMPTS)]
     pages = _prefill(engine, prompts, console)
     return {
-        (plane // 2, "kv"[plane % 2]): tensor[pages]
-        for plane, tensor in enumerate(engine.cache.planes)
+        (layer, plane.name): tensor[pages]
+        for (layer, plane), tensor in zip(model.layout.planes, engine.cache.planes, strict=True)
+        if plane.encodable
     }
 
 

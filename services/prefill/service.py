@@ -17,12 +17,13 @@ from services.common.placement import Role
 from services.prefill.session import Job, PrefillSession
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.codecs import CodecPlan
+from services.transfer.codecs import SegmentCodecs
+from services.transfer.metrics import TransferMetrics
 from services.transfer.policy import LinkPolicy
 from services.transfer.sender import Sender
 from services.transfer.slab import Slab
 from services.worker.lifecycle import Worker, live
-from services.worker.loading import PAGE_SIZE, Loaded, digest_pages, load_worker
+from services.worker.loading import Loaded, digest_pages, load_worker
 
 log = structlog.get_logger()
 
@@ -32,7 +33,7 @@ loop_factory = uvloop.new_event_loop
 
 
 class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
-    """The running worker: its engine thread, its sender, and the sessions that use them."""
+    """A prefill worker: engine thread, sender, and the sessions of decode workers."""
 
     def __init__(
         self, settings: PrefillSettings, loaded: Loaded, agent: TransferAgent, slab: Slab
@@ -41,33 +42,30 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self._settings = settings
         self._agent_name, self._agent_metadata = agent.name, agent.metadata
         self._slab = slab
-        config = loaded.config
+        codecs = SegmentCodecs(loaded.engine.cache.layout, loaded.codebooks)
+        self._min_slot_bytes = codecs.min_slot_bytes
         self._max_sequences = settings.max_running + settings.max_waiting
         self.sender = Sender(
             self.engine,
             slab,
-            CodecPlan(loaded.codebooks),
-            LinkPolicy.of(settings.codec, has_codebooks=any(loaded.codebooks)),
+            codecs,
+            LinkPolicy.of(settings.codec, has_codebooks=codecs.has_codebooks),
             epoch=loaded.identity.epoch,
-            kv_heads=config.num_kv_heads,
-            dim=config.head_dim,
-            page_size=PAGE_SIZE,
-            num_layers=config.num_layers,
             lease_s=settings.lease_s,
             max_sequences=self._max_sequences,
-            metrics=self.metrics,
+            metrics=TransferMetrics(self.metrics.registry),
         )
-        if settings.slot_bytes < self.sender.least_slot_bytes:
+        if settings.slot_bytes < self._min_slot_bytes:
             raise SettingsError(
-                f"slot_bytes {settings.slot_bytes} holds no page of a layer: "
-                f"at least {self.sender.least_slot_bytes}"
+                f"slot_bytes {settings.slot_bytes} does not hold one page of a layer, "
+                f"which takes {self._min_slot_bytes}"
             )
         self.jobs: dict[str, Job] = {}
         self._sessions: dict[str, PrefillSession] = {}
 
     @property
     def idle(self) -> bool:
-        """No sequence is being computed and none waits to be read."""
+        """Whether no sequence is being computed or read."""
         return not self.jobs
 
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
@@ -75,7 +73,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         _commands: object,
         context: MessageStream,
     ) -> None:
-        """One decode worker's session, from its hello to its end."""
+        """Serve one decode worker, from its hello to the end of its session."""
         hello = await self._shake_hands(context)
         name = uuid.uuid4().hex[:12]
         session = PrefillSession(
@@ -99,15 +97,16 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             log.info("decode session ended", worker=hello.worker_id, epoch=hello.epoch)
 
     def _forget_link(self, peer: str) -> None:
-        """Of a decode worker that has left; one that restarted may be back already."""
+        """Drop the measurements of a decode worker that has left and not come back."""
         if not any(session.peer == peer for session in self._sessions.values()):
-            self.sender.policy.forget(peer)
-            self.metrics.forget_link(peer)
+            self.sender.forget_peer(peer)
 
     async def _shake_hands(self, context: MessageStream) -> pb.Hello:
         command: Any = await next_message(context)
         if command is None or command.WhichOneof("command") != "hello":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello comes first, and once")
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "hello must come first, and only once"
+            )
         hello: pb.Hello = command.hello
         mine = self.identity.compatibility_message()
         differing = [
@@ -118,10 +117,10 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         ]
         if hello.expected_epoch != self.identity.epoch:
             differing.append("epoch: this worker restarted")
-        if hello.slot_bytes < self.sender.least_slot_bytes:
+        if hello.slot_bytes < self._min_slot_bytes:
             differing.append(
-                f"slot_bytes: {hello.slot_bytes} holds no page of a layer, "
-                f"which takes {self.sender.least_slot_bytes}"
+                f"slot_bytes: {hello.slot_bytes} does not hold one page of a layer, "
+                f"which takes {self._min_slot_bytes}"
             )
         if differing:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(differing))
@@ -145,7 +144,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         return self._sessions[key.partition("/")[0]]
 
     def _deliver(self, output: StepOutput) -> None:
-        """What a step did, to whom it concerns; those who left meanwhile are not among the jobs."""
+        """Pass a step's output to the sessions; sequences that have ended are skipped."""
         for key, fault in output.refused:
             if key in self.jobs:
                 self._session_of(key).refuse(key, fault)
@@ -156,7 +155,9 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             if job := self.jobs.get(chunk.id):
                 job.pages += chunk.pages
                 if not job.ends_at_once:
-                    self.sender.add_computed(chunk)
+                    self.sender.add_computed(
+                        chunk.id, chunk.first_token, chunk.num_tokens, chunk.pages
+                    )
         for key, token in output.tokens:
             if key in self.jobs:
                 self.metrics.generation_tokens.inc()
@@ -166,7 +167,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     def _log_computed(self, job: Job) -> None:
         if not self._settings.kv_digest:
             return
-        request_id, tokens = job.outgoing.request_id, job.tokens
+        request_id, tokens = job.outgoing.request_id, len(job.request.tokens)
 
         def log_digest(engine: Engine) -> None:
             digest = digest_pages(engine, job.pages, tokens)
@@ -175,19 +176,17 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self.engine.run(log_digest)
 
     def observe(self) -> None:
-        """Refreshes the gauges, and ends leases whose time has come."""
+        """Set the gauges, and end expired leases."""
         super().observe()
         self.sender.expire()
-        self.metrics.slab_slots.set(self.sender.slots_in_use)
-        for peer, link in self.sender.policy.links().items():
-            self.metrics.observe_link(peer, link)
+        self.sender.observe()
 
 
 async def serve(settings: PrefillSettings) -> None:
-    """Runs one prefill worker until SIGTERM or SIGINT, then drains.
+    """Run one prefill worker until SIGTERM or SIGINT, then drain.
 
     Raises:
-        SettingsError: it cannot serve what it was told to.
+        SettingsError: the settings cannot be served.
     """
     loaded = await asyncio.to_thread(load_worker, settings, decodes=False)
     slab = Slab(settings.slots, settings.slot_bytes, loaded.device)

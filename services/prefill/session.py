@@ -1,4 +1,4 @@
-"""One decode worker's session with this prefill worker."""
+"""One decode worker's session with a prefill worker."""
 
 import asyncio
 import time
@@ -14,30 +14,41 @@ from runtime.core.request import Request, SampledToken
 from runtime.engine import Add, Cancel
 from runtime.errors import RuntimeFault
 from services.common.grpc_server import MessageStream, next_message
+from services.transfer.outgoing import Outgoing
 from services.transfer.policy import SegmentTiming
-from services.transfer.sender import Outgoing, Sender
+from services.transfer.sender import Sender
 from services.worker.engine_thread import EngineThread
-from services.worker.wire import fault_to_code, sampling_from_message, token_to_message
+from services.worker.wire import fault_to_code, request_from_message, token_to_message
 
 log = structlog.get_logger()
 
 
 @dataclass
 class Job:
-    """One sequence of this worker: its outgoing KV, and the first tokens it has so far."""
+    """One sequence of this worker.
+
+    Attributes:
+        computing_since: when its first chunk was started; 0 before.
+        pages: pages whose KV has been computed.
+        first: first tokens of its choices, so far.
+    """
 
     outgoing: Outgoing
-    choices: int
-    tokens: int
-    ends_at_once: bool  # its first token is its last: no KV moves
+    request: Request
     accepted: float = field(default_factory=time.perf_counter)
-    computing_since: float = 0.0  # once its first chunk is
+    computing_since: float = 0.0
     pages: tuple[int, ...] = ()
     first: list[SampledToken] = field(default_factory=list)
 
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether the first token is the last one, so that no KV moves."""
+        delivered = len(self.request.tokens) - self.request.prompt_tokens
+        return self.request.max_tokens - delivered <= 1
+
 
 class PrefillSession:
-    """Turns commands into engine and sender calls, and what they produce into events."""
+    """Applies a decode worker's commands to engine and sender, and sends it their events."""
 
     def __init__(
         self,
@@ -56,7 +67,7 @@ class PrefillSession:
         self.peer = peer  # the decode worker's id
         self._engine = engine
         self._sender = sender
-        self._jobs = jobs  # of the whole worker, by engine id: the engine's output finds them there
+        self._jobs = jobs  # of all sessions, by engine id
         self._own: set[str] = set()
         self._slot_bytes = slot_bytes
         self._max_sequences = max_sequences
@@ -65,7 +76,7 @@ class PrefillSession:
         self._outbox: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
 
     async def run(self, commands: MessageStream) -> None:
-        """Until the decode worker leaves; then everything of it is released."""
+        """Serve until the decode worker leaves, then release everything it holds."""
         writer = asyncio.create_task(self._write(commands))
         try:
             while (command := await next_message(commands)) is not None:
@@ -98,15 +109,17 @@ class PrefillSession:
             case "release":
                 self.end(self._key(command.release.sequence))
             case _:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "hello comes first, and once")
+                await context.abort(
+                    grpc.StatusCode.INVALID_ARGUMENT, "hello must come first, and only once"
+                )
 
     def _key(self, sequence: int) -> str:
         return f"{self._name}/{sequence}"
 
     def _start(self, start: pb.StartPrefill) -> None:
-        key = self._key(start.sequence)
+        key, message = self._key(start.sequence), start.request
         if key in self._jobs:
-            log.error("sequence started twice", request_id=start.request_id)
+            log.error("sequence started twice", request_id=message.request_id)
             return
         if self._is_draining():
             self._fail(start.sequence, error_pb2.ERROR_CODE_DRAINING, "this worker is draining")
@@ -119,32 +132,22 @@ class PrefillSession:
             reader=self._name,
             peer=self.peer,
             sequence=start.sequence,
-            request_id=start.request_id,
-            attempt=start.attempt,
+            request_id=message.request_id,
+            attempt=message.attempt,
             slot_bytes=self._slot_bytes,
             emit=self._outbox.put_nowait,
             fail=lambda code, message: self.fail(key, code, message),
         )
-        outputs_left = start.max_tokens - (len(start.tokens) - start.prompt_tokens)
-        self._jobs[key] = Job(outgoing, start.choices, len(start.tokens), outputs_left <= 1)
+        request = request_from_message(key, message)
+        self._jobs[key] = Job(outgoing, request)
         self._own.add(key)
         self._sender.open(outgoing)
-        request = Request(
-            id=key,
-            tokens=tuple(start.tokens),
-            prompt_tokens=start.prompt_tokens,
-            sampling=sampling_from_message(start.sampling),
-            max_tokens=start.max_tokens,
-            stop_token_ids=frozenset(start.stop_token_ids),
-            choices=start.choices,
-        )
         self._engine.submit(Add(request, hold=True))
-        self._on_admitted(start.placement_id)
-        log.info("prefill admitted", request_id=start.request_id, tokens=len(request.tokens))
+        self._on_admitted(message.placement_id)
+        log.info("prefill admitted", request_id=message.request_id, tokens=len(request.tokens))
 
     def computing(self, key: str) -> None:
-        """The first chunk is being computed from now on; where KV will come of it, the reader may
-        give it landing space."""
+        """Record the start of the first chunk; ask the reader for credits if KV will move."""
         job = self._jobs[key]
         job.computing_since = time.perf_counter()
         if not job.ends_at_once:
@@ -152,10 +155,10 @@ class PrefillSession:
             self._outbox.put_nowait(pb.PrefillEvent(computing=computing))
 
     def sampled(self, key: str, token: SampledToken) -> bool:
-        """One choice's first token; with the last of them all are sent, and it says True."""
+        """Add one choice's first token; send all of them with the last one, and return True."""
         job = self._jobs[key]
         job.first.append(token)
-        if len(job.first) < job.choices:
+        if len(job.first) < job.request.choices:
             return False
         first = pb.FirstTokens(
             sequence=job.outgoing.sequence,
@@ -176,7 +179,7 @@ class PrefillSession:
         self.fail(key, fault_to_code(fault), str(fault))
 
     def end(self, key: str) -> None:
-        """Frees whatever the sequence still holds: engine work, pages, slots, lease. Idempotent."""
+        """Free what a sequence holds: engine work, pages, slots, lease. Idempotent."""
         if self._jobs.pop(key, None) is None:
             return
         self._own.discard(key)

@@ -7,7 +7,7 @@ from services.worker.settings import WorkerSettings
 
 
 class PrefillSettings(WorkerSettings):
-    """``HEADRACE_PREFILL_…``; see `WorkerSettings` for the rest."""
+    """Settings with the prefix ``HEADRACE_PREFILL_``, beside those of `WorkerSettings`."""
 
     model_config = SettingsConfigDict(env_prefix="HEADRACE_PREFILL_")
 
@@ -15,5 +15,5 @@ class PrefillSettings(WorkerSettings):
         30.0,
         gt=0,
         le=3600,
-        description="a lease ends so long after its reader was last heard of, seconds",
+        description="seconds without a message from the reader after which a lease ends",
     )

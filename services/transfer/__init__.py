@@ -1,1 +1,1 @@
-"""KV transfer between a prefill and a decode worker: slabs, frames, leases, credits, NIXL."""
+"""KV transfer between prefill and decode workers: slabs, frames, leases, credits, NIXL."""

@@ -1,8 +1,8 @@
-"""The transfer agent: READs from peers through NIXL, all of it on one thread.
+"""The transfer agent: READs from peers through NIXL, on one thread.
 
 NIXL's agent is not thread-safe, and over shared memory it copies inside the call that starts a
-transfer, so nothing of it runs on an event loop. Calls become commands to the owner thread; results
-come back as `concurrent.futures.Future`.
+transfer, so it must not run on an event loop. Calls become commands to the owner thread. Results
+are `concurrent.futures.Future`.
 """
 
 import queue
@@ -25,12 +25,12 @@ __all__ = ["ReadDone", "TransferAgent"]
 
 log = structlog.get_logger()
 
-CLOSE_S = 10.0  # for taking NIXL down, beyond the READs' grace
+CLOSE_S = 10.0  # to shut NIXL down, beyond the grace period of READs
 
 
 @dataclass(frozen=True)
 class _Command:
-    """Runs on the owner thread; settles ``future``, there and then or later."""
+    """A call for the owner thread, which settles ``future`` at once or later."""
 
     run: "Callable[[Owner, Future[Any]], None]"
     future: "Future[Any]"
@@ -42,31 +42,31 @@ class _Command:
             self.run(owner, self.future)
         except TransferError as error:
             self.future.set_exception(error)
-        except BaseException as error:  # a bug: the thread ends, and its `fault` says why
+        except BaseException as error:  # a bug: it ends the thread and becomes `fault`
             if not self.future.done():
-                self.future.set_exception(TransferClosed(f"the transfer broke: {error!r}"))
+                self.future.set_exception(TransferClosed(f"the transfer thread failed: {error!r}"))
             raise
 
     def refuse(self, name: str) -> None:
-        """Answers a command that nobody will run."""
+        """Fail a command that will not run."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(TransferClosed(f"agent {name} is closed"))
 
 
 class TransferAgent:
-    """This process's end of all transfers. Every method may be called from any thread.
+    """NIXL's agent of this process. Every method may be called from any thread.
 
-    A future can be cancelled until its command has begun: a READ that runs cannot be taken back.
-    A bug that ends the owner thread closes the agent: every future fails with TransferClosed, and
-    the process is expected to end.
+    A future can be cancelled until its command has begun; a running READ cannot be cancelled. A bug
+    that ends the owner thread closes the agent: every future fails with TransferClosed, and the
+    process is expected to end.
 
     Args:
-        name: unique among all agents that ever meet: a role and the epoch.
-        device: where the slabs will be, as torch names it.
+        name: unique among all agents, for example a role and an epoch.
+        device: torch device of the slabs.
         network: devices and ports that UCX may use; default: UCX chooses.
 
     Attributes:
-        fault: fails when the owner thread has ended of a bug; else it is never done.
+        fault: fails when a bug has ended the owner thread; otherwise it is never done.
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
@@ -92,7 +92,7 @@ class TransferAgent:
         started.result()
 
     def register(self, slab: Slab) -> None:
-        """Makes a slab readable by peers, and usable to read into; blocks. Once, at start-up.
+        """Make a slab readable by peers and usable as a READ target. Blocks; used at start-up.
 
         Raises:
             TransferUnavailable: the transport refuses the memory.
@@ -101,21 +101,21 @@ class TransferAgent:
 
     @property
     def metadata(self) -> bytes:
-        """What peers need to reach this agent; taken after all slabs are registered. Blocks."""
+        """Connection data for peers, valid once all slabs are registered. Blocks."""
         future: Future[bytes] = self._call(lambda owner, future: owner.metadata(future))
         return future.result()
 
     def add_peer(self, name: str, metadata: bytes) -> "Future[None]":
-        """Makes a peer readable. A peer whose removal is under way stays after all.
+        """Make a peer readable. This cancels a removal of the peer that is in progress.
 
         Raises (through the future):
-            PeerRefused: not metadata, or not that of ``name``, or the peer is there already.
-            PeerLost: nobody answers where the metadata points.
+            PeerRefused: malformed metadata, metadata of another agent, or a known peer.
+            PeerLost: the peer does not answer.
         """
         return self._call(lambda owner, future: owner.add_peer(name, metadata, future))
 
     def remove_peer(self, name: str) -> "Future[None]":
-        """Forgets a peer once its running READs have ended; new ones fail. Idempotent."""
+        """Remove a peer once its running READs have ended; new READs fail. Idempotent."""
         return self._call(lambda owner, future: owner.remove_peer(name, future))
 
     def read(
@@ -129,14 +129,14 @@ class TransferAgent:
         kind: str = "DRAM",
         device: int = 0,
     ) -> "Future[ReadDone]":
-        """Copies ``length`` bytes of a peer's registered memory into ``local``.
+        """Copy ``length`` bytes of a peer's registered memory into ``local``.
 
         Args:
-            local: ``[length]`` uint8, contiguous, inside a registered slab; it is kept alive and
-                must not be touched until the READ has ended.
+            local: ``[length]`` uint8, contiguous, inside a registered slab. The agent keeps it
+                alive; it must not be touched until the READ has ended.
             deadline_s: seconds from now.
-            kind: of the peer's memory, "DRAM" or "VRAM".
-            device: of the peer's memory.
+            kind: kind of the peer's memory, "DRAM" or "VRAM".
+            device: device number of the peer's memory.
 
         Raises (through the future):
             PeerLost, BadAddress, ReadFailed, TransferClosed: nothing touches ``local`` any more.
@@ -149,10 +149,10 @@ class TransferAgent:
         )
 
     def close(self, grace_s: float = 1.0) -> None:
-        """Waits up to ``grace_s`` for running READs, then ends everything; blocks. Idempotent.
+        """Wait up to ``grace_s`` for running READs, then shut down. Blocks. Idempotent.
 
-        READs that have not ended by then fail with TransferClosed, after the agent is gone and
-        nothing can touch their landing slots. A thread that NIXL does not let go of is left behind.
+        Remaining READs fail with TransferClosed once nothing can touch their landing slots. A
+        thread that hangs inside NIXL is abandoned.
         """
         with self._gate:
             if not self._closed:
@@ -161,7 +161,7 @@ class TransferAgent:
                 self._commands.put(None)
         self._thread.join(grace_s + CLOSE_S)
         if self._thread.is_alive():
-            log.error("the transfer's thread does not end", waited_s=grace_s + CLOSE_S)
+            log.error("the transfer thread does not end", waited_s=grace_s + CLOSE_S)
 
     def _call(self, run: "Callable[[Owner, Future[Any]], None]") -> "Future[Any]":
         future: Future[Any] = Future()
@@ -175,7 +175,7 @@ class TransferAgent:
     def _run(self, started: "Future[None]") -> None:
         try:
             owner = Owner(self.name, self._device, self._network)
-        except BaseException as error:  # noqa: BLE001 - raised again where the agent was made
+        except BaseException as error:  # noqa: BLE001 - raised again by the constructor
             self._closed = True
             started.set_exception(error)
             return

@@ -1,10 +1,10 @@
-"""READs between two processes of this machine, against the floor: a memcpy of as many bytes.
+"""Benchmark of READs between two processes of one machine against memcpy of the same size.
 
     OMP_NUM_THREADS=1 python -m services.transfer.bench [--transports tcp,self] [--device cuda]
 
-Latency is that of one READ at a time, from the call to the result, as a caller sees it; bandwidth
-is that of 16 READs in flight. The memcpy copies between two buffers of one process, on one thread,
-over the same 16 slots, so that caches help both alike.
+Latency is measured with one READ at a time, from the call to the result. Bandwidth is measured with
+16 READs in flight. The memcpy copies between two buffers of one process, on one thread, over the
+same 16 slots, so that caches help both equally.
 """
 
 import argparse
@@ -31,7 +31,7 @@ DEVICE_OF = {"DRAM": "cpu", "VRAM": "cuda"}
 
 @dataclass(frozen=True)
 class Row:
-    """One length's figures. Latencies in seconds, bandwidths in bytes per second."""
+    """Figures of one length: latencies in seconds, bandwidths in bytes per second."""
 
     length: int
     latency: float
@@ -53,7 +53,7 @@ HEADER = "    length         p50          p99       memcpy        16 at once    
 
 
 def serve(device: str) -> None:
-    """The peer: a slab to read, until stdin ends."""
+    """Serve a slab to read until stdin ends."""
     agent = TransferAgent(f"bench-peer-{os.getpid()}", device)
     slab = Slab(SLOTS, SLOT_BYTES, device)
     slab.view(0, SLOT_BYTES).fill_(1)
@@ -64,12 +64,12 @@ def serve(device: str) -> None:
 
 
 def rounds_of(length: int) -> int:
-    """Enough to see the 99th percentile, few enough for a second of small copies."""
+    """Return a number of rounds that gives a 99th percentile within about a second."""
     return max(200, min(2000, (64 << 20) // length))
 
 
 def timed(call: Callable[[int], None], rounds: int) -> list[float]:
-    """Seconds of each of ``rounds`` calls, after a tenth of them unmeasured; sorted."""
+    """Return the sorted seconds of ``rounds`` calls, after a tenth as many for warm-up."""
     seconds = []
     for i in range(-rounds // 10, rounds):
         start = time.perf_counter()
@@ -119,7 +119,9 @@ def measure(agent: TransferAgent, peer: str, address: int, landing: Slab, length
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--transports", help="UCX_TLS of both processes; default: UCX chooses")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both slabs")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of both slabs"
+    )
     parser.add_argument(SERVE, action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

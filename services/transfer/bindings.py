@@ -9,7 +9,7 @@ from services.transfer.network import TransferNetwork, restrict_ucx
 _ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "FATAL",
     "UCX_LOG_LEVEL": "fatal",
-    # Without it, GPUs without NVLink READ through TCP, even from their own memory.
+    # Without it UCX uses TCP between GPUs that have no NVLink, even within one GPU.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
 }
 

@@ -1,105 +1,137 @@
-"""Which codebooks a worker encodes and decodes with, and the codec of each group of layers."""
+"""The codecs of a worker's segments: which planes a segment holds, and with which codebooks."""
 
-import asyncio
-import queue
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 import codec
+from codec.elements import element_of
+from runtime.kv.cache import CacheLayout, PlaneGroup
+from services.transfer.drift import Escapes
+from services.transfer.extent import Extent
+from services.transfer.frame import HEADER_BYTES
 from services.transfer.policy import WireMode
 
-T = TypeVar("T")
+Books = Mapping[tuple[int, str], codec.Codebook]
+"""Codebooks by (layer, plane name)."""
 
 
-@dataclass(frozen=True)
-class CodecPlan:
-    """The codebooks of this worker's planes; a plane without one is always sent raw."""
+class SegmentCodecs:
+    """Encodes and decodes segments of one cache. Codecs are created once and kept.
 
-    codebooks: tuple[codec.Codebook | None, ...]
-    _kept: dict[tuple[int, int, WireMode], codec.PagedCodec] = field(default_factory=dict)
+    A plane without a codebook is sent raw in every mode.
 
-    def of(
-        self,
-        planes: Sequence[Tensor],
-        first: int,
-        count: int,
-        mode: WireMode = WireMode.SPLITZIP,
-    ) -> codec.PagedCodec:
-        """The codec of these layers, made once.
+    Args:
+        codebooks: those of a plane that is not encodable are ignored.
+        first_kv_head: the number of the cache's first KV head among those of all ranks.
 
-        Args:
-            planes: of all layers, K and V by turns; the same at each call.
-        """
-        key = first, count, mode
-        if key not in self._kept:
-            layers = slice(2 * first, 2 * (first + count))
-            self._kept[key] = codec.paged(planes[layers], self._layers(first, count, mode))
-        return self._kept[key]
-
-    def escape_rate(self, first: int, count: int) -> float:
-        """The share of these layers' elements that the calibration found no code for."""
-        layers = self._layers(first, count, WireMode.SPLITZIP)
-        books = [book for book in layers if book is not None]
-        return sum(book.escape_rate for book in books) / max(1, len(books))
-
-    def _layers(self, first: int, count: int, mode: WireMode) -> Sequence[codec.Codebook | None]:
-        if mode is WireMode.RAW:
-            return (None,) * (2 * count)
-        return self.codebooks[2 * first : 2 * (first + count)]
-
-
-async def outcome_of(pending: codec.Pending[T]) -> T:
-    """What a call of the codec came to. What a GPU has not done yet is waited for elsewhere."""
-    if pending.done:
-        return pending.result()
-    return await _waiter.result_of(pending)
-
-
-class _Waiter:
-    """A thread that waits for one launch after another, as they end on their stream.
-
-    It is a daemon: a device that does not answer must not keep the process from ending.
+    Raises:
+        UnsupportedDtype: a plane is encodable and the codec does not have its dtype.
     """
 
-    def __init__(self) -> None:
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+    def __init__(self, layout: CacheLayout, codebooks: Books, *, first_kv_head: int = 0) -> None:
+        self.layout = layout
+        self._first_kv_head = first_kv_head
+        self._books = [
+            [
+                tuple(codebooks.get((layer, name)) if group.encodable else None for name, _ in each)
+                for layer, each in enumerate(group.members)
+            ]
+            for group in layout.groups
+        ]
+        self._coded = [any(map(any, books)) for books in self._books]
+        self._shapes = [_wire_shape(group) for group in layout.groups]
+        self._elements = [element_of(dtype) for _, dtype in self._shapes]
+        self._kept: dict[tuple[int | WireMode, ...], codec.PagedCodec] = {}
 
-    async def result_of(self, pending: codec.Pending[T]) -> T:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+    @property
+    def has_codebooks(self) -> bool:
+        """Whether any plane can be sent in `WireMode.SPLITZIP`."""
+        return any(self._coded)
 
-        def settle(error: Exception | None, result: T | None) -> None:
-            if future.cancelled():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)  # type: ignore[arg-type]
+    def codes(self, group: int) -> bool:
+        """Return whether a plane of this group has a codebook."""
+        return self._coded[group]
 
-        def wait() -> None:
-            error, result = None, None
-            try:
-                result = pending.result()
-            except Exception as caught:  # noqa: BLE001 - raised again where it is awaited
-                error = caught
-            with suppress(RuntimeError):  # the loop is closed: nobody asks any more
-                loop.call_soon_threadsafe(settle, error, result)
+    def of(
+        self, planes: Sequence[Tensor], extent: Extent, mode: WireMode = WireMode.SPLITZIP
+    ) -> codec.PagedCodec:
+        """Return the codec of a segment's layers, KV heads and plane group.
 
-        self._inbox.put(wait)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="codec-waiter", daemon=True)
-            self._thread.start()
-        return await future
+        Args:
+            planes: those of the cache; the same at each call.
+            mode: for encoding; decoding takes the codebooks that the segment names.
+        """
+        key = (
+            *(extent.plane_group, extent.first_layer, extent.num_layers),
+            *(extent.first_kv_head, extent.num_kv_heads, mode),
+        )
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = codec.paged(*self._planes(planes, extent, mode))
+        return found
 
-    def _run(self) -> None:
-        while True:
-            self._inbox.get()()
+    def max_frame_bytes(self, group: int, layers: int, tokens: int) -> int:
+        """Return the largest frame of a segment with all KV heads of the cache, in bytes."""
+        dim, _ = self._shapes[group]
+        planes = layers * max(map(len, self.layout.groups[group].members))
+        kv_heads, page_size = self.layout.kv_heads, self.layout.page_size
+        shape = (planes, kv_heads, dim, tokens, page_size)
+        return HEADER_BYTES + codec.max_segment_bytes(*shape, self._elements[group])
+
+    @property
+    def min_slot_bytes(self) -> int:
+        """Smallest slot that holds one page of one layer, of any plane group."""
+        page_size, groups = self.layout.page_size, range(len(self.layout.groups))
+        return max(self.max_frame_bytes(group, 1, page_size) for group in groups)
+
+    def raw_bytes(self, extent: Extent) -> int:
+        """Return the bytes of a segment's KV as it is stored in the pages."""
+        group = self.layout.groups[extent.plane_group]
+        planes = group.count(extent.first_layer, extent.num_layers)
+        return planes * extent.num_kv_heads * extent.num_tokens * group.dim * group.dtype.itemsize
+
+    def escapes(self, extent: Extent, found: int) -> Escapes:
+        """Return the escapes of a segment beside those that the calibration expects."""
+        books = [book for book in self._books_of(extent) if book is not None]
+        dim = self.layout.groups[extent.plane_group].dim
+        elements = len(books) * extent.num_kv_heads * extent.num_tokens * dim
+        return Escapes(elements, found, sum(b.escape_rate for b in books) / max(1, len(books)))
+
+    def _planes(
+        self, planes: Sequence[Tensor], extent: Extent, mode: WireMode
+    ) -> tuple[list[Tensor], list[codec.Codebook | None]]:
+        group = self.layout.groups[extent.plane_group]
+        first = extent.first_kv_head - self._first_kv_head
+        heads = slice(first, first + extent.num_kv_heads)
+        whole = group_planes(planes, group, extent.first_layer, extent.num_layers)
+        books = self._books_of(extent)
+        if mode is WireMode.RAW:
+            books = [None] * len(books)
+        return [plane[:, heads] for plane in whole], books
+
+    def _books_of(self, extent: Extent) -> list[codec.Codebook | None]:
+        layers = slice(extent.first_layer, extent.first_layer + extent.num_layers)
+        return [book for books in self._books[extent.plane_group][layers] for book in books]
 
 
-_waiter = _Waiter()
+def group_planes(
+    planes: Sequence[Tensor], group: PlaneGroup, first_layer: int, num_layers: int
+) -> list[Tensor]:
+    """Return a group's planes in some layers, in the form that the codec takes.
+
+    The codec has no integer elements, but its raw mode copies bits. Planes that are not encodable
+    are therefore viewed as one of its element types, `[page, kv_head, slot, wire dim]`.
+    """
+    _, dtype = _wire_shape(group)
+    members = group.members[first_layer : first_layer + num_layers]
+    return [planes[index].view(dtype) for each in members for _, index in each]
+
+
+def _wire_shape(group: PlaneGroup) -> tuple[int, torch.dtype]:
+    """Return dim and dtype of a group's planes in the form that the codec takes."""
+    if group.encodable:
+        return group.dim, group.dtype
+    row = group.dim * group.dtype.itemsize
+    return (row, torch.float8_e4m3fn) if row % 2 else (row // 2, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Credits: a reader's promises of landing slots, given first come first served."""
+"""Credits: landing slots that a reader grants to its sequences, first come first served."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from services.transfer.errors import CreditError
 
 @dataclass
 class _Account:
-    granted: int = 0  # promised, nothing has landed yet
-    occupied: int = 0  # landed, or landing
-    member: bool = True
+    granted: int = 0  # credits without a segment
+    occupied: int = 0  # slots with a segment
+    member: bool = True  # may get further credits
 
     @property
     def held(self) -> int:
@@ -19,13 +19,13 @@ class _Account:
 class CreditPool:
     """Shares landing slots among sequences, oldest first. Pure bookkeeping; not thread-safe.
 
-    A slot that becomes free goes to the oldest sequence that holds less than ``per_sequence``, so
-    the oldest always proceeds, and what it leaves over serves the next. Promised and occupied slots
-    never exceed ``slots``, so whoever has a credit finds a slot when its segment comes.
+    A free slot goes to the oldest sequence that holds fewer than ``per_sequence``, so the oldest
+    always makes progress. Granted and occupied slots together never exceed ``slots``, so every
+    credit finds a slot when its segment arrives.
 
     Args:
-        slots: of the landing slab.
-        per_sequence: the most that one sequence holds, promised and occupied together.
+        slots: number of slots of the landing slab.
+        per_sequence: largest number that one sequence holds, granted and occupied together.
     """
 
     def __init__(self, slots: int, per_sequence: int) -> None:
@@ -37,14 +37,14 @@ class CreditPool:
 
     @property
     def free(self) -> int:
-        """Slots that are neither promised nor occupied."""
+        """Slots that are neither granted nor occupied."""
         return self._free
 
     def join(self, key: str) -> None:
-        """The sequence wants credits from now on; it is the youngest.
+        """Add a sequence behind all others.
 
         Raises:
-            CreditError: it has joined already.
+            CreditError: the sequence has joined already.
         """
         account = self._accounts.pop(key, None)
         if account is not None and account.member:
@@ -54,7 +54,7 @@ class CreditPool:
         self._accounts[key] = _Account(occupied=occupied)
 
     def grants(self) -> list[tuple[str, int]]:
-        """Promises what is free; returns (sequence, new credits) for those who got any."""
+        """Grant all free slots; return (sequence, new credits) of those that got any."""
         granted: list[tuple[str, int]] = []
         for key, account in self._accounts.items():
             if not self._free:
@@ -67,7 +67,7 @@ class CreditPool:
         return granted
 
     def land(self, key: str) -> None:
-        """A segment comes: one credit becomes an occupied slot.
+        """Turn one credit into an occupied slot, for an announced segment.
 
         Raises:
             CreditError: the sequence has no credit.
@@ -79,10 +79,10 @@ class CreditPool:
         account.occupied += 1
 
     def freed(self, key: str) -> None:
-        """An occupied slot is free again; also after the sequence has left.
+        """Return an occupied slot; allowed after the sequence has left.
 
         Raises:
-            CreditError: the sequence occupies none.
+            CreditError: the sequence occupies no slot.
         """
         account = self._accounts.get(key)
         if account is None or not account.occupied:
@@ -92,7 +92,7 @@ class CreditPool:
         self._forget(key, account)
 
     def leave(self, key: str) -> None:
-        """The sequence wants no more; unused credits return now, occupied slots when freed.
+        """Remove a sequence; unused credits return now, occupied slots when freed.
 
         Idempotent.
         """

@@ -1,47 +1,54 @@
-"""Whether KV still looks like the text that its codebooks were calibrated on."""
+"""Escape rates of recent KV compared with those of the codebooks' calibration sample."""
 
 from dataclasses import dataclass
 
-_ELEMENTS = 1 << 24
-"""What is remembered: as much of it is forgotten as comes in."""
-_TIMES, _PLUS = 2.0, 0.005
-"""The rate at which a calibration is out of date: so many times what it was when it was made, and
-so much more. Twice the escapes of a three-bit codebook cost about 2 % of its ratio."""
+_WINDOW = 1 << 24
+"""Elements in the moving average: older elements fade out as new ones arrive."""
+_FACTOR, _MARGIN = 2.0, 0.005
+"""A calibration is out of date when the rate exceeds ``_FACTOR * expected + _MARGIN``. Twice the
+escapes of a three-bit codebook cost about 2 % of its ratio."""
 
 
 @dataclass(frozen=True)
 class Escapes:
-    """Of a segment: how many elements had no code, and the share that the calibration expects."""
+    """Escapes of one encoded segment.
 
+    Attributes:
+        elements: elements of the planes that have a codebook.
+        found: elements whose exponent has no code.
+        expected_rate: share of elements without a code in the calibration sample.
+    """
+
+    elements: int
     found: int
     expected_rate: float
 
 
 class EscapeDrift:
-    """Escape rates of what was encoded lately, and of what the codebooks were made from."""
+    """Moving averages of the measured and the expected escape rate."""
 
     def __init__(self) -> None:
         self._elements = self._escapes = self._expected = 0.0
 
     def add(self, elements: int, escapes: int, expected_rate: float) -> None:
-        """Of a segment: its coded elements, how many had no code, and the share that should."""
-        kept = max(0.0, 1 - elements / _ELEMENTS)
+        """Add one segment; see `Escapes`."""
+        kept = max(0.0, 1 - elements / _WINDOW)
         self._elements = kept * self._elements + elements
         self._escapes = kept * self._escapes + escapes
         self._expected = kept * self._expected + elements * expected_rate
 
     @property
     def rate(self) -> float:
-        """Escapes per element, lately."""
+        """Recent escapes per element."""
         return self._escapes / self._elements if self._elements else 0.0
 
     @property
     def expected(self) -> float:
-        """The same of the samples that the codebooks were made from."""
+        """Escapes per element in the calibration samples of the same planes."""
         return self._expected / self._elements if self._elements else 0.0
 
     @property
     def recalibrate(self) -> bool:
-        """Whether a new calibration is advised; until enough was seen it is not."""
-        seen = self._elements >= _ELEMENTS / 16
-        return seen and self.rate > _TIMES * self.expected + _PLUS
+        """Whether a new calibration is advised; False until enough elements were seen."""
+        enough = self._elements >= _WINDOW / 16
+        return enough and self.rate > _FACTOR * self.expected + _MARGIN

@@ -1,28 +1,28 @@
-"""The error tree of the transfer.
+"""The error tree of KV transfers.
 
 TransferError
 ├── TransferClosed            the agent was closed
-├── TransferUnavailable       NIXL does not start here, or refuses the memory
+├── TransferUnavailable       NIXL does not start on this machine, or refuses the memory
 ├── PeerLost                  the peer died, cannot be reached, was removed or was never added
-├── PeerRefused               the peer's metadata is not metadata, or is another's
-├── ReadTimeout               past its deadline and not drained: see `ReadTimeout.drained`
-├── ReadFailed                the transport reports an error
-├── BadAddress                outside the memory that we, or the peer, registered
-├── FrameError                what lies in a slot is not the segment that was announced
+├── PeerRefused               the peer's metadata is malformed, or names another agent
+├── ReadTimeout               a READ exceeded its deadline; see `ReadTimeout.drained`
+├── ReadFailed                the transport reported an error
+├── BadAddress                an address outside the registered memory of either side
+├── FrameError                a slot does not hold the announced segment
 │   ├── CorruptFrame          no frame, another version, or a damaged header
-│   ├── StaleSegment          of another epoch, slot generation or attempt
-│   └── ForeignSegment        of another request, place, length or content
+│   ├── StaleSegment          a segment of another epoch, slot generation or attempt
+│   └── ForeignSegment        a segment with another request, extent, length or content
 ├── SlabError                 a slot or a length outside the slab
-├── SlotError                 a slot that is released twice, or by someone who does not hold it
-├── LeasesExhausted           as many leases as allowed are held
-└── CreditError               a credit used, or a slot freed, by someone who does not hold it
+├── SlotError                 a slot released twice, or not held
+├── LeasesExhausted           the largest number of leases is held
+└── CreditError               a credit used, or a slot freed, that the sequence does not hold
 """
 
 from concurrent.futures import Future
 
 
 class TransferError(Exception):
-    """Base of what can go wrong between two workers."""
+    """Base of all errors of a transfer between two workers."""
 
 
 class TransferClosed(TransferError):
@@ -30,7 +30,7 @@ class TransferClosed(TransferError):
 
 
 class TransferUnavailable(TransferError):
-    """NIXL does not start here, or refuses the memory."""
+    """NIXL does not start on this machine, or refuses the memory."""
 
 
 class PeerLost(TransferError):
@@ -38,14 +38,14 @@ class PeerLost(TransferError):
 
 
 class PeerRefused(TransferError):
-    """The peer's metadata is not metadata, or names another agent."""
+    """The peer's metadata is malformed, or names another agent."""
 
 
 class ReadTimeout(TransferError):
-    """A READ ran past its deadline.
+    """A READ exceeded its deadline.
 
-    The transport cannot take a READ back: a peer that was only stopped still answers it when it
-    resumes. Until then the landing slot belongs to the transport.
+    The transport cannot cancel a READ: a peer that was only stopped still answers when it resumes.
+    Until then the transport may write to the landing slot.
 
     Attributes:
         drained: resolves to None once nothing can write to the landing slot any more.
@@ -57,15 +57,15 @@ class ReadTimeout(TransferError):
 
 
 class ReadFailed(TransferError):
-    """The transport reports an error; nothing touches the landing slot any more."""
+    """The transport reported an error; nothing touches the landing slot any more."""
 
 
 class BadAddress(TransferError):
-    """A range outside the memory that we, or the peer, registered."""
+    """A range outside the registered memory of either side."""
 
 
 class FrameError(TransferError):
-    """What lies in a slot is not the segment that was announced."""
+    """A slot does not hold the announced segment."""
 
 
 class CorruptFrame(FrameError):
@@ -77,20 +77,20 @@ class StaleSegment(FrameError):
 
 
 class ForeignSegment(FrameError):
-    """A segment of another request, place, length or content."""
+    """A segment with another request, extent, length or content."""
 
 
 class SlabError(TransferError):
-    """A slot or a length outside the slab, or a slab that cannot be."""
+    """A slot or a length outside the slab, or invalid sizes of a slab."""
 
 
 class SlotError(TransferError):
-    """A slot that is released twice, or by someone who does not hold it."""
+    """A slot that is released twice, or not held."""
 
 
 class LeasesExhausted(TransferError):
-    """As many leases as allowed are held."""
+    """The largest number of leases is held."""
 
 
 class CreditError(TransferError):
-    """A credit used, or a slot freed, by someone who does not hold it."""
+    """A credit used, or a slot freed, that the sequence does not hold."""

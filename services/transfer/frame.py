@@ -1,26 +1,31 @@
-"""The frame: what lies in a slot is one segment behind a header that says whose it is.
+"""The frame: one segment in a slot, behind a header that identifies it.
 
-A manifest entry comes over gRPC and the bytes over NIXL; the header is how the reader knows that
-the two belong together. Little-endian, 96 bytes, so that the payload stays aligned to 16:
+The manifest entry of a segment arrives over gRPC and its bytes over NIXL. The header lets the
+reader check that the two belong together. It is little-endian and 112 bytes long, so that the
+payload stays aligned to 16:
 
 | offset | bytes | field                                                   |
 |-------:|------:|---------------------------------------------------------|
 |      0 |     4 | magic, "HRKV"                                           |
-|      4 |     2 | version, 1                                              |
-|      6 |     2 | header length, 96                                       |
+|      4 |     2 | version, 2                                              |
+|      6 |     2 | header length, 112                                      |
 |      8 |     4 | CRC-32 of the header with this field zero               |
 |     12 |     4 | attempt                                                 |
 |     16 |    16 | epoch of the sender, a UUID                             |
-|     32 |    16 | request: SHA-256 of its id, the first 16 bytes          |
+|     32 |    16 | request: the first 16 bytes of the SHA-256 of its id    |
 |     48 |     4 | index of the segment in its sequence                    |
 |     52 |     4 | first token                                             |
 |     56 |     4 | number of tokens                                        |
 |     60 |     4 | first layer                                             |
 |     64 |     4 | number of layers                                        |
-|     68 |     4 | zero                                                    |
-|     72 |     8 | generation of the sender's slot                         |
-|     80 |     8 | length of the payload, bytes                            |
-|     88 |     8 | checksum of the payload, as its own header has it       |
+|     68 |     4 | first KV head                                           |
+|     72 |     4 | number of KV heads                                      |
+|     76 |     4 | plane group                                             |
+|     80 |     4 | rank                                                    |
+|     84 |     4 | zero                                                    |
+|     88 |     8 | generation of the sender's slot                         |
+|     96 |     8 | length of the payload in bytes                          |
+|    104 |     8 | checksum of the payload, equal to that in its own header |
 """
 
 import hashlib
@@ -31,80 +36,75 @@ from typing import Self
 
 import torch
 
+from headrace.v1 import prefill_pb2 as pb
 from services.transfer.errors import CorruptFrame, ForeignSegment, FrameError, StaleSegment
 
-HEADER_BYTES = 96
-VERSION = 1
+HEADER_BYTES = 112
+VERSION = 2
 _MAGIC = b"HRKV"
-_LAYOUT = struct.Struct("<4sHHII16s16s6I3Q")
+_LAYOUT = struct.Struct("<4sHHII16s16s10I3Q")
 _CRC = slice(8, 12)
 
 
 @dataclass(frozen=True)
 class FrameHeader:
-    """Whose segment this is. Counts and offsets are unsigned; see the module for their widths."""
+    """Identity of one segment; see the module for the width of each unsigned field.
 
-    epoch: bytes  # 16
-    request: bytes  # 16
+    Attributes:
+        epoch: 16 bytes, the sender's.
+        request: 16 bytes of the hash of the request's id.
+        length: bytes of the payload.
+    """
+
+    epoch: bytes
+    request: bytes
     attempt: int
     index: int
     first_token: int
     num_tokens: int
     first_layer: int
     num_layers: int
+    first_kv_head: int
+    num_kv_heads: int
+    plane_group: int
+    rank: int
     generation: int
-    length: int  # of the payload, bytes
+    length: int
     checksum: int
 
     @classmethod
-    def describing(
-        cls,
-        *,
-        epoch: str,
-        request_id: str,
-        attempt: int,
-        index: int,
-        first_token: int,
-        num_tokens: int,
-        first_layer: int,
-        num_layers: int,
-        generation: int,
-        length: int,
-        checksum: int,
-    ) -> Self:
-        """The header of a segment in the manifest's terms.
+    def of(cls, segment: pb.Segment, *, epoch: str, request_id: str, attempt: int) -> Self:
+        """Return the header that a manifest entry announces.
 
         Args:
-            epoch: 32 hex digits.
+            epoch: the sender's, 32 hex digits.
 
         Raises:
-            FrameError: the epoch is not that.
+            FrameError: ``epoch`` is malformed.
         """
-        try:
-            epoch_bytes = bytes.fromhex(epoch)
-        except ValueError:
-            epoch_bytes = b""
-        if len(epoch_bytes) != 16:
-            raise FrameError(f"epoch {epoch!r} is not 32 hex digits")
         return cls(
-            epoch=epoch_bytes,
+            epoch=_epoch_bytes(epoch),
             request=hashlib.sha256(request_id.encode()).digest()[:16],
             attempt=attempt,
-            index=index,
-            first_token=first_token,
-            num_tokens=num_tokens,
-            first_layer=first_layer,
-            num_layers=num_layers,
-            generation=generation,
-            length=length,
-            checksum=checksum,
+            index=segment.index,
+            first_token=segment.first_token,
+            num_tokens=segment.num_tokens,
+            first_layer=segment.first_layer,
+            num_layers=segment.num_layers,
+            first_kv_head=segment.first_kv_head,
+            num_kv_heads=segment.num_kv_heads,
+            plane_group=segment.plane_group,
+            rank=segment.rank,
+            generation=segment.generation,
+            length=segment.length - HEADER_BYTES,
+            checksum=segment.checksum,
         )
 
     def pack_into(self, buffer: torch.Tensor) -> None:
-        """Writes the header to the first 96 bytes of ``buffer``, ``[n]`` uint8 on any device.
+        """Write the header to the start of ``buffer``, ``[n]`` uint8 on any device.
 
         Raises:
-            FrameError: the buffer is shorter, or a field does not fit its width.
+            FrameError: the buffer is too short, or a field does not fit its width.
         """
         if buffer.numel() < HEADER_BYTES:
             raise FrameError(f"a header does not fit {buffer.numel()} bytes")
@@ -113,7 +113,8 @@ class FrameHeader:
                 _LAYOUT.pack(
                     *(_MAGIC, VERSION, HEADER_BYTES, 0, self.attempt, self.epoch, self.request),
                     *(self.index, self.first_token, self.num_tokens),
-                    *(self.first_layer, self.num_layers, 0),
+                    *(self.first_layer, self.num_layers, self.first_kv_head, self.num_kv_heads),
+                    *(self.plane_group, self.rank, 0),
                     *(self.generation, self.length, self.checksum),
                 )
             )
@@ -124,52 +125,40 @@ class FrameHeader:
 
     @classmethod
     def unpack(cls, buffer: torch.Tensor) -> Self:
-        """Reads the header of the frame in ``buffer``, ``[n]`` uint8 on any device.
+        """Read the header of the frame in ``buffer``, ``[n]`` uint8 on any device.
 
         Raises:
-            CorruptFrame: there is none, it is of another version, or it is damaged.
+            CorruptFrame: there is no header, or it has another version or is damaged.
         """
         packed = bytearray(buffer[:HEADER_BYTES].cpu().numpy().tobytes())
         if len(packed) < HEADER_BYTES:
             raise CorruptFrame(f"a frame of {len(packed)} bytes has no header")
-        fields = _LAYOUT.unpack(packed)
-        magic, version, header_bytes, crc, attempt, epoch, request = fields[:7]
-        index, first_token, num_tokens, first_layer, num_layers, zero = fields[7:13]
-        generation, length, checksum = fields[13:]
+        magic, version, header_bytes, crc, attempt, epoch, request, *numbers = _LAYOUT.unpack(
+            packed
+        )
         if magic != _MAGIC:
             raise CorruptFrame("the slot does not hold a frame")
         if (version, header_bytes) != (VERSION, HEADER_BYTES):
             raise CorruptFrame(f"a frame of version {version} with {header_bytes} header bytes")
         packed[_CRC] = bytes(4)
+        zero = numbers.pop(9)
         if zlib.crc32(packed) != crc or zero:
             raise CorruptFrame("the frame's header is damaged")
-        return cls(
-            epoch=epoch,
-            request=request,
-            attempt=attempt,
-            index=index,
-            first_token=first_token,
-            num_tokens=num_tokens,
-            first_layer=first_layer,
-            num_layers=num_layers,
-            generation=generation,
-            length=length,
-            checksum=checksum,
-        )
+        return cls(epoch, request, attempt, *numbers)
 
 
 _STALE = ("epoch", "generation", "attempt")
 _FOREIGN = (
-    *("request", "index", "first_token", "num_tokens"),
-    *("first_layer", "num_layers", "length", "checksum"),
+    *("request", "index", "first_token", "num_tokens", "first_layer", "num_layers"),
+    *("first_kv_head", "num_kv_heads", "plane_group", "rank", "length", "checksum"),
 )
 
 
 def verify(expected: FrameHeader, found: FrameHeader) -> None:
-    """Holds the frame that was read against the one that was announced.
+    """Compare the header that was read with the one that was announced.
 
-    Staleness is looked for first: a slot that was reused meanwhile differs in everything, and its
-    generation is the reason.
+    Staleness is checked first. A slot that was reused differs in every field, and its generation is
+    the cause.
 
     Raises:
         StaleSegment: epoch, slot generation or attempt differ.
@@ -180,6 +169,16 @@ def verify(expected: FrameHeader, found: FrameHeader) -> None:
             want, have = getattr(expected, name), getattr(found, name)
             if want != have:
                 raise error(f"{name} is {_show(have)}, announced was {_show(want)}")
+
+
+def _epoch_bytes(epoch: str) -> bytes:
+    try:
+        packed = bytes.fromhex(epoch)
+    except ValueError:
+        packed = b""
+    if len(packed) != 16:
+        raise FrameError(f"epoch {epoch!r} is not 32 hex digits")
+    return packed
 
 
 def _show(value: int | bytes) -> str:

@@ -1,4 +1,4 @@
-"""The reader's landing slots: promised as credits, and withheld while anything may touch them."""
+"""The reader's landing slots: granted as credits, and withheld while anything may touch them."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from services.transfer.errors import CreditError, ReadTimeout
 from services.transfer.slab import Slab, SlotPool, SlotRef
 
 
-class Landing:
-    """A landing slab, its slots and its credits. On the event loop.
+class LandingSlots:
+    """A landing slab with its slots and credits. Runs on the event loop.
 
     Args:
-        grant: tells a sequence of new credits, by its key.
+        grant: called with a sequence's key and the number of its new credits.
     """
 
     def __init__(
@@ -31,24 +31,24 @@ class Landing:
 
     @property
     def quarantined(self) -> int:
-        """Slots that nobody wants any more, and that something may still touch."""
+        """Slots of ended sequences that a READ or a decode may still touch."""
         return self._slots.quarantined
 
     def join(self, key: str) -> None:
-        """A sequence wants landing space, after those that came before it."""
+        """Queue a sequence for landing slots, after those that joined earlier."""
         self._credits.join(key)
         self._share()
 
     def leave(self, key: str) -> None:
-        """It wants no more; slots that it occupies return when nothing touches them."""
+        """Take back unused credits; occupied slots return when nothing touches them."""
         self._credits.leave(key)
         self._share()
 
     def land(self, key: str) -> SlotRef:
-        """The slot for a segment that was announced.
+        """Return the slot for a segment that was announced.
 
         Raises:
-            CreditError: it was announced without a credit.
+            CreditError: the sequence has no credit.
         """
         self._credits.land(key)
         slot = self._slots.acquire()
@@ -57,7 +57,7 @@ class Landing:
         return slot
 
     def free_after(self, slot: SlotRef, key: str, user: "asyncio.Future[Any] | None") -> None:
-        """Returns a slot and its credit once ``user``, who may touch the slot, has ended."""
+        """Free a slot and its credit once ``user``, which may touch the slot, has ended."""
         if user is None:
             self._slots.release(slot)
             self._freed(key)

@@ -4,14 +4,14 @@ from services.transfer.errors import LeasesExhausted
 
 
 class LeaseTable:
-    """Pure bookkeeping; time is passed in, in seconds of a monotonic clock. Not thread-safe.
+    """The leases of a sender. Pure bookkeeping; not thread-safe.
 
-    When a lease ends does not depend on when anyone looks: one that is past its end cannot be
+    Times are seconds of a monotonic clock and are passed in. A lease past its end cannot be
     renewed, even if `expired` has not reported it yet.
 
     Args:
-        lease_s: from the grant or the last renewal to the end.
-        max_leases: held at a time.
+        lease_s: seconds from the grant or the last renewal to the end.
+        max_leases: largest number held at a time.
     """
 
     def __init__(self, lease_s: float, max_leases: int) -> None:
@@ -23,11 +23,11 @@ class LeaseTable:
 
     @property
     def active(self) -> int:
-        """Granted, and neither released nor reported as expired."""
+        """Number of leases neither released nor reported as expired."""
         return len(self._ends)
 
     def grant(self, key: str, now: float) -> None:
-        """Starts a lease, or starts it anew.
+        """Start a lease, or restart it.
 
         Raises:
             LeasesExhausted: ``max_leases`` others are held.
@@ -37,7 +37,7 @@ class LeaseTable:
         self._ends[key] = now + self._lease_s
 
     def renew(self, key: str, now: float) -> bool:
-        """Extends a lease; False where it has ended or never was."""
+        """Extend a lease; return False if there is none or it has ended."""
         end = self._ends.get(key)
         if end is None or now >= end:
             return False
@@ -45,11 +45,11 @@ class LeaseTable:
         return True
 
     def release(self, key: str) -> bool:
-        """Ends a lease. Idempotent: False where there was none."""
+        """End a lease; return False if there is none. Idempotent."""
         return self._ends.pop(key, None) is not None
 
     def expired(self, now: float) -> list[str]:
-        """The leases that ended by now, first ended first; each is reported once and is gone."""
+        """Remove and return the leases that have ended, in the order of their ends."""
         keys = sorted(
             (key for key, end in self._ends.items() if now >= end), key=self._ends.__getitem__
         )

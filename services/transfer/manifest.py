@@ -1,123 +1,152 @@
-"""The manifest: which segments a chunk becomes, what frame each has, whether they cover it all."""
+"""The manifest: cutting computed KV into segments, and checking that they cover a sequence."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from headrace.v1 import prefill_pb2 as pb
+import numpy as np
+
+from runtime.kv.cache import CacheLayout
 from services.transfer.errors import ForeignSegment
-from services.transfer.frame import HEADER_BYTES, FrameHeader
+from services.transfer.extent import Extent
 
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """The tokens and layers of one segment; ``pages`` hold its tokens on the sender."""
+    """One segment to encode.
 
-    first_token: int
-    num_tokens: int
-    first_layer: int
-    num_layers: int
+    Attributes:
+        pages: the sender's pages that hold the tokens, in token order.
+    """
+
+    extent: Extent
     pages: tuple[int, ...]
 
 
 def plan_segments(
+    layout: CacheLayout,
     *,
     first_token: int,
     num_tokens: int,
     pages: tuple[int, ...],
-    page_size: int,
-    num_layers: int,
     capacity: int,
-    bound: Callable[[int, int], int],
+    bound: Callable[[int, int, int], int],
+    rank: int = 0,
+    first_kv_head: int = 0,
 ) -> Iterator[SegmentPlan]:
-    """Cuts a chunk into segments whose encoded bound fits ``capacity`` bytes.
+    """Cut a chunk of tokens into segments that fit a slot.
 
-    As many layers as fit go into one segment; a chunk of which not even one layer fits is cut by
-    pages first.
+    As many layers as fit go into one segment. If not even one layer of the chunk fits, the chunk is
+    cut by pages first.
 
     Args:
-        first_token: a multiple of ``page_size``.
-        bound: the largest encoded size of (layers, tokens), bytes.
+        layout: the sender's cache, which holds the KV heads of its rank.
+        first_token: a multiple of the page size.
+        pages: pages of the chunk, in token order.
+        capacity: bytes of a slot.
+        bound: largest frame of (plane group, layers, tokens), in bytes.
+        first_kv_head: the first of the rank's KV heads.
 
     Raises:
         ValueError: one page of one layer does not fit.
     """
-    tokens = num_tokens
-    while tokens > page_size and bound(1, tokens) > capacity:
-        tokens = -(-tokens // (2 * page_size)) * page_size
-    if bound(1, tokens) > capacity:
-        raise ValueError(f"a slot of {capacity} bytes does not hold one page of one layer")
-    layers = num_layers
-    while bound(layers, tokens) > capacity:
-        layers = -(-layers // 2)
-    for offset in range(0, num_tokens, tokens):
-        count = min(tokens, num_tokens - offset)
-        first_page = offset // page_size
-        held = pages[first_page : first_page + -(-count // page_size)]
-        for layer in range(0, num_layers, layers):
-            yield SegmentPlan(
-                first_token + offset, count, layer, min(layers, num_layers - layer), held
-            )
-
-
-def frame_of(segment: pb.Segment, *, epoch: str, request_id: str, attempt: int) -> FrameHeader:
-    """The header in front of a segment's payload, as its manifest entry announces it.
-
-    Args:
-        epoch: of the sender, 32 hex digits.
-
-    Raises:
-        FrameError: the epoch is not that.
-    """
-    return FrameHeader.describing(
-        epoch=epoch,
-        request_id=request_id,
-        attempt=attempt,
-        index=segment.index,
-        first_token=segment.first_token,
-        num_tokens=segment.num_tokens,
-        first_layer=segment.first_layer,
-        num_layers=segment.num_layers,
-        generation=segment.generation,
-        length=segment.length - HEADER_BYTES,
-        checksum=segment.checksum,
-    )
+    page_size = layout.page_size
+    for number, group in enumerate(layout.groups):
+        tokens = num_tokens
+        while tokens > page_size and bound(number, 1, tokens) > capacity:
+            tokens = -(-tokens // (2 * page_size)) * page_size
+        if bound(number, 1, tokens) > capacity:
+            raise ValueError(f"a slot of {capacity} bytes does not hold one page of one layer")
+        layers = max(len(run) for run in group.runs)
+        while bound(number, layers, tokens) > capacity:
+            layers = -(-layers // 2)
+        for offset in range(0, num_tokens, tokens):
+            count = min(tokens, num_tokens - offset)
+            first_page = offset // page_size
+            held = pages[first_page : first_page + -(-count // page_size)]
+            for run in group.runs:
+                for layer in range(run.start, run.stop, layers):
+                    extent = Extent(
+                        first_token=first_token + offset,
+                        num_tokens=count,
+                        first_layer=layer,
+                        num_layers=min(layers, run.stop - layer),
+                        first_kv_head=first_kv_head,
+                        num_kv_heads=layout.kv_heads,
+                        plane_group=number,
+                        rank=rank,
+                    )
+                    yield SegmentPlan(extent, held)
 
 
 class Coverage:
-    """Which (page, layer) cells of a sequence have arrived: each exactly once, or it is refused."""
+    """Records which (plane group, page, layer, KV head) cells of a sequence have arrived.
 
-    def __init__(self, num_tokens: int, num_layers: int, page_size: int) -> None:
-        self._tokens, self._layers, self._page_size = num_tokens, num_layers, page_size
-        self._cells = bytearray(-(-num_tokens // page_size) * num_layers)
-        self._missing = len(self._cells)
+    Args:
+        layout: the receiver's cache, which holds all KV heads.
+        ranks: number of ranks that send.
+    """
+
+    def __init__(self, num_tokens: int, layout: CacheLayout, *, ranks: int = 1) -> None:
+        self._tokens, self._page_size, self._ranks = num_tokens, layout.page_size, ranks
+        pages = -(-num_tokens // layout.page_size)
+        self._present = [[bool(planes) for planes in group.members] for group in layout.groups]
+        shape = len(layout.groups), pages, len(layout.layers), layout.kv_heads
+        self._arrived = np.zeros(shape, dtype=np.bool_)
+        self._missing = sum(map(sum, self._present)) * pages * layout.kv_heads
 
     @property
     def complete(self) -> bool:
+        """Whether every cell has arrived."""
         return self._missing == 0
 
-    def add(self, first_token: int, num_tokens: int, first_layer: int, num_layers: int) -> range:
-        """Claims a segment's cells; returns the indices of its pages within the sequence.
+    def add(self, extent: Extent) -> range:
+        """Claim the cells of a segment.
+
+        Returns:
+            Indices of the segment's pages within the sequence.
 
         Raises:
-            ForeignSegment: outside the sequence, not on page boundaries, or there already.
+            ForeignSegment: the extent is outside the sequence, not on page boundaries, or some of
+                it has arrived already. No cell is claimed then.
         """
-        end = first_token + num_tokens
-        on_pages = first_token % self._page_size == 0 and (
+        pages = self._pages(extent)
+        layers, heads = self._layers(extent), self._heads(extent)
+        cells = self._arrived[
+            extent.plane_group,
+            pages.start : pages.stop,
+            layers.start : layers.stop,
+            heads.start : heads.stop,
+        ]
+        if cells.any():
+            raise ForeignSegment(f"some of {extent} arrived twice")
+        cells[...] = True
+        self._missing -= cells.size
+        return pages
+
+    def _pages(self, extent: Extent) -> range:
+        first, end = extent.first_token, extent.first_token + extent.num_tokens
+        on_pages = first % self._page_size == 0 and (
             end == self._tokens or end % self._page_size == 0
         )
-        if num_tokens < 1 or end > self._tokens or not on_pages:
-            raise ForeignSegment(f"tokens {first_token}..{end} of a sequence of {self._tokens}")
-        if num_layers < 1 or first_layer + num_layers > self._layers:
-            raise ForeignSegment(f"layers {first_layer}+{num_layers} of {self._layers}")
-        pages = range(first_token // self._page_size, -(-end // self._page_size))
-        cells = [
-            page * self._layers + layer
-            for page in pages
-            for layer in range(first_layer, first_layer + num_layers)
-        ]
-        if any(self._cells[cell] for cell in cells):
-            raise ForeignSegment(f"tokens {first_token}..{end} arrived twice")
-        for cell in cells:
-            self._cells[cell] = 1
-        self._missing -= len(cells)
-        return pages
+        if extent.num_tokens < 1 or end > self._tokens or not on_pages:
+            raise ForeignSegment(f"tokens {first}..{end} of a sequence of {self._tokens}")
+        return range(first // self._page_size, -(-end // self._page_size))
+
+    def _layers(self, extent: Extent) -> range:
+        first, count, group = extent.first_layer, extent.num_layers, extent.plane_group
+        if group >= len(self._present):
+            raise ForeignSegment(f"plane group {group} of {len(self._present)}")
+        present = self._present[group]
+        if count < 1 or first + count > len(present):
+            raise ForeignSegment(f"layers {first}+{count} of {len(present)}")
+        if not all(present[first : first + count]):
+            raise ForeignSegment(f"layers {first}+{count} have no planes of group {group}")
+        return range(first, first + count)
+
+    def _heads(self, extent: Extent) -> range:
+        first, count, kv_heads = extent.first_kv_head, extent.num_kv_heads, self._arrived.shape[3]
+        if extent.rank >= self._ranks:
+            raise ForeignSegment(f"rank {extent.rank} of {self._ranks}")
+        if count < 1 or first + count > kv_heads:
+            raise ForeignSegment(f"KV heads {first}+{count} of {kv_heads}")
+        return range(first, first + count)

@@ -1,4 +1,4 @@
-"""What the owner thread of a transfer agent does: the only code that talks to NIXL."""
+"""The owner thread's side of a transfer agent: the only code that calls NIXL."""
 
 import time
 from concurrent.futures import Future
@@ -21,20 +21,20 @@ from services.transfer.errors import (
 from services.transfer.network import TransferNetwork
 from services.transfer.slab import Slab
 
-_PROGRESS_TIMEOUT_US = 1000  # the progress thread wakes on events and this; with 0 it spins
-_SPIN_S = 100e-6  # polls without a pause after something happened: small READs end within it
-_NAP_S = 150e-6  # between polls after that
-_DRAIN_NAP_S = 10e-3  # between polls where only READs past their deadlines are left
+_PROGRESS_TIMEOUT_US = 1000  # longest sleep of the progress thread; with 0 it spins
+_SPIN_S = 100e-6  # poll without a pause for so long after an event: small READs end within it
+_NAP_S = 150e-6  # pause between polls after that
+_DRAIN_NAP_S = 10e-3  # pause between polls when only READs past their deadlines are left
 
 
 @dataclass(frozen=True)
 class ReadDone:
-    """A READ has arrived, whole.
+    """A completed READ.
 
     Attributes:
-        seconds: from its start to its end.
-        busy_s: since its start or, where that was later, since the last end of a READ from this
-            peer: READs in flight together share the link, and the sum of these is its busy time.
+        seconds: time from its start to its end.
+        busy_s: time since its start or since the last end of a READ from this peer, whichever is
+            later. READs in flight share the link, so the sum is the link's busy time.
     """
 
     seconds: float
@@ -44,8 +44,8 @@ class ReadDone:
 @dataclass
 class _Peer:
     reads: int = 0
-    last_end: float = 0.0  # of its READs
-    removals: list["Future[None]"] = field(default_factory=list)  # not empty: it is leaving
+    last_end: float = 0.0  # when its last READ ended
+    removals: list["Future[None]"] = field(default_factory=list)  # not empty: it is being removed
 
 
 @dataclass
@@ -56,13 +56,13 @@ class _Read:
     started: float
     deadline: float
     future: "Future[ReadDone]"
-    drained: "Future[None] | None" = None  # there once the deadline has passed
+    drained: "Future[None] | None" = None  # set once the deadline has passed
 
 
 class Owner:
-    """NIXL's agent with its slabs, peers and running READs. Lives and dies on one thread.
+    """NIXL's agent with its slabs, peers and running READs. Used on one thread only.
 
-    Every command settles the future it is given, or raises a TransferError.
+    Every command settles the future it receives, or raises a TransferError.
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
@@ -112,7 +112,7 @@ class Owner:
         peer = self._peers.get(name)
         if peer is not None:
             if not peer.removals:
-                raise PeerRefused(f"peer {name} is there already")
+                raise PeerRefused(f"peer {name} was added already")
             _settle(peer.removals)
             future.set_result(None)
             return
@@ -146,10 +146,10 @@ class Owner:
         deadline: float,
         future: "Future[ReadDone]",
     ) -> None:
-        """Starts a READ of ``remote``: address, length, device."""
+        """Start a READ of ``remote``: (address, length, device)."""
         peer = self._peers.get(peer_name)
         if peer is None or peer.removals:
-            raise PeerLost(f"peer {peer_name} is not here")
+            raise PeerLost(f"peer {peer_name} is not known")
         length = _checked_length(remote, kind, local)
         landing = (local.data_ptr(), length, max(local.get_device(), 0))
         started = time.monotonic()
@@ -173,7 +173,7 @@ class Owner:
         self._reads.append(_Read(peer_name, handle, local, started, deadline, future))
 
     def patience(self) -> float | None:
-        """How long the thread may sleep before the next poll, seconds; None: nothing to poll."""
+        """Return the seconds until the next poll is due, or None if there is nothing to poll."""
         if not self._reads:
             return None
         if all(read.drained for read in self._reads):
@@ -181,7 +181,7 @@ class Owner:
         return 0.0 if time.monotonic() - self._last_event < _SPIN_S else _NAP_S
 
     def poll(self) -> None:
-        """Settles the READs that have ended, or whose deadlines have passed."""
+        """Settle the READs that have ended or exceeded their deadlines."""
         running = []
         for read in self._reads:
             try:
@@ -199,33 +199,33 @@ class Owner:
         self._reads = running
 
     def close(self, grace_s: float) -> None:
-        """Lets READs end for so long, then takes NIXL down; whatever is left fails.
+        """Wait up to ``grace_s`` for READs, then shut NIXL down; remaining READs fail.
 
-        No future is left without an answer, even where this raises.
+        Every future is settled, even if this raises.
         """
         try:
             end = time.monotonic() + grace_s
             while self._reads and time.monotonic() < end:
                 time.sleep(_NAP_S)
                 self.poll()
-            self._take_down()
+            self._shut_down()
         finally:
             for read in self._reads:
-                self._answer(read)
+                self._fail_closed(read)
             for peer in self._peers.values():
                 _settle(peer.removals)
 
-    def _take_down(self) -> None:
+    def _shut_down(self) -> None:
         for read in self._reads:
             self._release(read.handle)
         for name in self._peers:
             self._nixl.invalidateRemoteMD(name)
         for _, registration in self._slabs:
             self._nixl.deregisterMem(registration, self._ucx)
-        del self._nixl  # only its end closes the connections, and with them the READs
+        del self._nixl  # its destructor closes the connections and ends the READs
 
-    def _answer(self, read: _Read) -> None:
-        """Of a READ that the agent's end has ended."""
+    def _fail_closed(self, read: _Read) -> None:
+        """Settle a READ that the shutdown has ended."""
         if read.drained is not None:
             if not read.drained.done():
                 read.drained.set_result(None)
@@ -248,7 +248,7 @@ class Owner:
         self._remove_if_idle(read.peer, peer)
 
     def _remove_if_idle(self, name: str, peer: _Peer) -> None:
-        """A peer with a running READ is kept: only its handle tells when the slot is safe."""
+        """Remove a leaving peer without READs; only a READ's handle shows when its slot is safe."""
         if peer.removals and not peer.reads:
             del self._peers[name]
             self._nixl.invalidateRemoteMD(name)
@@ -272,14 +272,18 @@ class Owner:
 
 
 def _checked_length(remote: tuple[int, int, int], kind: str, local: torch.Tensor) -> int:
-    """Refuses what NIXL's bindings would refuse with a TypeError, or not at all."""
+    """Return the length of a READ after checks that NIXL's bindings do not make.
+
+    Raises:
+        BadAddress: a value is out of range, or ``local`` does not fit.
+    """
     address, length, device = remote
     if kind not in ("DRAM", "VRAM") or not 0 <= device < 1 << 31:
         raise BadAddress(f"memory of kind {kind!r}, device {device}")
     if address < 0 or length < 1 or address + length > 1 << 64:
         raise BadAddress(f"{length} bytes at {address}")
     if local.dtype != torch.uint8 or local.shape != (length,) or not local.is_contiguous():
-        raise BadAddress(f"{length} bytes do not land in {local.dtype} {tuple(local.shape)}")
+        raise BadAddress(f"{length} bytes do not fit {local.dtype} {tuple(local.shape)}")
     return length
 
 
@@ -288,7 +292,7 @@ def _expire(read: _Read) -> None:
         read.drained = Future()
         read.drained.set_running_or_notify_cancel()
         read.future.set_exception(
-            ReadTimeout(f"READ from {read.peer} ran past its deadline", read.drained)
+            ReadTimeout(f"READ from {read.peer} exceeded its deadline", read.drained)
         )
 
 

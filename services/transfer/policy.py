@@ -1,21 +1,21 @@
-"""Whether a segment travels raw or as SplitZip: decided from measurements, for each link.
+"""The choice between raw and SplitZip for each segment, from measurements of each link.
 
-A segment passes three stages that overlap with those of other segments: the sender's engine
-encodes the next ones while one is on the wire, the reader's engine decodes the last. Each mode has
-an encode speed C and a decode speed D, in bytes of KV per second, and a ratio ρ of KV to wire
-bytes; the link has L bytes of wire per second. The stages of one byte take
+A segment passes three stages, which overlap with those of other segments: while one segment is on
+the wire, the sender encodes the next ones and the reader decodes the last. Each mode has an encode
+speed C and a decode speed D, in bytes of KV per second, and a ratio ρ of KV bytes to wire bytes.
+The link carries L wire bytes per second. The stages of one byte take
 
     e = 1 / C        t = 1 / (ρ L)        d = 1 / D
 
-seconds, and n segments of b bytes, the first of which fills the pipeline,
+seconds. The first of n segments of b bytes fills the pipeline, so all of them take
 
     b (e + t + d + (n - 1) max(e, t, d)),
 
-which is the sequential sum for n = 1 and the slowest stage for many. Raw KV has an encode and a
-decode, too (gather or scatter, and checksum), with speeds of its own.
+which is the sequential sum for n = 1 and approaches the slowest stage for many. Raw segments are
+encoded and decoded too (gather or scatter, and checksum), with speeds of their own.
 
-Pure bookkeeping: no clock, no socket, no thread. Seconds are passed in, ages are counted in
-segments.
+This module is pure bookkeeping: no clock, no socket, no thread. Seconds are passed in, and ages are
+counted in segments.
 """
 
 from collections import deque
@@ -24,34 +24,35 @@ from enum import StrEnum
 from statistics import median_high
 from typing import Self
 
-LINK_DECAY = 0.95  # of the past at each segment: READs in flight together end in clumps
+LINK_DECAY = 0.95  # weight of the past at each segment; READs in flight end in clusters
 RATIO_DECAY = 0.8
-CODEC_WINDOW = 15  # segments in one mode
-SWITCH_BELOW = 0.95  # of the current mode's time: hysteresis
-PROBES = 2  # segments in each mode on a new link; the first one pays for cold memory and code
-EXPLORE_EVERY = 32  # segments, at least, between two in the mode that is not chosen
-EXPLORE_SHARE = 0.03  # of the time of all segments, at most, is lost to exploring
+CODEC_WINDOW = 15  # segments in the median of one mode
+SWITCH_BELOW = 0.95  # switch if the other mode takes less than this share: hysteresis
+PROBES = 2  # segments in each mode on a new link; the first one has cold caches
+EXPLORE_EVERY = 32  # minimum number of segments between two in the mode that is not chosen
+EXPLORE_SHARE = 0.03  # maximum share of the time that is spent on exploring
 
 
 class WireMode(StrEnum):
-    """How a segment travels."""
+    """Encoding of a segment on the wire."""
 
     RAW = "raw"
     SPLITZIP = "splitzip"
 
     @property
     def other(self) -> "WireMode":
+        """The other one of the two modes."""
         return WireMode.SPLITZIP if self is WireMode.RAW else WireMode.RAW
 
 
 @dataclass(frozen=True)
 class SegmentTiming:
-    """What a reader measured of one segment, seconds.
+    """A reader's measurements of one segment, in seconds.
 
     Attributes:
-        read_s: by how long the link was busy longer for this segment: READs in flight at the same
-            time share that time, so their sum is the link's.
-        decode_s: of the codec alone, without waiting for the engine.
+        read_s: by how much this READ extended the link's busy time. READs in flight share that
+            time, so the sum over READs is the busy time.
+        decode_s: time of the codec alone, without waiting for the engine.
     """
 
     read_s: float
@@ -59,17 +60,17 @@ class SegmentTiming:
 
     @property
     def plausible(self) -> bool:
-        """It came from another process: it must be a time, and not one that lasts for ever."""
+        """Whether the values, which come from another process, are positive and finite times."""
         return 0 <= self.read_s < 1e6 and 0 < self.decode_s < 1e6
 
 
 @dataclass(frozen=True)
 class ModeSpeed:
-    """One mode on one link; None: not measured yet.
+    """Measurements of one mode on one link; None where there is none yet.
 
     Attributes:
-        encode, decode: bytes of KV per second.
-        ratio: bytes of KV for each byte of wire.
+        encode, decode: KV bytes per second.
+        ratio: KV bytes per wire byte.
     """
 
     encode: float | None
@@ -78,12 +79,18 @@ class ModeSpeed:
 
     @property
     def measured(self) -> bool:
+        """Whether nothing is missing."""
         return None not in (self.encode, self.decode, self.ratio)
 
 
 @dataclass(frozen=True)
 class LinkView:
-    """What is known of one link; ``bytes_per_second`` of wire, None before the first segment."""
+    """State of one link.
+
+    Attributes:
+        choice: the mode that was measured to be faster.
+        bytes_per_second: wire bytes per second, None before the first segment.
+    """
 
     choice: WireMode
     bytes_per_second: float | None
@@ -92,7 +99,7 @@ class LinkView:
 
 @dataclass
 class _Rate:
-    """Amount over seconds (or over another amount), the past decaying with each addition."""
+    """Quotient of two sums that decay with each addition."""
 
     decay: float
     amount: float = 0.0
@@ -108,9 +115,10 @@ class _Rate:
 
 
 class _Speed:
-    """The median of the last observations: a worker's cores have other work, too, and an encode or
-    a decode that was interrupted says nothing of the mode. Of two the faster one counts, since the
-    first in a process may have run cold."""
+    """Median of the last observations, so that interrupted encodes and decodes do not count.
+
+    Of two observations the faster one is taken, since the first one of a process may be cold.
+    """
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=CODEC_WINDOW)
@@ -134,15 +142,17 @@ class _Link:
     decode: dict[WireMode, _Speed] = field(default_factory=_speeds)
     issued: dict[WireMode, int] = field(default_factory=lambda: dict.fromkeys(WireMode, 0))
     since_other: int = 0  # segments since the last one in the mode that is not chosen
-    allowance_s: float = 0.0  # what exploring may cost now
+    allowance_s: float = 0.0  # time that exploring may cost now
 
 
 def transfer_seconds(speed: ModeSpeed, link: float, nbytes: int, segments: int) -> float:
-    """The model of the module's head: seconds of ``segments`` segments of ``nbytes`` of KV each.
+    """Return the predicted seconds of ``segments`` segments of ``nbytes`` KV bytes each.
+
+    The formula is in the docstring of the module.
 
     Args:
-        speed: measured, all of it.
-        link: bytes of wire per second.
+        speed: complete measurements of a mode.
+        link: wire bytes per second.
 
     Raises:
         ValueError: a speed is missing.
@@ -156,14 +166,14 @@ def transfer_seconds(speed: ModeSpeed, link: float, nbytes: int, segments: int) 
 class LinkPolicy:
     """Chooses the mode of each segment on each link. Not thread-safe.
 
-    A new link is probed with `PROBES` segments in each mode; until they have been measured it sends
-    SplitZip. From then on the faster mode by the model is chosen, a change needing a gain of 5 %.
-    The link's own speed shows in either mode. Of the codec's speed in the mode that is not chosen
-    only a segment in that mode tells: one in `EXPLORE_EVERY`, and fewer where that would take more
-    than `EXPLORE_SHARE` of all segments' time.
+    A new link is probed with `PROBES` segments in each mode. It uses SplitZip until these are
+    measured, and the mode with the smaller predicted time afterwards. A change needs a gain of 5 %.
+    The link's speed is measured in either mode. The codec's speed in the other mode is measured by
+    exploring: one segment in `EXPLORE_EVERY` uses that mode, fewer if exploring would take more
+    than `EXPLORE_SHARE` of the time.
 
     Args:
-        forced: this mode always; what is measured is measured all the same.
+        forced: always use this mode; measurements are still taken.
     """
 
     def __init__(self, forced: WireMode | None = None) -> None:
@@ -174,18 +184,18 @@ class LinkPolicy:
 
     @classmethod
     def of(cls, setting: str, *, has_codebooks: bool) -> Self:
-        """By the setting ``codec``: "auto", "raw" or "splitzip"; without codebooks all is raw."""
+        """Return the policy for a setting: "auto", "raw" or "splitzip"; raw without codebooks."""
         if not has_codebooks:
             return cls(WireMode.RAW)
         return cls(None if setting == "auto" else WireMode(setting))
 
     def choose(self, peer: str, nbytes: int, segments: int) -> WireMode:
-        """The mode of the next segment.
+        """Return the mode of the next segment.
 
         Args:
-            peer: who reads it.
-            nbytes: of its KV.
-            segments: of its sequence that have not been acknowledged, this one included.
+            peer: id of the reader.
+            nbytes: KV bytes of the segment.
+            segments: segments of the sequence that are not acknowledged, including this one.
         """
         link = self._link(peer)
         mode = self._forced or self._choose(link, nbytes, segments)
@@ -193,7 +203,7 @@ class LinkPolicy:
         return mode
 
     def encoded(self, mode: WireMode, nbytes: int, wire_bytes: int, encode_s: float) -> None:
-        """A segment was encoded: bytes of KV, bytes of wire, seconds of the codec alone."""
+        """Record an encoded segment: KV bytes, wire bytes, seconds of the codec alone."""
         if encode_s > 0:
             self._encode[mode].add(nbytes, encode_s)
         self._ratio[mode].add(nbytes, wire_bytes)
@@ -201,7 +211,7 @@ class LinkPolicy:
     def arrived(
         self, peer: str, mode: WireMode, nbytes: int, wire_bytes: int, timing: SegmentTiming
     ) -> None:
-        """A segment was read and decoded at ``peer``; a timing that cannot be is ignored."""
+        """Record a segment that ``peer`` has decoded; an implausible timing is ignored."""
         if not timing.plausible:
             return
         link = self._link(peer)
@@ -209,11 +219,11 @@ class LinkPolicy:
         link.decode[mode].add(nbytes, timing.decode_s)
 
     def forget(self, peer: str) -> None:
-        """The peer is gone. Idempotent."""
+        """Drop the link to a peer that has left. Idempotent."""
         self._links.pop(peer, None)
 
     def links(self) -> dict[str, LinkView]:
-        """All links, by peer."""
+        """Return the state of all links, by peer."""
         return {
             peer: LinkView(link.choice, link.speed.value, self._speeds(link))
             for peer, link in self._links.items()
@@ -246,13 +256,12 @@ class LinkPolicy:
         if seconds[link.choice.other] < SWITCH_BELOW * seconds[link.choice]:
             link.choice = link.choice.other
             link.since_other = 0
-        # One segment among many of the other mode overlaps with nothing that is as slow.
+        # A single segment of the other mode does not overlap with segments as slow as itself.
         alone = transfer_seconds(speeds[link.choice.other], wire, nbytes, segments=1)
         return self._explore(link, seconds[link.choice], alone)
 
     def _await_probes(self, link: _Link) -> WireMode:
-        """They are on their way, unless their sequence was cancelled or the reader is of a version
-        that measures nothing: once in a while there is another one."""
+        """Return the chosen mode; probe again now and then, in case a probe was cancelled."""
         link.since_other += 1
         if link.since_other < EXPLORE_EVERY:
             return link.choice
@@ -260,7 +269,7 @@ class LinkPolicy:
         return link.choice.other
 
     def _explore(self, link: _Link, chosen_s: float, other_s: float) -> WireMode:
-        """The chosen mode or, where it is time and can be afforded, the other one."""
+        """Return the chosen mode or, if exploring is due and affordable, the other one."""
         link.since_other += 1
         link.allowance_s += EXPLORE_SHARE * chosen_s
         if link.since_other < EXPLORE_EVERY or other_s - chosen_s > link.allowance_s:

@@ -1,4 +1,4 @@
-"""A decode worker's sessions with prefill workers: one for each, carrying all their sequences."""
+"""A decode worker's sessions with prefill workers: one per worker, carrying all its sequences."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,103 +10,114 @@ import grpc
 import structlog
 from grpc import aio
 
-from headrace.v1 import decode_pb2, error_pb2
+from headrace.v1 import decode_pb2, error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
 from services.common.grpc_server import MessageStream, credentials, next_message, open_channel
 from services.transfer.agent import TransferAgent
 from services.transfer.errors import TransferError
+from services.transfer.fetch import FetchFailed
 
 log = structlog.get_logger()
 
 
-class FetchFailed(Exception):
-    """A prompt's KV did not come; ``code`` tells the gateway whether to try elsewhere."""
+class Subscription:
+    """One sequence of a session: its commands and its events."""
 
     def __init__(
-        self, code: "error_pb2.ErrorCode.ValueType", message: str, worker_id: str = ""
+        self, client: "PrefillClient", sequence: int, request: request_pb2.Request
     ) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.worker_id = worker_id
-
-
-class Subscription:
-    """One sequence's end of a link."""
-
-    def __init__(self, link: "PrefillLink", start: pb.StartPrefill) -> None:
-        self._link = link
-        self._start = start
+        self._client = client
+        self._sequence = sequence
+        self._request = request
         self.events: asyncio.Queue[pb.PrefillEvent | FetchFailed] = asyncio.Queue()
-        self.welcome = link.welcome
+        self.welcome = client.welcome
 
     def send_start(self) -> None:
-        self._link.send(pb.PrefillCommand(start=self._start))
+        """Ask for the prefill."""
+        start = pb.StartPrefill(sequence=self._sequence, request=self._request)
+        self._client.send(pb.PrefillCommand(start=start))
 
     def credit(self, segments: int) -> None:
-        credit = pb.Credit(sequence=self._start.sequence, segments=segments)
-        self._link.send(pb.PrefillCommand(credit=credit))
+        """Grant credits for so many further segments."""
+        credit = pb.Credit(sequence=self._sequence, segments=segments)
+        self._client.send(pb.PrefillCommand(credit=credit))
 
     def acknowledge(self, index: int, read_s: float, decode_s: float) -> None:
-        """The segment is here; the seconds are those of `pb.SegmentTiming`."""
+        """Acknowledge a decoded segment, with the seconds of `pb.SegmentTiming`."""
         timing = pb.SegmentTiming(read_s=read_s, decode_s=decode_s)
-        done = pb.Acknowledge(sequence=self._start.sequence, index=index, timing=timing)
-        self._link.send(pb.PrefillCommand(acknowledge=done))
+        done = pb.Acknowledge(sequence=self._sequence, index=index, timing=timing)
+        self._client.send(pb.PrefillCommand(acknowledge=done))
 
     def release(self) -> None:
-        end = pb.ReleaseLease(sequence=self._start.sequence)
-        self._link.send(pb.PrefillCommand(release=end))
+        """End the lease."""
+        end = pb.ReleaseLease(sequence=self._sequence)
+        self._client.send(pb.PrefillCommand(release=end))
 
     def hang_up(self) -> None:
-        self._link.hang_up()
+        """End the whole session; see `PrefillClient.hang_up`."""
+        self._client.hang_up()
 
     async def next_event(self) -> pb.PrefillEvent:
+        """Wait for the sequence's next event.
+
+        Raises:
+            FetchFailed: the session has ended.
+        """
         event = await self.events.get()
         if isinstance(event, FetchFailed):
             raise event
         return event
 
 
-class PrefillLink:
-    """An open session with one life of one prefill worker."""
+class PrefillClient:
+    """An open session with one epoch of one prefill worker.
+
+    Attributes:
+        alive: new sequences can be subscribed.
+        ended: set when nothing of the session is left, and another one may be opened.
+    """
 
     def __init__(self, worker: decode_pb2.WorkerAddress, welcome: pb.Welcome) -> None:
         self.worker = worker
         self.welcome = welcome
         self.alive = True
-        self.ended = asyncio.Event()  # nothing of it is left: another session may be opened
+        self.ended = asyncio.Event()
         self._subscriptions: dict[int, Subscription] = {}
         self._next_sequence = 1
         self._outbox: asyncio.Queue[pb.PrefillCommand] = asyncio.Queue()
         self._call: MessageStream | None = None
 
     @contextmanager
-    def subscribe(self, start: pb.StartPrefill) -> Iterator[Subscription]:
-        """Names the sequence within this session and receives its events until the block ends."""
+    def subscribe(self, request: request_pb2.Request) -> Iterator[Subscription]:
+        """Number a sequence within this session, and receive its events until the block ends.
+
+        Raises:
+            FetchFailed: the session has ended.
+        """
         if not self.alive:
             raise self._lost()
-        start.sequence = self._next_sequence
+        sequence = self._next_sequence
         self._next_sequence += 1
-        subscription = Subscription(self, start)
-        self._subscriptions[start.sequence] = subscription
+        subscription = self._subscriptions[sequence] = Subscription(self, sequence, request)
         try:
             yield subscription
         finally:
-            del self._subscriptions[start.sequence]
+            del self._subscriptions[sequence]
 
     def send(self, command: pb.PrefillCommand) -> None:
+        """Queue a command; it is dropped if the session has ended."""
         if self.alive:
             self._outbox.put_nowait(command)
 
     def hang_up(self) -> None:
-        """Ends the session: NIXL has lost the peer, and only a new session reaches it again."""
+        """End the session: NIXL has lost the peer, and only a new session can add it again."""
         self.alive = False
         if self._call is not None:
             self._call.cancel()
 
     async def run(self, call: MessageStream) -> None:
-        """Carries commands and events until the session ends; every sequence on it fails then."""
+        """Carry commands and events until the session ends; all its sequences fail then."""
         self._call = call
         writer = asyncio.create_task(self._write(call))
         try:
@@ -126,14 +137,14 @@ class PrefillLink:
             while True:
                 await call.write(await self._outbox.get())
         except (aio.AioRpcError, asyncio.InvalidStateError):
-            call.cancel()  # the reading side ends with it, and tells everyone
+            call.cancel()  # the reading side then ends the session
 
     def _dispatch(self, event: pb.PrefillEvent) -> None:
         kind = event.WhichOneof("event")
         if kind is None or kind == "welcome":
             return
         subscription = self._subscriptions.get(getattr(event, kind).sequence)
-        if subscription is not None:  # else it was released while this event was on its way
+        if subscription is not None:  # else the event crossed with the sequence's release
             subscription.events.put_nowait(event)
 
     def _lost(self) -> FetchFailed:
@@ -144,12 +155,12 @@ class PrefillLink:
         )
 
 
-class PrefillLinks:
+class PrefillClients:
     """The sessions of one decode worker, opened on first use and dropped when they end.
 
     Args:
-        hello: who we are and what we are compatible with; the expected epoch is filled in here.
-        handshake_s: for connecting, the handshake and the exchange of NIXL metadata.
+        hello: identity and compatibility of the decode worker; the expected epoch is filled in.
+        handshake_s: deadline for connecting, the handshake and the exchange of NIXL metadata.
     """
 
     def __init__(
@@ -159,38 +170,39 @@ class PrefillLinks:
         self._hello = hello
         self._metadata = credentials(token)
         self._handshake_s = handshake_s
-        self._links: dict[tuple[str, str], asyncio.Task[PrefillLink]] = {}
+        self._clients: dict[tuple[str, str], asyncio.Task[PrefillClient]] = {}
         self._runs: set[asyncio.Task[None]] = set()
 
-    async def connect(self, worker: decode_pb2.WorkerAddress) -> PrefillLink:
-        """The open session with this life of this worker; callers share one attempt to open it.
+    async def connect(self, worker: decode_pb2.WorkerAddress) -> PrefillClient:
+        """Return the open session with this epoch of a worker; callers share one attempt.
 
         Raises:
-            FetchFailed: INCOMPATIBLE where the handshake was refused, else PREFILL_LOST.
+            FetchFailed: INCOMPATIBLE if the handshake was refused, else PREFILL_LOST.
         """
         key = (worker.worker_id, worker.epoch)
         while True:
-            opening = self._links.get(key)
+            opening = self._clients.get(key)
             if opening is None:
                 opening = asyncio.create_task(self._open(worker))
-                self._links[key] = opening
+                self._clients[key] = opening
                 opening.add_done_callback(partial(self._forget_failed, key))
-            link = await asyncio.shield(opening)
-            if link.alive:
-                return link
-            await link.ended.wait()
+            client = await asyncio.shield(opening)
+            if client.alive:
+                return client
+            await client.ended.wait()
 
-    def _forget_failed(self, key: tuple[str, str], opening: asyncio.Task[PrefillLink]) -> None:
-        """The next request tries anew, whether or not anybody still waited for this one."""
+    def _forget_failed(self, key: tuple[str, str], opening: asyncio.Task[PrefillClient]) -> None:
+        """Drop a failed attempt, so that the next request tries again."""
         if opening.cancelled() or opening.exception() is not None:
-            del self._links[key]
+            del self._clients[key]
 
     async def close(self) -> None:
+        """End all sessions."""
         for run in self._runs:
             run.cancel()
         await asyncio.gather(*self._runs, return_exceptions=True)
 
-    async def _open(self, worker: decode_pb2.WorkerAddress) -> PrefillLink:
+    async def _open(self, worker: decode_pb2.WorkerAddress) -> PrefillClient:
         channel = open_channel(worker.address)
         session: Any = PrefillStub(channel).Session  # without an iterator: the call is written to
         call: MessageStream = session(metadata=self._metadata)
@@ -203,18 +215,18 @@ class PrefillLinks:
                 )
         except BaseException as error:
             call.cancel()
-            if welcome is not None:  # the peer may be there, though nobody waited for it
+            if welcome is not None:  # NIXL may have added the peer after the timeout
                 self._agent.remove_peer(welcome.agent_name)
             await channel.close(None)
             if isinstance(error, aio.AioRpcError | TransferError | TimeoutError):
                 raise _handshake_failure(error, worker.worker_id) from error
             raise
-        link = PrefillLink(worker, welcome)
-        run = asyncio.create_task(self._run(link, call, channel))
+        client = PrefillClient(worker, welcome)
+        run = asyncio.create_task(self._run(client, call, channel))
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)
         log.info("prefill session opened", worker=worker.worker_id, epoch=worker.epoch)
-        return link
+        return client
 
     async def _shake_hands(
         self,
@@ -234,16 +246,16 @@ class PrefillLinks:
 
     async def _run(
         self,
-        link: PrefillLink,
+        client: PrefillClient,
         call: MessageStream,
         channel: aio.Channel,
     ) -> None:
         try:
-            await link.run(call)
+            await client.run(call)
         finally:
-            self._links.pop((link.worker.worker_id, link.worker.epoch), None)
-            self._agent.remove_peer(link.welcome.agent_name)
-            link.ended.set()
+            self._clients.pop((client.worker.worker_id, client.worker.epoch), None)
+            self._agent.remove_peer(client.welcome.agent_name)
+            client.ended.set()
             await channel.close(None)
 
 

@@ -1,105 +1,67 @@
 """The prefill worker's half of a transfer: encode computed KV into the slab, segment by segment.
 
-A segment is encoded only when its reader has granted a credit for it, so whatever lies in the slab
-has landing space waiting and drains on its own, unless its reader has stopped: what that one holds
-comes back when its session or its leases end, and is never all there is (`SharedSlots`).
+A segment is encoded only against a credit of its reader. Every slot in use therefore has landing
+space reserved and becomes free once it is read. The slots of a reader that has stopped become free
+when its session or its leases end; `SharedSlots` never gives all slots to one reader.
 """
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import structlog
 
 import codec
-from headrace.v1 import error_pb2 as pb_error
+from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
-from runtime.engine import Computed, Engine
-from services.transfer.codecs import CodecPlan, outcome_of
-from services.transfer.drift import Escapes
-from services.transfer.frame import HEADER_BYTES
+from runtime.kv.cache import PagedCache
+from services.transfer.codecs import SegmentCodecs
+from services.transfer.frame import HEADER_BYTES, FrameHeader
+from services.transfer.jobs import CodecJobs
 from services.transfer.lease import LeaseTable
-from services.transfer.manifest import SegmentPlan, frame_of, plan_segments
+from services.transfer.manifest import SegmentPlan, plan_segments
+from services.transfer.metrics import TransferMetrics
+from services.transfer.outcomes import outcome_of
+from services.transfer.outgoing import Outgoing, SentSegment
 from services.transfer.policy import LinkPolicy, SegmentTiming, WireMode
 from services.transfer.shares import SharedSlots
 from services.transfer.slab import Slab, SlotRef
-from services.worker.engine_thread import EngineThread
-from services.worker.metrics import WorkerMetrics
 
 log = structlog.get_logger()
 
 
-@dataclass
-class Outgoing:
-    """One sequence whose KV a reader wants."""
-
-    key: str  # the engine's id
-    reader: str  # whose sequence it is: the session
-    peer: str  # the decode worker's id: one end of the link that the policy measures
-    sequence: int  # the session's
-    request_id: str
-    attempt: int
-    slot_bytes: int  # of the reader's landing slab
-    emit: Callable[[pb.PrefillEvent], None]
-    fail: Callable[["pb_error.ErrorCode.ValueType", str], None]
-    credits: int = 0
-    planned: deque[SegmentPlan] = field(default_factory=deque)
-    unacknowledged: dict[int, "_Sent"] = field(default_factory=dict)
-    issued: int = 0
-    encoding: int = 0
-    computed: bool = False
-    closed: bool = False
-
-    @property
-    def outstanding(self) -> int:
-        """Segments that are known of and not acknowledged."""
-        return len(self.planned) + self.encoding + len(self.unacknowledged)
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A segment in a slot, as its acknowledgement will be booked."""
-
-    ref: SlotRef
-    mode: WireMode
-    raw_bytes: int
-    wire_bytes: int
-
-
 class Sender:
-    """Owns the slab's slots and the leases. Runs on the event loop; encodes on the engine's thread.
+    """Owns the slab's slots and the leases. Encodes run on the device's thread.
 
     Args:
-        epoch: this worker's, 32 hex digits; it goes into every frame.
-        kv_heads, dim, page_size, num_layers: the shape of a plane, `[page, kv_head, slot, dim]`.
+        codecs: those of the cache that the jobs run on.
+        epoch: the worker's, 32 hex digits; part of every frame.
+        lease_s: seconds until the lease of a silent reader expires.
+        max_sequences: largest number of leases.
+        rank: of this worker in its tensor-parallel group.
+        first_kv_head: the first KV head of the cache, numbered over all ranks.
     """
 
     def __init__(
         self,
-        engine: EngineThread,
+        jobs: CodecJobs,
         slab: Slab,
-        codec_plan: CodecPlan,
+        codecs: SegmentCodecs,
         policy: LinkPolicy,
         *,
         epoch: str,
-        kv_heads: int,
-        dim: int,
-        page_size: int,
-        num_layers: int,
         lease_s: float,
         max_sequences: int,
-        metrics: WorkerMetrics,
+        metrics: TransferMetrics,
+        rank: int = 0,
+        first_kv_head: int = 0,
     ) -> None:
-        self._engine = engine
+        self._jobs = jobs
         self._slab = slab
         self._slots = SharedSlots(slab.slots)
-        self._codec = codec_plan
+        self._codecs = codecs
         self.policy = policy
         self._epoch = epoch
-        self._kv_heads, self._dim = kv_heads, dim
-        self._page_size, self._num_layers = page_size, num_layers
+        self._rank, self._first_kv_head = rank, first_kv_head
         self._leases = LeaseTable(lease_s, max_sequences)
         self._outgoing: dict[str, Outgoing] = {}
         self._metrics = metrics
@@ -107,56 +69,56 @@ class Sender:
 
     @property
     def active(self) -> int:
-        """Sequences that are not closed, and so leases that may yet be held."""
+        """Number of sequences that are not closed and may hold a lease."""
         return len(self._outgoing)
 
     @property
     def slots_in_use(self) -> int:
+        """Number of slots with a segment that is being encoded or not acknowledged."""
         return self._slots.in_use
 
-    @property
-    def least_slot_bytes(self) -> int:
-        """A slot that is smaller does not hold the smallest segment: one page of one layer."""
-        return self._bound(1, self._page_size)
-
     def open(self, outgoing: Outgoing) -> None:
+        """Accept a sequence; its chunks follow."""
         self._outgoing[outgoing.key] = outgoing
 
-    def add_computed(self, chunk: Computed) -> None:
-        """A chunk's KV is in the pages: plan its segments."""
-        outgoing = self._outgoing.get(chunk.id)
+    def add_computed(
+        self, key: str, first_token: int, num_tokens: int, pages: tuple[int, ...]
+    ) -> None:
+        """Plan the segments of a chunk whose KV is in the pages."""
+        outgoing = self._outgoing.get(key)
         if outgoing is None or outgoing.closed:
             return
         self._leases.grant(outgoing.key, time.monotonic())
         self._metrics.leases.set(self._leases.active)
-        capacity = min(outgoing.slot_bytes, self._slab.slot_bytes)
         outgoing.planned.extend(
             plan_segments(
-                first_token=chunk.first_token,
-                num_tokens=chunk.num_tokens,
-                pages=chunk.pages,
-                page_size=self._page_size,
-                num_layers=self._num_layers,
-                capacity=capacity,
-                bound=self._bound,
+                self._codecs.layout,
+                first_token=first_token,
+                num_tokens=num_tokens,
+                pages=pages,
+                capacity=min(outgoing.slot_bytes, self._slab.slot_bytes),
+                bound=self._codecs.max_frame_bytes,
+                rank=self._rank,
+                first_kv_head=self._first_kv_head,
             )
         )
         self._pump()
 
     def finish_computing(self, key: str) -> None:
-        """All chunks were added: the reader is told how many segments there are."""
+        """Record that all chunks were added, so that the reader learns the number of segments."""
         if outgoing := self._outgoing.get(key):
             outgoing.computed = True
-            self._settle(outgoing)
+            outgoing.announce_if_complete()
 
     def credit(self, key: str, segments: int) -> None:
+        """Add credits that the reader granted."""
         if outgoing := self._outgoing.get(key):
             outgoing.credits += segments
             self._leases.renew(key, time.monotonic())
             self._pump()
 
     def acknowledge(self, key: str, index: int, timing: SegmentTiming | None = None) -> None:
-        """The reader has the segment: its slot serves the next one."""
+        """Free the slot of a segment that the reader has decoded."""
         outgoing = self._outgoing.get(key)
         sent = outgoing.unacknowledged.pop(index, None) if outgoing else None
         if outgoing is None or sent is None:
@@ -169,7 +131,7 @@ class Sender:
         self._pump()
 
     def close(self, key: str) -> None:
-        """Ends a sequence's claim, wherever it stands. Idempotent."""
+        """End a sequence in any state and free what it holds. Idempotent."""
         outgoing = self._outgoing.pop(key, None)
         if outgoing is None:
             return
@@ -183,45 +145,54 @@ class Sender:
         self._pump()
 
     def expire(self) -> None:
-        """Ends the leases whose readers went silent; called once in a while."""
+        """End the leases of silent readers; called periodically."""
         for key in self._leases.expired(time.monotonic()):
             self._metrics.leases_expired.inc()
             if outgoing := self._outgoing.get(key):
                 log.warning("lease expired", request_id=outgoing.request_id)
-                outgoing.fail(pb_error.ERROR_CODE_LEASE_EXPIRED, "the KV was not read in time")
+                outgoing.fail(error_pb2.ERROR_CODE_LEASE_EXPIRED, "the KV was not read in time")
 
-    def _bound(self, layers: int, tokens: int) -> int:
-        shape = (2 * layers, self._kv_heads, self._dim, tokens, self._page_size)
-        return HEADER_BYTES + codec.max_segment_bytes(*shape)
+    def forget_peer(self, peer: str) -> None:
+        """Drop the measurements of the link to a decode worker that has left."""
+        self.policy.forget(peer)
+        self._metrics.forget_link(peer)
 
-    def _raw_bytes(self, plan: SegmentPlan) -> int:
-        """Of KV, bf16."""
-        return 2 * 2 * plan.num_layers * self._kv_heads * self._dim * plan.num_tokens
+    def observe(self) -> None:
+        """Set the gauges of the slab and of every link."""
+        self._metrics.slab_slots.set(self.slots_in_use)
+        for peer, link in self.policy.links().items():
+            self._metrics.observe_link(peer, link)
 
     def _pump(self) -> None:
-        """Starts every encode that has a credit and a slot, oldest sequence first."""
+        """Start every encode that has a credit and a slot, oldest sequence first."""
         for outgoing in self._outgoing.values():
             while outgoing.planned and outgoing.credits:
                 ref = self._slots.acquire(outgoing.reader)
-                if ref is None:  # for this reader: another one may still have its share
+                if ref is None:  # this reader has its share; another one may find a slot
                     break
                 outgoing.credits -= 1
                 outgoing.encoding += 1
                 plan = outgoing.planned.popleft()
-                mode = self.policy.choose(
-                    outgoing.peer, self._raw_bytes(plan), outgoing.outstanding
+                task = asyncio.create_task(
+                    self._encode(outgoing, plan, ref, self._mode_of(outgoing, plan))
                 )
-                task = asyncio.create_task(self._encode(outgoing, plan, ref, mode))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+
+    def _mode_of(self, outgoing: Outgoing, plan: SegmentPlan) -> WireMode:
+        if not self._codecs.codes(plan.extent.plane_group):
+            return WireMode.RAW
+        raw_bytes = self._codecs.raw_bytes(plan.extent)
+        return self.policy.choose(outgoing.peer, raw_bytes, outgoing.outstanding)
 
     async def _encode(
         self, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, mode: WireMode
     ) -> None:
+        """Encode one segment into its slot and announce it."""
         start = time.perf_counter()
         try:
-            encoding = await self._engine.run(
-                lambda engine: self._start(engine, outgoing, plan, ref, mode)
+            encoding = await self._jobs.run_on_cache(
+                lambda cache: self._start(cache, outgoing, plan, ref, mode)
             )
             encoded = await outcome_of(encoding) if encoding else None
             if outgoing.closed or encoding is None or encoded is None:
@@ -235,64 +206,71 @@ class Sender:
             self._slots.release(ref)
             self._pump()
             if not outgoing.closed:
-                outgoing.fail(pb_error.ERROR_CODE_INTERNAL, f"KV could not be encoded: {error}")
+                outgoing.fail(error_pb2.ERROR_CODE_INTERNAL, f"KV could not be encoded: {error}")
             return
         finally:
             outgoing.encoding -= 1
         segment.encode_s = time.perf_counter() - start
         raw_bytes, wire_bytes = segment.raw_bytes, segment.length
-        outgoing.unacknowledged[segment.index] = _Sent(ref, mode, raw_bytes, wire_bytes)
+        outgoing.unacknowledged[segment.index] = SentSegment(ref, mode, raw_bytes, wire_bytes)
         self.policy.encoded(mode, raw_bytes, wire_bytes, codec_s)
-        found = Escapes(encoded.escapes, self._codec.escape_rate(plan.first_layer, plan.num_layers))
-        self._metrics.encoded(mode, raw_bytes, wire_bytes, found, segment.encode_s)
+        escapes = self._codecs.escapes(plan.extent, encoded.escapes)
+        self._metrics.encoded(mode, raw_bytes, wire_bytes, escapes, segment.encode_s)
         outgoing.emit(pb.PrefillEvent(segment=segment))
-        self._settle(outgoing)
+        outgoing.announce_if_complete()
 
     def _start(
-        self, engine: Engine, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, mode: WireMode
+        self,
+        cache: PagedCache,
+        outgoing: Outgoing,
+        plan: SegmentPlan,
+        ref: SlotRef,
+        mode: WireMode,
     ) -> codec.Pending[codec.Encoded] | None:
-        """On the engine's thread. None for a closed sequence.
+        """Launch the encode on the device's thread; return None for a closed sequence.
 
-        The pages are the sequence's as long as it is not closed, and on a GPU, where the engine's
-        stream has this work before anything that could write to them, for long enough after that.
+        The pages belong to the sequence until it is closed. On a GPU the launch precedes, on the
+        engine's stream, any later work that writes to them.
         """
         if outgoing.closed:
             return None
         frame = self._slab.view(ref.slot, self._slab.slot_bytes)
-        layers = self._codec.of(engine.cache.planes, plan.first_layer, plan.num_layers, mode)
-        return layers.encode(plan.pages, plan.num_tokens, frame[HEADER_BYTES:])
+        encoder = self._codecs.of(cache.planes, plan.extent, mode)
+        return encoder.encode(plan.pages, plan.extent.num_tokens, frame[HEADER_BYTES:])
 
     def _framed(
         self, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, encoded: codec.Encoded
     ) -> pb.Segment:
-        """Writes the frame in front of a payload; returns the manifest entry. Segments are counted
-        as they come out of the codec: on a GPU several are in it."""
+        """Write the header in front of a payload and return the manifest entry.
+
+        Segments are numbered in the order in which they leave the codec; on a GPU several are in
+        flight.
+        """
         index, outgoing.issued = outgoing.issued, outgoing.issued + 1
+        extent = plan.extent
         segment = pb.Segment(
             sequence=outgoing.sequence,
             index=index,
-            first_token=plan.first_token,
-            num_tokens=plan.num_tokens,
-            first_layer=plan.first_layer,
-            num_layers=plan.num_layers,
+            first_token=extent.first_token,
+            num_tokens=extent.num_tokens,
+            first_layer=extent.first_layer,
+            num_layers=extent.num_layers,
+            first_kv_head=extent.first_kv_head,
+            num_kv_heads=extent.num_kv_heads,
+            plane_group=extent.plane_group,
+            rank=extent.rank,
             slot=ref.slot,
             generation=ref.generation,
             length=HEADER_BYTES + encoded.length,
             checksum=encoded.checksum,
             raw_bytes=encoded.raw_bytes,
         )
-        frame = frame_of(
+        header = FrameHeader.of(
             segment,
             epoch=self._epoch,
             request_id=outgoing.request_id,
             attempt=outgoing.attempt,
         )
         with self._slab.aside():
-            frame.pack_into(self._slab.view(ref.slot, HEADER_BYTES))
+            header.pack_into(self._slab.view(ref.slot, HEADER_BYTES))
         return segment
-
-    def _settle(self, outgoing: Outgoing) -> None:
-        """Says how many segments there are, once the last of them has been announced."""
-        if outgoing.computed and not outgoing.planned and not outgoing.encoding:
-            done = pb.PrefillDone(sequence=outgoing.sequence, segments=outgoing.issued)
-            outgoing.emit(pb.PrefillEvent(done=done))

@@ -1,25 +1,24 @@
-"""A sender's slots, shared so that no reader that stops can keep them all."""
+"""A sender's slots, shared so that a stopped reader cannot hold all of them."""
 
 from collections import Counter
 
 from services.transfer.slab import SlotPool, SlotRef
 
-_TIMES_FREE = 3  # a reader holds at most so many times what it leaves free
+_TIMES_FREE = 3  # a reader holds at most this multiple of the slots left free
 
 
 class SharedSlots:
-    """Slots for several readers, each of which may stop and keep what it holds. Pure bookkeeping.
+    """Slots for several readers, each of which may stop and keep its slots. Pure bookkeeping.
 
-    A reader's first slot may be the last free one. A further slot it gets only where it then holds
-    at most three times as many as are left free: dynamic thresholds (Choudhury and Hahne, 1998), as
-    switches share their buffers. So
+    A reader's first slot may be the last free one. It gets a further slot only if it then holds at
+    most three times as many as are left free. These are the dynamic thresholds by which switches
+    share their buffers (Choudhury and Hahne, 1998). Consequently:
 
-    - a reader that is alone has three quarters of the slots, rounded down;
-    - whatever it does, the others have the rest, and each of them three quarters of what is left;
-    - of two slots or more, a second reader always finds one.
+    - a single reader gets three quarters of the slots, rounded down;
+    - each further reader gets up to three quarters of the remaining slots;
+    - with two slots or more, a second reader always finds one.
 
-    A fixed share for each reader would need to know how many will come, and would take from the
-    only one what nobody else wants.
+    A fixed share per reader would depend on the number of readers and waste slots if there are few.
     """
 
     def __init__(self, slots: int) -> None:
@@ -29,14 +28,16 @@ class SharedSlots:
 
     @property
     def free(self) -> int:
+        """Number of free slots."""
         return self._pool.free
 
     @property
     def in_use(self) -> int:
+        """Number of slots that readers hold."""
         return self._pool.in_use
 
     def acquire(self, reader: str) -> SlotRef | None:
-        """A free slot for a reader; None where there is none, or none that it may take."""
+        """Return a free slot for a reader, or None if there is none within its share."""
         held, left = self._held[reader] + 1, self._pool.free - 1
         if held > 1 and held > _TIMES_FREE * left:
             return None
@@ -47,7 +48,7 @@ class SharedSlots:
         return ref
 
     def release(self, ref: SlotRef) -> None:
-        """Raises SlotError unless ``ref`` is held."""
+        """Free a slot. Raises SlotError unless ``ref`` is held."""
         self._pool.release(ref)
         reader = self._readers.pop(ref)
         self._held[reader] -= 1

@@ -1,4 +1,4 @@
-"""A registered memory region cut into equal slots, and the bookkeeping of who holds which slot."""
+"""A registered memory region of equal slots, and the bookkeeping of their use."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ _SLOT_ALIGNMENT = 16
 
 
 class Slab:
-    """One contiguous buffer, aligned to 4 KiB, that is registered once and lives as long as it.
+    """One contiguous buffer, aligned to 4 KiB, that is registered once.
 
-    It starts zeroed: a peer may read all of it, so it must never show what the memory held before.
+    It is zeroed at first: a peer may read all of it, so earlier contents must not show.
 
     Args:
-        slots: how many.
-        slot_bytes: of each, a multiple of 16 so that a frame's payload stays aligned.
+        slots: number of slots.
+        slot_bytes: bytes of a slot, a multiple of 16 so that a frame's payload stays aligned.
         device: a torch device.
 
     Raises:
@@ -36,7 +36,7 @@ class Slab:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.nbytes = slots * slot_bytes
-        # Written, unlike what `zeros` returns: else the first use of each slot pays page faults.
+        # `zeros` would leave the memory unmapped, and first uses of slots would cause page faults.
         padded = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device).zero_()
         start = -padded.data_ptr() % _ALIGNMENT
         self._buffer = padded[start : start + self.nbytes]
@@ -44,24 +44,24 @@ class Slab:
 
     @property
     def address(self) -> int:
-        """Of the first byte; slot i starts ``i * slot_bytes`` after it."""
+        """Address of the first byte; slot i starts ``i * slot_bytes`` after it."""
         return self._buffer.data_ptr()
 
     @property
     def memory_kind(self) -> str:
-        """As NIXL names it: "DRAM" or "VRAM"."""
+        """NIXL's name of the memory: "DRAM" or "VRAM"."""
         return "VRAM" if self._buffer.is_cuda else "DRAM"
 
     @property
     def device_index(self) -> int:
-        """Of the GPU; 0 for host memory."""
+        """Index of the GPU; 0 for host memory."""
         return max(self._buffer.get_device(), 0)
 
     def view(self, slot: int, length: int) -> torch.Tensor:
-        """The first ``length`` bytes of a slot, ``[length]`` uint8, sharing the slab's memory.
+        """Return the first ``length`` bytes of a slot, ``[length]`` uint8, without copying.
 
         Raises:
-            SlabError: there is no such slot, or it is shorter.
+            SlabError: the slot does not exist, or is shorter.
         """
         if not 0 <= slot < self.slots:
             raise SlabError(f"slot {slot} of a slab of {self.slots}")
@@ -72,7 +72,7 @@ class Slab:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is copied here waits for no work of the device, and is done at the end."""
+        """Run copies on a side stream: they do not wait for other work, and are done on exit."""
         if self._aside is None:
             yield
             return
@@ -90,11 +90,10 @@ class SlotRef:
 
 
 class SlotPool:
-    """Which slots are free, held or quarantined. Pure bookkeeping; not thread-safe.
+    """Free, held and quarantined slots. Pure bookkeeping; not thread-safe.
 
-    A quarantined slot is one that the transport may still touch: nobody holds it, nobody gets it.
-    The slot that has rested longest is handed out first, so that a late reader or writer most
-    likely meets a slot nobody uses.
+    A quarantined slot is neither held nor free: the transport may still touch it. The slot that has
+    been free the longest is used first, so a late reader or writer most likely meets a free slot.
     """
 
     def __init__(self, slots: int) -> None:
@@ -107,18 +106,21 @@ class SlotPool:
 
     @property
     def free(self) -> int:
+        """Number of free slots."""
         return len(self._free)
 
     @property
     def in_use(self) -> int:
+        """Number of held slots."""
         return len(self._held)
 
     @property
     def quarantined(self) -> int:
+        """Number of quarantined slots."""
         return len(self._quarantined)
 
     def acquire(self) -> SlotRef | None:
-        """A free slot under its next generation; None where there is none."""
+        """Return a free slot with its next generation, or None if no slot is free."""
         if not self._free:
             return None
         slot = self._free.popleft()
@@ -128,17 +130,17 @@ class SlotPool:
         return ref
 
     def release(self, ref: SlotRef) -> None:
-        """Raises SlotError unless ``ref`` is held."""
+        """Free a held slot. Raises SlotError unless ``ref`` is held."""
         self._take(self._held, ref, "held")
         self._free.append(ref.slot)
 
     def quarantine(self, ref: SlotRef) -> None:
-        """Withholds a held slot. Raises SlotError unless ``ref`` is held."""
+        """Withhold a held slot. Raises SlotError unless ``ref`` is held."""
         self._take(self._held, ref, "held")
         self._quarantined[ref.slot] = ref
 
     def unquarantine(self, ref: SlotRef) -> None:
-        """Frees a quarantined slot. Raises SlotError unless ``ref`` is quarantined."""
+        """Free a quarantined slot. Raises SlotError unless ``ref`` is quarantined."""
         self._take(self._quarantined, ref, "quarantined")
         self._free.append(ref.slot)
 

@@ -1,1 +1,1 @@
-"""What prefill and decode workers share."""
+"""Code that prefill and decode workers share: loading, engine thread, lifecycle, registration."""

@@ -1,4 +1,4 @@
-"""The engine's thread: it owns the engine, its pages and its device; nobody else touches them."""
+"""The engine thread, the only one that uses the engine, its pages and its device."""
 
 import asyncio
 import queue
@@ -12,20 +12,26 @@ import structlog
 import torch
 
 from runtime.engine import Command, Engine, StepOutput
+from runtime.kv.cache import PagedCache
 
 T = TypeVar("T")
 
 log = structlog.get_logger()
 
-STOP_S = 10.0  # for a step and the jobs before it, when the process ends
+STOP_S = 10.0  # for the last step and jobs when the process ends
 
 _NOTHING = StepOutput()
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What a worker tells of itself, as of its last step; ``busy_s`` is what its ``steps`` took,
-    each from the one before it, or from what it had waited for."""
+    """Load of a worker after its last step.
+
+    Attributes:
+        queue_tokens: tokens accepted and not yet finished.
+        steps: steps since the start.
+        busy_s: total time of these steps, in seconds, without waiting for work.
+    """
 
     queue_tokens: int
     pages_free: int
@@ -41,13 +47,14 @@ class _Job:
 
 
 class EngineThread:
-    """Runs the engine's steps, and the codec's jobs between them.
+    """Runs the engine's steps, and codec jobs between them.
 
-    Commands go in through `submit`; each step's output comes out through ``on_output``, which is
-    called on the event loop: first what was decided, before anything is computed, then what was
-    computed (in the step before, by an engine that runs ahead), each only where there is any. A
-    fault inside a step is a bug: it is reported through ``on_fault``, and the process is expected
-    to end, since the state of the pages is unknown.
+    Args:
+        on_output: called on the event loop with each non-empty output. A step has two: what it
+            decided, before anything is computed, and what was computed. An engine that runs ahead
+            returns what the step before computed.
+        on_fault: called on the event loop with an exception inside a step. That is a bug, and the
+            process is expected to end, since the state of the pages is unknown.
     """
 
     def __init__(
@@ -68,15 +75,16 @@ class EngineThread:
         self.pages_total = engine.pages_total
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, *commands: Command) -> None:
-        """Hands commands to the next step. Safe from any thread."""
+        """Queue commands for the next step. Safe from any thread."""
         for command in commands:
             self._inbox.put(command)
 
     def run(self, job: Callable[[Engine], T]) -> "asyncio.Future[T]":
-        """Runs ``job`` on the engine's thread between two steps; its result comes back here."""
+        """Run ``job`` on this thread between two steps; the future has its result."""
         future: asyncio.Future[T] = self._loop.create_future()
 
         def settle(error: Exception | None, result: T | None) -> None:
@@ -90,7 +98,7 @@ class EngineThread:
         def call(engine: Engine) -> None:
             try:
                 result = job(engine)
-            except Exception as error:  # noqa: BLE001 - it is raised again where the job was awaited
+            except Exception as error:  # noqa: BLE001 - raised again where the job is awaited
                 self._post(settle, error, None)
             else:
                 self._post(settle, None, result)
@@ -98,19 +106,25 @@ class EngineThread:
         self._inbox.put(_Job(call))
         return future
 
+    def run_on_cache(self, job: Callable[[PagedCache], T]) -> "asyncio.Future[T]":
+        """Run ``job`` with the KV cache between two steps; see `services.transfer.jobs`."""
+        return self.run(lambda engine: job(engine.cache))
+
     async def stop(self) -> None:
-        """Ends the thread after what was submitted before. One that a device does not let go of is
-        left behind after `STOP_S`: it must not keep the process from ending."""
+        """End the thread after everything that was submitted before.
+
+        A thread that hangs in a device call is abandoned after `STOP_S`, so that the process ends.
+        """
         self._inbox.put(None)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, STOP_S)
         if self._thread.is_alive():
-            log.error("the engine's thread does not end", waited_s=STOP_S)
+            log.error("the engine thread does not end", waited_s=STOP_S)
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:  # the loop closed: the process is ending and nobody listens
+        except RuntimeError:  # the loop is closed: the process is ending
             return
 
     def _measure(self) -> EngineLoad:
@@ -123,16 +137,16 @@ class EngineThread:
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                while self._turn():
+                while self._round():
                     pass
         except BaseException as error:  # noqa: BLE001 - reported: the process ends on it
             self._post(self._on_fault, error)
 
-    def _turn(self) -> bool:
-        """One round: what came in, at most one job, one step. False when told to end.
+    def _round(self) -> bool:
+        """Take incoming commands, run at most one job and one step; return False to end.
 
-        Jobs take turns with steps, so that neither a burst of segments stalls the streams nor
-        the streams stall the segments.
+        Jobs alternate with steps, so that neither a burst of segments stalls the streams nor the
+        streams stall the segments.
         """
         commands: list[Command] = []
         block = not self._engine.has_work
@@ -147,7 +161,7 @@ class EngineThread:
                 self._since = time.perf_counter()
             block = False
             if isinstance(item, _Job):
-                if commands:  # those that came before the job take effect before it
+                if commands:  # commands submitted before the job take effect before it
                     self._step(commands)
                     commands = []
                 item.call(self._engine)
@@ -159,21 +173,21 @@ class EngineThread:
     def _step(self, commands: list[Command]) -> None:
         if not commands and not self._engine.has_work:
             return
-        self._tell(self._engine.plan(commands))
+        self._report(self._engine.plan(commands))
         output = self._engine.compute()
         now = time.perf_counter()
         self._steps += 1
         self._busy_s += now - self._since
         self._since = now
         self.load = self._measure()
-        self._tell(output)
+        self._report(output)
 
-    def _tell(self, output: StepOutput) -> None:
+    def _report(self, output: StepOutput) -> None:
         if output != _NOTHING:
-            self._post(self._hand_out, output)
+            self._post(self._deliver, output)
 
-    def _hand_out(self, output: StepOutput) -> None:
-        """On the event loop. Output that is lost would leave its requests without an answer."""
+    def _deliver(self, output: StepOutput) -> None:
+        """Call ``on_output`` on the event loop; lost output would leave requests unanswered."""
         try:
             self._on_output(output)
         except Exception as error:  # noqa: BLE001 - reported: the process ends on it

@@ -1,4 +1,4 @@
-"""How many tokens of KV a worker has room for."""
+"""The size of a worker's KV page pool on a GPU."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -6,26 +6,25 @@ from typing import Self
 import torch
 
 from services.common.errors import SettingsError
-from services.worker.settings import MOST_KV_TOKENS
+from services.worker.settings import MAX_KV_TOKENS
 
 CPU_TOKENS = 16_384
-"""On the CPU, whose memory is shared with everything else on the machine."""
+"""Default token slots on the CPU, whose memory is shared with everything on the machine."""
 RESERVE = 5 << 28
-"""Bytes, 1.25 GiB, for CUDA's context, graphs and what a step computes in."""
+"""Bytes (1.25 GiB) for CUDA's context, graphs and activations."""
 ROW_BYTES = 60
-"""For each row of a decode batch and entry of the vocabulary: tables of sampling, and what it
-computes in."""
+"""Bytes for each row of a decode batch and vocabulary entry: sampling tables and workspace."""
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of a device, once a worker's weights are on it.
+    """Memory of a device after a worker's weights were loaded, in bytes.
 
     Attributes:
-        total: there are.
-        free: nobody has, no other process either.
-        own: this worker has taken.
+        total: size of the memory.
+        free: bytes not allocated by any process.
+        own: bytes that this worker has allocated.
     """
 
     total: int
@@ -34,7 +33,7 @@ class DeviceMemory:
 
     @classmethod
     def now(cls, device: torch.device) -> Self:
-        """Of a GPU, after what was only needed for loading has been given back."""
+        """Measure a GPU after freeing what only loading needed."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device))
@@ -49,15 +48,16 @@ def kv_tokens_for(
     bytes_per_token: int,
     page_size: int,
 ) -> int:
-    """Tokens, whole pages of them, that fill what a worker may still take.
+    """Return the token slots, in whole pages, that fit a worker's share of the memory.
 
-    It may have ``utilization`` of the whole device, whoever else is on it, of what is free:
+    The bytes for pages are
 
         min(utilization * total - own, free) - slab - ROW_BYTES * logits - RESERVE
 
     Args:
-        slab: bytes that this worker will take for transfers.
-        logits: of a decode step, rows times vocabulary; 0 where nothing is decoded.
+        utilization: share of the whole device that this worker may allocate.
+        slab: bytes that the transfer will allocate.
+        logits: rows times vocabulary of a decode step; 0 without decode.
 
     Raises:
         SettingsError: not one page fits.
@@ -68,12 +68,12 @@ def kv_tokens_for(
     page = page_size * bytes_per_token
     if left < page:
         raise SettingsError(
-            f"no memory is left for KV, {_gib(page - left)} are missing: of "
-            f"{_gib(memory.total)} this worker may take {utilization:g} "
-            f"(gpu_memory_utilization), has {_gib(memory.own)} already, and needs {_gib(slab)} for "
-            f"transfers and {_gib(other)} for graphs and the like; {_gib(memory.free)} are free"
+            f"no memory is left for KV, {_gib(page - left)} are missing: this worker may use "
+            f"{utilization:g} (gpu_memory_utilization) of {_gib(memory.total)}, has allocated "
+            f"{_gib(memory.own)}, and needs {_gib(slab)} for transfers and {_gib(other)} for "
+            f"graphs and activations; {_gib(memory.free)} are free"
         )
-    return min(left // page * page_size, MOST_KV_TOKENS)
+    return min(left // page * page_size, MAX_KV_TOKENS)
 
 
 def _gib(size: int) -> str:

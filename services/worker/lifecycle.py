@@ -1,4 +1,4 @@
-"""The life of a worker process: serve, register, stay known; on a signal drain, then leave."""
+"""The life of a worker process: start, register, serve; on a signal drain, then stop."""
 
 import asyncio
 import signal
@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
+from wsgiref.simple_server import WSGIServer
 
 import structlog
 
@@ -26,11 +27,11 @@ log = structlog.get_logger()
 
 
 class Worker(ABC):
-    """What prefill and decode workers have in common: an engine's thread, metrics, an end.
+    """Base of prefill and decode workers: engine thread, metrics, shutdown.
 
     Attributes:
-        fault: fails when the engine or the transfer does: the process must end.
-        draining: nothing new is accepted.
+        fault: fails when the engine or the transfer does; the process must end then.
+        draining: no new work is accepted.
     """
 
     def __init__(self, loaded: Loaded, agent: TransferAgent) -> None:
@@ -58,18 +59,18 @@ class Worker(ABC):
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """Nothing of any request is left here."""
+        """Whether the worker holds nothing of any request."""
 
     @abstractmethod
     def _deliver(self, output: StepOutput) -> None:
-        """What a step did, to whom it concerns."""
+        """Pass a step's output on; called on the event loop."""
 
     def join(self, registrar: Registrar) -> None:
-        """From now on the routers hear which placements have arrived."""
+        """Report admitted placements through ``registrar`` from now on."""
         self._registrar = registrar
 
     def observe(self) -> None:
-        """Refreshes the gauges; called once in a while."""
+        """Set the gauges; called periodically."""
         load = self.engine.load
         self.metrics.observe_load(
             running=load.running,
@@ -81,7 +82,7 @@ class Worker(ABC):
         self.metrics.observe_steps(load.steps, load.busy_s)
 
     async def close(self) -> None:
-        """Ends the engine's thread; the pages go with the process."""
+        """End the engine thread; the pages are freed with the process."""
         await self.engine.stop()
 
     def _admitted(self, placement_id: str) -> None:
@@ -94,32 +95,48 @@ class Worker(ABC):
 
 
 SWITCH_S = 5e-5
-"""For which a thread may keep Python's lock while another one waits: the engine's has a step to
-launch, and 64 streams keep the others busy. Python's own is 5 ms, more than a step may take."""
+"""Python's thread switch interval while a worker runs. The default of 5 ms is longer than a decode
+step, which the engine thread must launch while the event loop serves many streams."""
 
 
 async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role) -> None:
-    """Runs a worker until SIGTERM or SIGINT, then lets running work finish within ``drain_s``.
+    """Run a worker until SIGTERM or SIGINT, then let running work finish within ``drain_s``.
 
     Raises:
-        BaseException: what broke the engine or the transfer, after everything else was shut.
+        BaseException: what broke the engine or the transfer, after everything was shut down.
     """
     sys.setswitchinterval(SWITCH_S)
     freeze_loaded()
-    stop, identity = stop_on_signals(), worker.identity
-    registration = Registration(
-        worker_id=identity.worker_id,
-        epoch=identity.epoch,
-        role=role,
-        address=f"{settings.advertise or settings.host}:{server.port}",
-        model=identity.model,
-        compatibility=identity.compatibility,
-        page_size=PAGE_SIZE,
-        pages_total=worker.engine.pages_total,
-        max_running=settings.max_running,
-    )
+    stop = stop_on_signals()
+    registrar, metrics_server = await _start(worker, server, settings, role)
+    tending = asyncio.create_task(_tend(worker, settings.heartbeat_s))
+    try:
+        stopping = asyncio.create_task(stop.wait())
+        ends: set[asyncio.Future[Any]] = {stopping, worker.fault, tending}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set() and not worker.fault.done():
+            worker.draining = True
+            await server.set_serving(False)
+            await registrar.drain()
+            await _wait_until_idle(worker, settings.drain_s)
+    finally:
+        log.info("stopping", worker=worker.identity.worker_id, idle=worker.idle)
+        tending.cancel()
+        await registrar.stop()
+        await server.stop(0.5)
+        await worker.close()
+        metrics_server.shutdown()
+    for watched in (worker.fault, tending):
+        if watched.done() and not watched.cancelled():
+            watched.result()
+
+
+async def _start(
+    worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role
+) -> tuple[Registrar, WSGIServer]:
+    """Start the engine, the gRPC server, the metrics endpoint and the registration."""
     registrar = Registrar(
-        registration,
+        _registration(worker, server, settings, role),
         worker.engine,
         settings.routers,
         token=settings.token,
@@ -133,38 +150,36 @@ async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, rol
     )
     await server.set_serving(True)
     registrar.start()
-    tending = asyncio.create_task(_tend(worker, settings.heartbeat_s))
     log.info(
         "ready",
         role=role.value,
-        worker=identity.worker_id,
-        epoch=identity.epoch,
+        worker=worker.identity.worker_id,
+        epoch=worker.identity.epoch,
         port=server.port,
         metrics_port=metrics_server.server_port,
     )
-    try:
-        stopping = asyncio.create_task(stop.wait())
-        ends: set[asyncio.Future[Any]] = {stopping, worker.fault, tending}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set() and not worker.fault.done():
-            worker.draining = True
-            await server.set_serving(False)
-            await registrar.drain()
-            await _wait_until_idle(worker, settings.drain_s)
-    finally:
-        log.info("stopping", worker=identity.worker_id, idle=worker.idle)
-        tending.cancel()
-        await registrar.stop()
-        await server.stop(0.5)
-        await worker.close()
-        metrics_server.shutdown()
-    for watched in (worker.fault, tending):
-        if watched.done() and not watched.cancelled():
-            watched.result()
+    return registrar, metrics_server
+
+
+def _registration(
+    worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role
+) -> Registration:
+    identity = worker.identity
+    return Registration(
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        role=role,
+        address=f"{settings.advertise or settings.host}:{server.port}",
+        model=identity.model,
+        compatibility=identity.compatibility,
+        page_size=PAGE_SIZE,
+        pages_total=worker.engine.pages_total,
+        max_running=settings.max_running,
+    )
 
 
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets."""
+    """Return an event that SIGTERM or SIGINT sets."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -181,5 +196,5 @@ async def _tend(worker: Worker, period_s: float) -> None:
 async def _wait_until_idle(worker: Worker, limit_s: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
-            while not worker.idle and not worker.fault.done():  # noqa: ASYNC110 - a poll is enough, once in a process's life
+            while not worker.idle and not worker.fault.done():  # noqa: ASYNC110 - once per process
                 await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A worker process: the engine it holds, who it is, and how it tells the routers."""
+"""Start-up of a worker: model, engine, codebooks, and the identity that others compare."""
 
 import uuid
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from runtime.models.model import Model, unsupported_by_gemm
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
+from services.transfer.codecs import Books, SegmentCodecs, group_planes
 from services.worker.kv_budget import CPU_TOKENS, DeviceMemory, kv_tokens_for
 from services.worker.settings import WorkerSettings
 from services.worker.warm_up import warm_up
@@ -33,43 +34,49 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Identity:
-    """One life of one worker, and what it can work together with."""
+    """One epoch of one worker, and what it is compatible with.
+
+    Attributes:
+        epoch: 32 hex digits.
+    """
 
     worker_id: str
-    epoch: str  # 32 hex digits
+    epoch: str
     model: ModelInfo
     compatibility: Compatibility
 
     def compatibility_message(self) -> prefill_pb2.Compatibility:
+        """Return the compatibility as the handshake sends it."""
         return prefill_pb2.Compatibility(**self.compatibility.model_dump())
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a worker has after start-up: its engine, its codebooks, its identity."""
+    """Everything that a worker has after start-up."""
 
     engine: Engine
-    codebooks: tuple[codec.Codebook | None, ...]
+    codebooks: Books
     identity: Identity
     config: ModelConfig
     device: str
 
 
 def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
-    """Reads the model and the codebooks, builds the engine and warms it up.
+    """Read the model and the codebooks, build the engine and warm it up.
 
     Args:
-        decodes: sequences are continued here, on a GPU by replays of CUDA graphs.
+        decodes: the worker runs decode steps; on a GPU these are captured as CUDA graphs.
 
     Raises:
-        SettingsError: what was named cannot be served, and why.
+        SettingsError: the model cannot be served; the message says why.
     """
     device = _device(settings.device)
     try:
         path = resolve_model(settings.model)
         model, model_hash = _load_model(path, settings, device)
+        SegmentCodecs(model.layout, {})  # raises if the codec cannot carry the format's planes
         engine = _engine(model, settings, decodes=decodes)
-        codebooks, codebook_id = _codebooks(settings, model.config.num_layers)
+        codebooks, codebook_id = _codebooks(settings, model)
         warm_up(engine, codebooks, settings)
     except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
         raise SettingsError(f"cannot serve {settings.model}: {error}") from error
@@ -87,23 +94,24 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
         ),
         compatibility=Compatibility(
             model_hash=model_hash,
-            kv_format=engine.cache.format.name,
-            kv_format_hash=engine.cache.format.artifact_hash,
+            kv_format=model.kv_format.name,
+            kv_format_hash=model.kv_format.artifact_hash,
+            kv_format_version=model.kv_format.version,
             page_size=PAGE_SIZE,
             codec_version=codec.WIRE_VERSION,
             codec="splitzip" if codebook_id else "raw",
             codebook_id=codebook_id,
-            kernel_plan=model.kernel_plan_hash,
+            kernel_plan_hash=model.kernel_plan_hash,
         ),
     )
     return Loaded(engine, codebooks, identity, config, device)
 
 
 def _device(name: str) -> str:
-    """A worker on a GPU host is given one GPU to see.
+    """Return the torch device of a setting; a worker sees at most one GPU.
 
     Raises:
-        SettingsError: a GPU was asked for and torch sees none.
+        SettingsError: a GPU is required and torch sees none.
     """
     if name == "cpu":
         return "cpu"
@@ -116,18 +124,18 @@ def _device(name: str) -> str:
 
 
 def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str]:
-    """The model on its device, and its hash.
+    """Return the model on its device, and its hash.
 
-    It is read into the host's memory, where tensors of a safetensors file that has this dtype are
-    only mapped, and moved as the model packs it, matrix after matrix: the device never has much of
-    it twice, and nothing of what was read is left at the end.
+    The checkpoint is read into host memory; tensors of a safetensors file with the same dtype are
+    only mapped. Matrices move to the device one by one as the model packs them, so the device never
+    holds much of them twice. Nothing of the checkpoint stays in memory.
     """
     dtype = _dtype(settings.dtype, device)
     checkpoint = load_checkpoint(path, dtype=dtype)
     unsupported = unsupported_by_gemm(checkpoint, device, dtype)
-    if unsupported is not None and settings.kernel_plan is not None:
-        raise SettingsError(f"kernel_plan needs the GEMM backend: {unsupported}")
-    plan = _kernel_plan(settings.kernel_plan, device)
+    if unsupported is not None and settings.kernel_plan_file is not None:
+        raise SettingsError(f"kernel_plan_file needs the GEMM backend: {unsupported}")
+    plan = _kernel_plan(settings.kernel_plan_file, device)
     model = Model(
         checkpoint,
         device=device,
@@ -135,6 +143,7 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
         page_size=PAGE_SIZE,
         backend="torch" if unsupported else "gemm",
         plan=plan,
+        kv_format=settings.kv_format,
     )
     log.info(
         "model loaded",
@@ -163,13 +172,15 @@ def _kernel_plan(path: Path | None, device: str) -> "KernelPlan | None":
 
     plan = KernelPlan.load(path)
     if plan.device != torch.cuda.get_device_name(device):
-        raise SettingsError(f"{path} is a plan for {plan.device}: `headrace tune` makes one here")
+        raise SettingsError(f"{path} is for {plan.device}: run `headrace tune` on this GPU")
     return plan
 
 
 def _engine(model: Model, settings: WorkerSettings, *, decodes: bool) -> Engine:
-    """Raises:
-    SettingsError: no page fits beside the weights.
+    """Build the engine with as many pages as the settings or the memory allow.
+
+    Raises:
+        SettingsError: not one page fits beside the weights.
     """
     limits = Limits(
         max_running=settings.max_running,
@@ -181,7 +192,7 @@ def _engine(model: Model, settings: WorkerSettings, *, decodes: bool) -> Engine:
     if tokens == "auto" and model.device.type == "cpu":
         tokens = CPU_TOKENS
     elif tokens == "auto":
-        per_token = model.kv_format.bytes_per_token(model.config)
+        per_token = model.layout.bytes_per_token
         tokens = kv_tokens_for(
             DeviceMemory.now(model.device),
             utilization=settings.gpu_memory_utilization,
@@ -201,7 +212,7 @@ def _engine(model: Model, settings: WorkerSettings, *, decodes: bool) -> Engine:
 
 
 def _log_capacity(engine: Engine, device: str) -> None:
-    """What there is to serve with, after everything was built and warmed up."""
+    """Log the pages and the memory that is left after warm-up."""
     free = None if device == "cpu" else torch.cuda.mem_get_info(device)[0]
     pages = engine.pages_total
     log.info("kv pages", pages=pages, kv_tokens=pages * PAGE_SIZE, memory_left_bytes=free)
@@ -213,20 +224,32 @@ def _dtype(name: str, device: str) -> torch.dtype:
     return torch.float32 if name == "float32" else torch.bfloat16
 
 
-def _codebooks(
-    settings: WorkerSettings, num_layers: int
-) -> tuple[tuple[codec.Codebook | None, ...], str]:
-    """One codebook for each plane in the engine's order, and the id that the handshake compares."""
+def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
+    """Return codebooks by (layer, plane), and the id that the handshake compares.
+
+    Raises:
+        SettingsError: codebooks are required and none is given, or none fits the KV format.
+    """
     if settings.codebooks is None:
         if settings.codec == "splitzip":
             raise SettingsError("codec splitzip needs codebooks: `headrace calibrate` makes them")
-        return (None,) * (2 * num_layers), ""
-    books = codec.Codebooks.load(Path(settings.codebooks))
-    planes = tuple(books[layer, name] for layer in range(num_layers) for name in ("k", "v"))
-    return planes, books.id
+        return {}, ""
+    loaded = codec.Codebooks.load(Path(settings.codebooks))
+    books = {(layer, name): book for layer, name, book in loaded}
+    if not SegmentCodecs(model.layout, books).has_codebooks:
+        name = model.kv_format.name
+        raise SettingsError(f"{settings.codebooks} has no codebook for KV format {name}")
+    return books, loaded.id
 
 
 def digest_pages(engine: Engine, pages: tuple[int, ...], num_tokens: int) -> str:
-    """Of a sequence's KV in all planes, on the engine's thread: equal content, equal digest."""
+    """Return a digest of a sequence's KV in all planes; runs on the engine's thread."""
     held = pages[: -(-num_tokens // PAGE_SIZE)]
-    return f"{codec.checksum_pages(engine.cache.planes, held, num_tokens):016x}"
+    cache = engine.cache
+    digests = [
+        codec.checksum_pages(
+            group_planes(cache.planes, group, 0, len(cache.layout.layers)), held, num_tokens
+        )
+        for group in cache.layout.groups
+    ]
+    return "-".join(f"{digest:016x}" for digest in digests)

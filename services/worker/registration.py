@@ -1,4 +1,4 @@
-"""How a worker makes itself known: registration and heartbeats to every router."""
+"""Registration of a worker with every router, and its heartbeats."""
 
 import asyncio
 from collections import deque
@@ -11,15 +11,14 @@ from services.worker.engine_thread import EngineThread
 
 log = structlog.get_logger()
 
-MAX_UNTOLD = (
-    4096  # placements remembered for a router that does not answer; older ones expire there
-)
+MAX_UNREPORTED = 4096
+"""Placements kept for a router that does not answer; older ones expire in the router."""
 
 
 class Registrar:
-    """Keeps one worker registered with all routers; each learns its load with every heartbeat.
+    """Keeps one worker registered with all routers, and reports its load with every heartbeat.
 
-    A router that restarted answers that it does not know the worker, and is told again.
+    A restarted router answers that it does not know the worker, which then registers again.
     """
 
     def __init__(
@@ -37,15 +36,17 @@ class Registrar:
         self._period_s = period_s
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(2.0), trust_env=False)
-        self._admitted: dict[str, deque[str]] = {url: deque(maxlen=MAX_UNTOLD) for url in routers}
-        self._turns = {url: asyncio.Lock() for url in routers}  # one beat at a time, in order
+        self._admitted: dict[str, deque[str]] = {
+            url: deque(maxlen=MAX_UNREPORTED) for url in routers
+        }
+        self._beats = {url: asyncio.Lock() for url in routers}  # one at a time, in order
         self._tasks: list[asyncio.Task[None]] = []
         self.state: WorkerState = WorkerState.STARTING
 
     def admit(self, placement_id: str) -> None:
-        """Tells the routers of a placement, once the engine's own figures include it.
+        """Report a placement with the next heartbeat after the engine's load includes it.
 
-        Call it right after its command was submitted.
+        Call it right after the placement's command was submitted.
         """
 
         def included(_done: "asyncio.Future[None]") -> None:
@@ -55,16 +56,17 @@ class Registrar:
         self._engine.run(lambda _engine: None).add_done_callback(included)
 
     def start(self) -> None:
+        """Start registering and sending heartbeats."""
         self.state = WorkerState.READY
         self._tasks = [asyncio.create_task(self._keep_known(url)) for url in self._routers]
 
     async def drain(self) -> None:
-        """Tells every router that nothing new may come."""
+        """Report to every router that this worker accepts nothing new."""
         self.state = WorkerState.DRAINING
         await asyncio.gather(*(self._beat(url) for url in self._routers), return_exceptions=True)
 
     async def stop(self) -> None:
-        """Leaves every router."""
+        """Stop the heartbeats and deregister from every router."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -92,16 +94,16 @@ class Registrar:
             f"{url}/v1/register", json=self._registration.model_dump(mode="json")
         )
         if response.status_code == httpx.codes.CONFLICT:
-            log.error("a newer life of this worker is known", router=url)
+            log.error("the router knows a newer epoch of this worker", router=url)
         response.raise_for_status()
 
     async def _beat(self, url: str) -> bool:
-        """One heartbeat; False where the router asks for a registration."""
-        async with self._turns[url]:
-            return await self._tell(url)
+        """Send one heartbeat; return False if the router asks for a registration."""
+        async with self._beats[url]:
+            return await self._send(url)
 
-    async def _tell(self, url: str) -> bool:
-        load, told = self._engine.load, list(self._admitted[url])
+    async def _send(self, url: str) -> bool:
+        load, admitted = self._engine.load, list(self._admitted[url])
         beat = Heartbeat(
             worker_id=self._registration.worker_id,
             epoch=self._registration.epoch,
@@ -110,10 +112,10 @@ class Registrar:
             pages_free=load.pages_free,
             running=load.running,
             waiting=load.waiting,
-            admitted=told,
+            admitted=admitted,
         )
         response = await self._http.post(f"{url}/v1/heartbeat", json=beat.model_dump(mode="json"))
         response.raise_for_status()
-        for _ in told:
+        for _ in admitted:
             self._admitted[url].popleft()
         return not response.json().get("register_again", False)

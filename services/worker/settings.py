@@ -1,4 +1,4 @@
-"""What prefill and decode workers have in common to be told."""
+"""Settings that prefill and decode workers share."""
 
 import uuid
 from pathlib import Path
@@ -9,16 +9,16 @@ from pydantic import Field, field_validator
 from services.common.settings import ServiceSettings
 from services.transfer.network import TransferNetwork, is_loopback
 
-MOST_KV_TOKENS = 1 << 26
+MAX_KV_TOKENS = 1 << 26
 
 
 class WorkerSettings(ServiceSettings):
-    """Settings of a worker that holds a model; `PrefillSettings` and `DecodeSettings` extend it."""
+    """Settings of a worker with a model; `PrefillSettings` and `DecodeSettings` extend them."""
 
     worker_id: str = Field(
         default_factory=lambda: f"worker-{uuid.uuid4().hex[:8]}",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="stable name of this worker; its epoch changes with every start",
+        description="stable name of this worker; the epoch changes with every start",
     )
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     advertise: str | None = Field(
@@ -39,44 +39,53 @@ class WorkerSettings(ServiceSettings):
         "UCX_TCP_PORT_RANGE overrides it",
     )
     routers: list[str] = Field(
-        default_factory=list, description="base URLs of every router to register with"
+        default_factory=list, description="base URLs of all routers to register with"
     )
-    heartbeat_s: float = Field(0.25, gt=0, le=60, description="between heartbeats, seconds")
+    heartbeat_s: float = Field(0.25, gt=0, le=60, description="seconds between heartbeats")
     model: str = Field("smollm2-135m", description="name or path of a checkpoint")
     served_model_name: str | None = Field(
-        None, description="name that clients use; default: model's"
+        None, description="name that clients use; default: the model's own"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: cuda where there is one"
+        "auto", description="auto: cuda if there is a GPU"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of computation; auto: float32 on the CPU, bfloat16 on a GPU"
+        "auto",
+        description="dtype of weights and activations; auto: float32 on the CPU, bfloat16 on a GPU",
     )
-    kernel_plan: Path | None = Field(
+    kv_format: str = Field(
+        "dense",
+        pattern=r"^[A-Za-z0-9_.:-]{1,256}$",
+        description="how KV is stored, sent and attended: a built-in format or module:Class; the "
+        "same for all workers",
+    )
+    kernel_plan_file: Path | None = Field(
         None,
-        description="what `headrace tune` measured for this model and GPU, the same file for all "
-        "workers; without one products are computed by a rule",
+        description="kernel plan from `headrace tune` for this model and GPU, the same file for "
+        "all workers; without one matrix products follow built-in rules",
     )
     decode_graphs: Literal["step", "layer"] = Field(
         "step",
-        description="on a GPU, a CUDA graph for a whole decode step, which for a few sequences is "
-        "one launch, or one for each layer: slower, there to be compared",
+        description="on a GPU, one CUDA graph for a whole decode step (a single launch for few "
+        "sequences), or one for each layer, which is slower and meant for comparison",
     )
-    kv_tokens: Annotated[int, Field(ge=16, le=MOST_KV_TOKENS)] | Literal["auto"] = Field(
+    kv_tokens: Annotated[int, Field(ge=16, le=MAX_KV_TOKENS)] | Literal["auto"] = Field(
         "auto",
-        description="token slots of the KV page pool, a multiple of 16; auto: on a GPU what "
-        "`gpu_memory_utilization` leaves, 16,384 on the CPU",
+        description="token slots of the KV page pool, a multiple of 16; auto: on a GPU as many as "
+        "`gpu_memory_utilization` allows, 16,384 on the CPU",
     )
     gpu_memory_utilization: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="share of the GPU's memory that this worker may take for weights, KV and all "
-        "else, if `kv_tokens` is auto; shares of workers on one GPU must add up to at most 1",
+        description="share of the GPU's memory that this worker may use in total, if `kv_tokens` "
+        "is auto; the shares of workers on one GPU must add up to at most 1",
     )
-    max_running: int = Field(64, ge=1, le=4096, description="sequences in one batch")
+    max_running: int = Field(
+        64, ge=1, le=4096, description="largest number of sequences in one batch"
+    )
     max_waiting: int = Field(
-        256, ge=0, le=65536, description="sequences that may wait; more are refused"
+        256, ge=0, le=65536, description="largest number of waiting sequences; more are refused"
     )
     step_tokens: int = Field(512, ge=16, le=1 << 20, description="token budget of a prefill step")
     chunk_tokens: int = Field(
@@ -84,24 +93,22 @@ class WorkerSettings(ServiceSettings):
     )
     codec: Literal["auto", "raw", "splitzip"] = Field(
         "auto",
-        description="of KV that this worker sends; auto: what is faster on each link, as measured; "
-        "raw where there are no codebooks",
+        description="encoding of KV that this worker sends; auto: the one measured to be faster "
+        "on each link, raw without codebooks",
     )
     codebooks: Path | None = Field(
         None,
-        description="calibrated codebooks, the same for all workers, whatever their codec; "
-        "splitzip needs them",
+        description="file of calibrated codebooks, the same for all workers; required by codec "
+        "splitzip",
     )
-    kv_digest: bool = Field(
-        False, description="log a digest of each sequence's pages, so that tests can compare them"
-    )
-    slots: int = Field(16, ge=1, le=65536, description="slots of this worker's slab")
+    kv_digest: bool = Field(False, description="log a digest of each sequence's pages, for tests")
+    slots: int = Field(16, ge=1, le=65536, description="number of slots in this worker's slab")
     slot_bytes: int = Field(
         4 << 20,
         ge=1 << 14,
         le=1 << 30,
         multiple_of=16,
-        description="bytes of a slot, the bound of a segment",
+        description="bytes of a slot, and so the largest encoded segment",
     )
 
     @field_validator("transfer_ports")
@@ -119,10 +126,10 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def endpoint(self) -> str:
-        """Where the gRPC server listens."""
+        """Listen address of the gRPC server."""
         return f"{self.host}:{self.port}"
 
     @property
     def token(self) -> str | None:
-        """The cluster token in the clear, for headers."""
+        """The cluster token as plain text, for headers."""
         return self.cluster_token.get_secret_value() if self.cluster_token else None

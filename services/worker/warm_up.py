@@ -1,7 +1,7 @@
-"""Before a worker is ready: what its first requests would wait for is compiled and captured."""
+"""Compiling and capturing what the first requests need, before a worker is ready."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import structlog
 import torch
@@ -9,8 +9,7 @@ import torch
 import codec
 from runtime.engine import Engine
 from runtime.kv.pages import pages_for
-from services.transfer.codecs import CodecPlan
-from services.transfer.frame import HEADER_BYTES
+from services.transfer.codecs import Books, SegmentCodecs
 from services.transfer.manifest import plan_segments
 from services.transfer.policy import WireMode
 from services.worker.settings import WorkerSettings
@@ -18,75 +17,64 @@ from services.worker.settings import WorkerSettings
 log = structlog.get_logger()
 
 
-def warm_up(
-    engine: Engine, codebooks: Sequence[codec.Codebook | None], settings: WorkerSettings
-) -> None:
-    """Of the engine and of the codec; says what took how long, once for each part.
+def warm_up(engine: Engine, codebooks: Books, settings: WorkerSettings) -> None:
+    """Warm up the engine and the codec, and log how long each part took.
 
     Raises:
-        CodecError: the codec does not give back what it took.
-        ValueError: a slot of the slab holds no page of a layer.
+        CodecError: the codec does not reproduce its input.
+        ValueError: a slot of the slab does not hold one page of a layer.
     """
     if engine.model.device.type == "cpu":
         codec.warm_up()
         return
-    told = _timed()
-    engine.warm_up(told)
+    progress = _progress_log()
+    engine.warm_up(progress)
     for tokens in (1, settings.chunk_tokens):
         tokens = min(tokens, engine.pages_total * engine.cache.page_size)
-        told("codec", warm_up_codec(engine, codebooks, tokens, settings.slot_bytes))
+        progress("codec", warm_up_codec(engine, codebooks, tokens, settings.slot_bytes))
 
 
 @torch.inference_mode()
-def warm_up_codec(
-    engine: Engine,
-    codebooks: Sequence[codec.Codebook | None],
-    num_tokens: int,
-    slot_bytes: int,
-) -> int:
-    """Sends a chunk of so many tokens, in the first pages, to these pages: cut into the segments
-    that a prefill worker with such slots makes of it, raw and, with codebooks, as SplitZip.
+def warm_up_codec(engine: Engine, codebooks: Books, num_tokens: int, slot_bytes: int) -> int:
+    """Encode the first pages and decode them into themselves.
+
+    The pages are cut into the segments that a prefill worker makes of a chunk of ``num_tokens``
+    with slots of ``slot_bytes``. They are sent raw and, with codebooks, as SplitZip.
 
     Returns:
-        How many segments these were.
+        Number of segments.
     """
-    planes, size, config = engine.cache.planes, engine.cache.page_size, engine.model.config
-    plan = CodecPlan(tuple(codebooks))
-
-    def bound(layers: int, tokens: int) -> int:
-        shape = (2 * layers, config.num_kv_heads, config.head_dim, tokens, size)
-        return HEADER_BYTES + codec.max_segment_bytes(*shape)
-
-    segments = list(
+    planes, layout = engine.cache.planes, engine.cache.layout
+    codecs = SegmentCodecs(layout, codebooks)
+    plans = list(
         plan_segments(
+            layout,
             first_token=0,
             num_tokens=num_tokens,
-            pages=tuple(range(pages_for(num_tokens, size))),
-            page_size=size,
-            num_layers=config.num_layers,
+            pages=tuple(range(pages_for(num_tokens, layout.page_size))),
             capacity=slot_bytes,
-            bound=bound,
+            bound=codecs.max_frame_bytes,
         )
     )
     slot = torch.empty(slot_bytes, dtype=torch.uint8, device=engine.model.device)
-    for mode in WireMode if any(codebooks) else (WireMode.RAW,):
-        for one in segments:
-            layers = plan.of(planes, one.first_layer, one.num_layers, mode)
-            encoded = layers.encode(one.pages, one.num_tokens, slot).result()
+    for mode in WireMode if codecs.has_codebooks else (WireMode.RAW,):
+        for plan in plans:
+            segment = codecs.of(planes, plan.extent, mode)
+            encoded = segment.encode(plan.pages, plan.extent.num_tokens, slot).result()
             payload = slot[: encoded.length]
             header = codec.read_header(payload)
-            layers.decode(payload, header, one.pages, one.num_tokens).result()
-    return len(segments)
+            segment.decode(payload, header, plan.pages, plan.extent.num_tokens).result()
+    return len(plans)
 
 
-def _timed() -> Callable[[str, int], None]:
-    """Logs each part that is done, and the time since the one before."""
+def _progress_log() -> Callable[[str, int], None]:
+    """Return a callback that logs a finished stage and the time since the one before."""
     since = time.perf_counter()
 
-    def told(stage: str, size: int) -> None:
+    def progress(stage: str, size: int) -> None:
         nonlocal since
         now = time.perf_counter()
         log.info("warmed up", stage=stage, size=size, ms=round(1e3 * (now - since)))
         since = now
 
-    return told
+    return progress

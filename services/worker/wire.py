@@ -1,8 +1,8 @@
-"""Between the protocol's messages and the runtime's own types."""
+"""Conversion between protobuf messages and the runtime's types, at the edge of a worker process."""
 
-from headrace.v1 import error_pb2
+from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import sampling_pb2 as pb
-from runtime.core.request import FinishReason, SampledToken, SamplingParams
+from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.errors import InvalidRequest, NotFinite, RuntimeFault
 
 _FINISH = {
@@ -11,7 +11,20 @@ _FINISH = {
 }
 
 
-def sampling_from_message(message: pb.Sampling) -> SamplingParams:
+def request_from_message(key: str, message: request_pb2.Request) -> Request:
+    """Return the engine's request with ``key`` as its id."""
+    return Request(
+        id=key,
+        tokens=tuple(message.tokens),
+        prompt_tokens=message.prompt_tokens,
+        sampling=_sampling_from_message(message.sampling),
+        max_tokens=message.max_tokens,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        choices=message.choices,
+    )
+
+
+def _sampling_from_message(message: pb.Sampling) -> SamplingParams:
     return SamplingParams(
         temperature=message.temperature,
         top_p=message.top_p,
@@ -27,6 +40,7 @@ def sampling_from_message(message: pb.Sampling) -> SamplingParams:
 
 
 def token_to_message(token: SampledToken) -> pb.Token:
+    """Return the message of one sampled token."""
     return pb.Token(
         choice=token.choice,
         index=token.index,
@@ -37,6 +51,7 @@ def token_to_message(token: SampledToken) -> pb.Token:
 
 
 def token_from_message(message: pb.Token, *, with_logprobs: bool) -> SampledToken:
+    """Return the sampled token of a message; without logprobs ``logprob`` is None."""
     return SampledToken(
         choice=message.choice,
         index=message.index,
@@ -47,11 +62,12 @@ def token_from_message(message: pb.Token, *, with_logprobs: bool) -> SampledToke
 
 
 def finish_to_message(reason: FinishReason) -> "pb.FinishReason.ValueType":
+    """Return the message's enum value of a finish reason."""
     return _FINISH[reason]
 
 
 def fault_to_code(fault: RuntimeFault) -> "error_pb2.ErrorCode.ValueType":
-    """What the gateway decides by, where the engine refused a request."""
+    """Return the code from which the gateway decides whether to retry a refused request."""
     if isinstance(fault, InvalidRequest):
         return error_pb2.ERROR_CODE_INVALID
     if isinstance(fault, NotFinite):

@@ -36,14 +36,13 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from headrace.v1 import decode_pb2, sampling_pb2
-from headrace.v1 import prefill_pb2 as pb
+from headrace.v1 import decode_pb2, request_pb2, sampling_pb2
 from services.common.logging import configure_logging
 from services.decode.service import DecodeWorker
 from services.decode.settings import DecodeSettings
 from services.offline.calibrate import calibrate
 from services.transfer.agent import TransferAgent
-from services.transfer.receiver import Fetch
+from services.transfer.fetch import Fetch
 from services.transfer.slab import Slab
 from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
 from tests.e2e.kept_prompt import TOKENS, prompt
@@ -158,7 +157,7 @@ async def measure(codebooks: str, rounds: int) -> dict[str, Any]:
 
 def fetch_of(prefill: Prefill, name: str) -> Fetch:
     """Return a fetch of the whole prompt into the first pages of the cache."""
-    start = pb.StartPrefill(
+    request = request_pb2.Request(
         request_id=name,
         placement_id=name,
         tokens=prompt(),
@@ -168,7 +167,7 @@ def fetch_of(prefill: Prefill, name: str) -> Fetch:
         choices=1,
     )
     pages = tuple(range(TOKENS // PAGE_SIZE))
-    return Fetch(name, prefill.address, start, pages, lambda first: False, deadline_s=120.0)
+    return Fetch(name, prefill.address, request, pages, lambda first: False, deadline_s=120.0)
 
 
 def behind(link: Link, codebooks: Path, rounds: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Workers for the tests of what passes between them."""
+"""Fixtures of workers that transfer KV."""
 
 from collections.abc import AsyncIterator
 

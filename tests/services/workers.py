@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import codec
-from headrace.v1 import decode_pb2, prefill_pb2_grpc, sampling_pb2
+from headrace.v1 import decode_pb2, prefill_pb2_grpc, request_pb2, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
@@ -20,7 +20,7 @@ from services.decode.settings import DecodeSettings
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.receiver import Fetch
+from services.transfer.fetch import Fetch
 from services.transfer.slab import Slab
 from services.worker.loading import PAGE_SIZE, Identity, Loaded
 from tests.runtime.tiny import CONFIG, engine_of, prompt_of, tiny_model
@@ -33,9 +33,9 @@ _numbers = itertools.count(1)
 
 
 def load(*, codebooks: bool = False, **limits: int) -> Loaded:
-    """What a worker has after start-up; all of them that have codebooks, or not, can work together.
+    """Return a loaded worker; workers are compatible if both or neither have codebooks.
 
-    The codebooks are those of normally distributed numbers, and the same for all planes.
+    All planes have the same codebook, that of normally distributed numbers.
     """
     engine = engine_of(tiny_model(), chunk_tokens=CHUNK, **limits)
     model = ModelInfo(
@@ -48,25 +48,27 @@ def load(*, codebooks: bool = False, **limits: int) -> Loaded:
         model_hash="tiny",
         kv_format="dense",
         kv_format_hash="",
+        kv_format_version=1,
         page_size=PAGE_SIZE,
         codec_version=codec.WIRE_VERSION,
         codec="splitzip" if codebooks else "raw",
         codebook_id="normal" if codebooks else "",
-        kernel_plan="tiny",
+        kernel_plan_hash="tiny",
     )
     identity = Identity(f"worker-{next(_numbers)}", uuid.uuid4().hex, model, compatibility)
-    planes = (_normal_codebook() if codebooks else None,) * (2 * CONFIG.num_layers)
-    return Loaded(engine, planes, identity, CONFIG, "cpu")
+    book = normal_codebook()
+    books = {(layer, plane.name): book for layer, plane in engine.cache.layout.planes}
+    return Loaded(engine, books if codebooks else {}, identity, CONFIG, "cpu")
 
 
-def _normal_codebook() -> codec.Codebook:
+def normal_codebook() -> codec.Codebook:
     numbers = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0))
     return codec.calibrate(numbers.bfloat16())
 
 
 @dataclass
 class Prefill:
-    """A prefill worker that serves; its engine's thread is started by `Site.prefill`, or not."""
+    """A serving prefill worker; `Site.prefill` may leave its engine thread stopped."""
 
     worker: PrefillWorker
     loaded: Loaded
@@ -75,13 +77,13 @@ class Prefill:
     address: decode_pb2.WorkerAddress
 
     def metric(self, name: str) -> float | None:
-        """As of the last `observe`."""
+        """Return a metric's value as of the last `observe`."""
         return self.worker.metrics.registry.get_sample_value(name)
 
 
 @dataclass
 class Decode:
-    """A decode worker, used in place: nothing of it listens."""
+    """A decode worker without a server."""
 
     worker: DecodeWorker
     loaded: Loaded
@@ -91,7 +93,7 @@ class Decode:
         return list(self.loaded.engine.cache.planes)
 
     def landing_slots(self) -> dict[str, float | None]:
-        """What the gauge says now."""
+        """Return the current values of the gauge by state."""
         self.worker.observe()
         value = self.worker.metrics.registry.get_sample_value
         states = ("held", "quarantined")
@@ -99,7 +101,7 @@ class Decode:
 
 
 class Site:
-    """Starts workers, and ends them all."""
+    """Starts workers, and stops them all."""
 
     def __init__(self) -> None:
         self._prefills: list[Prefill] = []
@@ -152,9 +154,8 @@ class Site:
             await asyncio.to_thread(prefill.agent.close)
 
 
-def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPrefill:
-    return pb.StartPrefill(
-        sequence=sequence,
+def message_of(tokens: int, max_tokens: int = 8) -> request_pb2.Request:
+    return request_pb2.Request(
         request_id=f"request-{next(_numbers)}",
         placement_id="placement",
         tokens=prompt_of(tokens),
@@ -165,12 +166,16 @@ def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPre
     )
 
 
+def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPrefill:
+    return pb.StartPrefill(sequence=sequence, request=message_of(tokens, max_tokens))
+
+
 def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
-    """Into pages from ``first_page`` on."""
+    """Return a fetch into consecutive pages from ``first_page``."""
     return Fetch(
         key=f"sequence-{next(_numbers)}",
         prefill=prefill.address,
-        start=start_of(tokens),
+        request=message_of(tokens),
         pages=tuple(range(first_page, first_page - (-tokens // PAGE_SIZE))),
         on_first=lambda first: False,
         deadline_s=LIMIT_S,
@@ -179,7 +184,7 @@ def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
 
 @asynccontextmanager
 async def session_with(prefill: Prefill) -> AsyncIterator[MessageStream]:
-    """A reader's session, after the handshake, that does only what the test says."""
+    """Open a reader's session, after the handshake, for the test to drive."""
     hello = pb.Hello(
         worker_id="reader",
         epoch="0" * 32,
@@ -196,14 +201,14 @@ async def session_with(prefill: Prefill) -> AsyncIterator[MessageStream]:
 
 
 async def event_of(session: MessageStream) -> pb.PrefillEvent:
-    """The next event of a session."""
+    """Return the next event of a session."""
     event: pb.PrefillEvent | None = await asyncio.wait_for(next_message(session), LIMIT_S)
     assert event is not None
     return event
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Polls; what it waits for takes milliseconds."""
+    """Poll for a condition that takes milliseconds."""
     async with asyncio.timeout(LIMIT_S):
         while not condition():  # noqa: ASYNC110 - of a test
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""The page pool: counts, order, and what it refuses."""
+"""The page pool: counts, order and errors."""
 
 import pytest
 from hypothesis import given
@@ -8,14 +8,14 @@ from runtime.errors import OutOfPages
 from runtime.kv.pages import PagePool, pages_for
 
 
-def test_pages_come_back_in_the_order_in_which_they_were_freed() -> None:
+def test_pages_are_reused_in_the_order_of_their_release() -> None:
     pool = PagePool(4)
     assert pool.allocate(3) == [0, 1, 2]
     pool.release([2, 0])
     assert pool.allocate(3) == [3, 2, 0]
 
 
-def test_too_many_pages_take_none() -> None:
+def test_failed_allocation_takes_no_pages() -> None:
     pool = PagePool(3)
     pool.allocate(2)
     with pytest.raises(OutOfPages):
@@ -23,7 +23,7 @@ def test_too_many_pages_take_none() -> None:
     assert pool.free == 1
 
 
-def test_a_shared_page_is_free_after_its_last_holder() -> None:
+def test_shared_page_is_freed_by_its_last_holder() -> None:
     pool = PagePool(2)
     pages = pool.allocate(1)
     pool.share(pages)
@@ -37,7 +37,7 @@ def test_a_shared_page_is_free_after_its_last_holder() -> None:
         pool.share(pages)
 
 
-def test_a_pool_has_pages() -> None:
+def test_empty_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one page"):
         PagePool(0)
 

@@ -1,4 +1,4 @@
-"""When a first token, which came from a prefill worker, is also its choice's last one."""
+"""A first token from a prefill worker may also be its choice's last one."""
 
 from typing import cast
 

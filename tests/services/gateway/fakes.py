@@ -24,12 +24,13 @@ class FakeStream:
         self.worker = worker
         self.start = start
         self.cancelled = asyncio.Event()
-        self._sent = [self.replayed] * start.choices
+        self._sent = [self.replayed] * start.request.choices
 
     @property
     def replayed(self) -> int:
         """Number of replayed output tokens after the prompt."""
-        return len(self.start.tokens) - self.start.prompt_tokens
+        request = self.start.request
+        return len(request.tokens) - request.prompt_tokens
 
     async def tokens(
         self, *ids: int, choice: int = 0, logprobs: Sequence[float] = (), top: Any = ()

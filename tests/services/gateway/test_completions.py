@@ -34,7 +34,7 @@ async def test_chat_response(site: Site) -> None:
     assert answer.choices[0].message.content == "Paris is it."
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
-    start = site.worker.streams[0].start
+    start = site.worker.streams[0].start.request
     prompt = site.model.tokenizer.decode(start.tokens, skip_special=False)
     assert prompt.endswith("user\nThe capital of France is<|im_end|>\n<|im_start|>assistant\n")
     assert answer.usage.prompt_tokens == len(start.tokens) == start.prompt_tokens
@@ -73,16 +73,16 @@ async def test_completion_of_text_and_of_token_ids(site: Site) -> None:
             {"index": 0, "text": " Paris", "logprobs": None, "finish_reason": "stop"}
         ]
     for stream in site.worker.streams:
-        assert list(stream.start.tokens) == ids
-        assert stream.start.max_tokens == 16
+        assert list(stream.start.request.tokens) == ids
+        assert stream.start.request.max_tokens == 16
         assert stream.start.epoch == site.worker.epoch
         assert stream.start.prefill.worker_id == "prefill-0"
 
 
 async def test_choices_of_several_prompts_are_numbered_consecutively(site: Site) -> None:
     async def script(stream: Any) -> None:
-        for choice in range(stream.start.choices):
-            await stream.tokens(stream.start.tokens[0], choice=choice)
+        for choice in range(stream.start.request.choices):
+            await stream.tokens(stream.start.request.tokens[0], choice=choice)
             await stream.end(choice=choice)
 
     site.worker.script = script
@@ -96,7 +96,7 @@ async def test_choices_of_several_prompts_are_numbered_consecutively(site: Site)
     ]
     assert [c["index"] for c in answer["choices"]] == list(range(6))
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
-    seeds = {stream.start.sampling.seed for stream in site.worker.streams}
+    seeds = {stream.start.request.sampling.seed for stream in site.worker.streams}
     assert len(seeds) == 3
 
 
@@ -120,7 +120,7 @@ async def test_every_sampling_field_reaches_the_worker(site: Site) -> None:
         "stop": "never",
     }
     assert (await site.http.post("/v1/completions", json=body)).status_code == 200
-    start = site.worker.streams[0].start
+    start = site.worker.streams[0].start.request
     expected = sampling_pb2.Sampling(
         temperature=0.5,
         top_p=0.9,
@@ -142,7 +142,7 @@ async def test_ignore_eos_generates_up_to_max_tokens(site: Site) -> None:
     site.worker.script = say(5, eos, 6, end=LENGTH)
     body = {"prompt": "x", "max_tokens": 3, "ignore_eos": True}
     answer = (await site.http.post("/v1/completions", json=body)).json()
-    assert list(site.worker.streams[0].start.stop_token_ids) == []
+    assert list(site.worker.streams[0].start.request.stop_token_ids) == []
     assert answer["usage"]["completion_tokens"] == 3
     assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -151,7 +151,7 @@ async def test_tiny_top_p_keeps_one_token(site: Site) -> None:
     site.worker.script = say(5)
     for top_p in (5e-324, 1e-300, 1e-6, 0.5):
         await site.http.post("/v1/completions", json={"prompt": "x", "top_p": top_p})
-    sent = [stream.start.sampling.top_p for stream in site.worker.streams]
+    sent = [stream.start.request.sampling.top_p for stream in site.worker.streams]
     assert sent == [1e-6, 1e-6, 1e-6, 0.5]
 
 

@@ -24,7 +24,7 @@ async def test_failure_before_the_first_token_is_retried_elsewhere(open_site: Op
     assert outcomes(site) == [("failed", "decode-0"), ("ok", None)]
     assert [p.exclude for p in site.router.places] == [[], ["decode-0"]]
     assert [p.attempt for p in site.router.places] == [0, 1]
-    assert site.workers[1].streams[0].start.attempt == 1
+    assert site.workers[1].streams[0].start.request.attempt == 1
     assert site.metric("headrace_failovers_total", reason="internal") == 1
 
 
@@ -61,7 +61,7 @@ async def test_failure_after_tokens_is_replayed_elsewhere(open_site: OpenSite) -
     sent = [c["choices"][0]["logprobs"]["tokens"] for c in chunks if c["choices"][0]["logprobs"]]
     assert sum(len(tokens) for tokens in sent) == len(ids)
     assert lines[-1] == "[DONE]"
-    first, second = site.workers[0].streams[0].start, site.workers[1].streams[0].start
+    first, second = (worker.streams[0].start.request for worker in site.workers[:2])
     assert list(second.tokens) == [10, 11, 12, *ids[:5]]
     assert second.prompt_tokens == 3
     assert second.max_tokens == 20
@@ -184,4 +184,4 @@ async def test_protocol_violation_of_a_worker_is_retried_elsewhere(
     site.workers[1].script = say(*ids)
     response = await completion(site)
     assert response.json()["choices"][0]["text"] == "one two three"
-    assert list(site.workers[1].streams[0].start.tokens) == [10, 11, 12, ids[0]]
+    assert list(site.workers[1].streams[0].start.request.tokens) == [10, 11, 12, ids[0]]

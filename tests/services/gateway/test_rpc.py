@@ -42,18 +42,18 @@ async def test_generate_from_text_tokens_and_chat(site: Site) -> None:
         ]
         assert [r.HasField("usage") for r in responses] == [False] * (len(responses) - 1) + [True]
         assert responses[-1].usage.completion_tokens == len(ids)
-    limits = [s.start.max_tokens for s in site.worker.streams]
+    limits = [s.start.request.max_tokens for s in site.worker.streams]
     assert limits[:2] == [16, 16]
-    assert limits[2] == 8192 - site.worker.streams[2].start.prompt_tokens
+    assert limits[2] == 8192 - site.worker.streams[2].start.request.prompt_tokens
 
 
 async def test_an_explicit_zero_is_not_absent(site: Site) -> None:
     site.worker.script = say(5)
     await generate(site, text="x", temperature=0.0, seed=0)
-    sampling = site.worker.streams[0].start.sampling
+    sampling = site.worker.streams[0].start.request.sampling
     assert (sampling.temperature, sampling.seed) == (0.0, 0)
     await generate(site, text="x")
-    assert site.worker.streams[1].start.sampling.temperature == 1.0
+    assert site.worker.streams[1].start.request.sampling.temperature == 1.0
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ async def test_role_developer_means_system(site: Site) -> None:
     site.worker.script = say(5)
     for role in ("developer", "system"):
         await generate(site, chat=pb.Chat(messages=[pb.ChatMessage(role=role, content="x")]))
-    first, second = (list(stream.start.tokens) for stream in site.worker.streams)
+    first, second = (list(stream.start.request.tokens) for stream in site.worker.streams)
     assert first == second
 
 

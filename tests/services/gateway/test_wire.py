@@ -35,11 +35,12 @@ def test_start_message_has_all_fields_of_the_request() -> None:
         stop_token_ids=[0],
         deadline_s=0.5,
     )
-    assert list(message.tokens) == [1, 2, 3, 4, 5]
-    assert (message.prompt_tokens, message.max_tokens, message.choices) == (3, 9, 1)
-    assert (message.request_id, message.attempt, message.epoch) == ("request", 2, "e2")
+    sent = message.request
+    assert list(sent.tokens) == [1, 2, 3, 4, 5]
+    assert (sent.prompt_tokens, sent.max_tokens, sent.choices) == (3, 9, 1)
+    assert (sent.request_id, sent.attempt, message.epoch) == ("request", 2, "e2")
     assert (message.prefill.worker_id, message.prefill.address) == ("p", "h:1")
-    assert message.sampling == sampling_pb2.Sampling(
+    assert sent.sampling == sampling_pb2.Sampling(
         temperature=0.5,
         top_p=1.0,
         top_k=0,

@@ -16,11 +16,12 @@ COMPATIBLE = Compatibility(
     model_hash="m0",
     kv_format="dense",
     kv_format_hash="",
+    kv_format_version=1,
     page_size=16,
     codec_version=1,
     codec="splitzip",
     codebook_id="b0",
-    kernel_plan="p0",
+    kernel_plan_hash="p0",
 )
 
 

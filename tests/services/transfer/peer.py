@@ -13,7 +13,7 @@ SLOT_BYTES = 1 << 20
 
 
 def content(slot: int) -> torch.Tensor:
-    """What lies in a slot, ``[SLOT_BYTES]`` uint8."""
+    """Return the content of a slot, ``[SLOT_BYTES]`` uint8."""
     generator = torch.Generator().manual_seed(slot)
     return torch.randint(0, 256, (SLOT_BYTES,), dtype=torch.uint8, generator=generator)
 

@@ -1,4 +1,4 @@
-"""READs between real processes: what arrives, and what happens when the other side does not."""
+"""READs between real processes, including peers that are killed, stopped or removed."""
 
 import json
 import os
@@ -33,7 +33,7 @@ TCP = "tcp,self,cuda_copy" if torch.cuda.is_available() else "tcp,self"
 
 @dataclass
 class Peer:
-    """A peer's process. Its name is unique, as an epoch's is."""
+    """A peer's process, with a unique name."""
 
     name: str
     process: subprocess.Popen[str]
@@ -62,7 +62,7 @@ class Peer:
 
 
 def start_peer(name: str, device: str = "cpu") -> Peer:
-    """One that offers every transport: its readers choose."""
+    """Start a peer that offers every transport, so that its readers choose."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("UCX_TLS", None)
     command = [sys.executable, str(Path(__file__).with_name("peer.py")), name, device]
@@ -74,7 +74,7 @@ def start_peer(name: str, device: str = "cpu") -> Peer:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[dict[str, Peer]]:
-    """All peers of this module, started at once since most of their start is importing."""
+    """All peers of this module, started in parallel since imports take most of the time."""
     names = ("main", "lasting", "doomed", "restarted", "deserted")
     peers = {name: start_peer(f"{name}-{os.getpid()}") for name in names}
     try:
@@ -87,7 +87,7 @@ def fleet() -> Iterator[dict[str, Peer]]:
 
 
 class Reader:
-    """An agent, its landing slab, and the peers it knows."""
+    """An agent, its landing slab and its peers."""
 
     def __init__(self, *peers: Peer) -> None:
         self.agent = TransferAgent(f"reader-{os.getpid()}-{time.monotonic_ns()}")
@@ -113,7 +113,7 @@ class Reader:
 
 @pytest.fixture
 def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Reader]]:
-    """Makes readers over given transports, and closes them."""
+    """Create readers over given transports, and close them."""
     readers: list[Reader] = []
 
     def make(*peers: Peer, transports: str | None = TCP) -> Reader:
@@ -137,7 +137,7 @@ def pair(
 
 
 @pytest.mark.parametrize("length", [1, 17, 4095, 4096, 100_003, SLOT_BYTES])
-def test_read_brings_the_bytes_and_no_more(pair: tuple[Reader, Peer], length: int) -> None:
+def test_read_copies_exactly_the_requested_bytes(pair: tuple[Reader, Peer], length: int) -> None:
     reader, peer = pair
     done = reader.read(peer, 3, length).result(10)
     landed = reader.landing.view(3, SLOT_BYTES)
@@ -154,7 +154,7 @@ def test_sixteen_reads_in_flight(pair: tuple[Reader, Peer]) -> None:
         assert torch.equal(reader.landing.view(slot, SLOT_BYTES), content(slot))
 
 
-def test_the_busy_times_of_reads_in_flight_together_do_not_overlap(
+def test_busy_times_of_reads_in_flight_do_not_overlap(
     pair: tuple[Reader, Peer],
 ) -> None:
     reader, peer = pair
@@ -165,7 +165,7 @@ def test_the_busy_times_of_reads_in_flight_together_do_not_overlap(
     assert 0 < sum(each.busy_s for each in done) <= elapsed
 
 
-def test_bad_ranges_are_typed_errors_and_harmless(pair: tuple[Reader, Peer]) -> None:
+def test_invalid_ranges_raise_bad_address(pair: tuple[Reader, Peer]) -> None:
     reader, peer = pair
     end = peer.address + SLOTS * SLOT_BYTES
     landing = reader.landing.view(0, 64)
@@ -185,7 +185,9 @@ def test_bad_ranges_are_typed_errors_and_harmless(pair: tuple[Reader, Peer]) -> 
     reader.read(peer, 0).result(10)
 
 
-def test_peers_that_cannot_be_added(fleet: dict[str, Peer], connect: Callable[..., Reader]) -> None:
+def test_unreachable_or_unknown_peers_are_refused(
+    fleet: dict[str, Peer], connect: Callable[..., Reader]
+) -> None:
     peer = fleet["main"]
     reader = connect()
     with pytest.raises(PeerLost):
@@ -201,7 +203,7 @@ def test_peers_that_cannot_be_added(fleet: dict[str, Peer], connect: Callable[..
     reader.read(peer, 0).result(10)
 
 
-def test_a_killed_peer_is_lost_at_once_and_only_that(
+def test_killed_peer_is_lost_at_once_and_others_are_not(
     fleet: dict[str, Peer], connect: Callable[..., Reader]
 ) -> None:
     doomed, lasting = fleet["doomed"], fleet["lasting"]
@@ -223,7 +225,7 @@ def test_a_killed_peer_is_lost_at_once_and_only_that(
     assert torch.equal(reader.landing.view(9, SLOT_BYTES), content(9))
 
 
-def test_a_dead_peer_is_removed_and_its_next_life_added(
+def test_dead_peer_is_removed_and_its_next_epoch_added(
     fleet: dict[str, Peer], connect: Callable[..., Reader]
 ) -> None:
     doomed, restarted = fleet["doomed"], fleet["restarted"]
@@ -237,7 +239,7 @@ def test_a_dead_peer_is_removed_and_its_next_life_added(
     assert torch.equal(reader.landing.view(1, SLOT_BYTES), content(1))
 
 
-def test_a_stopped_peer_times_out_and_drains_when_it_resumes(
+def test_read_from_stopped_peer_times_out_and_drains_when_it_resumes(
     fleet: dict[str, Peer], connect: Callable[..., Reader]
 ) -> None:
     stopped, lasting = fleet["main"], fleet["lasting"]
@@ -269,7 +271,7 @@ def test_a_stopped_peer_times_out_and_drains_when_it_resumes(
     reader.read(stopped, 2).result(10)
 
 
-def test_adding_a_peer_again_takes_its_removal_back(
+def test_adding_a_peer_cancels_its_removal(
     fleet: dict[str, Peer], connect: Callable[..., Reader]
 ) -> None:
     peer = fleet["main"]
@@ -288,7 +290,7 @@ def test_adding_a_peer_again_takes_its_removal_back(
     second.result(10)
 
 
-def test_close_ends_reads_and_nothing_writes_afterwards(
+def test_close_ends_reads_and_nothing_is_written_afterwards(
     fleet: dict[str, Peer], connect: Callable[..., Reader]
 ) -> None:
     stopped = fleet["deserted"]
@@ -317,7 +319,9 @@ def test_close_ends_reads_and_nothing_writes_afterwards(
     assert not reader.landing.view(1, SLOT_BYTES).any()
 
 
-def test_a_closed_agent_says_so(fleet: dict[str, Peer], connect: Callable[..., Reader]) -> None:
+def test_closed_agent_fails_every_call(
+    fleet: dict[str, Peer], connect: Callable[..., Reader]
+) -> None:
     peer = fleet["main"]
     reader = connect(peer)
     read = reader.read(peer, 0)
@@ -335,7 +339,9 @@ def test_a_closed_agent_says_so(fleet: dict[str, Peer], connect: Callable[..., R
         _ = reader.agent.metadata
 
 
-def test_an_idle_agent_sleeps(fleet: dict[str, Peer], connect: Callable[..., Reader]) -> None:
+def test_idle_agent_uses_no_cpu_time(
+    fleet: dict[str, Peer], connect: Callable[..., Reader]
+) -> None:
     reader = connect(fleet["main"])
     reader.read(fleet["main"], 0).result(10)
     before = time.process_time()

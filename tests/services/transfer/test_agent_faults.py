@@ -1,4 +1,4 @@
-"""A bug on the transfer's own thread: nobody waits for ever, and the worker hears of it."""
+"""A bug on the transfer's owner thread fails every future and ends the worker."""
 
 import asyncio
 import threading
@@ -15,11 +15,11 @@ from tests.services.workers import LIMIT_S, SLOT_BYTES, Site
 
 
 class Bug(Exception):
-    """What nobody expects."""
+    """An error that is not a TransferError."""
 
 
 def break_at(name: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Has the owner raise in one of its methods, once the event is set."""
+    """Make one of the owner's methods raise once the event is set."""
     fall = threading.Event()
 
     def broken(*_: Any) -> None:
@@ -39,8 +39,8 @@ def reader_and_peer() -> tuple[TransferAgent, TransferAgent, Slab, Slab]:
     return reader, peer, landing, slab
 
 
-@pytest.mark.parametrize("places", [["remove_peer"], ["poll"], ["poll", "_take_down"]])
-def test_every_future_fails_and_the_agent_says_why(
+@pytest.mark.parametrize("places", [["remove_peer"], ["poll"], ["poll", "_shut_down"]])
+def test_bug_on_the_owner_thread_fails_every_future(
     places: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, peer, landing, slab = reader_and_peer()
@@ -68,7 +68,7 @@ def test_every_future_fails_and_the_agent_says_why(
     peer.close()
 
 
-async def test_the_worker_ends_with_its_transfer(
+async def test_worker_ends_when_its_transfer_fails(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = await site.prefill(), await site.decode()

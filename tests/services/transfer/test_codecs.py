@@ -1,76 +1,89 @@
-"""Who waits for a launch of the codec, and what that may not hold up."""
+"""Segments of any plane group travel bit for bit, coded or raw."""
 
-import asyncio
-import subprocess
-import sys
-import threading
+from collections.abc import Sequence
 
 import pytest
+import torch
 
 import codec
-from services.transfer.codecs import outcome_of
+from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.format import Plane
+from services.transfer.codecs import Books, SegmentCodecs
+from services.transfer.extent import Extent
+from services.transfer.frame import HEADER_BYTES
+from services.transfer.policy import WireMode
+from tests.services.workers import normal_codebook
+
+HEADS, PAGE, LAYERS, TOKENS = 3, 16, 2, 40
+BOOK = normal_codebook()
 
 
-class Launch:
-    """A `codec.Pending` that ends when it is told to."""
-
-    def __init__(self, value: object, *, done: bool = False) -> None:
-        self.value, self.done, self.seconds = value, done, 0.0
-        self.ended = threading.Event()
-
-    def result(self) -> object:
-        if not self.done:
-            self.ended.wait()
-        if isinstance(self.value, Exception):
-            raise self.value
-        return self.value
+def plane(name: str, dtype: torch.dtype, dim: int, *, encodable: bool = False) -> Plane:
+    return Plane(name, dtype, (HEADS, PAGE, dim), encodable)
 
 
-async def test_outcomes_come_in_the_order_of_launches() -> None:
-    launches = [Launch(number) for number in range(4)]
-    found: list[object] = []
-
-    async def wait(launch: Launch) -> None:
-        found.append(await outcome_of(launch))
-
-    tasks = [asyncio.create_task(wait(launch)) for launch in launches]
-    await asyncio.sleep(0.01)
-    assert found == []
-    for launch in launches:
-        launch.ended.set()
-    await asyncio.gather(*tasks)
-    assert found == [0, 1, 2, 3]
-    assert await outcome_of(Launch(7, done=True)) == 7
+def codecs_of(planes: Sequence[Plane], books: Books) -> tuple[SegmentCodecs, PagedCache]:
+    layout = CacheLayout(PAGE, HEADS, (tuple(planes),) * LAYERS)
+    cache = PagedCache(layout, num_pages=6)
+    generator = torch.Generator().manual_seed(0)
+    for each in cache.planes:
+        each.view(torch.uint8).random_(0, 256, generator=generator)
+    return SegmentCodecs(layout, books), cache
 
 
-async def test_what_a_launch_found_is_raised_where_it_is_awaited() -> None:
-    launch = Launch(codec.ChecksumMismatch("differs"))
-    launch.ended.set()
-    with pytest.raises(codec.ChecksumMismatch):
-        await outcome_of(launch)
+@pytest.mark.parametrize("mode", WireMode)
+@pytest.mark.parametrize("heads", [(0, HEADS), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    "found",
+    [
+        plane("k", torch.bfloat16, 8, encodable=True),
+        plane("codes", torch.int8, 8),
+        plane("codes", torch.uint8, 5),
+        plane("scales", torch.float32, 1),
+        plane("offsets", torch.int64, 3),
+    ],
+    ids=lambda p: f"{p.dtype}-{p.shape[-1]}",
+)
+def test_planes_of_any_dtype_travel_bit_for_bit(
+    found: Plane, heads: tuple[int, int], mode: WireMode
+) -> None:
+    codecs, cache = codecs_of([found], {(layer, "k"): BOOK for layer in range(LAYERS)})
+    extent = Extent(0, TOKENS, 0, LAYERS, *heads)
+    slot = torch.empty(codecs.max_frame_bytes(0, LAYERS, TOKENS) - HEADER_BYTES, dtype=torch.uint8)
+    encoded = codecs.of(cache.planes, extent, mode).encode((5, 0, 3), TOKENS, slot).result()
+    assert encoded.raw_bytes == codecs.raw_bytes(extent)
+    payload = slot[: encoded.length]
+    header = codec.read_header(payload)
+    coded = found.encodable and mode is WireMode.SPLITZIP
+    assert any(entry.mode for entry in header.planes) == coded
+
+    reader, landed = codecs_of([found], {(layer, "k"): BOOK for layer in range(LAYERS)})
+    for each in landed.planes:
+        each.zero_()
+    reader.of(landed.planes, extent).decode(payload, header, (1, 2, 4), TOKENS).result()
+    first, count = heads
+    for mine, theirs in zip(landed.planes, cache.planes, strict=True):
+        expected = torch.zeros_like(mine)
+        chosen = slice(first, first + count)
+        for source, target, slots in ((5, 1, PAGE), (0, 2, PAGE), (3, 4, TOKENS - 2 * PAGE)):
+            expected[target, chosen, :slots] = theirs[source, chosen, :slots]
+        assert mine.view(torch.uint8).equal(expected.view(torch.uint8))
 
 
-async def test_who_stops_waiting_is_not_told() -> None:
-    launch, other = Launch(1), Launch(2)
-    task = asyncio.create_task(outcome_of(launch))
-    await asyncio.sleep(0.01)
-    task.cancel()
-    launch.ended.set()
-    other.ended.set()
-    assert await outcome_of(other) == 2
-    assert task.cancelled()
+def test_escapes_count_only_planes_with_a_codebook() -> None:
+    planes = [plane(name, torch.bfloat16, 8, encodable=True) for name in ("k", "v")]
+    codecs, _ = codecs_of(planes, {(0, "k"): BOOK})
+    extent = Extent(0, TOKENS, 0, LAYERS, 0, HEADS)
+    escapes = codecs.escapes(extent, 7)
+    assert (escapes.elements, escapes.found) == (HEADS * TOKENS * 8, 7)
+    assert escapes.expected_rate == BOOK.escape_rate
 
 
-def test_a_device_that_does_not_answer_lets_the_process_end() -> None:
-    program = """
-import asyncio
-from services.transfer.codecs import outcome_of
-from tests.services.transfer.test_codecs import Launch
+def test_codebook_of_a_raw_plane_is_ignored() -> None:
+    codecs, _ = codecs_of([plane("codes", torch.int8, 8)], {(0, "codes"): BOOK})
+    assert not codecs.has_codebooks
 
-async def main():
-    asyncio.create_task(outcome_of(Launch(1)))
-    await asyncio.sleep(0.05)
 
-asyncio.run(main())
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+def test_encodable_plane_of_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(codec.UnsupportedDtype, match="float32"):
+        codecs_of([plane("k", torch.float32, 8, encodable=True)], {})

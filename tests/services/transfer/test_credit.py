@@ -1,4 +1,4 @@
-"""Credits: no more promises than slots, and the oldest sequence always proceeds."""
+"""Credits never exceed the slots, and the oldest sequence always makes progress."""
 
 import pytest
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ from services.transfer.credit import CreditPool
 from services.transfer.errors import CreditError
 
 
-def test_oldest_first_and_what_it_leaves_serves_the_next() -> None:
+def test_oldest_sequence_gets_credits_first() -> None:
     pool = CreditPool(slots=5, per_sequence=3)
     pool.join("a")
     pool.join("b")
@@ -26,7 +26,7 @@ def test_oldest_first_and_what_it_leaves_serves_the_next() -> None:
     assert pool.free == 0
 
 
-def test_misuse_is_typed() -> None:
+def test_misuse_raises_credit_error() -> None:
     pool = CreditPool(slots=2, per_sequence=1)
     pool.join("a")
     with pytest.raises(CreditError):
@@ -49,13 +49,13 @@ def test_misuse_is_typed() -> None:
 
 
 @pytest.mark.parametrize(("slots", "per_sequence"), [(0, 1), (1, 0)])
-def test_a_pool_needs_slots(slots: int, per_sequence: int) -> None:
+def test_pool_without_slots_is_refused(slots: int, per_sequence: int) -> None:
     with pytest.raises(ValueError, match="slots"):
         CreditPool(slots, per_sequence)
 
 
 class CreditMachine(RuleBasedStateMachine):
-    """Any order of calls, against counts of our own."""
+    """Calls in any order, compared with a simple count."""
 
     SLOTS = 6
     PER_SEQUENCE = 3
@@ -135,7 +135,7 @@ class CreditMachine(RuleBasedStateMachine):
         assert self.pool.free >= 0
 
     def teardown(self) -> None:
-        """Whatever happened: when all have left and all is freed, all slots are back."""
+        """All slots are free once every sequence has left and every slot was freed."""
         for key in list(self.members):
             self.pool.leave(key)
         for key, occupied in self.occupied.items():

@@ -1,4 +1,4 @@
-"""Landing space goes to what is computed: a prompt that waits elsewhere holds none of it."""
+"""Landing slots go to prompts that are being computed, not to queued ones."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ from tests.services.workers import (
 TOKENS = 100  # four segments, through two landing slots
 
 
-async def test_a_queued_prompt_holds_no_landing_slot_that_another_needs(site: Site) -> None:
+async def test_queued_prompt_holds_no_landing_slot(site: Site) -> None:
     busy, idle = await site.prefill(started=False), await site.prefill()
     decode = await site.decode(slots=2, credits_per_sequence=2)
     receiver = decode.worker.receiver
@@ -41,7 +41,7 @@ async def test_a_queued_prompt_holds_no_landing_slot_that_another_needs(site: Si
     [(8, ["computing", "first_tokens"]), (1, ["first_tokens", "done"])],
     ids=["KV follows", "no KV follows"],
 )
-async def test_credits_are_asked_for_when_kv_will_follow(
+async def test_computing_is_sent_only_if_kv_will_follow(
     site: Site, max_tokens: int, expected: list[str]
 ) -> None:
     prefill = await site.prefill()
@@ -54,7 +54,7 @@ async def test_credits_are_asked_for_when_kv_will_follow(
     assert first.queue_s > 0
 
 
-async def test_a_worker_says_what_computes(site: Site) -> None:
+async def test_worker_info_names_model_and_kernels(site: Site) -> None:
     prefill = await site.prefill()
     model = prefill.loaded.engine.model
     labels = {
@@ -67,8 +67,8 @@ async def test_a_worker_says_what_computes(site: Site) -> None:
     assert value("headrace_worker_info", labels) == 1
 
 
-async def test_a_stopped_reader_leaves_slots_to_the_next(site: Site) -> None:
-    """It has granted credits, and acknowledges nothing."""
+async def test_stopped_reader_leaves_slots_to_the_next(site: Site) -> None:
+    """The stopped reader has granted credits and acknowledges nothing."""
     prefill, decode = await site.prefill(slots=4), await site.decode()
     async with session_with(prefill) as stopped:
         await stopped.write(pb.PrefillCommand(start=start_of(150, sequence=1)))
@@ -78,7 +78,9 @@ async def test_a_stopped_reader_leaves_slots_to_the_next(site: Site) -> None:
         await until(lambda: prefill.worker.sender.slots_in_use == 3)
         times = await decode.worker.receiver.fetch(fetch_of(prefill, TOKENS))
         assert times.segments == 4
-        await until(lambda: prefill.worker.sender.slots_in_use == 3)  # its acknowledgements came
+        await until(
+            lambda: prefill.worker.sender.slots_in_use == 3
+        )  # its acknowledgements have arrived
         prefill.worker.observe()
         assert prefill.metric("headrace_kv_slab_slots_in_use") == 3
     await until(lambda: prefill.worker.sender.slots_in_use == 0)

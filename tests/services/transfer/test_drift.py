@@ -1,11 +1,11 @@
-"""When a new calibration is advised."""
+"""A new calibration is advised if recent escapes far exceed the calibration's."""
 
 from services.transfer.drift import EscapeDrift
 
 MILLION = 1_000_000
 
 
-def test_rates_are_those_of_what_came_in() -> None:
+def test_rates_are_averages_of_added_segments() -> None:
     drift = EscapeDrift()
     assert (drift.rate, drift.expected, drift.recalibrate) == (0, 0, False)
     drift.add(MILLION, 10_000, 0.02)
@@ -14,7 +14,7 @@ def test_rates_are_those_of_what_came_in() -> None:
     assert abs(drift.expected - 0.02) < 1e-9
 
 
-def test_far_more_escapes_than_expected_ask_for_a_calibration_once_enough_was_seen() -> None:
+def test_calibration_is_advised_after_enough_excess_escapes() -> None:
     drift = EscapeDrift()
     drift.add(MILLION // 2, MILLION // 20, 0.02)
     assert not drift.recalibrate
@@ -26,7 +26,7 @@ def test_far_more_escapes_than_expected_ask_for_a_calibration_once_enough_was_se
     assert not drift.recalibrate
 
 
-def test_what_is_long_past_is_forgotten() -> None:
+def test_old_segments_lose_their_weight() -> None:
     drift = EscapeDrift()
     drift.add(20 * MILLION, 4 * MILLION, 0.0)
     assert drift.recalibrate

@@ -1,4 +1,4 @@
-"""What goes wrong between two workers, and what must not come of it."""
+"""Faults between two workers leak no slots, pages or peers, and corrupt no pages."""
 
 import asyncio
 from concurrent.futures import Future
@@ -10,14 +10,14 @@ from runtime.engine import Engine
 from services.decode.session import DecodeSession, Stream
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.errors import PeerLost
-from services.transfer.prefill_client import FetchFailed
-from tests.services.workers import LIMIT_S, Decode, Prefill, Site, fetch_of, start_of, until
+from services.transfer.fetch import FetchFailed
+from tests.services.workers import LIMIT_S, Decode, Prefill, Site, fetch_of, message_of, until
 
 TOKENS = 100  # four segments, two of which have a landing slot at a time
 
 
 class HeldReads(TransferAgent):
-    """READs for real, of whose ends nobody hears before `let_go`."""
+    """Runs READs, and reports their ends only after `let_go`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -35,27 +35,22 @@ class HeldReads(TransferAgent):
 
 
 def open_stream(decode: Decode, prefill: Prefill, number: int) -> Stream:
-    """As a gateway does."""
-    worker, asked = decode.worker, start_of(TOKENS)
+    """Open a stream as a gateway does."""
+    worker = decode.worker
     session = DecodeSession(f"gateway-{number}", worker._open, worker._drop)
     start = decode_pb2.StartStream(
         stream=number,
-        request_id=asked.request_id,
         epoch=worker.identity.epoch,
         prefill=prefill.address,
-        tokens=asked.tokens,
-        prompt_tokens=asked.prompt_tokens,
-        sampling=asked.sampling,
-        max_tokens=asked.max_tokens,
-        choices=asked.choices,
         deadline_s=LIMIT_S,
+        request=message_of(TOKENS),
     )
     session._start(start)
     return session.streams[number]
 
 
 async def reading(decode: Decode, prefill: Prefill, number: int) -> tuple[Stream, HeldReads]:
-    """A stream that has both of its READs in flight."""
+    """Return a stream with both of its READs in flight."""
     agent = decode.agent
     assert isinstance(agent, HeldReads)
     stream = open_stream(decode, prefill, number)
@@ -70,27 +65,27 @@ async def all_is_back(decode: Decode, prefill: Prefill) -> None:
     await until(lambda: prefill.worker.idle and not sender.active and not sender.slots_in_use)
 
 
-async def test_nothing_is_written_to_pages_that_a_dropped_stream_gave_back(site: Site) -> None:
-    """Wherever between a READ's end and the decode of its segment the stream was dropped."""
+async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> None:
+    """The stream is dropped at each point between a READ's end and the segment's decode."""
     prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=2)
 
     def overwrite(engine: Engine) -> None:
         for plane in engine.cache.planes:
             plane.fill_(7)
 
-    for turns in range(8):
-        stream, agent = await reading(decode, prefill, turns + 1)
+    for steps in range(8):
+        stream, agent = await reading(decode, prefill, steps + 1)
         agent.let_go()
-        for _ in range(turns):
+        for _ in range(steps):
             await asyncio.sleep(0)
         stream.session.end(stream)
-        await decode.worker.engine.run(overwrite)  # as the next owner of the pages would
+        await decode.worker.engine.run(overwrite)  # like the next sequence in these pages
         agent.let_go()
         await all_is_back(decode, prefill)
-        assert all(bool((plane == 7).all()) for plane in decode.planes()), turns
+        assert all(bool((plane == 7).all()) for plane in decode.planes()), steps
 
 
-async def test_a_dropped_streams_landing_slots_wait_for_its_reads(site: Site) -> None:
+async def test_dropped_streams_landing_slots_wait_for_its_reads(site: Site) -> None:
     prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=2)
     stream, agent = await reading(decode, prefill, 1)
     assert decode.landing_slots() == {"held": 2, "quarantined": 0}
@@ -101,7 +96,7 @@ async def test_a_dropped_streams_landing_slots_wait_for_its_reads(site: Site) ->
 
 
 class SlowToAdd(TransferAgent):
-    """Adds its first peer, but nobody hears of it."""
+    """Adds its first peer, but never reports it."""
 
     slow = True
 
@@ -114,7 +109,7 @@ class SlowToAdd(TransferAgent):
         return Future()
 
 
-async def test_a_handshake_that_times_out_leaves_no_peer(site: Site) -> None:
+async def test_handshake_timeout_leaves_no_peer(site: Site) -> None:
     prefill, decode = await site.prefill(), await site.decode(SlowToAdd, handshake_s=1.0)
     receiver, agent = decode.worker.receiver, decode.agent
     with pytest.raises(FetchFailed) as failed:
@@ -123,13 +118,13 @@ async def test_a_handshake_that_times_out_leaves_no_peer(site: Site) -> None:
     assert isinstance(agent, SlowToAdd)
     assert not agent.slow
     slot = receiver.landing.slab.view(0, 64)
-    with pytest.raises(PeerLost, match="is not here"):
+    with pytest.raises(PeerLost, match="is not known"):
         agent.read(prefill.agent.name, 0, 64, slot, deadline_s=1).result(LIMIT_S)
     assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
 
 
-async def test_a_peer_that_nixl_has_lost_is_met_in_a_new_session(site: Site) -> None:
-    """gRPC goes on all the while, and would carry prompts whose KV nobody can read."""
+async def test_peer_lost_by_nixl_is_reached_through_a_new_session(site: Site) -> None:
+    """The gRPC session would still work, but KV could no longer be read."""
     prefill, decode = await site.prefill(), await site.decode()
     receiver = decode.worker.receiver
     assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4

@@ -1,13 +1,15 @@
-"""The frame's header: it survives a round trip, and nothing else passes for it."""
+"""Frame headers survive a round trip; anything else is refused."""
 
 import dataclasses
 import hashlib
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.v1 import prefill_pb2 as pb
 from services.transfer.errors import CorruptFrame, ForeignSegment, FrameError, StaleSegment
 from services.transfer.frame import HEADER_BYTES, FrameHeader, verify
 
@@ -23,6 +25,10 @@ headers = st.builds(
     num_tokens=u32,
     first_layer=u32,
     num_layers=u32,
+    first_kv_head=u32,
+    num_kv_heads=u32,
+    plane_group=u32,
+    rank=u32,
     generation=u64,
     length=u64,
     checksum=u64,
@@ -38,7 +44,7 @@ def packed(header: FrameHeader, room: int = HEADER_BYTES) -> torch.Tensor:
 
 
 @given(headers)
-def test_round_trip(header: FrameHeader) -> None:
+def test_header_round_trip(header: FrameHeader) -> None:
     buffer = packed(header, HEADER_BYTES + 17)
     assert FrameHeader.unpack(buffer) == header
     assert (buffer[HEADER_BYTES:] == 0xA5).all()
@@ -46,7 +52,7 @@ def test_round_trip(header: FrameHeader) -> None:
 
 
 @given(headers, st.integers(0, 8 * HEADER_BYTES - 1))
-def test_any_flipped_bit_is_noticed(header: FrameHeader, bit: int) -> None:
+def test_flipped_bit_is_detected(header: FrameHeader, bit: int) -> None:
     buffer = packed(header)
     buffer[bit // 8] ^= 1 << (bit % 8)
     with pytest.raises(CorruptFrame):
@@ -54,13 +60,15 @@ def test_any_flipped_bit_is_noticed(header: FrameHeader, bit: int) -> None:
 
 
 @given(st.binary(max_size=3 * HEADER_BYTES))
-def test_what_is_no_frame_is_refused(noise: bytes) -> None:
+def test_noise_is_not_a_frame(noise: bytes) -> None:
     with pytest.raises(CorruptFrame):
         FrameHeader.unpack(torch.tensor(list(noise), dtype=torch.uint8))
 
 
 @given(headers, headers, st.sampled_from(FIELDS))
-def test_a_different_field_is_named(header: FrameHeader, other: FrameHeader, name: str) -> None:
+def test_error_names_the_differing_field(
+    header: FrameHeader, other: FrameHeader, name: str
+) -> None:
     found = dataclasses.replace(header, **{name: getattr(other, name)})
     if found == header:
         verify(header, found)
@@ -71,54 +79,55 @@ def test_a_different_field_is_named(header: FrameHeader, other: FrameHeader, nam
 
 
 @given(headers, headers)
-def test_staleness_is_the_first_reason(header: FrameHeader, other: FrameHeader) -> None:
+def test_staleness_is_checked_first(header: FrameHeader, other: FrameHeader) -> None:
     if any(getattr(header, name) != getattr(other, name) for name in STALE):
         with pytest.raises(StaleSegment):
             verify(header, other)
 
 
-def describe(**changes: object) -> FrameHeader:
-    fields: dict[str, object] = {
-        "epoch": "00112233445566778899aabbccddeeff",
-        "request_id": "req-ü",
-        "attempt": 1,
-        "index": 2,
-        "first_token": 48,
-        "num_tokens": 17,
-        "first_layer": 6,
-        "num_layers": 3,
-        "generation": 9,
-        "length": 1000,
-        "checksum": 2**64 - 1,
-    }
-    return FrameHeader.describing(**{**fields, **changes})  # type: ignore[arg-type]
+def describe(epoch: str = "00112233445566778899aabbccddeeff") -> FrameHeader:
+    segment = pb.Segment(
+        index=2,
+        first_token=48,
+        num_tokens=17,
+        first_layer=6,
+        num_layers=3,
+        first_kv_head=4,
+        num_kv_heads=2,
+        plane_group=1,
+        rank=5,
+        generation=9,
+        length=HEADER_BYTES + 1000,
+        checksum=2**64 - 1,
+    )
+    return FrameHeader.of(segment, epoch=epoch, request_id="req-ü", attempt=1)
 
 
-def test_the_layout_on_the_wire() -> None:
+def test_bytes_of_a_header() -> None:
     raw = bytes(packed(describe()).tolist())
-    assert raw[:8] == b"HRKV\x01\x00\x60\x00"
+    assert raw[:8] == b"HRKV\x02\x00\x70\x00"
     assert raw[12:16] == (1).to_bytes(4, "little")
     assert raw[16:32] == bytes.fromhex("00112233445566778899aabbccddeeff")
     assert raw[32:48] == hashlib.sha256("req-ü".encode()).digest()[:16]
-    numbers = [int.from_bytes(raw[at : at + 4], "little") for at in range(48, 72, 4)]
-    assert numbers == [2, 48, 17, 6, 3, 0]
-    assert raw[72:80] == (9).to_bytes(8, "little")
-    assert raw[80:88] == (1000).to_bytes(8, "little")
-    assert raw[88:] == b"\xff" * 8
+    numbers = [int.from_bytes(raw[at : at + 4], "little") for at in range(48, 88, 4)]
+    assert numbers == [2, 48, 17, 6, 3, 4, 2, 1, 5, 0]
+    assert raw[88:96] == (9).to_bytes(8, "little")
+    assert raw[96:104] == (1000).to_bytes(8, "little")
+    assert raw[104:] == b"\xff" * 8
 
 
 @pytest.mark.parametrize("epoch", ["", "00", "zz" * 16, "00" * 17])
-def test_an_epoch_is_a_uuid(epoch: str) -> None:
+def test_malformed_epoch_is_refused(epoch: str) -> None:
     with pytest.raises(FrameError):
         describe(epoch=epoch)
 
 
 @pytest.mark.parametrize("change", [{"index": -1}, {"attempt": 2**32}, {"checksum": 2**64}])
-def test_fields_that_do_not_fit_are_refused(change: dict[str, int]) -> None:
+def test_field_wider_than_its_slot_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(FrameError):
-        packed(describe(**change))
+        packed(dataclasses.replace(describe(), **change))
 
 
-def test_a_short_buffer_is_refused() -> None:
+def test_short_buffer_is_refused() -> None:
     with pytest.raises(FrameError):
         packed(describe(), HEADER_BYTES - 1)

@@ -1,4 +1,4 @@
-"""Landing slots: a slot and its credit come back only when nothing can touch the slot."""
+"""A landing slot and its credit return only when nothing can touch the slot."""
 
 import asyncio
 import concurrent.futures
@@ -6,7 +6,7 @@ import concurrent.futures
 import pytest
 
 from services.transfer.errors import CreditError, ReadTimeout
-from services.transfer.landing import Landing
+from services.transfer.landing import LandingSlots
 from services.transfer.slab import Slab
 
 
@@ -24,11 +24,11 @@ def granted() -> _Granted:
 
 
 @pytest.fixture
-def landing(granted: _Granted) -> Landing:
-    return Landing(Slab(2, 4096), 2, granted)
+def landing(granted: _Granted) -> LandingSlots:
+    return LandingSlots(Slab(2, 4096), 2, granted)
 
 
-def test_the_oldest_has_credits_first(landing: Landing, granted: _Granted) -> None:
+def test_oldest_sequence_gets_credits_first(landing: LandingSlots, granted: _Granted) -> None:
     landing.join("old")
     landing.join("young")
     assert granted.credits == {"old": 2}
@@ -38,12 +38,14 @@ def test_the_oldest_has_credits_first(landing: Landing, granted: _Granted) -> No
     assert granted.credits == {"old": 3, "young": 2}
 
 
-def test_a_segment_without_a_credit_is_refused(landing: Landing) -> None:
+def test_segment_without_credit_is_refused(landing: LandingSlots) -> None:
     with pytest.raises(CreditError):
         landing.land("nobody")
 
 
-async def test_a_slot_is_withheld_while_its_user_runs(landing: Landing, granted: _Granted) -> None:
+async def test_slot_is_quarantined_while_its_user_runs(
+    landing: LandingSlots, granted: _Granted
+) -> None:
     landing.join("a")
     slot = landing.land("a")
     user: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -55,7 +57,9 @@ async def test_a_slot_is_withheld_while_its_user_runs(landing: Landing, granted:
     assert landing.quarantined == 0
 
 
-async def test_a_timed_out_read_withholds_its_slot_until_it_has_drained(landing: Landing) -> None:
+async def test_timed_out_read_quarantines_its_slot_until_drained(
+    landing: LandingSlots,
+) -> None:
     landing.join("a")
     slot = landing.land("a")
     drained: concurrent.futures.Future[None] = concurrent.futures.Future()

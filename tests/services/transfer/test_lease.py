@@ -1,4 +1,4 @@
-"""Leases against a model that remembers every grant."""
+"""Leases compared with a model that remembers every grant."""
 
 import pytest
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ from services.transfer.lease import LeaseTable
 keys = st.sampled_from("abcdef")
 
 
-def test_a_lease_ends_at_its_end_whether_or_not_anyone_looks() -> None:
+def test_lease_past_its_end_cannot_be_renewed() -> None:
     table = LeaseTable(10.0, 2)
     table.grant("a", 0.0)
     assert table.renew("a", 9.5)
@@ -22,7 +22,7 @@ def test_a_lease_ends_at_its_end_whether_or_not_anyone_looks() -> None:
     assert not table.release("a")
 
 
-def test_the_bound_is_typed_and_a_regrant_is_no_second_lease() -> None:
+def test_number_of_leases_is_bounded() -> None:
     table = LeaseTable(10.0, 2)
     table.grant("a", 0.0)
     table.grant("b", 1.0)
@@ -35,13 +35,13 @@ def test_the_bound_is_typed_and_a_regrant_is_no_second_lease() -> None:
 
 
 @pytest.mark.parametrize(("lease_s", "max_leases"), [(0.0, 1), (-1.0, 1), (1.0, 0)])
-def test_a_table_needs_time_and_room(lease_s: float, max_leases: int) -> None:
+def test_invalid_limits_are_refused(lease_s: float, max_leases: int) -> None:
     with pytest.raises(ValueError, match="leases of"):
         LeaseTable(lease_s, max_leases)
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Any order of calls over a rising clock."""
+    """Calls in any order over a rising clock."""
 
     LEASE_S = 5
     MAX = 4

@@ -1,28 +1,44 @@
-"""Segments: planned so that they fit, and accepted only where they cover a sequence once."""
+"""Segments are planned so that they fit, and accepted only if they cover a sequence once."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.kv.cache import CacheLayout
+from runtime.kv.format import Plane
 from services.transfer.errors import ForeignSegment
+from services.transfer.extent import Extent
 from services.transfer.manifest import Coverage, SegmentPlan, plan_segments
 
-PAGE = 16
+PAGE, HEADS = 16, 4
+WIDE = Plane("k", torch.bfloat16, (HEADS, PAGE, 8))
+NARROW = Plane("scale", torch.float32, (HEADS, PAGE, 1), encodable=False)
 
 
-def _bound(layers: int, tokens: int) -> int:
-    return 100 + 48 * layers + 500 * layers * tokens
+def layout_of(num_layers: int, *planes: Plane) -> CacheLayout:
+    return CacheLayout(PAGE, HEADS, (planes or (WIDE,),) * num_layers)
 
 
-def _plan(num_tokens: int, num_layers: int, capacity: int, first: int = 0) -> list[SegmentPlan]:
+def extent_of(
+    first_token: int, num_tokens: int, first_layer: int, num_layers: int, **changes: int
+) -> Extent:
+    heads = {"first_kv_head": 0, "num_kv_heads": HEADS}
+    return Extent(first_token, num_tokens, first_layer, num_layers, **{**heads, **changes})
+
+
+def _bound(group: int, layers: int, tokens: int) -> int:
+    return 100 + 48 * layers + 500 * layers * tokens // (group + 1)
+
+
+def _plan(num_tokens: int, layout: CacheLayout, capacity: int, first: int = 0) -> list[SegmentPlan]:
     pages = tuple(range(1000, 1000 - (-num_tokens // PAGE)))
     return list(
         plan_segments(
+            layout,
             first_token=first,
             num_tokens=num_tokens,
             pages=pages,
-            page_size=PAGE,
-            num_layers=num_layers,
             capacity=capacity,
             bound=_bound,
         )
@@ -34,53 +50,83 @@ def _plan(num_tokens: int, num_layers: int, capacity: int, first: int = 0) -> li
     num_layers=st.integers(1, 40),
     slack=st.integers(0, 400_000),
     first_page=st.integers(0, 5),
+    groups=st.integers(1, 2),
 )
 def test_plans_fit_and_cover_everything_once(
-    num_tokens: int, num_layers: int, slack: int, first_page: int
+    num_tokens: int, num_layers: int, slack: int, first_page: int, groups: int
 ) -> None:
-    capacity = _bound(1, min(PAGE, num_tokens)) + slack
+    capacity = _bound(0, 1, min(PAGE, num_tokens)) + slack
     first = first_page * PAGE
-    coverage = Coverage(first + num_tokens, num_layers, PAGE)
-    if first:
-        coverage.add(0, first, 0, num_layers)
-    for plan in _plan(num_tokens, num_layers, capacity, first):
-        assert _bound(plan.num_layers, plan.num_tokens) <= capacity
-        covered = coverage.add(plan.first_token, plan.num_tokens, plan.first_layer, plan.num_layers)
-        assert plan.pages == tuple(1000 + at - first_page for at in covered)
+    layout = layout_of(num_layers, *(WIDE, NARROW)[:groups])
+    coverage = Coverage(first + num_tokens, layout)
+    for group in range(groups if first else 0):
+        coverage.add(extent_of(0, first, 0, num_layers, plane_group=group))
+    for plan in _plan(num_tokens, layout, capacity, first):
+        extent = plan.extent
+        assert _bound(extent.plane_group, extent.num_layers, extent.num_tokens) <= capacity
+        assert plan.pages == tuple(1000 + at - first_page for at in coverage.add(extent))
     assert coverage.complete
 
 
-def test_a_slot_that_holds_no_page_is_refused() -> None:
+def test_plans_keep_to_layers_that_have_planes_of_the_group() -> None:
+    layout = CacheLayout(PAGE, HEADS, ((WIDE,), (NARROW,), (WIDE, NARROW), (WIDE,)))
+    plans = _plan(PAGE, layout, capacity=1 << 20)
+    found = [(p.extent.plane_group, p.extent.first_layer, p.extent.num_layers) for p in plans]
+    assert found == [(0, 0, 1), (0, 2, 2), (1, 1, 2)]
+    coverage = Coverage(PAGE, layout)
+    for plan in plans:
+        assert not coverage.complete
+        coverage.add(plan.extent)
+    assert coverage.complete
+    with pytest.raises(ForeignSegment, match="no planes of group 1"):
+        Coverage(PAGE, layout).add(extent_of(0, PAGE, 0, 2, plane_group=1))
+
+
+def test_slot_too_small_for_a_page_is_refused() -> None:
     with pytest.raises(ValueError, match="does not hold one page"):
-        _plan(17, 2, capacity=_bound(1, PAGE) - 1)
+        _plan(17, layout_of(2), capacity=_bound(0, 1, PAGE) - 1)
 
 
 @pytest.mark.parametrize(
-    ("first_token", "num_tokens", "first_layer", "num_layers"),
+    "extent",
     [
-        (8, 16, 0, 1),  # not on a page boundary
-        (0, 20, 0, 1),  # ends inside a page that is not the last
-        (32, 16, 0, 1),  # past the end
-        (0, 0, 0, 1),
-        (0, 16, 3, 2),  # a layer too many
-        (0, 16, 0, 0),
-        (16, 16, 0, 4),  # there already
+        extent_of(8, 16, 0, 1),  # not on a page boundary
+        extent_of(0, 20, 0, 1),  # ends inside a page that is not the last
+        extent_of(32, 16, 0, 1),  # past the end
+        extent_of(0, 0, 0, 1),
+        extent_of(0, 16, 3, 2),  # a layer too many
+        extent_of(0, 16, 0, 0),
+        extent_of(0, 16, 0, 4, plane_group=1),
+        extent_of(0, 16, 0, 4, rank=1),
+        extent_of(0, 16, 0, 4, num_kv_heads=0),
+        extent_of(0, 16, 0, 4, first_kv_head=1),  # a KV head too many
+        extent_of(16, 16, 0, 4),  # arrived already
+        extent_of(16, 16, 2, 1, first_kv_head=3, num_kv_heads=1),
     ],
 )
-def test_segments_outside_the_sequence_are_refused(
-    first_token: int, num_tokens: int, first_layer: int, num_layers: int
-) -> None:
-    coverage = Coverage(40, 4, PAGE)
-    coverage.add(16, 16, 2, 1)
+def test_segment_outside_the_sequence_is_refused(extent: Extent) -> None:
+    coverage = Coverage(40, layout_of(4))
+    coverage.add(extent_of(16, 16, 2, 1))
     with pytest.raises(ForeignSegment):
-        coverage.add(first_token, num_tokens, first_layer, num_layers)
+        coverage.add(extent)
 
 
-def test_a_refused_segment_claims_nothing() -> None:
-    coverage = Coverage(32, 2, PAGE)
-    coverage.add(16, 16, 1, 1)
+def test_refused_segment_claims_nothing() -> None:
+    coverage = Coverage(32, layout_of(2))
+    coverage.add(extent_of(16, 16, 1, 1))
     with pytest.raises(ForeignSegment):
-        coverage.add(0, 32, 0, 2)
-    coverage.add(0, 16, 0, 2)
-    coverage.add(16, 16, 0, 1)
+        coverage.add(extent_of(0, 32, 0, 2))
+    coverage.add(extent_of(0, 16, 0, 2))
+    coverage.add(extent_of(16, 16, 0, 1))
+    assert coverage.complete
+
+
+def test_every_kv_head_is_needed_once() -> None:
+    coverage = Coverage(PAGE, layout_of(1), ranks=2)
+    coverage.add(extent_of(0, PAGE, 0, 1, first_kv_head=0, num_kv_heads=2, rank=0))
+    assert not coverage.complete
+    overlapping = extent_of(0, PAGE, 0, 1, first_kv_head=1, num_kv_heads=2, rank=1)
+    with pytest.raises(ForeignSegment, match="arrived twice"):
+        coverage.add(overlapping)
+    coverage.add(extent_of(0, PAGE, 0, 1, first_kv_head=2, num_kv_heads=2, rank=1))
     assert coverage.complete

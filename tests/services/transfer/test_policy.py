@@ -30,7 +30,7 @@ WINDOW = 4
 
 
 def measured(policy: LinkPolicy, link: float, zip_codec: float, raw_codec: float) -> None:
-    """Feeds steady measurements of both modes; rates in bytes per second, SplitZip's ratio 4/3."""
+    """Feed constant measurements of both modes, in bytes per second; SplitZip's ratio is 4/3."""
     for mode, codec, wire in ((RAW, raw_codec, 12), (ZIP, zip_codec, 9)):
         for _ in range(PROBES):
             policy.choose("peer", 12, 1)
@@ -38,7 +38,7 @@ def measured(policy: LinkPolicy, link: float, zip_codec: float, raw_codec: float
             policy.arrived("peer", mode, 12, wire, SegmentTiming(wire / link, 12 / codec))
 
 
-def test_the_formula_by_hand() -> None:
+def test_transfer_seconds_by_hand() -> None:
     """Stages of 1, 2 and 4 seconds: 7 for one segment, and 4 more for each further one."""
     speed = ModeSpeed(encode=100.0, decode=25.0, ratio=2.0)
     assert transfer_seconds(speed, link=25.0, nbytes=100, segments=1) == pytest.approx(7.0)
@@ -46,7 +46,7 @@ def test_the_formula_by_hand() -> None:
 
 
 @pytest.mark.parametrize("missing", ["encode", "decode", "ratio"])
-def test_what_is_not_measured_has_no_time(missing: str) -> None:
+def test_incomplete_measurement_is_refused(missing: str) -> None:
     speeds = {"encode": 1.0, "decode": 1.0, "ratio": 1.0} | {missing: None}
     with pytest.raises(ValueError, match="not measured"):
         transfer_seconds(ModeSpeed(**speeds), link=1.0, nbytes=1, segments=1)
@@ -63,23 +63,26 @@ def test_what_is_not_measured_has_no_time(missing: str) -> None:
         (10, 100, RAW),
     ],
 )
-def test_pipelining_pays_where_the_sequence_is_long(
+def test_compression_pays_for_long_sequences(
     link: float, segments: int, expected: WireMode
 ) -> None:
-    """SplitZip at 4 bytes/s each way, raw at 100. A link of 1 byte/s: alone a byte takes 0.25 +
-    0.75 + 0.25 = 1.25 s instead of 1.02; in a long row 0.75 instead of 1."""
+    """SplitZip runs at 4 bytes/s in each direction, raw at 100, over a link of 1 byte/s.
+
+    A single byte takes 0.25 + 0.75 + 0.25 = 1.25 s instead of 1.02 s; in a long sequence 0.75 s
+    instead of 1 s.
+    """
     policy = LinkPolicy()
     measured(policy, link, zip_codec=4.0, raw_codec=100.0)
     assert policy.choose("peer", 12, segments) is expected
 
 
-def test_a_new_link_is_probed_in_both_modes_and_then_waits_for_what_they_tell() -> None:
+def test_new_link_is_probed_in_both_modes() -> None:
     policy = LinkPolicy()
     assert [policy.choose("peer", 12, 9) for _ in range(7)] == [ZIP, ZIP, RAW, RAW, ZIP, ZIP, ZIP]
     assert policy.choose("another", 12, 9) is ZIP
 
 
-def test_a_reader_that_measures_nothing_gets_splitzip_nearly_always() -> None:
+def test_reader_without_timings_gets_splitzip_nearly_always() -> None:
     policy = LinkPolicy()
     chosen = []
     for _ in range(10 * EXPLORE_EVERY):
@@ -88,8 +91,8 @@ def test_a_reader_that_measures_nothing_gets_splitzip_nearly_always() -> None:
     assert chosen.count(RAW) < PROBES + 10
 
 
-def test_probes_that_were_lost_are_sent_again() -> None:
-    """Their sequences were cancelled before anything was acknowledged."""
+def test_lost_probes_are_sent_again() -> None:
+    """The sequences of the probes were cancelled before any acknowledgement."""
     policy = LinkPolicy()
     for _ in range(2 * PROBES):
         policy.choose("peer", 12, 9)
@@ -101,7 +104,7 @@ def test_probes_that_were_lost_are_sent_again() -> None:
     ("setting", "has_codebooks", "forced"),
     [("auto", False, RAW), ("raw", True, RAW), ("splitzip", True, ZIP)],
 )
-def test_what_is_forced_is_never_left_and_measured_all_the_same(
+def test_forced_mode_is_kept_and_measured(
     setting: str, has_codebooks: bool, forced: WireMode
 ) -> None:
     policy = LinkPolicy.of(setting, has_codebooks=has_codebooks)
@@ -113,7 +116,7 @@ def test_what_is_forced_is_never_left_and_measured_all_the_same(
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
-def test_a_timing_that_cannot_be_is_ignored(seconds: float) -> None:
+def test_implausible_timing_is_ignored(seconds: float) -> None:
     policy = LinkPolicy()
     measured(policy, 1.0, zip_codec=4.0, raw_codec=100.0)
     before = policy.links()
@@ -123,7 +126,7 @@ def test_a_timing_that_cannot_be_is_ignored(seconds: float) -> None:
     assert policy.links() == before
 
 
-def test_a_first_segment_that_ran_cold_does_not_count() -> None:
+def test_slow_first_segment_is_ignored() -> None:
     policy = LinkPolicy()
     policy.encoded(ZIP, 12, 9, encode_s=60.0)
     policy.encoded(ZIP, 12, 9, encode_s=3.0)
@@ -131,8 +134,8 @@ def test_a_first_segment_that_ran_cold_does_not_count() -> None:
     assert policy.links()["peer"].speeds[ZIP].encode == pytest.approx(4.0)
 
 
-def test_reads_that_end_in_clumps_are_the_link_s_speed_together() -> None:
-    """Four READs share the link: the first to end has waited for all, the others for nothing."""
+def test_link_speed_of_reads_that_end_in_clusters() -> None:
+    """Four READs share the link; all of its busy time is booked on the first to end."""
     policy = LinkPolicy()
     for _ in range(40):
         for read_s in (4.0, 0.0, 0.0, 0.0):
@@ -140,7 +143,7 @@ def test_reads_that_end_in_clumps_are_the_link_s_speed_together() -> None:
     assert policy.links()["peer"].bytes_per_second == pytest.approx(9.0, rel=0.1)
 
 
-def test_a_peer_that_is_forgotten_is_a_new_link() -> None:
+def test_forgotten_peer_is_a_new_link() -> None:
     policy = LinkPolicy()
     measured(policy, 100.0, zip_codec=1.0, raw_codec=100.0)
     assert policy.choose("peer", 12, 9) is RAW
@@ -152,7 +155,7 @@ def test_a_peer_that_is_forgotten_is_a_new_link() -> None:
 
 @dataclass
 class World:
-    """Bytes per second of each stage, as functions of the time; a measurement errs by ``noise``."""
+    """Bytes per second of each stage over time, measured with a relative error of ``noise``."""
 
     link: Callable[[float], float]
     encode: dict[WireMode, float] = field(default_factory=lambda: {RAW: 8e9, ZIP: 6e9})
@@ -167,7 +170,7 @@ class World:
         return seconds * self.random.uniform(1 - self.noise, 1 + self.noise)
 
     def transfer(self, policy: LinkPolicy, segments: int) -> None:
-        """One sequence; afterwards it is ``now`` later."""
+        """Send one sequence and advance ``now``."""
         encoder = link = decoder = self.now
         acknowledgements: deque[tuple[float, WireMode, int, SegmentTiming]] = deque()
         for index in range(segments):
@@ -202,7 +205,7 @@ def seconds_of(policy: LinkPolicy, world: World, prompts: int = 30, segments: in
 @pytest.mark.parametrize("link", [12.5e6, 125e6, 1.25e9, 5e9, 12.5e9, 50e9, 500e9])
 @pytest.mark.parametrize("zip_speed", [0.4e9, 6e9, 300e9])
 @pytest.mark.parametrize("segments", [1, 3, 32])
-def test_it_is_within_a_tenth_of_the_better_forced_choice(
+def test_auto_is_within_a_tenth_of_the_better_mode(
     link: float, noise: float, zip_speed: float, segments: int
 ) -> None:
     def world() -> World:
@@ -215,7 +218,7 @@ def test_it_is_within_a_tenth_of_the_better_forced_choice(
 
 
 @pytest.mark.parametrize(("before", "after", "mode"), [(50e9, 12.5e6, ZIP), (12.5e6, 50e9, RAW)])
-def test_a_link_that_changes_is_noticed(before: float, after: float, mode: WireMode) -> None:
+def test_policy_follows_a_changing_link(before: float, after: float, mode: WireMode) -> None:
     world, policy = World(lambda now: before), LinkPolicy()
     seconds_of(world=world, policy=policy)
     assert policy.links()["peer"].choice is mode.other
@@ -224,8 +227,8 @@ def test_a_link_that_changes_is_noticed(before: float, after: float, mode: WireM
     assert policy.links()["peer"].choice is mode
 
 
-def test_a_codec_that_slows_down_is_left_and_found_again() -> None:
-    """Its speed shows only while it is used: the way back is through exploring."""
+def test_policy_leaves_a_slow_codec_and_returns_to_it() -> None:
+    """The codec's speed is measured only in use, so the return needs exploring."""
     world, policy = World(lambda now: 1e9), LinkPolicy()
     seconds_of(world=world, policy=policy)
     assert policy.links()["peer"].choice is ZIP
@@ -238,7 +241,7 @@ def test_a_codec_that_slows_down_is_left_and_found_again() -> None:
 
 
 def test_exploring_costs_less_than_a_twentieth() -> None:
-    """Even where the other mode is forty times slower."""
+    """The other mode may be forty times slower."""
     speeds = {RAW: 8e9, ZIP: 0.2e9}
     world = World(lambda now: 50e9, dict(speeds), dict(speeds))
     reference = World(lambda now: 50e9, dict(speeds), dict(speeds))
@@ -257,8 +260,8 @@ def test_exploring_is_rare() -> None:
     assert 1 < world.modes.count(RAW) <= PROBES + len(world.modes) / EXPLORE_EVERY
 
 
-def test_it_does_not_flap_where_both_are_as_good() -> None:
-    """A link on which the slowest stages of both modes are equal, measured with 30 % of error."""
+def test_policy_does_not_flap_between_equal_modes() -> None:
+    """The slowest stages of both modes are equal, measured with an error of 30 %."""
     world, policy = World(lambda now: 6e9, noise=0.3), LinkPolicy()
     choices = []
     for _ in range(200):
@@ -268,8 +271,8 @@ def test_it_does_not_flap_where_both_are_as_good() -> None:
 
 
 @pytest.mark.parametrize(("gain", "expected"), [(0.96, ZIP), (0.94, RAW)])
-def test_a_change_needs_a_gain_of_a_twentieth(gain: float, expected: WireMode) -> None:
-    """SplitZip is chosen first; the link is so fast that only the codec takes time."""
+def test_switch_needs_a_gain_of_five_percent(gain: float, expected: WireMode) -> None:
+    """SplitZip is the first choice; the link is fast, so only the codec takes time."""
     policy = LinkPolicy()
     measured(policy, link=1e9, zip_codec=1.0, raw_codec=1.0 / gain)
     assert policy.choose("peer", 12, 9) is expected

@@ -1,4 +1,4 @@
-"""The link policy between real workers: what is measured, sent, shown and forgotten."""
+"""The link policy between real workers, and its metrics."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def segments(prefill: Prefill) -> dict[str, float]:
 
 
 def link_metrics(prefill: Prefill) -> dict[str, float]:
-    """What is shown of links, now, by name and mode."""
+    """Return the current values of all link metrics, by name and mode."""
     prefill.worker.observe()
     return {
         ".".join([sample.name, sample.labels.get("mode", "")]).rstrip("."): sample.value
@@ -43,7 +43,7 @@ async def fetch_twice(prefill: Prefill, decode: Decode) -> None:
         assert plane[:6].equal(plane[10:16]), "the same prompt is the same KV, however it came"
 
 
-async def test_auto_probes_both_modes_and_shows_what_it_measured(site: Site) -> None:
+async def test_auto_probes_both_modes_and_exports_measurements(site: Site) -> None:
     prefill = await site.prefill(codec="auto")
     decode = await site.decode(codec="auto")
     await fetch_twice(prefill, decode)
@@ -61,7 +61,7 @@ async def test_auto_probes_both_modes_and_shows_what_it_measured(site: Site) -> 
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_forced_mode_is_all_there_is(site: Site, mode: str) -> None:
+async def test_forced_mode_is_the_only_one(site: Site, mode: str) -> None:
     prefill = await site.prefill(codec=mode)
     decode = await site.decode(codec=mode)
     await fetch_twice(prefill, decode)
@@ -69,8 +69,8 @@ async def test_a_forced_mode_is_all_there_is(site: Site, mode: str) -> None:
     assert link_metrics(prefill)[f"headrace_kv_wire_mode.{mode}"] == 1
 
 
-async def test_an_acknowledgement_without_a_timing_is_one_all_the_same(site: Site) -> None:
-    """As a decode worker of an earlier version sends it."""
+async def test_acknowledgement_without_timing_frees_the_slot(site: Site) -> None:
+    """Earlier versions of the decode worker send no timing."""
     prefill = await site.prefill(codec="auto")
     async with session_with(prefill) as session:
         await session.write(pb.PrefillCommand(start=start_of(20, sequence=1)))
@@ -83,10 +83,10 @@ async def test_an_acknowledgement_without_a_timing_is_one_all_the_same(site: Sit
         assert "headrace_kv_link_bytes_per_second" not in link_metrics(prefill)
 
 
-async def test_a_peer_that_leaves_takes_its_labels_along(site: Site) -> None:
+async def test_labels_of_a_peer_that_left_are_removed(site: Site) -> None:
     prefill = await site.prefill(codec="auto")
     decode = await site.decode(codec="auto")
     await fetch_twice(prefill, decode)
     assert link_metrics(prefill)
-    await decode.worker._links.close()
+    await decode.worker._clients.close()
     await until(lambda: not link_metrics(prefill))

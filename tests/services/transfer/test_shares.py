@@ -1,4 +1,4 @@
-"""Shared slots: a reader that keeps what it holds never holds everything."""
+"""A reader that returns no slots never holds all of them."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from services.transfer.slab import SlotRef
 
 
 def take_all(slots: SharedSlots, reader: str) -> list[SlotRef]:
-    """As much as a reader gets that never returns any."""
+    """Acquire slots until the reader gets no more; return their number."""
     return list(iter(lambda: slots.acquire(reader), None))
 
 
@@ -27,13 +27,13 @@ def take_all(slots: SharedSlots, reader: str) -> list[SlotRef]:
         (64, [48, 12, 3, 1, 0]),
     ],
 )
-def test_readers_that_stop_leave_a_share_to_the_next(slots: int, shares: list[int]) -> None:
+def test_stopped_readers_leave_a_share_to_the_next(slots: int, shares: list[int]) -> None:
     shared = SharedSlots(slots)
     assert [len(take_all(shared, f"reader {n}")) for n in range(len(shares))] == shares
     assert shared.free == 0
 
 
-def test_what_is_returned_can_be_had_again() -> None:
+def test_released_slot_can_be_acquired_again() -> None:
     shared = SharedSlots(4)
     first = take_all(shared, "a")
     for ref in first:
@@ -48,7 +48,7 @@ def test_what_is_returned_can_be_had_again() -> None:
     slots=st.integers(1, 20),
     calls=st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=120),
 )
-def test_in_any_order_a_reader_without_a_slot_gets_a_free_one(
+def test_reader_without_a_slot_always_gets_a_free_one(
     slots: int, calls: list[tuple[str, bool]]
 ) -> None:
     shared = SharedSlots(slots)

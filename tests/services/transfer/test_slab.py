@@ -1,4 +1,4 @@
-"""The slab's layout, and the slot pool against a model of it."""
+"""The layout of a slab, and the slot pool compared with a model."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_slots_tile_an_aligned_zeroed_buffer(slots: int, slot_bytes: int) -> Non
 @pytest.mark.parametrize(
     ("slots", "slot_bytes"), [(0, 4096), (-1, 4096), (4, 0), (4, 17), (4, -16)]
 )
-def test_impossible_slabs_are_refused(slots: int, slot_bytes: int) -> None:
+def test_invalid_slab_sizes_are_refused(slots: int, slot_bytes: int) -> None:
     with pytest.raises(SlabError):
         Slab(slots, slot_bytes)
 
@@ -42,18 +42,18 @@ def test_views_stay_inside_their_slot(slot: int, length: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_slab_on_the_gpu_is_vram() -> None:
+def test_slab_on_a_gpu_is_vram() -> None:
     slab = Slab(2, 4096, "cuda")
     assert slab.memory_kind == "VRAM"
     assert slab.address % 4096 == 0
 
 
-def test_an_empty_pool_is_refused() -> None:
+def test_empty_pool_is_refused() -> None:
     with pytest.raises(SlabError):
         SlotPool(0)
 
 
-def test_the_slot_that_rested_longest_comes_first() -> None:
+def test_slot_free_the_longest_is_acquired_first() -> None:
     pool = SlotPool(3)
     first, second = pool.acquire(), pool.acquire()
     assert first is not None
@@ -65,7 +65,7 @@ def test_the_slot_that_rested_longest_comes_first() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of calls: counts add up, generations rise by one, stale references are refused."""
+    """Counts add up, generations rise by one, stale references are refused, in any order."""
 
     SLOTS = 5
     held = Bundle("held")

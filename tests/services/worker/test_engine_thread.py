@@ -1,4 +1,4 @@
-"""The engine's thread: what it says when, and whom its faults reach."""
+"""The engine thread: order of its output, and its faults."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ LIMIT_S = 20.0  # for what takes milliseconds
 
 
 class Gate:
-    """Holds the forward passes of an engine until it is opened."""
+    """Blocks the forward passes of an engine until it is opened."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
@@ -32,7 +32,7 @@ class Gate:
 
 
 class Outputs:
-    """Everything a thread said, in order."""
+    """All output and faults of a thread, in order."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[StepOutput] = asyncio.Queue()
@@ -47,7 +47,7 @@ def _raise(said: object) -> None:
 
 @pytest.fixture
 async def start() -> AsyncIterator[Callable[..., EngineThread]]:
-    """Runs engines' threads, and ends them."""
+    """Start engine threads, and end them."""
     threads: list[EngineThread] = []
 
     def run(
@@ -79,8 +79,8 @@ async def test_pages_are_reserved_while_a_step_computes(
     assert (await outputs.next()).computed
 
 
-async def test_output_that_nobody_takes_is_a_fault(start: Callable[..., EngineThread]) -> None:
-    """Its requests would wait for their tokens for ever."""
+async def test_lost_output_is_a_fault(start: Callable[..., EngineThread]) -> None:
+    """Its requests would never get their tokens."""
     fault: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     def lose(output: StepOutput) -> None:
@@ -95,7 +95,7 @@ async def test_output_that_nobody_takes_is_a_fault(start: Callable[..., EngineTh
     assert isinstance(await asyncio.wait_for(fault, LIMIT_S), LookupError)
 
 
-async def test_the_end_does_not_wait_for_a_device_that_hangs(
+async def test_stop_abandons_a_thread_that_hangs(
     start: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_thread, "STOP_S", 0.05)
@@ -110,5 +110,5 @@ async def test_the_end_does_not_wait_for_a_device_that_hangs(
     assert (await outputs.next()).computed
 
 
-async def test_a_thread_that_never_ran_can_be_stopped() -> None:
+async def test_thread_that_was_never_started_can_be_stopped() -> None:
     await EngineThread(engine_of(tiny_model()), on_output=_raise, on_fault=_raise).stop()

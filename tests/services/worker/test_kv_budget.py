@@ -1,10 +1,10 @@
-"""Pages fill what a worker may take of a GPU, and no more."""
+"""KV pages fill a worker's share of a GPU, and no more."""
 
 import pytest
 
 from services.common.errors import SettingsError
 from services.worker.kv_budget import RESERVE, ROW_BYTES, DeviceMemory, kv_tokens_for
-from services.worker.settings import MOST_KV_TOKENS
+from services.worker.settings import MAX_KV_TOKENS
 
 GIB = 1 << 30
 LLAMA_7B = 32 * 2 * 32 * 128 * 2  # bytes of K and V of a token, bf16: 512 KiB
@@ -21,19 +21,19 @@ def tokens(memory: DeviceMemory, utilization: float = 0.9, per_token: int = LLAM
     )
 
 
-def test_what_is_left_of_a_gpu_of_ones_own() -> None:
-    """0.9 of 80 GiB, without 12 of weights, 0.5 of slab, 1.5 for logits and in reserve."""
+def test_pages_fill_a_gpu_of_their_own() -> None:
+    """0.9 of 80 GiB, less 12 for weights, 0.5 for the slab, 1.5 for logits and reserve."""
     memory = DeviceMemory(total=80 * GIB, free=67 * GIB, own=12 * GIB)
     assert tokens(memory) == 58 * GIB // LLAMA_7B == 118_784
 
 
-def test_another_process_leaves_less() -> None:
+def test_memory_of_other_processes_is_not_used() -> None:
     memory = DeviceMemory(total=80 * GIB, free=20 * GIB, own=12 * GIB)
     assert tokens(memory) == 18 * GIB // LLAMA_7B
 
 
-def test_two_workers_with_half_each_fit_whoever_is_first() -> None:
-    """The second finds less free, but no less than its share."""
+def test_two_workers_with_half_each_fit_in_any_order() -> None:
+    """The second worker finds less free memory, but not less than its share."""
     first = tokens(DeviceMemory(total=80 * GIB, free=67 * GIB, own=12 * GIB), 0.45)
     taken = 12 * GIB + GIB // 2 + RESERVE + first * LLAMA_7B
     assert taken <= 36 * GIB
@@ -46,13 +46,14 @@ def test_pages_are_whole() -> None:
     assert tokens(DeviceMemory(total=size, free=size, own=0), 1.0) == 96
 
 
-def test_a_tiny_model_has_the_most_that_may_be_set() -> None:
+def test_pages_are_bounded_by_the_largest_setting() -> None:
     memory = DeviceMemory(total=80 * GIB, free=80 * GIB, own=0)
-    assert tokens(memory, per_token=16) == MOST_KV_TOKENS
+    assert tokens(memory, per_token=16) == MAX_KV_TOKENS
 
 
-def test_what_is_missing_is_named() -> None:
-    """0.45 of 24 GiB are 10.8, of 12 and 2: 3.2 GiB and a page of 8 MiB."""
+def test_error_names_the_missing_bytes() -> None:
+    """0.45 of 24 GiB is 10.8, and 12 + 2 are needed: 3.2 GiB and a page of 8 MiB."""
     memory = DeviceMemory(total=24 * GIB, free=11 * GIB, own=12 * GIB)
-    with pytest.raises(SettingsError, match=r"3\.21 GiB are missing.*take 0\.45 .*has 12\.00 GiB"):
+    missing = r"3\.21 GiB are missing.*use 0\.45 .*allocated 12\.00 GiB"
+    with pytest.raises(SettingsError, match=missing):
         tokens(memory, 0.45)

@@ -1,4 +1,4 @@
-"""What a worker makes of its settings, and what it says of a device that it cannot have."""
+"""Start-up of a worker from its settings, on the CPU."""
 
 import gc
 import weakref
@@ -32,7 +32,7 @@ def settings_of(model: Path, **changes: Any) -> WorkerSettings:
     )
 
 
-def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     settings = WorkerSettings.model_validate({"device": "cuda", "codec": "raw"})
     with pytest.raises(SettingsError, match=r"device cuda: torch .* sees no GPU"):
@@ -40,24 +40,24 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("kv_tokens", "pages"), [("auto", 1024), (160, 10)])
-def test_pages_are_as_many_as_was_said(model: Path, kv_tokens: object, pages: int) -> None:
+def test_kv_tokens_set_the_number_of_pages(model: Path, kv_tokens: object, pages: int) -> None:
     loaded = load_worker(settings_of(model, kv_tokens=kv_tokens), decodes=True)
     assert loaded.engine.pages_total == pages == len(loaded.engine.cache.planes[0])
     assert loaded.identity.compatibility.page_size == PAGE_SIZE
     assert loaded.config == CONFIG
 
 
-def test_a_kernel_plan_is_for_a_gpu(
+def test_kernel_plan_file_needs_a_gpu(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SettingsError, match="kernel_plan needs the GEMM backend"):
-        load_worker(settings_of(model, kernel_plan=tmp_path / "plan.json"), decodes=True)
+    with pytest.raises(SettingsError, match="kernel_plan_file needs the GEMM backend"):
+        load_worker(settings_of(model, kernel_plan_file=tmp_path / "plan.json"), decodes=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SettingsError, match="measured on a GPU"):
         tune(str(model), tmp_path / "plan.json")
 
 
-def test_both_roles_have_the_same_plan_and_compute_the_model(model: Path) -> None:
+def test_both_roles_are_compatible_and_compute_the_model(model: Path) -> None:
     prefill, decode = (load_worker(settings_of(model), decodes=one) for one in (False, True))
     assert prefill.identity.compatibility == decode.identity.compatibility
     request = request_of("r", 30)
@@ -65,8 +65,8 @@ def test_both_roles_have_the_same_plan_and_compute_the_model(model: Path) -> Non
     assert drive(decode.engine, Add(request)).tokens == expected.tokens
 
 
-def test_nothing_of_the_checkpoint_stays(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this dtype it would be most of a worker's memory, once more."""
+def test_checkpoint_is_freed_after_loading(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would double the memory for the weights."""
     read: list[weakref.ref[Any]] = []
 
     def watched(path: Path, dtype: torch.dtype) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""A worker on a GPU: what computes there, that it is warm, and what memory it takes."""
+"""A worker on a GPU: its kernels, warm-up and memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,7 +54,7 @@ def settings_of(model: Path, **changes: Any) -> WorkerSettings:
 
 @pytest.fixture(params=list(CHECKPOINTS))
 def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Loaded]:
-    """The kind of checkpoint, where it is, and a decode worker of it."""
+    """A kind of checkpoint, its path, and a loaded decode worker."""
     path = folder_of(CHECKPOINTS[request.param], tmp_path)
     return request.param, path, load_worker(settings_of(path), decodes=True)
 
@@ -65,14 +65,14 @@ def replay_of(engine: Engine) -> DecodeReplay:
 
 
 def reference_logits(model: Model, tokens: Sequence[int]) -> Tensor:
-    """After every token: `[len(tokens), vocab]`."""
+    """Return the logits after every token, `[len(tokens), vocab]`."""
     pages = range(pages_for(len(tokens), model.page_size))
     batch = Batch.of([SequenceSlice(tokens, 0, pages)])
     every = replace(batch, logit_rows=torch.arange(len(tokens)))
     return model.forward(every, model.new_cache(len(pages)))
 
 
-def test_it_computes_by_the_best_there_is_and_says_what_the_cpu_says(
+def test_gpu_uses_fused_kernels_and_agrees_with_the_cpu(
     loaded: tuple[str, Path, Loaded],
 ) -> None:
     """Greedy tokens, each after the GPU's own ones before it, are the best of the same weights in
@@ -102,7 +102,7 @@ def test_it_computes_by_the_best_there_is_and_says_what_the_cpu_says(
     assert best > 0.8 * total
 
 
-def test_requests_find_every_graph_captured(loaded: tuple[str, Path, Loaded]) -> None:
+def test_warm_up_captures_every_graph(loaded: tuple[str, Path, Loaded]) -> None:
     _, _, worker = loaded
     replay = replay_of(worker.engine)
     captured = dict(replay._steps)
@@ -118,8 +118,8 @@ def test_requests_find_every_graph_captured(loaded: tuple[str, Path, Loaded]) ->
     assert replay._steps == captured
 
 
-def test_graphs_of_layers_say_what_one_of_a_step_says(tmp_path: Path) -> None:
-    """Without the megakernel, both kinds of graphs run the same kernels: the same bits."""
+def test_layer_graphs_equal_step_graphs(tmp_path: Path) -> None:
+    """A model without the single-launch step has the same kernels, and so the same bits."""
     path = folder_of(CHECKPOINTS["norms of heads"], tmp_path)
     requests = [request_of(f"r{n}", 3 + 9 * n, 12, seed=n) for n in range(7)]
     outputs = []
@@ -130,7 +130,7 @@ def test_graphs_of_layers_say_what_one_of_a_step_says(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_a_prefill_worker_works_with_it_and_has_no_graphs(
+def test_prefill_worker_is_compatible_and_has_no_decode_graphs(
     loaded: tuple[str, Path, Loaded],
 ) -> None:
     _, path, decode = loaded
@@ -150,8 +150,8 @@ def test_fp32_uses_the_torch_backend(tmp_path: Path) -> None:
     assert len(drive(worker.engine, Add(request_of("r", 20))).output("r")) == 8
 
 
-def test_the_codec_is_warm_with_this_workers_codebooks(tmp_path: Path) -> None:
-    """Warming up decodes what it encodes, and a worker that cannot does not start."""
+def test_codec_is_warmed_up_with_the_workers_codebooks(tmp_path: Path) -> None:
+    """Warm-up decodes its own segments; a worker that cannot do so does not start."""
     path = folder_of(CHECKPOINTS["dense"], tmp_path)
     generator = torch.Generator().manual_seed(0)
     book = codec.calibrate(torch.randn(1 << 14, generator=generator).bfloat16())
@@ -165,7 +165,7 @@ def test_the_codec_is_warm_with_this_workers_codebooks(tmp_path: Path) -> None:
 
 
 def test_pages_fill_the_workers_share(tmp_path: Path) -> None:
-    """Of 3 GiB beside what other tests have left in this process."""
+    """The share is 3 GiB beside the memory that other tests of this process hold."""
     path = folder_of(CHECKPOINTS["dense"], tmp_path)
     torch.cuda.empty_cache()
     had, total = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
@@ -178,7 +178,7 @@ def test_pages_fill_the_workers_share(tmp_path: Path) -> None:
     assert torch.cuda.memory_reserved() - had <= 3 * GIB
 
 
-def test_a_share_that_holds_no_page_is_refused(tmp_path: Path) -> None:
+def test_share_without_room_for_a_page_is_refused(tmp_path: Path) -> None:
     path = folder_of(CHECKPOINTS["dense"], tmp_path)
     settings = settings_of(path, kv_tokens="auto", gpu_memory_utilization=1e-3)
     with pytest.raises(SettingsError, match=r"no memory is left for KV, .* GiB are missing"):
@@ -186,8 +186,8 @@ def test_a_share_that_holds_no_page_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head_norms", [False, True])
-def test_loading_never_has_the_weights_twice(head_norms: bool, tmp_path: Path) -> None:
-    """Of twelve layers, one may be there as it was read and as it is packed."""
+def test_loading_never_holds_the_weights_twice(head_norms: bool, tmp_path: Path) -> None:
+    """Only one of twelve layers may exist both as read and as packed."""
     config = replace(
         CONFIG, hidden_size=512, intermediate_size=2048, num_layers=12, num_heads=8, head_dim=64
     )

@@ -1,4 +1,4 @@
-"""Heartbeats: one at a time for each router, and every placement told once."""
+"""Heartbeats: one at a time for each router, every placement reported once."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ URL = "http://router"
 
 
 class Router:
-    """Answers registrations at once, and each heartbeat when it is told to."""
+    """Answers registrations at once, and heartbeats when the test allows it."""
 
     def __init__(self) -> None:
         self.beats: asyncio.Queue[tuple[dict[str, Any], asyncio.Event]] = asyncio.Queue()
@@ -42,10 +42,10 @@ async def engine() -> AsyncIterator[EngineThread]:
     await thread.stop()
 
 
-async def test_two_heartbeats_at_a_time_tell_each_placement_once(
+async def test_concurrent_heartbeats_report_each_placement_once(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Draining beats while the periodic one is on its way."""
+    """Draining sends a heartbeat while the periodic one is in flight."""
     router = Router()
     client = httpx.AsyncClient(transport=httpx.MockTransport(router.answer))
     monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client)

@@ -1,4 +1,4 @@
-"""What the codec is asked before a worker is ready, here on the CPU."""
+"""Warm-up of the codec, on the CPU."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.services.workers import CHUNK, SLOT_BYTES, load
         (True, 1, 6000, 1),
     ],
 )
-def test_segments_go_around_and_pages_stay_as_they_were(
+def test_warm_up_covers_all_segments_and_keeps_the_pages(
     codebooks: bool, tokens: int, slot_bytes: int, segments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load(codebooks=codebooks)

@@ -1,0 +1,63 @@
+"""KV formats by name: the built-in ones, and plug-ins named ``module:Class``."""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from runtime.config import ModelConfig
+from runtime.errors import KVFormatError
+from runtime.kv.dense import DenseFormat
+from runtime.kv.format import KVFormat, KVFormatFactory
+
+_BUILT_IN: dict[str, KVFormatFactory] = {DenseFormat.name: DenseFormat.create}
+
+_MEMBERS = (
+    *("name", "version", "lossless", "artifact_hash", "graph_safe", "dense_bf16"),
+    *("kernels", "planes", "layer"),
+)
+
+
+def create_format(
+    spec: str,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    by_halves: bool = False,
+) -> KVFormat:
+    """Create the KV format that a setting names.
+
+    Args:
+        spec: a built-in name, or ``module:Class`` of a class with a ``create`` classmethod; see
+            `runtime.kv.format.KVFormatFactory` for it and the other arguments.
+
+    Raises:
+        KVFormatError: the name is unknown, the module or class is missing, or the class is not a
+            KV format.
+    """
+    factory = _plug_in(spec) if ":" in spec else _BUILT_IN.get(spec)
+    if factory is None:
+        known = ", ".join(sorted(_BUILT_IN))
+        raise KVFormatError(f"unknown KV format {spec!r}: built in are {known}; or module:Class")
+    kv_format = factory(config, device, dtype, by_halves=by_halves)
+    missing = [member for member in _MEMBERS if not hasattr(kv_format, member)]
+    if missing:
+        raise KVFormatError(f"{spec} is not a KV format: it has no {', '.join(missing)}")
+    return kv_format
+
+
+def _plug_in(spec: str) -> KVFormatFactory:
+    module_name, _, class_name = spec.partition(":")
+    try:
+        module = import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise KVFormatError(f"KV format {spec}: cannot import {module_name!r}: {error}") from error
+    found: Any = getattr(module, class_name, None)
+    if found is None:
+        raise KVFormatError(f"KV format {spec}: {module_name} has no {class_name!r}")
+    factory: Any = getattr(found, "create", None)
+    if not callable(factory):
+        raise KVFormatError(f"{spec} is not a KV format: it has no create()")
+    typed: KVFormatFactory = factory
+    return typed

@@ -1,0 +1,94 @@
+"""State of one fetch: a sequence whose prompt another worker computes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headrace.v1 import decode_pb2, error_pb2, request_pb2
+from headrace.v1 import prefill_pb2 as pb
+from services.transfer.manifest import Coverage
+
+
+class FetchFailed(Exception):
+    """The KV of a prompt did not arrive.
+
+    Attributes:
+        code: tells the gateway whether to retry.
+        worker_id: the worker that caused the failure, or "".
+    """
+
+    def __init__(
+        self, code: "error_pb2.ErrorCode.ValueType", message: str, worker_id: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.worker_id = worker_id
+
+
+@dataclass
+class Fetch:
+    """One sequence whose prompt another worker computes.
+
+    Attributes:
+        key: the engine's id of the sequence.
+        prefill: the worker that computes the prompt.
+        request: what it is asked for.
+        pages: the reader's own pages, which the KV is decoded into.
+        on_first: receives the first tokens; returns True if the sequence ends with them, and no KV
+            is needed.
+        deadline_s: seconds from the start of the fetch.
+        closed: the pages may have been freed; nothing may be written to them.
+    """
+
+    key: str
+    prefill: decode_pb2.WorkerAddress
+    request: request_pb2.Request
+    pages: tuple[int, ...]
+    on_first: Callable[[pb.FirstTokens], bool]
+    deadline_s: float
+    closed: bool = False
+
+
+@dataclass
+class FetchTimes:
+    """Seconds of each stage of one fetch, and its sizes; stages of segments are summed."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    transfer: float = 0.0
+    decode_kv: float = 0.0
+    segments: int = 0
+    wire_bytes: int = 0
+    raw_bytes: int = 0
+
+    def add(self, segment: pb.Segment, read_s: float, decode_s: float) -> None:
+        """Add one segment."""
+        self.segments += 1
+        self.transfer += read_s
+        self.decode_kv += decode_s
+        self.wire_bytes += segment.length
+        self.raw_bytes += segment.raw_bytes
+
+
+@dataclass
+class FetchProgress:
+    """Progress of one fetch.
+
+    Attributes:
+        expected: total number of segments, once it is known.
+        announced: segments announced so far.
+        started: the first tokens have arrived.
+        ended: the sequence ended with its first tokens.
+    """
+
+    coverage: Coverage
+    times: FetchTimes = field(default_factory=FetchTimes)
+    expected: int | None = None
+    announced: int = 0
+    started: bool = False
+    ended: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether no further event is needed."""
+        return self.ended or (self.started and self.expected == self.announced)

@@ -1,0 +1,71 @@
+"""State of one sequence whose KV a decode worker reads."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headrace.v1 import error_pb2
+from headrace.v1 import prefill_pb2 as pb
+from services.transfer.manifest import SegmentPlan
+from services.transfer.policy import WireMode
+from services.transfer.slab import SlotRef
+
+
+@dataclass(frozen=True)
+class SentSegment:
+    """A segment in a slot, with what its acknowledgement is booked under."""
+
+    ref: SlotRef
+    mode: WireMode
+    raw_bytes: int
+    wire_bytes: int
+
+
+@dataclass
+class Outgoing:
+    """One sequence whose KV a decode worker reads.
+
+    Attributes:
+        key: the engine's id of the sequence.
+        reader: the session that reads it; slots are shared among readers.
+        peer: id of the decode worker; the link policy measures per peer.
+        sequence: number of the sequence within the session.
+        slot_bytes: bytes of a slot of the reader's landing slab.
+        emit: sends an event to the reader.
+        fail: ends the sequence with an error.
+        credits: landing slots granted and not used yet.
+        planned: segments to encode.
+        unacknowledged: encoded segments by index.
+        issued: segments that got an index.
+        encoding: segments that the codec is working on.
+        computed: all chunks of the prompt were added.
+        closed: the reader needs nothing more.
+    """
+
+    key: str
+    reader: str
+    peer: str
+    sequence: int
+    request_id: str
+    attempt: int
+    slot_bytes: int
+    emit: Callable[[pb.PrefillEvent], None]
+    fail: Callable[["error_pb2.ErrorCode.ValueType", str], None]
+    credits: int = 0
+    planned: deque[SegmentPlan] = field(default_factory=deque)
+    unacknowledged: dict[int, SentSegment] = field(default_factory=dict)
+    issued: int = 0
+    encoding: int = 0
+    computed: bool = False
+    closed: bool = False
+
+    @property
+    def outstanding(self) -> int:
+        """Planned segments that are not acknowledged yet."""
+        return len(self.planned) + self.encoding + len(self.unacknowledged)
+
+    def announce_if_complete(self) -> None:
+        """Emit the number of segments once the last of them has been announced."""
+        if self.computed and not self.planned and not self.encoding:
+            done = pb.PrefillDone(sequence=self.sequence, segments=self.issued)
+            self.emit(pb.PrefillEvent(done=done))

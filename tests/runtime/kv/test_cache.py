@@ -1,0 +1,74 @@
+"""Cache layouts: groups of planes that segments can hold, sizes, and what is refused."""
+
+import pytest
+import torch
+
+from runtime.errors import KVFormatError
+from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.format import Plane
+from tests.runtime.tiny import CONFIG, tiny_model
+
+HEADS, PAGE = 3, 16
+
+
+def plane(name: str, dtype: torch.dtype, dim: int, **changes: bool) -> Plane:
+    return Plane(name, dtype, (HEADS, PAGE, dim), **changes)
+
+
+K = plane("k", torch.bfloat16, 8)
+CODES = plane("v", torch.int8, 8, encodable=False)
+SCALES = plane("v_scale", torch.float32, 1, encodable=False)
+
+
+def test_dense_planes_are_one_group() -> None:
+    layout = tiny_model().layout
+    (group,) = layout.groups
+    assert group.members == ((("k", 0), ("v", 1)), (("k", 2), ("v", 3)))
+    assert group.runs == (range(2),)
+    assert group.count(0, 2) == 4
+    per_token = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 2
+    assert layout.bytes_per_token == per_token
+
+
+def test_planes_of_another_dtype_or_dim_are_another_group() -> None:
+    layout = CacheLayout(PAGE, HEADS, ((K, CODES, SCALES),) * 2)
+    assert [(g.dtype, g.dim, g.encodable) for g in layout.groups] == [
+        (torch.bfloat16, 8, True),
+        (torch.int8, 8, False),
+        (torch.float32, 1, False),
+    ]
+    assert [g.members[1] for g in layout.groups] == [(("k", 3),), (("v", 4),), (("v_scale", 5),)]
+    assert layout.bytes_per_token == 2 * HEADS * (16 + 8 + 4)
+
+
+def test_layers_may_differ() -> None:
+    """A format may choose another rank for each layer."""
+    narrow = plane("k", torch.bfloat16, 4)
+    layout = CacheLayout(PAGE, HEADS, ((K,), (narrow,), (K,), (K,)))
+    wide, small = layout.groups
+    assert wide.runs == (range(1), range(2, 4))
+    assert small.runs == (range(1, 2),)
+    assert (wide.count(0, 4), small.count(0, 4)) == (3, 1)
+
+
+def test_cache_has_the_planes_of_its_layout() -> None:
+    cache = PagedCache(CacheLayout(PAGE, HEADS, ((K, CODES), (K,))), num_pages=5)
+    assert [tuple(p.shape) for p in cache.planes] == [(5, HEADS, PAGE, 8)] * 3
+    assert [p.dtype for p in cache.planes] == [torch.bfloat16, torch.int8, torch.bfloat16]
+    assert [p.data_ptr() for p in cache.layer(0)] == [p.data_ptr() for p in cache.planes[:2]]
+    assert cache.layer(1)[0] is cache.planes[2]
+
+
+@pytest.mark.parametrize(
+    "planes",
+    [
+        (K, K),
+        (),
+        (Plane("k", torch.bfloat16, (HEADS + 1, PAGE, 8)),),
+        (Plane("k", torch.bfloat16, (HEADS, PAGE + 1, 8)),),
+        (Plane("k", torch.bfloat16, (HEADS, PAGE, 0)),),
+    ],
+)
+def test_malformed_planes_are_refused(planes: tuple[Plane, ...]) -> None:
+    with pytest.raises(KVFormatError):
+        CacheLayout(PAGE, HEADS, ((K,), planes))
