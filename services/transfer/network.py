@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 
 from services.common.errors import SettingsError
@@ -30,16 +29,6 @@ class TransferNetwork:
     loopback: bool = False
     interface: str | None = None
     ports: str | None = None
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is ``localhost`` or a loopback address."""
-    try:
-        address = ip_address(host.strip("[]"))
-    except ValueError:
-        return host == "localhost"
-    mapped = getattr(address, "ipv4_mapped", None)  # ::ffff:127.0.0.1
-    return (mapped or address).is_loopback
 
 
 def ucx_environment(

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from services.common.settings import ServiceSettings
-from services.transfer.network import TransferNetwork, is_loopback
+from services.common.settings import ServiceSettings, is_loopback
+from services.transfer.network import TransferNetwork
 
 MAX_KV_TOKENS = 1 << 26
 
@@ -127,9 +127,5 @@ class WorkerSettings(ServiceSettings):
     @property
     def endpoint(self) -> str:
         """Listen address of the gRPC server."""
-        return f"{self.host}:{self.port}"
-
-    @property
-    def token(self) -> str | None:
-        """The cluster token as plain text, for headers."""
-        return self.cluster_token.get_secret_value() if self.cluster_token else None
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"

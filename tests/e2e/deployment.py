@@ -18,8 +18,8 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.v1.inference_pb2_grpc import InferenceStub
+from services.common.settings import is_loopback
 from services.local.state import Deployment
-from services.transfer.network import is_loopback
 
 START_S = 900.0  # the very first start factorizes a model and calibrates the codec
 

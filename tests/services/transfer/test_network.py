@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import SettingsError
+from services.common.settings import is_loopback
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
 from services.transfer.network import (
     TransferNetwork,
-    is_loopback,
     rdma_devices,
     restrict_ucx,
     ucx_environment,
