@@ -34,9 +34,10 @@ test: $(VENV)/.ready-dev  ## all tests but the long ones
 test-long: $(VENV)/.ready-dev ## tests of a minute or more: interpreted kernels, equality
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m "long and not gpu" $(PYTEST)
 
-# Runs in a given interpreter without set-up: no virtual environment, no installation.
+# Runs in a given interpreter without set-up: no virtual environment, no installation. Warnings are
+# not errors there, since its packages and pytest plug-ins are not the ones of this project.
 test-gpu:                 ## GPU tests: PYTHON=/path/to/python make test-gpu
-	PYTHONPATH=$(CURDIR):$(CURDIR)/proto $(PYTHON) -m pytest tests -m gpu -p no:cacheprovider $(PYTEST)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/proto:$$PYTHONPATH $(PYTHON) -m pytest tests -m gpu -p no:cacheprovider -o filterwarnings=default $(PYTEST)
 
 check: $(VENV)/.ready-dev ## formatter, linter, types and import contracts
 	$(BIN)/ruff format --check .

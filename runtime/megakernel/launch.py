@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -57,64 +58,29 @@ class DecodeStep:
         tall: int = 48,
         tall_ahead: int = 2,
     ) -> None:
-        config, page, size = weights.config, planes[0].shape[2], len(batch.tokens)
-        if reason := unsupported(weights):
-            raise ValueError(reason)
-        if page % 16 or not 1 <= size <= MAX_SEQUENCES or not 1 <= programs <= _MAX_PROGRAMS:
-            raise ValueError(f"pages of {page}, a batch of {size}, {programs} programs")
-        shapes = {(plane.stride(), plane.shape[1:]) for plane in planes}
-        if len(planes) != 2 * config.num_layers or len(shapes) != 1:
-            raise ValueError("planes must be K and V of every layer, with equal strides")
-        self.batch = batch
-        self._programs = programs
-        self._held = weights, list(planes)  # the pass table has their addresses
+        _check(weights, planes, batch, programs)
+        config, size = weights.config, len(batch.tokens)
+        device = planes[0].device
         splits = min(_MAX_SPLITS, max(1, programs // (size * config.num_kv_heads)))
         offsets = Offsets.of(config, weights.max_inner)
         passes = build_passes(weights, planes, offsets, programs * tall)
-        device = planes[0].device
         table = torch.tensor([one.row() for one in passes], dtype=torch.int32, device=device)
-
-        def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(*sizes, dtype=dtype, device=device)
-
-        self.logits = zeros(size, config.vocab_size)
+        flags = torch.ones(_MAX_PROGRAMS, dtype=torch.int32, device=device)
+        self.batch = batch
+        self.logits = torch.zeros(size, config.vocab_size, device=device)
+        self._programs = programs
+        self._held = weights, list(planes)  # the pass table has their addresses
         self._arguments = (
-            arguments.Schedule(
-                table, len(passes) - 1, zeros(_MAX_PROGRAMS, dtype=torch.int32) + 1
-            ),
-            arguments.Weights(
-                weights.lm_head.weight, weights.vectors, weights.embedding, config.rms_norm_eps
-            ),
-            arguments.Batch(
-                batch.tokens, batch.positions, batch.lengths, batch.page_table,
-                batch.page_table.stride(0),
-            ),
-            arguments.Pages(
-                planes[0], *(stride // LINE_ELEMENTS for stride in planes[0].stride()[:2])
-            ),
-            arguments.Rope(*rope),
-            arguments.Messages(
-                activations=zeros(size, offsets.end, dtype=torch.int32),
-                stride=offsets.end,
-                splits=zeros(
-                    size * config.num_heads * splits, layouts.MAX_DIM.value + 2, dtype=torch.int64
-                ),
-                squares=zeros(_MAX_PROGRAMS, layouts.N.value, dtype=torch.int64),
-            ),
-            arguments.Buffers(
-                hidden=zeros(size, config.hidden_size),
-                gates=zeros(size, config.intermediate_size),
-                logits=self.logits,
-            ),
-            arguments.Attention(
-                math.log2(math.e) / math.sqrt(config.head_dim), offsets.query, offsets.attended
-            ),
-        )  # fmt: skip
+            arguments.Schedule(table, len(passes) - 1, flags),
+            *_inputs(weights, planes, rope, batch),
+            *_workspace(weights, offsets, splits, self.logits),
+        )
         self._constants = {
             "SHAPE": arguments.Shape.of(
                 B=size, BL=triton.next_power_of_2(size), HIDDEN=config.hidden_size,
                 GATED=config.intermediate_size, VOCAB=config.vocab_size, HEADS=config.num_heads,
-                KV_HEADS=config.num_kv_heads, DIM=config.head_dim, PAGE=page, SPLITS=splits,
+                KV_HEADS=config.num_kv_heads, DIM=config.head_dim, PAGE=planes[0].shape[2],
+                SPLITS=splits,
             ),
             "RING": arguments.Ring.of(SLOTS=slots, AHEAD=ahead, TALL_AHEAD=tall_ahead),
         }  # fmt: skip
@@ -125,3 +91,61 @@ class DecodeStep:
             *self._arguments, **self._constants, num_warps=layouts.WARPS.value,
             launch_cooperative_grid=True,
         )  # fmt: skip
+
+
+def _check(weights: PackedWeights, planes: Sequence[Tensor], batch: Batch, programs: int) -> None:
+    """Raise ValueError for models and sizes that the kernel does not support."""
+    if reason := unsupported(weights):
+        raise ValueError(reason)
+    page, size = planes[0].shape[2], len(batch.tokens)
+    if page % 16 or not 1 <= size <= MAX_SEQUENCES or not 1 <= programs <= _MAX_PROGRAMS:
+        raise ValueError(f"pages of {page}, a batch of {size}, {programs} programs")
+    shapes = {(plane.stride(), plane.shape[1:]) for plane in planes}
+    if len(planes) != 2 * weights.config.num_layers or len(shapes) != 1:
+        raise ValueError("planes must be K and V of every layer, with equal strides")
+
+
+def _inputs(
+    weights: PackedWeights, planes: Sequence[Tensor], rope: tuple[Tensor, Tensor], batch: Batch
+) -> tuple[Any, ...]:
+    """Kernel arguments that are given: weights, batch, pages and RoPE tables."""
+    page_stride, head_stride = (stride // LINE_ELEMENTS for stride in planes[0].stride()[:2])
+    return (
+        arguments.Weights(
+            weights.lm_head.weight, weights.vectors, weights.embedding, weights.config.rms_norm_eps
+        ),
+        arguments.Batch(
+            batch.tokens, batch.positions, batch.lengths, batch.page_table,
+            batch.page_table.stride(0),
+        ),
+        arguments.Pages(planes[0], page_stride, head_stride),
+        arguments.Rope(*rope),
+    )  # fmt: skip
+
+
+def _workspace(
+    weights: PackedWeights, offsets: Offsets, splits: int, logits: Tensor
+) -> tuple[Any, ...]:
+    """Kernel arguments that a step allocates once: messages, buffers and attention constants."""
+    config, size = weights.config, len(logits)
+    partial_rows = size * config.num_heads * splits
+
+    def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(*sizes, dtype=dtype, device=logits.device)
+
+    return (
+        arguments.Messages(
+            activations=zeros(size, offsets.end, dtype=torch.int32),
+            stride=offsets.end,
+            splits=zeros(partial_rows, layouts.MAX_DIM.value + 2, dtype=torch.int64),
+            squares=zeros(_MAX_PROGRAMS, layouts.N.value, dtype=torch.int64),
+        ),
+        arguments.Buffers(
+            hidden=zeros(size, config.hidden_size),
+            gates=zeros(size, config.intermediate_size),
+            logits=logits,
+        ),
+        arguments.Attention(
+            math.log2(math.e) / math.sqrt(config.head_dim), offsets.query, offsets.attended
+        ),
+    )

@@ -9,11 +9,11 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from openai import OpenAI
 
 from headrace.v1 import inference_pb2 as pb
 from tests.e2e.deployment import Running, deployed
 
+openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.e2e
 
 # Without the second sentence the first token is a near-tie, which bf16 on a GPU can flip.
@@ -27,7 +27,7 @@ def running() -> Iterator[Running]:
 
 
 def test_openai_client_streams_a_sensible_answer(running: Running) -> None:
-    client = OpenAI(base_url=f"{running.url}/v1", api_key="unused")
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused")
     stream = client.chat.completions.create(
         model=running.model,
         messages=[{"role": "user", "content": QUESTION}],
@@ -47,7 +47,7 @@ def test_openai_client_streams_a_sensible_answer(running: Running) -> None:
 
 
 def test_completion_continues_the_prompt(running: Running) -> None:
-    client = OpenAI(base_url=f"{running.url}/v1", api_key="unused")
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused")
     answer = client.completions.create(
         model=running.model, prompt="The capital of France is", temperature=0, max_tokens=8
     )
@@ -55,7 +55,7 @@ def test_completion_continues_the_prompt(running: Running) -> None:
 
 
 def test_choices_of_one_prompt_differ_and_repeat_with_the_seed(running: Running) -> None:
-    client = OpenAI(base_url=f"{running.url}/v1", api_key="unused")
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused")
 
     def ask() -> list[str]:
         answer = client.completions.create(
@@ -74,7 +74,7 @@ def test_choices_of_one_prompt_differ_and_repeat_with_the_seed(running: Running)
 
 
 def test_logprobs_belong_to_the_sampled_tokens(running: Running) -> None:
-    client = OpenAI(base_url=f"{running.url}/v1", api_key="unused")
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused")
     answer = client.chat.completions.create(
         model=running.model,
         messages=[{"role": "user", "content": "Hi"}],
