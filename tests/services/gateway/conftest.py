@@ -1,4 +1,4 @@
-"""A complete gateway between a fake router and fake workers."""
+"""Fixtures: a complete gateway with a fake router and fake workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

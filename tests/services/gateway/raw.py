@@ -61,7 +61,7 @@ class Raw:
         return int(first.split()[1]), headers, json.loads(body)
 
     async def end(self) -> bytes:
-        """Return the input until the server closes the connection."""
+        """Return everything received until the server closes the connection."""
         async with asyncio.timeout(TIMEOUT_S):
             with suppress(ConnectionError):
                 return await self.reader.read()
