@@ -1,4 +1,4 @@
-"""KV of a model on real text, in the pages of its cache."""
+"""KV pages of a model for real text."""
 
 import torch
 from rich.console import Console
@@ -17,17 +17,17 @@ SAMPLE_PROMPTS, SAMPLE_TOKENS = 4, 512
 def prefill_sample(
     model: Model, tokens: list[int], console: Console
 ) -> dict[tuple[int, str], Tensor]:
-    """Prefill `SAMPLE_PROMPTS` prompts, evenly spread over a long text.
+    """Prefill `SAMPLE_PROMPTS` prompts that are evenly spread over a text, and return their KV.
 
     Args:
         model: model with pages of `PAGE_SIZE` tokens.
-        tokens: token ids of the text. Prompts do not overlap if there are at least
-            ``SAMPLE_PROMPTS * SAMPLE_TOKENS``.
+        tokens: token ids of the text. Prompts do not overlap if it has at least
+            ``SAMPLE_PROMPTS * SAMPLE_TOKENS`` tokens.
         console: console for the progress bar.
 
     Returns:
-        Mapping (layer, "k" or "v") → ``[page, kv_head, slot, dim]`` in the cache's dtype. It has
-        full pages only, in the order of the cache: K before V in each layer.
+        Mapping (layer, "k" or "v") → ``[page, kv_head, slot, dim]`` in the cache's dtype, with full
+        pages only. K comes before V in each layer.
     """
     engine = Engine(
         model,
