@@ -33,7 +33,7 @@ def pieces_for(backend: tokenizers.Tokenizer, decoders: list[dict[str, Any]]) ->
 
 
 def byte_level_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """Return the bytes of each token of a byte-level vocabulary, which has GPT-2's alphabet."""
+    """Return the bytes of each token of a byte-level vocabulary (GPT-2's byte alphabet)."""
     to_byte = str.maketrans(_byte_alphabet())
     added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
     pieces = []

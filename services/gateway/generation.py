@@ -171,7 +171,7 @@ class Generator:
     def _check_retry(
         self, failure: WorkerFailure, progress: Progress, attempts: int, lost: int
     ) -> None:
-        """Check that another attempt is allowed, and count it.
+        """Check that the request may be retried, and count the failover.
 
         Raises:
             ServiceError: if the failure ends the request.

@@ -54,7 +54,7 @@ def artifact_folder(source: Path, keep: float | None) -> Path:
 
 
 def prepare(options: UpOptions, console: Console) -> Artifacts:
-    """Make the artifacts that are missing or damaged, each in a process of its own.
+    """Make the artifacts that are missing or damaged, each in a separate process.
 
     Raises:
         SettingsError: if the model does not exist or an artifact cannot be made.

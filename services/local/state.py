@@ -119,7 +119,10 @@ class Deployment:
         return ProcessIdentity(self.supervisor_pid, self.supervisor_started)
 
     def save(self) -> None:
-        """Replace the state file atomically. Only its owner may read it, as it has the token."""
+        """Replace the state file atomically.
+
+        Only its owner may read it, because it contains the cluster token.
+        """
         folder = self.folder(self.port)
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f"state.json.{os.getpid()}"
@@ -163,7 +166,7 @@ def exclusive_port(port: int) -> Iterator[None]:
 
 
 def lock_holder(port: int) -> ProcessIdentity | None:
-    """Return the other process that holds this port's lock, or None. It may not be ready."""
+    """Return the other process that holds this port's lock, or None."""
     holder = holder_of(_lock_file(port))
     return None if holder is None or holder.pid == os.getpid() else holder
 

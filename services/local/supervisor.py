@@ -15,7 +15,7 @@ import structlog
 log = structlog.get_logger()
 
 EXIT_SETTINGS_ERROR = 2
-"""Exit code of a service with an error in its settings. It is not restarted."""
+"""Exit code of a service with an error in its settings. Such a service is not restarted."""
 MAX_START_FAILURES = 3
 """Number of exits of one service before the deployment is ready after which all are stopped."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0

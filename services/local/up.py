@@ -157,7 +157,8 @@ def _start_in_background(options: UpOptions) -> int:
         raise DeploymentRunning(options.port, holder)
     folder = Deployment.folder(options.port)
     folder.mkdir(parents=True, exist_ok=True)
-    # Another `headrace up` may have taken the port. Only a child that got it may replace up.log.
+    # The child ends with EXIT_RUNNING if another `headrace up` has taken the port meanwhile. Then
+    # its log must not replace the up.log of that deployment.
     log_file = folder / f"up.log.{os.getpid()}"
     with log_file.open("wb") as output:
         child = subprocess.Popen(

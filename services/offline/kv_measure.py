@@ -12,7 +12,7 @@ from codec.calibrate import Histogram
 
 MODES = {"top16": Mode.TOP16, "in-band": Mode.INBAND, "three-bit": Mode.THREE_BIT}
 PICKED = "calibrated"
-"""Key of the total in which each plane is encoded in the mode that calibration picked for it."""
+"""Name of the total in which calibration picks the mode of each plane."""
 _ELEMENT_BITS = 16
 
 Planes = Mapping[tuple[int, str], Tensor]

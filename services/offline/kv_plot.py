@@ -1,4 +1,4 @@
-"""Plot of `headrace kv-statistics`. The only module that needs matplotlib, the extra `plots`."""
+"""Plot of `headrace kv-statistics`. Only this module needs matplotlib (extra `plots`)."""
 
 from collections.abc import Sequence
 from pathlib import Path

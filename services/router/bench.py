@@ -39,8 +39,8 @@ WORKLOADS = {name: [trace] for name, trace in FDC_TABLE_6.items()} | {
 class Row:
     """Latency of one workload under one policy, in seconds: means over the seeds.
 
-    ``to_random`` is the mean over the seeds of p99 / p99 of the random policy. ``to_random_least``
-    and ``to_random_most`` are its minimum and maximum.
+    ``to_random`` is the mean ratio of p99 to the p99 of the random policy with the same seed;
+    ``to_random_least`` and ``to_random_most`` are the minimum and maximum of this ratio.
     """
 
     workload: str

@@ -1,9 +1,10 @@
 """Registered workers: their epochs, load, health, and placements that they have not reported.
 
-A placement counts against each of its workers until the worker's heartbeat lists it as admitted,
-the request is released, or ``placement_ttl_s`` has passed. The load of a worker is thus its last
-report plus exactly the placements that the report does not include. There is no clock: methods take
-``now``, in seconds of a monotonic clock.
+A placement is a promise on each of its workers. The promise counts as load until the worker's
+heartbeat lists it as admitted, the request is released, or ``placement_ttl_s`` has passed. The load
+of a worker is thus its last report plus exactly the placements that the report does not include.
+
+There is no clock: methods take ``now``, in seconds of a monotonic clock.
 """
 
 from collections import OrderedDict, deque

@@ -68,11 +68,8 @@ class Job:
     """One request. Times in seconds since the start.
 
     Attributes:
-        arrival: arrival time.
-        prompt: prompt tokens.
         output: output tokens that it will produce, unknown to the router.
         max_tokens: limit that the client sets, known to the router.
-        done: time of the last token.
     """
 
     arrival: float
@@ -168,11 +165,9 @@ class Simulation:
             self._dispatch()
 
     def at(self, time: float, event: Callable[[], None]) -> None:
-        """Schedule a call at a time, in seconds."""
         heappush(self._events, (time, next(self._order), event))
 
     def finish(self, job: Job) -> None:
-        """End a job and release its placement."""
         job.done = self.now
         self._left -= 1
         end = Release(placement_id=job.placement_id, outcome=Outcome.OK)

@@ -69,7 +69,8 @@ class Connection(HttpToolsProtocol):
         self._framing_bytes = 0  # bytes since the last body data or end of a request
         self._in_head = False
         self._in_body = False
-        self._answering: RequestResponseCycle | None = None  # `cycle` is the newest request
+        # The request being answered. uvicorn's `cycle` is the newest one, which may be queued.
+        self._answering: RequestResponseCycle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._half_closed = False
         self._linger_deadline: float | None = None

@@ -69,7 +69,7 @@ class GenerationResponse(Response):
         async with aclosing(self._gateway.generate(self._requests)) as output:
             async for deltas in output:
                 if not self._started:
-                    # Sent with the first token, so that an earlier failure gets its own status.
+                    # Sent with the first token, so that an earlier failure gets an error status.
                     self._started = True
                     start = {"status": 200, "headers": list(_EVENT_STREAM_HEADERS)}
                     await send({"type": "http.response.start", **start})

@@ -30,7 +30,7 @@ def model() -> ServedModel:
 
 @dataclass
 class Site:
-    """A running gateway with its fakes and clients."""
+    """A running gateway with its fake router and workers, and with clients."""
 
     gateway: Gateway
     router: FakeRouter

@@ -21,7 +21,7 @@ def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
 
 
 class Raw:
-    """A TCP connection to a site."""
+    """A TCP connection to the gateway of a `Site`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer

@@ -20,7 +20,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 class Document:
-    """The OpenAPI document of a site."""
+    """The OpenAPI document of a gateway."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
