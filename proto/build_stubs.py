@@ -1,6 +1,6 @@
-"""Generation of the protobuf and gRPC stubs of ``headrace.v1``, beside their schemas.
+"""Generate the protobuf and gRPC stubs of ``headrace.v1`` beside their schemas.
 
-This is a hatch build hook that runs at installation. By hand: ``python proto/build_stubs.py``.
+Hatch runs this build hook at installation. To run it by hand: ``python proto/build_stubs.py``.
 """
 
 import sys
@@ -38,7 +38,7 @@ def generate(source_root: Path) -> None:
         *schemas,
     ]
     if protoc.main(arguments) != 0:
-        raise RuntimeError(f"protoc failed on {schemas}")
+        raise RuntimeError(f"protoc failed, see its messages above; the schemas are {schemas}")
 
 
 class StubBuildHook(BuildHookInterface):  # type: ignore[misc,valid-type]

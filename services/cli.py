@@ -1,4 +1,4 @@
-"""The ``headrace`` command. Commands import their modules when they run, for a fast ``--help``."""
+"""The ``headrace`` command. Commands import their modules lazily, to keep ``--help`` fast."""
 
 import asyncio
 import sys
@@ -32,11 +32,14 @@ SERVICES = {
 }
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-Port = Annotated[int, typer.Option(help="HTTP port of the deployment's gateway")]
-Model = Annotated[str, typer.Option(help="name or path of a checkpoint")]
+Port = Annotated[int, typer.Option(help="HTTP port of the gateway of the deployment")]
+Model = Annotated[
+    str, typer.Option(help="smollm2-135m, or path of a GGUF file or checkpoint folder")
+]
 KVFormat = Annotated[str, typer.Option(help="KV format: a built-in name or module:Class")]
 TokenizerSource = Annotated[
-    str | None, typer.Option(help="model that has the tokenizer, if not the same")
+    str | None,
+    typer.Option(help="model with the tokenizer, by name or path; default: the same model"),
 ]
 
 
@@ -48,7 +51,7 @@ def _load(service: str, arguments: list[str]) -> ServiceSettings:
 
 
 def _run_service(service: str, arguments: list[str]) -> None:
-    """Run a service until a signal ends it. Errors in settings have their own exit code."""
+    """Run a service until a signal ends it. Exit with `EXIT_SETTINGS_ERROR` on a settings error."""
     try:
         settings = _load(service, arguments)
         configure_logging(service, format=settings.log_format, level=settings.log_level)
@@ -64,19 +67,21 @@ def _import_service(name: str) -> ModuleType:
     """Import a service's module.
 
     Raises:
-        SettingsError: if a package is missing, because a restart would not find it either.
+        SettingsError: if a package is missing. A restart would fail in the same way.
     """
     try:
         return import_module(name)
     except ImportError as error:
-        raise SettingsError(f"a package is missing or incompatible: {error}") from error
+        raise SettingsError(
+            f"a package is missing or incompatible, install it and start again: {error}"
+        ) from error
 
 
 def _add_service(name: str) -> None:
     def command(context: typer.Context) -> None:
         _run_service(name, context.args)
 
-    command.__doc__ = f"Run one {name} process; `headrace {name} --help` lists its settings."
+    command.__doc__ = f"Run one {name} process. `headrace {name} --help` lists its settings."
     app.command(name, context_settings=_PASS_ON, add_help_option=False)(command)
 
 
@@ -85,8 +90,10 @@ for _name in SERVICES:
 
 
 @app.command(context_settings=_PASS_ON)
-def config(context: typer.Context, service: Annotated[str, typer.Argument()]) -> None:
-    """Print the effective settings of a service as YAML; takes the same flags as the service."""
+def config(
+    context: typer.Context, service: Annotated[str, typer.Argument(help=", ".join(SERVICES))]
+) -> None:
+    """Print the effective settings of a service as YAML. Flags are those of the service."""
     if service not in SERVICES:
         raise typer.BadParameter(f"must be one of {', '.join(SERVICES)}", param_hint="SERVICE")
     try:
@@ -99,24 +106,30 @@ def config(context: typer.Context, service: Annotated[str, typer.Argument()]) ->
 
 @app.command()
 def up(
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="address on which all processes listen")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="HTTP port of the gateway")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port of the gateway")] = 8001,
     router_port: Annotated[int, typer.Option(help="HTTP port of the router")] = 8002,
     prefill: Annotated[int, typer.Option(min=0, max=64, help="number of prefill workers")] = 1,
     decode: Annotated[int, typer.Option(min=1, max=64, help="number of decode workers")] = 1,
     colocated: Annotated[
-        bool, typer.Option(help="decode workers prefill too, without prefill workers")
+        bool, typer.Option(help="start no prefill workers; decode workers also prefill")
     ] = False,
     model: Model = "smollm2-135m",
     keep: Annotated[
         float | None,
-        typer.Option(min=0.05, max=1.0, help="factorize: share of parameters to keep"),
+        typer.Option(
+            min=0.05, max=1.0, help="serve a factorized model with this share of the parameters"
+        ),
     ] = None,
-    codec: Annotated[str, typer.Option(help="auto, raw or splitzip")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    codec: Annotated[
+        str, typer.Option(help="encoding of KV transfers: auto, raw or splitzip")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="device of the workers: auto, cpu or cuda")] = "auto",
     kv_format: KVFormat = "dense",
-    detach: Annotated[bool, typer.Option(help="return when ready, run in the background")] = False,
+    detach: Annotated[
+        bool, typer.Option(help="run in the background; return when the deployment is ready")
+    ] = False,
 ) -> None:
     """Start a router, a gateway and workers on this machine, and keep them running."""
     from services.local.up import up as start
@@ -153,7 +166,7 @@ def status(
         bool, typer.Option("--json", help="print ports and process ids as JSON to stdout")
     ] = False,
 ) -> None:
-    """Show the processes of `headrace up` and the workers that are registered at its router."""
+    """Show the processes of `headrace up` and the workers that are registered with its router."""
     from services.local.control import status as show
 
     raise typer.Exit(show(port, as_json=as_json))
@@ -161,12 +174,12 @@ def status(
 
 @app.command()
 def calibrate(
-    out: Annotated[Path, typer.Option(help="file for the codebooks")],
+    out: Annotated[Path, typer.Option(help="file to write the codebooks to")],
     model: Model = "smollm2-135m",
     tokenizer: TokenizerSource = None,
     kv_format: KVFormat = "dense",
 ) -> None:
-    """Calibrate the codec's codebooks on a model's own KV."""
+    """Calibrate the codec's codebooks on the KV of a model."""
     from services.offline.calibrate import calibrate as run
 
     with _reported_errors("calibrate"):
@@ -175,24 +188,24 @@ def calibrate(
 
 @app.command()
 def tune(
-    out: Annotated[Path, typer.Option(help="file for the kernel plan")],
+    out: Annotated[Path, typer.Option(help="file to write the kernel plan to")],
     model: Model = "smollm2-135m",
 ) -> None:
-    """Measure the fastest kernels for a model on this machine's GPU, as a plan for all workers."""
+    """Find the fastest kernels for a model on this machine's GPU, and write a kernel plan."""
     from services.offline.tune import tune as run
 
     with _reported_errors("tune"):
-        print(f"kernel plan {run(model, out)}: {out}")  # noqa: T201
+        print(f"wrote kernel plan {run(model, out)} to {out}")  # noqa: T201
 
 
 @app.command()
 def kv_statistics(
-    out: Annotated[Path, typer.Option(help="folder for the JSON, the table and the plot")],
+    out: Annotated[Path, typer.Option(help="folder to write the JSON, the table and the plot to")],
     model: Model = "smollm2-135m",
     tokenizer: TokenizerSource = None,
-    keep_kv: Annotated[bool, typer.Option(help="also write the KV itself, as kv.pt")] = False,
+    keep_kv: Annotated[bool, typer.Option(help="also write the KV, to kv.pt")] = False,
 ) -> None:
-    """Measure exponents and compression ratios of each layer on a model's own KV."""
+    """Measure the exponents and compression ratios of a model's KV, layer by layer."""
     from services.offline.kv_statistics import kv_statistics as run
 
     with _reported_errors("kv-statistics"):
@@ -201,21 +214,26 @@ def kv_statistics(
 
 @app.command()
 def compress(
-    out: Annotated[Path, typer.Option(help="folder for the new checkpoint")],
-    keep: Annotated[float, typer.Option(min=0.05, max=0.999, help="share of parameters to keep")],
+    out: Annotated[Path, typer.Option(help="folder to write the checkpoint to; must not exist")],
+    keep: Annotated[
+        float, typer.Option(min=0.05, max=0.999, help="share of the parameters to keep")
+    ],
     model: Model = "smollm2-135m",
     method: Annotated[
-        str, typer.Option(help="fisher, svd-llm, svd-llm-v2 or basis-sharing")
+        str, typer.Option(help="method: fisher, svd-llm, svd-llm-v2 or basis-sharing")
     ] = "fisher",
     ranks: Annotated[
-        str | None, typer.Option(help="uniform, loss or log-loss; default: depends on the method")
+        str | None,
+        typer.Option(
+            help="allocation of ranks to layers: uniform, loss or log-loss; default: by method"
+        ),
     ] = None,
     rows: Annotated[
         int,
-        typer.Option(min=2, help="calibration rows of 512 tokens; perplexity is of half as many"),
+        typer.Option(min=2, help="calibration rows of 512 tokens; perplexity uses half as many"),
     ] = 32,
 ) -> None:
-    """Factorize a model by truncation-aware SVD, and report perplexity before and after."""
+    """Factorize a model by truncation-aware SVD, and report its perplexity before and after."""
     from services.offline.compress import compress as run
 
     with _reported_errors("compress"):
@@ -225,11 +243,17 @@ def compress(
 @app.command()
 def convert(
     model: Annotated[str, typer.Option(help="file or folder of the checkpoint to convert")],
-    out: Annotated[Path, typer.Option(help="folder for the new checkpoint")],
+    out: Annotated[Path, typer.Option(help="folder to write the checkpoint to; must not exist")],
     tokenizer: TokenizerSource = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="dtype to write: float32, bfloat16, float16, or auto, which keeps the stored one"
+        ),
+    ] = "auto",
 ) -> None:
-    """Convert an SVD-LLM, Dobi-SVD, ASVD, Basis Sharing, Hugging Face or GGUF checkpoint."""
+    """Convert an SVD-LLM, Dobi-SVD, ASVD, Basis Sharing, Hugging Face or GGUF checkpoint
+    to Headrace's format."""
     from services.offline.convert import convert as run
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):

@@ -1,4 +1,4 @@
-"""Chat templates: sandboxed Jinja with the functions that templates of models expect."""
+"""Chat templates: sandboxed Jinja with the functions that model templates expect."""
 
 import json
 from collections.abc import Sequence
@@ -33,9 +33,10 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, path: Path, config: dict[str, Any]) -> Self | None:
-        """Return the template of a Hugging Face directory, or None.
+        """Return the template of a Hugging Face directory, or None if it has none.
 
-        ``chat_template.jinja`` takes precedence over ``tokenizer_config.json``.
+        ``chat_template.jinja`` takes precedence over ``config``, the content of
+        ``tokenizer_config.json``.
         """
         file = path / "chat_template.jinja"
         if file.is_file():
@@ -47,13 +48,18 @@ class ChatTemplate:
 
     @staticmethod
     def missing() -> NoReturn:
-        raise ChatTemplateError("this model has no chat template", param="messages")
+        """Raise the error for a model without a chat template."""
+        raise ChatTemplateError(
+            "this model has no chat template: send a text prompt instead of messages",
+            param="messages",
+        )
 
     def render(self, messages: Sequence[dict[str, Any]], names: dict[str, str]) -> str:
         """Return the prompt, up to the start of the assistant's message.
 
         Args:
-            names: texts of special tokens, by names such as ``bos_token``.
+            messages: mappings with ``role`` and ``content``.
+            names: special tokens as text, by their name in the template, such as ``bos_token``.
 
         Raises:
             ChatTemplateError: if the template rejects the messages.

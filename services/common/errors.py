@@ -1,6 +1,6 @@
 """Errors of the services with their HTTP and gRPC statuses.
 
-ServiceError                     ends a request
+ServiceError                     base of the errors that end a request
 ├── InvalidRequest               400  INVALID_ARGUMENT
 ├── Unauthenticated              401  UNAUTHENTICATED
 ├── ModelNotFound                404  NOT_FOUND
@@ -20,10 +20,11 @@ import grpc
 
 
 class ServiceError(Exception):
-    """Ends a request.
+    """Base of the errors that end a request.
 
     Args:
-        param: path of the invalid field.
+        message: explanation for the client.
+        param: path of the invalid field, if any.
         retry_after_s: time after which the client should retry, seconds.
     """
 
@@ -41,7 +42,7 @@ class ServiceError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        """Return the body of the error in OpenAI's format."""
+        """Return the error as a response body in OpenAI's format."""
         return {
             "error": {
                 "message": self.message,
@@ -74,7 +75,7 @@ class ModelNotFound(ServiceError):
 
 
 class QueueTimeout(ServiceError):
-    """The request waited in the queue as long as allowed."""
+    """The request reached its maximum time in the queue."""
 
     status, kind, code = 408, "timeout_error", "queue_timeout"
     grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
@@ -116,7 +117,7 @@ class DeadlineExceeded(ServiceError):
 
 
 class InternalFault(ServiceError):
-    """An error of the service, not of the client, after all safe retries."""
+    """An error inside the service, which the client did not cause."""
 
 
 class SettingsError(Exception):

@@ -1,4 +1,4 @@
-"""Reader of GGUF metadata. It takes 0.1 s, where a reader of the whole file takes seconds.
+"""Read the metadata of a GGUF file in about 0.1 s. Parsing the whole file takes seconds.
 
 The layout is that of the GGUF specification, versions 2 and 3, little-endian: ``magic u32, version
 u32, tensors u64, entries u64``, then for each entry ``key string, type u32, value``; a string is
@@ -12,7 +12,7 @@ from typing import Any
 
 MAGIC = b"GGUF"
 
-_SCALARS = "BbHhIif?"  # the types 0 to 7, in struct's letters
+_SCALARS = "BbHhIif?"  # format characters of `struct` for the types 0 to 7
 _STRING, _ARRAY = 8, 9
 _WIDE = {10: "Q", 11: "q", 12: "d"}
 _LETTERS = dict(enumerate(_SCALARS)) | _WIDE
@@ -29,7 +29,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Return all entries of a file: numbers, strings, and lists of them.
+    """Return all metadata entries of a file: numbers, strings, and lists of them.
 
     Raises:
         MetadataError: if the file is not GGUF 2 or 3, is truncated, or has invalid UTF-8.
@@ -52,7 +52,9 @@ class _Cursor:
     def entries(self) -> dict[str, Any]:
         magic, version = self._data[:4], self._take("I", skip=4)
         if magic != MAGIC or version not in (2, 3):
-            raise MetadataError(f"starts with {magic!r}, version {version}")
+            raise MetadataError(
+                f"it starts with {magic!r} and version {version}, not {MAGIC!r} and version 2 or 3"
+            )
         _tensors, count = self._take("Q"), self._take("Q")
         return {self._string(): self._value(self._take("I")) for _ in range(count)}
 

@@ -77,11 +77,11 @@ class GrpcServer:
     """A listening gRPC server with health and reflection.
 
     Args:
-        address: ``host:port``; port 0 takes a free one.
+        address: ``host:port``; port 0 selects a free port.
         services: full names of the services, for health and reflection.
         token: cluster token, or None for a server without authentication.
         max_message_bytes: size above which a message is rejected before it is parsed.
-        max_rpcs: maximum number of concurrent calls; further ones are rejected.
+        max_rpcs: maximum number of concurrent calls; further calls are rejected.
 
     Attributes:
         port: TCP port that the server listens on.
@@ -107,10 +107,10 @@ class GrpcServer:
         )
         try:
             self.port = self.server.add_insecure_port(address)
-        except RuntimeError as error:  # the reason goes to grpc's own log only
+        except RuntimeError as error:  # grpc writes the reason to its own log only
             raise SettingsError(
                 f"cannot listen on {address} for gRPC: "
-                "the port is in use or the address is not of this machine"
+                "the port is in use, or the address does not belong to this machine"
             ) from error
         self._services = tuple(services)
         self._health = HealthServicer()
@@ -120,7 +120,7 @@ class GrpcServer:
         )
 
     async def start(self) -> None:
-        """Start serving; health reports NOT_SERVING until `set_serving`."""
+        """Start serving. Health reports NOT_SERVING until ``set_serving(True)``."""
         await self.set_serving(False)
         await self.server.start()
 
@@ -138,7 +138,7 @@ class GrpcServer:
 
 
 def open_channel(address: str) -> aio.Channel:
-    """Open a channel to one of our own services."""
+    """Open a channel to another Headrace service."""
     return aio.insecure_channel(address, options=_OPTIONS)
 
 

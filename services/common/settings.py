@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import yaml
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -22,6 +23,8 @@ from pydantic_settings import (
 )
 
 from services.common.errors import SettingsError
+
+_SIGNS = {"ge": "<=", "gt": "<", "le": "<=", "lt": "<"}
 
 
 class ServiceSettings(BaseSettings):
@@ -37,21 +40,28 @@ class ServiceSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     log_format: str = Field(
-        "auto", pattern="^(auto|json|human)$", description="auto: human on a terminal, else JSON"
+        "auto",
+        pattern="^(auto|json|human)$",
+        description="auto, json or human; auto is human on a terminal and json elsewhere",
     )
     log_level: str = Field(
-        "info", pattern="^(debug|info|warning|error)$", description="lowest level that is logged"
+        "info",
+        pattern="^(debug|info|warning|error)$",
+        description="lowest level that is logged: debug, info, warning or error",
     )
     cluster_token: SecretStr | None = Field(
         None,
         validation_alias=AliasChoices("cluster_token", "HEADRACE_CLUSTER_TOKEN"),
-        description="shared secret between the services; without it their ports are open",
+        description="secret that the services share; without it, calls need no authentication",
     )
     insecure: bool = Field(
-        False, description="allow a host that is not a loopback address without a cluster token"
+        False, description="serve without a cluster token on a host that is not a loopback address"
     )
     drain_s: float = Field(
-        30.0, ge=0, le=3600, description="time for running work after SIGTERM, seconds"
+        30.0,
+        ge=0,
+        le=3600,
+        description="time that running requests have to finish after SIGTERM, seconds",
     )
 
     @property
@@ -67,6 +77,15 @@ class ServiceSettings(BaseSettings):
                 "set HEADRACE_CLUSTER_TOKEN, or pass --insecure to serve without authentication"
             )
         return self
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Append the bounds of each setting to its description, for ``--help``."""
+        super().__pydantic_init_subclass__(**kwargs)
+        for setting in cls.model_fields.values():
+            bounds, description = _bounds(setting), setting.description or ""
+            if not description.endswith(bounds):  # a subclass inherits descriptions with bounds
+                setting.description = description + bounds
 
     @classmethod
     def settings_customise_sources(
@@ -86,7 +105,8 @@ class ServiceSettings(BaseSettings):
         """Return the effective settings from ``--config FILE``, the environment and the flags.
 
         Args:
-            arguments: ``--kebab-case value`` for any field; ``--help`` prints them and exits.
+            arguments: command-line flags: ``--kebab-case value`` for any field, and ``--config``.
+                ``--help`` prints the flags and exits.
             program: command name in the help text.
 
         Raises:
@@ -109,7 +129,20 @@ class ServiceSettings(BaseSettings):
         except (ValidationError, PydanticSettingsError) as error:
             raise SettingsError(_describe(error)) from None
         except yaml.YAMLError as error:
-            raise SettingsError(f"{config} is not YAML: {error}") from None
+            raise SettingsError(f"{config} is not valid YAML: {error}") from None
+
+
+def _bounds(setting: FieldInfo) -> str:
+    """Return the range of a number, as `headrace up --help` prints it, or an empty string."""
+    found = {
+        name: getattr(item, name)
+        for item in setting.metadata
+        for name in _SIGNS
+        if hasattr(item, name)
+    }
+    low = "".join(f"{found[name]}{_SIGNS[name]}" for name in ("ge", "gt") if name in found)
+    high = "".join(f"{_SIGNS[name]}{found[name]}" for name in ("le", "lt") if name in found)
+    return f" [{low}x{high}]" if found else ""
 
 
 def is_loopback(host: str) -> bool:
@@ -124,7 +157,7 @@ def is_loopback(host: str) -> bool:
     try:
         return _is_loopback_address(bare)
     except ValueError:
-        pass  # a name
+        pass  # it is a name, not an address
     try:
         found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -145,7 +178,7 @@ def _split_config(arguments: list[str]) -> tuple[Path | None, list[str]]:
             return Path(argument.partition("=")[2]), arguments[:at] + arguments[at + 1 :]
         if argument == "--config":
             if at + 1 == len(arguments):
-                raise SettingsError("--config needs a file")
+                raise SettingsError("--config needs a file name")
             return Path(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
     return None, arguments
 

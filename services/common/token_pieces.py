@@ -1,4 +1,4 @@
-"""Byte strings of the tokens of a vocabulary."""
+"""Bytes of each token of a vocabulary."""
 
 from typing import Any
 
@@ -12,28 +12,28 @@ class TokenizerError(SettingsError):
 
 
 def flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the steps of a decoder of ``tokenizer.json``."""
+    """Return the decoder of ``tokenizer.json`` as a flat list of steps."""
     if decoder is None:
         raise TokenizerError("tokenizer.json has no decoder")
     return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
 
 
 def pieces_for(backend: tokenizers.Tokenizer, decoders: list[dict[str, Any]]) -> list[bytes]:
-    """Return the bytes of each token, according to the decoders of ``tokenizer.json``.
+    """Return the bytes of each token, according to the decoder steps of ``tokenizer.json``.
 
     Raises:
-        TokenizerError: if a decoder is not supported.
+        TokenizerError: if a step is not supported.
     """
     kinds = {decoder["type"] for decoder in decoders}
     if "ByteLevel" in kinds:
         return byte_level_pieces(backend)
     if kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         return _sentencepiece_pieces(backend)
-    raise TokenizerError(f"a decoder of {sorted(kinds)} is not supported")
+    raise TokenizerError(f"tokenizer.json: the decoder steps {sorted(kinds)} are not supported")
 
 
 def byte_level_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """Return the bytes of each token in GPT-2's alphabet of printable characters."""
+    """Return the bytes of each token of a byte-level vocabulary (GPT-2's byte alphabet)."""
     to_byte = str.maketrans(_byte_alphabet())
     added = {id: token.content for id, token in backend.get_added_tokens_decoder().items()}
     pieces = []
@@ -56,7 +56,7 @@ def _byte_alphabet() -> dict[str, str]:
 
 
 def _sentencepiece_pieces(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """Bytes of each token where U+2581 is a space and ``<0xNN>`` one byte."""
+    """Return the bytes of each SentencePiece token: U+2581 is a space, ``<0xNN>`` is one byte."""
     pieces = []
     for id in range(_table_size(backend)):
         token = backend.id_to_token(id) or ""

@@ -41,7 +41,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of special tokens; ``names`` maps names in chat templates to their texts."""
+    """Ids of the special tokens, and their texts by names such as ``bos_token``."""
 
     bos: int | None
     eos: tuple[int, ...]
@@ -50,6 +50,9 @@ class SpecialTokens:
 
 class Tokenizer:
     """A tokenizer, created by `load_tokenizer`. Thread-safe.
+
+    Args:
+        strips_space: whether `decode` removes a leading space.
 
     Attributes:
         pieces: bytes of each token.
@@ -94,23 +97,26 @@ class Tokenizer:
 
         Args:
             add_special: add the special tokens that the model expects, such as BOS.
-            parse_special: parse names of special tokens such as ``<|im_end|>`` as these tokens
-                instead of as plain text.
+            parse_special: convert text such as ``<|im_end|>`` to the special token of that name
+                instead of treating it as plain text.
         """
         backend = self._backend if parse_special else self._plain_backend
-        # As a batch, since only this releases the interpreter lock: a long text that is encoded in
-        # a thread must not block the event loop.
+        # Only the batch call releases the interpreter lock. Without it, encoding a long text in a
+        # thread would block the event loop.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
         return list(encoding.ids)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Return the text of a sequence. Bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD."""
         detokenizer = IncrementalDetokenizer(self, skip_special=skip_special)
         text = detokenizer.push(ids) + detokenizer.finish()
         return text.removeprefix(" ") if self._strips_space else text
 
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """Return the prompt of a conversation, up to the start of the assistant's message.
+
+        Args:
+            messages: mappings with ``role`` and ``content``.
 
         Raises:
             ChatTemplateError: if the model has no template, or it rejects the messages.
@@ -119,7 +125,7 @@ class Tokenizer:
         return template.render(messages, self.special_names)
 
     def save(self, directory: Path) -> None:
-        """Write the files of a Hugging Face directory, which `load_tokenizer` can read.
+        """Write the tokenizer files of a Hugging Face directory, which `load_tokenizer` can read.
 
         Raises:
             OSError: if the directory cannot be written.
@@ -139,10 +145,10 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Decodes a growing sequence by whole characters.
+    """Decodes a growing sequence and returns complete characters only.
 
-    The concatenated results of `push` and `finish` are the text of the sequence, including a
-    leading space.
+    The concatenated results of `push` and `finish` are the text of the sequence. Unlike in
+    `Tokenizer.decode`, a leading space is kept.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
@@ -207,7 +213,7 @@ def _load_gguf(path: Path) -> Tokenizer:
         tokens, merges = fields["tokens"], [tuple(m.split(" ", 1)) for m in fields["merges"]]
         types = fields.get("token_type", [])
     except KeyError as error:
-        raise TokenizerError(f"no tokenizer.ggml.{error.args[0]}") from None
+        raise TokenizerError(f"it has no entry tokenizer.ggml.{error.args[0]}") from None
     backend = _byte_level_backend(tokens, merges, types, fields["pre"])
     special = _gguf_special(fields, tokens)
     if fields.get("add_bos_token", fields["pre"] == "llama-bpe") and special.bos is not None:
@@ -235,7 +241,7 @@ def _byte_level_backend(
             ignore_merges=pre == "llama-bpe",
         )
     except Exception as error:
-        raise TokenizerError(f"vocabulary and merges do not fit: {error}") from error
+        raise TokenizerError(f"the vocabulary and the merges are inconsistent: {error}") from error
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
     backend.decoder = decoders.ByteLevel()  # for `save`; decoding here uses the table

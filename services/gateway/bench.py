@@ -2,7 +2,7 @@
 
 Three processes run: a synthetic decode worker with a minimal router, the real gateway pinned to one
 core, and this one with the clients. In each step the worker sends one token of every stream. The
-first run is as fast as possible; the second has the pace of the goal, to measure the CPU time.
+first run is unpaced; the second is paced at the goal, to measure the CPU time at that rate.
 """
 
 import argparse
@@ -136,9 +136,10 @@ class Result:
     """Results of one run.
 
     Attributes:
-        tokens_per_event: above 1 due to tokens that complete no character, and to tokens of one
-            stream that were merged while the gateway was behind.
-        cpu: share of its core that the gateway used.
+        pace: tokens/s that the synthetic worker sends; 0 is unpaced.
+        tokens_per_event: output tokens per server-sent event. It is above 1 if a token completes no
+            character, or if the gateway is behind and merges tokens of a stream.
+        cpu: fraction of its core that the gateway used.
     """
 
     pace: float
@@ -149,7 +150,7 @@ class Result:
 
 
 class Clients:
-    """``count`` clients; each sends its next request when its response is complete."""
+    """``count`` clients, each with one request of ``length`` output tokens at a time."""
 
     def __init__(self, port: int, count: int, length: int) -> None:
         self._port = port
@@ -159,7 +160,7 @@ class Clients:
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
         ) + body
         self._length = length
-        self.events = self.answers = 0
+        self.events = self.responses = 0
 
     async def run(self, seconds: float) -> None:
         async with asyncio.timeout(seconds + 60):
@@ -177,12 +178,12 @@ class Clients:
                     raise ConnectionError("the gateway closed a stream")
                 self.events += data.count(b'"text":')
                 tail = (tail + data)[-5:]
-            self.answers += 1
+            self.responses += 1
         writer.close()
 
     @property
     def tokens(self) -> int:
-        return self.answers * self._length
+        return self.responses * self._length
 
 
 def _free_port() -> int:
@@ -223,15 +224,15 @@ def measure(rate: float, *, seconds: float, clients: int, length: int) -> Result
         await Clients(port, clients, 32).run(0.5)
         process = psutil.Process(gateway.pid)
         before, began = process.cpu_times(), time.perf_counter()
-        asking = Clients(port, clients, length)
-        await asking.run(seconds)
+        load = Clients(port, clients, length)
+        await load.run(seconds)
         elapsed, after = time.perf_counter() - began, process.cpu_times()
         cpu = after.user + after.system - before.user - before.system
         return Result(
             pace=rate,
-            tokens_per_s=asking.tokens / elapsed,
-            requests_per_s=asking.answers / elapsed,
-            tokens_per_event=asking.tokens / asking.events,
+            tokens_per_s=load.tokens / elapsed,
+            requests_per_s=load.responses / elapsed,
+            tokens_per_event=load.tokens / load.events,
             cpu=cpu / elapsed,
         )
 
@@ -247,9 +248,9 @@ def measure(rate: float, *, seconds: float, clients: int, length: int) -> Result
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--seconds", type=float, default=5.0, help="duration of each of the two runs"
+        "--seconds", type=float, default=5.0, help="duration of each of the two runs, seconds"
     )
-    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--clients", type=int, default=64, help="number of concurrent clients")
     parser.add_argument("--length", type=int, default=256, help="output tokens of a request")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     given = parser.parse_args()

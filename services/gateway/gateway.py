@@ -42,9 +42,9 @@ log = structlog.get_logger()
 # Role names of chat templates. `developer` is OpenAI's newer name for `system`.
 _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_LONG_TEXT = 4096  # characters; longer texts are tokenized in a thread
-_MAX_NAME_CHARS = 128  # length of a client's model name in an error message
-_READY_CACHE_S = 0.5  # how long a positive answer of the router is reused
+_LONG_TEXT = 4096  # maximum characters tokenized on the event loop; longer texts use a thread
+_MAX_NAME_CHARS = 128  # an error message truncates the client's model name to this length
+_READY_CACHE_S = 0.5  # time for which a positive answer of the router is reused
 _MERGE_QUEUE_SIZE = 32  # batches of deltas buffered for a request with several prompts
 _RETRY_AFTER_S = 5.0
 
@@ -69,18 +69,18 @@ class ServedModel:
         tokenizer = load_tokenizer(path)
         context_length = settings.context_length or tokenizer.context_length
         if context_length is None:
-            raise SettingsError(f"{path} has no context length: set context_length")
+            raise SettingsError(f"{path} does not state its context length: set --context-length")
         name = settings.served_model_name or model_name(path)
         return cls(name, tokenizer, context_length, int(time.time()))
 
 
 class Gateway:
-    """The state behind both public interfaces. Must be created inside a running event loop.
+    """State that both public interfaces share. Must be created inside a running event loop.
 
     Attributes:
-        draining: new requests are refused.
-        requires_key: requests need an API key.
-        builder: builds validated generation requests.
+        draining: whether new requests are refused.
+        requires_key: whether requests need an API key.
+        builder: validates generation requests.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Gateway:
         """Return the token ids of a prompt.
 
         Raises:
-            ContextLengthExceeded: if the text is too long for the context whatever its tokens.
+            ContextLengthExceeded: if the text cannot fit the context, even with the longest tokens.
         """
         context = self.model.context_length
         if len(text) > self._max_token_bytes * context:
@@ -161,7 +161,7 @@ class Gateway:
     async def encode(
         self, text: str, *, add_special: bool, parse_special: bool = True
     ) -> list[int]:
-        """Return the token ids of a text. A long text does not block the event loop."""
+        """Return the token ids of a text. A long text is encoded in a thread."""
         tokenizer = self.model.tokenizer
         if len(text) <= _LONG_TEXT:
             return tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
@@ -179,7 +179,7 @@ class Gateway:
         if not messages:
             raise InvalidRequest("at least one message is required", param="messages")
         for at, message in enumerate(messages):
-            if message["role"] not in _ROLES:  # a template copies it into the prompt
+            if message["role"] not in _ROLES:  # templates copy roles into the prompt
                 raise InvalidRequest(
                     f"role must be one of {', '.join(_ROLES)}", param=f"messages[{at}].role"
                 )
@@ -207,7 +207,7 @@ class Gateway:
                     yield deltas
 
     async def ready(self) -> bool:
-        """Return whether a router has ready workers; caches a positive answer for 0.5 s."""
+        """Return whether a router has ready workers. A positive answer is cached for 0.5 s."""
         if self.draining:
             return False
         now = asyncio.get_running_loop().time()
@@ -218,7 +218,7 @@ class Gateway:
         return True
 
     async def drain(self, limit_s: float) -> None:
-        """Refuse new requests, and end those that still run after ``limit_s`` with an error."""
+        """Refuse new requests. Fail those that still run after ``limit_s`` seconds."""
         self.draining = True
         try:
             async with asyncio.timeout(limit_s):
@@ -274,7 +274,7 @@ class Gateway:
                         offset += request.options.n
             except* ServiceError as errors:
                 end = next(e for e in errors.exceptions if isinstance(e, ServiceError))
-            except* Exception as errors:  # without an item the reader would wait for ever
+            except* Exception as errors:  # the reader would block without an item
                 log.exception("unexpected error in a request with several prompts")
                 end = InternalFault(f"internal error: {errors.exceptions[0]!r}")
             await queue.put(end)
@@ -292,7 +292,7 @@ class Gateway:
 
 @asynccontextmanager
 async def enforce_deadline(deadline: float) -> AsyncGenerator[None]:
-    """Cancel the block at ``deadline``, of the event loop's clock, and raise `DeadlineExceeded`."""
+    """Cancel the block at ``deadline``, in event-loop time, and raise `DeadlineExceeded`."""
     try:
         async with asyncio.timeout_at(deadline):
             yield

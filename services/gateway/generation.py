@@ -1,9 +1,9 @@
 """The life of an admitted request: placement, streaming, and retries after a worker failure.
 
 A request ends exactly once, with its output or with a `ServiceError`, and every placement is
-released exactly once. A failure before the first token starts over on other workers. After the
-first token, the next attempt replays the prompt and the delivered tokens, so that no token is
-repeated or changed.
+released exactly once. After a failure before the first token, the request starts over on other
+workers. After a later failure, the next attempt replays the prompt and the delivered tokens, so
+that no token is repeated or changed.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from services.gateway.wire import start_stream_message
 
 log = structlog.get_logger()
 
-_BACKOFF_S = 0.05  # before the second attempt; doubles with each further one
+_BACKOFF_S = 0.05  # before the second attempt; doubled before each further one
 _MAX_BACKOFF_S = 1.0
 _REFUSALS = (error_pb2.ERROR_CODE_OVERLOADED, error_pb2.ERROR_CODE_DRAINING)
 _LOST_WORKER = (error_pb2.ERROR_CODE_UNSPECIFIED, error_pb2.ERROR_CODE_PREFILL_LOST)
@@ -142,7 +142,7 @@ class Generator:
     async def _place(
         self, request: GenerationRequest, progress: Progress, attempt: int, excluded: set[str]
     ) -> RoutedPlacement:
-        """Place an attempt, on workers that did not fail this request if there are any."""
+        """Place an attempt. Workers that failed this request are used only as a last resort."""
         began = _now()
         context, replayed = request.context, len(progress.replayed)
         wait_s = max(0.0, min(self._settings.queue_wait_s, context.deadline - began))
@@ -171,7 +171,7 @@ class Generator:
     def _check_retry(
         self, failure: WorkerFailure, progress: Progress, attempts: int, lost: int
     ) -> None:
-        """Return if another attempt is allowed.
+        """Check that the request may be retried, and count the failover.
 
         Raises:
             ServiceError: if the failure ends the request.
@@ -187,9 +187,11 @@ class Generator:
         if (final := _FINAL.get(failure.code)) is not None:
             raise final(failure.message)
         if progress.started and len(progress.delivered) > 1:
-            raise Unavailable(f"{failure.message}; n > 1 cannot be continued on another worker")
+            raise Unavailable(
+                f"{failure.message}; a request with n > 1 cannot continue on another worker"
+            )
         if lost >= self._settings.max_lost_workers:  # the request itself may crash workers
-            raise Unavailable(f"{lost} workers were lost by this request: {failure.message}")
+            raise Unavailable(f"{lost} workers were lost during this request: {failure.message}")
         if attempts >= self._settings.max_attempts:
             error = Overloaded if failure.code in _REFUSALS else Unavailable
             raise error(f"after {attempts} attempts: {failure.message}", retry_after_s=1.0)
@@ -197,7 +199,7 @@ class Generator:
 
 
 class _LatencyRecorder:
-    """Records the latency metrics of one request. ``arrived`` is of the event loop's clock."""
+    """Records the latency metrics of one request. ``arrived`` is in event-loop time, seconds."""
 
     def __init__(self, arrived: float, metrics: GatewayMetrics) -> None:
         self._arrived = arrived
@@ -218,7 +220,7 @@ class _LatencyRecorder:
 
 
 def _blamed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> str | None:
-    """Return the id of the blamed worker if it belongs to the placement."""
+    """Return the id of the blamed worker if it belongs to the placement, else None."""
     placement = routed.placement
     workers = {placement.decode.worker_id}
     if placement.prefill is not None:
@@ -227,7 +229,7 @@ def _blamed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> str | Non
 
 
 def _backoff_s(attempt: int) -> float:
-    """Return a random pause, so that requests of one failed worker do not retry all at once."""
+    """Return a random delay in seconds, so that requests of a lost worker do not retry at once."""
     return float(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1))
 
 

@@ -15,7 +15,7 @@ class ApiKeys:
     """The accepted keys with their tenants.
 
     Args:
-        tenants: SHA-256 digest of each key to its tenant. If empty, no key is required.
+        tenants: tenant of each key, by the SHA-256 digest of the key. If empty, no key is required.
     """
 
     def __init__(self, tenants: dict[bytes, str] | None = None) -> None:
@@ -49,13 +49,13 @@ class ApiKeys:
                 )
             tenants[bytes.fromhex(match[1])] = match[2] or f"key-{match[1][:8]}"
         if not tenants:  # an empty file must not disable authentication
-            raise SettingsError(f"{path} has no API key")
+            raise SettingsError(f"{path} has no API key: add one, or do not set --api-keys-file")
         return cls(tenants)
 
     def tenant(self, authorization: str | None) -> str | None:
-        """Return the tenant of the key in an ``Authorization`` header; None if none is required.
+        """Return the tenant of the key in an ``Authorization`` header, or None without keys.
 
-        Compares all digests, so that the time does not depend on the key.
+        All digests are compared, so that the duration does not depend on the key.
 
         Raises:
             Unauthenticated: if the key is missing or unknown.
@@ -64,12 +64,12 @@ class ApiKeys:
             return None
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise Unauthenticated("no API key: send it as 'Authorization: Bearer KEY'")
+            raise Unauthenticated("the API key is missing: send it as 'Authorization: Bearer KEY'")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found = None
         for known, tenant in self._tenants.items():
             if hmac.compare_digest(known, digest):
                 found = tenant
         if found is None:
-            raise Unauthenticated("incorrect API key")
+            raise Unauthenticated("the API key is unknown")
         return found

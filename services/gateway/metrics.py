@@ -19,56 +19,56 @@ class GatewayMetrics:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "headrace_requests",
-            "requests completed, by endpoint and status",
+            "Requests completed, by endpoint and status",
             ["endpoint", "status"],
             registry=registry,
         )
         self.first_token = Histogram(
             "headrace_time_to_first_token_seconds",
-            "from the arrival of a request to its first token",
+            "Seconds from the arrival of a request to its first token",
             buckets=_SECONDS,
             registry=registry,
         )
         self.inter_token = Histogram(
             "headrace_inter_token_latency_seconds",
-            "between consecutive tokens of a stream",
+            "Seconds between consecutive tokens of a stream",
             buckets=_BETWEEN_TOKENS,
             registry=registry,
         )
         self.end_to_end = Histogram(
             "headrace_e2e_request_latency_seconds",
-            "from the arrival of a request to its last token",
+            "Seconds from the arrival of a request to its last token",
             buckets=_SECONDS,
             registry=registry,
         )
         self._stages = Histogram(
             "headrace_request_stage_seconds",
-            "time that a request spends in each stage",
+            "Seconds that a request spends in each stage",
             ["stage"],
             buckets=_SECONDS,
             registry=registry,
         )
         self.prompt_tokens = Counter(
-            "headrace_prompt_tokens", "prompt tokens admitted", registry=registry
+            "headrace_prompt_tokens", "Prompt tokens admitted", registry=registry
         )
         self.generation_tokens = Counter(
-            "headrace_generation_tokens", "tokens generated for clients", registry=registry
+            "headrace_generation_tokens", "Tokens generated for clients", registry=registry
         )
         self.running = Gauge(
-            "headrace_num_requests_running", "prompts in progress", registry=registry
+            "headrace_num_requests_running", "Prompts in progress", registry=registry
         )
         self.failovers = Counter(
             "headrace_failovers",
-            "attempts after a worker failure, by reason",
+            "Retries after a worker failure, by reason",
             ["reason"],
             registry=registry,
         )
 
     def observe_routing(self, seconds: float) -> None:
-        """Record the time that a place call took."""
+        """Record the duration of a place call, seconds."""
         self._stages.labels("route").observe(seconds)
 
     def observe_stages(self, times: decode_pb2.StageTimes) -> None:
-        """Record the stage times at the end of a stream. A skipped stage is 0 and not recorded."""
+        """Record the stage times of a stream. A stage that was skipped is 0 and not recorded."""
         for field, seconds in times.ListFields():
             self._stages.labels(field.name).observe(seconds)

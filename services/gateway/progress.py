@@ -29,14 +29,15 @@ class Progress:
 
     @property
     def replayed(self) -> Sequence[int]:
-        """Output tokens that another attempt has to replay. Only a single choice is replayed."""
+        """Output tokens that the next attempt replays. Several choices are never replayed."""
         return self.delivered[0]
 
     def accept(self, deltas: Sequence[decode_pb2.StreamDelta], worker_id: str) -> None:
-        """Record tokens that are about to be delivered: all of them, or none on an error.
+        """Record tokens before they are delivered. On an error, none of them is recorded.
 
         Raises:
-            WorkerFailure: if a token is not the next one of its choice, or an end is invalid.
+            WorkerFailure: if a token is not the next one of its choice, or if a choice ends with an
+                invalid reason.
         """
         next_index = [len(tokens) for tokens in self.delivered]
         for delta in deltas:
@@ -46,7 +47,7 @@ class Progress:
                 next_index[token.choice] += 1
             for end in delta.ended:
                 if end.choice >= len(next_index) or end.reason not in FINISH_REASONS:
-                    message = f"choice {end.choice} ended for reason {end.reason}"
+                    message = f"choice {end.choice} ended with finish reason {end.reason}"
                     raise _protocol_error(message, worker_id)
         for delta in deltas:
             for token in delta.tokens:
@@ -54,7 +55,7 @@ class Progress:
             self.unfinished.difference_update(end.choice for end in delta.ended)
 
     def finish_reason(self) -> "FinishReason | None":
-        """Return how a single choice ended if its delivered tokens are complete, else None."""
+        """Return the finish reason of a single choice if its delivered tokens are complete."""
         if len(self.delivered) > 1:
             return None
         delivered = self.delivered[0]

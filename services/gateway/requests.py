@@ -24,10 +24,10 @@ from services.common.errors import InvalidRequest
 from services.gateway.settings import GatewaySettings
 
 _SEED_BITS = 64
-_MIN_REPETITION_PENALTY = 0.01  # it divides logits, and infinite logits have no distribution
-_MIN_TOP_P = 1e-6  # keeps one token, as smaller values do until they underflow to 0
+_MIN_REPETITION_PENALTY = 0.01  # it divides logits, which must remain finite
+_MIN_TOP_P = 1e-6  # keeps one token, like smaller values, but does not underflow to 0
 _MAX_LOGIT_BIAS = 100.0
-_MAX_NAME_CHARS = 128  # length of a field name in an error message
+_MAX_NAME_CHARS = 128  # an error message truncates a field name to this length
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
@@ -44,23 +44,25 @@ class UnsupportedField(InvalidRequest):
 
 
 def _parse_logit_bias(bias: Any) -> dict[int, float]:
-    """Convert the keys to token ids. Stops at the first error: a body may have 100,000 entries."""
+    """Convert keys to token ids. Stop at the first error, as there may be 100,000 entries."""
     if not isinstance(bias, Mapping):
         raise ValueError("must map token ids to numbers")
     parsed = {}
     for token, value in bias.items():
-        if isinstance(token, str) and not _TOKEN_ID.fullmatch(token):  # int() accepts more
+        if isinstance(token, str) and not _TOKEN_ID.fullmatch(
+            token
+        ):  # int() accepts other texts, too
             raise ValueError("keys must be token ids")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError("values must be numbers")
-        if not -_MAX_LOGIT_BIAS <= value <= _MAX_LOGIT_BIAS:  # false for NaN
+        if not -_MAX_LOGIT_BIAS <= value <= _MAX_LOGIT_BIAS:  # NaN is rejected, too
             raise ValueError(f"values must be between -100 and 100, not {value}")
         parsed[int(token)] = value
     return parsed
 
 
 def _parse_stop(stop: Any) -> Any:
-    """Accept a single string as a list of one; a repeated field of protobuf is a sequence, too."""
+    """Convert a single string, or any sequence such as a repeated protobuf field, to a list."""
     if isinstance(stop, str):
         return [stop]
     return list(stop) if isinstance(stop, Sequence) else stop
@@ -76,38 +78,49 @@ _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type"
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Stop = Annotated[
     tuple[str, ...],
-    Field(strict=False, fail_fast=True, description="strings that end the output, not included"),
+    Field(
+        strict=False,
+        fail_fast=True,
+        description="strings that end the output, which does not include them",
+    ),
     BeforeValidator(_parse_stop),
     WithJsonSchema(_STOP_SCHEMA),
 ]
 
 
 class GenerationFields(BaseModel):
-    """Fields that completions, chat completions and gRPC share. Settings bound some further."""
+    """Fields that completions, chat completions and gRPC share. Settings limit some of them."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    max_tokens: Annotated[int, Field(ge=1, description="output tokens of each choice")] | None = (
-        None
-    )
-    n: Annotated[int, Field(ge=1, description="choices for each prompt")] = 1
+    max_tokens: (
+        Annotated[int, Field(ge=1, description="maximum output tokens of each choice")] | None
+    ) = None
+    n: Annotated[int, Field(ge=1, description="number of choices for each prompt")] = 1
     stop: _Stop = ()
     seed: (
         Annotated[
             int,
-            Field(ge=-(1 << (_SEED_BITS - 1)), lt=1 << _SEED_BITS, description="absent: random"),
+            Field(ge=-(1 << (_SEED_BITS - 1)), lt=1 << _SEED_BITS, description="default: random"),
             AfterValidator(lambda seed: seed % (1 << _SEED_BITS)),
         ]
         | None
     ) = None
     temperature: Annotated[float, Field(ge=0, le=2, description="0 is greedy")] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1), AfterValidator(lambda p: max(_MIN_TOP_P, p))] = 1.0
+    top_p: Annotated[
+        float,
+        Field(gt=0, le=1, description="total probability of the most likely tokens to keep"),
+        AfterValidator(lambda p: max(_MIN_TOP_P, p)),
+    ] = 1.0
     top_k: Annotated[
         int,
         Field(ge=-1, lt=1 << 31, description="0 or -1 keeps all tokens"),
         AfterValidator(lambda k: max(0, k)),
     ] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_p: Annotated[
+        float,
+        Field(ge=0, le=1, description="least probability of a token, relative to the most likely"),
+    ] = 0.0
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=_MIN_REPETITION_PENALTY, le=10)] = 1.0
@@ -122,14 +135,16 @@ class GenerationFields(BaseModel):
 
 
 class GenerationOptions(GenerationFields):
-    """Generation parameters of one request, independent of the interface it came through."""
+    """Generation parameters of one request, in the same form for HTTP and gRPC."""
 
-    logprobs: Annotated[int, Field(ge=0, description="alternatives for each token")] | None = None
+    logprobs: (
+        Annotated[int, Field(ge=0, description="number of alternatives for each token")] | None
+    ) = None
 
 
 @dataclass(frozen=True)
 class RequestContext:
-    """Identity and time limits of a request. Times are of the event loop's clock, in seconds."""
+    """Identity, arrival and deadline of a request. Times are in event-loop time, seconds."""
 
     request_id: str
     tenant: str | None
@@ -145,7 +160,8 @@ class GenerationRequest:
         prompt: token ids.
         max_tokens: maximum output tokens of each choice.
         seed: the client's seed, or a random one; 64 bits.
-        options: the other parameters; their ``max_tokens`` and ``seed`` are what the client sent.
+        options: all parameters as the client sent them. Use `max_tokens` and `seed` of this class
+            instead of those in ``options``, which may be None.
     """
 
     context: RequestContext
@@ -156,7 +172,7 @@ class GenerationRequest:
 
 
 class RequestBuilder:
-    """Builds requests within the bounds of the settings and of the model."""
+    """Validates requests against the limits of the settings and of the model."""
 
     def __init__(self, settings: GatewaySettings, *, context_length: int, vocab_size: int) -> None:
         self._settings = settings
@@ -175,12 +191,13 @@ class RequestBuilder:
         """Return a validated request.
 
         Args:
-            fill_context: an absent ``max_tokens`` means all tokens that fit the context, not
-                the default of the settings.
-            names: the client's names of fields that it calls differently, for error messages.
+            fill_context: whether an absent ``max_tokens`` means as many tokens as fit the context
+                instead of ``default_max_tokens``.
+            names: mapping from fields of ``options`` to the client's names for them, where these
+                differ; used in error messages.
 
         Raises:
-            InvalidRequest: if a value is out of bounds; ``param`` names it.
+            InvalidRequest: if a value is out of bounds; ``param`` names the field.
         """
         names = names or {}
         self._check_prompt(prompt)
@@ -224,7 +241,7 @@ class RequestBuilder:
     def _check_stop(self, stop: Sequence[str]) -> None:
         limits = self._settings
         if len(stop) > limits.max_stops:
-            raise InvalidRequest(f"at most {limits.max_stops} stop strings", param="stop")
+            raise InvalidRequest(f"stop must have at most {limits.max_stops} strings", param="stop")
         if not all(1 <= len(text) <= limits.max_stop_chars for text in stop):
             raise InvalidRequest(
                 f"a stop string must have 1 to {limits.max_stop_chars} characters", param="stop"
@@ -233,14 +250,17 @@ class RequestBuilder:
     def _check_logit_bias(self, bias: Mapping[int, float]) -> None:
         limit = self._settings.max_logit_bias
         if len(bias) > limit:
-            raise InvalidRequest(f"at most {limit} entries", param="logit_bias")
+            raise InvalidRequest(
+                f"logit_bias must have at most {limit} entries", param="logit_bias"
+            )
         for token in bias:
             self._check_token(token, "logit_bias")
 
     def _check_token(self, token: int, param: str) -> None:
         if not 0 <= token < self._vocab_size:
             raise InvalidRequest(
-                f"token id {token} is outside the vocabulary of {self._vocab_size}", param=param
+                f"token id {token} is outside the vocabulary of {self._vocab_size} tokens",
+                param=param,
             )
 
     @staticmethod
@@ -250,7 +270,7 @@ class RequestBuilder:
 
 
 def invalid_field(error: ErrorDetails) -> InvalidRequest:
-    """Convert an error of pydantic; ``param`` is a path such as ``messages[0].content``."""
+    """Convert a pydantic error. ``param`` is a path such as ``messages[0].content``."""
     param = field_path(error)
     return InvalidRequest(f"{param}: {error['msg'].removeprefix('Value error, ')}", param=param)
 

@@ -43,13 +43,13 @@ class RoutedPlacement:
 
 
 class RouterClient:
-    """Calls the routers in order of preference; the one that placed last comes first.
+    """Calls the routers one after another until one answers. The last one that did is tried first.
 
     Args:
         routers: base URLs.
         token: cluster token, or None.
-        timeout_s: time to connect, and to answer beyond the time in the queue, seconds.
-        transport: replaces the network in tests.
+        timeout_s: time to connect, and time to answer in addition to ``wait_s``, seconds.
+        transport: transport that replaces the network in tests.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class RouterClient:
         self._releases: set[asyncio.Task[None]] = set()
 
     async def place(self, request: PlaceRequest) -> RoutedPlacement:
-        """Return workers for a request; waits in the router's queue for up to ``wait_s``.
+        """Place a request. The router may queue it for up to ``request.wait_s`` seconds.
 
-        A router that is unreachable or has no workers is skipped.
+        Routers that are unreachable or have no workers are skipped.
 
         Raises:
-            Overloaded, QueueTimeout, TooLarge, Unavailable: if the routers refuse.
+            Overloaded, QueueTimeout, TooLarge, Unavailable: if no router places the request.
             InternalFault: if a router rejects the call as invalid.
         """
         body = request.model_dump_json().encode()
-        refusal: ServiceError = Unavailable("no router answers", retry_after_s=_RETRY_AFTER_S)
+        refusal: ServiceError = Unavailable("no router is reachable", retry_after_s=_RETRY_AFTER_S)
         for router in tuple(self._routers):
             try:
                 placement = await self._place(router, body, request.wait_s)
@@ -135,7 +135,8 @@ class RouterClient:
                 )
                 response.raise_for_status()
             except httpx.HTTPError as error:
-                # Placements expire at the router: a lost release costs accuracy only.
+                # A lost release only makes the router's load less accurate until the placement
+                # expires.
                 log.warning("release failed", router=router, error=repr(error))
                 await asyncio.sleep(0.1 * 2**attempt)
             else:
@@ -161,7 +162,8 @@ def _raise_refusal(response: httpx.Response) -> NoReturn:
         detail = RouterError.model_validate_json(response.content).error
     except ValidationError:
         raise Unavailable(
-            f"a router answered {response.status_code}", retry_after_s=_RETRY_AFTER_S
+            f"a router answered with HTTP status {response.status_code}",
+            retry_after_s=_RETRY_AFTER_S,
         ) from None
     retry_after_s = _retry_after(response)
     match detail.code:

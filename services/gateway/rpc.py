@@ -1,4 +1,4 @@
-"""The gRPC interface ``headrace.v1.Inference``, over the same gateway as HTTP."""
+"""The gRPC interface ``headrace.v1.Inference``. It uses the same `Gateway` as HTTP."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -32,7 +32,7 @@ Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Serves the clients of one gateway over gRPC."""
+    """Serves ``headrace.v1.Inference`` for one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -64,7 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, method: str, context: Context, answer: Callable[[], Awaitable[_T]]
     ) -> _T:
         """Count and log a call, and convert its exception to a status with details."""
-        endpoint, status = f"{SERVICE}/{method}", "499"  # unless the call ends before its client
+        endpoint, status = f"{SERVICE}/{method}", "499"  # the status if the client cancels
         try:
             result = await answer()
             status = "200"
@@ -128,13 +128,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         elif kind == "tokens":
             prompt = list(message.tokens.ids)
         else:
-            raise InvalidRequest("one of text, tokens and chat is required", param="prompt")
+            raise InvalidRequest("set one of text, tokens and chat", param="prompt")
         options = _options(message)
         return self._gateway.builder.build(context, prompt, options, fill_context=kind == "chat")
 
 
 def _options(message: inference_pb2.GenerateRequest) -> GenerationOptions:
-    """Return the fields that are set in a message, by name."""
+    """Convert the fields that are set in a message, by name."""
     given = {
         field.name: value
         for field, value in message.ListFields()

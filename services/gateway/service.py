@@ -24,12 +24,12 @@ log = structlog.get_logger()
 
 loop_factory = uvloop.new_event_loop
 
-_GRPC_GRACE_S = 2.0  # for calls that outlast the drain
+_GRPC_GRACE_S = 2.0  # time to end the calls that outlast the drain
 _HEALTH_PERIOD_S = 1.0
 
 
 class _HttpServer(uvicorn.Server):
-    """Leaves signals to `serve`: a draining gateway still answers."""
+    """HTTP server without signal handlers: `serve` handles signals, to drain the gateway first."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -51,7 +51,7 @@ async def serve(settings: GatewaySettings) -> None:
         rpc = GrpcServer(
             f"{_bracketed(settings.host)}:{settings.grpc_port}",
             [SERVICE],
-            # Messages up to this size reach the service, which rejects them with details.
+            # Messages up to this size are parsed, so that the service can reject them with details.
             max_message_bytes=2 * settings.max_body_bytes,
             max_rpcs=settings.max_connections,
         )
@@ -85,7 +85,7 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 async def _update_health(gateway: Gateway, rpc: GrpcServer) -> None:
-    """Keep ``grpc.health.v1`` equal to ``/ready``."""
+    """Set the status of ``grpc.health.v1`` to that of ``/ready``, once per second."""
     while True:
         await rpc.set_serving(await gateway.ready())
         await asyncio.sleep(_HEALTH_PERIOD_S)

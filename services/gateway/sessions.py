@@ -72,7 +72,7 @@ class WorkerStream:
         return deltas
 
     def deliver(self, delta: decode_pb2.StreamDelta) -> None:
-        """Buffer a delta for `next`. An error in it is raised after its tokens were returned."""
+        """Buffer a delta for `next`, which raises an error in it after returning its tokens."""
         if self._failure is not None:
             return
         self._buffered_tokens += len(delta.tokens)
@@ -90,7 +90,7 @@ class WorkerStream:
             self._wake()
 
     def fail(self, failure: Exception) -> None:
-        """Raise ``failure`` from `next` once the buffer is empty. The first failure wins."""
+        """Make `next` raise ``failure`` once the buffer is empty. Later failures are ignored."""
         if self._failure is None:
             self._failure = failure
             self._wake()
@@ -169,7 +169,7 @@ class WorkerSession:
             await self._task
 
     def lost(self, reason: str) -> WorkerFailure:
-        """Return the failure that describes the loss of this worker."""
+        """Return the failure to report when this worker is lost."""
         name = self.worker.worker_id
         return WorkerFailure(
             f"worker {name} was lost: {reason}", error_pb2.ERROR_CODE_UNSPECIFIED, name
@@ -177,7 +177,7 @@ class WorkerSession:
 
     async def _run(self) -> None:
         """Connect, then send commands and receive steps until either side ends the call."""
-        reason = "it ended the session"
+        reason = "the worker ended the session"
         async with open_channel(self.worker.address) as channel:
             try:
                 async with asyncio.timeout(self._connect_timeout_s):
@@ -199,7 +199,7 @@ class WorkerSession:
         streams = self._streams
         for delta in step.deltas:
             stream = streams.get(delta.stream)
-            if stream is not None:  # else it was cancelled while the delta was under way
+            if stream is not None:  # else the stream was cancelled while the delta was in flight
                 stream.deliver(delta)
 
     async def _commands(self) -> AsyncIterator[decode_pb2.DecodeCommand]:
@@ -213,7 +213,7 @@ class SessionPool:
     Args:
         token: cluster token, or None.
         connect_timeout_s: time to connect to a worker, seconds.
-        max_buffered_tokens: buffer of one stream; a stream that exceeds it fails.
+        max_buffered_tokens: tokens that one stream may buffer; a stream that exceeds it fails.
     """
 
     def __init__(
@@ -225,10 +225,10 @@ class SessionPool:
         self._by_worker: dict[str, WorkerSession] = {}
 
     def get(self, worker: WorkerAddress) -> WorkerSession:
-        """Return the session with this epoch of a worker; ends a session with another epoch."""
+        """Return the session with this epoch of a worker. A session with another epoch is ended."""
         session = self._by_worker.get(worker.worker_id)
         if session is not None and session.worker != worker:
-            session.end(session.lost("it was placed with another epoch"))
+            session.end(session.lost("the worker restarted with another epoch"))
             session = None
         if session is None:
             session = WorkerSession(

@@ -10,93 +10,118 @@ from services.common.settings import ServiceSettings
 
 
 class GatewaySettings(ServiceSettings):
-    """Settings with the prefix ``HEADRACE_GATEWAY_``; see `ServiceSettings` for the others."""
+    """Settings of the gateway. A flag ``--name`` overrides the environment variable
+    HEADRACE_GATEWAY_NAME, which overrides ``name`` in the YAML file of ``--config FILE``.
+    """
 
     model_config = SettingsConfigDict(env_prefix="HEADRACE_GATEWAY_")
 
-    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
-    grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 takes a free one")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 selects a free port")
+    grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 selects a free port")
     routers: list[str] = Field(
-        default_factory=lambda: ["http://127.0.0.1:8002"],
+        ["http://127.0.0.1:8002"],
         min_length=1,
         max_length=16,
-        description="base URLs of the routers; any of them can place a request",
+        description="base URLs of the routers, any of which can place a request; repeat the flag",
     )
     model: str = Field(
-        DEFAULT_MODEL, description="name or path of the model; only its tokenizer is read"
+        DEFAULT_MODEL, description="smollm2-135m, or path of a model; only its tokenizer is read"
     )
     served_model_name: str | None = Field(
         None,
         min_length=1,
         max_length=256,
-        description="model name for clients; default: the model's",
+        description="model name that clients use; default: derived from the model's path",
     )
     context_length: int | None = Field(
-        None, ge=1, le=1 << 24, description="tokens; default: from the model's files"
+        None,
+        ge=1,
+        le=1 << 24,
+        description="context length, tokens; default: from the model's files",
     )
     api_keys_file: Path | None = Field(
         None,
-        description="one 'sha256-of-key name' per line; without it no key is required",
+        description="file with one 'sha256-of-key name' per line; without it no key is required",
     )
 
     max_connections: int = Field(
-        4096, ge=1, le=1 << 20, description="concurrent HTTP connections; more are refused"
+        4096,
+        ge=1,
+        le=1 << 20,
+        description="maximum HTTP connections; further ones are refused with 429",
     )
     max_header_bytes: int = Field(
-        1 << 16, ge=1024, le=1 << 20, description="size of the request line and headers, bytes"
+        1 << 16,
+        ge=1024,
+        le=1 << 20,
+        description="maximum size of the request line and headers, bytes",
     )
     header_timeout_s: float = Field(
-        10.0, gt=0, le=3600, description="time for the headers to arrive, seconds"
+        10.0, gt=0, le=3600, description="maximum time until the headers have arrived, seconds"
     )
     keep_alive_s: int = Field(
-        75, ge=1, le=3600, description="idle time of a connection, seconds; more than a proxy's"
+        75,
+        ge=1,
+        le=3600,
+        description="time after which an idle connection is closed, seconds; set it longer than "
+        "that of a proxy in front",
     )
     write_timeout_s: float = Field(
         60.0,
         ge=1,
         le=3600,
-        description="time until a client that reads nothing is dropped, seconds",
+        description="time after which a client that reads nothing is disconnected, seconds",
     )
     max_body_bytes: int = Field(
-        1 << 20, ge=1024, le=1 << 30, description="largest request body, bytes"
+        1 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, bytes"
     )
     body_timeout_s: float = Field(
-        30.0, gt=0, le=3600, description="time for a request body to arrive, seconds"
+        30.0, gt=0, le=3600, description="maximum time until a request body has arrived, seconds"
     )
-    max_json_depth: int = Field(16, ge=4, le=512, description="nesting depth of a JSON body")
-    max_prompts: int = Field(32, ge=1, le=1024, description="prompts in one request")
-    max_choices: int = Field(8, ge=1, le=128, description="largest n, the choices for one prompt")
+    max_json_depth: int = Field(
+        16, ge=4, le=512, description="maximum nesting depth of a JSON body"
+    )
+    max_prompts: int = Field(32, ge=1, le=1024, description="maximum prompts in one request")
+    max_choices: int = Field(8, ge=1, le=128, description="maximum n, the choices for one prompt")
     max_logprobs: int = Field(
-        20, ge=0, le=100, description="largest number of alternatives for each token"
+        20, ge=0, le=100, description="maximum alternatives for each token in log probabilities"
     )
-    max_stops: int = Field(4, ge=0, le=64, description="stop strings of one request")
-    max_stop_chars: int = Field(256, ge=1, le=4096, description="characters of a stop string")
-    max_logit_bias: int = Field(1024, ge=0, le=65536, description="entries of a logit_bias")
+    max_stops: int = Field(4, ge=0, le=64, description="maximum stop strings of one request")
+    max_stop_chars: int = Field(
+        256, ge=1, le=4096, description="maximum characters of a stop string"
+    )
+    max_logit_bias: int = Field(1024, ge=0, le=65536, description="maximum entries of a logit_bias")
     default_max_tokens: int = Field(
         16,
         ge=1,
         le=1 << 20,
-        description="max_tokens of a completion without one; a chat may fill the context",
+        description="max_tokens of a completion that sets none; a chat may fill the context",
     )
 
     max_concurrent: int = Field(
-        1024, ge=1, le=1 << 20, description="prompts in progress; more are refused"
+        1024,
+        ge=1,
+        le=1 << 20,
+        description="maximum prompts in progress; further requests are refused with 429",
     )
     deadline_s: float = Field(
-        600.0, gt=0, le=86400, description="time from arrival to the last token, seconds"
+        600.0, gt=0, le=86400, description="maximum time from arrival to the last token, seconds"
     )
     queue_wait_s: float = Field(
-        60.0, ge=0, le=3600, description="longest wait in a router's queue, seconds"
+        60.0, ge=0, le=3600, description="maximum time in a router's queue, seconds"
     )
     max_attempts: int = Field(
-        5, ge=1, le=64, description="placements of one request, including the first"
+        5, ge=1, le=64, description="maximum placements of one request, including the first"
     )
     max_lost_workers: int = Field(
-        2, ge=1, le=64, description="lost workers after which a request is not retried"
+        2, ge=1, le=64, description="number of lost workers after which a request is not retried"
     )
     connect_timeout_s: float = Field(
-        5.0, gt=0, le=60, description="time to connect to a router or worker, seconds"
+        5.0, gt=0, le=60, description="maximum time to connect to a router or worker, seconds"
     )
     stream_buffer_tokens: int = Field(
-        8192, ge=64, le=1 << 20, description="tokens buffered for a client that reads slowly"
+        8192,
+        ge=64,
+        le=1 << 20,
+        description="maximum tokens buffered for a client that reads slowly",
     )

@@ -1,4 +1,4 @@
-"""Text of each choice from its tokens, cut at the first stop string."""
+"""Detokenization of each choice, cut at the first stop string."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,8 +28,8 @@ class TextDelta:
 class StopStringFilter:
     """Cuts a text at the first stop string; buffers text that may be the start of one.
 
-    The match that ends first wins, and of those the one that starts first. The result does not
-    depend on how the text is split between calls.
+    The match that ends first wins. If several end there, the one that starts first wins. The result
+    does not depend on how the text is split between calls.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -37,7 +37,7 @@ class StopStringFilter:
         self._buffer = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Return text that is safe to show, and whether a stop string was found."""
+        """Return the text that cannot belong to a stop string, and whether one was found."""
         if not self._stops:
             return text, False
         pending = self._buffer + text
@@ -50,7 +50,7 @@ class StopStringFilter:
         return pending[:keep], False
 
     def finish(self) -> str:
-        """Return the buffered text: it did not become a stop string."""
+        """Return the buffered text at the end of the output."""
         text, self._buffer = self._buffer, ""
         return text
 
@@ -81,7 +81,7 @@ class TextAssembler:
 
     @property
     def done(self) -> bool:
-        """Whether every choice is complete for the client; a worker may still run one."""
+        """Whether every choice is complete. A worker may still generate after a stop string."""
         return self._unfinished == 0
 
     def push(

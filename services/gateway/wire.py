@@ -6,7 +6,7 @@ from headrace.v1 import decode_pb2, request_pb2, sampling_pb2
 from services.common.placement import Placement
 from services.gateway.requests import GenerationRequest
 
-# Fields that the message and `GenerationOptions` have in common, by name.
+# Names of the fields that `Sampling` and `GenerationOptions` have in common.
 _SAMPLING_FIELDS = tuple(
     field.name for field in sampling_pb2.Sampling.DESCRIPTOR.fields if field.name != "seed"
 )

@@ -1,1 +1,1 @@
-"""A whole deployment on one machine: `headrace up`, `down` and `status`."""
+"""A complete deployment on one machine: `headrace up`, `down` and `status`."""

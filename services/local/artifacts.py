@@ -1,4 +1,4 @@
-"""Artifacts of a deployment: the factorized checkpoint and the codebooks, made once and cached."""
+"""Cached artifacts of a deployment: the factorized checkpoint and the codebooks."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ from services.local.seal import is_intact, is_sealed, seal
 from services.local.state import cache_dir
 from services.local.supervisor import end_with_parent
 
-RECIPE = 4  # version of how artifacts are made, including the default method
+RECIPE = 4  # version of the commands that make artifacts, including the default method
 CODEBOOKS = 3  # version of the codebook file, see codec/codebook.py
 
 
@@ -40,7 +40,7 @@ class Artifacts:
 
 
 def artifact_folder(source: Path, keep: float | None) -> Path:
-    """Return the folder of a model's artifacts. Its name changes when the source's files do."""
+    """Return the folder of a model's artifacts. Its name changes with the files of ``source``."""
     files = sorted(source.rglob("*")) if source.is_dir() else [source]
     identity = [
         f"{file}:{stat.st_size}:{stat.st_mtime_ns}"
@@ -54,7 +54,7 @@ def artifact_folder(source: Path, keep: float | None) -> Path:
 
 
 def prepare(options: UpOptions, console: Console) -> Artifacts:
-    """Make the artifacts that are missing or damaged, each in a process of its own.
+    """Make the artifacts that are missing or damaged, each in a separate process.
 
     Raises:
         SettingsError: if the model does not exist or an artifact cannot be made.
@@ -79,12 +79,12 @@ def prepare(options: UpOptions, console: Console) -> Artifacts:
 def _prepare_in(
     folder: Path, source: Path, served_name: str, options: UpOptions, console: Console
 ) -> Artifacts:
-    """Make what is missing in a folder that no other process prepares."""
+    """Make the missing and damaged artifacts of a folder. The caller holds the folder's lock."""
     checkpoint, codebooks = source, None
     if options.keep is not None and options.keep < 1.0:
         checkpoint = folder / "checkpoint"
         if checkpoint.exists() and not is_sealed(checkpoint):
-            seal(checkpoint)  # from a version without seals; it was written atomically
+            seal(checkpoint)  # an earlier version wrote it, atomically and without a seal
         if _needs_making(checkpoint, console):
             console.print(f"factorizing {source.name} at keep {options.keep} (once)")
             _make(
@@ -105,7 +105,7 @@ def _prepare_in(
 
 
 def _needs_making(artifact: Path, console: Console) -> bool:
-    """Return whether an artifact is missing. A damaged one is reported and removed."""
+    """Return whether an artifact must be made. A damaged one is reported and removed first."""
     if not artifact.exists():
         return True
     if is_intact(artifact):
@@ -127,9 +127,9 @@ def _codebooks_name(kv_format: str) -> str:
 
 
 def _make(*arguments: str) -> None:
-    # No worker runs yet, so this process may use all cores, whatever limit the workers have.
+    # No worker runs yet, so the command may use all cores, even if workers are limited.
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     command = [sys.executable, "-m", "services.cli", *arguments]
     done = subprocess.run(command, check=False, env=environment, preexec_fn=end_with_parent)
     if done.returncode != 0:
-        raise SettingsError(f"`headrace {' '.join(arguments)}` failed")
+        raise SettingsError(f"`headrace {' '.join(arguments)}` failed, see its error above")

@@ -14,13 +14,13 @@ from rich.table import Table
 from services.local.lock import ProcessIdentity
 from services.local.state import Deployment, StateUnreadable, lock_holder
 
-STOP_TIMEOUT_S = 90.0  # longer than the supervisor's own grace periods
+STOP_TIMEOUT_S = 90.0  # longer than the supervisor takes to stop its processes
 
 console = Console(stderr=True)
 
 
 def down(port: int) -> int:
-    """Stop the deployment on this port, wait until it has ended, and return the exit code."""
+    """Stop the deployment on this port, wait for its end, and return the exit code."""
     try:
         deployment = Deployment.find(port)
     except StateUnreadable as error:
@@ -28,7 +28,7 @@ def down(port: int) -> int:
         return 2
     supervisor = deployment.supervisor if deployment else lock_holder(port)
     if supervisor is None:
-        console.print(f"nothing runs on port {port}")
+        console.print(f"no deployment runs on port {port}")
         return 1
     return _stop(supervisor)
 
@@ -38,7 +38,10 @@ def _stop(supervisor: ProcessIdentity) -> int:
         os.kill(supervisor.pid, signal.SIGTERM)
         psutil.Process(supervisor.pid).wait(timeout=STOP_TIMEOUT_S)
     if supervisor.alive:
-        console.print(f"[red]the supervisor (process {supervisor.pid}) does not end[/]")
+        console.print(
+            f"[red]process {supervisor.pid} still runs after {STOP_TIMEOUT_S:.0f} s[/]; "
+            f"end it with `kill -9 {supervisor.pid}`"
+        )
         return 1
     console.print("stopped")
     return 0
@@ -60,7 +63,7 @@ def status(port: int, *, as_json: bool = False) -> int:
         if starting := lock_holder(port):
             console.print(f"a deployment on port {port} is starting (process {starting.pid})")
         else:
-            console.print(f"nothing runs on port {port}")
+            console.print(f"no deployment runs on port {port}")
         return 1
     if as_json:
         ports = {name: getattr(deployment, name) for name in ("port", "grpc_port", "router_port")}
@@ -91,10 +94,10 @@ def _processes(deployment: Deployment) -> Table:
 
 
 def _workers(deployment: Deployment) -> Table:
-    """Ask the router for its workers.
+    """Return a table of the workers that the router lists.
 
     Raises:
-        httpx.HTTPError, ValueError: if it does not answer, or not with JSON.
+        httpx.HTTPError, ValueError: if the router does not answer, or not with JSON.
     """
     answer = httpx.get(
         f"http://{deployment.host}:{deployment.router_port}/v1/workers",

@@ -12,11 +12,11 @@ import psutil
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One life of a process.
+    """A process, distinguished from later processes with the same pid.
 
     Attributes:
         pid: process id.
-        started: start time, seconds since the epoch; it distinguishes processes that reuse a pid.
+        started: start time, seconds since 1970.
     """
 
     pid: int
@@ -29,7 +29,7 @@ class ProcessIdentity:
 
     @property
     def alive(self) -> bool:
-        """Whether this very process still runs."""
+        """Whether the process still runs. A zombie does not count."""
         try:
             process = psutil.Process(self.pid)
             return (
@@ -44,11 +44,13 @@ class LockHeld(Exception):
     """Another process holds the lock.
 
     Attributes:
-        holder: that process, or None if it has not written its identity yet.
+        holder: process that holds the lock, or None if it has not written its identity yet.
     """
 
     def __init__(self, path: Path, holder: ProcessIdentity | None) -> None:
-        super().__init__(f"{path} is locked by {f'process {holder.pid}' if holder else 'another'}")
+        super().__init__(
+            f"{path} is locked by {f'process {holder.pid}' if holder else 'another process'}"
+        )
         self.holder = holder
 
 
@@ -56,8 +58,8 @@ class LockHeld(Exception):
 def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold an exclusive lock on a file.
 
-    The kernel releases the lock when the process ends, however it ends. Child processes do not
-    inherit it. The file stays, because removing it would let two processes lock different files.
+    The kernel releases the lock when the process ends, even after SIGKILL. Child processes do not
+    inherit it. The file is never removed: otherwise two processes could lock different files.
 
     Args:
         path: lock file; it is created with its folder, and contains the holder's identity.
@@ -83,7 +85,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def holder_of(path: Path) -> ProcessIdentity | None:
-    """Return the process that holds a lock, without touching the lock; None if there is none."""
+    """Return the process that holds a lock, or None. Does not take the lock."""
     try:
         pid, started = path.read_text().split()
         holder = ProcessIdentity(int(pid), float(started))

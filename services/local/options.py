@@ -7,7 +7,7 @@ from services.common.errors import SettingsError
 
 @dataclass(frozen=True)
 class UpOptions:
-    """A deployment on one machine.
+    """Options of a deployment on one machine.
 
     Attributes:
         host: address on which all processes listen.
@@ -16,11 +16,12 @@ class UpOptions:
         router_port: HTTP port of the router.
         prefill: number of prefill workers.
         decode: number of decode workers.
-        colocated: whether decode workers prefill too, without prefill workers.
+        colocated: whether decode workers also prefill; then there are no prefill workers.
         model: name or path of a checkpoint.
-        keep: share of the parameters that a factorization keeps; None serves the model unchanged.
-        codec: auto, raw or splitzip.
-        device: auto, cpu or cuda.
+        keep: fraction of the parameters to keep in a factorized model; None serves the model
+            unchanged.
+        codec: encoding of KV transfers: auto, raw or splitzip.
+        device: device of the workers: auto, cpu or cuda.
     """
 
     host: str = "127.0.0.1"
@@ -37,8 +38,10 @@ class UpOptions:
     kv_format: str = "dense"
 
     def check(self) -> None:
-        """Raises:
-        SettingsError: if the options are invalid or contradict each other.
+        """Validate the options.
+
+        Raises:
+            SettingsError: if an option is invalid or contradicts another one.
         """
         if self.codec not in ("auto", "raw", "splitzip"):
             raise SettingsError(f"--codec {self.codec}: must be auto, raw or splitzip")

@@ -8,23 +8,23 @@ from services.local.options import UpOptions
 from services.local.supervisor import ProcessSpec
 
 GPU_SHARE = 0.9
-"""Share of a GPU's memory that all workers on it use together."""
+"""Fraction of a GPU's memory that all workers on it use together."""
 
 
 def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list[ProcessSpec]:
     """Return the processes of a deployment: a router, a gateway and the workers.
 
     Args:
-        options: the deployment.
+        options: options of the deployment.
         artifacts: files that the processes read.
         token: cluster token, the shared secret between the services.
     """
     common = {
         "HEADRACE_CLUSTER_TOKEN": token,
-        # One thread per worker is faster than two if there are more workers than cores.
+        # Several threads per worker are slower if there are more workers than cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": "1",
-        # Huge pages for weights: a decode step reads all of them and is 8 % faster (measured).
+        # Huge pages for weights make a decode step, which reads all weights, 8 % faster.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
     router_url = f"http://{options.host}:{options.router_port}"

@@ -1,4 +1,4 @@
-"""Checksums beside cached artifacts, by which damage is found before a service loads them.
+"""Checksum files of cached artifacts, to detect damage before a service loads them.
 
 An artifact is a file or a folder. Its seal, ``<artifact>.seal``, lists the size and the SHA-256 of
 each file. Files above `MAX_HASHED_BYTES` are checked by size only: hashing the weights of a large
@@ -22,12 +22,12 @@ def seal(artifact: Path) -> None:
 
 
 def is_sealed(artifact: Path) -> bool:
-    """Return whether the artifact has a seal, valid or not."""
+    """Return whether the artifact has a seal, even an invalid one."""
     return _seal_file(artifact).exists()
 
 
 def is_intact(artifact: Path) -> bool:
-    """Return whether every sealed file is there unchanged. Other files do not matter."""
+    """Return whether every file that the seal lists exists unchanged. Other files are ignored."""
     try:
         sealed = dict(json.loads(_seal_file(artifact).read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -42,7 +42,7 @@ def _contents(artifact: Path) -> dict[str, list[int | str | None]]:
 
 
 def _entry(file: Path) -> list[int | str | None]:
-    """Return the size and the SHA-256, which is None for a large file."""
+    """Return the size in bytes and the SHA-256, which is None for a large file."""
     size = file.stat().st_size
     if size > MAX_HASHED_BYTES:
         return [size, None]

@@ -1,4 +1,4 @@
-"""State of a running deployment on disk, from which `down` and `status` find it."""
+"""State file of a running deployment, through which `down` and `status` find it."""
 
 import json
 import os
@@ -11,11 +11,11 @@ from typing import Any
 from services.local.lock import LockHeld, ProcessIdentity, holder_of, locked
 
 STATE_VERSION = 1
-"""Format of ``state.json``. Added fields keep it; fields that are removed or redefined raise it."""
+"""Format version of ``state.json``. Increment it when a field is removed or redefined."""
 
 
 class DeploymentRunning(Exception):
-    """A deployment with this gateway port already runs."""
+    """A deployment with this gateway port is already running."""
 
     def __init__(self, port: int, supervisor: ProcessIdentity | None) -> None:
         process = f" (process {supervisor.pid})" if supervisor else ""
@@ -37,7 +37,7 @@ class StateUnreadable(Exception):
 
 
 def cache_dir() -> Path:
-    """Return the folder of generated files: ``HEADRACE_CACHE``, else the user's cache folder."""
+    """Return ``HEADRACE_CACHE`` if it is set, else ``headrace`` in the user's cache folder."""
     given = os.environ.get("HEADRACE_CACHE")
     if given:
         return Path(given)
@@ -47,7 +47,7 @@ def cache_dir() -> Path:
 
 @dataclass(frozen=True)
 class Deployment:
-    """One running `headrace up`, identified by its gateway's HTTP port.
+    """A running deployment, identified by the HTTP port of its gateway.
 
     Attributes:
         host: address on which all processes listen.
@@ -55,7 +55,7 @@ class Deployment:
         grpc_port: gRPC port of the gateway.
         router_port: HTTP port of the router.
         supervisor_pid: process id of `headrace up`.
-        supervisor_started: start time of that process, seconds since the epoch.
+        supervisor_started: start time of that process, seconds since 1970.
         cluster_token: shared secret between the services.
         pids: process id of each service process, by name.
     """
@@ -79,7 +79,7 @@ class Deployment:
         """Return the deployment on this port, or None if none runs.
 
         Raises:
-            StateUnreadable: if one runs whose state this version cannot read.
+            StateUnreadable: if a deployment runs, but this version cannot read its state.
         """
         path = cls.folder(port) / "state.json"
         try:
@@ -100,8 +100,10 @@ class Deployment:
 
     @classmethod
     def _parse(cls, state: dict[str, Any]) -> "Deployment":
-        """Raises:
-        ValueError: if the version is newer, or a field is missing or has another type.
+        """Convert the content of a state file.
+
+        Raises:
+            ValueError: if the version differs, or a field is missing or has another type.
         """
         version = state.get("version", STATE_VERSION)  # absent before the field was introduced
         if version != STATE_VERSION:
@@ -117,7 +119,10 @@ class Deployment:
         return ProcessIdentity(self.supervisor_pid, self.supervisor_started)
 
     def save(self) -> None:
-        """Replace the state file atomically. Only its owner may read it: it holds the token."""
+        """Replace the state file atomically.
+
+        Only its owner may read it, because it contains the cluster token.
+        """
         folder = self.folder(self.port)
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f"state.json.{os.getpid()}"
@@ -148,8 +153,8 @@ def exclusive_port(port: int) -> Iterator[None]:
     """Hold the lock of a gateway port for the life of a deployment.
 
     Raises:
-        DeploymentRunning: if a deployment with this port runs or starts.
-        StateUnreadable: if one runs whose state this version cannot read.
+        DeploymentRunning: if a deployment with this port is running or starting.
+        StateUnreadable: if a deployment runs, but this version cannot read its state.
     """
     try:
         with locked(_lock_file(port)):
@@ -161,7 +166,7 @@ def exclusive_port(port: int) -> Iterator[None]:
 
 
 def lock_holder(port: int) -> ProcessIdentity | None:
-    """Return the other process that holds this port's lock, even if it has no state yet."""
+    """Return the other process that holds this port's lock, or None."""
     holder = holder_of(_lock_file(port))
     return None if holder is None or holder.pid == os.getpid() else holder
 

@@ -1,4 +1,4 @@
-"""Starts the processes of a deployment, restarts those that exit, and stops them all."""
+"""Supervisor of a deployment's processes: starts them, restarts those that exit, stops all."""
 
 import asyncio
 import ctypes
@@ -15,11 +15,11 @@ import structlog
 log = structlog.get_logger()
 
 EXIT_SETTINGS_ERROR = 2
-"""Exit code of a service that cannot start with its settings. A restart would not help."""
+"""Exit code of a service with an error in its settings. Such a service is not restarted."""
 MAX_START_FAILURES = 3
-"""Exits of one service, before the deployment is ready, after which the deployment stops."""
+"""Number of exits of one service before the deployment is ready after which all are stopped."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0
-STABLE_S = 30.0  # after this run time a process restarts with the first backoff again
+STABLE_S = 30.0  # a process that ran longer restarts with the first backoff again
 GRACE_S = 35.0  # longer than a service's own `drain_s`, which is 30 s by default
 _PR_SET_PDEATHSIG = 1
 
@@ -46,8 +46,8 @@ class ServiceFailed(Exception):
 
     Attributes:
         name: name of the process.
-        exit_code: its last exit code; negative for a signal.
-        failures: number of its exits before the deployment was ready.
+        exit_code: last exit code of the process; the negative signal number if a signal ended it.
+        failures: number of exits of the process before the deployment was ready.
         log_file: log of the process.
     """
 
@@ -76,7 +76,7 @@ class Supervisor:
         specs: the processes.
         folder: log folder. Each process writes to ``<folder>/<name>.log``; the log of the previous
             deployment is kept as ``<name>.log.1``.
-        on_change: called with all pids whenever a process was started.
+        on_change: callback that gets `pids` whenever a process was started.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process id of the last start of each process, by name."""
+        """Process id of each process, by name. A process that exited keeps its last id."""
         return {name: process.pid for name, process in self._processes.items()}
 
     def mark_ready(self) -> None:
-        """Record that the deployment was ready; from now on exits never end it."""
+        """Record that the deployment is ready. Then only a settings error of a service ends it."""
         self._ready = True
 
     async def run(self) -> None:
@@ -184,5 +184,5 @@ async def _stop(process: asyncio.subprocess.Process, *, grace_s: float) -> None:
 
 
 def end_with_parent() -> None:
-    """Let the kernel send SIGTERM to this child process when its parent ends (Linux)."""
+    """Request SIGTERM for this child process when its parent ends (Linux only)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

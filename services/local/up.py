@@ -29,7 +29,7 @@ from services.local.state import (
 )
 from services.local.supervisor import EXIT_SETTINGS_ERROR, ServiceFailed, Supervisor
 
-READY_TIMEOUT_S = 600.0  # the first start on a GPU compiles its kernels
+READY_TIMEOUT_S = 600.0  # the first start on a GPU compiles kernels
 EXIT_RUNNING = 3  # exit code if a deployment already runs on the port
 
 console = Console(stderr=True)
@@ -39,9 +39,9 @@ def up(options: UpOptions, *, detach: bool) -> int:
     """Start a deployment and return the exit code.
 
     Args:
-        options: the deployment.
-        detach: return as soon as it is ready and leave it running in the background. Otherwise
-            return after it was stopped by a signal.
+        options: options of the deployment.
+        detach: whether to run it in the background and return when it is ready. Otherwise `up`
+            returns after a signal has stopped the deployment.
     """
     try:
         options.check()
@@ -124,7 +124,9 @@ async def _wait_until_ready(options: UpOptions) -> None:
                     return
             await asyncio.sleep(0.2)
     logs = Deployment.folder(options.port) / "logs"
-    raise SettingsError(f"not ready after {READY_TIMEOUT_S:.0f} s; the logs are in {logs}")
+    raise SettingsError(
+        f"the gateway is not ready after {READY_TIMEOUT_S:.0f} s; see the logs in {logs}"
+    )
 
 
 def _print_usage(options: UpOptions, model: str) -> None:
@@ -149,13 +151,14 @@ def _start_in_background(options: UpOptions) -> int:
     """Run `headrace up` in a session of its own, and return once it is ready or has failed.
 
     Raises:
-        DeploymentRunning: if a deployment on this port runs or starts.
+        DeploymentRunning: if a deployment on this port is running or starting.
     """
     if holder := lock_holder(options.port):
         raise DeploymentRunning(options.port, holder)
     folder = Deployment.folder(options.port)
     folder.mkdir(parents=True, exist_ok=True)
-    # The child may find that another process was faster: only a winner's log becomes up.log.
+    # The child ends with EXIT_RUNNING if another `headrace up` has taken the port meanwhile. Then
+    # its log must not replace the up.log of that deployment.
     log_file = folder / f"up.log.{os.getpid()}"
     with log_file.open("wb") as output:
         child = subprocess.Popen(
@@ -175,7 +178,7 @@ def _start_in_background(options: UpOptions) -> int:
 
 
 def _wait_for_background(child: "subprocess.Popen[bytes]", log_file: Path) -> int:
-    """Return 0 once the log says that the deployment is ready, else the exit code."""
+    """Return 0 when the deployment is ready, or the exit code of a child that failed."""
     deadline = time.monotonic() + 3 * READY_TIMEOUT_S
     with console.status(f"starting in the background, log in {log_file}"):
         while time.monotonic() < deadline:
@@ -184,7 +187,7 @@ def _wait_for_background(child: "subprocess.Popen[bytes]", log_file: Path) -> in
             if b"ready:" in log_file.read_bytes():
                 return 0
             time.sleep(0.2)
-    console.print(f"[red]not ready after {3 * READY_TIMEOUT_S:.0f} s[/]")
+    console.print(f"[red]not ready after {3 * READY_TIMEOUT_S:.0f} s[/], the end of its log:")
     return EXIT_SETTINGS_ERROR
 
 

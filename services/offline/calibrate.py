@@ -1,4 +1,4 @@
-"""`headrace calibrate`: codebooks from a model's own KV on real text."""
+"""`headrace calibrate`: calibrate codebooks on the KV of a model for real text."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def calibrate(
     """
     console = Console(stderr=True)
     with console.status("loading the model, compiling the codec"):
-        codec.warm_up()  # workers load the compiled functions from the cache
+        codec.warm_up()  # compile once here; workers load the functions from the cache
         tokens = load_tokenizer(resolve_model(tokenizer)).encode(documentation()[0])
         runtime_model = Model(
             load_checkpoint(resolve_model(model)), page_size=PAGE_SIZE, kv_format=kv_format

@@ -32,11 +32,11 @@ def compress(
 ) -> None:
     """Factorize a model and write the factorized checkpoint to ``out``.
 
-    The calibration text is one part of Python's documentation. Perplexity is measured on another.
+    Calibration uses one part of Python's documentation, and perplexity is measured on another.
 
     Args:
         model: name or path of a checkpoint.
-        keep: share of the projections' parameters to keep.
+        keep: fraction of the parameters of the linear layers to keep.
         out: folder to write; it must not exist.
         method: value of `runtime.compress.Method`.
         ranks: value of `runtime.compress.Allocation`; None selects the method's default.
@@ -47,8 +47,8 @@ def compress(
         SettingsError: if the method or the allocation is unknown, or if ``out`` exists.
         CompressionError, CheckpointError: if the model cannot be read, factorized or written.
     """
-    chosen_method = named(Method, method)
-    allocation = named(Allocation, ranks) if ranks else None
+    chosen_method = parse_choice(Method, method)
+    allocation = parse_choice(Allocation, ranks) if ranks else None
     refuse_existing(out)
     source = resolve_model(model)
     tokenizer = load_tokenizer(source)
@@ -76,16 +76,16 @@ def compress(
     _print_report(report, held_out, before, after)
 
 
-def named(choices: type[Choice], name: str) -> Choice:
-    """Return the member of an enumeration that has this value.
+def parse_choice(choices: type[Choice], name: str) -> Choice:
+    """Return the member of an enumeration with the value ``name``.
 
     Raises:
-        SettingsError: if there is none.
+        SettingsError: if no member has this value.
     """
     try:
         return choices(name)
     except ValueError:
-        raise SettingsError(f"{name!r} must be one of {', '.join(choices)}") from None
+        raise SettingsError(f"{name!r} is unknown: choose one of {', '.join(choices)}") from None
 
 
 def _progress_callback(progress: Progress, name: str) -> "factorization.Progress":

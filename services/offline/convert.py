@@ -25,12 +25,13 @@ def convert(model: str, out: Path, tokenizer: str | None, dtype: str) -> None:
     Args:
         model: file or folder of the checkpoint.
         out: folder to write; it must not exist.
-        tokenizer: name or path of the model that has the tokenizer; None: the same model.
+        tokenizer: name or path of the model that has the tokenizer; None for the same model.
         dtype: float32, bfloat16, float16, or auto, which keeps the stored dtype.
 
     Raises:
         SettingsError: if ``out`` exists.
-        CheckpointError, TokenizerError: if the checkpoint cannot be read or written.
+        CheckpointError: if the checkpoint cannot be read or written.
+        TokenizerError: if the tokenizer cannot be read.
     """
     refuse_existing(out)
     source = resolve_model(model)

@@ -1,4 +1,4 @@
-"""Exponents and compression ratios of KV: the measures of `headrace kv-statistics`."""
+"""Measurements of `headrace kv-statistics`: exponents and compression ratios of KV."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from codec.calibrate import Histogram
 
 MODES = {"top16": Mode.TOP16, "in-band": Mode.INBAND, "three-bit": Mode.THREE_BIT}
 PICKED = "calibrated"
-"""Key in totals: each plane is encoded in the mode that its calibration picked."""
+"""Name of the total in which calibration picks the mode of each plane."""
 _ELEMENT_BITS = 16
 
 Planes = Mapping[tuple[int, str], Tensor]
@@ -20,14 +20,14 @@ Planes = Mapping[tuple[int, str], Tensor]
 
 @dataclass(frozen=True)
 class Coding:
-    """Result of one set of codebooks on KV that it was not calibrated on.
+    """Compression result of one set of codebooks, on KV that they were not calibrated on.
 
     Attributes:
-        escapes: share of the elements whose exponent has no code.
-        listed: share of the elements whose exponent has no second-level code either. Each of them
-            takes a word of its own.
+        escapes: fraction of the elements whose exponent has no code.
+        listed: fraction of the elements whose exponent has no second-level code either. Each of
+            them takes one word in a list.
         payload_bytes: size of the encoded segment: header, starts, streams, entries, padding.
-        ratio: raw bytes / `payload_bytes`.
+        ratio: bytes before encoding / `payload_bytes`.
     """
 
     escapes: float
@@ -38,14 +38,14 @@ class Coding:
 
 @dataclass(frozen=True)
 class PlaneStatistics:
-    """K or V of one layer, with each coding measured in a segment of its own.
+    """Statistics of K or V of one layer. Each mode is measured in a separate segment.
 
     Attributes:
         layer: index of the layer.
         plane: "k" or "v".
         exponents: biased exponent → number of occurrences in the test text.
         entropy_ratio: order-0 bound, 16 / (entropy of `exponents` + 8 bits of sign and mantissa).
-        picked: mode that calibration picks, a key of `codings`.
+        picked: mode that calibration picked, a key of `codings`.
         codings: mode → result.
     """
 
@@ -59,14 +59,14 @@ class PlaneStatistics:
 
 @dataclass(frozen=True)
 class KVStatistics:
-    """Statistics of all planes, and totals of one segment that holds all of them.
+    """Statistics of all planes, and of one segment that contains all of them.
 
     Attributes:
         calibration_tokens: number of tokens of the calibration text.
-        test_tokens: number of tokens of the test text, which shares nothing with the other.
+        test_tokens: number of tokens of the test text, which does not overlap the calibration text.
         planes: statistics of each plane.
-        entropy_ratio: bound with one distribution for each plane, 16 / mean bits of the planes.
-        total: mode, or `PICKED`, → result.
+        entropy_ratio: order-0 bound of all planes, 16 / mean bits per element of the planes.
+        total: mode, or `PICKED`, → result of the segment with all planes.
     """
 
     calibration_tokens: int
@@ -81,8 +81,8 @@ def measure(calibration: Planes, test: Planes) -> KVStatistics:
 
     Args:
         calibration: mapping (layer, "k" or "v") → ``[page, kv_head, slot, dim]`` of any floating
-            dtype, which is rounded to bf16; every slot counts.
-        test: the same of another text, with the same keys.
+            dtype, which is rounded to bf16. Every slot must hold a token.
+        test: the same for another text, with the same keys.
 
     Raises:
         CodecError: if the tensors do not match, or if a payload does not decode to its content.
@@ -115,7 +115,7 @@ def measure(calibration: Planes, test: Planes) -> KVStatistics:
 
 
 def rounded(planes: Planes) -> list[Tensor]:
-    """Return the planes in bf16."""
+    """Return the planes, rounded to bf16."""
     return [plane.to(torch.bfloat16) for plane in planes.values()]
 
 
@@ -127,7 +127,7 @@ def _tokens(planes: Planes) -> int:
 def _coding(
     planes: Sequence[Tensor], histograms: Sequence[Histogram], books: Sequence[Codebook]
 ) -> Coding:
-    """Encode the planes into one segment and decode it, which verifies it."""
+    """Encode the planes into one segment, and decode it to verify the result."""
     pages, heads, slots, dim = planes[0].shape
     tokens = pages * slots
     bound = codec.max_segment_bytes(len(planes), heads, dim, tokens, slots)

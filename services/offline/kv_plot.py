@@ -1,4 +1,4 @@
-"""Plot of `headrace kv-statistics`. The only module that needs matplotlib, the extra `plots`."""
+"""Plot of `headrace kv-statistics`. Only this module needs matplotlib (extra `plots`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ except ImportError as error:
 _COLORS = dict(zip((*MODES, "bound"), ("#56b4e9", "#0072b2", "#d55e00", "#555555"), strict=True))
 """Palette of Okabe and Ito, which color-blind readers can distinguish."""
 _MARKERS = dict(zip(MODES, (("s", 6), ("^", 3), ("o", 3.5)), strict=True))
-"""Marker and size; small triangles inside squares show that the first two modes coincide."""
+"""Marker and size. Small triangles stay visible inside squares where two modes coincide."""
 _BANDS = (
     (0.001, 0.999, "#deebf7", "99.8 %"),
     (0.05, 0.95, "#9ecae1", "90 %"),
@@ -93,7 +93,7 @@ def _draw_exponents(axes: Axes, planes: Sequence[PlaneStatistics]) -> None:
 
 
 def quantile(plane: PlaneStatistics, share: float) -> int:
-    """Return the smallest biased exponent that at least ``share`` of the plane does not exceed.
+    """Return the smallest biased exponent that at least the fraction ``share`` does not exceed.
 
     Raises:
         ValueError: if ``share`` is above 1.
@@ -104,4 +104,4 @@ def quantile(plane: PlaneStatistics, share: float) -> int:
         cumulative += count
         if cumulative >= target:
             return exponent
-    raise ValueError(f"a share is at most 1, not {share}")
+    raise ValueError(f"share must be at most 1, not {share}")

@@ -19,7 +19,7 @@ from services.worker.loading import PAGE_SIZE
 
 
 def kv_statistics(model: str, tokenizer: str, out: Path, *, keep_kv: bool = False) -> KVStatistics:
-    """Calibrate on one text and measure another.
+    """Calibrate codebooks on one text and measure them on another.
 
     Writes ``statistics.json``, ``table.md`` and ``kv_ratio.svg``.
 
@@ -27,7 +27,7 @@ def kv_statistics(model: str, tokenizer: str, out: Path, *, keep_kv: bool = Fals
         model: name or path of a checkpoint.
         tokenizer: name or path of the model that has the tokenizer.
         out: folder to write to.
-        keep_kv: write ``kv.pt`` too, the planes in bf16, which the codec's benchmark can read.
+        keep_kv: whether to write the planes in bf16 to ``kv.pt``, for the codec's benchmark.
 
     Raises:
         SettingsError: if matplotlib is missing, before anything is computed.
@@ -58,8 +58,8 @@ def kv_statistics(model: str, tokenizer: str, out: Path, *, keep_kv: bool = Fals
 def tables(statistics: KVStatistics) -> str:
     """Return two Markdown tables: the totals, and a row for each layer.
 
-    The ratio of the mode that calibration picks is bold. Escapes / listed escapes are those of the
-    three-bit mode, in percent.
+    The ratio of the mode that calibration picked is bold. Columns "escapes" have escapes / listed
+    escapes of the three-bit mode, in percent.
     """
     lines = [
         "| all planes in one segment | ratio | escapes | listed |",

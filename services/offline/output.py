@@ -1,4 +1,4 @@
-"""Output files and folders of offline commands, which appear complete or not at all."""
+"""Atomic output of offline commands: a file or folder appears complete or not at all."""
 
 import os
 import shutil
@@ -27,20 +27,21 @@ def atomic_file(out: Path) -> Iterator[Path]:
 
 
 def refuse_existing(out: Path) -> None:
-    """Check for existing output before a long computation.
+    """Check before a long computation that ``out`` does not exist.
 
     Raises:
         SettingsError: if ``out`` exists.
     """
     if out.exists():
-        raise SettingsError(f"{out} already exists")
+        raise SettingsError(f"{out} already exists: remove it, or choose another --out")
 
 
 def write_model(checkpoint: Checkpoint, tokenizer: Tokenizer, out: Path) -> None:
     """Write a checkpoint and its tokenizer to the folder ``out``.
 
     Raises:
-        CheckpointError, OSError: if it cannot be written, or if ``out`` is not an empty folder.
+        CheckpointError, OSError: if they cannot be written, or if ``out`` exists and is not an
+            empty folder.
     """
     draft = _draft_of(out)
     try:

@@ -17,7 +17,7 @@ SAMPLE_PROMPTS, SAMPLE_TOKENS = 4, 512
 def prefill_sample(
     model: Model, tokens: list[int], console: Console
 ) -> dict[tuple[int, str], Tensor]:
-    """Prefill `SAMPLE_PROMPTS` prompts, evenly spread over a long text.
+    """Prefill `SAMPLE_PROMPTS` prompts that are evenly spread over a text, and return their KV.
 
     Args:
         model: model with pages of `PAGE_SIZE` tokens.

@@ -13,7 +13,7 @@ from services.offline.output import atomic_file
 
 
 def tune(model: str, out: Path) -> str:
-    """Measure the fastest kernel for each matrix product and write the plan to ``out``.
+    """Find the fastest kernel for each GEMM and write the kernel plan to ``out``.
 
     Args:
         model: name or path of a checkpoint.
@@ -23,11 +23,11 @@ def tune(model: str, out: Path) -> str:
         The plan's hash.
 
     Raises:
-        SettingsError: if there is no GPU, or if kernel plans do not support the model.
+        SettingsError: if there is no GPU, or if the model is not supported.
     """
     if not torch.cuda.is_available():
         raise SettingsError(
-            "a kernel plan is measured on a GPU, and torch finds none on this machine"
+            "measuring a kernel plan requires a GPU, and torch finds none on this machine"
         )
     checkpoint = load_checkpoint(resolve_model(model), dtype=torch.bfloat16)
     if reason := unsupported_by_gemm(checkpoint, "cuda:0", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The router's HTTP API. It parses bodies and formats answers; the dispatcher decides."""
+"""The router's HTTP API: parses request bodies, calls the dispatcher and formats responses."""
 
 import asyncio
 import hmac
@@ -57,10 +57,10 @@ def create_app(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Quart:
-    """Return the app; while it serves, it advances the dispatcher every ``tick_s``.
+    """Return the app. While it serves, it advances the dispatcher every ``tick_s`` seconds.
 
     Args:
-        dispatcher: default: a new one from the settings.
+        dispatcher: dispatcher to use; default: a new one from the settings.
         clock: monotonic clock, in seconds.
     """
     app = Quart(__name__)
@@ -142,7 +142,7 @@ def _add_gateways_api(
             await call.answered.wait()
             answer = call.answer
             if not isinstance(answer, Placement):
-                raise answer or RuntimeError("a place call was woken without an answer")
+                raise answer or RuntimeError("a place call ended without an answer")
             outcome = "placed"
             return _json(answer)
         except asyncio.CancelledError:
@@ -185,8 +185,10 @@ def _add_probes(
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Return 200 if the router accepts calls. Independent of workers: Kubernetes sends no
-        traffic to an endpoint that is not ready, and workers could then never register."""
+        """Return 200 if the router accepts calls, even without workers.
+
+        Kubernetes sends no traffic to a router that is not ready. Workers could then not register.
+        """
         return _empty(503 if router.closed else 200)
 
     @app.get("/metrics")

@@ -1,8 +1,8 @@
-"""Benchmark of the policies and of the cost of a decision: ``python -m services.router.bench``.
+"""Latency under each policy, and CPU time of a placement: ``python -m services.router.bench``.
 
 Simulates two prefill and three decode workers of unequal speed (`services.router.simulation`) with
 Poisson arrivals and the scaled lengths of FDC's Table 6. All policies get the same requests. The
-floor is the latency of the same requests, each alone on the fastest workers.
+floor is the p99 latency if each request ran alone on the fastest workers.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from services.router.simulation import (
     registration,
 )
 
-WARM_UP = 0.1  # share of the jobs that is not measured
+WARM_UP = 0.1  # fraction of the requests at the start that is not measured
 WORKLOADS = {name: [trace] for name, trace in FDC_TABLE_6.items()} | {
     "mix": list(FDC_TABLE_6.values())
 }
@@ -39,8 +39,8 @@ WORKLOADS = {name: [trace] for name, trace in FDC_TABLE_6.items()} | {
 class Row:
     """Latency of one workload under one policy, in seconds: means over the seeds.
 
-    ``to_random`` is the ratio of p99 to that of the random policy with the same seed: mean,
-    minimum and maximum.
+    ``to_random`` is the mean ratio of p99 to the p99 of the random policy with the same seed;
+    ``to_random_least`` and ``to_random_most`` are the minimum and maximum of this ratio.
     """
 
     workload: str
@@ -59,7 +59,7 @@ def main() -> None:
         f"{'workload':<11}{'policy':<15}{'p50 s':>8}{'p99 s':>8}{'floor':>8}{'p99/floor':>10}",
         end="",
     )
-    print(f"{'p99/random':>12} (least–most)")
+    print(f"{'p99/random':>12} (min–max)")
     rows = []
     for workload in options.workloads:
         for row in compare(
@@ -92,14 +92,14 @@ def compare(
     """Yield one row for each policy, the random policy first."""
     randoms: list[float] = []
     for policy in sorted(PolicyName, key=lambda policy: policy is not PolicyName.RANDOM):
-        halves, tails, floors = [], [], []
+        medians, tails, floors = [], [], []
         for seed in seeds:
             jobs = draw_jobs(
                 WORKLOADS[workload], number, utilization=utilization, scale=scale, seed=seed
             )
             Simulation(jobs, policy, seed).run()
             counted = jobs[round(WARM_UP * number) :]
-            halves.append(percentile([job.done - job.arrival for job in counted], 50))
+            medians.append(percentile([job.done - job.arrival for job in counted], 50))
             tails.append(percentile([job.done - job.arrival for job in counted], 99))
             floors.append(percentile([alone_s(job) for job in counted], 99))
         randoms = randoms or tails
@@ -107,7 +107,7 @@ def compare(
         yield Row(
             workload,
             policy.value,
-            fmean(halves),
+            fmean(medians),
             fmean(tails),
             fmean(floors),
             fmean(ratios),
@@ -122,9 +122,9 @@ def percentile(values: Sequence[float], rank: int) -> float:
 
 
 def decision_s(workers: int, calls: int = 500) -> float:
-    """Return the CPU seconds of one placement with its release, without HTTP.
+    """Return the CPU time of one placement with its release, in seconds, without HTTP.
 
-    Half of the workers are prefill workers.
+    Half of the ``workers`` are prefill workers. The result is the mean over ``calls``.
     """
     router = Dispatcher(
         Fleet(FleetLimits()),
@@ -151,12 +151,16 @@ def decision_s(workers: int, calls: int = 500) -> float:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m services.router.bench")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--jobs", type=int, default=1500, help="requests in a run")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each policy")
+    parser.add_argument("--jobs", type=int, default=1500, help="number of requests in a run")
     parser.add_argument(
-        "--utilization", type=float, default=0.75, help="share of the fleet's capacity"
+        "--seeds", type=int, default=5, help="number of runs of each policy, each with its own seed"
     )
-    parser.add_argument("--scale", type=float, default=1 / 16, help="factor of FDC's lengths")
+    parser.add_argument(
+        "--utilization", type=float, default=0.75, help="arrival rate / capacity of the workers"
+    )
+    parser.add_argument(
+        "--scale", type=float, default=1 / 16, help="factor applied to FDC's token counts"
+    )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
 

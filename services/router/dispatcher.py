@@ -1,8 +1,8 @@
-"""Places requests with the fleet, the queue and the policy.
+"""The dispatcher combines the fleet, the queue and the policy to place requests.
 
 Queued requests are answered in order. A request that cannot be placed reserves every worker that
-could take it, so that later requests cannot use the capacity it waits for. Large requests therefore
-do not starve, and requests for other workers are not blocked.
+could take it, so that later requests cannot use the capacity that it waits for. Therefore large
+requests do not starve, and requests for other workers are not blocked.
 """
 
 from collections.abc import Callable
@@ -43,10 +43,10 @@ from services.router.queue import PendingPlacement, PlacementQueue
 
 
 class Dispatcher:
-    """Answers place calls. Synchronous and without a clock: every method takes ``now``, in seconds.
+    """Answers place calls. It has no clock: methods take ``now``, in seconds of a monotonic clock.
 
     Attributes:
-        closed: the router shuts down and refuses every call.
+        closed: whether the router is shutting down and refuses every call.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Dispatcher:
         self._new_id = new_id
 
     def submit(self, request: PlaceRequest, now: float) -> PendingPlacement:
-        """Return a call that is answered now, or later when capacity or its deadline arrives."""
+        """Submit a place call, to be answered at once or, if queued, by its deadline."""
         demand = Demand(
             prompt_tokens=request.prompt_tokens,
             max_tokens=request.max_tokens,
@@ -93,7 +93,7 @@ class Dispatcher:
         self.queue.add(call)
         self._place_waiting(now)
         if not call.answered.is_set() and (self.queue.overfull or call.deadline <= now):
-            self._answer(call, QueueFull("every worker is full"))
+            self._answer(call, QueueFull("no worker has capacity, and the call cannot be queued"))
         return call
 
     def cancel(self, call: PendingPlacement, now: float) -> None:
@@ -120,7 +120,7 @@ class Dispatcher:
         self._place_waiting(now)
 
     def advance(self, now: float) -> list[WorkerAddress]:
-        """Expire deadlines, promises and silent workers; call it every few milliseconds.
+        """Expire deadlines, promises and silent workers. To be called periodically.
 
         Returns:
             The workers that were removed.
@@ -173,7 +173,7 @@ class Dispatcher:
 
 
 def _is_blocked(demand: Demand, workers: list[WorkerSnapshot], reserved: frozenset[str]) -> bool:
-    """Return whether every worker that could take the request is reserved. Saves a policy call."""
+    """Return whether every worker that could take the request is reserved."""
     blocked = False
     for worker in workers:
         if worker.health not in USABLE or worker.worker_id in demand.exclude:
@@ -191,11 +191,11 @@ def _exception_for(reason: Reason, request: PlaceRequest) -> RouterException:
         case Reason.UNKNOWN_MODEL:
             return UnknownModel(f"no worker serves the model {request.model!r}")
         case Reason.AMBIGUOUS_MODEL:
-            return InvalidBody("model: required, since several models are served")
+            return InvalidBody("model: must be set, because several models are served")
         case Reason.TOO_LARGE:
             return TooLarge(
                 f"{request.prompt_tokens} prompt and {request.max_tokens} output tokens in "
-                f"{request.choices} choices fit no worker"
+                f"{request.choices} choices do not fit on any worker"
             )
         case _:
             return NoWorkers("no pair of compatible workers is ready")

@@ -17,7 +17,7 @@ from services.common.placement import ErrorCode
 
 
 class RouterException(Exception):
-    """A refused call. ``retry``: the same call may succeed later."""
+    """Base of the errors that refuse a call. ``retry``: the same call may succeed later."""
 
     status: ClassVar[int]
     code: ClassVar[ErrorCode]
@@ -43,7 +43,7 @@ class UnknownModel(RouterException):
 
 
 class QueueTimeout(RouterException):
-    """The call waited as long as its caller allowed."""
+    """The call reached its maximum time in the queue."""
 
     status, code = 408, ErrorCode.QUEUE_TIMEOUT
 
@@ -61,12 +61,12 @@ class TooLarge(RouterException):
 
 
 class QueueFull(RouterException):
-    """No worker has capacity and the queue is full."""
+    """No worker has capacity and the call cannot be queued, or too many workers are registered."""
 
     status, code, retry = 429, ErrorCode.QUEUE_FULL, True
 
 
 class NoWorkers(RouterException):
-    """No compatible pair of workers is ready or about to be."""
+    """No compatible pair of workers is ready, suspect or on probation."""
 
     status, code, retry = 503, ErrorCode.NO_WORKERS, True

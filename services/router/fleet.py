@@ -1,9 +1,10 @@
-"""The registered workers: epochs, load, health, and placements that they have not reported yet.
+"""Registered workers: their epochs, load, health, and placements that they have not reported.
 
-A placement counts against each of its workers until the worker's heartbeat lists it as admitted,
-the request is released, or ``placement_ttl_s`` has passed. The load of a worker is thus its last
-report plus exactly the placements that the report does not include. There is no clock: every call
-takes ``now``, in seconds of one monotonic clock.
+A placement is a promise on each of its workers. The promise counts as load until the worker's
+heartbeat lists it as admitted, the request is released, or ``placement_ttl_s`` has passed. The load
+of a worker is thus its last report plus exactly the placements that the report does not include.
+
+There is no clock: methods take ``now``, in seconds of a monotonic clock.
 """
 
 from collections import OrderedDict, deque
@@ -25,7 +26,7 @@ from services.common.placement import (
 from services.router.errors import QueueFull, StaleEpoch
 from services.router.policy import Demand, Pair, WorkerHealth, WorkerSnapshot
 
-MAX_RETIRED_EPOCHS = 4096  # ended epochs, remembered to reject a process that resumes
+MAX_RETIRED_EPOCHS = 4096  # maximum ended epochs kept, to reject a process that resumes
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -120,7 +121,7 @@ class Fleet:
         self._placements = 0
 
     def register(self, registration: Registration, now: float) -> None:
-        """Register a worker; it takes requests from its first heartbeat on.
+        """Register a worker. It takes requests after its first heartbeat.
 
         Raises:
             StaleEpoch: if the epoch has ended or was replaced.
@@ -132,7 +133,9 @@ class Fleet:
             known.registration, known.last_heartbeat_at, known.snapshot = registration, now, None
             return
         if worker_id not in self._workers and len(self._workers) >= self._limits.max_workers:
-            raise QueueFull(f"{self._limits.max_workers} workers are registered already")
+            raise QueueFull(
+                f"{self._limits.max_workers} workers are registered, the limit is max_workers"
+            )
         last = self._epochs.get(worker_id, epoch)
         if last != epoch:
             self._retire(worker_id, last)
@@ -155,7 +158,7 @@ class Fleet:
         return True
 
     def deregister(self, worker_id: str, epoch: str) -> None:
-        """Remove a worker and reject its epoch from now on. Does nothing else if unknown."""
+        """Remove a worker, and reject its epoch from now on even if it is unknown."""
         self._retire(worker_id, epoch)
         if self._find(worker_id, epoch) is not None:
             del self._workers[worker_id]
@@ -178,7 +181,7 @@ class Fleet:
         return placement
 
     def release(self, release: Release, now: float) -> None:
-        """End a placement. A failure puts the blamed worker on probation; a success resets it.
+        """End a placement. A failure puts the blamed worker on probation; success ends its backoff.
 
         Only failures of placements made after the last probation increase the backoff, so that
         many requests that fail together count once.

@@ -10,7 +10,7 @@ PLACE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.25, 1, 2.5,
 
 
 class RouterMetrics:
-    """Metrics of one router, in a registry of its own. Settings bound the label values."""
+    """Metrics of one router, in a registry of its own. Settings bound the number of labels."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -22,7 +22,7 @@ class RouterMetrics:
         )
         self.place_seconds = Histogram(
             "headrace_place_seconds",
-            "From a place call's arrival to its answer, including the time in the queue",
+            "Seconds from the arrival of a place call to its answer, including time in the queue",
             buckets=PLACE_BUCKETS_S,
             registry=self.registry,
         )
@@ -33,7 +33,7 @@ class RouterMetrics:
             registry=self.registry,
         )
         self._workers = Gauge(
-            "headrace_workers", "Workers known", ["role", "state"], registry=self.registry
+            "headrace_workers", "Registered workers", ["role", "state"], registry=self.registry
         )
         self._queue_tokens = Gauge(
             "headrace_queue_tokens",
@@ -46,7 +46,7 @@ class RouterMetrics:
         )
 
     def render(self, workers: list[WorkerView], waiting: int) -> bytes:
-        """Return the text format with current gauges; removed workers have no series."""
+        """Return the metrics as text. Gauges are updated, and removed workers have no series."""
         self._waiting.set(waiting)
         self._workers.clear()
         self._queue_tokens.clear()

@@ -15,13 +15,13 @@ from services.common.placement import Compatibility, Role
 
 
 class WorkerHealth(StrEnum):
-    """State of a worker in the router. Those in `USABLE` take requests now or soon."""
+    """State of a worker as the router sees it. Workers in `USABLE` take requests now or soon."""
 
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
     SUSPECT = "suspect"  # missed heartbeats
-    PROBATION = "probation"  # failed a request; gets no other until a pause is over
+    PROBATION = "probation"  # failed a request; gets no requests for a while
 
 
 USABLE = frozenset({WorkerHealth.READY, WorkerHealth.SUSPECT, WorkerHealth.PROBATION})
@@ -32,8 +32,8 @@ class Demand:
     """Resources that a request needs.
 
     The number of output tokens is unknown in advance. Placement counts at most ``output_reserve``
-    for each choice, so that a request without a limit does not occupy a whole worker. The worker's
-    own admission decides in the end.
+    tokens for each choice, so that a request without a limit does not occupy a whole worker. The
+    worker itself may still refuse the request.
     """
 
     prompt_tokens: int
@@ -45,26 +45,26 @@ class Demand:
 
     @property
     def choice_tokens(self) -> int:
-        """Tokens counted for one choice on a decode worker; the KV of the last is not stored."""
+        """Tokens counted for one choice on a decode worker. The last token's KV is never stored."""
         return self.prompt_tokens + min(self.max_tokens - 1, self.output_reserve)
 
     def tokens(self, role: Role) -> int:
-        """Return the tokens that this adds to the queue of a worker."""
+        """Return the tokens that the request adds to the queue of a worker with this role."""
         return self.prompt_tokens if role is Role.PREFILL else self.choices * self.choice_tokens
 
     def slots(self, role: Role) -> int:
-        """Return the number of batch slots that this needs."""
+        """Return the batch slots that the request needs on a worker with this role."""
         return 1 if role is Role.PREFILL else self.choices
 
     def pages(self, role: Role, page_size: int) -> int:
-        """Return the free pages needed to start; choices share the full pages of the prompt."""
+        """Return the free pages needed to start. Choices share the full pages of the prompt."""
         if role is Role.PREFILL:
             return -(-self.prompt_tokens // page_size)
         shared = self.prompt_tokens // page_size
         return shared + self.choices * (-(-self.choice_tokens // page_size) - shared)
 
     def min_pages(self, role: Role, page_size: int) -> int:
-        """Return the pages needed to finish: `pages`, or those of one choice at full length."""
+        """Return the pages needed to finish: `pages`, or those of one full-length choice."""
         if role is Role.PREFILL:
             return self.pages(role, page_size)
         whole = -(-(self.prompt_tokens + self.max_tokens - 1) // page_size)
@@ -79,8 +79,8 @@ class WorkerSnapshot:
         queue_tokens: reported tokens plus promised ones.
         pages_free: reported free pages minus promised ones; may be negative.
         slots: batch slots of running, waiting and promised sequences.
-        max_slots: slots at which the worker counts as full.
-        last_placement: number of its newest placement, 0 before the first.
+        max_slots: number of slots at which the worker counts as full.
+        last_placement: sequence number of its newest placement, 0 before the first.
     """
 
     worker_id: str
@@ -113,7 +113,7 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The workers of one request. A colocated worker is ``decode``, without ``prefill``."""
+    """Workers of one request. A colocated worker is ``decode``, and ``prefill`` is None."""
 
     prefill: WorkerSnapshot | None
     decode: WorkerSnapshot
@@ -129,7 +129,7 @@ class Pair:
 
 
 class Reason(Enum):
-    """Reason why a request is not placed. Only `BUSY` can change by waiting."""
+    """Reason why a request is not placed. Waiting helps only if it is `BUSY`."""
 
     UNKNOWN_MODEL = auto()
     AMBIGUOUS_MODEL = auto()  # several are served, and the request names none
@@ -140,7 +140,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NoPlacement:
-    """No pair was found. ``candidates``: decode or colocated workers that may take it later."""
+    """No pair was found. ``candidates``: workers (decode or colocated) that may take it later."""
 
     reason: Reason
     candidates: frozenset[str] = frozenset()
@@ -179,7 +179,7 @@ def place(
     """Choose a compatible pair with capacity.
 
     Args:
-        reserved: workers kept free for earlier requests; they count as full.
+        reserved: ids of workers that are kept free for earlier requests.
     """
     named = {worker.model for worker in workers}
     if demand.model is None and len(named) > 1:
@@ -217,7 +217,7 @@ Group = tuple[Sequence[WorkerSnapshot], Sequence[WorkerSnapshot]]
 
 
 def _compatible_groups(workers: Iterable[WorkerSnapshot]) -> list[Group]:
-    """Group workers by compatibility; a colocated worker is a group without prefill workers."""
+    """Group workers by compatibility. A colocated worker is a group without prefill workers."""
     prefills: defaultdict[Compatibility, list[WorkerSnapshot]] = defaultdict(list)
     decodes: defaultdict[Compatibility, list[WorkerSnapshot]] = defaultdict(list)
     groups: list[Group] = []
@@ -252,7 +252,7 @@ def _shortest_queue(candidates: Sequence[C], rng: Random) -> C:
 
 
 def _round_robin(candidates: Sequence[C], rng: Random) -> C:
-    """Choose the least recently used candidate; fair when workers join, leave or are skipped."""
+    """Choose the least recently used candidate, which is fair when workers join or leave."""
     return _least(candidates, lambda c: c.last_placement, rng)
 
 

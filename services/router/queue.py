@@ -1,4 +1,4 @@
-"""The queue of place calls that no worker has capacity for: by priority, then FIFO."""
+"""Queue of place calls that wait for capacity, ordered by priority, then by arrival."""
 
 import asyncio
 from bisect import insort
@@ -12,7 +12,7 @@ from services.router.policy import Demand
 
 @dataclass(eq=False)
 class PendingPlacement:
-    """A place call. It is answered exactly once, queued or not. Times in seconds."""
+    """A place call, which is answered exactly once. Times are in seconds."""
 
     request: PlaceRequest
     demand: Demand
@@ -28,7 +28,7 @@ class PendingPlacement:
 
 
 class PlacementQueue:
-    """Waiting place calls. The dispatcher keeps the length at or below ``max_waiting``."""
+    """Queued place calls. The dispatcher keeps their number at or below ``max_waiting``."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
@@ -47,7 +47,7 @@ class PlacementQueue:
         return len(self._order) > self._max_waiting
 
     def add(self, call: PendingPlacement) -> None:
-        """Queue a call behind those of equal or higher priority."""
+        """Queue a call after those of equal or higher priority."""
         self._arrivals += 1
         insort(self._order, (-call.request.priority, self._arrivals, call))
 

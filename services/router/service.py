@@ -1,4 +1,4 @@
-"""The router process."""
+"""The router process: HTTP server, signals and shutdown."""
 
 import asyncio
 import logging
@@ -15,12 +15,12 @@ from services.router.settings import RouterSettings
 
 log = structlog.get_logger()
 
-KEEP_ALIVE_S = 75.0  # longer than in clients, which then close idle connections first
-GRACE_S = 3.0  # answers take microseconds, and queued calls are refused first
+KEEP_ALIVE_S = 75.0  # longer than in clients, so that they close idle connections first
+GRACE_S = 3.0  # time to send the last responses; queued calls are refused before
 
 
 class _Bound(Config):
-    """Binds its sockets at construction, so that a port in use is an error before serving."""
+    """Hypercorn configuration that binds its sockets at once, so that a used port fails early."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Bound(Config):
 
 
 async def serve(settings: RouterSettings) -> None:
-    """Run a router until SIGTERM or SIGINT; queued place calls are then refused.
+    """Run a router until SIGTERM or SIGINT, then refuse the queued place calls.
 
     Raises:
         SettingsError: if the address is invalid or the port is in use.

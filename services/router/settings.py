@@ -9,11 +9,13 @@ from services.router.policy import PolicyName
 
 
 class RouterSettings(ServiceSettings):
-    """Settings with the prefix ``HEADRACE_ROUTER_``; see `ServiceSettings` for the others."""
+    """Settings of the router. A flag ``--name`` overrides the environment variable
+    HEADRACE_ROUTER_NAME, which overrides ``name`` in the YAML file of ``--config FILE``.
+    """
 
     model_config = SettingsConfigDict(env_prefix="HEADRACE_ROUTER_")
 
-    port: int = Field(8002, ge=0, le=65535, description="HTTP port; 0 takes a free one")
+    port: int = Field(8002, ge=0, le=65535, description="HTTP port; 0 selects a free port")
     policy: PolicyName = Field(PolicyName.SHORTEST_QUEUE, description="placement policy")
     seed: int | None = Field(
         None,
@@ -22,20 +24,26 @@ class RouterSettings(ServiceSettings):
         description="seed of the policy's random choices; default: random",
     )
     output_reserve: int = Field(
-        256, ge=0, le=1 << 20, description="largest number of output tokens counted per choice"
+        256, ge=0, le=1 << 20, description="maximum output tokens per choice that placement counts"
     )
     backlog: float = Field(
-        2.0, ge=1, le=64, description="sequences on a worker, as a multiple of its batch size"
+        2.0,
+        ge=1,
+        le=64,
+        description="maximum sequences on a worker, as a multiple of its batch slots",
     )
     max_waiting: int = Field(
-        512, ge=0, le=65_536, description="place calls in the queue; more are refused with 429"
+        512, ge=0, le=65_536, description="maximum place calls in the queue; further ones get 429"
     )
     max_wait_s: float = Field(
-        120.0, ge=0, le=3600, description="longest wait of a place call in the queue, seconds"
+        120.0, ge=0, le=3600, description="maximum time of a place call in the queue, seconds"
     )
-    retry_after_s: int = Field(1, ge=1, le=3600, description="Retry-After of a 429 or 503, seconds")
+    retry_after_s: int = Field(1, ge=1, le=3600, description="Retry-After of 429 and 503, seconds")
     suspect_after_s: float = Field(
-        2.0, gt=0, le=600, description="time without heartbeat until a worker is suspect, seconds"
+        2.0,
+        gt=0,
+        le=600,
+        description="time without heartbeat until a worker gets no requests, seconds",
     )
     gone_after_s: float = Field(
         10.0, gt=0, le=3600, description="time without heartbeat until a worker is removed, seconds"
@@ -44,28 +52,31 @@ class RouterSettings(ServiceSettings):
         0.5,
         ge=0,
         le=600,
-        description="first pause of a worker that failed; doubles each time, seconds",
+        description="pause of a worker after its first failure, seconds; doubles each time",
     )
     probation_max_s: float = Field(
-        30.0, ge=0, le=3600, description="longest pause of a worker that failed, seconds"
+        30.0, ge=0, le=3600, description="maximum pause of a worker after a failure, seconds"
     )
     placement_ttl_s: float = Field(
         30.0,
         gt=0,
         le=3600,
-        description="time until an unconfirmed placement no longer counts, seconds",
+        description="time for which a placement counts until its worker reports it, seconds",
     )
     max_placements: int = Field(
-        65_536, ge=1, le=1 << 22, description="placements tracked; the oldest is dropped"
+        65_536,
+        ge=1,
+        le=1 << 22,
+        description="maximum placements tracked; beyond it the oldest is dropped",
     )
     max_workers: int = Field(
-        256, ge=1, le=4096, description="registered workers; more are refused with 429"
+        256, ge=1, le=4096, description="maximum registered workers; further ones get 429"
     )
     max_body_bytes: int = Field(
-        1 << 20, ge=1024, le=1 << 26, description="largest body of a call, bytes"
+        1 << 20, ge=1024, le=1 << 26, description="maximum size of a request body, bytes"
     )
     tick_s: float = Field(
-        0.02, gt=0, le=1, description="period of checks for deadlines and silent workers, seconds"
+        0.02, gt=0, le=1, description="time between checks of deadlines and heartbeats, seconds"
     )
 
     @model_validator(mode="after")

@@ -4,7 +4,7 @@ Only the workers and the time are simulated. A prefill worker computes one promp
 rate in tokens/s. A decode worker runs a continuous batch: each step produces one token of every
 sequence and takes ``(STEP_S + RESIDENT_S * resident tokens) / speed`` seconds. Workers send a
 heartbeat every ``HEARTBEAT_S``, each with its own phase. The rates are round figures, not
-measurements, since only policies are compared. Transfer, preemption and failures are left out.
+measurements, since only policies are compared. Transfer, preemption and failures are not simulated.
 """
 
 from collections import deque
@@ -35,12 +35,12 @@ from services.router.queue import PendingPlacement, PlacementQueue
 
 PREFILL_SPEEDS = (1.0, 0.75)
 DECODE_SPEEDS = (1.0, 0.9, 0.75)
-PREFILL_TOKENS_S = 600.0
-STEP_S = 5e-3
-RESIDENT_S = 1e-6
-MAX_RUNNING = 32
+PREFILL_TOKENS_S = 600.0  # tokens/s of a prefill worker with speed 1
+STEP_S = 5e-3  # decode step without resident tokens, seconds
+RESIDENT_S = 1e-6  # additional step time per resident token, seconds
+MAX_RUNNING = 32  # sequences in a batch
 HEARTBEAT_S = 0.25
-PAGE_SIZE = 16
+PAGE_SIZE = 16  # tokens
 PAGES = 1 << 15  # per worker: enough that pages are never the limit
 MAX_WAIT_S = 1e9
 EPOCH = "1"
@@ -69,7 +69,7 @@ class Job:
 
     Attributes:
         output: output tokens that it will produce, unknown to the router.
-        max_tokens: limit that the client sets.
+        max_tokens: limit that the client sets, known to the router.
     """
 
     arrival: float
@@ -100,7 +100,7 @@ def draw_jobs(
 
 
 def capacity(traces: Sequence[Trace], scale: float) -> float:
-    """Return the requests/s of the slower phase with all workers busy and all batches full."""
+    """Return the requests/s that the fleet sustains with all workers busy and all batches full."""
     prompts = [trace.inputs[0] * scale for trace in traces]
     outputs = [trace.outputs[0] * scale for trace in traces]
     prefill_s = sum(prompts) / len(traces) / PREFILL_TOKENS_S
@@ -126,7 +126,7 @@ def _draw(rng: Random, span: tuple[float, float, float], scale: float) -> int:
 
 
 class Simulation:
-    """A run of ``jobs`` under one policy. Deterministic for a seed."""
+    """A run of ``jobs`` under one policy, deterministic for a seed."""
 
     def __init__(self, jobs: Sequence[Job], policy: PolicyName, seed: int) -> None:
         ids = count(1)
@@ -149,7 +149,7 @@ class Simulation:
         self.decode = {f"d{i}": _Decode(self, s) for i, s in enumerate(DECODE_SPEEDS)}
 
     def run(self) -> None:
-        """Run until every job has finished, and set ``done`` of each."""
+        """Run until every job has finished, and set their ``done``."""
         workers: dict[str, _Worker] = {**self.prefill, **self.decode}
         for index, (name, worker) in enumerate(workers.items()):
             role = Role.PREFILL if name in self.prefill else Role.DECODE
@@ -245,14 +245,14 @@ class _Prefill(_Worker):
 
 
 class _Decode(_Worker):
-    """A decode worker: all sequences of the batch advance together; ``_clock`` counts steps."""
+    """A decode worker. All sequences of its batch advance together; ``_clock`` counts steps."""
 
     def __init__(self, simulation: Simulation, speed: float) -> None:
         super().__init__(simulation, speed)
-        self._coming: set[str] = set()
-        self._coming_tokens = 0
+        self._incoming: set[str] = set()
+        self._incoming_tokens = 0
         self._waiting: deque[Job] = deque()
-        self._batch: list[tuple[float, int, Job]] = []  # heap, by the step of the last token
+        self._batch: list[tuple[float, int, Job]] = []  # heap ordered by the step of the last token
         self._entries = count()
         self._resident = 0.0
         self._clock = 0.0
@@ -261,14 +261,14 @@ class _Decode(_Worker):
 
     def accept(self, job: Job) -> None:
         self.admitted.append(job.placement_id)
-        self._coming.add(job.placement_id)
-        self._coming_tokens += job.prompt
+        self._incoming.add(job.placement_id)
+        self._incoming_tokens += job.prompt
 
     def arrive(self, job: Job) -> None:
         """Move a job whose KV has arrived to the batch or its queue."""
         self._advance()
-        self._coming.remove(job.placement_id)
-        self._coming_tokens -= job.prompt
+        self._incoming.remove(job.placement_id)
+        self._incoming_tokens -= job.prompt
         self._resident += job.prompt
         self._waiting.append(job)
         self._refill()
@@ -276,8 +276,8 @@ class _Decode(_Worker):
     def load(self) -> tuple[int, int, int]:
         self._advance()
         self._refill()
-        waiting = len(self._coming) + len(self._waiting)
-        return len(self._batch), waiting, self._coming_tokens + round(self._resident)
+        waiting = len(self._incoming) + len(self._waiting)
+        return len(self._batch), waiting, self._incoming_tokens + round(self._resident)
 
     def _step_s(self) -> float:
         return (STEP_S + RESIDENT_S * self._resident) / self._speed
@@ -291,7 +291,7 @@ class _Decode(_Worker):
         self._updated = now
 
     def _refill(self) -> None:
-        """Fill the batch and schedule its next end; the step time is constant until then."""
+        """Fill the batch and schedule the next end, until which the step time is constant."""
         while self._waiting and len(self._batch) < MAX_RUNNING:
             job = self._waiting.popleft()
             heappush(self._batch, (self._clock + job.output, next(self._entries), job))

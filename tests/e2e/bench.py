@@ -1,7 +1,8 @@
-"""Speed of the whole service on one core compared with transformers, and of the gateway alone.
+"""Speed of the complete service on one core compared with transformers, and of the gateway.
 
-``python -m tests.e2e.bench`` runs both one after the other, with the same fp32 weights and one
-thread for each worker. It prints four figures with their goals. ``--json FILE`` saves them.
+``python -m tests.e2e.bench`` measures transformers and the service one after the other, with the
+same fp32 weights and one thread for each worker. It prints four figures with their goals.
+``--json FILE`` saves them.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ GATEWAY_GOAL = 5000.0  # tokens/s on one core
 
 @dataclass(frozen=True)
 class Figure:
-    """A measurement, the value it is compared with, and the goal of their ratio."""
+    """A measurement, the value that it is compared with, and the goal for their ratio."""
 
     name: str
     ours: float
@@ -72,7 +73,7 @@ def measure_gateway() -> float:
 
 
 async def measure_service(running: Running) -> dict[str, float]:
-    """Measure prefill, one stream and eight streams through the whole service."""
+    """Measure prefill, one stream and eight streams through the complete service."""
     text = load_tokenizer(resolve_model("smollm2-135m")).encode(documentation()[1])
     async with aio.insecure_channel(running.grpc_target) as channel:
         stub = InferenceStub(channel)
@@ -98,7 +99,7 @@ async def measure_service(running: Running) -> dict[str, float]:
 
 
 def _rate_while_all_run(streams: list[list[float]]) -> float:
-    """Return the tokens/s of all streams from the start of the last to the end of the first."""
+    """Return the tokens/s of all streams during the time in which all of them run."""
     start, end = max(times[0] for times in streams), min(times[-1] for times in streams)
     tokens = sum(start < at <= end for times in streams for at in times)
     return tokens / (end - start)
@@ -113,7 +114,7 @@ async def _stream(stub: "InferenceAsyncStub", prompt: list[int], max_tokens: int
         logit_bias={
             0: -100.0,
             2: -100.0,
-        },  # suppress end tokens, so that all streams have the same length
+        },  # bias against end tokens, so that all streams have the same length
     )
     times: list[float] = []
     async for response in stub.Generate(request):

@@ -1,4 +1,4 @@
-"""A whole deployment on loopback, started by `headrace up`."""
+"""A complete deployment on loopback, started by `headrace up`."""
 
 import json
 import os
@@ -64,7 +64,7 @@ class Running:
         return [record for record in parsed if record.get("event") == event]
 
     def metric(self, process: str, name: str, **labels: str) -> float:
-        """Return a worker's metric, summed over the labels that are not given."""
+        """Return a metric of one worker, summed over all labels that are not given."""
         port = self.records(process, "ready")[-1]["metrics_port"]
         text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
         return sum(
@@ -85,12 +85,12 @@ class Running:
         return {worker["worker_id"]: worker for worker in answer.json()["workers"]}
 
     def wait_until_idle(self, limit_s: float = 30.0) -> None:
-        """Wait until no worker runs, queues or expects a request."""
+        """Wait until all workers are idle, without running, queued or promised requests."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             busy = ("running", "waiting", "queue_tokens", "promised_tokens")
             if not any(worker[figure] for worker in self.workers().values() for figure in busy):
-                time.sleep(0.6)  # one more heartbeat, so that the other figures are current too
+                time.sleep(0.6)  # one more heartbeat, so that all values are current
                 return
             time.sleep(0.1)
         raise AssertionError(f"not idle after {limit_s} s: {self.workers()}")
@@ -108,7 +108,7 @@ class Running:
         """Check that every process listens on loopback addresses only, TCP and UDP.
 
         Raises:
-            AssertionError: if one listens on another address, or if a service does not listen.
+            AssertionError: if a process listens elsewhere, or if a service does not listen.
         """
         state = self.state
         pids = {**state.pids, "supervisor": state.supervisor_pid}
@@ -140,7 +140,7 @@ def deployed(
         api_key: key for the request that asks for the model's name.
 
     Raises:
-        RuntimeError: if it is not ready in time, or if a process is left at the end.
+        RuntimeError: if the deployment is not ready in time, or leaves processes behind.
     """
     port, grpc_port, router_port = _free_ports(3)
     command = [

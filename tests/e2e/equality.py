@@ -5,8 +5,8 @@ to disaggregated ones, 8 at a time, and prints a table. A difference is `close` 
 two best logits differ by less than ``EPSILON`` at that token, because another batch composition may
 round it differently. Any other difference is a failure.
 
-On a GPU, use ``--concurrency 1``: batches are equal then, and all tokens must be equal. With other
-batches a sampled token may differ although the two best logits are far apart.
+On a GPU, use ``--concurrency 1``. Batches are then the same, and all tokens must be equal. With
+different batches, a sampled token may differ although the two best logits are far apart.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
 from tests.e2e.deployment import Running, deployed
 
-if TYPE_CHECKING:  # it exists in the type stubs alone
+if TYPE_CHECKING:  # defined in the type stubs only
     from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
 
 EPSILON = 0.05  # nats between the two best logits; fp32 compute over bf16 KV changes them by less
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """Generated tokens, and for each the difference of the two best log-probabilities, in nats."""
+    """Generated tokens, and for each the gap between the two best log probabilities, in nats."""
 
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Number of equal answers, and descriptions of near-ties and of real differences."""
+    """Number of equal answers, and descriptions of close and of different ones."""
 
     equal: int
     close: tuple[str, ...]
@@ -64,7 +64,7 @@ class Comparison:
 
 
 def make_cases(count: int, *, longest: int, max_tokens: int, seed: int = 7) -> list[Case]:
-    """Return prompts of real text, from 1 to ``longest`` tokens; every second one samples."""
+    """Return cases of real text with 1 to ``longest`` tokens. Every second one uses sampling."""
     text = load_tokenizer(resolve_model("smollm2-135m")).encode(documentation()[1])
     rng = random.Random(seed)
     lengths = [1, longest, 16, 17, 255, 256, 257]
@@ -156,7 +156,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether no answer differs and all digests agree."""
+        """Whether no answer is different and all digests are equal."""
         return (
             not self.comparison.different
             and self.digests_compared > 0
@@ -172,8 +172,8 @@ def run(
 ) -> Iterator[Row]:
     """Send the cases to a colocated deployment, then to a disaggregated one for each codec.
 
-    The raw deployment has slabs of two slots of 64 KiB. Most prompts are larger than such a slab
-    and stream through it.
+    Slabs of the raw deployment have two slots of 64 KiB. Most prompts are larger than such a slab
+    and are sent in several rounds.
     """
     with deployed("--colocated", *model_flags) as running:
         reference = asyncio.run(ask_all(running, cases, concurrency))
@@ -204,7 +204,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument(
         "--concurrency", type=int, default=CONCURRENCY,
-        help="concurrent requests; with 1 batches are equal, and so are all bits on a GPU",
+        help="number of concurrent requests; on a GPU, 1 makes all batches and tokens equal",
     )  # fmt: skip
     own = parser.parse_args()
     console = Console(width=110)

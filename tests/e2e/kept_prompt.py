@@ -1,8 +1,8 @@
 """A prefill worker with one precomputed prompt, so that only the transfer takes time.
 
 ``python -m tests.e2e.kept_prompt --codec auto --codebooks FILE`` computes a prompt of real text
-with the engine, then serves `headrace.v1.Prefill`. It answers every request with that KV, chunk by
-chunk. It prints a line of JSON when it is ready, and another for each line that it reads.
+with the engine, then serves `headrace.v1.Prefill`. It answers every request with the KV of that
+prompt, chunk by chunk. It prints a line of JSON when it is ready, and one for each line on stdin.
 """
 
 import argparse
@@ -33,13 +33,13 @@ CHUNK = 512
 
 
 def prompt() -> tuple[int, ...]:
-    """Return the tokens of a real text that no codebook was calibrated on."""
+    """Return the tokens of real text that calibration does not use."""
     tokens = load_tokenizer(resolve_model("smollm2-135m")).encode(documentation()[1])
     return tuple(tokens[:TOKENS])
 
 
 class KeptPrompt(Engine):
-    """An engine that computes one prompt at the start and answers every request with its pages."""
+    """Engine that computes one prompt at the start and answers every request with its pages."""
 
     def __init__(self, engine: Engine) -> None:
         vars(self).update(vars(engine))

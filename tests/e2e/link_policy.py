@@ -6,8 +6,8 @@ One real decode worker fetches the KV of one prompt, 4,096 tokens of SmolLM2-135
 from three real prefill workers in rotation, with ``codec`` raw, splitzip and auto. A transfer has
 all parts of a real one: gRPC sessions, credits, codec, NIXL READs, verification, acknowledgements.
 The prompt is computed beforehand (`tests.e2e.kept_prompt`), so that only the transfer takes time.
-The measured time is that of `Receiver.fetch`, from the request to the last verified page. Rounds
-are interleaved, and the table shows medians.
+The measured time is that of `Receiver.fetch`, from the request to the last verified page. The three
+workers take turns, and the table shows medians.
 
 **Throttling.** For the 100 Mbit/s and 1 Gbit/s links, all four processes run in a network namespace
 of their own. It has only a loopback interface, whose egress a token bucket of the kernel limits
@@ -59,7 +59,7 @@ class Link:
         name: name in the table.
         rate: rate in tc's notation, or None if the link is not throttled.
         transports: value of ``UCX_TLS``, or None for UCX's default.
-        rounds: fetches from each worker.
+        rounds: number of fetches from each worker.
     """
 
     name: str
@@ -67,17 +67,17 @@ class Link:
     transports: str | None
     rounds: int
 
-    def command(self, inside: list[str]) -> list[str]:
-        """Return the command that runs ``inside`` behind this link."""
+    def wrap(self, command: list[str]) -> list[str]:
+        """Return a command that runs ``command`` over this link."""
         if self.rate is None:
-            return inside
+            return command
         shape = f"tc qdisc add dev lo root tbf rate {self.rate} burst 256kb latency 20ms"
-        script = f"ip link set lo up && {shape} && exec {shlex.join(inside)}"
+        script = f"ip link set lo up && {shape} && exec {shlex.join(command)}"
         return ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", script]
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment of the processes behind this link."""
+        """Environment of the processes that use this link."""
         chosen = {"UCX_TLS": self.transports} if self.transports else {}
         return {**os.environ, "OMP_NUM_THREADS": "1", **chosen}
 
@@ -91,7 +91,7 @@ LINKS = (
 
 
 class Prefill:
-    """A process of `tests.e2e.kept_prompt`."""
+    """A running `tests.e2e.kept_prompt`."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -125,7 +125,7 @@ def prefill_worker(codec: str, codebooks: str) -> Iterator[Prefill]:
 
 
 async def measure(codebooks: str, rounds: int) -> dict[str, Any]:
-    """Return the seconds of every fetch by codec, and the final report of each prefill worker."""
+    """Return the seconds of every fetch and the final report of the worker, by codec."""
     settings = DecodeSettings.model_validate(
         {"codebooks": codebooks, "device": "cpu", "kv_tokens": TOKENS + PAGE_SIZE}
     )
@@ -170,13 +170,13 @@ def fetch_of(prefill: Prefill, name: str) -> Fetch:
     return Fetch(name, prefill.address, request, pages, lambda first: False, deadline_s=120.0)
 
 
-def behind(link: Link, codebooks: Path, rounds: int) -> dict[str, Any]:
-    """Measure one link in processes of their own and return its row of the table."""
+def measure_link(link: Link, codebooks: Path, rounds: int) -> dict[str, Any]:
+    """Measure one link in separate processes and return its row of the table."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         inside = [sys.executable, "-m", "tests.e2e.link_policy", "--inside", str(out)]
         inside += ["--codebooks", str(codebooks), "--rounds", str(rounds)]
-        subprocess.run(link.command(inside), env=link.environment, check=True)
+        subprocess.run(link.wrap(inside), env=link.environment, check=True)
         result: dict[str, Any] = json.loads(out.read_text())
     medians = {codec: statistics.median(times) for codec, times in result["seconds"].items()}
     best = min(medians["raw"], medians["splitzip"])
@@ -194,7 +194,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     parser.add_argument("--links", help="names, separated by commas; default: all")
-    parser.add_argument("--rounds", type=int, help="fetches from each worker")
+    parser.add_argument("--rounds", type=int, help="number of fetches from each worker")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--codebooks", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -211,7 +211,7 @@ def main() -> int:
         calibrate("smollm2-135m", "smollm2-135m", codebooks)
         for link in LINKS:
             if link.name in wanted:
-                row = behind(link, codebooks, arguments.rounds or link.rounds)
+                row = measure_link(link, codebooks, arguments.rounds or link.rounds)
                 rows.append(row)
                 times = (row[key] for key in ("raw_s", "splitzip_s", "auto_s", "first_auto_s"))
                 table.add_row(

@@ -14,13 +14,13 @@ from tests.e2e.deployment import Running, deployed
 
 SIDES = {"colocated": ("--colocated",), "disaggregated": ()}
 MAX_LAG_S = 0.1
-"""Larger than the default, because the generator shares two cores with the deployment."""
+"""Larger than the default, because the load generator shares two cores with the deployment."""
 _JSON = {f"HEADRACE_{role}_LOG_FORMAT": "json" for role in ("PREFILL", "DECODE")}
 _LOADGEN = (sys.executable, "-m", "loadgen")
 
 
 def measure(name: str, rates: str, seeds: int, seconds: float, out: Path) -> None:
-    """Run a sweep against one deployment and write it to a folder with its name."""
+    """Run a sweep against one deployment and write the results to the folder ``out/name``."""
     with deployed(*SIDES[name], environment=_JSON) as running:
         command = [
             *(*_LOADGEN, "sweep", f"{running.url}/v1", "--rates", rates, "--seeds", str(seeds)),
@@ -46,9 +46,9 @@ def _metrics(running: Running) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.load_bench")
-    parser.add_argument("--rates", default="0.5,1,2,3", help="requests a second")
+    parser.add_argument("--rates", default="0.5,1,2,3", help="requests/s, separated by commas")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=15, help="duration of each run")
+    parser.add_argument("--seconds", type=float, default=15, help="duration of each run, seconds")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     own = parser.parse_args()
     for name in SIDES:

@@ -1,4 +1,4 @@
-"""transformers with the same weights, run in a separate process: the peer of `tests.e2e.bench`."""
+"""Baseline of `tests.e2e.bench`: transformers with the same weights, in a separate process."""
 
 import json
 import statistics
@@ -56,7 +56,7 @@ def _weight(linear: Linear) -> torch.Tensor:
 
 @torch.inference_mode()
 def measure(model: LlamaForCausalLM) -> dict[str, float]:
-    """Measure seconds of a 512-token prefill and tokens/s of greedy decode; medians of 3."""
+    """Return the seconds of a 512-token prefill and the tokens/s of greedy decode, medians of 3."""
     generator = torch.Generator().manual_seed(0)
     vocab = model.config.vocab_size
     prompt = torch.randint(vocab, (1, PREFILL_TOKENS), generator=generator)

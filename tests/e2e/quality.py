@@ -2,8 +2,8 @@
 
 ``python -m tests.e2e.quality [--model NAME|PATH] [--device cuda]`` continues 20 prompts of real
 text by 64 tokens greedily, with an engine configured as in a worker. The reference then computes
-the logits of each text in one pass. A text counts as equal if every generated token has the largest
-reference logit, so that the reference would have generated the same text.
+the logits of each text in one forward pass. A text counts as equal if every generated token has the
+largest reference logit; the reference would then have generated the same text.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Agreement:
     Attributes:
         differences: sum of squared differences.
         sizes: sum of squares of the reference's logits.
-        same: positions with the same best token.
+        same: number of positions with the same best token.
         rows: relative error of each position.
     """
 
@@ -52,7 +52,7 @@ class Agreement:
     def error(self) -> float:
         """RMS of the differences relative to the RMS of the reference's logits.
 
-        A few positions, such as the first of a text, contribute most of it.
+        A few positions, such as the first of a text, contribute most of this error.
         """
         return float((self.differences / self.sizes) ** 0.5)
 
@@ -107,7 +107,7 @@ def prompts_of(model: str, count: int) -> list[list[int]]:
 
 
 def continuations(model: Model, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Continue all prompts greedily in one batch. Returns prompts with their continuations."""
+    """Continue all prompts greedily in one batch, and return them with their continuations."""
     pages = sum(pages_for(len(prompt) + OUTPUT + 1, PAGE_SIZE) for prompt in prompts)
     limits = Limits(max_running=len(prompts), max_waiting=len(prompts))
     engine = Engine(model, num_pages=pages, limits=limits, replay=model.replayable)
@@ -135,7 +135,7 @@ def logits_of(model: Model, tokens: list[int]) -> Tensor:
 
 @torch.inference_mode()
 def measure(name: str, device: str, count: int = PROMPTS) -> Quality:
-    """Measure a model in the dtype that a worker on the device uses."""
+    """Measure a model in the dtype that a worker on this device uses."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     checkpoint = load_checkpoint(resolve_model(name), dtype=torch.float32)
     backend: Backend = "torch" if unsupported_by_gemm(checkpoint, device, dtype) else "gemm"

@@ -1,10 +1,10 @@
 """Serving overhead of a decode step: ``python -m tests.e2e.rpc_delay [--device cuda] [--shape …]``.
 
-First an engine alone steps 64 sequences. Then a colocated deployment streams 64 sequences of the
-same lengths over gRPC, through gateway and worker. Both step times are averages while all sequences
-run. The served one comes from the worker's metrics: a client that reads slowly gets several tokens
-at a time and does not delay the worker. With a shape of `runtime.bench`, the model has random
-weights and SmolLM2's vocabulary.
+First an engine without a service steps 64 sequences. Then a colocated deployment streams 64
+sequences of the same lengths over gRPC, through gateway and worker. Both step times are averages
+while all sequences run. The step time under serving comes from the worker's metrics, because the
+worker does not wait for clients that read slowly. With a shape of `runtime.bench`, the model has
+random weights and SmolLM2's vocabulary.
 """
 
 import argparse
@@ -42,7 +42,7 @@ POLL_S = 0.2
 
 
 def random_model(shape: str, keep: float, folder: Path, device: str) -> Path:
-    """Write a model with random weights that never samples an end token. Returns its folder."""
+    """Write a model with random weights that never samples an end token, and return its folder."""
     tokenizer = load_tokenizer(resolve_model(MODEL))
     vocab = load_checkpoint(resolve_model(MODEL)).config.vocab_size
     config = replace(SHAPES[shape], vocab_size=vocab)
@@ -53,7 +53,7 @@ def random_model(shape: str, keep: float, folder: Path, device: str) -> Path:
 
 
 def alone_ms(model_path: Path, streams: int, tokens: int, device: str) -> float:
-    """Return the milliseconds of a step of an engine without a service."""
+    """Return the step time of an engine without a service, in milliseconds."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     checkpoint = load_checkpoint(model_path, dtype=dtype)
     backend: Backend = "torch" if unsupported_by_gemm(checkpoint, device, dtype) else "gemm"
@@ -99,15 +99,15 @@ class Sample:
 
 
 def step_ms(samples: Sequence[Sample], streams: int) -> float:
-    """Return the milliseconds of a step, averaged over the samples with all streams running."""
+    """Return the mean step time in milliseconds while all streams run."""
     full = [sample for sample in samples if sample.running == streams]
     if len(full) < 2 or full[0].steps == full[-1].steps:
-        raise ValueError(f"{streams} streams ran too briefly to measure; use more --tokens")
+        raise ValueError(f"{streams} streams ran too briefly to measure: increase --tokens")
     return 1e3 * (full[-1].busy_s - full[0].busy_s) / (full[-1].steps - full[0].steps)
 
 
 async def serve(running: Running, streams: int, tokens: int) -> list[Sample]:
-    """Run the streams, and sample the worker's metrics meanwhile."""
+    """Run the streams, and return samples of the worker's metrics taken meanwhile."""
     samples: list[Sample] = []
     streaming = asyncio.create_task(_stream(running, streams, tokens))
     while not streaming.done():
@@ -140,7 +140,9 @@ def main() -> None:
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), help="shape of a model with random weights"
     )
-    parser.add_argument("--keep", type=float, default=0.5, help="its fraction of parameters kept")
+    parser.add_argument(
+        "--keep", type=float, default=0.5, help="fraction of parameters kept, with --shape"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         path = resolve_model(MODEL)

@@ -1,4 +1,4 @@
-"""KV transfers over TCP on a loopback host; `test_serving` checks shared memory."""
+"""Listening addresses with KV transfers over TCP; `test_serving` tests shared memory."""
 
 import httpx
 import pytest

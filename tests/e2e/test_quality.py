@@ -1,4 +1,4 @@
-"""Measurements of model quality and of serving overhead, on the CPU."""
+"""Tests of the quality and serving-overhead measurements, on the CPU."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def test_agreement_counts_errors_and_equal_tokens() -> None:
 
 
 def test_cpu_output_differs_only_at_near_ties() -> None:
-    """Only KV is bf16, so logits are closer to fp32 than those of transformers in bf16."""
+    """Only the KV is bf16, so logits are closer to fp32 than those of transformers in bf16."""
     found = measure("smollm2-135m", "cpu", 3)
     assert found.ours.error < 0.01
     assert found.ours.error < found.bf16.error / 2
@@ -37,7 +37,7 @@ def test_cpu_output_differs_only_at_near_ties() -> None:
 def test_step_time_uses_only_samples_in_which_all_streams_run() -> None:
     samples = [Sample(1, 10, 5.0), Sample(2, 100, 6.0), Sample(2, 300, 6.5), Sample(1, 900, 9.0)]
     assert step_ms(samples, 2) == pytest.approx(2.5)
-    with pytest.raises(ValueError, match="more --tokens"):
+    with pytest.raises(ValueError, match="increase --tokens"):
         step_ms(samples[2:], 2)
 
 

@@ -1,4 +1,4 @@
-"""First steps of a new user, against real processes and a real model."""
+"""Basic use of the HTTP and gRPC APIs, with real processes and a real model."""
 
 from collections.abc import Iterator
 
@@ -22,11 +22,11 @@ QUESTION = "What is the capital of France? Answer with one word."
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with deployed("--codec", "splitzip") as deployment:  # auto may choose raw on one machine
+    with deployed("--codec", "splitzip") as deployment:  # auto might choose raw
         yield deployment
 
 
-def test_openai_client_streams_a_sensible_answer(running: Running) -> None:
+def test_openai_client_streams_the_right_answer(running: Running) -> None:
     client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused")
     stream = client.chat.completions.create(
         model=running.model,
@@ -54,7 +54,7 @@ def test_completion_continues_the_prompt(running: Running) -> None:
     assert "Paris" in answer.choices[0].text
 
 
-def test_choices_of_one_prompt_differ_and_repeat_with_the_seed(running: Running) -> None:
+def test_choices_of_a_prompt_differ_and_same_seed_repeats_them(running: Running) -> None:
     client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused")
 
     def ask() -> list[str]:
@@ -91,7 +91,7 @@ def test_logprobs_belong_to_the_sampled_tokens(running: Running) -> None:
         assert token.logprob == pytest.approx(max(top.logprob for top in token.top_logprobs))
 
 
-def test_grpc_through_reflection(running: Running) -> None:
+def test_grpc_service_is_found_through_reflection(running: Running) -> None:
     """Find the service through reflection, as grpcurl does."""
     channel = grpc.insecure_channel(running.grpc_target)
     reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -125,7 +125,7 @@ def test_grpc_generate_and_health(running: Running) -> None:
 
 
 def test_kv_is_sent_compressed(running: Running) -> None:
-    """The compression ratio is that of the README, on this model's own KV."""
+    """The compression ratio is that of the README, on the KV of this model."""
     prompt = "The quick brown fox jumps over the lazy dog. " * 30
     httpx.post(
         f"{running.url}/v1/completions",
@@ -139,7 +139,7 @@ def test_kv_is_sent_compressed(running: Running) -> None:
 
 
 def test_no_process_listens_outside_the_loopback_host(running: Running) -> None:
-    """Shared memory transfers; `test_listening_addresses` checks TCP."""
+    """KV is transferred through shared memory; `test_listening_addresses` tests TCP."""
     body = {"model": running.model, "prompt": "The quick brown fox. " * 20, "max_tokens": 2}
     url = f"{running.url}/v1/completions"
     httpx.post(url, json=body, timeout=60, trust_env=False).raise_for_status()

@@ -1,4 +1,4 @@
-"""Bad requests get clear errors, leak no resources and do not disturb good requests."""
+"""Bad requests get typed errors, leak no resources and do not disturb good requests."""
 
 import asyncio
 import hashlib

@@ -19,7 +19,7 @@ from tests.e2e.deployment import Running, deployed
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 DEADLINE_S = 90.0
-RESTART_S = 180.0  # bound on a restart; a busy machine needs more than a minute
+RESTART_S = 180.0  # maximum time of a restart; a busy machine needs more than a minute
 CLIENTS = 8
 STATUSES = {408, 429, 500, 502, 503, 504}
 PROMPTS = [
@@ -34,7 +34,7 @@ PROMPTS = [
 
 @dataclass(frozen=True)
 class Ended:
-    """End of one request: its text or a typed error, and its duration in seconds."""
+    """Outcome of one request: its text or a typed error, and its duration in seconds."""
 
     prompt: str
     text: str | None
@@ -86,8 +86,7 @@ async def test_every_request_ends_and_the_killed_worker_restarts(
 def test_load_generator_kills_a_worker_and_checks_every_request(
     running: Running, tmp_path: Path
 ) -> None:
-    """Every request has an outcome, answers equal those of a healthy deployment, and the killed
-    worker restarts."""
+    """Every request ends, answers equal those without a fault, and the killed worker restarts."""
     running.wait_until_idle()
     epochs = {name: worker["epoch"] for name, worker in running.workers().items()}
     done = subprocess.run(

@@ -1,12 +1,13 @@
-"""A client connection: uvicorn's HTTP protocol with the limits that uvicorn leaves open.
+"""A client connection: uvicorn's HTTP protocol with the limits that uvicorn lacks.
 
-Input and waiting time are bounded in every state: a request head in bytes and seconds, the framing
-of a body in bytes, a body in seconds (the middleware bounds its size), the number of pipelined
-requests, and the time in which a client reads nothing. Input that never becomes a request is
-answered in OpenAI's error format, too, and counted.
+Input and waiting time are bounded in every state. Limits apply to the bytes and seconds of a
+request head, the bytes of a body's framing, the seconds of a body (the middleware bounds its size),
+the number of pipelined requests, and the time in which a client reads nothing. Input that never
+becomes a request is counted, and answered in OpenAI's error format.
 
-A response that precedes the end of its request is followed by a linger: closing a socket with
-unread input sends a reset, and the client may lose the response.
+After a response that precedes the end of its request, the connection lingers: it reads and discards
+input for a while. Closing a socket with unread input would send RST, and the client might lose the
+response.
 """
 
 import asyncio
@@ -29,21 +30,21 @@ from services.gateway.http.middleware import RequestTimeout, error_response
 
 log = structlog.get_logger()
 
-_LINGER_S = 5.0  # without input, after a response that precedes the end of its request
-_MAX_LINGER_S = 30.0  # with input
-_MAX_REJECTED = 256  # connections above the limit that linger
-_MAX_PIPELINED = 32  # requests received while another is being answered
+_LINGER_S = 5.0  # a lingering connection closes after this time without input
+_MAX_LINGER_S = 30.0  # a lingering connection closes after this time in any case
+_MAX_REJECTED = 256  # maximum connections above the limit that may linger
+_MAX_PIPELINED = 32  # maximum requests received while another is being answered
 
 
 class HeadTooLarge(ServiceError):
-    """A request line with headers, a trailer, or the framing of a chunk exceeds its limit."""
+    """The request line and headers, a trailer, or the framing of a chunk exceed their limit."""
 
     status: ClassVar[int] = 431
     kind, code = "invalid_request_error", "headers_too_large"
 
 
 class _LingeringTransport:
-    """Transport of a response. `close` lingers until the rest of the request was received."""
+    """Transport for one response. `close` lingers until the rest of the request is received."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
@@ -53,7 +54,8 @@ class Connection(HttpToolsProtocol):
     """The connection of one client, from accept to close.
 
     Args:
-        rejected: connections above ``max_connections`` that linger; shared by all connections.
+        rejected: connections above ``max_connections`` that still linger. All connections share
+            this set.
     """
 
     def __init__(
@@ -64,10 +66,11 @@ class Connection(HttpToolsProtocol):
         self._settings = gateway.settings
         self._rejected = rejected
         self._parse_error: ServiceError | None = None  # raised by a callback of the parser
-        self._framing_bytes = 0  # since the last byte of a body or the end of a request
+        self._framing_bytes = 0  # bytes since the last body data or end of a request
         self._in_head = False
         self._in_body = False
-        self._answering: RequestResponseCycle | None = None  # uvicorn's `cycle` is the newest
+        # The request being answered. uvicorn's `cycle` is the newest one, which may be queued.
+        self._answering: RequestResponseCycle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._half_closed = False
         self._linger_deadline: float | None = None
@@ -107,7 +110,7 @@ class Connection(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            self._refuse(self._parse_error or InvalidRequest("this is not valid HTTP/1.1"))
+            self._refuse(self._parse_error or InvalidRequest("the request is not valid HTTP/1.1"))
         else:
             if self._framing_bytes > self._settings.max_header_bytes:
                 self._refuse(self._head_too_large())
@@ -126,7 +129,11 @@ class Connection(HttpToolsProtocol):
         ):
             self._stop_parser(self._head_too_large())
         if len(self.pipeline) >= _MAX_PIPELINED:
-            self._stop_parser(InvalidRequest(f"more than {_MAX_PIPELINED} pipelined requests"))
+            self._stop_parser(
+                InvalidRequest(
+                    f"there are more than {_MAX_PIPELINED} pipelined requests: wait for responses"
+                )
+            )
         self._in_head = False
         if self._offers_upgrade():
             return
@@ -167,10 +174,10 @@ class Connection(HttpToolsProtocol):
         return self._answering is not None and not self._answering.response_complete
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser, ignoring an offer to upgrade to another protocol.
+        """Feed the parser, and ignore an offer to upgrade to another protocol.
 
-        Some clients offer HTTP/2 this way, Java's by default. The parser leaves the body of such
-        a request unparsed, so a new parser gets the head again without the offer.
+        Some clients offer HTTP/2 this way, such as Java's by default. The parser does not parse the
+        body of such a request. Therefore a new parser gets the head again, without the offer.
         """
         try:
             self.parser.feed_data(data)
@@ -186,11 +193,13 @@ class Connection(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             return False
         if self.parser.get_method() == b"CONNECT":
-            self._stop_parser(InvalidRequest("this server is not a proxy"))
+            self._stop_parser(
+                InvalidRequest("CONNECT is not supported: this server is not a proxy")
+            )
         return True
 
     def _stop_parser(self, error: ServiceError) -> None:
-        """Raise from a callback: `data_received` then gets an error of the parser."""
+        """Abort parsing from a parser callback. `data_received` then reports ``error``."""
         self._parse_error = error
         raise error
 
@@ -203,7 +212,7 @@ class Connection(HttpToolsProtocol):
         """Send an error unless it would corrupt another response, and close the connection."""
         if self._half_closed or self.transport.is_closing():
             return
-        if self._in_body and self.cycle.response_complete:  # the request has its response
+        if self._in_body and self.cycle.response_complete:  # the request was already answered
             self._half_close()
             return
         own = self._in_body and self._answering is self.cycle and not self.cycle.response_started
@@ -239,7 +248,7 @@ class Connection(HttpToolsProtocol):
             self._linger_deadline = now + _MAX_LINGER_S
         if now < self._linger_deadline:
             self._start_timer(min(_LINGER_S, self._linger_deadline - now))
-        else:  # the deadline bounds a timer that every input restarts
+        else:  # every input restarts the timer, so the deadline bounds it
             self.transport.close()
 
     def _drop_requests(self) -> None:
@@ -275,7 +284,7 @@ class Connection(HttpToolsProtocol):
         if self._half_closed:
             self.transport.close()
         elif self._busy:
-            # The gateway itself may delay a request that follows the one being answered.
+            # The next request may be incomplete because reading pauses during this response.
             self._start_timer(self._settings.header_timeout_s)
         elif self._in_head:
             limit_s = self._settings.header_timeout_s

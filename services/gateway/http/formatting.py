@@ -1,6 +1,6 @@
 """Text deltas in OpenAI's response format: whole responses, and server-sent events.
 
-The event of a plain token is assembled from bytes that are encoded once per stream; only its text
+The event of a plain token is assembled from parts that are encoded once per stream. Only its text
 is encoded for each event.
 """
 
@@ -70,7 +70,7 @@ class EventWriter:
         self._after_text = after + b',"logprobs":null,"finish_reason":null}]' + end
 
     def write(self, deltas: Sequence[TextDelta]) -> bytes:
-        """Return the events of a batch of deltas; empty while their text is buffered."""
+        """Return the events of a batch of deltas, or empty bytes if it has no text to send yet."""
         events = []
         for delta in deltas:
             self._completion_tokens += len(delta.tokens)
@@ -186,7 +186,7 @@ def format_logprobs(
     """Return log probabilities in the format of chat completions or of completions.
 
     Args:
-        offset: characters of the choice before these tokens.
+        offset: number of characters in the choice before these tokens.
     """
     pieces = info.tokenizer.pieces
     if info.chat:

@@ -37,7 +37,7 @@ class RequestMiddleware:
     """ASGI middleware that gives each request an id, a log line and a count.
 
     Args:
-        count: called with the route and the status of each request.
+        count: callback that gets the route and the status of each request.
     """
 
     def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
@@ -67,7 +67,7 @@ class RequestMiddleware:
             self._record(scope, state)
 
     def _record(self, scope: Scope, state: dict[str, Any]) -> None:
-        # An error in a stream comes after status 200 was sent, and replaces it here.
+        # If a stream fails after status 200 was sent, the error's status is recorded instead.
         error: ServiceError | None = state.get("error")
         status = error.status if error is not None else state.get("status", 500)
         route = getattr(scope.get("route"), "path", "unknown")
@@ -80,7 +80,7 @@ class RequestMiddleware:
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """Exception handler: a `ServiceError` keeps its status, any other exception becomes a 500."""
+    """Exception handler. A `ServiceError` keeps its status; any other exception becomes a 500."""
     expected = error if isinstance(error, ServiceError) else InternalFault("internal error")
     request.state.error = expected
     return error_response(expected)
@@ -104,7 +104,7 @@ def error_response(error: ServiceError) -> Response:
 
 
 async def handle_http_exception(_request: Request, error: Exception) -> Response:
-    """Exception handler of the framework's 404 and 405; answers in OpenAI's format."""
+    """Exception handler that converts the framework's 404 and 405 to OpenAI's error format."""
     if not isinstance(error, HTTPException):
         raise error
     body = {"message": str(error.detail), "type": "invalid_request_error"}

@@ -13,7 +13,7 @@ from services.gateway.http.response_schemas import ErrorResponse
 from services.gateway.http.schemas import BODIES
 
 _SCHEMAS = "#/components/schemas/{model}"
-# The schema of one event, as tools that understand event streams expect it.
+# Schema of one event, in the form that tools for event streams expect.
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 _EVENTS = {"text/event-stream": {"schema": _EVENT}}
 _ERROR = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model=ErrorResponse.__name__)}}}
@@ -25,15 +25,15 @@ _DESCRIPTIONS = {
     404: "The model is not served.",
     408: "The request did not arrive in time, or waited too long in the queue.",
     413: "The body or the prompt is too large.",
-    429: "Too many connections or requests; retry after `Retry-After` seconds.",
+    429: "There are too many connections or requests; retry after `Retry-After` seconds.",
     431: "The request headers are too large.",
-    500: "An error of the service.",
-    503: "No worker is available, or the service shuts down; retry after `Retry-After` seconds.",
+    500: "The service failed.",
+    503: "No worker is available, or the service is shutting down; see `Retry-After`.",
     504: "The deadline of the request passed.",
 }
 # The connection may answer any request with these before a route is called.
 CONNECTION_ERRORS = (400, 408, 429, 431, 500)
-READ_ERRORS = (*CONNECTION_ERRORS, 401, 503)  # routes that need a key and refuse while draining
+READ_ERRORS = (*CONNECTION_ERRORS, 401, 503)  # for routes that need a key and refuse during drain
 BODY_ERRORS = (*READ_ERRORS, 404, 413)
 GENERATION_ERRORS = (*BODY_ERRORS, 504)
 
@@ -43,7 +43,7 @@ _REQUEST_ID = {
     "required": True,
     "schema": {"type": "string", "minLength": 1, "maxLength": 128},
 }
-_RETRY_AFTER = {"description": "seconds", "schema": _INTEGER}
+_RETRY_AFTER = {"description": "time until a retry makes sense, seconds", "schema": _INTEGER}
 
 
 def document_responses(
@@ -104,7 +104,9 @@ def build_document(app: FastAPI, gateway: Gateway) -> dict[str, Any]:
 
 
 def _complete_responses(responses: dict[str, Any]) -> None:
-    responses.pop("422", None)  # FastAPI adds it to routes with parameters; they accept any text
+    responses.pop(
+        "422", None
+    )  # FastAPI adds 422 to routes with parameters, but ours accept any text
     for status, response in responses.items():
         headers: dict[str, Any] = {"x-request-id": _REQUEST_ID}
         if status in ("429", "503"):

@@ -1,4 +1,4 @@
-"""Response bodies of the HTTP API, for the OpenAPI document. Responses are not built from them."""
+"""Response bodies of the HTTP API, used in the OpenAPI document only."""
 
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ class ErrorDetail(_Response):
     message: str
     type: str
     param: Annotated[str | None, Field(description="path of the invalid field")]
-    code: Annotated[str | None, Field(description="identifier of the error, for programs")]
+    code: Annotated[str | None, Field(description="machine-readable identifier of the error")]
 
 
 class ErrorResponse(_Response):

@@ -1,4 +1,4 @@
-"""The HTTP response that is generated while it is sent, as JSON or as server-sent events."""
+"""HTTP response of a generation, as JSON or as server-sent events."""
 
 import asyncio
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _EVENT_STREAM_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """Generates the output of one or several requests; cancels them if the client disconnects.
+    """Generates the output of one or several requests. A disconnect of the client cancels them.
 
     Raises:
         ServiceError: if the generation fails before anything was sent. A later error is sent as
@@ -69,7 +69,7 @@ class GenerationResponse(Response):
         async with aclosing(self._gateway.generate(self._requests)) as output:
             async for deltas in output:
                 if not self._started:
-                    # Not before the first token: an earlier failure has its own status.
+                    # Sent with the first token, so that an earlier failure gets an error status.
                     self._started = True
                     start = {"status": 200, "headers": list(_EVENT_STREAM_HEADERS)}
                     await send({"type": "http.response.start", **start})

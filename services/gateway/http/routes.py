@@ -45,7 +45,7 @@ from services.gateway.requests import GenerationOptions, RequestContext
 _DESCRIPTION = """OpenAI-compatible API.
 
 Every error has the same body, `ErrorResponse`. An unknown path is a 404, and a method that a path
-does not support is a 405 with `Allow`. A HEAD request to a probe is answered like its GET."""
+does not support is a 405 with `Allow`. Probes also support HEAD."""
 _METRICS_CONTENT = {"text/plain": {"schema": {"type": "string"}}}
 
 
@@ -153,7 +153,7 @@ class _Routes:
         return parsed
 
     async def completions(self, request: Request) -> Response:
-        """Complete one prompt or several."""
+        """Complete one or several prompts."""
         context = self._accept(request)
         body: CompletionBody = await self._read(request, CompletionBody)
         options = body.options()
@@ -183,7 +183,7 @@ class _Routes:
         self._accept(request)
         body: TokenizeBody = await self._read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
+            raise InvalidRequest("set either prompt or messages, and not both", param="prompt")
         if body.messages is not None:
             tokens = await self._gateway.encode_chat(
                 [message.as_template_input() for message in body.messages]
@@ -208,7 +208,7 @@ class _Routes:
         return _json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
 
     async def models(self, request: Request) -> Response:
-        """List the served model."""
+        """Return a list with the served model."""
         self._accept(request)
         return _json({"object": "list", "data": [self._describe()]})
 

@@ -1,4 +1,4 @@
-"""Request bodies of the HTTP API, and their parsing from bounded JSON."""
+"""Request bodies of the HTTP API, and their parser, which limits the nesting of the JSON."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,7 +16,7 @@ from services.gateway.requests import (
     invalid_field,
 )
 
-# Fields of OpenAI's API that are not supported. As null they are accepted, like absent ones.
+# Fields of OpenAI's API that are not supported. A null value is accepted, like an absent field.
 _UNSUPPORTED = frozenset(
     (
         *("audio", "best_of", "echo", "function_call", "functions", "metadata", "modalities"),
@@ -32,7 +32,7 @@ _UNSUPPORTED_IN_MESSAGE = frozenset(
     )
 )
 
-# Values of unsupported fields that change nothing. Some clients send all defaults.
+# Default values of unsupported fields. They are accepted, because some clients send all defaults.
 _NEUTRAL: dict[str, Any] = {
     "echo": False,
     "metadata": {},
@@ -51,13 +51,13 @@ class UnknownField(InvalidRequest):
     code = "unknown_parameter"
 
 
-# `fail_fast`: a list of a million invalid elements would block the event loop for seconds.
+# Without `fail_fast`, a list of a million invalid elements would block the event loop for seconds.
 _Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 def _document_nulls(schema: dict[str, Any]) -> None:
-    """Document that an optional field may be null, which `_Body` treats as absent."""
+    """Add null to the types of every optional field, because `_Body` accepts it."""
     required = schema.get("required", ())
     for name, field in schema.get("properties", {}).items():
         if name not in required and {"type": "null"} not in field.get("anyOf", ()):
@@ -97,7 +97,7 @@ class StreamOptions(_Body):
     """Options of a stream."""
 
     include_usage: Annotated[
-        bool, Field(description="send the usage in an event of its own, after the last text")
+        bool, Field(description="send an event with the token usage after the last text")
     ] = False
 
 
@@ -105,14 +105,16 @@ class _GenerationBody(_Body, GenerationFields):
     """Fields of the HTTP API that completions and chat completions share."""
 
     model: Annotated[str | None, Field(description="default: the served model")] = None
-    stream: Annotated[bool, Field(description="answer with server-sent events")] = False
-    stream_options: Annotated[StreamOptions | None, Field(description="needs stream")] = None
+    stream: Annotated[bool, Field(description="respond with server-sent events")] = False
+    stream_options: Annotated[
+        StreamOptions | None, Field(description="options of the stream; requires stream")
+    ] = None
     user: Annotated[str | None, Field(description="ignored")] = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "_GenerationBody":
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options needs stream", param="stream_options")
+            raise InvalidRequest("stream_options requires stream", param="stream_options")
         return self
 
     @property
@@ -121,7 +123,7 @@ class _GenerationBody(_Body, GenerationFields):
 
     @property
     def names(self) -> dict[str, str]:
-        """Names in this body of `GenerationOptions` fields that it calls differently."""
+        """Names in this body of `GenerationOptions` fields, where the names differ."""
         return {}
 
     def options(self) -> GenerationOptions:
@@ -142,7 +144,8 @@ class CompletionBody(_GenerationBody):
 
     prompt: str | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
     logprobs: Annotated[
-        Annotated[int, Field(ge=0)] | None, Field(description="alternatives for each token")
+        Annotated[int, Field(ge=0)] | None,
+        Field(description="number of alternatives for each token"),
     ] = None
 
     def options(self) -> GenerationOptions:
@@ -174,12 +177,12 @@ class ChatBody(_GenerationBody):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[
-        Annotated[int, Field(ge=1)] | None, Field(description="another name of max_tokens")
+        Annotated[int, Field(ge=1)] | None, Field(description="alias of max_tokens")
     ] = None
     logprobs: Annotated[bool, Field(description="return log probabilities")] = False
     top_logprobs: Annotated[
         Annotated[int, Field(ge=0)] | None,
-        Field(description="alternatives for each token; needs logprobs"),
+        Field(description="number of alternatives for each token; requires logprobs"),
     ] = None
 
     @property
@@ -191,10 +194,11 @@ class ChatBody(_GenerationBody):
         newer, older = self.max_completion_tokens, self.max_tokens
         if newer is not None and older is not None and newer != older:
             raise InvalidRequest(
-                "max_tokens and max_completion_tokens differ", param="max_completion_tokens"
+                "max_tokens and max_completion_tokens differ: set one of them",
+                param="max_completion_tokens",
             )
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs")
+            raise InvalidRequest("top_logprobs requires logprobs", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._options(max_tokens=older if newer is None else newer, logprobs=logprobs)
 
@@ -209,7 +213,7 @@ class TokenizeBody(_Body):
         bool, Field(description="add the special tokens around a text, such as BOS")
     ] = True
     parse_special: Annotated[
-        bool, Field(description="parse names of special tokens in a text as these tokens")
+        bool, Field(description="convert names of special tokens in the text to these tokens")
     ] = True
 
 
@@ -249,7 +253,7 @@ def parse_body(raw: bytes, body: type[_AnyBody], *, max_depth: int) -> _AnyBody:
         return body.model_validate(content)
     except ValidationError as error:
         invalid = _first_error(error.errors(include_url=False, include_input=False))
-    raise invalid  # outside of the block: the context would keep the whole body alive
+    raise invalid  # outside of the block, since its exception would keep the whole body alive
 
 
 def _load_json(raw: bytes) -> Any:
@@ -257,7 +261,7 @@ def _load_json(raw: bytes) -> Any:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         invalid = InvalidRequest(f"the body is not valid JSON in UTF-8: {error}")
-    raise invalid  # outside of the block, as above
+    raise invalid  # outside of the block, as in `parse_body`
 
 
 def _drop_nulls(fields: dict[str, Any], names: frozenset[str]) -> None:
@@ -267,7 +271,7 @@ def _drop_nulls(fields: dict[str, Any], names: frozenset[str]) -> None:
 
 
 def _is_deeper(content: Any, raw: bytes, limit: int) -> bool:
-    if raw.count(b"[") + raw.count(b"{") <= limit:  # true for most bodies
+    if raw.count(b"[") + raw.count(b"{") <= limit:  # the common case
         return False
     level = [content]
     for _ in range(limit):

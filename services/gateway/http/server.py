@@ -15,7 +15,7 @@ from services.gateway.gateway import Gateway
 from services.gateway.http.connection import Connection
 
 _BACKLOG = 2048
-_SHUTDOWN_GRACE_S = 2  # to write the remaining responses after the drain
+_SHUTDOWN_GRACE_S = 2  # time to write the remaining responses after the drain
 
 # Methods of uvicorn's protocol that `Connection` overrides; some are private.
 _HOOKS = (
@@ -26,11 +26,11 @@ _HOOKS = (
 
 
 def listen(host: str, port: int, *, write_timeout_s: float) -> socket.socket:
-    """Return a listening socket; port 0 takes a free one.
+    """Return a listening socket; port 0 selects a free port.
 
     Args:
-        write_timeout_s: a connection ends if its client reads nothing for this time, including
-            a connection that lingers.
+        write_timeout_s: time in seconds after which a connection is closed if its client reads
+            nothing.
 
     Raises:
         SettingsError: if the address is invalid or the port is in use.
@@ -75,5 +75,5 @@ def check_hooks(protocol: type) -> None:
     if missing:
         raise SettingsError(
             f"uvicorn {version('uvicorn')} is not supported: its HTTP protocol class has no "
-            f"{', '.join(missing)}"
+            f"{', '.join(missing)}. Install the version that pyproject.toml requires"
         )

@@ -1,4 +1,4 @@
-"""Settings: order of their sources, error messages, and hosts that need a cluster token."""
+"""Settings: precedence of sources, error messages, and hosts that need a cluster token."""
 
 from pathlib import Path
 
@@ -49,6 +49,18 @@ def test_error_names_the_invalid_setting(arguments: list[str], named: str) -> No
         DecodeSettings.load(arguments)
 
 
+def test_help_shows_the_bounds_of_a_setting_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "decode.yaml"
+    file.write_text("port: 5\n")
+    with pytest.raises(SystemExit):
+        DecodeSettings.load(["--help", "--config", str(file)])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("after SIGTERM, seconds [0<=x<=3600]") == 1
+    assert "[0<=x<=3600] [0<=x<=3600]" not in shown
+
+
 def test_misspelt_key_in_a_file_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "decode.yaml"
     file.write_text("slotz: 9\n")
@@ -59,7 +71,7 @@ def test_misspelt_key_in_a_file_is_an_error(tmp_path: Path) -> None:
 def test_invalid_yaml_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "decode.yaml"
     file.write_text("slots: [9\n")
-    with pytest.raises(SettingsError, match="not YAML"):
+    with pytest.raises(SettingsError, match="not valid YAML"):
         DecodeSettings.load(["--config", str(file)])
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: equal to those of transformers; incremental decoding by whole characters."""
+"""Tokenizers: same results as transformers, and incremental decoding by complete characters."""
 
 import json
 import shutil
@@ -65,7 +65,7 @@ def test_ids_and_text_equal_those_of_transformers(
 
 
 def test_digits_are_split_individually(tokenizer: Tokenizer) -> None:
-    """The model was trained this way; transformers' GGUF reader omits it."""
+    """The model was trained with split digits. The GGUF reader of transformers omits this."""
     (two_spaces,) = tokenizer.encode("  ")
     assert tokenizer.encode("  1")[0] == two_spaces
     assert len(tokenizer.encode("1234567890")) == 10
@@ -105,7 +105,7 @@ characters = st.text(
 
 
 @given(characters, cut_points)
-def test_incremental_text_has_whole_characters(
+def test_incremental_text_has_complete_characters(
     tokenizer: Tokenizer, text: str, cuts: list[int]
 ) -> None:
     ids = tokenizer.encode(text, parse_special=False)
@@ -122,7 +122,7 @@ def test_incremental_text_has_whole_characters(
 def test_incremental_and_full_decoding_are_equal(
     tokenizer: Tokenizer, reference: PreTrainedTokenizerBase, ids: list[int], cuts: list[int]
 ) -> None:
-    """Random ids: incomplete characters and special tokens anywhere."""
+    """Random ids contain incomplete characters and special tokens anywhere."""
     whole = tokenizer.decode(ids)
     assert "".join(in_pieces(tokenizer, ids, cuts)) == whole
     kept = tokenizer.decode(ids, skip_special=False)
@@ -178,7 +178,7 @@ def write_sentencepiece(folder: Path) -> Path:
     return folder
 
 
-def test_hugging_face_directory(tmp_path: Path) -> None:
+def test_hugging_face_directory_is_loaded(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_sentencepiece(tmp_path))
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in ("hi hi", "hey é😀 hi", " hi", "日"):
@@ -212,7 +212,7 @@ def test_damaged_directory_is_an_error(tmp_path: Path) -> None:
         load_tokenizer(folder)
 
 
-def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
+def test_chat_templates_run_in_a_sandbox(tmp_path: Path) -> None:
     folder = write_sentencepiece(tmp_path)
     for template in (
         "{{ messages.__class__.__mro__ }}",
@@ -289,7 +289,7 @@ def test_damaged_or_unsupported_gguf_is_an_error(tmp_path: Path) -> None:
         load_tokenizer(path)
 
 
-def test_model_names_and_paths(tmp_path: Path) -> None:
+def test_models_are_found_by_name_and_path(tmp_path: Path) -> None:
     packaged = resolve_model("SmolLM2-135M-Instruct")
     assert resolve_model("smollm2-135m") == packaged == resolve_model(packaged)
     assert model_name(packaged) == "SmolLM2-135M-Instruct"

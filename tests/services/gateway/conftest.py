@@ -1,4 +1,4 @@
-"""A complete gateway between a fake router and fake workers."""
+"""Fixtures: a complete gateway with a fake router and fake workers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +30,7 @@ def model() -> ServedModel:
 
 @dataclass
 class Site:
-    """A running gateway with its fakes and clients."""
+    """A running gateway with its fake router and workers, and with clients."""
 
     gateway: Gateway
     router: FakeRouter

@@ -1,4 +1,4 @@
-"""Requests and scripts that the tests of failures share."""
+"""Requests and worker scripts that tests of failures share."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ PROMPT = {"prompt": [10, 11, 12], "max_tokens": 20}
 
 
 def failing(code: int, *first: int, blame: str = "") -> Script:
-    """Return a script that sends some tokens, then fails."""
+    """Return a script that sends the tokens ``first``, then an error with ``code``."""
 
     async def script(stream: FakeStream) -> None:
         if first:

@@ -18,7 +18,7 @@ LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 
 
 class FakeStream:
-    """The worker's side of a stream; scripts write to it."""
+    """The worker's side of a stream, through which a script sends deltas."""
 
     def __init__(self, worker: "FakeWorker", start: decode_pb2.StartStream) -> None:
         self.worker = worker
@@ -72,7 +72,7 @@ async def hang(stream: FakeStream) -> None:
 
 
 def say(*ids: int, end: Any = STOP, pause_s: float = 0.0) -> Script:
-    """Return a script that sends ids one by one, after the replayed ones."""
+    """Return a script that sends the ids one by one, except those that were replayed."""
 
     async def script(stream: FakeStream) -> None:
         for id in ids[stream.replayed :]:
@@ -85,7 +85,7 @@ def say(*ids: int, end: Any = STOP, pause_s: float = 0.0) -> Script:
 
 
 class FakeWorker(decode_pb2_grpc.DecodeServicer):
-    """Runs one script for each stream: the queued ones first, then ``script``."""
+    """Decode worker that runs a script for each stream: queued scripts first, then ``script``."""
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
@@ -122,7 +122,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer):
             await self._server.stop(0)
 
     async def write(self, step: decode_pb2.DecodeStep) -> None:
-        async with self._writing:  # a call takes one message at a time
+        async with self._writing:  # a gRPC call allows one write at a time
             await self._context.write(step)
 
     async def Session(  # type: ignore[override]
@@ -145,7 +145,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer):
 
 @dataclass
 class FakeRouter:
-    """Places on ``workers`` in order, over an in-process transport, and records the calls."""
+    """Places requests on ``workers`` in order, without a socket, and records the calls."""
 
     workers: list[FakeWorker]
     model: str

@@ -21,7 +21,7 @@ def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
 
 
 class Raw:
-    """A TCP connection to a site."""
+    """A TCP connection to the gateway of a `Site`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -61,7 +61,7 @@ class Raw:
         return int(first.split()[1]), headers, json.loads(body)
 
     async def end(self) -> bytes:
-        """Return the input until the server closes the connection."""
+        """Return everything received until the server closes the connection."""
         async with asyncio.timeout(TIMEOUT_S):
             with suppress(ConnectionError):
                 return await self.reader.read()

@@ -44,7 +44,7 @@ async def test_head_within_the_limit_is_accepted(open_site: OpenSite) -> None:
     site: Site = await open_site(**SHORT_TIMEOUTS)
     raw = await Raw.to(site, GET[:-2] + b"x: " + b"a" * 3900, b"\r\n\r\n")
     assert (await raw.answer())[0] == 200
-    for _ in range(3):  # each request of a connection has its own bound
+    for _ in range(3):  # the limit applies to each request of a connection
         await raw.send(GET[:-2] + b"x: " + b"a" * 3900 + b"\r\n\r\n")
         assert (await raw.answer())[0] == 200
     await raw.close()
@@ -178,7 +178,7 @@ async def test_disconnect_with_pipelined_requests_cancels_the_stream(site: Site)
     await raw.send(GET)
     await raw.close()
     await site.router.settled()
-    async with asyncio.timeout(TIMEOUT_S):  # asynchronous to the disconnect
+    async with asyncio.timeout(TIMEOUT_S):  # cancellation follows the disconnect asynchronously
         await site.worker.streams[0].cancelled.wait()
 
 
@@ -230,7 +230,7 @@ async def test_invalid_http_is_400_in_the_error_format(site: Site, data: bytes) 
     assert site.metric("headrace_requests_total", endpoint="unknown", status="400") == 1
 
 
-async def test_offer_of_http2_is_ignored(site: Site) -> None:
+async def test_offer_to_upgrade_to_http2_is_ignored(site: Site) -> None:
     site.worker.script = say(5)
     offer = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAMAAABk")
     body = json.dumps({"prompt": "x"}).encode()

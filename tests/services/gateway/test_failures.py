@@ -41,7 +41,7 @@ async def test_prefill_worker_can_be_blamed(site: Site) -> None:
     lost = failing(error_pb2.ERROR_CODE_PREFILL_LOST, blame="prefill-0")
     site.worker.queued = [lost]
     site.worker.script = say(5)
-    # It is the only prefill worker: it is excluded first, and used when nothing else is left.
+    # The only prefill worker is excluded first, and used again because no other is left.
     assert (await completion(site)).status_code == 200
     await site.router.settled()
     assert outcomes(site) == [("failed", "prefill-0"), ("ok", None)]
@@ -158,7 +158,7 @@ async def test_lost_workers_of_one_request_are_bounded(
     site.worker.script = failing(error_pb2.ERROR_CODE_PREFILL_LOST)
     answer = await completion(site)
     assert answer.status_code == 503
-    assert "2 workers were lost by this request" in answer.json()["error"]["message"]
+    assert "2 workers were lost during this request" in answer.json()["error"]["message"]
     assert len(site.worker.streams) == 2
     await site.router.settled()
 

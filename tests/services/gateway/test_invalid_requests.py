@@ -163,7 +163,9 @@ def test_validation_of_a_list_stops_at_the_first_error(
 ) -> None:
     with pytest.raises(ValidationError) as caught:
         body.model_validate(content)
-    assert caught.value.error_count() < 10  # each costs a kilobyte and the loop's time
+    assert (
+        caught.value.error_count() < 10
+    )  # each error costs a kilobyte, and time on the event loop
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 class Document:
-    """The OpenAPI document of a site."""
+    """The OpenAPI document of a gateway."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
@@ -30,7 +30,7 @@ class Document:
         return cls((await site.http.get("/openapi.json")).json())
 
     def check(self, path: str, response: httpx.Response) -> None:
-        """Check a response of ``path``, which is as in the document."""
+        """Check a response of ``path``, a path template of the document."""
         method = response.request.method.lower()
         body = json.loads(response.content) if _is_json(response.headers) else None
         self.check_parts(method, path, response.status_code, response.headers, body)

@@ -1,4 +1,4 @@
-"""The HTTP server: the version of uvicorn that it needs."""
+"""The HTTP server requires certain methods of uvicorn's protocol class."""
 
 from importlib.metadata import version
 

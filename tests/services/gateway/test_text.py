@@ -1,4 +1,4 @@
-"""Text of choices and stop strings."""
+"""Detokenization of choices, and stop strings."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_siz
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Cut at the first position where the text ends with a stop string."""
+    """Cut the text at the first stop string that is complete, the slow way."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -1,4 +1,4 @@
-"""Conversion of requests to and from protobuf, which goes by field names."""
+"""Conversion of requests to and from protobuf, by field name."""
 
 from headrace.v1 import inference_pb2, sampling_pb2
 from services.common.placement import Placement, WorkerAddress

@@ -1,4 +1,4 @@
-"""Artifacts are made once for each model, and again if the model changes or they are damaged."""
+"""Artifacts are made once per model, and again if the model changes or they are damaged."""
 
 import os
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tests.services.local.lock_holder import hold_elsewhere
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, str]]:
-    """Commands that were run. Instead of running one, its output is written as a small file."""
+    """Commands that would have run; each is replaced by writing a small output file."""
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
     run: list[dict[str, str]] = []
 

@@ -30,7 +30,7 @@ def test_workers_share_the_visible_gpus(
 
 
 def test_workers_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of three workers share a GPU; an environment variable takes precedence for one."""
+    """Two of three workers share a GPU, and an environment variable overrides the share of one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.delenv("HEADRACE_PREFILL_GPU_MEMORY_UTILIZATION", raising=False)
     monkeypatch.setenv("HEADRACE_DECODE_GPU_MEMORY_UTILIZATION", "0.3")

@@ -1,4 +1,4 @@
-"""State of a deployment on disk: written atomically, read from other versions."""
+"""State file of a deployment: atomic writes, and files of other versions."""
 
 import json
 import subprocess
@@ -150,4 +150,4 @@ def test_down_stops_a_deployment_that_has_no_state_yet(
     assert control.down(PORT) == 0
     assert not psutil.pid_exists(other_supervisor.pid)
     assert control.down(PORT) == 1
-    assert "nothing runs" in capsys.readouterr().err
+    assert "no deployment runs" in capsys.readouterr().err

@@ -33,7 +33,7 @@ async def _pid(supervisor: Supervisor, *, other_than: int | None = None) -> int:
 
 
 def _with_package(folder: Path, source: str) -> ProcessSpec:
-    """A router whose `quart` package has this source."""
+    """Return a router process whose `quart` package has this source."""
     folder.mkdir()
     (folder / "quart.py").write_text(source)
     path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"

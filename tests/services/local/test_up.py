@@ -69,7 +69,7 @@ def test_crashing_service_is_reported_after_a_few_starts(
 def test_second_up_on_a_port_leaves_state_and_logs_alone(
     options: UpOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first one holds the lock, but has not written its state yet."""
+    """The first deployment holds the lock, but has not written its state yet."""
     folder = Deployment.folder(options.port)
     log_file = folder / "logs" / "router.log"
     log_file.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Figures of `headrace kv-statistics` on KV that can be counted by hand."""
+"""Results of `headrace kv-statistics` on KV that is small enough to compute by hand."""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ from services.offline.kv_statistics import tables
 PAGES, HEADS, SLOTS, DIM = 4, 2, 16, 8
 CHUNK = SLOTS * DIM  # elements of a chunk; a plane has 8 chunks, 2,048 bytes
 KEYS = ((0, "k"), (0, "v"))
-RARE = {126: 1, 90: 1}  # exponents with a second-level code only, and with no code
+RARE = {126: 1, 90: 1}  # 126 has only a second-level code, 90 has none
 
 
 def plane(counts: dict[int, int]) -> Tensor:
@@ -43,17 +43,17 @@ def statistics() -> KVStatistics:
 
 def test_payload_bytes_include_headers_and_padding(statistics: KVStatistics) -> None:
     k, v = statistics.planes
-    # Header 64, plane header 16, starts 4 x 9 → 48, codes 384 or 512, rests 1,024.
+    # Header 64, plane header 16, starts 4 x 9 padded to 48, codes 384 or 512, rests 1,024 bytes.
     assert {name: coding.payload_bytes for name, coding in k.codings.items()} == {
         "top16": 1664,
         "in-band": 1664,
         "three-bit": 1536,
     }
     assert k.codings["three-bit"].ratio == 2048 / 1536
-    # In each of 8 chunks, 90 takes a word; in three-bit, 126 and 90 take second-level codes too.
+    # In each of 8 chunks, 90 takes a word. In three-bit, 126 and 90 also take second-level codes.
     assert v.codings["three-bit"].payload_bytes == 1536 + 8 * (4 + 4)
     assert v.codings["top16"].payload_bytes == 1664 + 8 * 4
-    # Both planes in one segment: one header, starts 4 x 17 → 80.
+    # Both planes in one segment share a header; starts 4 x 17 padded to 80.
     total = statistics.total["three-bit"].payload_bytes
     assert total == 64 + 2 * 16 + 80 + 2 * (384 + 1024) + 8 * (4 + 4)
     assert statistics.total["three-bit"].ratio == 4096 / total

@@ -14,11 +14,11 @@ from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
 from tests.services.router.samples import beat, place_request, registration
 
-PAGES = 8  # of each worker; `place_request()` takes 2 of 16 tokens
+PAGES = 8  # of each worker; `place_request()` needs 2 pages of 16 tokens
 
 
 def dispatcher(*names: str, bound: int = 4, pages_free: int = PAGES) -> Dispatcher:
-    """Colocated workers of 8 pages."""
+    """Return a dispatcher with colocated workers of `PAGES` pages each."""
     router = Dispatcher(
         Fleet(FleetLimits()),
         PlacementQueue(bound),

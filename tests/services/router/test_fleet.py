@@ -1,4 +1,4 @@
-"""Accounting of placements, epochs, and expiry of a fleet."""
+"""Fleet: accounting of placements, epochs and expiry."""
 
 import pytest
 from hypothesis import settings
@@ -20,11 +20,11 @@ LIMITS = FleetLimits(
     max_placements=50,
     max_workers=3,
 )
-DEMAND = Demand(prompt_tokens=17, max_tokens=16)  # 17 tokens of prefill; 32 tokens, 2 pages
+DEMAND = Demand(prompt_tokens=17, max_tokens=16)  # prefill: 17 tokens; decode: 32 tokens, 2 pages
 
 
 def fleet_of(*names: str, limits: FleetLimits = LIMITS, now: float = 0.0) -> Fleet:
-    """Ready workers; the first letter of a name is that of its role."""
+    """Return a fleet of ready workers. The first letter of a name selects the role."""
     roles = {"p": Role.PREFILL, "d": Role.DECODE, "c": Role.COLOCATED}
     fleet = Fleet(limits)
     for name in names:

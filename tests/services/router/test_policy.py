@@ -1,4 +1,4 @@
-"""Policies choose only eligible pairs, and the shortest queue is the shortest."""
+"""Policies choose only eligible pairs, and `shortest_queue` the pair with the fewest tokens."""
 
 from collections import Counter
 from dataclasses import replace
@@ -73,7 +73,7 @@ demands = st.builds(
 
 
 def takes(demand: Demand, w: WorkerSnapshot, reserved: frozenset[str]) -> bool:
-    """Return whether a worker is eligible: an independent statement of the rules."""
+    """Return whether a worker is eligible, by an independent implementation of the rules."""
     stored = demand.prompt_tokens + min(demand.max_tokens - 1, demand.output_reserve)
     own = (stored + 15) // 16 - demand.prompt_tokens // 16
     now = demand.prompt_tokens // 16 + demand.choices * own

@@ -13,8 +13,8 @@ def test_single_job_takes_its_prefill_and_its_steps(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(simulation, "DECODE_SPEEDS", (1.0,))
     job = Job(arrival=1.0, prompt=600, output=100, max_tokens=100)
     Simulation([job], PolicyName.SHORTEST_QUEUE, seed=0).run()
-    # 600 tokens at 600 tokens/s; 100 steps of 5 ms and 1 µs for each of 600 resident tokens, which
-    # grow by up to 100 between reports.
+    # Prefill: 600 tokens at 600 tokens/s. Decode: 100 steps of 5 ms, plus 1 µs for each of 600 to
+    # 700 resident tokens.
     assert 1.0 + 0.56 <= job.done - job.arrival <= 1.0 + 0.57
     assert alone_s(job) == pytest.approx(1.0 + 100 * (0.005 + 650e-6))
 
