@@ -1,4 +1,4 @@
-"""Run the checks of the Triton kernels: interpreted in their own process, compiled on a GPU."""
+"""Run `kernel_checks.py` in a child process: interpreted on the CPU, compiled on a GPU."""
 
 from pathlib import Path
 
