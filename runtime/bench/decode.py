@@ -1,4 +1,4 @@
-"""Decode steps of a whole model, in each implementation: ``python -m runtime.bench decode --help``.
+"""Decode step of a whole model, in each implementation: ``python -m runtime.bench decode --help``.
 
 The floor is the time to read weights and KV once, at the measured rate of a copy (bytes read plus
 bytes written). The peer is transformers with a static cache and the same weights, eager and
@@ -27,7 +27,7 @@ from runtime.models.model import Model
 
 
 class DecodeBench:
-    """A model and its decode steps."""
+    """Benchmark of all implementations of one model's decode step."""
 
     def __init__(self, checkpoint: Checkpoint, device: str) -> None:
         self._config, self._device = checkpoint.config, device
@@ -37,7 +37,11 @@ class DecodeBench:
     def figures(
         self, name: str, batch: int, context: int, rate: float, runs: int
     ) -> Iterator[Figure]:
-        """Measure one launch (if supported), layer by layer, and a graph for each layer."""
+        """Measure a step as one launch (if supported), as a graph, and as a graph for each layer.
+
+        Args:
+            rate: bandwidth of a copy, in bytes per millisecond.
+        """
         pages = -(-(context + 1) // PAGE)  # pages of a sequence
         cache = self._cache(batch * pages)
         inputs = Batch.static(batch, pages, self._device)

@@ -1,9 +1,9 @@
 """Prefill of one prompt: ``python -m runtime.bench prefill --help``.
 
-Ours is the prefill of an engine, with CUDA graphs up to 2,048 tokens. It writes K and V into pages
-and attends over the pages. The comparison has the same weights, materializes q, k and v, and uses
-torch's scaled_dot_product_attention without pages. The floor is the operations at the rate of one
-large matmul.
+Our prefill is that of an engine, with CUDA graphs up to 2,048 tokens. It writes K and V into pages
+and attends over the pages. It is compared with layers that have the same weights, materialize q, k
+and v, and use torch's scaled_dot_product_attention without pages. The floor is the time of all
+operations at the rate of one large matmul.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from runtime.replay.prefill import TOKEN_BUCKETS, PrefillReplay
 
 
 class Materialized:
-    """The decoder layers of a checkpoint with q, k and v materialized and torch's attention."""
+    """Decoder layers of a checkpoint with materialized q, k and v, and torch's attention."""
 
     def __init__(self, checkpoint: Checkpoint, tokens: int, device: str) -> None:
         config = checkpoint.config
@@ -64,7 +64,7 @@ class Materialized:
 
 
 def operations(checkpoint: Checkpoint, tokens: int) -> int:
-    """Return the floating-point operations of all linear layers and of causal attention."""
+    """Return the number of floating-point operations of all linear layers and causal attention."""
     config = checkpoint.config
     weights = StepWeights.of(checkpoint, "meta")
     elements = (weights.nbytes - weights.head.weight.nbytes) // 2

@@ -1,4 +1,7 @@
-"""The megakernel alone, by ring size: ``python -m runtime.bench step --help``."""
+"""Decode megakernel alone, by ring size: ``python -m runtime.bench step --help``.
+
+The ring is the shared-memory buffer into which tiles of weights, K and V are prefetched.
+"""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -23,7 +26,12 @@ def figures(
     cases: Sequence[tuple[int, int]],
     rings: Sequence[tuple[int, int]],
 ) -> Iterator[Figure]:
-    """Measure every case (batch, context) with every ring (slots, tiles in flight)."""
+    """Measure every case with every ring.
+
+    Args:
+        cases: pairs of batch size and context length.
+        rings: pairs of ring slots and of tiles in flight.
+    """
     config, copied = SHAPES[shape], copy_rate()
     yield Figure("copy rate, GB/s", copied / 1e6, copied / 1e6)
     cos, sin = cos_sin_table(config, config.context_length)

@@ -1,1 +1,1 @@
-"""The vocabulary of the runtime: requests, sequences, limits and step plans. No tensor code."""
+"""Data types shared by all rooms: requests, sequences, limits and step plans. No tensor code."""
