@@ -13,7 +13,7 @@ modulo 2^64:
 
 `chunk` is the index of the chunk in the segment, by plane (see `format.Geometry`); `column` is the
 index of the column in its chunk; `entry_words` is the number of entry words of the chunk. In a raw
-plane `entry_words` is 0 and the words of a column are its elements as they lie in memory. In an
+plane `entry_words` is 0 and the words of a column are its elements in memory order. In an
 uncoded chunk the words of a column are its elements, too. Those of them that are stored as entries
 have no entry terms.
 

@@ -5,7 +5,7 @@ CodecError
 │   ├── FormatError       a header field, an entry start or an entry is invalid
 │   │   └── TruncatedPayload   the payload is shorter than its header states
 │   ├── CodebookMismatch  encoded with another codebook
-│   └── ChecksumMismatch  the decoded content is not what was encoded
+│   └── ChecksumMismatch  the decoded content differs from the encoded content
 ├── ArgumentError         an argument is invalid or does not fit the others
 │   ├── UnsupportedDtype  a dtype that the codec does not store
 │   ├── InvalidPlanes     invalid shape, strides, device or number of planes
@@ -47,7 +47,7 @@ class CodebookMismatch(PayloadError):
 
 
 class ChecksumMismatch(PayloadError):
-    """The decoded content is not what was encoded.
+    """The decoded content differs from the encoded content.
 
     The destination was already written and holds garbage, which the caller must discard.
     """

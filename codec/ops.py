@@ -114,7 +114,7 @@ def decode_pages(
         InvalidCodebook: a codebook has another dtype than the planes.
         FormatError: the payload is not a valid segment, or does not match the arguments.
         CodebookMismatch: a plane was encoded with another codebook.
-        ChecksumMismatch: the decoded content is not what was encoded.
+        ChecksumMismatch: the decoded content differs from the encoded content.
     """
     element, geometry = check_planes(planes, codebooks, num_tokens)
     pages = check_pages(page_ids, planes[0].shape[0], geometry)
@@ -188,7 +188,7 @@ def decode(
         InvalidCodebook: the codebook has another dtype than `out`.
         FormatError: the payload is not a valid segment of one tensor.
         CodebookMismatch: the payload was encoded with another codebook.
-        ChecksumMismatch: the decoded content is not what was encoded.
+        ChecksumMismatch: the decoded content differs from the encoded content.
     """
     header = read_header(payload)
     count = header.geometry.num_tokens

@@ -106,7 +106,7 @@ def _memory_of(plane: Tensor) -> tuple[int, int, int]:
 
 
 def _planes(planes: Sequence[Tensor], layout: Layout) -> Table:
-    """Return a `PLANE` table `[planes]`."""
+    """Return a table of `PLANE` records, one for each plane."""
     rows = []
     for plane, block in zip(planes, layout.blocks, strict=True):
         codes, low, high = (*block.streams, block.end, block.end)[:3]
@@ -115,7 +115,7 @@ def _planes(planes: Sequence[Tensor], layout: Layout) -> Table:
 
 
 def _books(codebooks: Sequence[Codebook | None]) -> Table:
-    """Return a `BOOK` table `[planes]`."""
+    """Return a table of `BOOK` records, one for each plane."""
     return np.frombuffer(b"".join(map(_book, codebooks)), dtype=BOOK)
 
 

@@ -20,7 +20,7 @@ ROWS = 16
 FIELD_BYTES = 4 * ROWS * COLUMNS
 """Bytes of uint32 `[16, 32]`."""
 NO_CODE = 16
-"""Bit of a field of codes that marks an exponent without a code."""
+"""Flag in a field of codes: the exponent has no code."""
 
 _u = np.uint64
 _EACH = 0x0001_0001_0001_0001

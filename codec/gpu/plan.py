@@ -193,7 +193,7 @@ class LaunchPlan:
         return max(needed, default=0)
 
     def encode(self, pages: Tensor, out: Tensor) -> None:
-        """Launch the encoding of a segment.
+        """Launch the kernels that encode a segment.
 
         Args:
             pages: int64 `[num_pages]` page ids.
@@ -231,7 +231,7 @@ class LaunchPlan:
     def _pack(
         self, out32: Tensor, out64: Tensor, sizes: Tensor, sums: Tensor, scratch: Tensor
     ) -> None:
-        """Launch the packing of the entries, which also writes the header."""
+        """Launch the kernels that pack the entries and write the header."""
         chunks = self._layout.coded_chunks
         programs = max(-(-chunks // _PACK_CHUNKS), 1)
         partials: tuple[Tensor, int, int] = (sizes, 1, 0xFF)
@@ -245,7 +245,7 @@ class LaunchPlan:
         )  # fmt: skip
 
     def decode(self, pages: Tensor, payload: Tensor) -> None:
-        """Launch the decoding of a segment.
+        """Launch the kernels that decode a segment.
 
         Args:
             pages: int64 `[num_pages]` page ids.
@@ -284,7 +284,7 @@ class LaunchPlan:
             )  # fmt: skip
 
     def checksum(self, pages: Tensor) -> None:
-        """Launch the checksum of the pages' content; the plan must have no codebooks."""
+        """Launch the checksum kernels for the pages' content; the plan must have no codebooks."""
         page_args = self._page_args(pages)
         for group in self._groups:
             kernels.raw_kernel[(*self._grid, group.planes)](

@@ -240,7 +240,7 @@ def _remainders_of(patterns: Tensor, codebook: Codebook) -> Tensor:
 
 
 def _overflow_at(columns: Columns, start: Tensor, overflow: int) -> Tensor:
-    """Return the indices of the entries that hold the last words of each column, if uncoded."""
+    """Return the entry indices `[columns, overflow]` of each column's last words, if uncoded."""
     word = torch.arange(overflow, device=start.device) * columns.widths[columns.chunk, None]
     return start[columns.chunk, None] + word + columns.column[:, None]
 

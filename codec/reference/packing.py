@@ -82,7 +82,7 @@ class Columns:
 def pack(values: Tensor, bits: int, *, raw: bool = False) -> Tensor:
     """Pack values of `bits` bits, `[columns, 32]`, into the words of a stream, `[columns, bits]`.
 
-    With `raw`, the words are the elements as they lie in memory.
+    With `raw`, the words are the elements in memory order.
     """
     words = values.new_zeros(len(values), bits)
     for k, (word, shift) in enumerate(_bit_positions(bits, values.device, raw)):

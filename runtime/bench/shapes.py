@@ -29,8 +29,7 @@ def random_checkpoint(
 
     Args:
         keep: fraction of parameters that factor pairs keep; 1 for dense layers.
-        ragged: difference of ranks between layers: they are lower by this, unchanged, or higher by
-            this, in turn.
+        ragged: variation of ranks. Layers cycle through rank - ragged, rank and rank + ragged.
     """
     generator = torch.Generator(device).manual_seed(0)
 

@@ -1,1 +1,1 @@
-"""Data types shared by all rooms: requests, sequences, limits and step plans. No tensor code."""
+"""Shared data types: requests, sequences, limits and step plans. No tensor code."""

@@ -21,7 +21,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Allocate the pages of a request's tokens, whose KV another worker will send."""
+    """Allocate pages for a request's tokens. Another worker will send their KV."""
 
     request: Request
 

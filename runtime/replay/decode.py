@@ -40,7 +40,7 @@ CAPTURED_FEATURES = (
     ALL_FEATURES,
 )
 """Sampling features for which graphs are captured: greedy, random without bias or penalties, and
-all features, for any other combination."""
+all features (used for every other combination)."""
 UNRESOLVED = Draw(-1)
 """Placeholder for a slot that did not advance. The next launched step samples its token again."""
 
@@ -121,7 +121,7 @@ class DecodeReplay:
         """Return whether a step of these sequences may be launched before the last one is read.
 
         It may not if sequences should first move to lower slots so that a smaller bucket suffices,
-        because the host must know the tokens of the sequences that it moves.
+        because the host must have read the tokens of the sequences that it moves.
         """
         smallest = self._bucket_of(len(sequences))
         if sequences == self._assignment.sequences:

@@ -71,8 +71,8 @@ class BatchSlots:
         """Assign a slot to each sequence and release the slots of all others.
 
         Sequences keep the slots they hold, if these are below ``within``. Sequences in other slots
-        move to lower ones, unless one of them has a token in flight, because the host does not
-        know that token yet.
+        move to lower ones, unless one of them has a token in flight, because the host has not
+        read that token yet.
 
         Returns:
             The slot of each sequence.

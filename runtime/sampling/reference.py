@@ -232,10 +232,10 @@ def _pick(mass: Tensor, parameters: SamplingTensors, vocab: int) -> tuple[Tensor
     kept = (mass >= mass[:, :1] * min_p) & (rank < parameters.top_k)
     running = torch.where(kept, mass, 0.0).cumsum(dim=-1)
     truncated = (min_p > 0) | (parameters.top_k < vocab)
-    # After min-p or top-k the remaining mass is the total; without them it is 1.
+    # With min-p or top-k, the total is the mass that they keep; without them it is 1.
     total = torch.where(truncated, running[:, -1:], 1.0)
     nucleus = kept & ((running - mass < top_p * total) | (top_p == 1.0))
-    nucleus[:, 0] = True  # even if top_p * total underflows
+    nucleus[:, 0] = True  # keep the best token even if top_p * total underflows
     everything = count == vocab
     ended = ~nucleus[:, -1:] & (~kept[:, -1:] | ~truncated) | everything
     total = torch.where(ended, torch.where(nucleus, mass, 0.0).sum(dim=-1, keepdim=True), 1.0)

@@ -48,7 +48,7 @@ def padded(size: int) -> int:
 
 
 def location(number: int, columns: int, size: int) -> tuple[int, int, int, int]:
-    """Return column, row, pair and side of an element of a chunk."""
+    """Return column, row, pair and side of element `number` of a chunk."""
     row, column = divmod(number // 8, columns)
     if size == 2:
         return column, row, number % 8 // 2, number % 2
@@ -64,7 +64,7 @@ def bits_at(words: Sequence[int], width: int, row: int, pair: int, side: int) ->
 
 
 def raw_bits_at(words: Sequence[int], size: int, row: int, pair: int, side: int) -> int:
-    """Return one element, read from a column's words as they lie in memory."""
+    """Return one element, read from a column's words in memory order."""
     h, half = 4 * row + pair, 16 * side
     if size == 2:
         return words[h] >> half & 0xFFFF

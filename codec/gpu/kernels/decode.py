@@ -69,7 +69,7 @@ def add_at(exponents, place, difference):
     """Add a difference to the exponent at a place, which is given as the bit of a mask.
 
     Registers cannot be indexed, so each of the 8 quads tests whether it holds the place. If the
-    exponent temporarily exceeds 255, the difference also undoes the carry into the next byte.
+    exponent of the escape code exceeds 255 and carries into the next byte, this undoes the carry.
     """
     sums = ()
     for w in tl.static_range(8):

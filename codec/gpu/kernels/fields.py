@@ -2,7 +2,7 @@
 # mypy: disable-error-code="assignment"
 """Conversions in registers between the words of a column and its codes, exponents and remainders.
 
-A column is held in one of three forms. `words` are its 32-bit words as they lie in memory. `pairs`
+A column is held in one of three forms. `words` are its 32-bit words in memory order. `pairs`
 are 16 registers with two 16-bit fields each, in the order of places (`FORMAT.md`). `quads` are 8
 registers with four 8-bit values each. The element type is given at compile time: ELEMENT_BYTES,
 MANTISSA_BITS, EXPONENT_MASK and REMAINDER_WIDTHS (bits in each remainder stream).
