@@ -118,14 +118,22 @@ def figures(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench decode")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
-    parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b", help="model shape")
+    parser.add_argument(
+        "--keep",
+        type=float,
+        nargs="+",
+        default=[0.5, 1.0],
+        help="fractions of parameters that factor pairs keep; 1 for dense",
+    )
     parser.add_argument("--ragged", type=int, default=0, help="variation of ranks between layers")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--context", type=int, nargs="+", default=[512])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="numbers of sequences")
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[512], help="context lengths in tokens"
+    )
     parser.add_argument("--peers", action="store_true", help="also measure transformers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--runs", type=int, default=30, help="timed runs of each call")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     with torch.inference_mode():

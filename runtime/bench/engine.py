@@ -47,7 +47,7 @@ class Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench engine")
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default="smollm2-135m", help="name or path of a checkpoint")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     checkpoint = load_checkpoint(resolve_model(arguments.model))

@@ -102,9 +102,11 @@ def figures(device: str, streams: list[int], runs: int) -> Iterator[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench host")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[1, 8, 64], help="numbers of streams"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--runs", type=int, default=300)
+    parser.add_argument("--runs", type=int, default=300, help="timed steps of each kind")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     print(describe(args.device))

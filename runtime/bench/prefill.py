@@ -121,14 +121,26 @@ def figures(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench prefill")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
-    parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 1.0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048, 8192, 32768])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b", help="model shape")
+    parser.add_argument(
+        "--keep",
+        type=float,
+        nargs="+",
+        default=[0.5, 1.0],
+        help="fractions of parameters that factor pairs keep; 1 for dense",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[128, 512, 2048, 8192, 32768],
+        help="prompt lengths in tokens",
+    )
     parser.add_argument(
         "--forced", action="store_true", help="also measure all matmuls with our kernels"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--runs", type=int, default=10, help="timed runs of each call")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     with torch.inference_mode():

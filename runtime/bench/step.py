@@ -62,13 +62,23 @@ def figures(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench step")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
-    parser.add_argument("--keep", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b", help="model shape")
+    parser.add_argument(
+        "--keep",
+        type=float,
+        nargs="+",
+        default=[0.5],
+        help="fractions of parameters that factor pairs keep; 1 for dense",
+    )
     parser.add_argument("--ragged", type=int, default=0, help="variation of ranks between layers")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--context", type=int, nargs="+", default=[512])
-    parser.add_argument("--slots", type=int, nargs="+", default=[5])
-    parser.add_argument("--ahead", type=int, nargs="+", default=[1])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="numbers of sequences")
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[512], help="context lengths in tokens"
+    )
+    parser.add_argument("--slots", type=int, nargs="+", default=[5], help="numbers of ring slots")
+    parser.add_argument(
+        "--ahead", type=int, nargs="+", default=[1], help="numbers of tiles in flight"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     with torch.inference_mode():
