@@ -1,7 +1,7 @@
-"""Backend interface: what a device implements, and which implementation a device uses.
+"""Interface of the codec backends, and selection of the backend for a device.
 
-Backends are loaded by module name, because each one imports its own compiler: numba on a CPU,
-Triton on a GPU. This module is the only one that knows these names.
+Backends are imported by module name on first use, because each one imports its own compiler: numba
+on a CPU, Triton on a GPU. Only this module contains these names.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ class Encoded:
     """Result of encoding one segment.
 
     Attributes:
-        length: bytes of the segment, at the start of the output. Bytes after them are undefined.
-        raw_bytes: bytes of the encoded slots as they are stored in the pages.
-        escapes: elements whose exponent has no code, in planes with a codebook. A rising rate
-            means that the data have drifted from the calibration sample.
+        length: length of the segment in bytes. Output bytes after it are undefined.
+        raw_bytes: size of the encoded slots in the pages, in bytes.
+        escapes: number of elements whose exponent has no code, in planes with a codebook. A rising
+            rate means that the data have drifted from the calibration sample.
         checksum: 64-bit checksum of the segment, also stored in its header.
     """
 
@@ -52,7 +52,10 @@ class Decoded:
 
 
 class Backend(Protocol):
-    """Implementation for one device; `reference/backend.py` is the specification."""
+    """Encode, decode and checksum functions of one device type.
+
+    `codec.reference.backend` specifies and documents them.
+    """
 
     def encode_planes(
         self,
@@ -80,7 +83,10 @@ class Backend(Protocol):
 
 
 class Pending(Protocol[T_co]):
-    """Result of a call that may still run. Until `done`, do not touch the segment or the pages."""
+    """Result of a call that may still be running.
+
+    Until `done`, the caller must not access the segment or the pages.
+    """
 
     @property
     def done(self) -> bool:
@@ -89,14 +95,14 @@ class Pending(Protocol[T_co]):
 
     @property
     def seconds(self) -> float:
-        """Seconds of codec work, valid once `done`; does not block."""
+        """Duration of the codec work in seconds, valid once `done`; does not block."""
         ...
 
     def result(self) -> T_co:
         """Wait for the call to finish and return its result.
 
         Raises:
-            CodecError: as `encode_pages` and `decode_pages` do.
+            CodecError: the same errors as `encode_pages` and `decode_pages`.
         """
         ...
 
@@ -105,13 +111,20 @@ class PagedCodec(Protocol):
     """Codec bound to the planes of one KV cache; see `codec.paged`."""
 
     def encode(self, page_ids: PageIds, num_tokens: int, out: Tensor) -> Pending[Encoded]:
-        """Encode pages as `encode_pages` does. Invalid arguments are raised immediately."""
+        """Start encoding pages, as `encode_pages` does.
+
+        Invalid arguments raise here, all other errors in `Pending.result`.
+        """
         ...
 
     def decode(
         self, payload: Tensor, header: SegmentHeader, page_ids: PageIds, num_tokens: int
     ) -> Pending[Decoded]:
-        """Decode a payload with this header as `decode_pages` does."""
+        """Start decoding a payload into pages, as `decode_pages` does.
+
+        Args:
+            header: header of the payload, from `codec.read_header`.
+        """
         ...
 
 
@@ -124,7 +137,7 @@ class PagedCodecFactory(Protocol):
 
 
 def backend_for(device: torch.device) -> Backend:
-    """Return the backend of a device; devices without their own use the reference."""
+    """Return the backend of a device: its own, or the reference if it has none."""
     return cast(Backend, import_module(_BACKENDS.get(device.type, _REFERENCE)))
 
 

@@ -13,8 +13,8 @@ from codec.format import Mode
 
 _ENTRY_BITS, _NIBBLE_BITS = 32, 4
 _MIN_TABLE_GAIN = 1.005
-"""Minimum gain in size for which a set with gaps is preferred to a window of exponents.
-A window needs no table and is coded two to three times as fast.
+"""Minimum size ratio at which the most frequent exponents are preferred to a window of consecutive
+ones. A window needs no lookup table and is coded two to three times as fast.
 """
 
 
@@ -24,7 +24,7 @@ class Histogram:
 
     Attributes:
         element: element type of the sample.
-        counts: occurrences of each exponent.
+        counts: number of occurrences of each exponent.
     """
 
     element: ElementType
@@ -91,7 +91,7 @@ class Histogram:
     def bits(self, codebook: Codebook) -> float:
         """Return the average bits per element with a codebook, including escapes.
 
-        Padding and the starts of chunks are not included.
+        Padding and the table of entry starts are not included.
         """
         escaped = self.total - sum(self.counts[exponent] for exponent in codebook.exponents)
         listed = escaped - sum(self.counts[exponent] for exponent in codebook.second)
@@ -145,7 +145,7 @@ def calibrate(
 
     Raises:
         InvalidCodebook: the sample is empty, or the dtype does not support the mode.
-        UnsupportedDtype: the dtype has no codebooks.
+        UnsupportedDtype: the sample or the dtype is not a supported floating-point dtype.
     """
     histogram = Histogram.of(sample, dtype)
     if mode is not None:

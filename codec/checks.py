@@ -38,7 +38,10 @@ def check_planes(
         InvalidPlanes, InvalidPages, InvalidCodebook, UnsupportedDtype: an argument is invalid.
     """
     if not planes or len(planes) != len(codebooks):
-        raise InvalidPlanes(f"got {len(planes)} planes and {len(codebooks)} codebooks")
+        raise InvalidPlanes(
+            f"a segment needs planes, each with a codebook or None, not {len(planes)} planes "
+            f"and {len(codebooks)} codebooks"
+        )
     first = planes[0]
     if first.ndim != 4:
         raise InvalidPlanes(f"a plane must be [page, kv_head, slot, dim], not {tuple(first.shape)}")
@@ -71,12 +74,12 @@ def check_pages(page_ids: PageIds, pages_in_plane: int, geometry: Geometry) -> T
     """Validate page ids; return them as int64 `[num_pages]` on the CPU.
 
     Raises:
-        InvalidPages: they are out of range, repeated, or not as many as the tokens need.
+        InvalidPages: ids are out of range, repeated, or more or fewer than the tokens need.
     """
     ids = page_ids.tolist() if isinstance(page_ids, Tensor) else list(page_ids)
     if len(ids) != geometry.num_pages:
         raise InvalidPages(
-            f"{geometry.num_tokens} tokens need {geometry.num_pages} pages, got {ids}"
+            f"{geometry.num_tokens} tokens need {geometry.num_pages} page ids, got {ids}"
         )
     if any(not 0 <= page < pages_in_plane for page in ids):
         raise InvalidPages(f"page ids must be in [0, {pages_in_plane}): {ids}")
@@ -127,7 +130,7 @@ def check_checksum(found: int, header: SegmentHeader) -> None:
 
 
 def check_codebooks(header: SegmentHeader, codebooks: Sequence[Codebook | None]) -> None:
-    """Raise a `PayloadError` unless each plane with codes is given its codebook."""
+    """Raise a `PayloadError` unless each coded plane has the codebook it was encoded with."""
     for number, (entry, codebook) in enumerate(zip(header.planes, codebooks, strict=True)):
         if entry.mode is Mode.RAW:
             continue
@@ -138,5 +141,6 @@ def check_codebooks(header: SegmentHeader, codebooks: Sequence[Codebook | None])
             )
         if codebook.mode is not entry.mode:
             raise FormatError(
-                f"plane {number} has mode {entry.mode.name}, codebook {given} has another"
+                f"plane {number} has mode {entry.mode.name}, codebook {given} has mode "
+                f"{codebook.mode.name}"
             )

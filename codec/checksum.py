@@ -1,8 +1,8 @@
-"""Checksum of a segment: 64 bits, dependent on positions, independent of the order of computation.
+"""64-bit checksum of a segment. It depends on positions, but not on the order of computation.
 
-It covers the stored words and entries, not the decoded elements, so neither side needs the elements
-again, and a change that decodes to the same elements is detected too. All arithmetic is modulo
-2^64:
+It covers the stored words and entries, not the decoded elements. It therefore needs no second pass
+over the elements, and also detects changes that decode to the same elements. All arithmetic is
+modulo 2^64:
 
     fold(z)  = y ^ y >> 32 with y = (z ^ z >> 32) * GOLDEN
 
@@ -13,8 +13,9 @@ again, and a change that decodes to the same elements is detected too. All arith
 
 `chunk` is the index of the chunk in the segment, by plane (see `format.Geometry`); `column` is the
 index of the column in its chunk; `entry_words` is the number of entry words of the chunk. In a raw
-plane `entry_words` is 0 and the words of a column are its elements as they lie in memory. In an
-uncoded chunk the words are the elements too, and its entries are not summed as entries.
+plane `entry_words` is 0 and the words of a column are its elements in memory order. In an
+uncoded chunk the words of a column are its elements, too. Those of them that are stored as entries
+have no entry terms.
 
 Keys are odd, so a change of one word always changes the digest of its column. `fold` is a
 bijection, so it always changes the checksum. A product of two 32-bit numbers does not overflow, so
@@ -33,7 +34,7 @@ KEYS = tuple(mix64((k + 1) * GOLDEN & MASK64) >> 32 | 1 for k in range(16))
 column.
 """
 ENTRY_COUNT_BITS = 8
-"""Bits of the number of entry words of a chunk, 0 to 160."""
+"""Bits that hold the number of entry words of a chunk, which is at most 160."""
 
 
 def fold(value: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ def fold(value: Tensor) -> Tensor:
 
 
 def columns(words: Tensor, chunk: Tensor, column: Tensor, entry_words: Tensor | int) -> Tensor:
-    """Return the sum of column terms.
+    """Return the sum of the column terms.
 
     int64 arithmetic wraps like uint64 arithmetic, so the result has the same bits.
 
@@ -60,7 +61,7 @@ def columns(words: Tensor, chunk: Tensor, column: Tensor, entry_words: Tensor | 
 
 
 def entries(words: Tensor, chunk: Tensor, number: Tensor) -> Tensor:
-    """Return the sum of entry terms.
+    """Return the sum of the entry terms.
 
     Args:
         words: int64 `[entries]`, values in [0, 2^32).

@@ -2,7 +2,7 @@
 
 SplitZip (arXiv 2605.01708, offline calibration) uses sixteen codes for a whole model. Here each
 plane of each layer has its own codebook and mode. The id of a codebook is the hash of its content,
-and payloads carry it.
+and segment headers contain it.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from codec.errors import CodebookMissing, InvalidCodebook
 from codec.format import Mode
 
 SECOND_CODES = 15
-"""Second-level codes; the sixteenth value marks an exponent without one."""
+"""Maximum second-level codes of four bits: 0 to 14. The value 15 marks an exponent without one."""
 _EXPONENT_VALUES = 256
 _ARTIFACT = "headrace-codebooks"
 _ARTIFACT_VERSION = 3
@@ -40,8 +40,8 @@ class Codebook:
     Attributes:
         exponents: biased exponents, ascending, one for each code of the mode.
         mode: any mode but `Mode.RAW`.
-        second: up to fifteen other exponents, ascending, in a mode with an escape code. An escape
-            with one of them takes four more bits, any other a word.
+        second: up to fifteen other exponents, ascending, for modes with an escape code. An escape
+            takes four more bits, and one more word if its exponent is not among these.
         dtype: dtype of the elements.
         escape_rate: fraction of the sample's elements without a code. It describes the sample and
             is not part of the id.
@@ -75,7 +75,9 @@ class Codebook:
         if not 0 <= self.escape_rate <= 1:
             raise InvalidCodebook(f"the escape rate must be in [0, 1]: {self.escape_rate}")
         if set(self.exponents) & set(self.second):
-            raise InvalidCodebook(f"exponents have two codes: {self.exponents}, {self.second}")
+            raise InvalidCodebook(
+                f"first- and second-level exponents overlap: {self.exponents}, {self.second}"
+            )
 
     @property
     def element(self) -> ElementType:
@@ -95,7 +97,7 @@ class Codebook:
 
     @property
     def is_window(self) -> bool:
-        """Whether the exponents are consecutive, so that a subtraction yields the code."""
+        """Whether the exponents are consecutive, so that code = exponent - lowest exponent."""
         return self.exponents[-1] - self.exponents[0] == len(self.exponents) - 1
 
     @cached_property
@@ -161,7 +163,7 @@ class Codebooks:
         """Return the codebook of `(layer, plane)`.
 
         Raises:
-            CodebookMissing: there is none.
+            CodebookMissing: the artifact has no such codebook.
         """
         try:
             return self._by_key[key]

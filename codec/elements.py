@@ -26,7 +26,7 @@ class ElementType:
         mantissa_bits: bits of the mantissa; 0 for integers.
         remainder_widths: bits per element in each stream of the remainder (sign above mantissa),
             from the lowest bits up.
-        units: stored units of one element.
+        units: number of stored units per element.
     """
 
     name: str
@@ -45,12 +45,12 @@ class ElementType:
 
     @property
     def words(self) -> int:
-        """32-bit words of 32 stored units."""
+        """Number of 32-bit words that hold 32 stored units."""
         return 8 * self.size
 
     @property
     def remainder_words(self) -> int:
-        """32-bit words of the remainders of 32 elements."""
+        """Number of 32-bit words that hold the remainders of 32 elements."""
         return sum(self.remainder_widths)
 
 

@@ -2,16 +2,16 @@
 
 CodecError
 ├── PayloadError          the payload cannot be decoded
-│   ├── FormatError       a header field, a start or an entry is invalid
+│   ├── FormatError       a header field, an entry start or an entry is invalid
 │   │   └── TruncatedPayload   the payload is shorter than its header states
 │   ├── CodebookMismatch  encoded with another codebook
-│   └── ChecksumMismatch  the decoded content is not what was encoded
-├── ArgumentError         the arguments of a call do not fit one another
+│   └── ChecksumMismatch  the decoded content differs from the encoded content
+├── ArgumentError         an argument is invalid or does not fit the others
 │   ├── UnsupportedDtype  a dtype that the codec does not store
-│   ├── InvalidPlanes     shape, strides, device or number of planes
+│   ├── InvalidPlanes     invalid shape, strides, device or number of planes
 │   ├── InvalidPages      page ids out of range, repeated, or of the wrong number
 │   ├── ShapeMismatch     a shape with another number of elements than the payload
-│   └── InvalidBuffer     dtype, shape, layout or device of a payload or an output
+│   └── InvalidBuffer     wrong dtype, shape, layout or device of a payload or an output
 │       └── BufferTooSmall     the output is shorter than the largest possible segment
 └── CodebookError
     ├── InvalidCodebook   exponents that do not fit the mode, an empty sample, a damaged artifact,
@@ -32,7 +32,7 @@ class PayloadError(CodecError):
 
 
 class FormatError(PayloadError):
-    """A header field, a start or an entry is invalid.
+    """A header field, an entry start or an entry is invalid.
 
     On a CPU nothing was written. On a GPU the destination may hold garbage.
     """
@@ -47,14 +47,14 @@ class CodebookMismatch(PayloadError):
 
 
 class ChecksumMismatch(PayloadError):
-    """The decoded content is not what was encoded.
+    """The decoded content differs from the encoded content.
 
     The destination was already written and holds garbage, which the caller must discard.
     """
 
 
 class ArgumentError(CodecError):
-    """The arguments of a call do not fit one another."""
+    """An argument is invalid, or does not fit the other arguments."""
 
 
 class UnsupportedDtype(ArgumentError):
@@ -66,7 +66,7 @@ class InvalidPlanes(ArgumentError):
 
 
 class InvalidPages(ArgumentError):
-    """Page ids are out of range, repeated, or not as many as the tokens need."""
+    """Page ids are out of range, repeated, or more or fewer than the tokens need."""
 
 
 class ShapeMismatch(ArgumentError):

@@ -1,8 +1,8 @@
 """Wire format: byte offsets in a segment, and its header. Pure Python, little-endian.
 
-A segment is a header, a table of where each chunk's entries start, one block for each plane, and
-the entries. Everything but the length of the entries follows from the geometry, before encoding.
-`FORMAT.md` specifies the bytes.
+A segment is a header, a table of entry starts (the index of each chunk's first entry word), one
+block for each plane, and the entries. All sizes except that of the entries are known before
+encoding. `FORMAT.md` specifies the bytes and defines the terms.
 """
 
 import struct
@@ -21,7 +21,7 @@ MAGIC = b"HRSZ"
 CHUNK = 1024
 """Elements of a full chunk; positions in a chunk have 10 bits."""
 COLUMN = 32
-"""Elements of a column, the last one of a run padded. A stream of b bits has b words per column."""
+"""Elements of a column. A stream with b bits per element has b 32-bit words per column."""
 COLUMNS = CHUNK // COLUMN
 """Columns of a full chunk."""
 WORD_BYTES = 4
@@ -29,9 +29,11 @@ WORD_BYTES = 4
 ALIGNMENT = 16
 """Alignment of blocks, streams and entries in a segment, in bytes."""
 MAX_ENTRY_WORDS = (1 << 32) - 1
-"""Maximum entry words of a segment: starts are uint32. 16 GiB of random bf16 need a quarter."""
+"""Maximum entry words of a segment: entry starts are uint32. 16 GiB of random bf16 use 1/4."""
 MAX_NIBBLES, MAX_LISTED = 256, 64
-"""Maximum escapes of a coded chunk with second-level codes, and of those that may be listed."""
+"""Maximum escapes, and maximum listed escapes (those without a second-level code), of a chunk in a
+mode with an escape code. A chunk with more of either is stored uncoded.
+"""
 
 _SEGMENT = struct.Struct("<4sHBBIIIIQQQQQ")
 _PLANE = struct.Struct("<B7sQ")
@@ -51,7 +53,7 @@ class Mode(IntEnum):
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code; 0 for raw."""
+        """Bits of a code; 0 for `RAW`."""
         return (0, 4, 4, 3)[self]
 
     @property
@@ -65,7 +67,7 @@ class Mode(IntEnum):
         return (1 << self.code_bits) - self.has_escape_code if self else 0
 
     def supports(self, element: ElementType) -> bool:
-        """Whether planes of this element type have this mode: raw, or codes that save bits."""
+        """Return whether the mode is `RAW` or has codes shorter than the type's exponents."""
         return self is Mode.RAW or self.code_bits < element.exponent_bits
 
 
@@ -79,9 +81,9 @@ class Geometry:
     """Content of one plane of a segment, `[kv_head, token, dim]`, divided into chunks.
 
     A *run* is the tokens of one head in one page, which are contiguous in memory. A run is divided
-    into chunks of `CHUNK` elements; the last one may be short. A chunk has as many columns as its
-    elements need, the last one padded. Chunks and columns are numbered by head, then by page. `dim`
-    counts stored units: the head dimension times the units of an element.
+    into chunks of `CHUNK` elements; the last one may be short. A chunk is padded to whole columns.
+    Chunks and columns are numbered by head, then by page. `dim` counts stored units: the head
+    dimension times the units of an element.
     """
 
     kv_heads: int
@@ -137,7 +139,7 @@ def stream_widths(element: ElementType, mode: Mode) -> tuple[int, ...]:
 
 
 def overflow_words(element: ElementType, mode: Mode) -> int:
-    """Return the words of a column that do not fit the streams if its chunk is uncoded."""
+    """Return how many words of each column of an uncoded chunk are stored as entries."""
     return element.words - sum(stream_widths(element, mode))
 
 
@@ -163,11 +165,12 @@ class Layout:
     """Byte offsets of the parts of a segment.
 
     Attributes:
-        starts: table of starts, uint32: one for each chunk of a plane with codes, and one more.
+        starts: offset of the table of entry starts, a uint32 for each chunk of a plane with codes
+            and one more.
         coded_chunks: number of chunks of all planes with codes.
-        blocks: one for each plane.
-        entries: start of the entries, and end of the last block.
-        bound: maximum length of the segment, for any data.
+        blocks: offsets of the block of each plane.
+        entries: offset of the entries, which is the end of the last block.
+        bound: maximum length of the segment in bytes, for any data.
     """
 
     starts: int
@@ -196,7 +199,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class PlaneHeader:
-    """Header of one plane: its mode and the number of its codebook, 0 if raw."""
+    """Header of one plane: its mode, and `Codebook.number` of its codebook (0 if raw)."""
 
     mode: Mode
     codebook: int
@@ -256,7 +259,7 @@ def seal_of(crc: int, length: int, checksum: int) -> int:
 
 
 def peek_header_bytes(start: bytes, payload_bytes: int) -> int:
-    """Return the length of the header, from its first `SEGMENT_HEADER_BYTES` bytes.
+    """Return the length of the whole header in bytes, given its first `SEGMENT_HEADER_BYTES` bytes.
 
     Raises `TruncatedPayload` or `FormatError`.
     """
@@ -278,8 +281,7 @@ def peek_header_bytes(start: bytes, payload_bytes: int) -> int:
 def parse_header(header: bytes, payload_bytes: int) -> SegmentHeader:
     """Parse and validate a header, the first `peek_header_bytes(...)` bytes of a payload.
 
-    The returned layout can be used without further checks, except for the table of starts and the
-    entries. Raises `TruncatedPayload` or `FormatError`.
+    Entry starts and entries are not validated. Raises `TruncatedPayload` or `FormatError`.
     """
     fields = _SEGMENT.unpack_from(header)
     _, _, element_number, reserved, num_planes, kv_heads, dim, crc = fields[:8]
@@ -291,7 +293,7 @@ def parse_header(header: bytes, payload_bytes: int) -> SegmentHeader:
     if length > payload_bytes:
         raise TruncatedPayload(f"the segment has {length} bytes, the payload {payload_bytes}")
     if length < payload_bytes:
-        raise FormatError(f"{payload_bytes - length} bytes follow the segment's {length}")
+        raise FormatError(f"the segment has {length} bytes, the payload {payload_bytes}")
     if element_number not in BY_NUMBER:
         raise FormatError(f"unknown element type {element_number}")
     if reserved:
@@ -326,7 +328,7 @@ def _parse_planes(table: bytes, element: ElementType) -> tuple[PlaneHeader, ...]
 
 
 def max_payload_bytes(num_elements: int, element: ElementType = BF16) -> int:
-    """Return the maximum length of `codec.encode`'s result for a number of elements, in bytes."""
+    """Return the maximum length of the result of `codec.encode`, in bytes, for any data."""
     return max_segment_bytes(1, 1, 1, num_elements, max(num_elements, 1), element)
 
 
@@ -340,7 +342,7 @@ def max_segment_bytes(
 ) -> int:
     """Return the maximum length of a segment of `codec.encode_pages`, in bytes, for any data.
 
-    `dim` counts elements, and `element` is the element type; see `codec.element_of`.
+    `dim` is the head dimension in elements; `element` is the result of `codec.element_of`.
     """
     geometry = Geometry(kv_heads, dim * element.units, num_tokens, page_slots)
     modes = (mode for mode in Mode if mode.supports(element))

@@ -35,7 +35,7 @@ from codec.format import (
 )
 
 _FIRST_READ = header_bytes(256)
-"""Bytes copied from a payload first: the whole header of nearly every segment, in one copy."""
+"""Payload bytes copied to the host to read a header; one copy suffices for up to 256 planes."""
 
 
 def encode_pages(
@@ -97,7 +97,7 @@ def decode_pages(
 
     The header is validated before the first write; on a CPU the entries are validated as well.
     After `ChecksumMismatch`, and on a GPU after any `FormatError`, the pages may hold garbage.
-    Such pages must not be attended; the caller frees them.
+    The caller must free such pages without using them.
 
     Args:
         payload: uint8, 1-D, contiguous: exactly the bytes of one segment. It must not change
@@ -106,15 +106,15 @@ def decode_pages(
         codebooks: as for `encode_pages`; planes that are stored raw do not need theirs.
         page_ids: ids of the destination pages.
         num_tokens: number of tokens in the segment. Slots after them are not written.
-        header: header of the payload, if it was read already.
+        header: header of the payload, if the caller has read it already.
         backend: as for `encode_pages`.
 
     Raises:
         ArgumentError: an argument is invalid.
         InvalidCodebook: a codebook has another dtype than the planes.
-        FormatError: the payload is not a valid segment of these arguments.
+        FormatError: the payload is not a valid segment, or does not match the arguments.
         CodebookMismatch: a plane was encoded with another codebook.
-        ChecksumMismatch: the decoded content is not what was encoded.
+        ChecksumMismatch: the decoded content differs from the encoded content.
     """
     element, geometry = check_planes(planes, codebooks, num_tokens)
     pages = check_pages(page_ids, planes[0].shape[0], geometry)
@@ -137,7 +137,7 @@ def checksum_pages(
     """Return the 64-bit checksum of the content of some pages.
 
     It equals the checksum of a segment that stores these pages raw, and does not depend on the
-    page ids. Arguments are those of `encode_pages`.
+    page ids. The arguments are those of `encode_pages`.
     """
     _, geometry = check_planes(planes, [None] * len(planes), num_tokens)
     pages = check_pages(page_ids, planes[0].shape[0], geometry)
@@ -148,7 +148,7 @@ def checksum_pages(
 def encode(tensor: Tensor, codebook: Codebook | None) -> Tensor:
     """Encode a tensor of any shape; a codebook of None stores it raw.
 
-    The payload does not contain the shape: `decode` must be given it.
+    The payload does not contain the shape, so `decode` takes it as an argument.
 
     Returns:
         uint8 tensor `[length]` on the same device: a segment of one plane, page and head with as
@@ -176,7 +176,7 @@ def decode(
 
     Args:
         payload: uint8 `[length]`, contiguous.
-        codebook: the codebook of the encoding; a raw payload does not need one.
+        codebook: codebook that the tensor was encoded with; not needed for a raw payload.
         shape: shape of the result. One dimension may be -1 and is inferred, as in `Tensor.view`;
             `(-1,)` returns a 1-D tensor.
         out: contiguous tensor of this shape and of the payload's dtype that receives the result.
@@ -188,7 +188,7 @@ def decode(
         InvalidCodebook: the codebook has another dtype than `out`.
         FormatError: the payload is not a valid segment of one tensor.
         CodebookMismatch: the payload was encoded with another codebook.
-        ChecksumMismatch: the decoded content is not what was encoded.
+        ChecksumMismatch: the decoded content differs from the encoded content.
     """
     header = read_header(payload)
     count = header.geometry.num_tokens
@@ -224,7 +224,7 @@ def read_header(payload: Tensor) -> SegmentHeader:
 
 
 def warm_up() -> None:
-    """Compile the CPU backend, so that the first request does not wait for the compiler."""
+    """Compile the CPU backend, so that the first request is not delayed by compilation."""
     sample = torch.linspace(-1, 1, 64, dtype=torch.bfloat16)
     for mode in (Mode.TOP16, Mode.INBAND, Mode.THREE_BIT):
         codebook = Codebook(tuple(range(112, 112 + mode.codes)), mode)

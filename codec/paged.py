@@ -30,8 +30,8 @@ def paged(planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> Pag
         codebooks: one for each plane; None stores the plane raw.
 
     Raises:
-        ArgumentError, InvalidCodebook: as `encode_pages` does. On a CPU they are raised by the
-            calls.
+        ArgumentError, InvalidCodebook: the planes or codebooks are invalid. On a CPU, `encode` and
+            `decode` of the result raise them instead.
     """
     factory = paged_codec_for(planes[0].device) if planes else None
     return factory(planes, codebooks) if factory else _SynchronousCodec(planes, codebooks)
@@ -39,7 +39,7 @@ def paged(planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> Pag
 
 @dataclass(frozen=True)
 class Finished(Generic[T]):
-    """A `Pending` result that is available already."""
+    """Completed `Pending` result."""
 
     value: T
     seconds: float

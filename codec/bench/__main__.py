@@ -1,8 +1,8 @@
 """Benchmark of the codec against a memory copy: `python -m codec.bench --help`.
 
-A row is a segment of N(0, 1) values in one element type and mode, with pages in a random order and
-a codebook calibrated on another sample. The floor is the time of a copy of the raw bytes. All calls
-are public. The rows of a GPU are in `gpu.py`.
+Each row measures one segment of N(0, 1) values in one element type and mode. Its pages are in
+random order, and its codebook is calibrated on another sample. The floor is the time to copy the
+raw bytes. On the CPU the public calls are measured; `gpu.py` has the GPU benchmark.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _MODE_NAMES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Planes `[page, heads, slots, dim]` and tokens of a segment to measure."""
+    """Size of a segment: `tokens` tokens in each of `planes` planes `[page, heads, slots, dim]`."""
 
     name: str
     planes: int
@@ -87,7 +87,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Measured case; times are seconds of one call, the shortest of all repeats."""
+    """Measurements of one case.
+
+    Attributes:
+        ratio: raw bytes over payload bytes.
+        escapes: fraction of elements without a code.
+        encode, decode, checksum: seconds of the fastest call.
+        floor: seconds of the fastest copy of the raw bytes.
+    """
 
     shape: str
     case: str
@@ -101,7 +108,7 @@ class Row:
     floor: float
 
     def speed(self, seconds: float) -> float:
-        """Return MB/s (10^6 bytes) of raw data."""
+        """Convert the seconds of a call to MB/s (10^6 bytes) of raw data."""
         return self.raw_bytes / seconds / 1e6
 
 
@@ -123,7 +130,7 @@ CASES = [
 
 
 def best_seconds(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Return the shortest of `repeats` runs, after a warm-up run."""
+    """Return the shortest duration of `repeats` runs in seconds, after a warm-up run."""
 
     def once() -> float:
         start = time.perf_counter()
@@ -137,14 +144,18 @@ def best_seconds(call: Callable[[], object], repeats: int, device: torch.device)
 
 
 def floor_seconds(raw_bytes: int, repeats: int, device: torch.device) -> float:
-    """Return the seconds of a copy of `raw_bytes` bytes."""
+    """Return the seconds of the fastest copy of `raw_bytes` bytes."""
     source = torch.randint(0, 256, (raw_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return best_seconds(lambda: target.copy_(source), repeats, device)
 
 
 def measure(case: Case, backend: Backend | None, repeats: int, device: torch.device) -> Row:
-    """Measure encode, decode and checksum of one segment; a backend of None is the device's own."""
+    """Measure encode, decode and checksum of one segment.
+
+    Args:
+        backend: backend to measure; None for the default backend of the device.
+    """
     generator, shape = torch.Generator().manual_seed(0), case.shape
     pages, tokens = -(-shape.tokens // shape.slots), shape.tokens
     planes = [plane.to(device) for plane in case.planes(2 * pages, generator)]
@@ -206,14 +217,14 @@ def write_json(path: Path, rows: Sequence[Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the codec against a memory copy.")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--repeats", type=int, default=20, help="runs of each call (20)")
+    parser.add_argument("--repeats", type=int, default=20, help="timed runs of each call (20)")
     parser.add_argument("--reference", action="store_true", help="also measure the torch reference")
-    parser.add_argument("--json", type=Path, help="file for the rows and the environment")
-    parser.add_argument("--peer", type=Path, help="cuda: the paper's codec_gpu.py, to compare with")
+    parser.add_argument("--json", type=Path, help="write rows and environment to this file")
+    parser.add_argument("--peer", type=Path, help="cuda only: the paper's codec_gpu.py, as a peer")
     parser.add_argument(
         "--kv",
         type=Path,
-        help="cuda: torch file of real KV, from `headrace kv-statistics --keep-kv`",
+        help="cuda only: torch file of real KV, from `headrace kv-statistics --keep-kv`",
     )
     options = parser.parse_args()
     device = torch.device(options.device)

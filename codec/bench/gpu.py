@@ -1,9 +1,9 @@
 """Benchmark of the codec on a GPU: `python -m codec.bench --device cuda --help`.
 
-A row is a segment with a launch plan of its own, timed by events with the L2 cache flushed between
-runs, or a CUDA graph of many segments. Its floor is the time to move the raw bytes and the payload
-at the speed of a copy. With `--peer` the paper's public code, `codec_gpu.py`, runs on the same
-tensors in the same process.
+A row measures one segment, or many segments in a CUDA graph. Calls are timed with CUDA events, and
+the L2 cache is flushed between runs. The floor is the time to move the raw bytes and the payload at
+the speed of a copy. With `--peer` the paper's public code, `codec_gpu.py`, runs on the same tensors
+in the same process.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ _PEER_CLASS = "ChunkLocalSplitZipGPU"
 
 @dataclass(frozen=True)
 class GpuRow:
-    """Measured case.
+    """Measurements of one case.
 
     Attributes:
         ratio: raw bytes over payload bytes.
@@ -60,14 +60,19 @@ class GpuRow:
 
 @dataclass(frozen=True)
 class Bench:
-    """Speed of a copy in GB/s, read and written bytes, and the class of the peer's codec."""
+    """Benchmark of one run.
+
+    Attributes:
+        copied: speed of a copy in GB/s, counting bytes read and bytes written.
+        peer: encoder class of the paper's code, or None.
+    """
 
     copied: float
     peer: Any = None
 
     @classmethod
     def start(cls, peer: Path | None) -> "Bench":
-        """Measure a copy and load the peer."""
+        """Measure the speed of a copy and load the paper's code."""
         source = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
         copied = 2 * source.numel() / _milliseconds(lambda: target.copy_(source)) / 1e6
@@ -83,7 +88,13 @@ class Bench:
         *,
         against_peer: bool = False,
     ) -> GpuRow:
-        """Measure encoding some pages of all planes, and decoding, after checking the result."""
+        """Check the round trip of some pages of all planes, then measure encoding and decoding.
+
+        Args:
+            books: codebook of each plane, or one for all.
+            ids: page ids of the segment.
+            against_peer: also measure the paper's code on the first plane.
+        """
         encoding, out = _plan(planes, books, tokens)
         pages = torch.tensor(ids, device="cuda")
         encoding.encode(pages, out)
@@ -105,7 +116,7 @@ class Bench:
         return GpuRow(name, raw, raw / length, escapes / elements, encode, decode, floor, *peer)
 
     def graph_row(self, name: str, segments: list[Tensor], book: codec.Codebook) -> GpuRow:
-        """Measure segments encoded one after another in a CUDA graph, with a tail stream."""
+        """Measure a CUDA graph of many segments, with a tail stream (see `LaunchPlan`)."""
         tail_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         page = torch.zeros(1, dtype=torch.int64, device="cuda")
         plans = [_plan([_flat(x)], book, x.numel(), tail_stream) for x in segments]
@@ -149,7 +160,10 @@ Kv = dict[str, list[Tensor]]
 
 
 def real_rows(bench: Bench, kv: Kv) -> Iterator[GpuRow]:
-    """Measure all planes of a model with their own codebooks, repeated up to 512 MiB."""
+    """Measure all planes of a model, each with its own codebook.
+
+    Pages are repeated until the planes have 512 MiB.
+    """
     size = sum(plane.numel() * 2 for plane in kv["test"])
     times = max(1, 512 * MIB // size)
     planes = [plane.repeat(times, 1, 1, 1).cuda() for plane in kv["test"]]
@@ -161,7 +175,7 @@ def real_rows(bench: Bench, kv: Kv) -> Iterator[GpuRow]:
 
 
 def rows(bench: Bench, kv: Kv | None) -> Iterator[GpuRow]:
-    """Measure all cases."""
+    """Yield the measurements of all cases."""
     book = _calibrated(Mode.TOP16)
     for mib in (1, 16, 64, 512, 4096):
         x = normal(mib * MIB // 2)
@@ -216,7 +230,7 @@ def _plan(
     tokens: int,
     tail_stream: torch.cuda.Stream | None = None,
 ) -> tuple[LaunchPlan, Tensor]:
-    """Return a launch plan and an output for any segment of it."""
+    """Return a launch plan, and an output buffer that holds any of its segments."""
     _, heads, slots, dim = planes[0].shape
     geometry = Geometry(heads, dim, tokens, slots)
     books = books if isinstance(books, list) else [books] * len(planes)
@@ -251,7 +265,7 @@ def _captured(call: Callable[[], None], tail_stream: torch.cuda.Stream) -> torch
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
-    """Return the median of many runs."""
+    """Return the median duration of a call in milliseconds."""
     return float(do_bench(call, warmup=20, rep=60, return_mode="median"))
 
 

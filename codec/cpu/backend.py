@@ -1,7 +1,7 @@
-"""CPU backend: encode, decode and checksum by compiled loops, with the bytes of the reference.
+"""CPU backend: compiled loops that write the same bytes as the reference.
 
-One compiled call processes all planes of a segment. The loops run without the interpreter lock, and
-every return to Python would compete for it.
+One compiled call processes all planes of a segment. The loops run without the GIL, and every return
+to Python would have to acquire it.
 """
 
 from collections.abc import Sequence
@@ -72,20 +72,20 @@ def decode_planes(
 
 
 def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry) -> int:
-    """Checksum planes; see `codec.reference.backend.checksum_planes`."""
+    """Compute the checksum of planes; see `codec.reference.backend.checksum_planes`."""
     table = np.array([(*_memory_of(plane), 0, 0, 0, 0) for plane in planes], dtype=PLANE)
     element = _element(element_of(planes[0].dtype))
     return int(loops.checksum_segment(table, chunk_table(pages, geometry), element, _KEYS))
 
 
 def _check_starts(payload: Tensor, header: SegmentHeader, layout: Layout) -> None:
-    """Raise `FormatError` if the table of starts is invalid."""
+    """Raise `FormatError` if the table of entry starts is invalid."""
     if not layout.coded_chunks:
         return
     table = payload.numpy()[layout.starts :][: 4 * (layout.coded_chunks + 1)]
     starts = table.view("<u4")
     if starts[0] or (starts[1:] < starts[:-1]).any():
-        raise FormatError("the table of starts is not ascending from 0")
+        raise FormatError("the table of entry starts is not ascending from 0")
     entry_words = int(starts[-1])
     if layout.length(entry_words) != header.length:
         raise FormatError(
@@ -106,7 +106,7 @@ def _memory_of(plane: Tensor) -> tuple[int, int, int]:
 
 
 def _planes(planes: Sequence[Tensor], layout: Layout) -> Table:
-    """Return a `PLANE` table `[planes]`."""
+    """Return a table of `PLANE` records, one for each plane."""
     rows = []
     for plane, block in zip(planes, layout.blocks, strict=True):
         codes, low, high = (*block.streams, block.end, block.end)[:3]
@@ -115,7 +115,7 @@ def _planes(planes: Sequence[Tensor], layout: Layout) -> Table:
 
 
 def _books(codebooks: Sequence[Codebook | None]) -> Table:
-    """Return a `BOOK` table `[planes]`."""
+    """Return a table of `BOOK` records, one for each plane."""
     return np.frombuffer(b"".join(map(_book, codebooks)), dtype=BOOK)
 
 

@@ -1,4 +1,4 @@
-"""Table of the chunks of a plane, over which the compiled loops iterate."""
+"""Table of the chunks of a plane, for the compiled loops."""
 
 import numpy as np
 from torch import Tensor
@@ -8,7 +8,7 @@ from codec.format import CHUNK, Geometry
 
 
 def chunk_table(pages: Tensor, geometry: Geometry) -> Table:
-    """Return a `CHUNKS` table `[chunks]`, in the order of the segment.
+    """Return a table of `CHUNKS` records, one for each chunk of a plane, in segment order.
 
     Args:
         pages: int64 `[geometry.num_pages]` page ids, in token order.

@@ -1,9 +1,9 @@
 """Compiled loops over one chunk of a plane with codes. Common arguments:
 
-source, target: address of the chunk's first element; all columns are whole.
+source, target: address of the chunk's first element; the chunk is padded to whole columns.
 columns: number of columns.
 book: record of `BOOK`; see `tables.py`.
-parts: addresses of the chunk's words in the streams, and of its entries.
+parts: see `Parts`.
 entry_words: number of entry words.
 scratch: address of `SCRATCH_BYTES` bytes, zero at the start of a segment.
 """
@@ -75,7 +75,10 @@ DIGESTS = _MASKS + WORD_BYTES * COLUMNS
 _ENTRIES = DIGESTS + 8 * COLUMNS
 _POSITIONS = _ENTRIES + WORD_BYTES * MAX_CHUNK_WORDS
 SCRATCH_BYTES = _POSITIONS + 2 * POSITIONS
-"""Fields of elements, codes and remainders, then the parts at the offsets above."""
+"""Size of the scratch memory of a chunk. It holds the fields of its elements, codes, remainders and
+high remainder bits, then escape masks, column digests, entries and escape positions at the offsets
+above.
+"""
 
 
 class Parts(NamedTuple):
@@ -91,7 +94,7 @@ class Parts(NamedTuple):
 def encode_chunk(
     source: int, columns: int, element: Element, book: Record, parts: Parts, scratch: int
 ) -> tuple[int, int]:
-    """Write a chunk; return its entry words and its escapes."""
+    """Encode a chunk; return its number of entry words and its number of escapes."""
     fields, codes, remainders = scratch, scratch + _CODES, scratch + _REMAINDERS
     mantissa, exponent_mask = element.mantissa_bits, (1 << element.exponent_bits) - 1
     if columns < COLUMNS:
@@ -127,7 +130,8 @@ def _list_escapes(
 ) -> int:
     """Write the entries of a chunk's escapes.
 
-    Returns their number of words, or `max_words` if the chunk must be stored uncoded.
+    Returns:
+        The number of entry words, or `max_words` if the chunk must be stored uncoded.
     """
     if escapes >= max_words and not book.escape:
         return max_words
@@ -149,7 +153,7 @@ def decode_chunk(
     target: int, columns: int, element: Element, book: Record, parts: Parts, entry_words: int,
     scratch: int,
 ) -> None:  # fmt: skip
-    """Write the elements of a validated chunk."""
+    """Decode a validated chunk into `target`."""
     if entry_words == book.overflow * columns:
         _copy_uncoded(target, columns, element, book, parts, False)
         return
@@ -191,7 +195,7 @@ def scan_chunk(
     length: int, columns: int, element: Element, book: Record, parts: Parts, entry_words: int,
     scratch: int,
 ) -> int:  # fmt: skip
-    """Validate a chunk's entries; return 0 or an error of `entries.py`."""
+    """Validate a chunk's entries; return 0 or an error code of `entries.py`."""
     max_words = book.overflow * columns
     if entry_words >= max_words:
         return TOO_MANY if entry_words > max_words else 0
@@ -214,7 +218,7 @@ def sum_chunk(
     chunk: int, elements: int, columns: int, element: Element, book: Record, parts: Parts,
     entry_words: int, scratch: int, keys: Keys,
 ) -> Sum:  # fmt: skip
-    """Return the checksum terms of chunk number `chunk` of the segment."""
+    """Return the sum of the checksum terms of chunk number `chunk` of the segment."""
     digests = scratch + DIGESTS
     if entry_words == book.overflow * columns:
         return sum_elements(chunk, elements, columns, element, entry_words, digests, keys)

@@ -1,9 +1,9 @@
 """Compiled loops over the escapes of a chunk and their entries. Common arguments:
 
 fields: address of the chunk's elements, uint32 `[16, 32]`; see `fields.py`.
-masks: address of uint32 `[32]`: for each column, 1 at the places of escapes.
-positions: address of uint16 `[POSITIONS]`, positions of the escapes.
-entries: address of the chunk's entries, of which there are `entry_words`.
+masks: address of uint32 `[32]`, a bit mask for each column with a 1 at the place of each escape.
+positions: address of uint16 `[POSITIONS]`, positions of the escapes in the chunk, ascending.
+entries: address of the chunk's `entry_words` entry words.
 book: record of `BOOK`; see `tables.py`.
 """
 
@@ -28,18 +28,20 @@ NIBBLES = 8
 MAX_CHUNK_WORDS = MAX_NIBBLES // NIBBLES + MAX_LISTED
 """Maximum entry words of a coded chunk in a mode with an escape code."""
 _AT_ONCE = 8
+"""Minimum positions that `list_positions` stores for a pair of columns."""
 POSITIONS = CHUNK + _AT_ONCE
+"""Length of the positions buffer, with space for the invalid positions after the last escape."""
 
 TOO_MANY, OUTSIDE, DISORDERED, EXPONENT, UNUSED, SECOND, COUNT, DISPLACED = range(1, 9)
-"""Errors in the entries of a chunk."""
+"""Error codes of the `scan_` functions; `codec.cpu.backend` has their messages."""
 
 
 @compiled
 def list_positions(masks: int, positions: int) -> int:
     """Write the positions of the escapes; return their number.
 
-    At least eight stores are made for each pair of columns, because a loop over the exact number of
-    escapes would be mispredicted.
+    For each pair of columns at least eight positions are stored, and invalid ones are overwritten
+    by the next pair. A loop over the exact number of escapes would cause branch mispredictions.
     """
     data, out = pointer(masks, np.uint64), pointer(positions, np.uint16)
     count = 0
@@ -93,9 +95,10 @@ def write_list(fields: int, element: Element, positions: int, count: int, entrie
 def write_levels(
     fields: int, element: Element, positions: int, count: int, book: Record, entries: int
 ) -> int:
-    """Write up to `MAX_CHUNK_WORDS` entries of a chunk in a mode with an escape code.
+    """Write the entries of a chunk in a mode with an escape code.
 
-    Returns their number, or `MAX_CHUNK_WORDS` + 1 if there are more.
+    Returns:
+        The number of entry words, or `MAX_CHUNK_WORDS` + 1 if the chunk has too many escapes.
     """
     if count > MAX_NIBBLES:
         return MAX_CHUNK_WORDS + 1
@@ -119,7 +122,7 @@ def write_levels(
 
 @compiled
 def read_list(fields: int, element: Element, entries: int, entry_words: int) -> None:
-    """Write the exponents of a validated list into the fields."""
+    """Write the exponents of validated `TOP16` entries into the fields."""
     for i in range(entry_words):
         entry = load_word(entries, i)
         _put_exponent(fields, entry & CHUNK - 1, element, entry >> 16)
@@ -159,7 +162,7 @@ def _scan_word(entry: int, element: Element) -> int:
 
 @compiled
 def scan_list(element: Element, length: int, columns: int, entries: int, entry_words: int) -> int:
-    """Validate the list of a chunk of `length` elements; return 0 or an error."""
+    """Validate the `TOP16` entries of a chunk of `length` elements; return 0 or an error code."""
     last = -1
     for i in range(entry_words):
         entry = load_word(entries, i)
@@ -176,9 +179,10 @@ def scan_list(element: Element, length: int, columns: int, entries: int, entry_w
 
 @compiled
 def scan_nibbles(count: int, book: Record, entries: int, entry_words: int) -> tuple[int, int]:
-    """Validate the second-level codes of `count` escapes, and the number of words.
+    """Validate the second-level codes of `count` escapes, and the number of entry words.
 
-    Returns 0 or an error, and the number of listed escapes.
+    Returns:
+        0 or an error code, and the number of listed escapes.
     """
     nibble_words, second = (count + NIBBLES - 1) // NIBBLES, 0
     if count > MAX_NIBBLES or nibble_words > entry_words:
@@ -198,7 +202,7 @@ def scan_nibbles(count: int, book: Record, entries: int, entry_words: int) -> tu
 
 @compiled
 def scan_words(element: Element, positions: int, count: int, entries: int) -> int:
-    """Validate the listed escapes, after their second-level codes; return 0 or an error."""
+    """Validate the words of listed escapes; return 0 or an error code."""
     second = (count + NIBBLES - 1) // NIBBLES
     for i in range(count):
         nibble = load_word(entries, i // NIBBLES) >> 4 * (i % NIBBLES) & 15

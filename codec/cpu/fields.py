@@ -1,11 +1,11 @@
-"""Compiled loops between the elements of a chunk and their fields.
+"""Compiled loops that convert between the elements of a chunk and 16-bit fields.
 
 A uint32 holds two elements in 16-bit fields. A chunk is `[16, 32]` such words: one row for each
 h = 4 r + i (see `FORMAT.md`) and one column for each column of the chunk, for every element type.
 Operations on exponents and remainders are then the same for all fields, and are vectorized. A short
 chunk does not use the last columns. Common arguments:
 
-    source, target: address of the chunk's first element; all columns are whole.
+    source, target: address of the chunk's first element; the chunk is padded to whole columns.
     fields, codes, remainders: addresses of uint32 `[16, 32]`.
     columns: number of columns.
 """
@@ -20,7 +20,7 @@ ROWS = 16
 FIELD_BYTES = 4 * ROWS * COLUMNS
 """Bytes of uint32 `[16, 32]`."""
 NO_CODE = 16
-"""Bit of a field of codes that marks an exponent without a code."""
+"""Flag in a field of codes: the exponent has no code."""
 
 _u = np.uint64
 _EACH = 0x0001_0001_0001_0001
@@ -39,7 +39,7 @@ def fill(fields: int, value: int) -> None:
 
 @compiled
 def read_pairs(source: int, columns: int, fields: int) -> None:
-    """Read elements of two bytes: the four words of a row are its four pairs."""
+    """Read elements of two bytes. Each of the four words of a row holds one pair."""
     for row in range(4):
         data = pointer(source + 16 * row * columns, np.uint32)
         out = pointer(fields + 16 * COLUMNS * row, np.uint32)
@@ -52,7 +52,7 @@ def read_pairs(source: int, columns: int, fields: int) -> None:
 
 @compiled
 def read_bytes(source: int, columns: int, fields: int) -> None:
-    """Read elements of one byte: the even bytes of a word are one pair, the odd ones the next."""
+    """Read elements of one byte. A word holds two pairs: its even bytes, and its odd bytes."""
     for row in range(4):
         data = pointer(source + 8 * row * columns, np.uint32)
         out = pointer(fields + 16 * COLUMNS * row, np.uint32)
@@ -95,11 +95,16 @@ def codes_of_window(
     fields: int, mantissa_bits: int, exponent_mask: int, lowest: int, count: int, escape: int,
     codes: int,
 ) -> int:  # fmt: skip
-    """Write the codes of `count` consecutive exponents from `lowest` on; return the escapes.
+    """Write codes for a codebook of `count` consecutive exponents from `lowest` on.
 
     Adding 256 to the distance from the lowest exponent prevents a borrow from the next field. With
-    bit 8 flipped, exactly the distances 0 to `count` - 1 are below `count`. `escape` is the escape
-    code; 0 keeps the low four bits of the distance instead.
+    bit 8 flipped, exactly the distances 0 to `count` - 1 are below `count`.
+
+    Args:
+        escape: escape code; 0 to write the low four bits of the distance instead, as in `TOP16`.
+
+    Returns:
+        The number of escapes.
     """
     data, out = pointer(fields, np.uint64), pointer(codes, np.uint64)
     shift, mask = _u(mantissa_bits), _u(_EACH * exponent_mask)
@@ -119,7 +124,7 @@ def codes_of_window(
 def codes_of_table(
     fields: int, mantissa_bits: int, exponent_mask: int, table: NDArray[np.uint8], codes: int
 ) -> int:
-    """Write codes by the table of a `BOOK`, `NO_CODE` for escapes; return the number of escapes."""
+    """Write codes by table lookup (`codes` of `BOOK`); return the number of escapes."""
     data, out = pointer(fields, np.uint16), pointer(codes, np.uint16)
     total = 0
     for j in range(4 * _QUADS):
@@ -158,7 +163,7 @@ def high_remainders_of(remainders: int, high: int) -> None:
 
 @compiled
 def add_high_remainders(high: int, remainders: int) -> None:
-    """Merge the high bits into the remainders; inverse of `high_remainders_of`."""
+    """Add the high bits to the remainders; inverse of `high_remainders_of`."""
     data, out = pointer(high, np.uint64), pointer(remainders, np.uint64)
     for j in range(_QUADS):
         store(out, j, load(out, j) | load(data, j) << _u(8))
@@ -168,7 +173,7 @@ def add_high_remainders(high: int, remainders: int) -> None:
 def join(
     codes: int, lowest: int, remainders: int, mantissa_bits: int, exponent_bits: int, fields: int
 ) -> None:
-    """Write the elements of remainders and exponents, which are the codes plus `lowest`."""
+    """Combine remainders and exponents (`codes` plus `lowest`) into elements."""
     data, more, out = (
         pointer(codes, np.uint64),
         pointer(remainders, np.uint64),

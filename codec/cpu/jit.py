@@ -1,6 +1,6 @@
 """Compilation of the CPU loops, and memory access by address.
 
-Loops take addresses, which need no alignment, and numpy integers of explicit width.
+Loops take memory addresses, which need not be aligned, and numpy integers of explicit width.
 """
 
 import hashlib
@@ -28,11 +28,12 @@ _STAMP = _stamp_of(_PACKAGE)
 
 
 def compiled(function: _Function) -> _Function:
-    """Compile a function on first use, without the interpreter lock, cached on disk if possible.
+    """Compile a function on first use, to run without the GIL, and cache the result on disk.
 
-    numba caches beside the source, or in the user's cache directory if that is not writable.
-    Without either, every process compiles for itself. numba identifies a cached function by its
-    name and its own file only. The stamp in the name also covers code in other files.
+    numba caches beside the source, or in the user's cache directory if that is not writable. If
+    neither is writable, every process compiles the function again. numba's cache key is the
+    function's name and its own file. The stamp in the name invalidates the cache when other files
+    change.
     """
     function.__qualname__ += _STAMP
     try:
@@ -116,11 +117,11 @@ def copy(source: int, target: int, size: int) -> None:
 
 @compiled
 def load_word(address: int, index: int) -> int:
-    """Return the uint32 at `index` from an address on."""
+    """Return element `index` of the uint32 array at an address."""
     return int(np.int64(load(pointer(address, np.uint32), index)))
 
 
 @compiled
 def store_word(address: int, index: int, value: int) -> None:
-    """Store a uint32 at `index` from an address on."""
+    """Store element `index` of the uint32 array at an address."""
     store(pointer(address, np.uint32), index, np.uint32(value))

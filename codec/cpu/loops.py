@@ -1,7 +1,7 @@
-"""Compiled loops over segments; `backend.py` prepares their tables.
+"""Compiled loops over the chunks of a segment; `backend.py` prepares their tables.
 
 The loops take addresses and do not check them. Shapes, strides, pages and sizes are checked in
-`ops.py`, the table of starts in `backend.py`, and the entries by `scan_segment` before
+`ops.py`, the table of entry starts in `backend.py`, and the entries by `scan_segment` before
 `decode_segment` reads them. Common arguments:
 
     addresses: see `SegmentAddresses`.
@@ -27,7 +27,7 @@ from codec.cpu.tables import Element, Record, SegmentAddresses, Table
 from codec.format import ALIGNMENT, CHUNK, COLUMN, WORD_BYTES
 
 _PADDED_BYTES = 2 * CHUNK
-"""Bytes at the start of the scratch for a chunk that is padded to whole columns."""
+"""Bytes at the start of the scratch memory for a copy of a chunk, padded to whole columns."""
 _BUFFER_BYTES = _PADDED_BYTES + SCRATCH_BYTES
 
 
@@ -45,7 +45,7 @@ def _columns(chunk: Record) -> int:
 
 @compiled
 def _whole_columns(source: int, length: int, element: Element, padding: int, scratch: int) -> int:
-    """Return the address of a chunk's whole columns: in place, or padded in scratch."""
+    """Return the address of a chunk with whole columns: `source`, or a padded copy in `scratch`."""
     if length % COLUMN == 0:
         return source
     for number in range(length, length + COLUMN - length % COLUMN):
@@ -58,9 +58,9 @@ def _whole_columns(source: int, length: int, element: Element, padding: int, scr
 
 
 @compiled
-def _first_parts(plane: Record, addresses: SegmentAddresses, unit: int) -> Parts:
-    """Return the addresses of a block's first chunk, whose entries start at a word index."""
-    segment, entries = addresses.segment, addresses.entries + WORD_BYTES * unit
+def _first_parts(plane: Record, addresses: SegmentAddresses, entry_start: int) -> Parts:
+    """Return the addresses of a block's first chunk; `entry_start` is its first entry word."""
+    segment, entries = addresses.segment, addresses.entries + WORD_BYTES * entry_start
     return Parts(segment + plane.codes, segment + plane.low, segment + plane.high, entries)
 
 
@@ -98,14 +98,14 @@ def _pad_words(address: int, words: int) -> None:
 
 
 @compiled
-def _entry_words(addresses: SegmentAddresses, start: int) -> int:
-    """Return the number of entry words of a chunk, by its index among the chunks with codes."""
-    return load_word(addresses.starts, start + 1) - load_word(addresses.starts, start)
+def _entry_words(addresses: SegmentAddresses, coded_chunk: int) -> int:
+    """Return the number of entry words of chunk `coded_chunk` among the chunks with codes."""
+    return load_word(addresses.starts, coded_chunk + 1) - load_word(addresses.starts, coded_chunk)
 
 
 @compiled
 def _keep_alive(_buffer: NDArray[np.uint8]) -> None:
-    """Mark the last use of a buffer that is otherwise used by address only."""
+    """Keep a buffer allocated up to this call; other code uses only its address."""
 
 
 @compiled
@@ -117,14 +117,15 @@ def encode_segment(
     element: Element,
     keys: Keys,
 ) -> tuple[int, int, Sum]:
-    """Write starts, blocks and entries; return the entry words, the escapes and the checksum."""
+    """Write entry starts, blocks and entries; return the entry words, escapes and checksum."""
     buffer = np.zeros(_BUFFER_BYTES, dtype=np.uint8)
     scratch = int(np.int64(buffer.ctypes.data))
     work, digests = scratch + _PADDED_BYTES, scratch + _PADDED_BYTES + DIGESTS
-    start, unit, escapes, checksum = 0, 0, 0, np.uint64(0)
+    coded_chunk, entry_start, escapes, checksum = 0, 0, 0, np.uint64(0)
     for plane_number in range(len(planes)):
         plane, book = planes[plane_number], books[plane_number]
-        parts, padding = _first_parts(plane, addresses, unit), book.lowest << element.mantissa_bits
+        parts = _first_parts(plane, addresses, entry_start)
+        padding = book.lowest << element.mantissa_bits
         for chunk_number in range(len(chunks)):
             chunk = chunks[chunk_number]
             columns, source = _columns(chunk), _address(plane, chunk, element)
@@ -132,8 +133,9 @@ def encode_segment(
             number, entry_words = plane_number * len(chunks) + chunk_number, 0
             if book.code_bits:
                 entry_words, escaped = encode_chunk(source, columns, element, book, parts, work)
-                start, unit, escapes = start + 1, unit + entry_words, escapes + escaped
-                store_word(addresses.starts, start, unit)
+                coded_chunk, escapes = coded_chunk + 1, escapes + escaped
+                entry_start += entry_words
+                store_word(addresses.starts, coded_chunk, entry_start)
                 checksum += sum_chunk(
                     number, source, columns, element, book, parts, entry_words, work, keys
                 )
@@ -144,33 +146,33 @@ def encode_segment(
                 )
             parts = _next_parts(parts, columns, element, book, entry_words)
         _pad_streams(parts, plane, book, addresses.segment)
-    if start:
+    if coded_chunk:
         store_word(addresses.starts, 0, 0)
-        _pad_words(addresses.starts, start + 1)
-    _pad_words(addresses.entries, unit)
+        _pad_words(addresses.starts, coded_chunk + 1)
+    _pad_words(addresses.entries, entry_start)
     _keep_alive(buffer)
-    return unit, escapes, checksum
+    return entry_start, escapes, checksum
 
 
 @compiled
 def scan_segment(
     addresses: SegmentAddresses, planes: Table, books: Table, chunks: Table, element: Element
 ) -> tuple[int, int]:
-    """Validate all entries; return 0 or an error of `entries.py`, and the plane's index."""
+    """Validate all entries; return 0 or an error code of `entries.py`, and the plane's index."""
     buffer = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
-    scratch, start, unit = int(np.int64(buffer.ctypes.data)), 0, 0
+    scratch, coded_chunk, entry_start = int(np.int64(buffer.ctypes.data)), 0, 0
     for number in range(len(planes)):
         book = books[number]
         if not book.code_bits:
             continue
-        parts = _first_parts(planes[number], addresses, unit)
+        parts = _first_parts(planes[number], addresses, entry_start)
         for chunk in chunks:
-            entry_words, columns = _entry_words(addresses, start), _columns(chunk)
+            entry_words, columns = _entry_words(addresses, coded_chunk), _columns(chunk)
             error = scan_chunk(chunk.length, columns, element, book, parts, entry_words, scratch)
             if error:
                 return error, number
             parts = _next_parts(parts, columns, element, book, entry_words)
-            start, unit = start + 1, unit + entry_words
+            coded_chunk, entry_start = coded_chunk + 1, entry_start + entry_words
     _keep_alive(buffer)
     return 0, 0
 
@@ -184,20 +186,20 @@ def decode_segment(
     element: Element,
     keys: Keys,
 ) -> Sum:
-    """Write all planes of a validated payload; return the checksum of its content."""
+    """Decode a validated payload into all planes; return the checksum of its content."""
     buffer = np.zeros(_BUFFER_BYTES, dtype=np.uint8)
     scratch = int(np.int64(buffer.ctypes.data))
     work, digests = scratch + _PADDED_BYTES, scratch + _PADDED_BYTES + DIGESTS
-    start, unit, checksum = 0, 0, np.uint64(0)
+    coded_chunk, entry_start, checksum = 0, 0, np.uint64(0)
     for plane_number in range(len(planes)):
         plane, book = planes[plane_number], books[plane_number]
-        parts = _first_parts(plane, addresses, unit)
+        parts = _first_parts(plane, addresses, entry_start)
         for chunk_number in range(len(chunks)):
             chunk = chunks[chunk_number]
             columns, target = _columns(chunk), _address(plane, chunk, element)
             number, entry_words = plane_number * len(chunks) + chunk_number, 0
             if book.code_bits:
-                entry_words, start = _entry_words(addresses, start), start + 1
+                entry_words, coded_chunk = _entry_words(addresses, coded_chunk), coded_chunk + 1
                 whole = target if chunk.length % COLUMN == 0 else scratch
                 decode_chunk(whole, columns, element, book, parts, entry_words, work)
                 if whole != target:
@@ -210,10 +212,8 @@ def decode_segment(
                 checksum += sum_elements(
                     number, parts.codes, columns, element, entry_words, digests, keys
                 )
-            unit, parts = (
-                unit + entry_words,
-                _next_parts(parts, columns, element, book, entry_words),
-            )
+            entry_start += entry_words
+            parts = _next_parts(parts, columns, element, book, entry_words)
     _keep_alive(buffer)
     return checksum
 

@@ -1,7 +1,7 @@
-"""Compiled loops between the fields of a chunk and the words of its streams.
+"""Compiled loops that pack the fields of a chunk into the words of its streams, and unpack them.
 
-With b bits per element, the rows of fields are distributed over the b words of a column in turn.
-With three bits, the last row uses the highest bit of each half word. The number in a function's
+With b bits per element, row h of the fields is stored in word h mod b of each column. With three
+bits, the last row uses the highest bit of each half of the three words. The number in a function's
 name is b. Common arguments:
 
     fields: address of uint32 `[16, 32]`; see `fields.py`.
@@ -96,7 +96,11 @@ def unpack3(stream: int, columns: int, fields: int) -> None:
 
 @compiled
 def escape_masks(fields: int, plus: int, bit: int, masks: int) -> None:
-    """Write a uint32 for each of 32 columns: bit `bit` of the element's field plus `plus`."""
+    """Write a mask for each of 32 columns: for each place, bit number `bit` of its field + `plus`.
+
+    In fields written by `codes_of_window` and `codes_of_table`, bit 4 marks escapes. In codes of b
+    bits, adding 1 to the escape code sets bit b.
+    """
     data, out = pointer(fields, np.uint32), pointer(masks, np.uint32)
     for c in range(COLUMNS):
         mark = 0

@@ -1,8 +1,8 @@
-"""Compiled loops of the checksum, which `codec/checksum.py` defines.
+"""Compiled loops of the checksum; `codec/checksum.py` defines it.
 
-The digests of a chunk's columns are accumulated word by word, uint64 `[32]`. Common arguments:
+Common arguments:
 
-    digests: address of the digests.
+    digests: address of uint64 `[32]`, in which the digests of a chunk's columns are accumulated.
     columns: number of columns.
     keys: uint32 `[16]`, keys of the checksum.
 """
@@ -31,7 +31,7 @@ def _fold(value: Sum) -> Sum:
 
 @compiled
 def tag_columns(chunk: int, entry_words: int, columns: int, digests: int) -> None:
-    """Initialize the digests of a chunk's columns with its number and its entry words."""
+    """Initialize the digests of a chunk's columns from its number and its number of entry words."""
     out = pointer(digests, np.uint64)
     for c in range(columns):
         store(out, c, _u(COLUMNS * chunk + c << ENTRY_COUNT_BITS | entry_words) * _GOLDEN)
@@ -72,7 +72,7 @@ def add_triples(words: int, columns: int, keys: Keys, key: int, digests: int) ->
 
 @compiled
 def sum_columns(digests: int, columns: int) -> Sum:
-    """Return the checksum terms of a chunk's columns."""
+    """Return the sum of the checksum terms of a chunk's columns."""
     data, total = pointer(digests, np.uint64), _u(0)
     for c in range(columns):
         total += _fold(load(data, c))
@@ -89,7 +89,7 @@ def sum_elements(
     digests: int,
     keys: Keys,
 ) -> Sum:
-    """Return the checksum terms of a raw or uncoded chunk, whose words are its elements."""
+    """Return the checksum of a raw or uncoded chunk, computed from its elements."""
     tag_columns(chunk, entry_words, columns, digests)
     for row in range(4):
         if element.size == 2:
@@ -101,7 +101,7 @@ def sum_elements(
 
 @compiled
 def sum_entries(chunk: int, entries: int, entry_words: int) -> Sum:
-    """Return the checksum terms of a chunk's entries."""
+    """Return the sum of the checksum terms of a chunk's entries."""
     data, total = pointer(entries, np.uint32), _u(0)
     for j in range(entry_words):
         key = _fold(_u(chunk << ENTRY_COUNT_BITS | j) * _GOLDEN) | _u(1)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Record = Any
-"""Row of one of these tables; numba accesses its fields by name."""
+"""Row of one of these tables. Compiled code accesses its fields by name."""
 Table = NDArray[np.void]
 
 PLANE = np.dtype(
@@ -20,10 +20,10 @@ PLANE = np.dtype(
         ("end", np.int64),
     ]
 )
-"""A plane and its block in the segment.
+"""Memory of a plane, and its block in the segment.
 
     address: address of the first element.
-    page_stride, head_stride: in bytes.
+    page_stride, head_stride: strides in bytes.
     codes, low, high: byte offsets of the streams in the segment: codes (or the only stream of a
         raw plane), low and high bits of the remainders. Missing streams start at `end`.
     end: byte offset of the end of the block.
@@ -51,7 +51,8 @@ BOOK = np.dtype(
     window: whether the exponents are consecutive; `lowest` is the first.
     overflow: `format.overflow_words`.
     num_second: number of second-level codes.
-    codes: code of each exponent; for exponents without a code, `fields.NO_CODE` and the code bits.
+    codes: code of each exponent. For exponents without a code, `fields.NO_CODE` plus the bits that
+        are stored in place of a code.
     second_codes: `Codebook.second_table`.
     exponents, second_exponents: exponent of each first- and second-level code.
 """
@@ -73,7 +74,7 @@ class Element(NamedTuple):
 
 
 class SegmentAddresses(NamedTuple):
-    """Addresses of a segment, of its table of starts and of its entries."""
+    """Addresses of a segment, of its table of entry starts and of its entries."""
 
     segment: int
     starts: int

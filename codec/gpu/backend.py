@@ -1,6 +1,6 @@
-"""GPU backend: encode, decode and checksum by Triton kernels, with the bytes of the reference.
+"""GPU backend: Triton kernels that write the same bytes as the reference.
 
-`plan.py` has the launches. The calls here wait for their results; those of `paged.py` do not.
+`plan.py` launches the kernels. The functions here wait for the results; `paged.py` does not.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from codec.mix import MASK64
 
 _ERRORS = (
     "the header does not match the geometry and the codebooks",
-    "a start or an entry is outside the valid range of its chunk",
+    "an entry start or an entry is out of range",
 )
 
 
@@ -49,7 +49,7 @@ def decode_planes(
 ) -> int:
     """Decode planes; see `codec.reference.backend.decode_planes`.
 
-    Errors in starts and entries are found while the pages are written.
+    Errors in entry starts and entries are detected while the pages are written.
     """
     if not header.geometry.num_tokens:
         return 0
@@ -61,7 +61,7 @@ def decode_planes(
 
 
 def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry) -> int:
-    """Checksum planes; see `codec.reference.backend.checksum_planes`."""
+    """Compute the checksum of planes; see `codec.reference.backend.checksum_planes`."""
     if not geometry.num_tokens:
         return 0
     element = element_of(planes[0].dtype)

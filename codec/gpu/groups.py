@@ -1,4 +1,4 @@
-"""Planes grouped by mode, with the device tensors that the kernels read about them."""
+"""Planes grouped by mode, with the device tensors that describe them to the kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,11 +22,12 @@ class PlaneGroup:
     Attributes:
         planes: number of planes.
         rows: int64 `[planes, PLANE_FIELDS]` on the device; see `kernels/parameters.py`.
-        start: element offset of the first plane, and the distance between planes, if evenly spaced.
-        streams: word offsets of the first plane's streams, and the distance between blocks.
+        start: offset of the first plane and, if evenly spaced, distance between planes, in
+            elements.
+        streams: offsets of the first plane's streams, and distance between blocks, in words.
         evenly_spaced: whether planes and blocks have constant distances.
-        encoding: uint8 `[planes, 256]` first- and second-level code tables; empty if raw.
-        decoding: uint8 `[planes, 16]` first- and second-level exponents; empty if raw.
+        encoding: first- and second-level code tables, uint8 `[planes, 256]` each; empty if raw.
+        decoding: first- and second-level exponents, uint8 `[planes, 16]` each; empty if raw.
         options: compile-time configuration of the kernels.
     """
 
@@ -47,7 +48,11 @@ def group_planes(
     layout: Layout,
     device: torch.device,
 ) -> list[PlaneGroup]:
-    """Group planes by mode and by whether their codes need a table."""
+    """Group planes by mode and by whether their codes need a table.
+
+    Args:
+        starts: offset of each plane from the base address, in elements.
+    """
     rows: dict[tuple[Mode, bool], list[list[int]]] = {}
     books: dict[tuple[Mode, bool], list[Codebook]] = {}
     coded = 0

@@ -1,4 +1,4 @@
-"""Asynchronous paged codec on a GPU: keeps launch plans, and never waits for a launch."""
+"""Asynchronous paged codec on a GPU. It caches launch plans; its calls do not wait for kernels."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ from codec.mix import MASK64
 T = TypeVar("T")
 
 _MAX_PLANS = 16
-"""Launch plans that a `PagedCodec` keeps. Only the last segment of a prompt has another length."""
+"""Maximum launch plans that a `PagedCodec` caches: one per segment length and set of raw planes."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class PagedCodec:
 
     @contextmanager
     def _discard_plans_on_failure(self) -> Iterator[None]:
-        """Discard all plans if a launch fails, because their accumulators may not be zero."""
+        """Discard all plans if a launch fails, because it may leave non-zero accumulators."""
         try:
             yield
         except BaseException:
@@ -141,5 +141,5 @@ _workspaces: dict[torch.device, Workspace] = {}
 
 
 def _workspace_of(device: torch.device) -> Workspace:
-    """Return the scratch memory of a device, shared by all codecs: their encodes use one stream."""
+    """Return the scratch memory of a device, shared by all codecs, which encode on one stream."""
     return _workspaces.setdefault(device, Workspace(device))

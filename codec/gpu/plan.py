@@ -1,8 +1,8 @@
 """Launch plans: the kernel launches that encode or decode one segment on a GPU.
 
-A `LaunchPlan` keeps the addresses of planes and streams in tensors that the kernels read. Its calls
-only launch kernels, on the current stream of the planes' device. Lengths, checksums and errors are
-copied to the host asynchronously. Encode and decode can therefore be captured in a CUDA graph.
+A `LaunchPlan` keeps the addresses of planes and streams in device tensors. Its calls only launch
+kernels, on the current stream of the planes' device, so encode and decode can be captured in a CUDA
+graph. Lengths, checksums and errors are copied to the host asynchronously.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,12 +32,12 @@ from codec.gpu.groups import group_planes
 
 _PACK_CHUNKS = int(kernels.PACK_CHUNKS)
 _ESCAPE_SCRATCH_WORDS = (int(kernels.MAX_NIBBLES) // 4) + int(kernels.MAX_LISTED)
-"""Scratch words of a chunk with second-level codes: a byte for each code, a word if listed."""
+"""Scratch words of a chunk: a byte for each second-level code, a word for each listed escape."""
 _MAX_DIRECT_CHUNKS = 1 << 13
 """Maximum chunks for which `pack_kernel` sums the sizes itself, without `sum_kernel`."""
 _DECODE_REGISTERS, _ENCODE_REGISTERS, _ESCAPE_CODE_REGISTERS = 48, 64, 56
-"""Registers per thread, measured best on an H200. With 64, an SM holds its maximum of one-warp
-programs; fewer let the programs of the next launch start earlier.
+"""Registers per thread, tuned on an H200: decode, encode without and with escape code. With 64, an
+SM runs its maximum of one-warp programs; with fewer, programs of the next launch start earlier.
 """
 
 
@@ -46,7 +46,7 @@ class Results:
     """Results of a launch, copied to the host asynchronously.
 
     Attributes:
-        numbers: int64 `[4]`, in pinned host memory; valid after `event`. See `LaunchPlan`.
+        numbers: int64 `[4]` in pinned host memory, valid after `event`; see `LaunchPlan.encode`.
         event: recorded after the copy; None if the results are on the host already.
     """
 
@@ -71,7 +71,7 @@ class Results:
 
 
 def record_event() -> torch.cuda.Event:
-    """Record an event on the current stream. Waiting for it does not spin."""
+    """Record a timing event on the current stream; `synchronize` on it does not spin."""
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -80,7 +80,7 @@ def record_event() -> torch.cuda.Event:
 class Workspace:
     """Scratch memory shared by consecutive encodes on one stream, without a tail stream.
 
-    It grows to a quarter to a third of the raw bytes of the largest segment.
+    It grows to 1/4 to 1/3 of the raw bytes of the largest segment.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,8 +111,8 @@ class LaunchPlan:
         layout: layout of the segment.
         workspace: scratch memory to share with other plans of the same stream.
         tail_stream: stream for the small kernels at the end of a call, so that they overlap with
-            the next segment. `results` then waits for this stream, and so must readers of the
-            output, the next call of this plan, and the end of a graph capture.
+            the next segment. `results` copies on this stream. Readers of the output, the next call
+            of this plan, and the end of a graph capture must wait for it.
 
     Raises:
         InvalidPlanes: the planes have different strides.
@@ -168,7 +168,7 @@ class LaunchPlan:
 
     @contextmanager
     def _on_tail_stream(self, after: bool = False) -> Iterator[None]:
-        """Use the tail stream, if there is one; with `after`, after the work launched so far."""
+        """Use the tail stream, if any; with `after`, let it wait for the work launched so far."""
         if self._tail_stream is None:
             yield
             return
@@ -186,14 +186,14 @@ class LaunchPlan:
 
     @property
     def _scratch_stride(self) -> int:
-        """Scratch words of a chunk."""
+        """Number of scratch words per chunk."""
         coded = [group.options for group in self._groups if group.options]
         needed = [COLUMNS * int(options["OVERFLOW_WORDS"]) for options in coded]
         needed += [_ESCAPE_SCRATCH_WORDS for options in coded if options["HAS_ESCAPE_CODE"]]
         return max(needed, default=0)
 
     def encode(self, pages: Tensor, out: Tensor) -> None:
-        """Launch the encoding of a segment.
+        """Launch the kernels that encode a segment.
 
         Args:
             pages: int64 `[num_pages]` page ids.
@@ -231,7 +231,7 @@ class LaunchPlan:
     def _pack(
         self, out32: Tensor, out64: Tensor, sizes: Tensor, sums: Tensor, scratch: Tensor
     ) -> None:
-        """Launch the packing of the entries, which also writes the header."""
+        """Launch the kernels that pack the entries and write the header."""
         chunks = self._layout.coded_chunks
         programs = max(-(-chunks // _PACK_CHUNKS), 1)
         partials: tuple[Tensor, int, int] = (sizes, 1, 0xFF)
@@ -245,7 +245,7 @@ class LaunchPlan:
         )  # fmt: skip
 
     def decode(self, pages: Tensor, payload: Tensor) -> None:
-        """Launch the decoding of a segment.
+        """Launch the kernels that decode a segment.
 
         Args:
             pages: int64 `[num_pages]` page ids.
@@ -284,7 +284,7 @@ class LaunchPlan:
             )  # fmt: skip
 
     def checksum(self, pages: Tensor) -> None:
-        """Launch the checksum of the pages' content; the plan must have no codebooks."""
+        """Launch the checksum kernels for the pages' content; the plan must have no codebooks."""
         page_args = self._page_args(pages)
         for group in self._groups:
             kernels.raw_kernel[(*self._grid, group.planes)](
@@ -344,7 +344,7 @@ def _views(segment: Tensor, min_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _as_words(source: Tensor) -> Tensor:
-    """Return an int32 tensor at the address of `source`."""
+    """Return an int32 tensor `[1]` at the address of `source`."""
     words = torch.empty(0, dtype=torch.int32, device=source.device)
     offset = source.storage_offset() * source.element_size()
     return words.set_(source.untyped_storage(), offset // 4, (1,), (1,))

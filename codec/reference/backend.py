@@ -1,8 +1,9 @@
 """Reference backend: the specification of encode, decode and checksum, in torch, on any device.
 
 Every backend consists of these three functions and writes the same bytes. `ops.py` validates all
-arguments before and writes the header after; a backend only validates the starts and entries of a
-payload. `packing.py` defines columns and words, `coded_plane.py` codes and entries.
+arguments before these calls and writes the header after them. A backend only validates the entry
+starts and the entries of a payload. `packing.py` defines columns and words, `coded_plane.py` codes
+and entries.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ def encode_planes(
     layout: Layout,
     out: Tensor,
 ) -> tuple[int, int, int]:
-    """Write the table of starts, all blocks and the entries; nothing past the segment's end.
+    """Write the table of entry starts, all blocks and the entries, and no byte after the segment.
 
     Args:
         planes: tensors `[page, kv_head, slot, dim]` of one dtype.
@@ -39,7 +40,7 @@ def encode_planes(
         out: uint8 `[>= layout.bound]`.
 
     Returns:
-        Words of the entries, checksum, and escapes in planes with a codebook.
+        Number of entry words, checksum, and number of escapes in planes with a codebook.
     """
     out[layout.starts : layout.entries] = 0
     element, columns = element_of(planes[0].dtype), Columns.of(geometry, out.device)
@@ -79,13 +80,15 @@ def decode_planes(
     codebooks: Sequence[Codebook | None],
     pages: Tensor,
 ) -> int:
-    """Validate the starts and entries, then write all planes; arguments as for `encode_planes`.
+    """Validate the entry starts and entries, then write all planes.
+
+    Arguments are as for `encode_planes`.
 
     Returns:
         The checksum of the payload's content.
 
     Raises:
-        FormatError: a start or an entry is invalid. Nothing was written.
+        FormatError: an entry start or an entry is invalid. Nothing was written.
     """
     element, columns = header.element, Columns.of(header.geometry, payload.device)
     starts = _read_starts(payload, header, layout)
@@ -119,19 +122,19 @@ def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry)
 
 
 def _sum_of_raw(words: Tensor, columns: Columns, plane: int) -> int:
-    """Return the checksum terms of the columns `[columns, words]` of a raw plane."""
+    """Return the checksum of a raw plane with column words `[columns, words]`."""
     chunk = plane * len(columns.lengths) + columns.chunk
     return int(checksum.columns(words, chunk, columns.column, 0))
 
 
 def _read_starts(payload: Tensor, header: SegmentHeader, layout: Layout) -> Tensor:
-    """Return where the entries of each coded chunk start, int64 `[coded_chunks + 1]`."""
+    """Return the validated table of entry starts, int64 `[coded_chunks + 1]`."""
     if not layout.coded_chunks:
         return torch.zeros(1, dtype=torch.int64, device=payload.device)
     table = consecutive(layout.starts, layout.coded_chunks + 1, payload.device)
     starts = get_words(payload, table)
     if int(starts[0]) or bool((starts.diff() < 0).any()):
-        raise FormatError("the table of starts is not ascending from 0")
+        raise FormatError("the table of entry starts is not ascending from 0")
     if layout.length(int(starts[-1])) != header.length:
         raise FormatError(f"{int(starts[-1])} entry words do not match {header.length} bytes")
     return starts

@@ -1,4 +1,4 @@
-"""Planes with codes: conversion between elements and words and entries, and their checksum."""
+"""Planes with codes: conversion of elements to words and entries and back, and the checksum."""
 
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ class _Escapes:
 
     Attributes:
         chunk, position, exponent: `[escapes]`.
-        nibble: `[escapes]`, second-level code.
+        nibble: `[escapes]`, second-level code; 15 for listed escapes.
         nibbles: `[chunks]`, number of second-level codes.
         words: `[chunks]`, number of listed escapes.
     """
@@ -75,7 +75,7 @@ class _Escapes:
         return (self.nibbles + _NIBBLES - 1) // _NIBBLES
 
     def write(self, entries: Tensor, start: Tensor, coded: Tensor) -> None:
-        """Add the entries of the chunks in `coded` to `entries`, from each chunk's start on."""
+        """Write the entries of the chunks where `coded` is true, from each chunk's `start` on."""
         if bool(self.nibbles.any()):
             rank = ranks(self.chunk, self.nibbles)
             at, shift = start[self.chunk] + rank // _NIBBLES, 4 * (rank % _NIBBLES)
@@ -115,7 +115,7 @@ def encode_plane(patterns: Tensor, columns: Columns, codebook: Codebook) -> tupl
 
 
 def checksum_of(plane: CodedPlane, number: int, columns: Columns, codebook: Codebook) -> int:
-    """Return the checksum terms of a plane, given its index in the segment."""
+    """Return the checksum of a plane; `number` is its index in the segment."""
     overflow = overflow_words(codebook.element, codebook.mode)
     uncoded, first = plane.entry_words == overflow * columns.widths, number * len(columns.widths)
     at = _overflow_at(columns, starts_of(plane.entry_words), overflow)
@@ -167,7 +167,7 @@ def decode_plane(plane: CodedPlane, columns: Columns, codebook: Codebook) -> Ten
 def _read_list(
     exponents: Tensor, plane: CodedPlane, columns: Columns, codebook: Codebook, uncoded: Tensor
 ) -> None:
-    """Write the exponents that `TOP16` lists into `exponents`, at their positions."""
+    """Write the exponents of `TOP16` entries to their positions in `exponents` `[columns, 32]`."""
     chunk = _owners(plane.entry_words)
     coded = ~uncoded[chunk]
     chunk, entry = chunk[coded], plane.entries[coded]
@@ -190,7 +190,7 @@ def _read_levels(
     codebook: Codebook,
     uncoded: Tensor,
 ) -> None:
-    """Write the exponents of the escape codes into `exponents`: second-level or listed ones."""
+    """Replace escape codes by their exponents, second-level or listed, in `exponents`."""
     escaped = escaped & ~uncoded[columns.chunk, None]
     chunk, position = _positions(escaped, columns)
     count = _per_chunk(chunk, len(uncoded))
@@ -240,7 +240,7 @@ def _remainders_of(patterns: Tensor, codebook: Codebook) -> Tensor:
 
 
 def _overflow_at(columns: Columns, start: Tensor, overflow: int) -> Tensor:
-    """Return the entry indices of the last words of each column of an uncoded chunk."""
+    """Return the entry indices `[columns, overflow]` of each column's last words, if uncoded."""
     word = torch.arange(overflow, device=start.device) * columns.widths[columns.chunk, None]
     return start[columns.chunk, None] + word + columns.column[:, None]
 
@@ -252,7 +252,7 @@ def _positions(marked: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
 
 
 def _per_chunk(chunk: Tensor, chunks: int) -> Tensor:
-    """Count items by their chunk."""
+    """Return the number of items in each chunk."""
     return torch.bincount(chunk, minlength=chunks)
 
 

@@ -9,7 +9,7 @@ from codec.elements import ElementType
 from codec.format import COLUMN, WORD_BYTES, Block, Geometry, Mode, stream_widths
 
 _CONTIGUOUS_WORDS = {8: 4, 4: 4, 3: 1}
-"""Stream width in bits → contiguous words of a column."""
+"""Bits per element of a stream → number of words of a column that are contiguous."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Columns:
         return cls(lengths, widths, chunk, ranks(chunk, widths))
 
     def indices(self, element: ElementType) -> Tensor:
-        """Return the index in its chunk of each element, `[columns, 32]`."""
+        """Return the index of each element within its chunk, `[columns, 32]`."""
         place = torch.arange(COLUMN, device=self.chunk.device)
         side, row, pair = place >> 4, place >> 2 & 3, place & 3
         in_row = 2 * pair + side if element.size == 2 else 4 * (pair >> 1) + (pair & 1) + 2 * side
@@ -82,7 +82,7 @@ class Columns:
 def pack(values: Tensor, bits: int, *, raw: bool = False) -> Tensor:
     """Pack values of `bits` bits, `[columns, 32]`, into the words of a stream, `[columns, bits]`.
 
-    With `raw`, the words are those of the elements in memory.
+    With `raw`, the words are the elements in memory order.
     """
     words = values.new_zeros(len(values), bits)
     for k, (word, shift) in enumerate(_bit_positions(bits, values.device, raw)):
@@ -101,9 +101,9 @@ def unpack(words: Tensor, *, raw: bool = False) -> Tensor:
 def _bit_positions(bits: int, device: torch.device, raw: bool) -> list[tuple[Tensor, Tensor]]:
     """Return, for each bit of a value, the word and the bit that hold it, int64 `[32]` each.
 
-    The two sides of a pair occupy the two halves of a word. Pairs are distributed over the words in
-    turn, or with `raw` fill one word after another. With three bits, the last pair uses the highest
-    bit of each half.
+    The two elements of a pair are in the two halves of a word. Pair h is in word h mod `bits`; with
+    `raw`, pairs fill one word after another. With three bits, the last pair uses the highest bit of
+    each half of the three words.
     """
     place = torch.arange(COLUMN, device=device)
     half, h = 16 * (place >> 4), place & 15

@@ -8,14 +8,15 @@ from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
 
 _MAX_HEAD_DIM_ON_GPU = {torch.bfloat16: 256, torch.float32: 128}
-"""Maximum head dimension for which a prefill block fits into Hopper's shared memory, by the dtype
-of queries."""
+"""Maximum head dimension for each dtype of queries. A prefill block with more does not fit into
+Hopper's shared memory.
+"""
 
 
 def dense_attention(
     config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> DenseAttention:
-    """Return the attention backend for a model of this shape."""
+    """Return the attention backend for a model's shape and dtype on a device."""
     heads = config.num_heads, config.num_kv_heads, config.head_dim
     if device.type == "cuda" and config.head_dim <= _MAX_HEAD_DIM_ON_GPU.get(dtype, 0):
         from runtime.attention.gpu import TritonAttention  # optional: Triton

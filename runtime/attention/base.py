@@ -18,8 +18,8 @@ class SequenceSlice:
     Attributes:
         tokens: token ids at positions ``first``, ``first + 1``, ….
         first: position of the first token. The KV of all earlier tokens is in ``pages``.
-        pages: pages of the sequence, enough for all of its tokens including these.
-        want_logits: whether to compute the logits after the last of these tokens.
+        pages: page ids of the sequence, enough for all of its tokens including these.
+        want_logits: whether to compute logits at the last of these tokens.
     """
 
     tokens: Sequence[int]
@@ -35,11 +35,11 @@ class Batch:
     Attributes:
         tokens: int64 `[n]`, token ids, grouped by sequence.
         positions: int64 `[n]`, position of each token in its sequence.
-        page_table: int32 `[s, p]`, pages of each sequence, padded with 0.
+        page_table: int32 `[s, p]`, page ids of each sequence, padded with 0.
         starts: int32 `[s + 1]`, index of each sequence's first token in ``tokens``, then `n`.
-        lengths: int32 `[s]`, number of tokens of each sequence in its pages after this pass.
+        lengths: int32 `[s]`, length of each sequence after this pass, including earlier tokens.
         sequences: int32 `[n]`, index of each token's sequence.
-        logit_rows: int64 `[m]`, indices of the tokens whose logits to compute.
+        logit_rows: int64 `[m]`, indices of the tokens for which logits are computed.
         single: whether every sequence has exactly one token (a decode step).
     """
 
@@ -58,9 +58,9 @@ class Batch:
         return self.page_table.numpy(), self.starts.numpy(), self.lengths.numpy()
 
     def where_logits(self) -> "Batch":
-        """Return a batch of `m` sequences with one token each: the tokens of ``logit_rows``.
+        """Return a batch with only the `m` tokens of ``logit_rows``, one per sequence.
 
-        The last layer needs no other tokens once the KV of all tokens is written.
+        Once the last layer has written the KV of all tokens, only these are computed further.
         """
         rows = self.logit_rows
         count = torch.arange(len(rows) + 1, device=rows.device)
@@ -77,7 +77,7 @@ class Batch:
 
     @staticmethod
     def static(sequences: int, pages: int, device: torch.device | str) -> "Batch":
-        """Return a decode batch of one token for each sequence, to be filled in place.
+        """Return a decode batch with one token per sequence, to be filled in place.
 
         All values are 0, except ``starts``, ``sequences`` and ``logit_rows``, which are constant.
         """
@@ -113,7 +113,7 @@ class Batch:
 
     @staticmethod
     def of(slices: Sequence[SequenceSlice], device: torch.device | str = "cpu") -> "Batch":
-        """Build the batch of some sequence slices, in their order."""
+        """Build a batch of sequence slices, in their order."""
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
@@ -146,14 +146,14 @@ class Batch:
 
 
 class DenseAttention(Protocol):
-    """Causal attention over paged dense K and V: the kernels of KV format `dense`.
+    """Interface of the attention kernels for KV format `dense`: causal, over paged K and V.
 
     All K and V are read from the pages as bf16, including those of the tokens being computed. The
     result therefore does not depend on which worker wrote them. Slots at or beyond a sequence's
-    length are never used.
+    length do not affect the result.
 
     Attributes:
-        name, version: identify the kernels in the model's kernel plan.
+        name, version: identity of the kernels in the model's kernel plan.
     """
 
     name: str
@@ -172,7 +172,7 @@ class DenseAttention(Protocol):
         Args:
             qkv: `[n, (heads + 2 kv_heads) * dim]`, q, k and v of each token, before RoPE.
             rope: cosines and sines, fp32 `[context, dim / 2]` each.
-            k_pages, v_pages: bf16 `[page, kv_head, slot, dim]`, written.
+            k_pages, v_pages: bf16 `[page, kv_head, slot, dim]`, updated in place.
 
         Returns:
             q after RoPE, `[n, heads, dim]`, in the dtype of ``qkv``.

@@ -1,4 +1,4 @@
-"""fp32 attention on the CPU with compiled loops. `loops.py` states what it guarantees."""
+"""fp32 attention on the CPU with compiled loops; see `loops.py` for its guarantees."""
 
 import math
 
@@ -23,7 +23,7 @@ class CompiledAttention:
         self._compile(heads, kv_heads, dim)
 
     def _compile(self, heads: int, kv_heads: int, dim: int) -> None:
-        """Compile all loops by running them on an empty batch, so that no request waits for it."""
+        """Compile all loops by running them on an empty batch."""
         empty = torch.zeros(0, dtype=torch.int32)
         starts = torch.zeros(1, dtype=torch.int32)
         batch = Batch(

@@ -1,11 +1,11 @@
 """Compiled CPU attention kernels. `cpu.py` prepares their arguments.
 
 Operations are executed in the order written: there is no fast-math, and fused multiply-adds are
-explicit. Neither the batch, nor the chunking of a prompt, nor the vector width changes a bit of a
-result. Each lane computes one query row (one query head of one token); lanes are independent.
+explicit. The result of a query row (one query head of one token) therefore has the same bits for
+any batch, any chunking of the prompt and any vector width.
 
 Common arguments:
-    k_pages, v_pages: u16 `[page, kv_head, slot, dim]`, bf16 patterns.
+    k_pages, v_pages: u16 `[page, kv_head, slot, dim]`, bf16 bit patterns.
     page_table: int32 `[s, p]`; starts: int32 `[s + 1]`; lengths: int32 `[s]`; see `base.Batch`.
 
 Online softmax keeps for each query row the running maximum ``m`` of the scores, the sum ``l`` of
@@ -25,7 +25,7 @@ _f, _u = np.float32, np.uint32
 
 @compiled
 def _to_bf16(value: np.float32) -> np.uint16:
-    """Round to the nearest bf16, ties to even. Every NaN becomes the quiet NaN."""
+    """Round to the nearest bf16, ties to even. Every NaN becomes the quiet NaN 0x7FC0."""
     bits = as_bits(value)
     if value != value:
         return np.uint16(0x7FC0)
@@ -85,10 +85,10 @@ def attend(
     scale: np.float32,
     out: Floats,
 ) -> None:
-    """Causal ``softmax(q·k·scale)·v`` with an online softmax over pages.
+    """Compute causal ``softmax(q·k·scale)·v`` with an online softmax over pages.
 
-    The query rows of a KV head (its tokens times `group` query heads) are processed in blocks of
-    LANES rows. Lane r of a block holds row ``block + r``.
+    The query rows of a KV head (new tokens times `group` query heads) are processed in blocks of
+    LANES rows. Lane r computes row ``block + r``.
 
     Args:
         q: fp32 `[n, heads, dim]`.
@@ -109,7 +109,7 @@ def attend(
         for h in range(kv_heads):
             for block in range(0, rows, LANES):
                 for r in range(LANES):
-                    row = min(block + r, rows - 1)  # spare lanes repeat the last row
+                    row = min(block + r, rows - 1)  # unused lanes repeat the last row
                     token, head = starts[s] + row // group, h * group + row % group
                     position[r] = before + row // group
                     m[r], l[r] = _f(-np.inf), _f(0.0)
@@ -171,8 +171,8 @@ def attend_one(
 ) -> None:
     """Compute `attend` for one token of each sequence, with the same bits.
 
-    Here lanes are keys while scores are computed, and dimensions while values are accumulated. The
-    keys of a sequence are processed in stretches of LANES keys, the online softmax page by page.
+    Lanes are keys while scores are computed, and dimensions while values are accumulated. The keys
+    of a sequence are processed in blocks of LANES keys. The online softmax advances page by page.
 
     Args:
         k_pages, v_pages: pages of a size that divides LANES.
@@ -196,8 +196,8 @@ def attend_one(
             acc[:] = _f(0.0)
             for start in range(0, lengths[s], LANES):
                 end = min(start + LANES, lengths[s])
-                # The stretch that follows, maybe of the next head or sequence. Its pages are
-                # prefetched one by one: they are too far apart for the hardware prefetcher.
+                # Find the next block, which may belong to the next head or sequence. Its pages are
+                # prefetched in software, because they are not contiguous.
                 next_s, next_h, next_start = s, h, end
                 if end == lengths[s]:
                     next_s, next_h, next_start = s + (h + 1) // kv_heads, (h + 1) % kv_heads, 0

@@ -1,4 +1,4 @@
-"""Attention in plain torch for any device: the specification of the other backends."""
+"""Attention in plain torch for any device; it specifies the results of the other backends."""
 
 import math
 

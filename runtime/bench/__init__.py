@@ -1,5 +1,6 @@
 """Benchmarks: ``python -m runtime.bench engine|step|decode|prefill|plan|host [--help]``.
 
-A table shows each measurement beside its physical floor, computed from rates measured in the same
-run, and beside peers with the same weights. GPU benchmarks use random weights at real shapes.
+Each measurement is printed beside its physical floor, which is computed from rates measured in the
+same run. Peers are other implementations with the same weights. GPU benchmarks use random weights
+in the shapes of real models.
 """

@@ -1,4 +1,4 @@
-"""Decode steps of a whole model, in each implementation: ``python -m runtime.bench decode --help``.
+"""Decode step of a whole model, in each implementation: ``python -m runtime.bench decode --help``.
 
 The floor is the time to read weights and KV once, at the measured rate of a copy (bytes read plus
 bytes written). The peer is transformers with a static cache and the same weights, eager and
@@ -27,7 +27,7 @@ from runtime.models.model import Model
 
 
 class DecodeBench:
-    """A model and its decode steps."""
+    """Benchmark of all implementations of one model's decode step."""
 
     def __init__(self, checkpoint: Checkpoint, device: str) -> None:
         self._config, self._device = checkpoint.config, device
@@ -37,7 +37,11 @@ class DecodeBench:
     def figures(
         self, name: str, batch: int, context: int, rate: float, runs: int
     ) -> Iterator[Figure]:
-        """Measure one launch (if supported), layer by layer, and a graph for each layer."""
+        """Measure a step as one launch (if supported), as a graph, and as a graph for each layer.
+
+        Args:
+            rate: bandwidth of a copy, in bytes per millisecond.
+        """
         pages = -(-(context + 1) // PAGE)  # pages of a sequence
         cache = self._cache(batch * pages)
         inputs = Batch.static(batch, pages, self._device)
@@ -115,14 +119,22 @@ def figures(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench decode")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
-    parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b", help="model shape")
+    parser.add_argument(
+        "--keep",
+        type=float,
+        nargs="+",
+        default=[0.5, 1.0],
+        help="fractions of parameters that factor pairs keep; 1 for dense",
+    )
     parser.add_argument("--ragged", type=int, default=0, help="variation of ranks between layers")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--context", type=int, nargs="+", default=[512])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="numbers of sequences")
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[512], help="context lengths in tokens"
+    )
     parser.add_argument("--peers", action="store_true", help="also measure transformers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--runs", type=int, default=30, help="timed runs of each call")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     with torch.inference_mode():

@@ -14,7 +14,7 @@ from runtime.graphs.capture import capture
 
 @dataclass(frozen=True)
 class Figure:
-    """One row of a table: a measured time and its physical floor."""
+    """One row of a table: a measured time and its physical floor, in milliseconds."""
 
     name: str
     ms: float
@@ -25,7 +25,7 @@ class Figure:
 
 
 def show(title: str, figures: Iterable[Figure], target: Path | None) -> None:
-    """Print figures as they are measured, then write them to ``target`` as JSON, if given."""
+    """Print figures while they are measured; then write them to ``target`` as JSON, if given."""
     print(title)
     print(f"{'':72} {'ms':>9} {'floor':>9}")
     rows = []
@@ -49,9 +49,9 @@ def milliseconds(
     device: str = "cuda",
     runs: int = 30,
 ) -> float:
-    """Return the median time of ``runs`` calls after five warm-up calls.
+    """Return the median duration of ``runs`` calls in milliseconds, after five warm-up calls.
 
-    ``before`` is called before each of them and not timed.
+    ``before`` is called before each call and is not timed.
     """
     once = _on_gpu if device == "cuda" else _on_cpu
     times = []
@@ -73,7 +73,7 @@ def captured(call: Callable[[], object], *, device: str = "cuda") -> Callable[[]
 
 
 def copy_rate(device: str = "cuda") -> float:
-    """Return the bytes that a large copy reads and writes per millisecond."""
+    """Return the bandwidth of a large copy in bytes per millisecond, reads plus writes."""
     size = 1 << (30 if device == "cuda" else 24)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -81,7 +81,7 @@ def copy_rate(device: str = "cuda") -> float:
 
 
 def matmul_rate(device: str = "cuda") -> float:
-    """Return the floating-point operations per millisecond of a large bf16 matmul."""
+    """Return the speed of a large bf16 matmul in floating-point operations per millisecond."""
     size = 8192 if device == "cuda" else 256
     a, b = torch.randn(2, size, size, device=device).bfloat16()
     return 2 * size**3 / milliseconds(lambda: a @ b, device=device, runs=10)

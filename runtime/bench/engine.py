@@ -1,13 +1,13 @@
-"""The engine on this machine's CPU, compared with transformers and the physical floor.
+"""Benchmark of the engine on the CPU, compared with transformers and the physical floor.
 
 ``python -m runtime.bench engine [--model NAME|PATH] [--json PATH]`` prints prefill of 512 tokens
-and decode of one and of eight streams. Each figure is the best of several runs, in which engine and
-peer alternate. The peer's time covers its forward pass and an argmax, without ``generate``; ours
-covers the engine's whole step.
+and decode of one and of eight streams. Each figure is the shortest of several runs, in which engine
+and peer (transformers) alternate. The peer's time covers its forward pass and an argmax, without
+``generate``; ours covers the engine's whole step.
 
 The floor of a decode step is the time to read the fp32 weights once, at the bandwidth of a sum over
-a large array. Weights stored as exact codes take less than that. The floor of a prefill is its
-operations at the rate of one large matmul.
+a large array. The engine can be faster than that floor, because it reads weights as exact codes.
+The floor of a prefill is the time of its operations at the rate of one large matmul.
 """
 
 import argparse
@@ -37,7 +37,7 @@ STREAMS = 8
 
 @dataclass(frozen=True)
 class Figure:
-    """One row of the table: milliseconds of a prefill or a decode step."""
+    """One row of the table: durations of a prefill or a decode step, in milliseconds."""
 
     name: str
     ours_ms: float
@@ -47,7 +47,7 @@ class Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench engine")
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default="smollm2-135m", help="name or path of a checkpoint")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     checkpoint = load_checkpoint(resolve_model(arguments.model))
@@ -96,7 +96,7 @@ def measure(checkpoint: Checkpoint) -> Iterator[Figure]:
 def _alternate(
     ours: Callable[[], float], theirs: Callable[[], float] | None, repeats: int
 ) -> tuple[float, float | None]:
-    """Return the best of ``repeats`` alternating runs of each."""
+    """Return the shortest time of each in ``repeats`` alternating runs."""
     mine, peers = [], []
     for _ in range(repeats):
         mine.append(ours())
@@ -115,7 +115,7 @@ def _prefill_ms(model: Model, prompt: list[int]) -> float:
 
 
 def _decode_ms(model: Model, prompt: list[int], streams: int) -> float:
-    """Return the fastest of 24 steps in which ``streams`` sequences get a token each."""
+    """Return the shortest of 24 decode steps with ``streams`` sequences, in milliseconds."""
     limits = Limits(max_running=streams, max_waiting=streams)
     engine = Engine(model, num_pages=32 * streams, limits=limits)
     requests = [
@@ -135,7 +135,7 @@ def _timed_ms(call: Callable[[], object]) -> float:
 
 
 def peer_of(checkpoint: Checkpoint) -> Any:
-    """Build a transformers model with the same weights; None if it cannot run them."""
+    """Return a transformers model with the same weights, or None if it is not available."""
     try:
         return peers.build(checkpoint)
     except (ImportError, ValueError) as error:
@@ -170,13 +170,13 @@ def _parameters(checkpoint: Checkpoint) -> list[int]:
 
 
 def _bandwidth() -> float:
-    """Return the bytes per second of a sum over 512 MiB."""
+    """Return the bandwidth of a sum over 512 MiB, in bytes per second."""
     data = torch.ones(1 << 27)
     return data.nbytes / min(_timed_ms(data.sum) for _ in range(5)) * 1e3
 
 
 def _matmul_rate() -> float:
-    """Return the floating-point operations per second of a 512 x 2048 x 2048 matmul."""
+    """Return the speed of a 512 x 2048 x 2048 matmul, in floating-point operations per second."""
     a, b = torch.randn(512, 2048), torch.randn(2048, 2048)
     return 2 * 512 * 2048 * 2048 / min(_timed_ms(lambda: a @ b) for _ in range(5)) * 1e3
 

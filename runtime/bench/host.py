@@ -1,8 +1,8 @@
 """Host time of a replayed decode step: ``python -m runtime.bench host --help``.
 
 The step's graph is replaced by one launch that writes a constant token. The remaining time is the
-engine's own work, from commands and scheduling to tokens, and its launches and copies. If it is
-longer than the device takes for a step, the device waits for the host.
+engine's work on the host: commands, scheduling, launches, copies and tokens. If it exceeds the time
+of a step on the device, the device is idle while the host works.
 """
 
 import argparse
@@ -32,8 +32,8 @@ class Figure:
     """Median host time of a step with ``streams`` streams, in microseconds.
 
     Attributes:
-        step_us: step in which, on average, one stream in sixteen gets a page.
-        join_us: step in which the KV of a new stream has arrived, after another one left.
+        step_us: step without commands, in which on average one stream in sixteen gets a new page.
+        join_us: step in which a new stream joins after its KV has arrived.
     """
 
     streams: int
@@ -42,7 +42,7 @@ class Figure:
 
 
 class HostBench:
-    """An engine with all batch slots in use, whose decode step is replaced by a constant."""
+    """Engine with all batch slots in use, and a decode step that returns a constant token."""
 
     def __init__(self, model: Model, streams: int) -> None:
         limits = Limits(max_running=streams, max_waiting=streams)
@@ -103,9 +103,11 @@ def figures(device: str, streams: list[int], runs: int) -> Iterator[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench host")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[1, 8, 64], help="numbers of streams"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--runs", type=int, default=300)
+    parser.add_argument("--runs", type=int, default=300, help="timed steps of each kind")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     print(describe(args.device))

@@ -1,4 +1,4 @@
-"""transformers models with the weights of a checkpoint, as peers of the benchmarks.
+"""Peers of the benchmarks: transformers models with the weights of a checkpoint.
 
 Decode steps use a `StaticCache`, eager or with `torch.compile(mode="reduce-overhead")`.
 """
@@ -66,6 +66,7 @@ class PeerStep:
     """A decode step of transformers.
 
     Attributes:
+        run: computes the step and returns the greedy tokens, `[batch]`.
         reset: restores the cache length, so that every step starts from the same context.
     """
 

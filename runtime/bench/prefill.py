@@ -1,9 +1,9 @@
 """Prefill of one prompt: ``python -m runtime.bench prefill --help``.
 
-Ours is the prefill of an engine, with CUDA graphs up to 2,048 tokens. It writes K and V into pages
-and attends over the pages. The comparison has the same weights, materializes q, k and v, and uses
-torch's scaled_dot_product_attention without pages. The floor is the operations at the rate of one
-large matmul.
+Our prefill is that of an engine, with CUDA graphs up to 2,048 tokens. It writes K and V into pages
+and attends over the pages. It is compared with layers that have the same weights, materialize q, k
+and v, and use torch's scaled_dot_product_attention without pages. The floor is the time of all
+operations at the rate of one large matmul.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from runtime.replay.prefill import TOKEN_BUCKETS, PrefillReplay
 
 
 class Materialized:
-    """The decoder layers of a checkpoint with q, k and v materialized and torch's attention."""
+    """Decoder layers of a checkpoint with materialized q, k and v, and torch's attention."""
 
     def __init__(self, checkpoint: Checkpoint, tokens: int, device: str) -> None:
         config = checkpoint.config
@@ -67,7 +67,7 @@ class Materialized:
 
 
 def operations(checkpoint: Checkpoint, tokens: int) -> int:
-    """Return the floating-point operations of all linear layers and of causal attention."""
+    """Return the number of floating-point operations of all linear layers and causal attention."""
     config = checkpoint.config
     weights = PackedWeights.pack(checkpoint, "meta")
     elements = (weights.nbytes - weights.lm_head.weight.nbytes) // 2
@@ -124,14 +124,26 @@ def figures(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench prefill")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
-    parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 1.0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048, 8192, 32768])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b", help="model shape")
+    parser.add_argument(
+        "--keep",
+        type=float,
+        nargs="+",
+        default=[0.5, 1.0],
+        help="fractions of parameters that factor pairs keep; 1 for dense",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[128, 512, 2048, 8192, 32768],
+        help="prompt lengths in tokens",
+    )
     parser.add_argument(
         "--forced", action="store_true", help="also measure all matmuls with our kernels"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--runs", type=int, default=10, help="timed runs of each call")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     with torch.inference_mode():

@@ -7,6 +7,7 @@ from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, LayerWeigh
 from runtime.config import ModelConfig, RopeConfig
 
 PAGE = 16
+"""Page size of all GPU benchmarks, in tokens."""
 SHAPES = {
     "llama-7b": ModelConfig(
         "LlamaForCausalLM", 32_000, 4096, 11_008, 32, 32, 32, 128, 36_864, 1e-5, False
@@ -28,7 +29,7 @@ def random_checkpoint(
 
     Args:
         keep: fraction of parameters that factor pairs keep; 1 for dense layers.
-        ragged: amount by which ranks vary up and down from layer to layer.
+        ragged: variation of ranks. Layers cycle through rank - ragged, rank and rank + ragged.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -73,7 +74,7 @@ def random_checkpoint(
 
 
 def kv_bytes(config: ModelConfig, tokens: int) -> int:
-    """Return the bytes of bf16 K and V of ``tokens`` tokens in all layers."""
+    """Return the size of bf16 K and V of ``tokens`` tokens in all layers, in bytes."""
     return 4 * config.num_layers * config.num_kv_heads * config.head_dim * tokens
 
 

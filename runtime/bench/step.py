@@ -1,4 +1,7 @@
-"""The megakernel alone, by ring size: ``python -m runtime.bench step --help``."""
+"""Decode megakernel alone, by ring size: ``python -m runtime.bench step --help``.
+
+The ring is the shared-memory buffer into which tiles of weights, K and V are prefetched.
+"""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -23,7 +26,12 @@ def figures(
     cases: Sequence[tuple[int, int]],
     rings: Sequence[tuple[int, int]],
 ) -> Iterator[Figure]:
-    """Measure every case (batch, context) with every ring (slots, tiles in flight)."""
+    """Measure every case with every ring.
+
+    Args:
+        cases: pairs of batch size and context length.
+        rings: pairs of ring slots and of tiles in flight.
+    """
     config, copied = SHAPES[shape], copy_rate()
     yield Figure("copy rate, GB/s", copied / 1e6, copied / 1e6)
     cos, sin = cos_sin_table(config, config.context_length)
@@ -54,13 +62,23 @@ def figures(
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runtime.bench step")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b")
-    parser.add_argument("--keep", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-7b", help="model shape")
+    parser.add_argument(
+        "--keep",
+        type=float,
+        nargs="+",
+        default=[0.5],
+        help="fractions of parameters that factor pairs keep; 1 for dense",
+    )
     parser.add_argument("--ragged", type=int, default=0, help="variation of ranks between layers")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--context", type=int, nargs="+", default=[512])
-    parser.add_argument("--slots", type=int, nargs="+", default=[5])
-    parser.add_argument("--ahead", type=int, nargs="+", default=[1])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="numbers of sequences")
+    parser.add_argument(
+        "--context", type=int, nargs="+", default=[512], help="context lengths in tokens"
+    )
+    parser.add_argument("--slots", type=int, nargs="+", default=[5], help="numbers of ring slots")
+    parser.add_argument(
+        "--ahead", type=int, nargs="+", default=[1], help="numbers of tiles in flight"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     with torch.inference_mode():

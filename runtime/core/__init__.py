@@ -1,1 +1,1 @@
-"""The vocabulary of the runtime: requests, sequences, limits and step plans. No tensor code."""
+"""Shared data types: requests, sequences, limits and step plans. No tensor code."""

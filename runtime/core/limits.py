@@ -1,4 +1,4 @@
-"""Limits of one engine."""
+"""Bounds on the batch, the queue and the tokens of an engine step."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,9 @@ class Limits:
     """Limits of one engine.
 
     Attributes:
-        max_running: sequences (choices) that hold a batch slot at the same time.
-        max_waiting: requests that may wait for batch slots or pages.
+        max_running: number of batch slots. Each choice takes one; a prompt to be held takes one in
+            total.
+        max_waiting: maximum requests that wait for batch slots or pages.
         step_tokens: maximum prompt tokens computed in one step.
         chunk_tokens: maximum prompt tokens of one sequence computed in one step, a multiple of the
             page size.

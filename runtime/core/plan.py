@@ -1,4 +1,4 @@
-"""Plan of one engine step, as the scheduler makes it."""
+"""Work of one engine step, as selected by the scheduler."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from runtime.errors import RuntimeFault
 
 @dataclass(frozen=True)
 class Chunk:
-    """Prompt tokens ``first … first + count - 1`` of a group, to compute in this step."""
+    """Prompt tokens at positions ``first … first + count - 1`` of a group, to prefill in a step."""
 
     group: SequenceGroup
     first: int
@@ -22,14 +22,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of an engine.
+    """Work of one engine step.
 
     Attributes:
         chunks: prompt chunks to prefill.
-        decode: sequences to decode. The last token of a sequence may be in flight, that is, not
-            read by the host yet.
-        reserved: groups that received pages for KV from another worker.
-        refused: request ids, each with the reason it was refused.
+        decode: sequences to decode. The last token of a sequence may be in flight: sampled by a
+            launched step, but not yet read by the host.
+        reserved: groups admitted in this step whose KV will arrive from another worker.
+        refused: pairs of request id and reason.
     """
 
     chunks: list[Chunk]

@@ -1,7 +1,7 @@
 """Requests, sampling parameters and sampled tokens: plain values without tensor code.
 
-A request is one prompt with one or more choices. Output tokens are counted from the end of the
-prompt, including those that another worker generated and the request carries in ``tokens``.
+A request is one prompt with one or more choices (sequences generated from it). Output indices start
+at the end of the prompt. Output tokens that another worker generated before are counted as well.
 """
 
 import math
@@ -25,17 +25,19 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of a request. They are parsed once and carried unchanged.
+    """Sampling parameters of a request.
 
-    They apply in this order: ``logit_bias``, penalties, then the largest logit if ``temperature``
-    is 0. Otherwise temperature, ``min_p``, ``top_k``, ``top_p`` and a random draw, which depends
-    only on ``seed``, the choice and the output index.
+    ``logit_bias`` and penalties are applied first. If ``temperature`` is 0, the token with the
+    largest logit is then selected. Otherwise ``temperature``, ``min_p``, ``top_k`` and ``top_p``
+    are applied in this order, and a token is drawn at random. The random number depends only on
+    ``seed``, the choice and the output index.
 
     Attributes:
         temperature: 0 for greedy decoding.
-        top_k: 0 for no limit.
+        top_k: number of most probable tokens to draw from; 0 for no limit.
+        logit_bias: value to add to the logit of each token id.
         logprobs: number of most probable tokens to report beside the sampled one, or None for no
-            log probabilities. They come from the model's logits, before any processing.
+            log probabilities. They are computed from the model's logits, before any processing.
     """
 
     temperature: float = 0.0
@@ -51,7 +53,7 @@ class SamplingParams:
 
     @property
     def processes_logits(self) -> bool:
-        """Whether a bias or a penalty changes the logits before the temperature applies."""
+        """Whether a bias or a penalty changes the logits."""
         return bool(
             self.logit_bias
             or self.presence_penalty
@@ -61,7 +63,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> tuple[float, float, float]:
-        """Temperature, min-p and top-p. The temperature of greedy decoding is given as 1."""
+        """Temperature (1 in place of 0, because logits are divided by it), min-p and top-p."""
         return self.temperature or 1.0, self.min_p, self.top_p
 
     @property
@@ -70,7 +72,7 @@ class SamplingParams:
         return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
 
     def validate(self, vocab_size: int) -> None:
-        """Check all fields. Raises `InvalidRequest` for the first one that is out of bounds."""
+        """Raise `InvalidRequest` if a field is out of bounds."""
         bounds = {
             "temperature": (self.temperature, 0.0, 1e6),
             "min_p": (self.min_p, 0.0, 1.0),
@@ -100,15 +102,15 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the parameters of its continuation.
+    """One prompt and the parameters of its generation.
 
     Attributes:
-        tokens: the prompt, then output tokens that were already delivered (replay after a
-            failover).
-        prompt_tokens: length of the prompt in ``tokens``.
+        tokens: token ids of the prompt. After a failover, output tokens that were already delivered
+            follow.
+        prompt_tokens: number of prompt tokens in ``tokens``.
         max_tokens: maximum output tokens of each choice, including already delivered ones.
-        stop_token_ids: tokens that end a choice; the stop token itself is emitted.
-        choices: number of continuations to generate (OpenAI's ``n``).
+        stop_token_ids: tokens that end a choice; the stop token itself is part of the output.
+        choices: number of sequences to generate (``n`` in OpenAI's API).
     """
 
     id: str
@@ -120,7 +122,7 @@ class Request:
     choices: int = 1
 
     def validate(self, config: ModelConfig) -> None:
-        """Check the request against a model. Raises `InvalidRequest` if it cannot be served."""
+        """Raise `InvalidRequest` if the request is invalid for a model."""
         if not 1 <= self.prompt_tokens <= len(self.tokens):
             raise InvalidRequest(
                 f"prompt_tokens must be between 1 and {len(self.tokens)}, not {self.prompt_tokens}"
@@ -145,7 +147,9 @@ class SampledToken:
     """One output token.
 
     Attributes:
-        index: position among the choice's output tokens, from 0.
+        choice: index of the choice, from 0.
+        index: output index, that is, position among the choice's output tokens, from 0.
+        token: token id.
         logprob: natural logarithm of the token's probability under the unprocessed logits; None
             if not requested.
         top: the most probable tokens with their log probabilities, in descending order; empty if

@@ -19,11 +19,12 @@ class Sequence:
     """One choice of a request: its tokens so far, and the pages that hold their KV.
 
     Attributes:
-        arrival: position of the request in arrival order.
-        limit: maximum length in tokens, prompt included.
+        choice: index of the choice, from 0.
+        arrival: number of requests that arrived before this one.
+        limit: maximum length in tokens, including the prompt.
         running: whether the sequence is in the decode batch.
-        lookahead: number of tokens that launched steps sample and the host has not read yet.
-        resolved: whether the device could sample the last token. If not, the host completes the
+        lookahead: number of tokens sampled by launched steps that the host has not read yet.
+        resolved: whether the device could sample the last token. If not, the host must complete the
             sampling, and the step must be read before the next one is launched.
     """
 
@@ -39,7 +40,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Number of tokens, including those being sampled by launched steps."""
+        """Number of tokens, including those sampled by launched steps that are not read yet."""
         return len(self.tokens) + self.lookahead
 
     @property
@@ -53,7 +54,7 @@ class SequenceGroup:
     """Sequences that share a prompt and are scheduled together until its prefill completes.
 
     Attributes:
-        computed: prompt tokens whose KV is in the pages.
+        computed: number of prompt tokens whose KV is in the pages.
     """
 
     purpose: Purpose
@@ -67,7 +68,7 @@ class SequenceGroup:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens that all sequences start from."""
+        """Token ids of the first sequence, equal in all sequences until prefill completes."""
         return self.sequences[0].tokens
 
     @property

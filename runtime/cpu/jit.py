@@ -1,7 +1,7 @@
 """Just-in-time compilation of CPU loops, and exact floating-point primitives for them.
 
-Loops compiled here use no fast-math. Every x86 processor executes the operations as written, so a
-result depends only on its own inputs and not on the rest of the batch.
+Loops compiled here use no fast-math: operations are executed in the order written, on any x86
+processor. The result of a row therefore does not depend on the rest of the batch.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _STAMP = _stamp_of(Path(__file__).parents[1])
 
 
 def compiled(function: _Function) -> _Function:
-    """Compile a function on first use, without the GIL, and cache the result on disk if possible.
+    """Compile a function on first use, to run without the GIL, and cache the result on disk.
 
     numba's cache key is the function's name and its own file. The stamp in the name also
     invalidates the cache when other files change that the function calls or imports.
@@ -46,7 +46,7 @@ def compiled(function: _Function) -> _Function:
 
 
 def _fma_type(_typing_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
-    """Type and code generator of ``fma(a, b, c)``: a·b + c, rounded once."""
+    """Return type and code generator of ``fma(a, b, c)``: a·b + c, rounded once."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)

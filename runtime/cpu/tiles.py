@@ -1,8 +1,8 @@
 """Register-tiled GEMM micro-kernels, generated as LLVM vector code for numba functions.
 
-Each output element is accumulated separately, in the order of k, with fused multiply-adds. The
-vector width and the tile shape therefore do not change any bit of a result. Both are chosen for the
-host processor.
+Each output element is accumulated separately, in ascending order of the inner dimension k, with
+fused multiply-adds. The vector width and the tile shape, which are chosen for the host processor,
+therefore do not change any bit of a result.
 """
 
 from collections.abc import Callable
@@ -20,30 +20,31 @@ from runtime.cpu.jit import Bytes, Floats, Halves, as_float, compiled
 LANES = 64
 """Columns of an accumulator tile."""
 GROUP = 32
-"""Rows of 8-bit codes that share a scale and an offset."""
+"""Number of consecutive rows of 8-bit codes that share a scale and an offset in each column."""
 Right = Floats | Halves | tuple[Bytes, Floats, Floats]
-"""Right-hand operand of `accumulate`: floats, bf16 patterns, or (codes, scales, offsets)."""
+"""Right-hand operand of `accumulate`: fp32, bf16 bit patterns, or (codes, scales, offsets)."""
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]
 _WIDTH, _VECTORS = (16, 4) if "+avx512f" in _FEATURES else (8, 2)
 """Floats in a vector, and vectors in a row of a tile."""
 _TALL = 4
-"""Maximum rows of a tile with `_VECTORS` vectors in a row. Tiles of up to eight rows have half as
-many vectors, so that both kinds just fit the vector registers."""
+"""Maximum rows of a tile with `_VECTORS` vectors per row. Tiles of five to eight rows have half as
+many vectors per row. Both kinds fill the vector registers."""
 
 _FLOATS = ir.VectorType(ir.FloatType(), _WIDTH)
 _WORDS = ir.VectorType(ir.IntType(32), _WIDTH)
 _PATTERNS = ir.VectorType(ir.IntType(16), _WIDTH)
 _BYTES = ir.VectorType(ir.IntType(8), _WIDTH)
 _PREFETCH_ROWS = 128
-"""Distance of software prefetch, in rows of weights. The hardware prefetcher does not keep up with
-the multiplications: SmolLM2's codes take 13 ms for eight rows with software prefetch, 18 without.
+"""Distance of software prefetch, in rows of weights. The hardware prefetcher alone is too slow:
+eight input rows through SmolLM2's weights (as codes) take 13 ms with software prefetch and 18 ms
+without.
 """
 _u = np.uint32
 
 
 class _Writer:
-    """Emits vector instructions into the function that numba is compiling.
+    """Emitter of vector instructions into the function that numba is compiling.
 
     Args:
         signature, arguments: signature and argument values of the intrinsic. Arrays may have any
@@ -102,11 +103,11 @@ class _Writer:
         return self._builder.bitcast(bits, _FLOATS)
 
     def blend(self, first: Any, second: Any, lanes: list[int]) -> Any:
-        """Select lanes of two vectors; lanes of ``second`` are numbered after ``first``'s."""
+        """Select lanes of two vectors; lane numbers from `_WIDTH` on refer to ``second``."""
         return self._builder.shuffle_vector(first, second, ir.Constant(_WORDS, lanes))
 
     def prefetch(self, address: Any, distance: Any) -> None:
-        """Prefetch the cache line at ``distance`` bytes after an address."""
+        """Prefetch the cache line ``distance`` bytes after an address."""
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
         hint = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0i8")
@@ -122,7 +123,10 @@ def _constant(index: Any) -> Any:
 
 
 def _tile(rows: int) -> Any:
-    """Return an intrinsic: `accumulate` for rows ``first … first + rows - 1``, in registers."""
+    """Return an intrinsic that computes `accumulate` for ``rows`` rows from ``first`` on.
+
+    It keeps the accumulators in registers.
+    """
     vectors = _VECTORS if rows <= _TALL else _VECTORS // 2
 
     def typed(
@@ -159,7 +163,7 @@ def _tile(rows: int) -> Any:
 
 
 def _reader(write: _Writer, b: Any, row: Any, lanes: list[int]) -> Callable[[Any], list[Any]]:
-    """Return a function that loads vectors of one row of the right-hand operand as floats."""
+    """Return a function that loads one row of the right-hand operand as fp32 vectors."""
     if isinstance(b, types.Array):
         if b.dtype == types.uint16:
 
@@ -190,14 +194,14 @@ _five_rows, _six_rows, _seven_rows, _eight_rows = (_tile(rows) for rows in (5, 6
 
 @compiled
 def accumulate(c: Floats, a: Floats, column: int, b: Right, row: int, steps: int) -> None:
-    """Compute ``c += a[:, column : column + steps] @ b[row : row + steps]`` in the order of k.
+    """Compute ``c += a[:, column : column + steps] @ b[row : row + steps]`` in order of k.
 
     Args:
         c: fp32 `[m, LANES]`, accumulated in place.
         a: fp32 `[m, k]`, with any strides.
         b: fp32 or bf16 patterns `[n, LANES]`; or u8 codes `[n, LANES]` with fp32 scales and offsets
             `[n / GROUP, LANES]`, where an element is ``scale · code + offset``, rounded once. With
-            codes, ``row … row + steps - 1`` must lie within one group.
+            codes, rows ``row … row + steps - 1`` must be in one group.
     """
     done = 0
     while len(c) - done >= 8:
@@ -221,7 +225,7 @@ def accumulate(c: Floats, a: Floats, column: int, b: Right, row: int, steps: int
 
 
 def _square_type(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any, _at: Any) -> Any:
-    """Type and code generator of one square block of `transpose`."""
+    """Return type and code generator of an intrinsic that transposes one square block."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         write = _Writer(context, builder, signature, arguments)
@@ -248,7 +252,7 @@ def _square_type(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any,
 
 
 def _low(lane: int, distance: int) -> int:
-    """Return the lane of a pair of rows that moves to ``lane`` of the first row."""
+    """Return the lane, of two concatenated rows, that moves to ``lane`` of the first row."""
     return lane + _WIDTH - distance if lane & distance else lane
 
 
@@ -269,7 +273,7 @@ def transpose(patterns: Halves, out: Floats, at: int) -> None:
 
 
 def _prefetch_type(_typing: Any, pages: Any, _page: Any, _head: Any) -> Any:
-    """Type and code generator of `prefetch`."""
+    """Return type and code generator of `prefetch`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         write = _Writer(context, builder, signature, arguments)
@@ -283,4 +287,4 @@ def _prefetch_type(_typing: Any, pages: Any, _page: Any, _head: Any) -> Any:
 
 
 prefetch = intrinsic(_prefetch_type)
-"""``prefetch(pages, page, head)``: prefetch ``pages[page, head]``, u16 `[slot, dim]`."""
+"""``prefetch(pages, page, head)``: prefetch all of ``pages[page, head]``, u16 `[slot, dim]`."""

@@ -1,4 +1,4 @@
-"""The engine: scheduling, chunked prefill and continuous batching over a paged KV cache."""
+"""Inference engine: scheduling, chunked prefill and continuous batching over a paged KV cache."""
 
 from runtime.engine.commands import (
     Add,

@@ -11,8 +11,8 @@ class Add:
     """Prefill a request here, then decode it.
 
     Attributes:
-        hold: do not decode; sample the first token of every choice and keep the pages until
-            `Release`.
+        hold: whether to stop after prefill. The first token of every choice is sampled, and the
+            pages are kept until `Release`.
     """
 
     request: Request
@@ -21,19 +21,19 @@ class Add:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Allocate the pages of a request's tokens, whose KV another worker will send."""
+    """Allocate pages for a request's tokens. Another worker will send their KV."""
 
     request: Request
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """The KV of a reserved request is in its pages: decode every choice from its first token.
+    """Decode a reserved request, whose KV is now in its pages.
 
-    A choice that ended with its first token is neither run nor reported as finished again.
+    A choice that ended with its first token is not decoded and not reported in ``finished`` again.
 
     Attributes:
-        first: the first token of every choice.
+        first: first token of every choice, sampled by the prefill worker.
     """
 
     id: str
@@ -62,8 +62,8 @@ class Computed:
     """A prompt chunk whose KV has been written.
 
     Attributes:
-        first_token: position of the first token, a multiple of the page size.
-        pages: pages that hold the chunk's tokens.
+        first_token: position of the chunk's first token, a multiple of the page size.
+        pages: ids of the pages that hold the chunk's KV.
     """
 
     id: str
@@ -77,14 +77,16 @@ class StepOutput:
     """Results of one step.
 
     Attributes:
-        tokens: request ids with sampled tokens, in sampling order.
-        finished: choices that ended: request id, choice and reason. The last token of a choice is
-            in ``tokens`` of the same step.
+        tokens: pairs of request id and sampled token, in sampling order.
+        finished: request id, choice and reason of each choice that ended. The last token of a
+            choice is in ``tokens`` of the same step.
         computed: chunks whose KV was written. Chunks of a preempted sequence are reported again.
-        reserved: request ids with the pages allocated for their tokens.
-        refused: request ids with the reason. All pages of a refused request are free again.
-        started: requests whose first chunk this step computes. A preempted request starts again.
-        ended: requests whose choices all finished. Their pages are free, unless held.
+        reserved: pairs of request id and the pages allocated for its tokens.
+        refused: pairs of request id and reason. A refused request has no pages.
+        started: ids of requests whose first chunk is computed in this step. A preempted request
+            starts again.
+        ended: ids of requests whose choices have all finished. Their pages are released, except
+            those of held requests.
     """
 
     tokens: list[tuple[str, SampledToken]] = field(default_factory=list)

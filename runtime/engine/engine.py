@@ -1,10 +1,10 @@
 """The engine of one worker: takes commands, returns tokens and computed chunks, step by step.
 
 A step has two halves: `Engine.plan` takes commands and schedules, `Engine.compute` runs the forward
-passes. The caller can thus report the decisions of `plan` before the computation.
+passes. The caller can therefore report the results of `plan` before the computation.
 
-With replayed decode steps, `compute` launches a step and then reads the previous one. The host
-processes the tokens of a step while the device computes the next.
+With replayed decode steps, `compute` launches a step and then reads the tokens of the previous one.
+The host processes these while the device computes.
 """
 
 from collections.abc import Sequence as Items
@@ -52,17 +52,20 @@ __all__ = [
 
 
 class Engine:
-    """Runs a model over its own page pool.
+    """Continuous batching of one model over its own pool of KV pages.
 
     Call `plan` and `compute` alternately, or `step` for one of each. The engine uses no thread and
     no clock: the same commands in the same steps give the same outputs. A step runs at most two
     forward passes, one over prompt chunks and one over all running sequences.
 
     Args:
-        replay: use `PrefillReplay` and `DecodeReplay`, for a device that is faster than its host.
-            Tokens are the same; decoded tokens are reported one step later.
-        decodes: whether the engine decodes. A prefill worker needs no decode graphs.
-        by_layer: capture a decode graph for each layer instead of one for a step.
+        num_pages: number of pages for sequences.
+        replay: use `PrefillReplay` and `DecodeReplay` (CUDA graphs), because launching kernels
+            takes the host longer than the device needs to run them. Tokens do not change, but
+            decoded tokens are reported one step later.
+        decodes: whether the engine decodes. False on a prefill worker, which needs no decode
+            graphs.
+        by_layer: capture a decode graph for each layer instead of one for the whole step.
     """
 
     def __init__(
@@ -95,9 +98,9 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress = silent) -> None:
-        """Compile kernels and capture graphs, so that the first requests need not wait.
+        """Compile kernels and capture graphs, so that they do not delay the first requests.
 
-        The engine must not have taken a command yet. On a CPU there is nothing to do.
+        Call it before the first command. On a CPU it does nothing.
         """
         if self.model.device.type == "cpu":
             return
@@ -143,12 +146,12 @@ class Engine:
 
         Returns:
             Results known before the computation: ``refused``, ``reserved``, ``started``, and in
-            ``ended`` the requests that ended with the tokens they arrived with. If the in-flight
-            step must be read before the next launch, its tokens as well.
+            ``ended`` the requests that `Arrived` with only finished choices. If the in-flight step
+            must be read before the next launch, its tokens as well.
 
         Raises:
-            ValueError: an id was added twice, or KV arrived that was not reserved. Only a bug of
-                the caller causes it, not a user's request.
+            ValueError: a request id was added twice, or KV arrived for a request without a
+                reservation. Both are bugs of the caller and cannot be caused by a user's request.
         """
         output = StepOutput()
         for command in incoming:
@@ -166,8 +169,8 @@ class Engine:
     def compute(self) -> StepOutput:
         """Run the planned step: a batch of prompt chunks, then a batch of running sequences.
 
-        A plan is computed once; without a new plan nothing happens. Tokens of a replayed decode
-        batch are part of the next step's output.
+        Without a new plan it does nothing. Tokens of a replayed decode batch are part of the next
+        step's output.
         """
         output = StepOutput()
         plan, self._planned = self._planned, None
@@ -234,7 +237,7 @@ class Engine:
                         self._scheduler.run(sequence)
 
     def _forward_chunks(self, chunks: list[Chunk]) -> Tensor:
-        """Run the forward pass of prompt chunks: a row of logits for each completed prompt."""
+        """Run the forward pass of prompt chunks; return logits `[completed prompts, vocab]`."""
         slices = [
             SequenceSlice(
                 chunk.group.tokens[chunk.first : chunk.first + chunk.count],
@@ -257,7 +260,7 @@ class Engine:
         output.computed.append(Computed(group.request.id, chunk.first, chunk.count, tuple(pages)))
 
     def _decode(self, sequences: list[Sequence], output: StepOutput) -> None:
-        """Launch a replayed step, or compute one and accept its tokens."""
+        """Launch a replayed step, or without replay compute a step and accept its tokens."""
         if self._replay is not None:
             self._in_flight = self._replay.launch(sequences)
             self._scheduler.step_launched(sequences)
@@ -269,7 +272,7 @@ class Engine:
         """Return whether the next step can be launched before ``step`` is read.
 
         It cannot if the host must complete the sampling of a token, if a sequence must be
-        preempted, or if batch slots should move.
+        preempted, or if sequences should move to other batch slots.
         """
         return (
             step.replay.can_launch_ahead(self._scheduler.continuing)
@@ -278,7 +281,7 @@ class Engine:
         )
 
     def _collect(self, step: InFlightStep, output: StepOutput) -> None:
-        """Read the tokens of a step; drop those of sequences that have ended or left."""
+        """Read the tokens of a step, and drop those of sequences that no longer run."""
         draws = step.replay.collect(step)
         self._scheduler.step_completed(step.sequences)
         for sequence, draw in zip(step.sequences, draws, strict=True):
@@ -298,7 +301,7 @@ class Engine:
     def _start_received(
         self, group: SequenceGroup, first: tuple[SampledToken, ...], output: StepOutput
     ) -> None:
-        """Run every choice from the token that the prefill worker sampled for it."""
+        """Append the first tokens that the prefill worker sampled, and decode all choices."""
         self._fork(group)
         tokens = {token.choice: token for token in first}
         for sequence in group.sequences:
@@ -310,7 +313,7 @@ class Engine:
                 output.ended.append(group.request.id)
 
     def _fork(self, group: SequenceGroup) -> None:
-        """Copy the partly filled last page of a prompt for each choice after the first."""
+        """Copy the partly filled last prompt page of the first choice to every other choice."""
         first, *others = group.sequences
         if others and len(group.tokens) % self.model.page_size:
             last = len(first.pages) - 1
@@ -325,7 +328,7 @@ class Engine:
             fault = NotFinite(f"the model's logits at token {len(sequence.tokens)} are not finite")
             output.refused.append((request.id, fault))
             self._scheduler.drop(request.id)
-        if draw is None or request.id not in self._scheduler:  # refused, maybe with another choice
+        if draw is None or request.id not in self._scheduler:  # refused, now or by another choice
             self._scheduler.discard(sequence)
             return True
         index = len(sequence.tokens) - request.prompt_tokens
@@ -341,7 +344,7 @@ class Engine:
         return True
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
-        """Return why a sequence's last token ends it, or None."""
+        """Return the reason if a sequence ends with its last token, else None."""
         if sequence.tokens[-1] in sequence.request.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None

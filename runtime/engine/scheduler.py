@@ -1,14 +1,14 @@
 """Scheduling of engine steps: queues, batch slots and pages, without a model.
 
-A `SequenceGroup` waits, is admitted with all pages of its tokens, and is prefilled chunk by chunk
-or receives its KV from another worker. Then each of its sequences runs in the decode batch until it
-ends. Admission is first come, first served. Chunks of a sequence end at multiples of
-``chunk_tokens``, regardless of other sequences.
+A `SequenceGroup` waits until it is admitted, with all pages of its tokens. It is then prefilled
+chunk by chunk, or receives its KV from another worker. After that, each of its sequences runs in
+the decode batch until it ends. Admission is first come, first served. Chunks of a sequence end at
+multiples of ``chunk_tokens``, regardless of other sequences.
 
-A decode step may be in flight: launched, but its tokens not read yet. Its tokens count in the
-lengths of its sequences. Pages released meanwhile become free only when the step has completed. The
-step, and work launched before it, may still write to them, and KV that another worker sends is not
-ordered with the device's stream.
+A decode step is in flight from its launch until its tokens are read. Its tokens count in the
+lengths of its sequences. Pages released in the meantime become free only when the step has
+completed, because the step and work launched before it may still write to them. Stream order does
+not protect these pages: KV that another worker sends is written outside the device's stream.
 """
 
 from bisect import insort
@@ -27,7 +27,7 @@ _age = attrgetter("age")
 
 
 class Scheduler:
-    """Queues, batch slots and pages of one engine. Deterministic in the order of calls."""
+    """Queues, batch slots and pages of one engine. The same calls give the same results."""
 
     def __init__(
         self, limits: Limits, *, num_pages: int, page_size: int, context_length: int
@@ -66,8 +66,8 @@ class Scheduler:
     def queue_tokens(self) -> int:
         """Number of tokens accepted and not yet finished.
 
-        A held prompt counts with its tokens not yet computed. Any other sequence counts with its
-        tokens whose KV is, or will be, in the pages.
+        Sequences in the queue or in the batch count all their tokens. A prompt that will be held
+        counts only its tokens that are not computed yet.
         """
         tokens = sum(len(sequence.tokens) for sequence in self._running)
         for group in (*self._waiting, *self._prefilling, *self._received.values()):
@@ -79,7 +79,7 @@ class Scheduler:
 
     @property
     def continuing(self) -> list[Sequence]:
-        """Running sequences that the tokens in flight do not bring to their maximum length."""
+        """Running sequences below their maximum length, counting tokens in flight."""
         return [s for s in self._running if len(s.tokens) + s.lookahead < s.limit]
 
     @property
@@ -102,7 +102,8 @@ class Scheduler:
 
         Raises:
             InvalidRequest: the request has more choices than there are batch slots.
-            OutOfPages: its tokens do not fit into an empty pool.
+            OutOfPages: the tokens need more pages than the pool has.
+            ValueError: the request id already exists.
         """
         if request.id in self:
             raise ValueError(f"request {request.id} already exists")
@@ -116,16 +117,17 @@ class Scheduler:
             raise InvalidRequest(
                 f"{request.choices} choices exceed the {self._limits.max_running} batch slots"
             )
-        self._check_fits_ever(group)
+        self._check_fits_pool(group)
         self._arrivals += 1
         self._waiting.append(group)
         self._fresh.append(group)
         self._unfinished[request.id] = request.choices
 
     def arrived(self, request_id: str) -> SequenceGroup:
-        """Return the group whose KV has arrived, for the caller to `run` or `finish` its sequences.
+        """Remove and return a group whose KV has arrived.
 
-        Raises ValueError if the request was not reserved.
+        The caller must then call `run` or `finish` for each of its sequences. Raises ValueError if
+        the request has no reservation.
         """
         if request_id not in self._received:
             raise ValueError(f"KV arrived for request {request_id}, which has no reservation")
@@ -151,7 +153,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Allocate pages for running sequences, admit waiting groups and choose prompt chunks.
 
-        If `must_preempt` is true, no step may be in flight.
+        The caller must read the in-flight step first if `must_preempt` is true.
         """
         decode = self.continuing
         refused = self._grow(decode)
@@ -161,7 +163,7 @@ class Scheduler:
         return StepPlan(self._choose_chunks(), decode, reserved, refused)
 
     def computed(self, chunk: Chunk) -> None:
-        """Record a computed chunk. The last one removes its group from the prefill queue."""
+        """Record a computed chunk. After its last chunk a group leaves the prefill queue."""
         group = chunk.group
         group.computed += chunk.count
         if chunk.completes:
@@ -206,14 +208,14 @@ class Scheduler:
         return True
 
     def discard(self, sequence: Sequence) -> None:
-        """Release the pages of a sequence that was in no queue when its request was dropped."""
+        """Release pages that `drop` missed because the sequence was in no queue at that time."""
         self._release([sequence])
 
     def _grow(self, sequences: Iterable[Sequence]) -> list[tuple[str, RuntimeFault]]:
         """Allocate the page that each sequence's next token needs, the oldest sequence first.
 
         If no page is free, the youngest sequence is preempted: it releases its pages and waits to
-        be computed again. A sequence that does not fit into an empty pool is refused.
+        be computed again. If it needs more pages than the pool has, it is refused.
         """
         refused: list[tuple[str, RuntimeFault]] = []
         for sequence in sequences:
@@ -239,7 +241,7 @@ class Scheduler:
             self._stop(youngest)
             group = SequenceGroup(Purpose.GENERATE, [youngest])
             try:
-                self._check_fits_ever(group)
+                self._check_fits_pool(group)
             except OutOfPages as fault:
                 refused.append((youngest.request.id, fault))
                 self._release([youngest])
@@ -257,11 +259,11 @@ class Scheduler:
         insort(self._waiting, group, key=_age)
 
     def _admit(self) -> list[SequenceGroup]:
-        """Admit waiting groups in order, with all their pages. Return the reserved ones."""
+        """Admit waiting groups in order and allocate their pages. Return those that await KV."""
         reserved = []
         while self._waiting and self._admissible(self._waiting[0]):
             group = self._waiting.pop(0)
-            self._give_pages(group)
+            self._allocate_pages(group)
             if group.purpose is Purpose.RECEIVE:
                 self._received[group.request.id] = group
                 reserved.append(group)
@@ -269,8 +271,8 @@ class Scheduler:
                 self._prefilling.append(group)
         return reserved
 
-    def _give_pages(self, group: SequenceGroup) -> None:
-        """Allocate pages. Choices share full pages; each gets its own last page."""
+    def _allocate_pages(self, group: SequenceGroup) -> None:
+        """Allocate a group's pages. Choices share full pages, but not a partly filled last one."""
         first, *others = group.sequences
         tokens = len(group.tokens)
         first.pages = self.pool.allocate(pages_for(tokens, self._page_size))
@@ -282,7 +284,7 @@ class Scheduler:
             sequence.pages = full + self.pool.allocate(len(first.pages) - len(full))
 
     def _refuse_overflow(self) -> list[tuple[str, RuntimeFault]]:
-        """Refuse the latest groups since the last plan until the queue is within its bound."""
+        """Refuse groups submitted since the last plan, latest first, beyond ``max_waiting``."""
         refused: list[tuple[str, RuntimeFault]] = []
         for group in reversed(self._fresh):
             if len(self._waiting) <= self._limits.max_waiting:
@@ -309,13 +311,13 @@ class Scheduler:
         slots = self.num_running + group.slots
         return slots <= self._limits.max_running and self._need(group) <= self.pool.free
 
-    def _check_fits_ever(self, group: SequenceGroup) -> None:
+    def _check_fits_pool(self, group: SequenceGroup) -> None:
         need = self._need(group)
         if need > self.pool.total:
             raise OutOfPages(f"{len(group.tokens)} tokens need {need} of {self.pool.total} pages")
 
     def _need(self, group: SequenceGroup) -> int:
-        """Return the free pages that admission needs: for all tokens and the next ones."""
+        """Return the number of free pages needed to admit a group, including its next tokens."""
         tokens = len(group.tokens)
         if group.purpose is Purpose.HOLD:
             return pages_for(tokens, self._page_size)
@@ -325,7 +327,7 @@ class Scheduler:
         return shared + separate * len(group.sequences)
 
     def _missing(self, sequence: Sequence) -> int:
-        """Return how many more pages the tokens of a sequence need."""
+        """Return the number of pages that a sequence lacks for its tokens."""
         return pages_for(sequence.length, self._page_size) - len(sequence.pages)
 
     def _stop(self, sequence: Sequence) -> None:
@@ -339,7 +341,7 @@ class Scheduler:
         yield from self._held.values()
 
     def _release(self, sequences: Iterable[Sequence]) -> None:
-        """Release pages now, or after the latest in-flight step."""
+        """Release pages now, or when the latest in-flight step completes."""
         for sequence in sequences:
             if self._deferred:
                 self._deferred[-1] += sequence.pages

@@ -14,8 +14,8 @@ class Captured:
     """A captured call. Calling it replays the graph.
 
     Attributes:
-        held: the captured callable. A graph stores only addresses, so this reference keeps the
-            tensors alive that the graph reads and writes.
+        held: captured callable. A graph stores only addresses, so this reference keeps alive the
+            tensors that it reads and writes.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -33,8 +33,9 @@ def capture(call: Callable[[], object], pool: Any = None) -> Captured:
 
     Args:
         call: callable without arguments that only launches work on the current stream.
-        pool: memory pool. Graphs of one pool share memory and must not run concurrently. A tensor
-            that the call returned keeps its memory while it is referenced.
+        pool: memory pool of the graph, from `torch.cuda.graph_pool_handle`. Graphs with the same
+            pool share memory and must not run concurrently. The memory of a returned tensor is not
+            reused while it is referenced.
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -48,7 +49,7 @@ def capture(call: Callable[[], object], pool: Any = None) -> Captured:
 
 @contextmanager
 def _garbage_collection_disabled() -> Iterator[None]:
-    """Disable the garbage collector: destroying another graph would invalidate the capture."""
+    """Disable the garbage collector, because destroying another graph invalidates the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -14,7 +14,7 @@ from torch import Tensor
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     """Copy an array to the device without blocking.
 
-    torch keeps the pinned staging memory until the copy has finished.
+    On a GPU the array is copied through pinned memory, which torch frees after the copy.
     """
     staged = torch.from_numpy(values)
     if device.type == "cuda":
@@ -23,10 +23,10 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """Host buffers for the leading rows of some tensors, filled asynchronously.
+    """Host buffers that receive the leading rows of device tensors asynchronously.
 
     Args:
-        like: tensors `[rows, …]` with the shapes and dtypes of those that `start` will copy.
+        like: tensors `[rows, …]` with the shapes and dtypes of the tensors that `start` copies.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:

@@ -1,4 +1,8 @@
-"""Linear layers for a few input rows: compiled loops with oneDNN's bits and less memory traffic."""
+"""CPU linear layers for a few input rows: compiled loops with the same bits as oneDNN.
+
+They read less memory than oneDNN, because weights are kept in a smaller lossless form where
+possible.
+"""
 
 import ctypes
 
@@ -12,24 +16,26 @@ from runtime.cpu.tiles import GROUP, LANES
 from runtime.layers import loops
 
 _COLUMNS = 16
-"""oneDNN pads the columns of a packed weight to a multiple of this."""
+"""oneDNN pads the columns of a packed weight to a multiple of this number."""
 
 _MAX_ROWS = 16
-"""Rows up to which codes and bf16 are faster than oneDNN. For all of SmolLM2's weights, on one Zen
-5 core, 1, 8 and 16 rows take 5.4, 13 and 25 ms from codes, 9, 17 and 28 ms from bf16, and 21 (as
-two rows), 24 and 32 ms by oneDNN."""
+"""Maximum input rows for which codes and bf16 are faster than oneDNN. Measured for all of SmolLM2's
+weights on one Zen 5 core: 1, 8 and 16 rows take 5.4, 13 and 25 ms from codes, 9, 17 and 28 ms from
+bf16, and 21, 24 and 32 ms by oneDNN (which computes 1 row as 2).
+"""
 
 
 class FewRowsLinear:
     """``x W^T`` for a few rows.
 
     Args:
-        source: the weight in blocks.
-        outputs: rows of the weight, without padding.
+        source: weight in blocks of LANES rows; see `loops.Source`.
+        outputs: number of rows of the weight, without padding.
         max_rows: maximum rows of ``x``.
 
     Attributes:
-        k_block: columns that are summed before they are added to the output. The caller sets it.
+        k_block: number of columns whose products are summed before the sum is added to the output.
+            The caller must set it.
     """
 
     def __init__(self, source: loops.Source, outputs: int, max_rows: int) -> None:
@@ -45,11 +51,11 @@ class FewRowsLinear:
 
 
 def few_rows_linear(weight: Tensor, packed: Tensor) -> FewRowsLinear | None:
-    """Store an fp32 weight losslessly in the form that takes the least memory to read.
+    """Build a linear layer that stores an fp32 weight losslessly in its smallest form.
 
     A weight that was quantized in its file is stored as 8-bit codes with scales and offsets (1.25
-    bytes an element), and one with bf16 values as bf16 (2 bytes). Any other weight is read from the
-    memory of ``packed``, for one row of input at a time.
+    bytes per element), and one with bf16 values as bf16 (2 bytes). Any other weight is read from
+    the memory of ``packed``, and only for a single input row.
 
     Args:
         weight: fp32 `[out, in]`.
@@ -74,9 +80,9 @@ def _blocked(weight: Tensor) -> Tensor:
 
 
 def _blocks_of(packed: Tensor, weight: Tensor) -> Floats | None:
-    """Return a view of oneDNN's packed memory, ``[blocks, in padded to _COLUMNS, LANES]``.
+    """View oneDNN's packed memory as ``[blocks, in padded to _COLUMNS, LANES]``.
 
-    None if the memory does not hold the weight in that layout.
+    Return None if the memory does not hold the weight in that layout.
     """
     expected = _blocked(functional.pad(weight, (0, -weight.shape[1] % _COLUMNS)))
     if torch.ops.mkldnn._nbytes(packed) != expected.nbytes:
@@ -87,7 +93,10 @@ def _blocks_of(packed: Tensor, weight: Tensor) -> Floats | None:
 
 
 def _find_codes(weight: Tensor) -> tuple[Bytes, Floats, Floats] | None:
-    """Find exact codes, as in GGUF's Q4_1 and Q8_0 formats. None if the weight has none."""
+    """Return codes, scales and offsets that represent a weight exactly, or None.
+
+    They exist for weights that were stored in GGUF's Q4_1 or Q8_0 format.
+    """
     rows, columns = weight.shape
     if columns % GROUP:
         return None

@@ -1,9 +1,9 @@
 """Linear layers with weights that are packed once, and projections that share an input.
 
-On the CPU in fp32, weights are kept in oneDNN's blocked layout. It is faster than MKL's sgemm for
-the relevant sizes (2 to 32 rows). A row's result does not depend on the number of other rows, so a
-token's KV and logits have the same bits in any batch. A few rows are computed by compiled loops,
-which read less memory and give the same bits (`few_rows.py`).
+On the CPU in fp32, weights are kept in oneDNN's blocked layout, which is faster than MKL's sgemm
+for the relevant sizes (2 to 32 rows). A row's result does not depend on the number of other rows,
+so a token's KV and logits have the same bits in any batch. A few rows are computed by compiled
+loops, which read less memory and give the same bits (`few_rows.py`).
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from torch.nn import functional
 from runtime.checkpoint.weights import Dense, FactorPair, Linear
 from runtime.layers.few_rows import FewRowsLinear, few_rows_linear
 
-_TYPICAL_ROWS = 64  # oneDNN packs for a row count; measured the same from 8 to 256
-_K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)  # block sizes observed in oneDNN
+_TYPICAL_ROWS = 64  # row count that oneDNN packs weights for; equally fast from 8 to 256
+_K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)  # sizes of oneDNN's partial sums, observed
 
 
 class LinearOp(Protocol):
@@ -37,11 +37,11 @@ class TorchLinear:
 
 
 class PackedLinear:
-    """Linear layer over oneDNN's packed layout, whose rows are independent, bit for bit.
+    """Linear layer in oneDNN's packed layout. The bits of a row do not depend on other rows.
 
-    oneDNN sums a single row in different blocks than several rows, and does not reach the memory
-    bandwidth with a few rows. If its summation order for several rows is a known one, compiled
-    loops compute a few rows in that order. Otherwise a single row is computed as two.
+    oneDNN sums a single row in another order than several rows, and is slow for a few rows. If its
+    order for several rows is one of `_K_BLOCKS`, compiled loops compute a few rows in that order.
+    Otherwise a single row is duplicated and computed as two.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -64,7 +64,7 @@ class PackedLinear:
         return y
 
     def _match(self, few: FewRowsLinear, columns: int) -> bool:
-        """Set the block size with which ``few`` gives oneDNN's bits. Return whether one exists."""
+        """Find and set the block size with which ``few`` gives oneDNN's bits; return success."""
         probe = torch.randn(2, columns, generator=torch.Generator().manual_seed(0))
         expected = self._onednn(probe)
         for few.k_block in _K_BLOCKS:
@@ -86,7 +86,7 @@ def linear_op(weight: Tensor, bias: Tensor | None = None) -> LinearOp:
 
 
 SharedOps = dict[tuple[int, ...], LinearOp]
-"""Linear layers by the ids of the tensors stacked in them. Valid only while these tensors exist."""
+"""Linear layers, keyed by ``id()`` of their stacked tensors. A key is valid while these exist."""
 
 
 class Projection:
@@ -97,7 +97,7 @@ class Projection:
     multiplies its slice of the result; ranks may differ.
 
     Args:
-        shared: first matmuls of other projections. Those with the same weights are reused.
+        shared: first matmuls of earlier projections, to reuse those with the same weights; updated.
     """
 
     def __init__(self, linears: Sequence[Linear], shared: SharedOps | None = None) -> None:

@@ -14,13 +14,15 @@ from runtime.cpu.jit import Bytes, Floats, Halves, as_bits, as_float, compiled, 
 from runtime.cpu.tiles import GROUP, LANES, accumulate
 
 Source = Floats | Halves | tuple[Bytes, Floats, Floats]
-"""A weight `[out, in]` in blocks of LANES rows, the last of them padded.
+"""Weight `[out, in]` in `b` blocks of LANES rows, the last one padded. It is one of:
 
-It is fp32 or bf16 patterns `[b, in, LANES]`, or u8 codes `[b, in, LANES]` with scales and offsets
-`[b, in / GROUP, LANES]`. Each block has the layout that `accumulate` takes.
+- fp32 or bf16 patterns `[b, in, LANES]`;
+- u8 codes `[b, in, LANES]` with fp32 scales and offsets `[b, in / GROUP, LANES]`.
+
+A block is a right-hand operand of `runtime.cpu.tiles.accumulate`.
 """
 
-_SUMS = 16  # partial sums of `rms_norm`
+_SUMS = 16  # number of partial sums in `rms_norm`
 _f, _u = np.float32, np.uint32
 
 
@@ -49,13 +51,14 @@ overload(_add_block)(_choose_block)
 
 @compiled
 def linear(source: Source, blocks: int, x: Floats, k_block: int, y: Floats) -> None:
-    """Compute ``y = x W^T`` for a few rows, in oneDNN's order: sequentially in blocks of k.
+    """Compute ``y = x W^T`` for a few rows in oneDNN's order: sums of ``k_block`` columns each.
 
     Args:
         source: the weight.
         blocks: number of blocks of the weight.
         x: fp32 `[n, in]`.
-        k_block: columns that are summed before they are added to the output, a multiple of GROUP.
+        k_block: number of columns whose products are summed before the sum is added to the output,
+            a multiple of GROUP.
         y: fp32 `[n, out]`, written.
     """
     rows, columns, outputs = x.shape[0], x.shape[1], y.shape[1]
@@ -79,12 +82,13 @@ def linear(source: Source, blocks: int, x: Floats, k_block: int, y: Floats) -> N
 def find_codes(
     weight: Floats, levels: int, signed: bool, codes: Bytes, scales: Floats, offsets: Floats
 ) -> bool:
-    """Quantize a weight exactly into codes for `linear`.
+    """Represent a weight exactly by codes, scales and offsets, if possible.
 
     Args:
         weight: fp32 `[out, in]`, where ``in`` is a multiple of GROUP.
-        levels: code of a group's largest element. Unsigned codes count from the smallest element;
-            signed ones are symmetric around 0, and ``levels`` is the largest magnitude.
+        levels: number of quantization steps: from a group's smallest to its largest element, or, if
+            ``signed``, from 0 to the largest magnitude.
+        signed: whether steps are symmetric around 0, as in Q8_0.
         codes: u8 `[b, in, LANES]`, written.
         scales, offsets: fp32 `[b, in / GROUP, LANES]`, written.
 

@@ -13,7 +13,7 @@ def _compiles(x: Tensor) -> bool:
 
 
 class RmsNorm:
-    """RMSNorm over the last dimension; ``weight`` `[d]`."""
+    """RMSNorm over the last dimension, of size `d`; ``weight`` is `[d]`."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._weight, self._eps = weight, eps
@@ -31,7 +31,7 @@ class RmsNorm:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Compute ``silu(gate) · up`` of `[n, 2 d]`, gate first: `[n, d]`."""
+    """Compute ``silu(gate) · up`` `[n, d]` from ``gate_up`` `[n, 2 d]`, gate first."""
     if not _compiles(gate_up):
         gate, up = gate_up.chunk(2, dim=1)
         return functional.silu(gate) * up

@@ -1,1 +1,1 @@
-"""Prefill and decode under CUDA graphs."""
+"""Prefill batches and decode steps that replay CUDA graphs."""

@@ -1,15 +1,15 @@
 """Decode steps over static tensors, replayed as CUDA graphs.
 
-A running sequence holds a batch slot. A step produces its own next input: the sampled token becomes
-the slot's input token, and positions advance on the device. The next step can therefore be launched
-before the host has read the sampled tokens (lookahead). `DecodeReplay.launch` writes only changes,
-such as joined sequences and new page-table entries. `DecodeReplay.collect` waits for the tokens. A
-graph is captured for each bucket of slots and each set of sampling features, at first use or by
-`DecodeReplay.warm_up`. On the CPU the same step is called without a graph.
+A running sequence holds a batch slot. A step prepares the input of the next step on the device: the
+sampled token becomes the slot's input token, and its position advances. The next step can therefore
+be launched before the host has read the sampled tokens (lookahead). `DecodeReplay.launch` writes
+only changes, such as joined sequences and new page-table entries. `DecodeReplay.collect` waits for
+the tokens. A graph is captured for each batch size in `BUCKETS` and each set of sampling features,
+at first use or by `DecodeReplay.warm_up`. On the CPU the same step runs without a graph.
 
-If the device cannot resolve a slot's token (`DeviceSampler.resolved`), the slot does not advance. A
-step that was launched in the meantime computes the slot again. The host completes the sampling of
-the latest step only, because its logits are still available.
+If the device cannot draw a slot's token (`DeviceSampler.resolved` is 0), the slot does not advance.
+A step that was launched in the meantime computes the slot again. The host completes the sampling of
+the latest step only, because only its logits are still available.
 """
 
 from bisect import bisect_left
@@ -33,16 +33,16 @@ from runtime.sampling.on_device import ALL_FEATURES, DeviceSampler, SamplingFeat
 from runtime.sampling.reference import Draw, SamplingRow
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Batch sizes, in slots, that graphs are captured for. Larger ones grow by half each."""
+"""Batch sizes, in slots, for which graphs are captured. Beyond 256, each is 1.5 times the last."""
 CAPTURED_FEATURES = (
     SamplingFeatures(random=False, processing=False, logprobs=False),
     SamplingFeatures(random=True, processing=False, logprobs=False),
     ALL_FEATURES,
 )
-"""Sampling features that graphs are captured for: greedy, random without bias or penalties, and all
-features for any other combination."""
+"""Sampling features for which graphs are captured: greedy, random without bias or penalties, and
+all features (used for every other combination)."""
 UNRESOLVED = Draw(-1)
-"""Result of a slot that did not advance. The next launched step samples its token again."""
+"""Placeholder for a slot that did not advance. The next launched step samples its token again."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class InFlightStep:
 
 
 class DecodeReplay:
-    """Decode steps of one model over one cache.
+    """Replayed decode steps of one model over one cache.
 
     Args:
-        cache: pages. The last one must be the null page, which no sequence uses: unassigned slots
-            write to it.
-        max_sequences: maximum sequences in a step.
-        by_layer: capture a graph for each layer, as FlashSVD v1.5 does, instead of one for a step.
-            The step is then never computed in one launch.
+        cache: KV pages. The last page must be the null page, which is allocated to no sequence;
+            unassigned slots write to it.
+        max_sequences: maximum sequences in a step, that is, the number of batch slots.
+        by_layer: capture a graph for each layer, as FlashSVD v1.5 does, instead of one for the
+            whole step. The decode megakernel is then not used.
 
     Raises:
         ValueError: the model's attention reads lengths on the host, which a graph cannot capture.
@@ -118,8 +118,8 @@ class DecodeReplay:
     def can_launch_ahead(self, sequences: list[Running]) -> bool:
         """Return whether a step of these sequences may be launched before the last one is read.
 
-        It may not if slots should first move into a smaller bucket, because the host must know the
-        tokens of the sequences that it moves.
+        It may not if sequences should first move to lower slots so that a smaller bucket suffices,
+        because the host must have read the tokens of the sequences that it moves.
         """
         smallest = self._bucket_of(len(sequences))
         if sequences == self._assignment.sequences:
@@ -148,7 +148,7 @@ class DecodeReplay:
         """Wait for the tokens of a step. At most one other step may have been launched after it.
 
         Returns:
-            The draw of each sequence, None if its logits are not finite, or `UNRESOLVED`.
+            For each sequence its draw, None if its logits are not finite, or `UNRESOLVED`.
         """
         assignment = step.assignment
         results = step.results.wait()
@@ -164,7 +164,7 @@ class DecodeReplay:
     def warm_up(self, progress: Callable[[int], None]) -> None:
         """Capture all graphs, the largest bucket first, so that the others reuse its memory.
 
-        No slot may be assigned yet.
+        Call it before the first `launch`.
 
         Args:
             progress: called with the size of each captured bucket.
@@ -192,7 +192,7 @@ class DecodeReplay:
     def _captured(self, bucket: int, features: SamplingFeatures) -> Callable[[], object]:
         """Capture a step as one graph or several.
 
-        The step runs once before the capture; its effects on the state are undone.
+        The step runs once before the capture, and its effects on the state are undone.
         """
         parts = self._parts(bucket, features)
 
@@ -213,7 +213,7 @@ class DecodeReplay:
         return run
 
     def _parts(self, bucket: int, features: SamplingFeatures) -> Sequence[Callable[[], object]]:
-        """Return the parts of a step, to be called once each and in order."""
+        """Return the parts of a step, in order. With ``by_layer``, each is captured separately."""
         leading, slots = slice(bucket), self._slots
         batch = self._batch(bucket)
         if self._by_layer:
@@ -241,7 +241,7 @@ class DecodeReplay:
         )
 
     def _sample(self, bucket: int, features: SamplingFeatures, logits: Tensor) -> None:
-        """Sample from logits ``[bucket, vocab]`` and advance the slots that are resolved."""
+        """Sample from logits ``[bucket, vocab]``, and advance the slots whose tokens were drawn."""
         leading, slots, sampler = slice(bucket), self._slots, self._sampler
         if features.random:
             self._logits[leading] = logits

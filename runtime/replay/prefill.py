@@ -1,10 +1,11 @@
 """Prefill batches replayed as CUDA graphs, padded to a few sizes.
 
-The host takes longer to launch the layers of a small batch than the device to compute it; replaying
-a graph removes that delay. There is a graph for some numbers of tokens and sequences, with and
-without logits. A batch uses the smallest graph that holds it. The tensors of a graph's batch are
-static, and the host overwrites them. Padding tokens write to the null page, the last of the cache.
-Larger batches are not replayed, because the device computes them for longer than the launches take.
+For a small batch, the host takes longer to launch the layers than the device takes to compute them.
+Replaying a graph removes that delay. Graphs are captured for the sizes in `TOKEN_BUCKETS` and
+`SEQUENCE_BUCKETS`, each with and without logits. A batch uses the smallest graph that is large
+enough. The tensors of a graph's batch are static, and the host overwrites them. Padding tokens
+write to the null page, the last page of the cache. Larger batches are not replayed, because their
+launches take less time than their computation.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,24 +23,27 @@ from runtime.kv.pages import pages_for
 from runtime.models.model import Model
 
 TOKEN_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Total tokens of the batches for which graphs are captured."""
 SEQUENCE_BUCKETS = (1, 8)
+"""Numbers of sequences of the batches for which graphs are captured."""
 _COPIED_WHOLE = ("tokens", "positions", "starts", "lengths", "sequences")
+"""Fields of `Batch` that every batch overwrites completely."""
 
 
 class PrefillReplay:
-    """Prefill of one model over one cache.
+    """Replayed prefill of one model over one cache.
 
     Graphs are captured by `warm_up` or at first use. On the CPU the same padded batches are
     computed without graphs.
 
     Args:
-        cache: pages. The last one must be the null page, which no sequence uses.
+        cache: KV pages. The last page must be the null page, which is allocated to no sequence.
         max_tokens: maximum tokens in a batch.
     """
 
     def __init__(self, model: Model, cache: PagedCache, max_tokens: int) -> None:
         self._model, self._cache = model, cache
-        # Padding tokens have positions as well, which must lie within the context.
+        # Positions of padding tokens must be within the model's context, too.
         max_tokens = min(max_tokens, TOKEN_BUCKETS[-1], model.context_length)
         self._tokens = [*(size for size in TOKEN_BUCKETS if size < max_tokens), max_tokens]
         self._batches: dict[tuple[int, int, bool], _PaddedBatch] = {}
@@ -50,7 +54,7 @@ class PrefillReplay:
         """Compute a batch like `Model.forward`.
 
         Returns:
-            Logits, overwritten by the next call; None if the batch is too large for every graph.
+            Logits `[m, vocab]`, overwritten by the next call; None if no graph is large enough.
         """
         count = sum(len(piece.tokens) for piece in slices)
         tokens = next((size for size in self._tokens if size >= count), None)
@@ -65,7 +69,7 @@ class PrefillReplay:
         """Capture all graphs, the largest first, so that the others reuse its memory.
 
         Args:
-            progress: called with each number of tokens whose graphs are captured.
+            progress: called with each size of `TOKEN_BUCKETS` after its graphs are captured.
         """
         for tokens in reversed(self._tokens):
             for sequences, logits in product(reversed(SEQUENCE_BUCKETS), (True, False)):
@@ -80,7 +84,7 @@ class PrefillReplay:
 
 
 class _PaddedBatch:
-    """A static batch of fixed size, with one more sequence for the padding tokens."""
+    """A static batch of fixed size. Its padding tokens form one additional sequence."""
 
     def __init__(
         self,
@@ -111,7 +115,7 @@ class _PaddedBatch:
         return self._logits[: sum(piece.want_logits for piece in slices)]
 
     def _write(self, slices: Sequence[SequenceSlice]) -> None:
-        """Write ``slices`` and padding into the static tensors, asynchronously in stream order."""
+        """Copy ``slices`` and padding into the static tensors, in stream order."""
         target, null_page = self._batch, [self._null_page]
         left = len(target.tokens) - sum(len(piece.tokens) for piece in slices)
         padding_pages = null_page * max(1, pages_for(left, self._page_size))

@@ -2,7 +2,8 @@
 
 A sequence keeps its slot while it runs. The host writes only changes: the state of a slot when a
 sequence joins or leaves, and page-table entries when a sequence gets pages. The changes of a step
-are collected and written with one copy and one launch for each kind of tensor.
+are written together: one copy and one kernel launch for the state, and one of each for the page
+table.
 """
 
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from runtime.graphs.host_copy import to_device
 
 @dataclass
 class _SlotState:
-    """Contents of a sequence's slot on the device once all launched steps have run.
+    """State of a sequence's slot on the device after all launched steps.
 
     Attributes:
-        tokens: number of tokens; 0 if the slot has not been written.
+        slot: index of the slot.
+        tokens: length of the sequence in tokens; 0 if the slot has not been written.
         pages: number of page-table entries written.
     """
 
@@ -34,12 +36,12 @@ class BatchSlots:
 
     Args:
         max_slots: number of slots.
-        max_pages: pages of the longest sequence.
-        null_page: page that unassigned slots write to.
+        max_pages: number of pages of a sequence of maximum length.
+        null_page: id of the page that unassigned slots write to.
 
     Attributes:
-        tokens: int64 `[max_slots]`, the last token of each sequence.
-        positions: int64 `[max_slots]`, the position of that token.
+        tokens: int64 `[max_slots]`, last token of each sequence, the input of the next step.
+        positions: int64 `[max_slots]`, position of that token.
         active: int64 `[max_slots]`, 1 for an assigned slot.
         state: int64 `[3, max_slots]`, the storage of ``tokens``, ``positions`` and ``active``.
         lengths: int32 `[max_slots]`, buffer for ``positions + 1``.
@@ -61,15 +63,16 @@ class BatchSlots:
         self._vacated: set[int] = set()  # released slots that the device still treats as active
 
     def extent(self, sequences: list[Sequence]) -> int:
-        """Return the number of leading slots that contain all slots these sequences hold."""
+        """Return one more than the highest slot held by these sequences; 0 if they hold none."""
         ends = (self._states[s].slot + 1 for s in sequences if s in self._states)
         return max(ends, default=0)
 
     def assign(self, sequences: list[Sequence], within: int) -> list[int]:
         """Assign a slot to each sequence and release the slots of all others.
 
-        Sequences keep the slots they hold. Slots at or above ``within`` move below it, unless one
-        of their sequences has a token in flight, which the host cannot rewrite.
+        Sequences keep the slots they hold, if these are below ``within``. Sequences in other slots
+        move to lower ones, unless one of them has a token in flight, because the host has not
+        read that token yet.
 
         Returns:
             The slot of each sequence.
@@ -88,11 +91,11 @@ class BatchSlots:
         return [self._states[sequence].slot for sequence in sequences]
 
     def update(self, sequences: list[Sequence]) -> dict[int, Sequence]:
-        """Write what changed for a step of these sequences, which adds a token to each.
+        """Write the changes needed before a step that samples a token for each of these sequences.
 
         Returns:
-            Slots that were rewritten completely, with their sequences: a sequence joined, moved to
-            another slot, or got tokens that no launched step sampled.
+            Slot → sequence, for slots whose whole state was rewritten: the sequence joined, moved
+            to another slot, or has tokens that no launched step sampled.
         """
         joined: dict[int, Sequence] = {}
         entries: list[int] = []  # flat indices into the page table
@@ -120,12 +123,16 @@ class BatchSlots:
         return joined
 
     def did_not_advance(self, sequence: Sequence) -> None:
-        """Record that a launched step added no token to a sequence."""
+        """Record that a launched step could not draw a token for a sequence."""
         if sequence in self._states:
             self._states[sequence].tokens -= 1
 
     def advance(self, slots: list[int], tokens: Tensor) -> None:
-        """Advance slots that the last step did not, to the tokens in ``tokens`` `[max_slots]`."""
+        """Advance slots that the last step could not advance.
+
+        Args:
+            tokens: int64 `[max_slots]`, with the sampled tokens of these slots.
+        """
         advanced = to_device(np.array(slots, np.int64), self._device)
         self.tokens[advanced] = tokens[advanced]
         self.positions[advanced] += 1

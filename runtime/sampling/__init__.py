@@ -1,1 +1,1 @@
-"""Sampling: the reference, and the same on the device under CUDA graphs."""
+"""Sampling: the reference, and an equivalent sampler on the device for CUDA graphs."""

@@ -1,13 +1,13 @@
 """Sampling on the device, in static tensors, so that a CUDA graph can capture it.
 
 `DeviceSampler.load` assigns sequences to rows. Each call then samples a token for every row, counts
-it and advances the row's random counter, all on the device. The tokens equal those of
-`runtime.sampling.reference.sample`. Among the reported most probable tokens, equally probable ones
-may be ordered differently.
+it and increments the row's output index, all on the device. The tokens equal those of
+`runtime.sampling.reference.sample`. In the reported most probable tokens, equally probable ones may
+be in another order.
 
-A few rows cannot be resolved on the device: their distribution is too flat for the best 1,024
-logits. The state of such a row does not advance, so the next call with the same logits gives the
-same result. `DeviceSampler.resolve` completes it.
+The device considers only the 1,024 largest logits. If a row's distribution is too flat for them,
+the row is unresolved. Its state does not advance, so another call with the same logits gives the
+same result. `DeviceSampler.resolve` draws its token from the whole vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,12 +34,12 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 
 @dataclass(frozen=True)
 class SamplingFeatures:
-    """Sampling features that some row of a batch uses; greedy decoding uses none.
+    """Sampling features that at least one row of a batch uses. Greedy decoding uses none.
 
     Attributes:
-        random: draws with a temperature above 0.
-        processing: bias or penalties, which change the logits.
-        logprobs: log probabilities.
+        random: whether a row has a temperature above 0.
+        processing: whether a row has a bias or penalties.
+        logprobs: whether a row requests log probabilities.
     """
 
     random: bool
@@ -59,26 +59,26 @@ class SamplingFeatures:
 ALL_FEATURES = SamplingFeatures(random=True, processing=True, logprobs=True)
 
 _WORDS, _REALS = 5, 6
-"""Parameters of a row: int64 (greedy, top-k, seed, choice, output index), and fp64 (temperature,
-min-p, top-p, and repetition, frequency and presence penalty)."""
+"""Numbers of int64 parameters of a row (greedy, top-k, seed, choice, output index) and of fp64
+parameters (temperature, min-p, top-p, and repetition, frequency and presence penalty).
+"""
 
 
 class DeviceSampler:
-    """Sampling state of a fixed number of rows.
+    """Sampler with static state for a fixed number of rows.
 
     Args:
-        rows, vocab: shape of the logits. The state takes thirteen bytes for each of them.
-        top: number of most probable tokens reported with log probabilities.
+        rows, vocab: shape of the logits. The state takes 13 bytes per logit.
+        top: maximum number of most probable tokens that a row reports.
 
     Attributes:
         sampled: int64 `[rows, 3]`, the storage of ``tokens``, ``finite`` and ``resolved``.
-        tokens: int64 `[rows]`, the token sampled last.
+        tokens: int64 `[rows]`, token that the last call sampled.
         finite: int64 `[rows]`, 1 where the logits were finite.
-        resolved: int64 `[rows]`, 0 where the best 1,024 logits did not suffice to draw a token, so
-            that `resolve` must find it.
+        resolved: int64 `[rows]`, 0 where the token is invalid and `resolve` must draw it.
         logprobs: fp32 `[rows, 1]`, log probability of each token.
-        top_logprobs: fp32 `[rows, top]`.
-        top_tokens: int64 `[rows, top]`.
+        top_logprobs: fp32 `[rows, top]`, log probabilities of ``top_tokens``, descending.
+        top_tokens: int64 `[rows, top]`, most probable tokens.
     """
 
     def __init__(self, rows: int, vocab: int, device: torch.device, *, top: int = 0) -> None:
@@ -108,15 +108,15 @@ class DeviceSampler:
 
     @property
     def state(self) -> list[Tensor]:
-        """Tensors that a call updates and the next call reads."""
+        """Tensors that each call updates for the next call."""
         return [self._counter, self._processor.outputs]
 
     def load(self, numbers: Sequence[int], rows: Sequence[SamplingRow]) -> None:
         """Assign sequences to rows.
 
         Args:
-            numbers: row numbers, each at most once.
-            rows: parameters and context of the sequence for each of them.
+            numbers: row indices, without repetition.
+            rows: parameters and context of the sequence of each row.
         """
         words = np.empty((1 + _WORDS + _REALS, len(rows)), np.int64)
         words[0] = numbers
@@ -141,8 +141,7 @@ class DeviceSampler:
 
         Args:
             logits: fp32 `[m, vocab]`, not modified.
-            features: features that the rows use. Leaving out unused ones saves work and does not
-                change the tokens.
+            features: features to compute. They must include all features that the rows use.
         """
         rows = slice(len(logits))
         processed = self._processor.apply(logits, rows) if features.processing else logits
@@ -166,11 +165,11 @@ class DeviceSampler:
             self._processor.count(tokens[:, None], self.resolved[rows], rows)
 
     def resolve(self, logits: Tensor, numbers: Sequence[int]) -> None:
-        """Sample the tokens of rows that the last call left unresolved.
+        """Draw the tokens of rows that the last call left unresolved.
 
         Args:
-            logits: fp32 `[rows, vocab]`, the logits of that call.
-            numbers: row numbers.
+            logits: fp32 `[rows, vocab]`, logits of that call.
+            numbers: indices of the unresolved rows.
         """
         missing = to_device(np.array(numbers, np.int64), self._device)
         tokens = draw_from_all(self._processed[missing], self._tensors(missing))
@@ -190,11 +189,14 @@ class DeviceSampler:
 class _LogitsProcessor:
     """Bias and penalties of all rows, as in `runtime.sampling.reference.process_logits`.
 
-    Output tokens are counted for all rows of a batch in which some row uses bias or penalties. The
-    counts of the other rows have no effect.
+    If any row of a batch uses bias or penalties, output tokens are counted for all its rows. The
+    counts of rows without penalties have no effect.
 
-    Attributes:
+    Args:
+        bias: fp32 `[rows, vocab]`, logit bias.
         outputs: int32 `[rows, vocab]`, occurrences of each token in the output.
+        seen: bool `[rows, vocab]`, whether each token is in the prompt.
+        penalties: fp64 `[3, rows, 1]`, repetition, frequency and presence penalty.
     """
 
     def __init__(self, bias: Tensor, outputs: Tensor, seen: Tensor, penalties: Tensor) -> None:
@@ -203,9 +205,9 @@ class _LogitsProcessor:
         self._biased: set[int] = set()  # rows with a non-zero bias
 
     def load(self, number: int, row: SamplingRow) -> None:
-        """Load bias and token counts of a row. Rows that use neither cost nothing.
+        """Load bias and token counts of a row, if it uses bias or penalties.
 
-        The penalty parameters are loaded by `DeviceSampler.load`.
+        `DeviceSampler.load` writes the penalties themselves.
         """
         sampling, vocab = row.sampling, self._bias.shape[1]
         if number in self._biased:
@@ -245,7 +247,14 @@ class _LogitsProcessor:
 
 
 def uniforms(seed: Tensor, choice: Tensor, index: Tensor) -> Tensor:
-    """Compute `runtime.sampling.reference.uniform` of each row: int64 words to fp64 in [0, 1)."""
+    """Compute `runtime.sampling.reference.uniform` for each row.
+
+    Args:
+        seed, choice, index: int64 `[m]`.
+
+    Returns:
+        fp64 `[m]` in [0, 1).
+    """
     state = torch.zeros_like(seed)
     for word in (seed, choice, index):
         state = _mix64(state ^ word)
@@ -260,11 +269,11 @@ def _mix64(value: Tensor) -> Tensor:
 
 
 def _shifted(value: Tensor, count: int) -> Tensor:
-    """Return a logical (unsigned) right shift."""
+    """Shift int64 right logically, without sign extension."""
     return (value >> count) & ((1 << 64 - count) - 1)
 
 
 def _signed(word: int) -> int:
-    """Return the low 64 bits as a signed integer, as torch stores them."""
+    """Convert the low 64 bits of an integer to the int64 with the same bits."""
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word

@@ -1,8 +1,8 @@
-"""Batched sampling, the specification of `runtime.sampling.on_device`.
+"""Batched sampling; it specifies the results of `runtime.sampling.on_device`.
 
-Each row's token depends only on that row. Randomness is counter-based: the uniform number of a draw
-is a hash of (seed, choice, output index). A replay on another worker, in another batch, therefore
-draws the same token.
+The token of a row depends only on that row. Randomness is counter-based: the random number of a
+draw is a hash of (seed, choice, output index). Another worker therefore draws the same token, in
+any batch.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from runtime.core.sequence import Sequence as RunningSequence
 MAX_LOGIT = 1e30
 """Bound on the magnitude of a logit after bias and penalties, so that sums stay finite."""
 _CANDIDATES = 1024
-"""Most probable tokens that a draw considers first. They suffice for most distributions."""
+"""Number of most probable tokens that a draw considers first. Most distributions need no more."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class SamplingRow:
     """Sampling parameters and context of one row of logits.
 
     Attributes:
-        tokens: the prompt, followed by the choice's output so far.
-        prompt_tokens: length of the prompt in ``tokens``.
+        tokens: token ids of the prompt and of the choice's output so far.
+        prompt_tokens: number of prompt tokens in ``tokens``.
     """
 
     sampling: SamplingParams
@@ -37,7 +37,7 @@ class SamplingRow:
 
     @classmethod
     def of(cls, sequence: RunningSequence) -> "SamplingRow":
-        """Return the row for a sequence's next token."""
+        """Return the sampling row of a running sequence."""
         request = sequence.request
         return cls(request.sampling, sequence.choice, sequence.tokens, request.prompt_tokens)
 
@@ -48,11 +48,12 @@ class SamplingRow:
 
 
 class Draw(NamedTuple):
-    """A sampled token with the log probabilities that its request asked for.
+    """A sampled token, with log probabilities if requested.
 
     Attributes:
-        logprob: log probability of the token, or None.
-        top: the most probable tokens with their log probabilities, in descending order.
+        token: token id.
+        logprob: log probability of the token; None if not requested.
+        top: most probable tokens with their log probabilities, in descending order.
     """
 
     token: int
@@ -117,7 +118,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Draw | None]:
 
 
 def _process(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return the logits after bias and penalties; a copy if any row changes."""
+    """Return the logits after bias and penalties: a copy, or ``logits`` if no row changes."""
     if not any(row.sampling.processes_logits for row in rows):
         return logits
     processed = logits.clone()
@@ -128,12 +129,13 @@ def _process(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def process_logits(logits: Tensor, row: SamplingRow) -> None:
-    """Apply bias and penalties to one row ``[vocab]``, in place, as OpenAI's API and vLLM do.
+    """Apply bias and penalties to one row ``[vocab]`` in place, as OpenAI's API and vLLM do.
 
     - The bias is added to the logit of its token.
     - The repetition penalty r applies to every token of prompt and output: it divides positive
       logits and multiplies negative ones.
-    - A token that occurs c > 0 times in the output loses c·frequency + presence.
+    - The logit of a token that occurs c > 0 times in the output is reduced by c·frequency +
+      presence.
     """
     sampling = row.sampling
     if sampling.logit_bias:
@@ -155,7 +157,7 @@ def process_logits(logits: Tensor, row: SamplingRow) -> None:
 def uniform(seed: int, choice: int, index: int) -> float:
     """Return the random number in [0, 1) of one draw.
 
-    It is SplitMix64 over seed, choice and output index.
+    It is a SplitMix64 hash of seed, choice and output index.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014), figure 12.
     """
@@ -176,7 +178,7 @@ def _mix64(value: int) -> int:
 
 
 def _draw_all(logits: Tensor, parameters: SamplingTensors) -> list[int]:
-    """Draw from the candidates, then from the whole vocabulary for rows that need it."""
+    """Draw from the candidates, or from the whole vocabulary for rows where they do not suffice."""
     tokens, resolved = draw(logits, parameters)
     found: list[int] = tokens.tolist()
     missing = [number for number, known in enumerate(resolved.tolist()) if not known]
@@ -190,11 +192,11 @@ def _draw_all(logits: Tensor, parameters: SamplingTensors) -> list[int]:
 def draw(logits: Tensor, parameters: SamplingTensors) -> tuple[Tensor, Tensor]:
     """Draw from the filtered distributions of rows ``[m, vocab]`` by inverting the CDF.
 
-    The CDF starts at the most probable token, so that a few candidates suffice for most rows.
+    Tokens are in descending order of probability, so that a few candidates suffice for most rows.
 
     Returns:
-        Tokens int64 `[m]`, and bool `[m]`, whether the candidates sufficed. Where they did not, the
-        token is invalid and `draw_from_all` must be used.
+        Tokens int64 `[m]`, and bool `[m]`, whether the candidates sufficed. If they did not, the
+        token is invalid and `draw_from_all` must be called.
     """
     values, indices = logits.topk(min(_CANDIDATES, logits.shape[-1]), dim=-1)
     picks, resolved = _pick(_masses(values, logits, parameters), parameters, logits.shape[-1])
@@ -209,7 +211,7 @@ def draw_from_all(logits: Tensor, parameters: SamplingTensors) -> Tensor:
 
 
 def _masses(values: Tensor, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-    """Return the fp64 probabilities of ``values``, some of each row's logits, after temperature."""
+    """Return fp64 probabilities, after temperature, of ``values``, some of each row's logits."""
     m = logits.amax(dim=-1, keepdim=True)
     log_sum = ((logits - m).double() / parameters.temperature).logsumexp(dim=-1, keepdim=True)
     return ((values - m).double() / parameters.temperature - log_sum).exp()
@@ -222,7 +224,7 @@ def _pick(mass: Tensor, parameters: SamplingTensors, vocab: int) -> tuple[Tensor
         mass: fp64 `[m, c]`, probabilities of each row's most probable tokens, descending.
 
     Returns:
-        The rank drawn, int64 `[m]`, and bool `[m]`, whether the candidates sufficed to find it.
+        Rank of the drawn candidate, int64 `[m]`, and bool `[m]`, whether the candidates sufficed.
     """
     count = mass.shape[-1]
     min_p, top_p = parameters.min_p, parameters.top_p
@@ -230,10 +232,10 @@ def _pick(mass: Tensor, parameters: SamplingTensors, vocab: int) -> tuple[Tensor
     kept = (mass >= mass[:, :1] * min_p) & (rank < parameters.top_k)
     running = torch.where(kept, mass, 0.0).cumsum(dim=-1)
     truncated = (min_p > 0) | (parameters.top_k < vocab)
-    # After min-p or top-k the remaining mass is the total; without them it is 1.
+    # With min-p or top-k, the total is the mass that they keep; without them it is 1.
     total = torch.where(truncated, running[:, -1:], 1.0)
     nucleus = kept & ((running - mass < top_p * total) | (top_p == 1.0))
-    nucleus[:, 0] = True  # even if top_p * total underflows
+    nucleus[:, 0] = True  # keep the best token even if top_p * total underflows
     everything = count == vocab
     ended = ~nucleus[:, -1:] & (~kept[:, -1:] | ~truncated) | everything
     total = torch.where(ended, torch.where(nucleus, mass, 0.0).sum(dim=-1, keepdim=True), 1.0)

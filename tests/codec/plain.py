@@ -16,7 +16,7 @@ CODE_BITS = {1: 4, 2: 4, 3: 3}
 ESCAPE = {2: 15, 3: 7}
 
 Book = tuple[Sequence[int], Sequence[int]]
-"""Exponents of the first- and second-level codes of a codebook."""
+"""Exponents of a codebook with first- and with second-level codes."""
 
 
 def mix64(z: int) -> int:
@@ -48,7 +48,7 @@ def padded(size: int) -> int:
 
 
 def location(number: int, columns: int, size: int) -> tuple[int, int, int, int]:
-    """Return column, row, pair and side of an element of a chunk."""
+    """Return column, row, pair and side of element `number` of a chunk."""
     row, column = divmod(number // 8, columns)
     if size == 2:
         return column, row, number % 8 // 2, number % 2
@@ -56,7 +56,7 @@ def location(number: int, columns: int, size: int) -> tuple[int, int, int, int]:
 
 
 def bits_at(words: Sequence[int], width: int, row: int, pair: int, side: int) -> int:
-    """Return the bits of an element from a column's words in a stream of this width."""
+    """Return the bits of one element, read from a column's words in a stream of `width` bits."""
     h, half = 4 * row + pair, 16 * side
     if width != 3 or h < 15:
         return words[h % width] >> (width * (h // width) + half) & (1 << width) - 1
@@ -64,7 +64,7 @@ def bits_at(words: Sequence[int], width: int, row: int, pair: int, side: int) ->
 
 
 def raw_bits_at(words: Sequence[int], size: int, row: int, pair: int, side: int) -> int:
-    """Return an element from a column's words as they lie in memory."""
+    """Return one element, read from a column's words in memory order."""
     h, half = 4 * row + pair, 16 * side
     if size == 2:
         return words[h] >> half & 0xFFFF
@@ -154,7 +154,7 @@ class Segment:
     def _term(
         self, words: list[list[int]], entries: Sequence[int], chunk: int, overflow: int
     ) -> int:
-        """Return the checksum terms of a chunk."""
+        """Return the sum of the checksum terms of a chunk."""
         columns, entry_words = len(words), len(entries)
         uncoded = overflow > 0 and entry_words == overflow * columns
         total = 0 if uncoded else sum(entry_term(w, chunk, j) for j, w in enumerate(entries))

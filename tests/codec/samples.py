@@ -15,7 +15,7 @@ from codec.reference import backend as reference
 BACKENDS: dict[str, Backend] = {"reference": reference, "cpu": cpu}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STALE = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC1_7FC1, 8: 0x7FC1_7FC1_7FC1_7FC1}
-"""Element size in bytes → pattern of slots without a token: a NaN in floating-point types."""
+"""Element size in bytes → bit pattern in slots without a token, a NaN in floating-point types."""
 
 
 def modes_of(element: ElementType) -> list[Mode]:
@@ -24,7 +24,10 @@ def modes_of(element: ElementType) -> list[Mode]:
 
 
 def window(element: ElementType, mode: Mode) -> codec.Codebook:
-    """Return a codebook of consecutive exponents around one; those below are second-level."""
+    """Return a codebook of consecutive exponents around that of 1.0.
+
+    Up to fifteen lower exponents have second-level codes.
+    """
     top = element.exponents // 2 + 2
     first = top - mode.codes
     second = range(max(0, first - 15), first) if mode.has_escape_code else ()
@@ -32,7 +35,7 @@ def window(element: ElementType, mode: Mode) -> codec.Codebook:
 
 
 def gaps(element: ElementType, mode: Mode) -> codec.Codebook:
-    """Return a codebook of the first exponent, some around one, and the last."""
+    """Return a codebook of the lowest exponent, some around that of 1.0, and the highest."""
     top = element.exponents // 2 + 2
     exponents = (0, *range(top - mode.codes + 2, top), element.exponents - 1)
     second = (1, 2, top) if mode.has_escape_code else ()
@@ -47,16 +50,16 @@ BOOKS = {
 }
 BOOK = BOOKS["bf16-top16-window"]
 EVERY: dict[str, codec.Codebook | None] = {**BOOKS, **dict.fromkeys(BY_NAME)}
-"""Every way to store a plane; None (raw) under the names of the element types."""
+"""`BOOKS`, and None (raw storage) for each element type, under the type's name."""
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name in `EVERY`."""
+    """Return the dtype of planes for a name in `EVERY`."""
     return BY_NAME[name.split("-")[0]].dtype
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bit patterns of a tensor as integers of the same size, so that NaNs compare equal."""
+    """Return a tensor's bit patterns as integers of the same size, so that NaNs compare equal."""
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
@@ -92,7 +95,7 @@ class Pages:
         return torch.stack([t.reshape(heads, -1, dim)[:, : self.num_tokens] for t in tokens])
 
     def empty_like(self) -> "Pages":
-        """Return other pages of equal shape without tokens, under other ids."""
+        """Return pages of the same shape without content, with other page ids."""
         planes = [stale_like(plane) for plane in self.planes]
         order = torch.randperm(len(self.planes[0]), generator=self.generator).tolist()
         return Pages(planes, order[: len(self.ids)], self.num_tokens, self.generator)
@@ -112,8 +115,8 @@ def make_pages(
     """Return random pages.
 
     Args:
-        kind: `normal`, `random` patterns, `mixed` of both by page and head, or the fraction of
-            elements without a code, about half of which have a second-level code.
+        kind: "normal" values, "random" bit patterns, "mixed" (normal or random for each page and
+            head), or the fraction of escapes, about half of them with a second-level code.
         dtype: dtype of the planes; the codebook's by default.
     """
     generator = torch.Generator().manual_seed(num_tokens * 1009 + dim)
@@ -151,7 +154,7 @@ def _content(
 def random_patterns(
     shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Uniformly distributed bit patterns of a dtype, int64."""
+    """Return uniformly distributed bit patterns of a dtype, int64."""
     low, high = (0, 1 << 8 * dtype.itemsize) if dtype.itemsize < 8 else (-(1 << 63), (1 << 63) - 1)
     return torch.randint(low, high, shape, generator=generator)
 
@@ -159,7 +162,7 @@ def random_patterns(
 def with_escapes(
     patterns: Tensor, share: float, book: codec.Codebook, generator: torch.Generator
 ) -> Tensor:
-    """Return elements with these signs and mantissas, a fraction of them without a code."""
+    """Return elements with the signs and mantissas of `patterns`, a fraction of them escapes."""
     element = book.element
     others = sorted(set(range(element.exponents)) - set(book.exponents))
     others += list(book.second) * (len(others) // max(len(book.second), 1))

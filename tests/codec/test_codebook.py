@@ -47,7 +47,7 @@ def test_unused_codes_go_to_zero_and_neighbouring_exponents() -> None:
 def test_calibration_prefers_a_window_unless_it_is_much_larger(
     outside: int, is_window: bool
 ) -> None:
-    """The window must list 2 or 200 elements instead of one: 0.002 or 0.4 bits more than 12."""
+    """The window has 2 or 200 escapes instead of one: 0.002 or 0.4 bits more per element."""
     counts = dict.fromkeys(range(100, 115), 1000) | {115: 1, 200: outside}
     book = codec.calibrate(with_counts(counts), mode=Mode.TOP16)
     assert book.is_window == is_window
@@ -57,7 +57,8 @@ def test_calibration_prefers_a_window_unless_it_is_much_larger(
 @pytest.mark.parametrize(
     ("counts", "mode"),
     [
-        # Bits in the modes' order: 12, 12.25, 13.25; 12, 12, 11; 12.19, 12.03, 13.2.
+        # Bits per element in top16, in-band, three-bit: 12, 12.25, 13.25; 12, 12, 11;
+        # 12.19, 12.03, 13.2.
         (dict.fromkeys(range(100, 116), 10), Mode.TOP16),
         (dict.fromkeys(range(100, 107), 10), Mode.THREE_BIT),
         (dict.fromkeys(range(100, 115), 100) | dict.fromkeys(range(115, 125), 1), Mode.INBAND),
@@ -98,7 +99,7 @@ def test_entropy_bits_sum_exponent_entropy_and_remainder() -> None:
 
 @pytest.mark.parametrize("name", BOOKS)
 def test_histogram_bits_equal_payload_size(name: str) -> None:
-    """Ten chunks with eight escapes each, so that no four bits are unused."""
+    """Each of ten chunks has eight escapes, so that second-level codes fill whole words."""
     book = BOOKS[name]
     third = next(e for e in range(book.element.exponents) if e not in book.exponents + book.second)
     exponents = torch.full((10, 1024), book.exponents[2])

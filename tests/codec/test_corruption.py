@@ -20,12 +20,12 @@ from tests.codec.payloads import (
 from tests.codec.samples import BACKENDS, BOOKS, Pages, bits, make_pages
 
 HEADER = 96
-"""Bytes of the header of two planes."""
+"""Length of the header of a segment with two planes, in bytes."""
 
 
 @pytest.mark.parametrize("name", ["bf16-top16-gaps", *LEVELS])
 def test_flipped_bit_is_detected_unless_it_is_padding(name: str) -> None:
-    """Every seventh byte is also tested with the reference."""
+    """The CPU backend is tested at every byte, the reference at every seventh."""
     codebook = BOOKS[name]
     source = make_pages(5, num_planes=1, kv_heads=2, slots=4, dim=17, kind=0.03, book=codebook)
     bits(source.planes[0])[source.ids[0], 1] = 3 << codebook.element.mantissa_bits
@@ -76,7 +76,7 @@ FUZZED = [
 
 
 def small_segment(book: codec.Codebook) -> tuple[Pages, list[codec.Codebook | None], bytes]:
-    """Return a few hundred bytes: two planes with codes, one raw, and uncoded chunks."""
+    """Return pages, codebooks and payload: two coded planes, a raw one, and uncoded chunks."""
     source = make_pages(5, num_planes=3, kv_heads=2, slots=4, dim=20, kind=0.04, book=book)
     first = source.planes[0].view(torch.int16 if book.element.size == 2 else torch.uint8)
     first[source.ids[0], 1] = torch.arange(80).view(4, 20) << 3
@@ -92,7 +92,7 @@ def swapped(data: bytearray, first: int, second: int, size: int) -> None:
 
 
 def mutated(data: bytes, parts: list[tuple[int, int]], rng: random.Random) -> bytes:
-    """Apply a few random mutations: bits, bytes, ranges, swapped starts, columns or blocks."""
+    """Apply a few random mutations to bits, bytes, ranges, words, entry starts or blocks."""
     damaged = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5))):
         start, size = rng.randrange(len(damaged)), rng.choice((1, 2, 4, 8, 16, 40))
@@ -179,7 +179,7 @@ def test_swapped_planes_are_detected(book: codec.Codebook | None, backend: Backe
 @pytest.mark.parametrize("other", [(0, 1), (1, 0), (2, 31)])
 @pytest.mark.parametrize("name", BOOKS)
 def test_swapped_columns_are_detected(name: str, backend: Backend, other: tuple[int, int]) -> None:
-    """The first column and another one exchange all their words."""
+    """Swap all words of the first column and column `other` (chunk, column)."""
     book = BOOKS[name]
     source = make_pages(16, num_planes=1, kind=0.0, book=book)
     payload = encoded(source, [book])

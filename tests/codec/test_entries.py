@@ -1,4 +1,4 @@
-"""Invalid starts and entries are rejected before anything is written."""
+"""Invalid entry starts and entries are rejected before anything is written."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -21,14 +21,14 @@ from tests.codec.payloads import (
 from tests.codec.samples import BOOKS, Pages, from_bits, make_pages
 
 STARTS: dict[str, Callable[[list[int]], list[int]]] = {
-    "not from zero": lambda s: [1, *s[1:]],
-    "descending": lambda s: [*s[:2], s[1] - 1, *s[3:]],
-    "a chunk before zero": lambda s: [*s[:3], 2**32 - 1, *s[4:]],
-    "more than there are": lambda s: [*s[:-1], s[-1] + 4],
-    "fewer than there are": lambda s: [*s[:-1], s[-1] - 4],
-    "far more": lambda s: [*s[:-1], 2**32 - 1],
-    "all in one chunk": lambda s: [0] * (len(s) - 1) + s[-1:],
-    "all in the first": lambda s: [0] + s[-1:] * (len(s) - 1),
+    "first start not zero": lambda s: [1, *s[1:]],
+    "descending starts": lambda s: [*s[:2], s[1] - 1, *s[3:]],
+    "huge start in the middle": lambda s: [*s[:3], 2**32 - 1, *s[4:]],
+    "total too large": lambda s: [*s[:-1], s[-1] + 4],
+    "total too small": lambda s: [*s[:-1], s[-1] - 4],
+    "total of 2^32 - 1": lambda s: [*s[:-1], 2**32 - 1],
+    "all entries in the last chunk": lambda s: [0] * (len(s) - 1) + s[-1:],
+    "all entries in the first chunk": lambda s: [0] + s[-1:] * (len(s) - 1),
 }
 
 
@@ -57,16 +57,16 @@ def chunk_with_escapes(book: codec.Codebook) -> tuple[Pages, torch.Tensor, int]:
 
 
 WORDS: dict[str, Callable[[list[int], int], list[int]]] = {
-    "an unused bit": lambda w, bits: [w[0] | 1 << 10, *w[1:]],
-    "the highest bit": lambda w, bits: [*w[:2], w[2] | 1 << 31],
-    "no such exponent": lambda w, bits: [w[0], w[1] | 1 << 16 + bits, w[2]],
-    "twice": lambda w, bits: [w[0], w[0], w[2]],
-    "descending": lambda w, bits: [w[1], w[0], w[2]],
-    "beyond the columns": lambda w, bits: [*w[:2], w[2] & ~1023 | 320],
-    "in the padding": lambda w, bits: [*w[:2], w[2] & ~1023 | 319],
-    "far beyond": lambda w, bits: [*w[:2], w[2] | 1023],
-    "zeros": lambda w, bits: [0, 0, 0],
-    "ones": lambda w, bits: [2**32 - 1] * 3,
+    "unused bit set": lambda w, bits: [w[0] | 1 << 10, *w[1:]],
+    "highest bit set": lambda w, bits: [*w[:2], w[2] | 1 << 31],
+    "exponent out of range": lambda w, bits: [w[0], w[1] | 1 << 16 + bits, w[2]],
+    "repeated entry": lambda w, bits: [w[0], w[0], w[2]],
+    "descending positions": lambda w, bits: [w[1], w[0], w[2]],
+    "position beyond the columns": lambda w, bits: [*w[:2], w[2] & ~1023 | 320],
+    "position in the padding": lambda w, bits: [*w[:2], w[2] & ~1023 | 319],
+    "position 1023": lambda w, bits: [*w[:2], w[2] | 1023],
+    "all zeros": lambda w, bits: [0, 0, 0],
+    "all ones": lambda w, bits: [2**32 - 1] * 3,
 }
 
 
@@ -86,7 +86,7 @@ def test_invalid_entry_positions_and_exponents_are_rejected(
 @pytest.mark.parametrize("nibbles", [0x1FFF, 0xF0000FFF, 0xFF, 0x2FF, 0xEFF, 0, 0xFFFF])
 @pytest.mark.parametrize("name", LEVELS)
 def test_invalid_second_level_codes_are_rejected(name: str, backend: Backend, nibbles: int) -> None:
-    """Valid are three codes of 15 (0xFFF), each with a listed word."""
+    """The only valid value is 0xFFF: three codes of 15, because all escapes are listed."""
     book = BOOKS[name]
     source, payload, at = chunk_with_escapes(book)
     assert words_of(payload, at, at + 4) == [0xFFF]
@@ -110,7 +110,7 @@ def test_second_level_code_without_exponent_is_rejected(name: str, backend: Back
 
 @pytest.mark.parametrize("name", LEVELS)
 def test_escape_codes_without_entries_are_rejected(name: str, backend: Backend) -> None:
-    """All codes of a chunk are escape codes, more than 256 or than it has entries for."""
+    """All codes are set to the escape code: more than 256, or more than there are entries."""
     book = BOOKS[name]
     source, payload, _ = chunk_with_escapes(book)
     start = layout_of(payload).blocks[0].streams[0]

@@ -1,7 +1,7 @@
-"""Golden vectors: bytes that every codec of wire version 3 writes and reads.
+"""Golden vectors: segments that every implementation of wire version 3 must write and read.
 
 Their content is a function of the element index, so that other implementations can reproduce it. A
-vector changes only together with `WIRE_VERSION`.
+vector may change only together with `WIRE_VERSION`.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ BOOKS = {
     ),
 }
 FLAT: dict[str, tuple[str | ElementType, int, int]] = {
-    # codebook, or element type of a raw vector; elements; distance between escapes
+    # codebook, or element type if raw; number of elements; distance between escapes
     "empty": ("top16", 0, 29),
     "flat": ("top16", 77, 29),
     "list": ("top16", 1100, 29),
@@ -151,12 +151,11 @@ LARGE_SHA256 = "d5401015f53025b035733b4b5f87e637a92e482d977fc01a7b8e4c56350446e1
 def content(
     elements: int, element: ElementType, exponents: Sequence[int], every: int
 ) -> torch.Tensor:
-    """Return test content.
+    """Return the content of a vector.
 
-    Element i has the bits of i * 37 as sign and mantissa, and exponent number i * i mod their
-    number.
-    In every `every` elements, the last has exponent 3 * i instead. An integer element is i * GOLDEN
-    modulo its range.
+    Sign and mantissa of element i are the low bits of 37 i. Its exponent is
+    `exponents[i * i % len(exponents)]`, or 3 i if i + 1 is a multiple of `every`. An integer
+    element is i * GOLDEN. All values are modulo their range.
     """
     i = torch.arange(elements)
     if not element.exponent_bits:
@@ -169,7 +168,7 @@ def content(
 
 
 def paged() -> list[torch.Tensor]:
-    """Return three planes of 3 pages, 2 heads, 16 slots, 8 dims; the second has a page of zeros."""
+    """Return three planes `[3, 2, 16, 8]`; one head of a page of the second is zero."""
     first = content(3 * 2 * 16 * 8, BF16, BOOKS["top16"].exponents, 29).view(3, 2, 16, 8)
     second = first.flip(0).clone()
     second[2, 0] = 0

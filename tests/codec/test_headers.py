@@ -1,4 +1,4 @@
-"""Invalid, truncated and foreign headers are rejected before anything is written."""
+"""Invalid, truncated and mismatching headers are rejected before anything is written."""
 
 import struct
 

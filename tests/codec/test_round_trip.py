@@ -53,9 +53,9 @@ def encode(
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_bit_pattern_round_trips(name: str, backend: Backend) -> None:
-    """All patterns in order, shuffled, and each on its own among elements with codes."""
+    """All bit patterns in order, shuffled, and each surrounded by elements with codes."""
     codebook, dtype = EVERY[name], dtype_of(name)
-    wide = dtype.itemsize > 2  # too many patterns: a sample of all of them
+    wide = dtype.itemsize > 2  # too many patterns: use a random sample
     every = random_patterns((1 << 16,), dtype) if wide else torch.arange(1 << 8 * dtype.itemsize)
     shuffled = every[torch.randperm(len(every))]
     coded = codebook.exponents[3] << codebook.element.mantissa_bits if codebook else 0
@@ -117,7 +117,7 @@ def test_integer_planes_of_one_column_may_have_any_last_stride(
 
 
 def agree(source: Pages, codebook: codec.Codebook | None) -> None:
-    """Check that all backends write the same bytes and read each other's."""
+    """Check that all backends write the same bytes, and that each decodes them."""
     books, num_tokens = [codebook] * len(source.planes), source.num_tokens
     (encoded, payload), *others = [
         encode(source, codebook, backend) for backend in BACKENDS.values()
@@ -204,14 +204,14 @@ def test_bytes_do_not_depend_on_page_ids(codebook: codec.Codebook, backend: Back
 
 
 def one_chunk(book: codec.Codebook, length: int, escapes: int, exponent: int) -> torch.Tensor:
-    """Return a tensor of one chunk whose last elements have an exponent without a code."""
+    """Return a chunk of `length` elements whose last `escapes` elements have this exponent."""
     patterns = torch.full((length,), book.exponents[-2] << book.element.mantissa_bits | 1)
     patterns[length - escapes :] = exponent << book.element.mantissa_bits
     return from_bits(patterns, book.dtype)
 
 
 def limit(book: codec.Codebook, length: int) -> int:
-    """Return the entry words of an uncoded chunk of this length."""
+    """Return the number of entry words of an uncoded chunk of `length` elements."""
     return overflow_words(book.element, book.mode) * -(-length // 32)
 
 
@@ -220,7 +220,7 @@ def limit(book: codec.Codebook, length: int) -> int:
 def test_chunk_is_stored_uncoded_when_entries_reach_the_limit(
     name: str, length: int, backend: Backend
 ) -> None:
-    """An escape takes a word, or four bits and, without a second-level code, a word."""
+    """`TOP16` stores a word for each escape, other modes four bits, and a word if it is listed."""
     book = BOOKS[name]
     third = next(e for e in range(book.element.exponents) if e not in book.exponents + book.second)
     max_words = limit(book, length)

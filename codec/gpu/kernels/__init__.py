@@ -4,7 +4,8 @@ A program of an encode or decode kernel is one warp. It processes one chunk of o
 pass. Programs do not synchronize with one another or with the host.
 
 Pages and planes:
-    source, source_words (target_elements, target_words): base address, as elements and as int32.
+    source, source_words: base address for reading, as elements and as int32.
+    target_elements, target_words: base address for writing, as elements and as int32.
     plane_rows: int64 `[planes, PLANE_FIELDS]`, see `parameters.py`; planes of the same mode.
     page_ids: int64 `[pages]`, in token order.
     page_stride, head_stride: in elements.
@@ -18,7 +19,8 @@ Segment:
     out32, out64 (in8, in32, in64): the segment as int32, int64 (uint8, int32, int64).
     codes_start, low_start, high_start, block_step: word offsets of the first plane's streams, and
         the distance between the blocks of evenly spaced planes.
-    starts_offset, entries_offset: table of starts and entries, in words.
+    starts_offset, entries_offset: offsets of the table of entry starts and of the entries, in
+        words.
     total_entry_words: words from the start of the entries to the end of the segment.
 
 Codebooks, uint8 for each plane:
@@ -28,7 +30,8 @@ Codebooks, uint8 for each plane:
 Working memory:
     chunk_sizes: int32 `[chunks]`: entry words of each chunk with codes, and its number of
         second-level codes in the bits from 8 on.
-    scratch8, scratch32: int32 `[chunks, SCRATCH_STRIDE]`: entries before they are packed.
+    scratch8, scratch32: entries before they are packed, int32 `[chunks, SCRATCH_STRIDE]`, as uint8
+        and as int32.
     accumulators: int64 `[ACCUMULATORS]`: partial checksums and escape counts, error flags. Zero
         between calls.
 
@@ -39,8 +42,8 @@ Compile-time configuration:
     ALIGNED: full chunks start at multiples of eight elements, so vector accesses are allowed.
     EVENLY_SPACED: the offsets of planes and blocks are arithmetic sequences.
     PAGED: planes have several pages.
-    OVERFLOW_WORDS: words of a column in an uncoded chunk that are stored as entries.
-    SCRATCH_STRIDE: words of scratch of a chunk.
+    OVERFLOW_WORDS: words of each column of an uncoded chunk that are stored as entries.
+    SCRATCH_STRIDE: scratch words per chunk.
     KEYS: keys of the checksum.
 """
 

@@ -3,7 +3,7 @@
 """Loads and stores between memory and registers: one column per lane, one word per register.
 
 A vector is `[32]`, one element per lane. A column is a tuple of such vectors, one for each of its
-words. This fixes what each thread holds, independently of the compiler's choice of layouts.
+words. This fixes which values each thread holds, independently of the compiler's layouts.
 """
 
 import triton
@@ -33,7 +33,7 @@ def locate_chunk(
 
 @triton.jit
 def plane_value(row, NUMBER: tl.constexpr, plane, first, step, EVENLY_SPACED: tl.constexpr):
-    """Return a field of a plane, without a load if the planes are evenly spaced."""
+    """Return field NUMBER of a plane. For evenly spaced planes it is computed without a load."""
     if EVENLY_SPACED:
         value = first + plane.to(tl.int64) * step
     else:
@@ -64,7 +64,7 @@ def element_index(place, lane, num_columns, ELEMENT_BYTES: tl.constexpr):
 
 @triton.jit
 def split_registers(v, G: tl.constexpr):
-    """Split a `[32, G]` tensor into G vectors."""
+    """Split a tensor `[32, G]` into G vectors."""
     if G == 4:
         even, odd = tl.split(tl.reshape(v, [LANES, 2, 2]))
         a, c = tl.split(even)
@@ -79,7 +79,7 @@ def split_registers(v, G: tl.constexpr):
 
 @triton.jit
 def join_registers(words, FIRST: tl.constexpr, G: tl.constexpr):
-    """Join G vectors, from index FIRST on, into a `[32, G]` tensor."""
+    """Join G vectors, from index FIRST on, into a tensor `[32, G]`."""
     if G == 4:
         even = tl.join(words[FIRST], words[FIRST + 2])
         odd = tl.join(words[FIRST + 1], words[FIRST + 3])
@@ -102,7 +102,7 @@ def first_word(stream, first_column, BITS: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def load_stream(p, num_columns, COUNT: tl.constexpr, G: tl.constexpr):
-    """Load COUNT words of each column; groups of G words are contiguous."""
+    """Load COUNT words of each column. Groups of G words of a column are contiguous."""
     lane = tl.arange(0, LANES)[:, None]
     words = ()
     for g in tl.static_range(COUNT // G):
@@ -113,7 +113,7 @@ def load_stream(p, num_columns, COUNT: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def store_stream(p, num_columns, words, G: tl.constexpr):
-    """Store the words of each column; groups of G words are contiguous."""
+    """Store the words of each column. Groups of G words of a column are contiguous."""
     lane = tl.arange(0, LANES)[:, None]
     for g in tl.static_range(len(words) // G):
         at = p + g * G * num_columns + (lane * G + tl.arange(0, G)[None, :])

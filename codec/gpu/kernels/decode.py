@@ -68,8 +68,8 @@ def exponents_of(codes, lowest, book, IS_WINDOW: tl.constexpr):
 def add_at(exponents, place, difference):
     """Add a difference to the exponent at a place, which is given as the bit of a mask.
 
-    Registers have no index, so each of the 8 quads tests whether it holds the place. If the
-    exponent temporarily exceeds 255, the difference also undoes the carry into the next byte.
+    Registers cannot be indexed, so each of the 8 quads tests whether it holds the place. If the
+    exponent of the escape code exceeds 255 and carries into the next byte, this undoes the carry.
     """
     sums = ()
     for w in tl.static_range(8):
@@ -118,7 +118,7 @@ def load_nibbles(entries, rank, packed, here):
 
 @triton.jit
 def valid_places(lane, num_columns, length, ELEMENT_BYTES: tl.constexpr):
-    """Return the mask of the places of a column that are not padding."""
+    """Return, for each column, the mask of the places that are not padding."""
     inside = tl.zeros_like(lane)
     for place in range(32):
         here = (
@@ -149,7 +149,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Decode one chunk into its page and add its checksum terms to `accumulators`.
 
-    Whatever the payload contains, nothing is read outside of it or written outside of the chunk.
+    For any payload, the kernel reads nothing outside the payload and writes nothing outside the
+    chunk.
 
     Grid: `[chunks of a head, kv_heads, planes]`, one warp each. See `kernels/__init__.py` for the
     parameters.

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
-"""Encode kernels: write the streams of a chunk, and its entries to scratch."""
+"""Encode kernels: write the streams of a chunk, and its entries to scratch memory."""
 
 import triton
 import triton.language as tl
@@ -57,7 +57,11 @@ def exponent_at(
     source, at, mask, lane, num_columns,
     ELEMENT_BYTES: tl.constexpr, MANTISSA_BITS: tl.constexpr, EXPONENT_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Return whether each lane's mask has a bit, the lowest one's place, and the exponent there."""
+    """Return, for each lane, data of the escape at the lowest set bit of its mask.
+
+    Returns:
+        Whether the mask has a set bit, the place of the lowest one, and the exponent at that place.
+    """
     here = mask != 0
     place = lowest_bit(mask)
     e = tl.load(
@@ -68,7 +72,7 @@ def exponent_at(
 
 @triton.jit
 def pad_to_16_bytes(p, words):
-    """Write zeros after so many words, up to a multiple of four words."""
+    """Write zeros after the first `words` words, up to a multiple of four words."""
     i = tl.arange(0, 4)
     tl.store(p + words + i, tl.zeros((4,), tl.int32), mask=i < (4 - words % 4) % 4)
 
@@ -91,7 +95,7 @@ def encode_kernel(
     PAGED: tl.constexpr, OVERFLOW_WORDS: tl.constexpr, SCRATCH_STRIDE: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Encode one chunk: write its streams, its entries to scratch, their number to `chunk_sizes`.
+    """Encode one chunk: write its streams, its unpacked entries, and its size in `chunk_sizes`.
 
     A chunk whose entries would take too much space is stored uncoded. The chunk's checksum terms
     and escapes are added to `accumulators`.
@@ -170,7 +174,7 @@ def encode_kernel(
                     rank += 1
                     mask &= mask - 1
                 max_per_column = 0
-                # What has no second-level code (15) is listed below, after the codes.
+                # Escapes without a second-level code (15) are listed below, after the codes.
                 if any_lane(listed_mask != 0):
                     mask = listed_mask
                     scratch_start += MAX_NIBBLES // 4
@@ -180,7 +184,7 @@ def encode_kernel(
                     entry_words += num_listed
                     uncoded = (num_listed > MAX_LISTED) | (entry_words >= max_entry_words)
         if uncoded:
-            # The first words of each column replace its streams, the others are its entries.
+            # The first words of each column are stored in its streams, the others as entries.
             entry_words = max_entry_words
             nibbles = 0
             S: tl.constexpr = len(streams)
@@ -254,7 +258,7 @@ def raw_kernel(
     ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, EVENLY_SPACED: tl.constexpr,
     PAGED: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Copy one chunk of a raw plane and add its checksum terms; without STORE, only the latter."""
+    """Copy one chunk of a raw plane to the segment, if STORE, and add its checksum terms."""
     chunk_in_head, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = plane_rows + PLANE_FIELDS * plane
     lane = tl.arange(0, LANES)

@@ -2,10 +2,10 @@
 # mypy: disable-error-code="assignment"
 """Conversions in registers between the words of a column and its codes, exponents and remainders.
 
-The names of shapes: `words` are the 32-bit words of a column as they lie in memory; `pairs` are 16
-registers with two elements each, in 16-bit fields, in the order of places (`FORMAT.md`); `quads`
-are 8 registers with four 8-bit values each. The element type is given at compile time:
-ELEMENT_BYTES, MANTISSA_BITS, EXPONENT_MASK and REMAINDER_WIDTHS (bits in each remainder stream).
+A column is held in one of three forms. `words` are its 32-bit words in memory order. `pairs`
+are 16 registers with two 16-bit fields each, in the order of places (`FORMAT.md`). `quads` are 8
+registers with four 8-bit values each. The element type is given at compile time: ELEMENT_BYTES,
+MANTISSA_BITS, EXPONENT_MASK and REMAINDER_WIDTHS (bits in each remainder stream).
 """
 
 import triton
@@ -68,7 +68,7 @@ def unpack(words, BITS: tl.constexpr):
 
 @triton.jit
 def escape_code_mask(words, BITS: tl.constexpr):
-    """Return the mask of the places of a column whose packed code is the escape code."""
+    """Return, for each column, the mask of the places whose packed code is the escape code."""
     mask = tl.zeros_like(words[0])
     for w in tl.static_range(BITS):
         all_ones = words[w] & shift_right(words[w], 1) & shift_right(words[w], 2)
@@ -173,7 +173,7 @@ def code_distances(
     EXPONENT_MASK: tl.constexpr,
     IS_WINDOW: tl.constexpr,
 ):
-    """Return, for 16 pairs, the code of each field, or a value above all codes and below 512.
+    """Return, for 16 pairs, the code of each field; a value from NUM_CODES to 511 for escapes.
 
     With IS_WINDOW it is the distance to the lowest exponent, else an entry of the code table.
     """
@@ -191,13 +191,13 @@ def code_distances(
 
 @triton.jit
 def no_code_flags(t, NUM_CODES: tl.constexpr):
-    """Return 1 in each field that is not a code."""
+    """Return 1 in each field whose value is not a code, else 0."""
     return shift_right(t + (0x8000 - NUM_CODES) * 0x10001, 15) & 0x00010001
 
 
 @triton.jit
 def codes_of(found, NUM_CODES: tl.constexpr, HAS_ESCAPE_CODE: tl.constexpr):
-    """Replace the fields that are not codes by the escape code, or truncate them to four bits."""
+    """Replace fields that are not codes by the escape code; without one, by their low four bits."""
     codes = ()
     for h in tl.static_range(16):
         if HAS_ESCAPE_CODE:
@@ -221,7 +221,7 @@ def bitwise_or(found):
 
 @triton.jit
 def escape_mask(found, NUM_CODES: tl.constexpr):
-    """Return the mask of the places of a column that have no code."""
+    """Return, for each column, the mask of the places whose exponent has no code."""
     mask = no_code_flags(found[0], NUM_CODES)
     for h in tl.static_range(1, 16):
         mask |= no_code_flags(found[h], NUM_CODES) << h

@@ -11,7 +11,7 @@ from codec.gpu.kernels.words import ESCAPE_COUNTS, NUM_SUMS, seal_of, shift_righ
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def sum_kernel(chunk_sizes, sums, chunks):
-    """Sum the entry words of each PACK_CHUNKS chunks, one sum for each program of `pack_kernel`."""
+    """Sum the entry words of the PACK_CHUNKS chunks of each program of `pack_kernel`."""
     chunk = tl.program_id(0) * PACK_CHUNKS + tl.arange(0, PACK_CHUNKS)
     entry_words = tl.load(chunk_sizes + chunk, mask=chunk < chunks, other=0) & 0xFF
     tl.store(sums + tl.program_id(0), tl.sum(entry_words, axis=0))
@@ -19,7 +19,7 @@ def sum_kernel(chunk_sizes, sums, chunks):
 
 @triton.jit
 def sum_of_first(partials, count, keep):
-    """Sum the first `count` values, masked with `keep`."""
+    """Return the sum of `partials[i] & keep` for the first `count` values."""
     total = tl.zeros((8192,), tl.int32)
     for first in range(0, count, 8192):
         i = first + tl.arange(0, 8192)
@@ -34,8 +34,8 @@ def move_entries(
 ):  # fmt: skip
     """Copy W entry words of each chunk, from word `first` on, to their final position.
 
-    In scratch, second-level codes are bytes and precede the listed words; they are packed here,
-    eight to a word.
+    In scratch memory, second-level codes are bytes and precede the listed words. They are packed
+    here, eight to a word.
     """
     j = first + tl.arange(0, W)[None, :]
     here = j < entry_words[:, None]
@@ -89,13 +89,14 @@ def pack_kernel(
 
     Args:
         chunk_sizes: int32 `[chunks]`; see `kernels/__init__.py`.
-        partials: int32 entry words of `each` chunks, masked with `keep`: `chunk_sizes` itself or
-        the
-            output of `sum_kernel`.
+        partials: int32; `partials[i] & keep` is the number of entry words of `each` consecutive
+            chunks. It is `chunk_sizes` itself or the output of `sum_kernel`.
+        each, keep: see `partials`.
         scratch32: int32 `[chunks, SCRATCH_STRIDE]`, unpacked entries.
         out32, out64: the segment.
-        starts_offset, entries_offset: in words.
-        header, header_words: int32 header fields that do not depend on the data.
+        starts_offset, entries_offset: offsets of the entry starts and of the entries, in words.
+        chunks: number of chunks with codes.
+        header, header_words: int32 header from `pack_static`, and its length.
         accumulators: int64 `[ACCUMULATORS]`; zeroed at the end.
         results: int64 `[4]` output: length in bytes, checksum, escapes, entry words.
     """
@@ -117,10 +118,10 @@ def pack_kernel(
     tl.store(out32 + starts_offset + chunk, at.to(tl.int32), mask=chunk < chunks)
     entries = out32 + entries_offset
     if last:
-        all_units = before + tl.max(upto, axis=0)
+        total_words = before + tl.max(upto, axis=0)
         checksum = tl.sum(sums, axis=0)
         write_header_end(
-            out32, out64, starts_offset, entries_offset, chunks, all_units, checksum, crc, results
+            out32, out64, starts_offset, entries_offset, chunks, total_words, checksum, crc, results
         )
         tl.store(results + 2, tl.sum(escapes, axis=0))
         tl.store(accumulators + i, tl.zeros((NUM_SUMS,), tl.int64))

@@ -13,7 +13,7 @@ first chunk among the chunks with codes; word offsets of up to three streams; un
 PLANE_START, LOWEST_EXPONENT = tl.constexpr(0), tl.constexpr(1)
 FIRST_CHUNK, FIRST_CODED_CHUNK = tl.constexpr(2), tl.constexpr(3)
 CODES_STREAM, LOW_STREAM, HIGH_STREAM = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-"""Indices of these fields."""
+"""Indices of the fields of a row of `plane_rows`."""
 PACK_CHUNKS = tl.constexpr(256)
 """Chunks whose entries one program of `pack_kernel` packs."""
 NOT_SPECIALIZED = [

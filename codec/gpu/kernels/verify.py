@@ -21,14 +21,14 @@ def verify_kernel(
 
     Args:
         in32, in64: the segment.
-        starts_offset: table of starts, in words.
+        starts_offset: offset of the table of entry starts, in words.
         chunks: number of chunks with codes.
         total_entry_words: words from the start of the entries to the end of the segment.
-        payload_bytes: length of the segment.
-        header, header_words: int32 header fields that do not depend on the data.
+        payload_bytes: length of the segment in bytes; 0 without a payload.
+        header, header_words: expected int32 header from `pack_static`, and its length.
         accumulators: int64 `[ACCUMULATORS]`; zeroed at the end.
         results: int64 `[4]` output: length, computed checksum, checksum in the header, error flags
-            (1 header, 2 starts or entries).
+            (1 header, 2 entry starts or entries).
     """
     i = tl.arange(0, NUM_SUMS)
     sums = tl.load(accumulators + i)

@@ -13,7 +13,7 @@ LANES = tl.constexpr(32)
 """Threads of a warp, and columns of a chunk of 1,024 elements."""
 _GOLDEN = tl.constexpr(GOLDEN - (1 << 64))
 NUM_SUMS = tl.constexpr(1024)
-"""Partial checksums in the accumulators; several, because atomic adds to one would serialize."""
+"""Number of partial checksums; atomic adds to a single one would serialize."""
 ESCAPE_COUNTS, ERROR_FLAGS = tl.constexpr(1024), tl.constexpr(2048)
 """Offsets in the accumulators of the partial escape counts and of the error flags."""
 ACCUMULATORS = 2049
@@ -67,7 +67,7 @@ def entry_key(chunk, j):
 
 @triton.jit
 def column_digest(words, KEYS: tl.constexpr, FIRST: tl.constexpr):
-    """Sum words times keys for each column, keys from index FIRST on: int64 `[32]`."""
+    """Return the sum of words times keys, from key FIRST on, for each column: int64 `[32]`."""
     digest = unsigned(words[0]) * KEYS[FIRST]
     for k in tl.static_range(1, len(words)):
         digest += unsigned(words[k]) * KEYS[FIRST + k]
@@ -85,9 +85,9 @@ def popcount(m):
 
 @triton.jit
 def lowest_bit(m):
-    """Return the index of the lowest bit that is 1, undefined for 0.
+    """Return the index of the lowest set bit, undefined for 0.
 
-    A power of two, as a float, has this index as its exponent.
+    The index is the exponent of the isolated bit (a power of two) as a float.
     """
     power = (m & -m).to(tl.uint32, bitcast=True).to(tl.float32)
     return (power.to(tl.int32, bitcast=True) >> 23) - 127

@@ -1,4 +1,4 @@
-"""CPU backend: thread safety, compilation and cache of the compiled loops."""
+"""CPU backend: thread safety, and compilation and caching of the loops."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""GEMM micro-kernels on whole numbers, for which every summation order is exact."""
+"""GEMM micro-kernels, tested with whole numbers, whose fp32 sums are exact in any order."""
 
 import numpy as np
 import pytest

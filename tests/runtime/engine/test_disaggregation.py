@@ -1,4 +1,4 @@
-"""A prefill and a decode engine against one colocated engine."""
+"""A prefill engine with a decode engine gives the same output as one colocated engine."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=7)
 
 
 def transfer(prefill: Engine, decode: Engine, record: Record, name: str) -> None:
-    """Copy the held KV from the prefill to the decode engine, as the services do over the wire."""
+    """Copy held KV from the prefill to the decode engine, in place of the network transfer."""
     target = list(record.reserved[name])
     for output in record.steps:
         for chunk in output.computed:
@@ -24,7 +24,7 @@ def transfer(prefill: Engine, decode: Engine, record: Record, name: str) -> None
 
 
 def disaggregate(model: Model, request: Request) -> Record:
-    """Prefill on one engine, decode on another, and check that both end without pages in use."""
+    """Prefill on one engine, decode on another, and check that both free all pages."""
     prefill, decode = engine_of(model), engine_of(model)
     record = Record()
     drive(decode, Reserve(request), record=record)

@@ -1,4 +1,4 @@
-"""Engine output against full forward passes, and in different batches, chunks and pages."""
+"""Engine output equals full forward passes, in any batches, chunks and pages."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=7)
 
 
 def greedy(checkpoint: Checkpoint, prompt: tuple[int, ...], count: int) -> list[int]:
-    """Greedy continuation by full forward passes, without KV."""
+    """Return the greedy continuation, computed by full forward passes without a KV cache."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(forward(checkpoint, torch.tensor([tokens]))[0, -1].argmax()))
@@ -33,7 +33,7 @@ def greedy(checkpoint: Checkpoint, prompt: tuple[int, ...], count: int) -> list[
 
 
 def margin(checkpoint: Checkpoint, tokens: list[int]) -> float:
-    """Difference of the two largest logits after ``tokens``."""
+    """Return the difference of the two largest logits after ``tokens``."""
     best = forward(checkpoint, torch.tensor([tokens]))[0, -1].topk(2).values
     return float(best[0] - best[1])
 
@@ -66,7 +66,7 @@ def test_greedy_output_equals_full_forward_passes(kinds: dict[str, object]) -> N
 
 @pytest.mark.parametrize("kinds", [{}, {"ranks": MIXED_RANKS, "bias": True}, {"head_norms": True}])
 def test_output_bits_do_not_depend_on_batch_or_chunks(kinds: dict[str, object]) -> None:
-    """Log probabilities are compared for equality, because they carry the bits of the logits."""
+    """Log probabilities are compared for equality, because they depend on the logits' bits."""
     model = tiny_model(**kinds)
     sampling = SamplingParams(logprobs=3)
     requests = [request_of(f"r{n}", n, 20, sampling=sampling) for n in (1, 2, 15, 33, 100, 150)]

@@ -1,6 +1,6 @@
 """Random commands with a small page pool: no page leaks, no output repeats, every request ends.
 
-This holds with and without replay, that is, whether decode steps are read at once or later.
+All tests run an engine without replay and one with replay, which reads decode steps one step later.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,14 @@ def model() -> Model:
 
 @dataclass
 class Driver:
-    """Sends commands as the services do, and checks the output of every step."""
+    """Sender of commands, in the way of the services, that checks the output of every step.
+
+    Attributes:
+        alive: kind of command and request of each id that has not ended.
+        arriving: ids of requests whose KV arrives in the next step.
+        gone: ids that ended, were cancelled, or were released.
+        pending: commands for the next step.
+    """
 
     engine: Engine
     record: Record = field(default_factory=Record)

@@ -1,4 +1,4 @@
-"""Requests that the engine refuses: invalid, too large, over the queue limit, or not finite."""
+"""Refused requests: invalid, too large, beyond the queue limit, or with non-finite logits."""
 
 from dataclasses import replace
 
@@ -95,9 +95,9 @@ def test_non_finite_logits_end_only_their_own_request() -> None:
 
 
 def test_choice_is_not_decoded_after_its_sibling_was_refused_in_the_same_step() -> None:
-    """One choice decodes while the other, preempted before, is prefilled again.
+    """One choice is planned to decode while the other, which was preempted, is prefilled again.
 
-    The prefill has non-finite logits, so the request is dropped and its pages are released.
+    The prefill has non-finite logits, so the request is dropped before the decode.
     """
     checkpoint = tiny_checkpoint()
     model = Model(checkpoint)

@@ -45,9 +45,10 @@ def fill(engine: Engine, request: Request, pages: list[int]) -> None:
 
 
 def play(engine: Engine, script: list[list[Command]]) -> Record:
-    """Run a script of commands, one list for each step, until the engine is idle.
+    """Run a script, a list of commands for each step, until the engine is idle.
 
-    KV of reserved requests arrives in the next step; held requests are released in the next step.
+    KV arrives one step after its reservation, and held requests are released one step after their
+    first token.
     """
     record = Record()
     held = {c.request.id for step in script for c in step if isinstance(c, Add) and c.hold}
@@ -72,7 +73,7 @@ def play(engine: Engine, script: list[list[Command]]) -> Record:
 
 
 def compare(found: Record, expected: Record, cancelled: set[str]) -> None:
-    """Check that records are equal, except where cancelled and refused requests end."""
+    """Check that records are equal; cancelled and refused requests may differ in length."""
     cut = cancelled | set(found.refused) | set(expected.refused)
     for key in found.tokens.keys() | expected.tokens.keys():
         one, other = found.tokens.get(key, []), expected.tokens.get(key, [])
@@ -92,9 +93,9 @@ class Watch:
     """Check that pages used by in-flight steps are not allocated again.
 
     Attributes:
-        in_flight: launched steps, with the pages that they and earlier chunks read or write.
+        in_flight: launched steps, with the pages that they and chunks computed before them use.
         launches: number of launched steps.
-        unresolved: number of draws that the device did not resolve.
+        unresolved: number of draws that were `UNRESOLVED`.
     """
 
     in_flight: list[tuple[InFlightStep, set[int]]] = field(default_factory=list)

@@ -31,7 +31,7 @@ Sent = st.tuples(
 def test_replay_output_equals_output_without_replay(
     model: Model, sent: list[tuple[str, int, int, int, int]], pages: int, running: int
 ) -> None:
-    """In random scripts sequences join, leave, grow and are preempted, and slots are unused."""
+    """In random scripts, sequences join, leave, grow and are preempted."""
     script: list[list[Command]] = []
     cancelled = set()
     for number, (action, length, tokens, kind, choices) in enumerate(sent):
@@ -106,7 +106,7 @@ def test_one_graph_per_layer_produces_the_same_tokens(model: Model) -> None:
 
 
 def test_host_resolves_draws_from_their_own_logits(model: Model) -> None:
-    """Flat distributions need the host for every token; other sequences continue beside them."""
+    """The host draws every token of the flat distribution while other sequences continue."""
     requests = [request(0, 5, 40, 0, 1), request(2, 9, 12, 8, 2), request(4, 7, 25, 5, 1)]
     script: list[list[Command]] = [[Add(r) for r in requests], [], [], [Cancel("r0")]]
     plain = play(engine_of(model, 16, 4, replay=False), script)
@@ -119,7 +119,7 @@ def test_host_resolves_draws_from_their_own_logits(model: Model) -> None:
 def test_slot_that_did_not_advance_is_not_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a large vocabulary and a flat distribution the host resolves most draws.
 
-    If the host counted a token too many, it would rewrite the slot or miss a necessary rewrite.
+    If the host counted a token that was not drawn, it would rewrite the slot unnecessarily.
     """
     flat = tiny_model(config=replace(CONFIG, num_layers=1, vocab_size=20_000))
     joined: list[int] = []

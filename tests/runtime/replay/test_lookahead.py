@@ -1,4 +1,4 @@
-"""Launching a decode step before the previous one is read."""
+"""Lookahead: a decode step is launched before the previous one is read."""
 
 from dataclasses import replace
 
@@ -20,12 +20,12 @@ def test_step_is_read_after_the_next_one_is_launched(model: Model) -> None:
         for commands in ([Add(request(0, 5, 3, 0, 1))], [], [], []):
             tokens = [token.index for _, token in engine.step(commands).tokens]
             seen.append((tokens, watch.launches, engine.has_work))
-    # One token is sampled from the prompt and two by steps. The last step is known to be the last.
+    # One token is sampled by prefill and two by steps; no step is launched after the last one.
     assert seen == [([0], 0, True), ([], 1, True), ([1], 2, True), ([2], 2, False)]
 
 
 def test_pages_of_an_in_flight_step_are_not_free(model: Model) -> None:
-    """A stop token ends a sequence whose next step is in flight; another waits for pages."""
+    """A sequence ends while its next step is in flight, and a request waits for its pages."""
     first, second = request(0, 30, 10, 0, 1), request(2, 40, 1, 0, 1)
     whole = play(engine_of(model, 4, 4, replay=False), [[Add(first)]]).output("r0")
     stops = frozenset({whole[4]})
@@ -41,7 +41,7 @@ def test_pages_of_an_in_flight_step_are_not_free(model: Model) -> None:
 def test_pages_of_a_cancelled_request_are_not_free_while_its_step_is_in_flight(
     model: Model,
 ) -> None:
-    """Another worker could write to them at any time once they are reserved."""
+    """Once pages are reserved, another worker may write to them at any time."""
     engine = engine_of(model, 3, 4, replay=True)
     with Watch().over(engine):
         for commands in ([Add(request(0, 30, 10, 0, 1))], [], []):

@@ -1,4 +1,4 @@
-"""Padded prefill batches against the same batches without padding, on the CPU."""
+"""Padded prefill batches give the same results as batches without padding, on the CPU."""
 
 import pytest
 import torch

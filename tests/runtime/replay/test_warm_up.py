@@ -1,4 +1,4 @@
-"""Warm-up computes every kind of batch and does not affect later output."""
+"""Warm-up computes a batch for every kernel variant and does not affect later output."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_warm_up_does_nothing_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_small_batches_cover_all_kernel_specializations() -> None:
-    """Page-table widths of 1, a multiple of 16 and another one; one token each, and several."""
+    """Page-table widths are 1, a multiple of 16 and another; sequences have one or two tokens."""
     kinds = [(len(batch[0].pages), len(batch[0].tokens)) for batch in _small(3)]
     assert {width % 16 if width > 1 else "one" for width, _ in kinds} == {"one", 0, 2}
     assert len(set(kinds)) == len(kinds) == 6

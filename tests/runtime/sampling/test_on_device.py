@@ -20,7 +20,7 @@ SAMPLINGS = [
     SamplingParams(temperature=0.9, presence_penalty=0.7, frequency_penalty=0.4, seed=4),
     SamplingParams(repetition_penalty=1.3, logit_bias={3: 4.0, 700: -100.0}),
     SamplingParams(temperature=1.0, repetition_penalty=0.8, logit_bias={5: 2.5}, seed=6),
-    SamplingParams(temperature=50.0, seed=7),  # flat: the candidates do not suffice
+    SamplingParams(temperature=50.0, seed=7),  # flat distribution: 1,024 candidates do not suffice
 ]
 
 
@@ -32,7 +32,7 @@ def logits_of(step: int) -> torch.Tensor:
 def sample_on_device(
     sampler: DeviceSampler, logits: torch.Tensor, features: SamplingFeatures = ALL_FEATURES
 ) -> list[int]:
-    """Sample, resolve the rows that the device could not, and return their numbers."""
+    """Sample, resolve the unresolved rows, and return their indices."""
     sampler(logits, features)
     rest = (sampler.resolved[: len(logits)] == 0).nonzero()[:, 0].tolist()
     sampler.resolve(logits, rest)
@@ -132,7 +132,7 @@ def test_non_finite_rows_are_reported() -> None:
 
 @pytest.mark.parametrize("kinds", [[0, 0], [0, 1], [6, 0], [1, 5, 8]])
 def test_unused_features_do_not_change_tokens(kinds: list[int]) -> None:
-    """Rows without logits keep their values."""
+    """Rows beyond the logits keep their tokens."""
     rows = [SamplingRow(SAMPLINGS[kind], 0, [4, 700, 3], 2) for kind in kinds]
     features = SamplingFeatures.of(row.sampling for row in rows)
     assert features != ALL_FEATURES

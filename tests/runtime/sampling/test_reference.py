@@ -13,7 +13,7 @@ PROBABILITIES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 
 
 def sample(logits: torch.Tensor, rows: list[SamplingRow]) -> list[Draw]:
-    """Draws from logits that are all finite."""
+    """Sample from logits that must all be finite."""
     draws = [draw for draw in sample_or_none(logits, rows) if draw is not None]
     assert len(draws) == len(rows)
     return draws
@@ -26,7 +26,7 @@ def row(
 
 
 def counts(sampling: SamplingParams, logits: torch.Tensor, draws: int) -> torch.Tensor:
-    """Count how often each token is drawn, with one draw for each of ``draws`` choices."""
+    """Return how often each token is drawn by ``draws`` choices, one draw each."""
     rows = [SamplingRow(sampling, choice, (0,), 1) for choice in range(draws)]
     tokens = [draw.token for draw in sample(logits.expand(draws, -1), rows)]
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1])
@@ -40,7 +40,7 @@ def test_greedy_takes_the_first_of_the_largest_logits() -> None:
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [
-        # tokens: prompt 1, 2; output 2, 3, 3. Logits 2, 2, 2, 2, -2.
+        # prompt tokens 1, 2; output tokens 2, 3, 3; logits 2, 2, 2, 2, -2
         (SamplingParams(presence_penalty=0.5), [2.0, 2.0, 1.5, 1.5, -2.0]),
         (SamplingParams(frequency_penalty=0.5), [2.0, 2.0, 1.5, 1.0, -2.0]),
         (SamplingParams(presence_penalty=1.0, frequency_penalty=0.25), [2.0, 2.0, 0.75, 0.5, -2.0]),
@@ -86,7 +86,7 @@ def test_penalties_change_only_their_row_and_not_its_logprobs() -> None:
         # top-p applies to the distribution after top-k: 0.4 / 0.65 = 0.615
         (SamplingParams(temperature=1.0, top_k=2, top_p=0.61), {1}),
         (SamplingParams(temperature=1.0, top_k=2, top_p=0.62), {1, 3}),
-        # min-p after the temperature: at 2 the ratios are square roots, √(0.1 / 0.4) = 0.5
+        # min-p applies after temperature 2, which takes square roots of ratios: √(0.1 / 0.4) = 0.5
         (SamplingParams(temperature=2.0, min_p=0.49), {1, 2, 3, 4}),
         (SamplingParams(temperature=2.0, min_p=0.51), {1, 3, 4}),
     ],
