@@ -4,7 +4,9 @@ import asyncio
 import json
 import socket
 import struct
-from contextlib import suppress
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tests.services.gateway.conftest import Site
@@ -18,6 +20,16 @@ def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
     lines = (*headers, b"content-length: %d" % (len(body) if length is None else length))
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
     return head + b"".join(line + b"\r\n" for line in lines) + b"\r\n" + body
+
+
+@contextmanager
+def allocations() -> Iterator[Callable[[], int]]:
+    """Trace Python's allocations; yield a function that returns their peak in bytes."""
+    tracemalloc.start()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 class Raw:

@@ -15,6 +15,7 @@ from tests.services.gateway.raw import (
     SHORT_TIMEOUTS,
     TIMEOUT_S,
     Raw,
+    allocations,
     check_alive,
     check_refused,
     post,
@@ -69,15 +70,15 @@ async def test_endless_headers_do_not_use_memory(
 ) -> None:
     monkeypatch.setattr("services.gateway.http.connection._MAX_LINGER_S", 0.1)
     site: Site = await open_site(**SHORT_TIMEOUTS)
-    process, tasks = psutil.Process(), len(asyncio.all_tasks())
-    before = process.memory_info().rss
-    for line in (b"x: " + b"a" * 60_000 + b"\r\n", b"a" * 60_000):
-        raws = [await Raw.to(site, GET[:-2] + b"y: ") for _ in range(20)]
-        async with asyncio.timeout(TIMEOUT_S):
-            await asyncio.gather(*(raw.flood(line) for raw in raws))
-        for raw in raws:
-            await raw.close()
-    assert process.memory_info().rss - before < 64 << 20
+    tasks = len(asyncio.all_tasks())
+    with allocations() as peak:
+        for line in (b"x: " + b"a" * 60_000 + b"\r\n", b"a" * 60_000):
+            raws = [await Raw.to(site, GET[:-2] + b"y: ") for _ in range(20)]
+            async with asyncio.timeout(TIMEOUT_S):
+                await asyncio.gather(*(raw.flood(line) for raw in raws))
+            for raw in raws:
+                await raw.close()
+    assert peak() < 64 << 20
     await until(lambda: len(asyncio.all_tasks()) <= tasks)
 
 
@@ -142,12 +143,13 @@ async def test_pipelined_requests_are_bounded(site: Site) -> None:
     site.worker.script = endless
     raw = await Raw.to(site, post(STREAM))
     await site.router.started(1)
-    before = psutil.Process().memory_info().rss
-    async with asyncio.timeout(TIMEOUT_S):
-        await raw.flood(GET * 10_000)
-    await raw.close()
-    await site.router.settled()
-    assert psutil.Process().memory_info().rss - before < 32 << 20
+    flood = GET * 10_000
+    with allocations() as peak:
+        async with asyncio.timeout(TIMEOUT_S):
+            await raw.flood(flood)
+        await raw.close()
+        await site.router.settled()
+    assert peak() < 32 << 20
 
 
 async def test_pipelined_requests_are_answered_in_order(site: Site) -> None:

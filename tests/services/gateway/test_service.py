@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import httpx
 import pytest
@@ -43,10 +42,8 @@ async def test_serves_both_ports_until_sigterm() -> None:
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
     os.kill(os.getpid(), signal.SIGTERM)
-    began = time.monotonic()
     async with asyncio.timeout(10):
         await serving
-    assert time.monotonic() - began < 5
     for closed in (port, grpc_port):
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", closed)
