@@ -8,7 +8,7 @@ PAGE = 16
 
 
 def pages_of(lengths: list[int]) -> list[list[int]]:
-    """Return pages for each sequence, in random order and without page 0."""
+    """Return the pages of each sequence, in random order and without page 0."""
     counts = [-(-length // PAGE) for length in lengths]
     ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
     return [part.tolist() for part in torch.split(ids, counts)]

@@ -1,4 +1,4 @@
-"""Compiled CPU attention against the torch reference, and its independence of the batch."""
+"""Compiled CPU attention compared with the torch reference, and its batch invariance."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def test_attend_matches_the_reference_and_ignores_unused_slots(
     q = torch.randn(len(batch.tokens), heads, dim, generator=torch.Generator().manual_seed(4))
     expected = ReferenceAttention().attend(q, k, v, batch)
     got = CompiledAttention(heads, kv_heads, dim).attend(q, k, v, batch)
-    # fp32 sums in another order. Values are averages of N(0, 1), so the tolerance is absolute.
+    # fp32 sums are in another order. Outputs are averages of N(0, 1), so the tolerance is absolute.
     torch.testing.assert_close(got, expected, rtol=0, atol=3e-6)
 
 

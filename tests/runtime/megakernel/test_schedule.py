@@ -1,4 +1,4 @@
-"""The megakernel's pass list, run by its reference interpreter."""
+"""The megakernel's pass list, executed by its reference interpreter."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -71,7 +71,7 @@ def test_reference_detects_protocol_errors() -> None:
         ({"num_heads": 34}, "34 query heads for 2 KV heads"),
     ],
 )
-def test_unsupported_names_the_reason(changes: dict[str, int], reason: str | None) -> None:
+def test_unsupported_returns_the_reason(changes: dict[str, int], reason: str | None) -> None:
     checkpoint = tiny_checkpoint(config=replace(CONFIG, **changes))  # type: ignore[arg-type]
     found = unsupported(PackedWeights.pack(checkpoint, "cpu"))
     assert found is None if reason is None else reason in str(found)
