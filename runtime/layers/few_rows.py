@@ -12,24 +12,25 @@ from runtime.cpu.tiles import GROUP, LANES
 from runtime.layers import loops
 
 _COLUMNS = 16
-"""oneDNN pads the columns of a packed weight to a multiple of this."""
+"""Multiple to which oneDNN pads the columns of a packed weight."""
 
 _MAX_ROWS = 16
-"""Rows up to which codes and bf16 are faster than oneDNN. For all of SmolLM2's weights, on one Zen
-5 core, 1, 8 and 16 rows take 5.4, 13 and 25 ms from codes, 9, 17 and 28 ms from bf16, and 21 (as
-two rows), 24 and 32 ms by oneDNN."""
+"""Maximum rows for which loops over codes or bf16 are faster than oneDNN. With all weights of
+SmolLM2 on one Zen 5 core, 1, 8 and 16 rows take 5.4, 13 and 25 ms from codes; 9, 17 and 28 ms from
+bf16; and 21 (computed as two rows), 24 and 32 ms with oneDNN."""
 
 
 class FewRowsLinear:
     """``x W^T`` for a few rows.
 
     Args:
-        source: the weight in blocks.
+        source: the weight in blocks of rows, see `runtime.layers.loops.Source`.
         outputs: rows of the weight, without padding.
         max_rows: maximum rows of ``x``.
 
     Attributes:
-        k_block: columns that are summed before they are added to the output. The caller sets it.
+        k_block: number of columns that are summed before they are added to the output; to be set by
+            the caller.
     """
 
     def __init__(self, source: loops.Source, outputs: int, max_rows: int) -> None:
@@ -45,18 +46,18 @@ class FewRowsLinear:
 
 
 def few_rows_linear(weight: Tensor, packed: Tensor) -> FewRowsLinear | None:
-    """Store an fp32 weight losslessly in the form that takes the least memory to read.
+    """Convert an fp32 weight losslessly to the form with the least memory traffic.
 
     A weight that was quantized in its file is stored as 8-bit codes with scales and offsets (1.25
-    bytes an element), and one with bf16 values as bf16 (2 bytes). Any other weight is read from the
-    memory of ``packed``, for one row of input at a time.
+    bytes per element), and one with bf16 values as bf16 (2 bytes). Any other weight is read from
+    the memory of ``packed``, for one input row only.
 
     Args:
         weight: fp32 `[out, in]`.
         packed: the same weight in oneDNN's packed layout.
 
     Returns:
-        The linear layer, or None if the layout of ``packed`` is not the expected one.
+        The linear layer, or None if ``packed`` does not have the expected layout.
     """
     if codes := _find_codes(weight):
         return FewRowsLinear(codes, len(weight), _MAX_ROWS)
@@ -76,7 +77,7 @@ def _blocked(weight: Tensor) -> Tensor:
 def _blocks_of(packed: Tensor, weight: Tensor) -> Floats | None:
     """Return a view of oneDNN's packed memory, ``[blocks, in padded to _COLUMNS, LANES]``.
 
-    None if the memory does not hold the weight in that layout.
+    None if the memory does not hold the weight in this layout.
     """
     expected = _blocked(functional.pad(weight, (0, -weight.shape[1] % _COLUMNS)))
     if torch.ops.mkldnn._nbytes(packed) != expected.nbytes:
@@ -87,7 +88,7 @@ def _blocks_of(packed: Tensor, weight: Tensor) -> Floats | None:
 
 
 def _find_codes(weight: Tensor) -> tuple[Bytes, Floats, Floats] | None:
-    """Find exact codes, as in GGUF's Q4_1 and Q8_0 formats. None if the weight has none."""
+    """Return 8-bit codes that represent a weight exactly, as for GGUF's Q4_1 and Q8_0, or None."""
     rows, columns = weight.shape
     if columns % GROUP:
         return None

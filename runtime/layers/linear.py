@@ -1,9 +1,9 @@
 """Linear layers with weights that are packed once, and projections that share an input.
 
-On the CPU in fp32, weights are kept in oneDNN's blocked layout. It is faster than MKL's sgemm for
-the relevant sizes (2 to 32 rows). A row's result does not depend on the number of other rows, so a
-token's KV and logits have the same bits in any batch. A few rows are computed by compiled loops,
-which read less memory and give the same bits (`few_rows.py`).
+On the CPU in fp32, weights are kept in oneDNN's blocked layout, which is faster than MKL's sgemm
+for 2 to 32 rows. The result of a row does not depend on the number of other rows, so a token's KV
+and logits have the same bits in any batch. Compiled loops compute inputs of a few rows with less
+memory traffic and the same bits (`few_rows.py`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch.nn import functional
 from runtime.checkpoint.weights import Dense, FactorPair, Linear
 from runtime.layers.few_rows import FewRowsLinear, few_rows_linear
 
-_TYPICAL_ROWS = 64  # oneDNN packs for a row count; measured the same from 8 to 256
+_TYPICAL_ROWS = 64  # oneDNN packs for an expected row count; 8 to 256 measured equally fast
 _K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)  # block sizes observed in oneDNN
 
 
@@ -37,11 +37,11 @@ class TorchLinear:
 
 
 class PackedLinear:
-    """Linear layer over oneDNN's packed layout, whose rows are independent, bit for bit.
+    """Linear layer over oneDNN's packed layout. Each row has the same bits in any batch.
 
-    oneDNN sums a single row in different blocks than several rows, and does not reach the memory
-    bandwidth with a few rows. If its summation order for several rows is a known one, compiled
-    loops compute a few rows in that order. Otherwise a single row is computed as two.
+    oneDNN sums a single row in a different order than several rows, and with few rows it does not
+    use the whole memory bandwidth. If its order for several rows is a known one, compiled loops
+    compute few rows in that order. Otherwise a single row is computed as two.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -64,7 +64,11 @@ class PackedLinear:
         return y
 
     def _match(self, few: FewRowsLinear, columns: int) -> bool:
-        """Set the block size with which ``few`` gives oneDNN's bits. Return whether one exists."""
+        """Set the block size for which ``few`` has oneDNN's bits.
+
+        Returns:
+            Whether there is one.
+        """
         probe = torch.randn(2, columns, generator=torch.Generator().manual_seed(0))
         expected = self._onednn(probe)
         for few.k_block in _K_BLOCKS:
@@ -80,24 +84,24 @@ def uses_packed_layout(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def linear_op(weight: Tensor, bias: Tensor | None = None) -> LinearOp:
-    """Return the fastest available linear layer for a weight ``[out, in]``."""
+    """Return the fastest available linear layer for a weight ``[out, in]`` and a bias ``[out]``."""
     kind = PackedLinear if uses_packed_layout(weight.device, weight.dtype) else TorchLinear
     return kind(weight, bias)
 
 
 SharedOps = dict[tuple[int, ...], LinearOp]
-"""Linear layers by the ids of the tensors stacked in them. Valid only while these tensors exist."""
+"""Linear layers by the ids of the tensors stacked in them; valid only while these tensors exist."""
 
 
 class Projection:
-    """Linear layers with the same input, in few matmuls: ``[n, in]`` to ``[n, sum(out)]``.
+    """Several linear layers over one input, in few matmuls: ``[n, in]`` to ``[n, sum(out)]``.
 
-    If all are dense, one matmul computes the stacked weights. Otherwise a first matmul computes the
-    stacked V of the factor pairs and W of the dense layers. Then the U of each factor pair
-    multiplies its slice of the result; ranks may differ.
+    If all are dense, the stacked weights are one matmul. Otherwise the first matmul multiplies the
+    stacked V of factor pairs and W of dense layers, and the U of each factor pair multiplies its
+    slice of the result. Ranks may differ.
 
     Args:
-        shared: first matmuls of other projections. Those with the same weights are reused.
+        shared: first matmuls of earlier projections, to be reused for the same weights.
     """
 
     def __init__(self, linears: Sequence[Linear], shared: SharedOps | None = None) -> None:

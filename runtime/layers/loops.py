@@ -1,4 +1,4 @@
-"""Compiled loops of a decoder layer on the CPU, in fp32. Callers check and prepare arguments.
+"""Compiled fp32 loops of a decoder layer on the CPU. Callers check and prepare the arguments.
 
 As in `runtime.cpu.jit`, operations are executed in the order written, so that a row has the same
 bits in any batch.
@@ -14,10 +14,10 @@ from runtime.cpu.jit import Bytes, Floats, Halves, as_bits, as_float, compiled, 
 from runtime.cpu.tiles import GROUP, LANES, accumulate
 
 Source = Floats | Halves | tuple[Bytes, Floats, Floats]
-"""A weight `[out, in]` in blocks of LANES rows, the last of them padded.
+"""A weight `[out, in]` in ``b`` blocks of LANES rows, the last one padded.
 
-It is fp32 or bf16 patterns `[b, in, LANES]`, or u8 codes `[b, in, LANES]` with scales and offsets
-`[b, in / GROUP, LANES]`. Each block has the layout that `accumulate` takes.
+Either fp32, or bf16 as u16 patterns, `[b, in, LANES]`; or a tuple of u8 codes `[b, in, LANES]`, and
+fp32 scales and offsets `[b, in / GROUP, LANES]`. Each block has the layout that `accumulate` takes.
 """
 
 _SUMS = 16  # partial sums of `rms_norm`
@@ -55,7 +55,8 @@ def linear(source: Source, blocks: int, x: Floats, k_block: int, y: Floats) -> N
         source: the weight.
         blocks: number of blocks of the weight.
         x: fp32 `[n, in]`.
-        k_block: columns that are summed before they are added to the output, a multiple of GROUP.
+        k_block: number of columns that are summed before they are added to the output, a multiple
+            of GROUP.
         y: fp32 `[n, out]`, written.
     """
     rows, columns, outputs = x.shape[0], x.shape[1], y.shape[1]
@@ -83,8 +84,9 @@ def find_codes(
 
     Args:
         weight: fp32 `[out, in]`, where ``in`` is a multiple of GROUP.
-        levels: code of a group's largest element. Unsigned codes count from the smallest element;
-            signed ones are symmetric around 0, and ``levels`` is the largest magnitude.
+        levels: largest code of a group if unsigned, largest magnitude of a code if signed.
+        signed: whether codes are symmetric around 0; unsigned codes count from the group's smallest
+            element.
         codes: u8 `[b, in, LANES]`, written.
         scales, offsets: fp32 `[b, in / GROUP, LANES]`, written.
 
@@ -138,7 +140,7 @@ def rms_norm(x: Floats, weight: Floats, eps: np.float32, out: Floats) -> None:
 
 @compiled
 def silu_mul(gate_up: Floats, out: Floats) -> None:
-    """Compute ``silu(gate) · up`` for rows `[gate | up]` of `[n, 2 d]`, into ``out`` `[n, d]`."""
+    """Compute ``silu(gate) · up`` of `[n, 2 d]`, gate first, into ``out`` `[n, d]`."""
     width = out.shape[1]
     for row in range(out.shape[0]):
         for i in range(width):

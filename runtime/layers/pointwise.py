@@ -31,7 +31,7 @@ class RmsNorm:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Compute ``silu(gate) · up`` of `[n, 2 d]`, gate first: `[n, d]`."""
+    """Return ``silu(gate) · up`` `[n, d]` from ``gate_up`` `[n, 2 d]`, gate first."""
     if not _compiles(gate_up):
         gate, up = gate_up.chunk(2, dim=1)
         return functional.silu(gate) * up

@@ -1,7 +1,7 @@
-"""Rotary position embedding (RoPE): frequencies and tables for every scaling in checkpoints.
+"""Rotary position embedding (RoPE): frequencies and tables for all supported scalings.
 
 Pairs follow the rotate-half convention: dimensions ``i`` and ``i + head_dim / 2`` rotate together.
-All values are fp32, including position times frequency, as in the models' reference
+Everything is computed in fp32, including position times frequency, as in the models' reference
 implementations.
 """
 
@@ -42,7 +42,7 @@ def cos_sin_table(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1 scaling: interpolate long wavelengths, keep short ones."""
+    """Apply the scaling of Llama 3.1: interpolate long wavelengths, keep short ones."""
     wavelengths = 2 * math.pi / frequencies
     blend = (rope.original_context / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
@@ -52,7 +52,10 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """YaRN scaling: a ramp over dimensions by rotations in the context (arXiv 2309.00071, 3.2)."""
+    """Apply YaRN's scaling (arXiv 2309.00071, section 3.2).
+
+    Dimensions ramp from extrapolation to interpolation, by their rotations in the original context.
+    """
 
     def dimension_of(rotations: float) -> float:
         spread = math.log(rope.original_context / (rotations * 2 * math.pi))

@@ -1,4 +1,4 @@
-"""The page pool: counts, order and errors."""
+"""The page pool: page counts, allocation order and errors."""
 
 import pytest
 from hypothesis import given
