@@ -62,7 +62,7 @@ def write_checkpoint(checkpoint: Checkpoint, directory: Path) -> None:
         for name, tensor in named_tensors(checkpoint):
             if name not in repeated:
                 whole = tensor.contiguous()
-                # safetensors refuses tensors that share memory.
+                # safetensors rejects tensors that share memory.
                 shared = whole.untyped_storage().data_ptr() in stored
                 tensors[name] = whole.clone() if shared else whole
                 stored.add(whole.untyped_storage().data_ptr())

@@ -114,7 +114,7 @@ def _root(moment: Tensor, damping: float) -> Tensor:
     also raised by the magnitude of the most negative eigenvalue.
     """
     matrix = moment.double()
-    # The floor keeps a moment of zeros invertible.
+    # The minimum keeps an all-zero moment positive definite.
     ridge = damping * matrix.diagonal().mean().clamp_min(1e-30)
     diagonal = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     root: Tensor

@@ -14,7 +14,7 @@ class Allocation(StrEnum):
     # Minimal total loss over the whole model, see `ranks.allocate_ranks`. The loss of a linear is
     # estimated from gradients; without gradients it is the relative error of its output.
     LOSS = "loss"
-    LOG_LOSS = "log-loss"  # per kind of linear, see `ranks.log_loss_ranks`
+    LOG_LOSS = "log-loss"  # within each kind of linear, see `ranks.log_loss_ranks`
 
 
 @dataclass(frozen=True)

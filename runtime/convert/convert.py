@@ -63,7 +63,7 @@ def convert(path: Path, dtype: torch.dtype | None = None) -> tuple[Checkpoint, S
         return _convert(path, dtype)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is malformed: {type(error).__name__}") from error
-    except RuntimeError as error:  # torch's errors and RecursionError
+    except RuntimeError as error:  # includes torch's errors and RecursionError
         raise CheckpointError(f"{path} is malformed: {type(error).__name__}") from error
 
 

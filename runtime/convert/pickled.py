@@ -62,7 +62,7 @@ def read_pickled(path: Path) -> Any:
         ) from error
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle can fail in any way
+    except Exception as error:  # a damaged pickle can raise any exception
         raise CheckpointError(f"{path} cannot be unpickled: {type(error).__name__}") from error
 
 

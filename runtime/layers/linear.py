@@ -17,7 +17,7 @@ from runtime.checkpoint.weights import Dense, FactorPair, Linear
 from runtime.layers.few_rows import FewRowsLinear, few_rows_linear
 
 _TYPICAL_ROWS = 64  # oneDNN packs for an expected row count; 8 to 256 measured equally fast
-_K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)  # block sizes observed in oneDNN
+_K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)  # block sizes to try, as observed in oneDNN
 
 
 class LinearOp(Protocol):

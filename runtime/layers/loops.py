@@ -100,7 +100,7 @@ def find_codes(
             for k in range(g * GROUP, (g + 1) * GROUP):
                 low, high = min(low, weight[row, k]), max(high, weight[row, k])
             span = max(high, -low) if signed else high - low
-            # Round to the 11 significant bits of fp16, in which files store scales.
+            # Files store scales as fp16, so round to its 11 significant bits.
             bits = as_bits(_f(span / _f(levels)))
             bits = (bits + _u(0xFFF) + ((bits >> _u(13)) & _u(1))) & _u(0xFFFFE000)
             scale = as_float(bits)

@@ -105,7 +105,7 @@ class Model:
             self._layers.append(DecoderLayer.build(family, self.config, place(layer), packed))
             if not sharing:
                 placed.clear()
-                packed.clear()  # its keys are ids, which freed tensors may pass on to new ones
+                packed.clear()  # its keys are tensor ids, which Python reuses
 
     def _set_up_gemm(self, checkpoint: Checkpoint, plan: "KernelPlan | None") -> "PackedWeights":
         """Pack the weights for `runtime.gemm`, and build the layers over them."""

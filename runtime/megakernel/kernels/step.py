@@ -208,7 +208,7 @@ def compute(
                 )
                 acc = gl.zeros([PARTS, ROWS, N], gl.float32, MMA)
                 for block in range(0, columns, REGISTER_COLUMNS):
-                    # An input of one block stays in registers for all rows of this program.
+                    # An input of one block is received once, and stays in registers for all rows.
                     if (row == first) | (columns > REGISTER_COLUMNS):
                         found = receive_input(
                             messages, source * VECTOR + block, columns - block, base + after,

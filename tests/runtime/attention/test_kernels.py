@@ -114,7 +114,7 @@ def test_write_matches_the_reference(
         k, v = random_pages(lengths, kv_heads, dim, DEVICE)
         found.append((attention.write(qkv, rope, k, v, batch), k, v))
     for expected, got in zip(*found, strict=True):
-        # A fused multiply-add rounds once less.
+        # A fused multiply-add rounds once instead of twice.
         torch.testing.assert_close(
             got.float(), expected.float(), rtol=8e-3, atol=1e-5, equal_nan=True
         )

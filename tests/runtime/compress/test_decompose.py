@@ -96,7 +96,7 @@ def test_factors_are_balanced_and_smaller_than_dense(out: int, inner: int) -> No
     assert (part.u.shape[1] + 1) * (out + inner) >= out * inner
 
 
-def test_bias_is_kept() -> None:
+def test_decomposition_keeps_the_bias() -> None:
     bias = torch.arange(9.0)
     part = decompose(Dense(weight(9, 20), bias), torch.eye(20), torch.eye(9))
     assert part.truncate(2).bias is bias

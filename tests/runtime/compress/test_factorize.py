@@ -139,7 +139,7 @@ def test_input_moments_are_means_over_linear_inputs() -> None:
     moments = collect_moments(MODEL, TOKENS, seed=0)
     x = rms_norm(MODEL.embedding[TOKENS], MODEL.layers[0].input_norm, 1e-6).flatten(0, 1)
     expected = x.t() @ x / TOKENS.numel()
-    # fp32 sums over 1,512 tokens in another order.
+    # fp32 sums over 1,512 tokens are in another order.
     torch.testing.assert_close(moments[0].inputs["q"], expected, rtol=1e-4, atol=1e-5)
 
 

@@ -14,7 +14,7 @@ RANKS = [(None,) * 7, (9, 5, 8, 12, 17, 11, 24), (9, None, 8, None, 17, None, 24
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_row_begins_on_a_line(ranks: tuple[int | None, ...]) -> None:
+def test_every_weight_row_begins_on_a_line(ranks: tuple[int | None, ...]) -> None:
     weights = PackedWeights.pack(tiny_checkpoint(ranks=ranks), "cpu")
     matrices = [weights.lm_head]
     for layer in weights.layers:

@@ -47,7 +47,7 @@ def create(spec: str, config: ModelConfig = CONFIG) -> str:
     return create_format(spec, config, torch.device("cpu"), torch.float32).name
 
 
-def test_dense_is_built_in() -> None:
+def test_dense_format_is_built_in() -> None:
     assert create("dense") == "dense"
 
 

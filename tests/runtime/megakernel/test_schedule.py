@@ -39,7 +39,7 @@ def test_pass_list_matches_the_model(ranks: tuple[int | None, ...], position: in
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("programs", [1, 5, 132])
-def test_every_row_belongs_to_exactly_one_program(
+def test_every_matrix_row_belongs_to_exactly_one_program(
     ranks: tuple[int | None, ...], programs: int
 ) -> None:
     weights = PackedWeights.pack(tiny_checkpoint(ranks=ranks), "cpu")
