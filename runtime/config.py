@@ -14,13 +14,16 @@ class RopeConfig:
             ``llama3`` interpolates low frequencies, ``yarn`` ramps between interpolation and
             extrapolation.
         factor: ratio of the extended context to the original one.
-        original_context: tokens of the context before scaling (``llama3``, ``yarn``).
-        low_freq_factor, high_freq_factor: bounds of the interpolation of ``llama3``.
-        beta_fast, beta_slow: rotations at the ends of the ramp of ``yarn``.
-        attention_factor: factor of cos and sin under ``yarn``.
-        truncate: whether the ends of the ramp are rounded to whole dimensions.
-        frequency_divisors: ``[head_dim / 2]`` or empty. Divide the frequencies before any scaling;
-            GGUF files store the interpolation of Llama 3 in this form.
+        original_context: context length in tokens before scaling (``llama3``, ``yarn``).
+        low_freq_factor, high_freq_factor: ``llama3``: wavelengths above ``original_context /
+            low_freq_factor`` are interpolated, those below ``original_context / high_freq_factor``
+            are kept.
+        beta_fast, beta_slow: ``yarn``: rotations within the original context at the ends of the
+            ramp.
+        attention_factor: ``yarn``: factor of cos and sin.
+        truncate: ``yarn``: whether the ends of the ramp are rounded to whole dimensions.
+        frequency_divisors: ``[head_dim / 2]``, or empty. They divide the frequencies before any
+            scaling; GGUF files store the interpolation of Llama 3 in this form.
     """
 
     theta: float = 10_000.0
@@ -41,12 +44,12 @@ class ModelConfig:
     """Shape of a decoder model.
 
     Attributes:
-        architecture: value of ``architectures`` in config.json; it names the model's family.
+        architecture: value of ``architectures`` in config.json; determines the model family.
         intermediate_size: width of the MLP.
         context_length: maximum tokens of a sequence, prompt and output together.
-        rms_norm_eps: epsilon of the family's norms.
+        rms_norm_eps: epsilon of the family's norms, RMSNorm or not.
         tied_embeddings: whether the LM head is the token embedding.
-        eos_token_ids: tokens that end an answer.
+        eos_token_ids: tokens that end the output.
     """
 
     architecture: str

@@ -8,7 +8,7 @@ RuntimeFault
 ├── OutOfPages            the page pool is too small for a sequence
 ├── QueueFull             the limit of waiting sequences is reached
 ├── NotFinite             logits are NaN or infinite
-└── InvalidRequest        a request is outside of the model's bounds
+└── InvalidRequest        a request is outside the model's bounds
 """
 
 
@@ -29,7 +29,7 @@ class PlanError(RuntimeFault):
 
 
 class KVFormatError(RuntimeFault):
-    """A KV format is unknown, cannot be loaded, or does not have the interface."""
+    """A KV format is unknown, cannot be loaded, or does not implement the interface."""
 
 
 class OutOfPages(RuntimeFault):
@@ -45,4 +45,4 @@ class NotFinite(RuntimeFault):
 
 
 class InvalidRequest(RuntimeFault):
-    """A request's tokens or sampling parameters are outside of the model's bounds."""
+    """A request's tokens or sampling parameters are outside the model's bounds."""

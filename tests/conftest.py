@@ -1,4 +1,4 @@
-"""Hooks of all tests, and markers of slow tests by file or name."""
+"""Pytest hooks for all tests, and the markers `long` and `slow` by file or test name."""
 
 import pytest
 
@@ -25,11 +25,12 @@ _LONG = (
     "tests/runtime/gemm/test_backend.py",
     "tests/runtime/megakernel/test_kernels.py",
     "tests/runtime/layers/test_kernels.py",
-    "tests/e2e/test_equality.py::test_those_of_a_factorized_model",
-    "tests/e2e/test_quality.py::test_what_serving_costs",
+    "tests/e2e/test_equality.py::test_factorized_tokens_and_pages_equal_those_of_one_worker",
+    "tests/e2e/test_quality.py::test_serving_overhead_of_a_random_model",
 )
+"""Prefixes of the ids of tests with the marker `long`."""
 _SLOW = (
-    "tests/codec/cpu/test_backend.py::test_threads",
+    "tests/codec/cpu/test_backend.py::test_concurrent_threads_encode_and_decode_equal_bytes",
     "tests/runtime/bench/",
     "tests/runtime/checkpoint/test_gguf.py::test_smollm2",
     "tests/runtime/gemm/test_large_m_compiles.py",
@@ -40,6 +41,7 @@ _SLOW = (
     "tests/services/local/",
     "tests/services/transfer/test_agent",
 )
+"""Prefixes of the ids of tests with the marker `slow`."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,9 +1,9 @@
-"""Runs tests of Triton kernels on a GPU, or in a child process under Triton's interpreter.
+"""Run tests of Triton kernels on a GPU, or in a child process under Triton's interpreter.
 
-Triton decides at import whether kernels are interpreted, for the whole process. Tests that carry
-the marker `triton` are collected like any other. On a host with a GPU they run in place. On a host
-without one, their bodies run in one child process for each file, which has `TRITON_INTERPRET=1` set
-and runs one test at a time on request. `tests/conftest.py` imports the hooks.
+Triton decides at import, for the whole process, whether kernels are interpreted. Tests with the
+marker `triton` are collected like any other. On a host with a GPU they run in this process. On a
+host without one, the tests of each file run in one child process with `TRITON_INTERPRET=1`, which
+runs one test at a time on request. `tests/conftest.py` imports the hooks.
 """
 
 import json
@@ -18,7 +18,7 @@ import pytest
 
 _INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 _PIPE = "HEADRACE_KERNEL_TEST_PIPE"
-"""Environment variable of a child: the file descriptor on which it reports."""
+"""Environment variable of a child process: the file descriptor to which it writes reports."""
 _children = pytest.StashKey[dict[Path, "_Child"]]()
 
 
@@ -26,7 +26,7 @@ class _Child:
     """A pytest process that runs tests of one file on request, under Triton's interpreter."""
 
     def __init__(self, path: Path, root: Path) -> None:
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives with the child
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the child
         read, write = os.pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", str(path)],
@@ -42,7 +42,7 @@ class _Child:
         self._reports = os.fdopen(read)
 
     def run(self, nodeid: str) -> None:
-        """Run one test; fail or skip as it does."""
+        """Run one test in the child process; fail or skip if it failed or was skipped there."""
         stdin = self._process.stdin
         assert stdin is not None
         try:
@@ -61,7 +61,7 @@ class _Child:
             pytest.fail(text, pytrace=False)
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process and close its files."""
         self._process.kill()
         self._process.communicate()
         self._reports.close()
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def mark_kernel_tests(items: list[pytest.Item]) -> None:
-    """Mark kernel tests with `gpu` where they run on one."""
+    """Add the marker `gpu` to kernel tests on a host with a GPU."""
     for item in items:
         if item.get_closest_marker("triton") and _on_gpu():
             item.add_marker("gpu")
@@ -96,7 +96,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     except (pytest.fail.Exception, pytest.skip.Exception):
         raise
     except BaseException:
-        children.pop(path).close()  # its next report would be that of this test
+        children.pop(path).close()  # its next report would belong to this test, not to the next
         raise
     return True
 
@@ -107,7 +107,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """In a child: run the tests whose ids arrive on standard input, and report each outcome."""
+    """In a child process, run the tests whose ids arrive on standard input; report each outcome."""
     if _PIPE not in os.environ:
         return None
     items = {item.nodeid: item for item in session.items}
@@ -127,7 +127,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 class _Collector:
-    """Keeps the outcome of the test that runs: "passed", "failed" or "skipped", and a text."""
+    """Records the outcome of the current test: "passed", "failed" or "skipped", and a text."""
 
     outcome: list[str]
 
@@ -138,6 +138,6 @@ class _Collector:
 
 
 def _on_gpu() -> bool:
-    import torch  # only tests that use it pay for the import
+    import torch  # slow to import, so only on demand
 
     return torch.cuda.is_available()

@@ -1,5 +1,5 @@
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
-"""Attention by Triton kernels: decode split along the length, prefill in blocks of queries."""
+"""Triton attention: decode with KV split among programs, prefill in blocks of queries."""
 
 import math
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from runtime.attention.kernels.rope_write import rope_write_kernel
 from runtime.kernels.alignment import VECTOR_ELEMENTS
 
 _ROWS = 8
-"""Heads of one program of `rope_write_kernel`."""
+"""Heads per program of `rope_write_kernel`."""
 _TOKENS = 64
-"""Keys of one iteration in decode."""
+"""Keys per iteration in decode."""
 _QUERIES = _KEYS = 128
-"""Queries of a program and keys of an iteration in prefill; halved for small batches and for heads
-wider than 128, respectively."""
+"""Queries per program and keys per iteration in prefill. Small batches use half of the queries, and
+heads wider than 128 half of the keys."""
 _DECODE_PROGRAMS = 528
 """Target number of decode programs: four per multiprocessor of an H200."""
 _MIN_PREFILL_PROGRAMS = 66
-"""Prefill programs that occupy half of an H200's multiprocessors. With fewer, blocks of queries
-are smaller."""
+"""Prefill programs that occupy half of an H200's multiprocessors. A batch with fewer programs uses
+smaller blocks of queries."""
 _MAX_SPLITS = 64
 _LOG2_E = math.log2(math.e)
 
@@ -45,12 +45,12 @@ class HeadNorms:
 
 @dataclass
 class _SplitBuffers:
-    """Partial results of split decode. CUDA graphs refer to them by address.
+    """Buffers for the partial results of split decode. CUDA graphs hold their addresses.
 
     Attributes:
-        acc: fp32 `[sequences * heads * splits * dim]`.
+        acc: fp32 `[sequences * heads * splits * dim]`, unnormalized outputs.
         m, l: fp32 `[sequences * heads * splits]`, maximum and sum of the online softmax.
-        counters: int32 `[sequences * heads]`, zeros between launches.
+        counters: int32 `[sequences * heads]`, zero between launches.
     """
 
     acc: Tensor
@@ -73,7 +73,8 @@ class TritonAttention:
     """Implements `runtime.attention.base.DenseAttention` for bf16 or fp32 queries.
 
     Args:
-        by_halves: the heads of q, k and v are in the order of `runtime.gemm.weights.by_halves`.
+        by_halves: whether the elements of q, k and v heads are in the order of
+            `runtime.gemm.weights.by_halves`.
     """
 
     name = "triton"
@@ -95,7 +96,7 @@ class TritonAttention:
         batch: Batch,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """See `DenseAttention.write`; ``norms`` normalizes query and key heads before RoPE."""
+        """See `DenseAttention.write`. ``norms`` is applied to query and key heads before RoPE."""
         q = qkv.new_empty(len(qkv), self._heads, self._dim)
         self._rope_write(qkv, rope, q, k_pages, v_pages, batch, self._heads, norms)
         return q
@@ -108,7 +109,7 @@ class TritonAttention:
         v_pages: Tensor,
         batch: Batch,
     ) -> None:
-        """Like `write`, for k and v only: `[n, 2 kv_heads * dim]`."""
+        """Write k and v into pages, as `write` does. ``kv`` is `[n, 2 kv_heads * dim]`."""
         self._rope_write(kv, rope, kv, k_pages, v_pages, batch, 0, None)
 
     def _rope_write(
@@ -144,14 +145,18 @@ class TritonAttention:
         v_pages: Tensor,
         batch: Batch,
     ) -> Tensor:
-        """Like `attend` in prefill, with queries computed from their factors inside the kernel.
+        """Compute prefill attention with queries computed from their factors inside the kernel.
 
-        The head dimension must be a power of two.
+        The head dimension must be a power of two. K and V of the batch must be in the pages
+        already.
 
         Args:
             inner: bf16 `[n, …]`; its first columns are V_q x.
             u: bf16 `[heads * dim, rank]`, U_q, rows in the order of `by_halves`.
             biases: fp32 `[heads * dim]`, in the same order.
+
+        Returns:
+            bf16 `[n, heads * dim]`.
         """
         out = inner.new_empty(len(inner), self._heads * self._dim)
         sequences = len(batch.lengths)
@@ -179,8 +184,10 @@ class TritonAttention:
         return out
 
     def splits(self, sequences: int) -> int:
-        """Return the number of decode splits of a sequence: a power of two that does not depend
-        on lengths."""
+        """Return the number of splits per sequence in decode.
+
+        It is a power of two and does not depend on lengths, so that CUDA graphs can be replayed.
+        """
         wanted = _DECODE_PROGRAMS // (sequences * self._kv_heads)
         return min(_MAX_SPLITS, max(1, 1 << max(0, wanted).bit_length() - 1)) if wanted else 1
 
@@ -219,6 +226,6 @@ class TritonAttention:
         )  # fmt: skip
 
     def _query_block(self, tokens: int) -> tuple[int, int]:
-        """Return the queries and the warps of a prefill program."""
+        """Return the number of queries and of warps per prefill program."""
         few = tokens // _QUERIES * self._heads < _MIN_PREFILL_PROGRAMS
         return (_QUERIES // 2, 4) if few else (_QUERIES, 8)

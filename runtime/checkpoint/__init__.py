@@ -1,4 +1,4 @@
-"""Read model files into canonical weights, and write factorized checkpoints."""
+"""Read model files into a common form of weights, and write factorized checkpoints."""
 
 from runtime.checkpoint.canonical import write_checkpoint
 from runtime.checkpoint.load import load_checkpoint

@@ -1,9 +1,8 @@
-"""Build a `Checkpoint` from named tensors, and list the tensors of one.
+"""Build a `Checkpoint` from named tensors, and list the tensors of a checkpoint.
 
-Every tensor that the family's layout names must be present with its shape, and no other may be.
-Readers present a file as a `TensorSource` under the names of Hugging Face's checkpoints. A
-factorized linear has ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]`` instead of
-``….weight``.
+A file must contain exactly the tensors that the family's layout names, with their shapes. Readers
+present a file as a `TensorSource` with the names of Hugging Face's checkpoints. A factorized linear
+has ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]`` instead of ``….weight``.
 """
 
 from collections.abc import Iterator
@@ -34,12 +33,12 @@ def assemble(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Checkpoint:
-    """Read and check every tensor of a model.
+    """Read and check all tensors of a model.
 
     Args:
-        optional: biases and optional vectors that each layer must have, by name inside the layer;
-            see `optional_tensors_of` for formats whose config does not say.
-        dtype, device: type and place of the returned tensors.
+        optional: biases and optional vectors that each layer must have, by name within the layer.
+            For formats whose config does not list them, use `optional_tensors_of`.
+        dtype, device: dtype and device of the returned tensors.
 
     Raises:
         CheckpointError: tensors are missing, misshapen, quantized or unexpected.
@@ -56,13 +55,13 @@ def assemble(
 
 
 def optional_tensors_of(config: ModelConfig, source: TensorSource) -> frozenset[str]:
-    """Return the optional tensors that the first layer of a file has, by name inside the layer."""
+    """Return the optional tensors that the first layer of a file has, by name within the layer."""
     family = family_of(config.architecture)
     return family.layout(config).present(source.names(), family.tensor_names.layer_prefix(0))
 
 
 def named_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a checkpoint with the name that `assemble` reads it under."""
+    """Yield every tensor of a checkpoint, with the name under which `assemble` reads it."""
     config = checkpoint.config
     family = family_of(config.architecture)
     names, layout = family.tensor_names, family.layout(config)
@@ -98,7 +97,7 @@ def named_linears(checkpoint: Checkpoint) -> Iterator[tuple[str, Linear]]:
 
 
 class _Reader:
-    """Reads tensors and keeps track of those not read yet."""
+    """Reads tensors and records which have not been read."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class _Reader:
         if not fits:
             expected_text = ", ".join("*" if size is None else str(size) for size in shape)
             raise CheckpointError(
-                f"{name} has shape {list(tensor.shape)}, the config needs [{expected_text}]"
+                f"{name} has shape {list(tensor.shape)}, expected [{expected_text}]"
             )
         if not tensor.is_floating_point():
             raise CheckpointError(f"{name} is {tensor.dtype}: quantized weights are not supported")
@@ -155,7 +154,7 @@ class _Reader:
         return family.layer_type(**parts)
 
     def refuse_unread(self, ignorable: set[str]) -> None:
-        """Raise if tensors were not read, other than ``ignorable`` ones and RoPE's buffers."""
+        """Raise if tensors were not read, except for ``ignorable`` ones and RoPE's buffers."""
         unexpected = sorted(
             name for name in self._unread - ignorable if not name.endswith("rotary_emb.inv_freq")
         )

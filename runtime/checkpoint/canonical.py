@@ -1,8 +1,8 @@
 """The canonical factorized checkpoint: a directory of ``model.safetensors`` and ``headrace.json``.
 
-The JSON has the config in Hugging Face's words, the rank of each factorized linear (others are
-dense), ``keep``, the model hash, how the factorization was made, and which linears share a V. The
-file stores a shared V once, under the first linear's name. Tensors have Hugging Face's names; a
+The JSON has the config in Hugging Face's format, the rank of each factorized linear (others are
+dense), ``keep``, the model hash, the provenance of the factorization, and which linears share a V.
+A shared V is stored once, under the first linear's name. Tensors have Hugging Face's names; a
 factor pair is ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]``.
 """
 
@@ -37,7 +37,7 @@ FORMAT = 1
 
 
 def canonical_hash(checkpoint: Checkpoint) -> str:
-    """Return the sha256 of config and tensors, which is a canonical checkpoint's ``model_hash``."""
+    """Return the sha256 of config and tensors: the ``model_hash`` of a canonical checkpoint."""
     tensors = sorted(named_tensors(checkpoint), key=lambda item: item[0])
     return hash_tensors(_config_text(checkpoint.config), tensors)
 
@@ -45,11 +45,11 @@ def canonical_hash(checkpoint: Checkpoint) -> str:
 def write_checkpoint(checkpoint: Checkpoint, directory: Path) -> None:
     """Write ``checkpoint`` as ``directory``, in the dtypes of its tensors.
 
-    The directory appears complete or not at all: it is written under a temporary name beside its
-    target and renamed. If the target is a canonical checkpoint already, that one stays.
+    The write is atomic: files are written to a temporary directory beside the target, which is then
+    renamed. If the target already is a canonical checkpoint, it is kept.
 
     Raises:
-        CheckpointError: ``directory`` exists and holds anything else.
+        CheckpointError: ``directory`` exists and is not a canonical checkpoint.
     """
     checkpoint = replace(checkpoint, model_hash=canonical_hash(checkpoint))
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def write_checkpoint(checkpoint: Checkpoint, directory: Path) -> None:
         for name, tensor in named_tensors(checkpoint):
             if name not in repeated:
                 whole = tensor.contiguous()
-                # safetensors refuses tensors that share memory.
+                # safetensors rejects tensors that share memory.
                 shared = whole.untyped_storage().data_ptr() in stored
                 tensors[name] = whole.clone() if shared else whole
                 stored.add(whole.untyped_storage().data_ptr())
@@ -79,7 +79,8 @@ def load_canonical(directory: Path, dtype: torch.dtype, device: torch.device | s
     """Read a directory that `write_checkpoint` wrote, and verify its ranks and its hash.
 
     Raises:
-        CheckpointError: the files are of another format, are inconsistent or were altered.
+        CheckpointError: the format version is not supported, or the files are inconsistent or
+            altered.
     """
     metadata = read_json(directory / METADATA)
     if metadata.get("format") != FORMAT:

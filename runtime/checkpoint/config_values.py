@@ -22,7 +22,7 @@ def number(values: Mapping[str, Any], key: str, default: float | None = None) ->
 
 
 def count(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """Return the integer of at least 1 under ``key``; errors as in `number`."""
+    """Return the positive integer under ``key``; default and errors are as in `number`."""
     value = number(values, key, default)
     if not value.is_integer() or value < 1:
         raise CheckpointError(f"the config has {key} = {value}, expected a positive integer")

@@ -1,8 +1,8 @@
 """The checkpoint half of a model family: its configs and tensor names, and the registry.
 
 A family covers architectures that share a decoder layer, such as Llama, Mistral and Qwen. Readers,
-writers and converters work on any registered family through `CheckpointFamily`; the forward pass is
-`runtime.models.family.ModelFamily`.
+writers and converters support every registered family through `CheckpointFamily`.
+`runtime.models.family.ModelFamily` adds the forward pass.
 """
 
 from abc import ABC, abstractmethod
@@ -17,22 +17,23 @@ from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 
 ENTRY_POINTS = "headrace.models"
-"""Entry-point group of families in other packages; each value is a family object."""
+"""Entry-point group for families of other packages; each value is a family object."""
 _BUILT_IN = ("runtime.models.llama:LLAMA",)
-"""Families of this package; by name, since models import checkpoints."""
+"""Families of this package, by name because their modules import this one."""
 
 
 @dataclass(frozen=True)
 class LinearTensor:
-    """One linear layer of a decoder layer, as a checkpoint stores it.
+    """One linear of a decoder layer, as a checkpoint stores it.
 
     Attributes:
-        name: module name inside a decoder layer; tensors are ``{name}.weight`` ``[out, inner]`` and
-            optionally ``{name}.bias`` ``[out]``.
+        name: module name within a decoder layer. The tensors are ``{name}.weight`` ``[out, inner]``
+            and optionally ``{name}.bias`` ``[out]``.
         out, inner: output and input size.
-        same_input_as: field of the first linear that reads the same input; empty for that one.
+        same_input_as: field of the first linear that reads the same input; empty if this is the
+            first.
         writes_residual: whether the output is added to the residual stream. Basis Sharing does not
-            share these across layers.
+            share the bases of such linears.
     """
 
     name: str
@@ -47,10 +48,8 @@ class VectorTensor:
     """One vector of a decoder layer, such as a norm's weight ``[size]``.
 
     Attributes:
-        name: tensor name inside a decoder layer.
-        optional: whether a layer may lack it.
-
-    A file has all optional vectors of a layer or none of them.
+        name: tensor name within a decoder layer.
+        optional: whether a layer may lack it. A layer has all of its optional vectors or none.
     """
 
     name: str
@@ -60,7 +59,7 @@ class VectorTensor:
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """The tensors of one decoder layer, by field of the family's `layer_type`."""
+    """The tensors of one decoder layer, by field of the family's ``layer_type``."""
 
     linears: Mapping[str, LinearTensor]
     vectors: Mapping[str, VectorTensor]
@@ -70,7 +69,10 @@ class LayerLayout:
         return self.linears[linear].same_input_as or linear
 
     def present(self, names: Collection[str], prefix: str) -> frozenset[str]:
-        """Return the optional tensors of the layer under ``prefix`` that ``names`` calls for."""
+        """Return the optional tensors of the layer under ``prefix`` that occur in ``names``.
+
+        If one optional vector occurs, all of them are returned.
+        """
         biases = (f"{linear.name}.bias" for linear in self.linears.values())
         found = {bias for bias in biases if prefix + bias in names}
         optional = {vector.name for vector in self.vectors.values() if vector.optional}
@@ -81,7 +83,7 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names of a checkpoint's tensors outside the layers, and the prefix of layer ``{index}``."""
+    """Names of the tensors outside the layers, and the name prefix of layer ``{index}``."""
 
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
@@ -89,7 +91,7 @@ class TensorNames:
     layer: str = "model.layers.{index}."
 
     def layer_prefix(self, index: int) -> str:
-        """Return what precedes a tensor's name inside layer ``index``."""
+        """Return the prefix of the tensor names of layer ``index``."""
         return self.layer.format(index=index)
 
 
@@ -99,10 +101,10 @@ class GGUFFormat:
 
     Attributes:
         general_architecture: value of ``general.architecture``, and prefix of the metadata keys.
-        architecture: Hugging Face architecture of the model that these files hold.
-        layer_names: name inside ``blk.N.`` by field; those of linears without ``.weight``.
-        interleaved: linears whose rows are stored for interleaved RoPE, by the `ModelConfig` field
-            that has their number of heads.
+        architecture: Hugging Face architecture of the models in these files.
+        layer_names: tensor name within ``blk.N.`` by field; for linears without ``.weight``.
+        interleaved: fields of the linears whose rows are stored for interleaved RoPE; each value is
+            the `ModelConfig` field with the number of heads.
     """
 
     general_architecture: str
@@ -115,11 +117,11 @@ class CheckpointFamily(ABC):
     """The checkpoints of a model family.
 
     Attributes:
-        name: name in messages.
-        architectures: values of ``architectures`` in config.json that the family reads.
-        layer_type: dataclass of a layer's weights. Its fields are `Linear` or `Tensor`, named as in
-            `layout`; those of optional vectors default to None.
-        tensor_names: names outside the layers.
+        name: name in error messages.
+        architectures: values of ``architectures`` in config.json that the family supports.
+        layer_type: dataclass for a layer's weights. Its fields are `Linear` or `Tensor` and named
+            as in `layout`; those of optional vectors default to None.
+        tensor_names: tensor names outside the layers.
         gguf: the family's GGUF files; None if it has none.
     """
 
@@ -136,7 +138,8 @@ class CheckpointFamily(ABC):
         """Return the shape that a ``config.json`` describes.
 
         Args:
-            generation: ``generation_config.json``, empty if there is none.
+            hf_config: content of ``config.json``.
+            generation: content of ``generation_config.json``, empty if there is none.
 
         Raises:
             CheckpointError: a value is missing, malformed or not supported.
@@ -144,16 +147,16 @@ class CheckpointFamily(ABC):
 
     @abstractmethod
     def to_huggingface(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the ``config.json`` that `parse_config` reads back as ``config``."""
+        """Return the ``config.json`` from which `parse_config` reads ``config``."""
 
     @abstractmethod
     def layout(self, config: ModelConfig) -> LayerLayout:
         """Return the tensors of one layer, in the order in which they are computed."""
 
     def optional_tensors(self, hf_config: Mapping[str, Any]) -> frozenset[str]:  # noqa: ARG002
-        """Return the names of biases and optional vectors that a ``config.json`` calls for.
+        """Return the names of the biases and optional vectors that a ``config.json`` requires.
 
-        Names are those inside a layer, such as ``self_attn.q_proj.bias``.
+        They are names within a layer, such as ``self_attn.q_proj.bias``.
         """
         return frozenset()
 
@@ -162,10 +165,10 @@ _families: dict[str, CheckpointFamily] = {}
 
 
 def register(family: CheckpointFamily) -> None:
-    """Make ``family`` the one that reads its architectures.
+    """Register ``family`` for its architectures.
 
     Raises:
-        ValueError: another family reads one of them already.
+        ValueError: another family is registered for one of them.
     """
     _add_built_in()
     _add(family)
@@ -184,23 +187,23 @@ def _add_built_in() -> None:
 
 
 def family_of(architecture: object) -> CheckpointFamily:
-    """Return the family that reads an architecture of config.json.
+    """Return the family that supports an architecture of config.json.
 
     Raises:
-        CheckpointError: no registered family and no installed plug-in reads it.
+        CheckpointError: no registered family and no installed plug-in supports it.
     """
     for families in _discovered():
         if isinstance(architecture, str) and architecture in families:
             return families[architecture]
     known = ", ".join(sorted(_families))
-    raise CheckpointError(f"architecture {architecture!r} is not supported, only {known}")
+    raise CheckpointError(f"architecture {architecture!r} is not supported; supported: {known}")
 
 
 def family_of_gguf(general_architecture: object) -> CheckpointFamily:
-    """Return the family that reads GGUF files with this ``general.architecture``.
+    """Return the family that supports GGUF files with this ``general.architecture``.
 
     Raises:
-        CheckpointError: no registered family and no installed plug-in reads it.
+        CheckpointError: no registered family and no installed plug-in supports it.
     """
     known: dict[str, CheckpointFamily] = {}
     for families in _discovered():
@@ -211,18 +214,18 @@ def family_of_gguf(general_architecture: object) -> CheckpointFamily:
             return known[general_architecture]
     names = ", ".join(sorted(map(repr, known)))
     raise CheckpointError(
-        f"GGUF architecture {general_architecture!r} is not supported, only {names}"
+        f"GGUF architecture {general_architecture!r} is not supported; supported: {names}"
     )
 
 
 def architectures() -> frozenset[str]:
-    """Return the architectures that all families read, those of plug-ins included."""
+    """Return the architectures of all families, including those of plug-ins."""
     *_, families = _discovered()
     return frozenset(families)
 
 
 def _discovered() -> Iterator[Mapping[str, CheckpointFamily]]:
-    """Yield the registry with the built-in families, then with those of plug-ins as well."""
+    """Yield the registry of families twice: before and after plug-ins are loaded."""
     _add_built_in()
     yield _families
     _load_plugins()

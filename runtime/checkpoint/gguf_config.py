@@ -19,14 +19,14 @@ _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 
 def read_family(file: GGUFReader) -> CheckpointFamily:
-    """Return the model family of a file. Raises `CheckpointError` if none reads it."""
+    """Return the model family of a file. Raises `CheckpointError` if no family supports it."""
     return family_of_gguf(_metadata(file, _ARCHITECTURE).get(_ARCHITECTURE))
 
 
 def read_config(
     file: GGUFReader, tensors: Mapping[str, ReaderTensor], file_format: GGUFFormat
 ) -> ModelConfig:
-    """Return the model's shape, from the metadata and from which tensors the file has.
+    """Return the model's shape, from the metadata and the names and shapes of tensors.
 
     Raises:
         CheckpointError: a value is missing, malformed or not supported.
@@ -45,7 +45,7 @@ def read_config(
     if heads % kv_heads:
         raise CheckpointError(f"{heads} query heads cannot share {kv_heads} KV heads")
     if count(metadata, "rope.dimension_count", head_dim) != head_dim or head_dim % 2:
-        raise CheckpointError("a rotary embedding of a part of the head is not supported")
+        raise CheckpointError("rotary embedding of only part of the head is not supported")
     return ModelConfig(
         architecture=file_format.architecture,
         vocab_size=_vocabulary(tensors),
@@ -114,5 +114,5 @@ def _rope(
 
 
 def _eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end a text or a chat turn; either one ends an answer."""
+    """Return the tokens that end a text or a chat turn; either one ends the output."""
     return tuple(sorted(set().union(*(token_ids(metadata, key) for key in _EOS_KEYS))))

@@ -31,7 +31,7 @@ def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str) -> Che
     """Read a GGUF file, dequantized to ``dtype``, with q and k rows in rotate-half order.
 
     Raises:
-        CheckpointError: the file is malformed, or no model family reads its architecture.
+        CheckpointError: the file is malformed, or no model family supports its architecture.
     """
     try:
         file = _HeaderReader(path)
@@ -39,7 +39,7 @@ def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str) -> Che
         raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from error
     tensors = {tensor.name: tensor for tensor in file.tensors}
     family = read_family(file)
-    assert family.gguf is not None  # how `read_family` found it
+    assert family.gguf is not None  # `read_family` finds only families with a GGUF format
     config = read_config(file, tensors, family.gguf)
     source = _GGUFTensors(tensors, config, family, family.gguf)
     optional = optional_tensors_of(config, source)
@@ -47,7 +47,10 @@ def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str) -> Che
 
 
 class _HeaderReader(GGUFReader):  # type: ignore[misc]
-    """Skips long arrays: parsing the vocabulary's 150k entries takes 2 s and is not needed."""
+    """A `GGUFReader` that skips long arrays.
+
+    Parsing a vocabulary of 150k entries takes 2 s, and the loader does not need it.
+    """
 
     _LONG = 1024
 
@@ -78,7 +81,7 @@ class _HeaderReader(GGUFReader):  # type: ignore[misc]
 
 
 class _GGUFTensors:
-    """The file's tensors under the family's names."""
+    """A `TensorSource` over a GGUF file, with the family's tensor names."""
 
     def __init__(
         self,
@@ -123,16 +126,19 @@ class _GGUFTensors:
             raise CheckpointError(
                 f"{own} is stored as {tensor.tensor_type.name}: {error}"
             ) from error
-        # Plain fp32 is returned as a view of the read-only file.
+        # For fp32 tensors, `dequantize` returns a view of the read-only file.
         weight = torch.from_numpy(values if values.flags.writeable else values.copy())
         heads = self._heads.get(own)
         return weight if heads is None else _rotate_half_order(weight, heads, own)
 
 
 def _rotate_half_order(weight: Tensor, heads: int, name: str) -> Tensor:
-    """Undo GGUF's order for interleaved RoPE: rows (head, pair, half) become (head, half, pair)."""
+    """Convert rows from interleaved to rotate-half RoPE.
+
+    The order (head, pair, half) becomes (head, half, pair).
+    """
     rows = weight.shape[0]
     if rows % (2 * heads):
-        raise CheckpointError(f"{name} has {rows} rows, not divisible by {heads} heads of pairs")
+        raise CheckpointError(f"{name} has {rows} rows, not divisible by 2 x {heads} heads")
     pairs = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)

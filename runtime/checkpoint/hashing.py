@@ -19,7 +19,8 @@ def hash_files(paths: Iterable[Path]) -> str:
 
 
 def hash_tensors(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the sha256 of a text and of names, dtypes, shapes and bytes of tensors, in order.
+    """Return the sha256 of a text, followed by name, dtype, shape and bytes of each tensor in
+    order.
 
     Tensors in memory and the same tensors read back from a file have the same hash.
     """

@@ -1,4 +1,4 @@
-"""Read and write Hugging Face's config.json: the parts that model families have in common."""
+"""Read and write Hugging Face's config.json: the parts common to all model families."""
 
 import math
 from collections.abc import Mapping
@@ -23,32 +23,32 @@ def parse_config(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) ->
 
 
 def family_of_config(hf_config: Mapping[str, Any]) -> CheckpointFamily:
-    """Return the family of a ``config.json``. Raises `CheckpointError` if none reads it."""
+    """Return the family of a ``config.json``. Raises `CheckpointError` if none supports it."""
     return family_of(architecture_of(hf_config))
 
 
 def architecture_of(hf_config: Mapping[str, Any]) -> str | None:
-    """Return the first of ``architectures``, None if there is none."""
+    """Return the first entry of ``architectures``, None if there is none."""
     names = hf_config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else None
 
 
 def to_huggingface(config: ModelConfig) -> dict[str, Any]:
-    """Return the ``config.json`` that `parse_config` reads back as ``config``."""
+    """Return the ``config.json`` from which `parse_config` reads ``config``."""
     return family_of(config.architecture).to_huggingface(config)
 
 
 def parse_eos(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of both files.
 
-    Chat models name the token that ends a turn in ``generation_config.json`` only.
+    Chat models specify the token that ends a turn in ``generation_config.json`` only.
     """
     found = token_ids(hf_config, "eos_token_id") | token_ids(generation, "eos_token_id")
     return tuple(sorted(found))
 
 
 def parse_context_length(hf_config: Mapping[str, Any]) -> int:
-    """Return the context length in tokens; under YaRN at least factor x original context."""
+    """Return the context length in tokens; with YaRN at least factor x original context."""
     length = count(hf_config, "max_position_embeddings")
     rope = _rope_values(hf_config)
     if _rope_type(rope) == "yarn" and rope.get("factor") is not None:
@@ -58,7 +58,7 @@ def parse_context_length(hf_config: Mapping[str, Any]) -> int:
 
 
 def parse_rope(hf_config: Mapping[str, Any]) -> RopeConfig:
-    """Return the rotary embedding. Raises `CheckpointError` for a scaling without support."""
+    """Return the rotary embedding. Raises `CheckpointError` if its scaling is not supported."""
     rope = _rope_values(hf_config)
     theta = number(rope, "rope_theta", number(hf_config, "rope_theta", 10_000.0))
     divisors = _divisors(rope)
@@ -104,7 +104,7 @@ def parse_rope(hf_config: Mapping[str, Any]) -> RopeConfig:
 
 
 def rope_to_huggingface(rope: RopeConfig) -> dict[str, Any]:
-    """Return the ``rope_parameters`` that `parse_rope` reads back as ``rope``."""
+    """Return the ``rope_parameters`` from which `parse_rope` reads ``rope``."""
     values: dict[str, Any] = {"rope_type": rope.scaling, "rope_theta": rope.theta}
     if rope.scaling != "default":
         values |= {"factor": rope.factor}
@@ -134,7 +134,7 @@ def _rope_values(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise CheckpointError("rope parameters that differ between layers are not supported")
     partial = number(rope, "partial_rotary_factor", number(hf_config, "partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise CheckpointError("a rotary embedding of a part of the head is not supported")
+        raise CheckpointError("rotary embedding of only part of the head is not supported")
     return rope
 
 
@@ -151,7 +151,11 @@ def _divisors(rope: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    """YaRN's ``0.1 ln(factor) + 1``; with DeepSeek's ``mscale`` keys a quotient of two of these."""
+    """Return the factor of cos and sin under YaRN.
+
+    It is ``0.1 ln(factor) + 1`` by default, and a quotient of two such terms with DeepSeek's
+    ``mscale`` keys.
+    """
 
     def magnitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

@@ -19,10 +19,11 @@ def load_checkpoint(
 
     Args:
         path: a GGUF file, a canonical checkpoint (a directory with ``headrace.json``), or a Hugging
-            Face directory with ``config.json`` and safetensors. Its content decides the reader.
+            Face directory with ``config.json`` and safetensors. The format is detected from the
+            content.
 
     Raises:
-        CheckpointError: something is missing, misshapen or not supported.
+        CheckpointError: a file or tensor is missing, malformed or not supported.
     """
     if path.is_dir():
         if (path / METADATA).is_file():

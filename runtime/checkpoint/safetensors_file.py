@@ -19,7 +19,7 @@ def is_pickle(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object at ``path``. Raises `CheckpointError` if there is none."""
+    """Return the JSON object in ``path``. Raises `CheckpointError` if it has none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -30,10 +30,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class SafetensorsDirectory:
-    """The tensors of ``model.safetensors``, or of the shards that the index lists.
+    """A `TensorSource` over ``model.safetensors``, or over the shards that the index lists.
 
     Raises:
-        CheckpointError: the directory has neither, or has pickled weights only.
+        CheckpointError: the directory has neither file, or has only pickled weights.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -1,6 +1,7 @@
-"""Bases shared by several layers: one V in memory and in the file, under each linear's name.
+"""Bases (V of factor pairs) shared by several layers, in memory and in files.
 
-A group is the names of linears (``model.layers.0.self_attn.q_proj``) that have the same V.
+A group is a tuple of names of linears, such as ``model.layers.0.self_attn.q_proj``, with the same
+V.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ Groups = tuple[tuple[str, ...], ...]
 
 
 def basis_groups(checkpoint: Checkpoint) -> Groups:
-    """Return the groups of linears whose V is one tensor, in the order of layers."""
+    """Return the groups of linears whose V is the same tensor object, in the order of layers."""
     owners: dict[int, list[str]] = {}
     for name, linear in named_linears(checkpoint):
         if isinstance(linear, FactorPair):
@@ -25,10 +26,10 @@ def basis_groups(checkpoint: Checkpoint) -> Groups:
 
 
 def with_shared_bases(checkpoint: Checkpoint, groups: Iterable[Sequence[str]]) -> Checkpoint:
-    """Return the checkpoint with one V tensor per group.
+    """Return the checkpoint with a single V tensor per group.
 
     Raises:
-        CheckpointError: the V of a group's linears differ.
+        CheckpointError: the linears of a group have different V.
     """
     pairs = {n: one for n, one in named_linears(checkpoint) if isinstance(one, FactorPair)}
     basis_of: dict[int, Tensor] = {}
@@ -53,7 +54,7 @@ class AliasedSource:
     """A `TensorSource` in which several names refer to one stored tensor.
 
     Attributes:
-        stored: the stored name of each alias.
+        stored: stored name by alias.
     """
 
     source: TensorSource
@@ -61,7 +62,7 @@ class AliasedSource:
 
     @classmethod
     def of(cls, source: TensorSource, groups: Iterable[Sequence[str]]) -> "AliasedSource":
-        """Give every linear of a group the V that ``source`` has under the first one's name."""
+        """Alias the V of every linear in a group to the V of its first linear."""
         pairs = ((name, first) for first, *others in groups for name in others)
         return cls(source, {f"{name}.v.weight": f"{first}.v.weight" for name, first in pairs})
 

@@ -41,12 +41,12 @@ Linear = Dense | FactorPair
 class LayerWeights:
     """A decoder layer with separate q, k, v and o projections and a gated MLP.
 
-    The layer of the Llama family, and the one that `runtime.gemm` packs for a GPU. Other families
-    define a dataclass of their own (`runtime.checkpoint.family.CheckpointFamily.layer_type`).
+    This is the layer of the Llama family, and the only one that `runtime.gemm` packs. Other
+    families define their own dataclass (`runtime.checkpoint.family.CheckpointFamily.layer_type`).
 
     Attributes:
         input_norm, post_norm: norm weights before attention and before the MLP, ``[hidden]``.
-        q_norm, k_norm: per-head norm weights (Qwen3), ``[head_dim]``, or None.
+        q_norm, k_norm: norm weights of query and key heads (Qwen3), ``[head_dim]``, or None.
     """
 
     input_norm: Tensor
@@ -64,7 +64,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Factorization:
-    """The inputs that reproduce a factorized checkpoint.
+    """Provenance of a factorized checkpoint.
 
     Attributes:
         method: name and version of the method.
@@ -89,9 +89,9 @@ class Checkpoint:
         layers: one instance of the family's ``layer_type`` per layer.
         final_norm: weight of the norm before the LM head, ``[hidden]``.
         lm_head: ``[vocab, hidden]``; the same tensor as ``embedding`` if embeddings are tied.
-        model_hash: sha256 of config and weights. Workers that exchange KV must agree on it.
-        keep: fraction of the linears' parameters that a factorization kept; 1.0 if dense.
-        factorization: how the checkpoint was factorized; None if dense or converted.
+        model_hash: sha256 of config and weights. Workers that exchange KV must have the same one.
+        keep: fraction of the linears' parameters that factorization kept; 1.0 if dense.
+        factorization: provenance of a factorization; None if dense or converted.
     """
 
     config: ModelConfig
@@ -129,7 +129,7 @@ def vectors_of(layer: Any) -> dict[str, Tensor]:
 
 
 def parameters_kept(checkpoint: Checkpoint) -> float:
-    """Return the parameters of all linears as a fraction of those of the dense model.
+    """Return the number of parameters of all linears, relative to the dense model.
 
     A V that several linears share counts once. Biases do not count.
     """

@@ -46,9 +46,11 @@ class Row:
     """One measurement.
 
     Attributes:
+        keep: requested fraction of the linears' parameters.
+        parameters_kept: fraction that remains.
         factorized: number of factor pairs.
         held_out, docstrings: perplexity of each text.
-        seconds: processor time of `compress`.
+        seconds: processor time of factorization in seconds.
     """
 
     method: str
@@ -99,7 +101,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="smollm2-135m", help="a name or a path")
+    parser.add_argument("--model", default="smollm2-135m", help="model name or path")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.95, 0.9, 0.8])
     parser.add_argument(
         "--method", type=Method, nargs="+", default=[Method.FISHER], choices=list(Method)
@@ -112,7 +114,7 @@ def _arguments() -> argparse.Namespace:
         help="allocation of ranks; default: the method's own",
     )
     parser.add_argument("--rows", type=int, default=32, help="calibration rows of 512 tokens")
-    parser.add_argument("--csv", type=Path, help="where to write the table")
+    parser.add_argument("--csv", type=Path, help="write the table to this CSV file")
     return parser.parse_args()
 
 
@@ -148,7 +150,7 @@ def _tokenizer(path: Path) -> Tokenizer:
 
 
 def _docstrings() -> str:
-    """Return the docstrings of modules and of their public names."""
+    """Return the docstrings of standard library modules and of their public names."""
     found: list[str] = []
     for name in _DOCSTRING_MODULES:
         module = importlib.import_module(name)

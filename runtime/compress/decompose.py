@@ -1,14 +1,14 @@
 """Decompose a linear into rank-one terms, ordered by their effect on the loss.
 
 Let ``C = L Lᵀ`` and ``G = R Rᵀ`` be the moments of `runtime.compress.moments`. Replacing W by W'
-costs the loss ``‖Rᵀ (W - W') L‖²``. The best W' of rank r is therefore the truncated SVD of
-``M = Rᵀ W L``, and dropping a term costs its squared singular value. With G = I this is SVD-LLM's
-truncation-aware decomposition (arXiv 2403.07378, section 3.2).
+increases the loss by ``‖Rᵀ (W - W') L‖²``, up to a factor. The best W' of rank r is therefore the
+truncated SVD of ``M = Rᵀ W L``, and dropping a term increases the loss by its squared singular
+value. With G = I this is SVD-LLM's truncation-aware decomposition (arXiv 2403.07378, section 3.2).
 
 The truncated SVD projects M on its leading singular vectors, so no factor is divided by singular
-values: ``M ≈ P Pᵀ M`` gives ``U = R⁻ᵀ P`` and ``V = Pᵀ Rᵀ W``, and ``M ≈ M Q Qᵀ`` gives
-``U = W L Q`` and ``V = Qᵀ L⁻¹``. The smaller side is used, through the eigenvectors of its Gram
-matrix. Truncating to rank r takes the first r columns of U and rows of V.
+values: ``M ≈ P Pᵀ M`` gives ``U = R⁻ᵀ P`` and ``V = Pᵀ Rᵀ W``, and ``M ≈ M Q Qᵀ`` gives ``U = W L
+Q`` and ``V = Qᵀ L⁻¹``. The smaller side is used, through the eigenvectors of its Gram matrix. A
+pair of rank r consists of the first r columns of U and the first r rows of V.
 """
 
 from dataclasses import dataclass
@@ -23,22 +23,24 @@ INPUT_DAMPING = 1e-3
 GRADIENT_DAMPING = 0.2
 """Damping added to the diagonals of C and G, relative to their means.
 
-It accounts for directions that calibration did not see. Gradients are noisier than inputs: less
-damping fits the noise of the calibration text, more ignores the gradients. For held-out text of the
-same kind 0.1 measured best, for text of another kind more.
+It accounts for directions that calibration did not cover. Gradients are noisier than inputs: with
+less damping the factors fit the noise of the calibration text, with more they ignore the gradients.
+For held-out text of the same kind 0.1 measured best, for text of another kind larger values.
 """
 _MIN_DAMPING = 1e-6
-"""Damping beyond the most negative eigenvalue, for a moment that is not positive definite."""
+"""Relative damping added beyond the most negative eigenvalue, if a moment is indefinite."""
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """The terms of one linear.
+    """The rank-one terms of one linear.
 
     Attributes:
-        dense: the linear itself.
-        u, v: ``[out, k]`` and ``[k, in]``, with k the largest rank that is smaller than dense.
-        loss: fp64 ``[min(in, out)]``, the loss of dropping each term, in falling order.
+        dense: the original linear.
+        u, v: ``[out, k]`` and ``[k, in]``, with k the largest rank at which a factor pair is
+            smaller than the dense weight.
+        loss: fp64 ``[min(in, out)]``, the loss increase from dropping each term, in descending
+            order.
     """
 
     dense: Dense
@@ -55,7 +57,7 @@ class Decomposition:
         """Return the factor pair of the first ``rank`` terms; None returns the dense linear."""
         if rank is None:
             return self.dense
-        # Cloned, since a slice would keep the memory of all terms, also in a checkpoint.
+        # A slice would keep the memory of all terms alive.
         u, v = (
             factor.clone(memory_format=torch.contiguous_format)
             for factor in (self.u[:, :rank], self.v[:rank])
@@ -64,18 +66,18 @@ class Decomposition:
 
 
 def largest_rank(out: int, inner: int) -> int:
-    """Return the largest rank at which a factor pair is smaller than dense."""
+    """Return the largest rank at which a factor pair is smaller than the dense weight."""
     return (out * inner - 1) // (out + inner)
 
 
 def decompose(
     dense: Dense, inputs: Tensor, gradients: Tensor | None, damping: float = INPUT_DAMPING
 ) -> Decomposition:
-    """Decompose ``W`` ``[out, in]`` in fp64.
+    """Decompose a dense linear with weight ``[out, in]`` in fp64.
 
     Args:
         inputs: moment C ``[in, in]``.
-        gradients: moment G ``[out, out]``; None is the identity.
+        gradients: moment G ``[out, out]``; None for the identity.
         damping: relative damping of C.
 
     Raises:
@@ -106,13 +108,13 @@ def decompose(
 
 
 def _root(moment: Tensor, damping: float) -> Tensor:
-    """Return a lower triangular fp64 root of the damped moment.
+    """Return the lower triangular Cholesky factor of the damped moment, in fp64.
 
     Moments are summed in fp32, and rounding can make them slightly indefinite. The diagonal is then
-    raised by the most negative eigenvalue as well.
+    also raised by the magnitude of the most negative eigenvalue.
     """
     matrix = moment.double()
-    # The floor keeps a moment of zeros invertible.
+    # The minimum keeps an all-zero moment positive definite.
     ridge = damping * matrix.diagonal().mean().clamp_min(1e-30)
     diagonal = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     root: Tensor
@@ -125,13 +127,13 @@ def _root(moment: Tensor, damping: float) -> Tensor:
 
 
 def _leading_eigenvectors(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues in falling order, clamped at 0, and their vectors as columns."""
+    """Return eigenvalues in descending order, clamped at 0, and their eigenvectors as columns."""
     values, vectors = torch.linalg.eigh(gram)
     return values.flip(0).clamp_min(0.0), vectors.flip(1)
 
 
 def _balance(u: Tensor, v: Tensor) -> Tensor:
-    """Return factors ``[k]`` that give each column of u and its row of v the same norm.
+    """Return factors ``[k]`` that equalize the norms of each column of u and its row of v.
 
     After whitening the norms differ by many orders of magnitude, beyond the range of fp16.
     """

@@ -27,7 +27,7 @@ from runtime.errors import CompressionError
 from runtime.models.registry import model_family
 
 RANK_MULTIPLE = 8
-"""Default multiple of ranks: rows of U in bf16 then start at multiples of 16 bytes."""
+"""Default multiple of ranks. Rows of U in bf16 then start at multiples of 16 bytes."""
 
 _SEED = 0
 _TINY = 1e-300
@@ -35,13 +35,13 @@ _TINY = 1e-300
 
 @dataclass(frozen=True)
 class CompressionReport:
-    """The result of `compress`.
+    """Summary of a call of `compress`.
 
     Attributes:
         keep: requested fraction of the linears' parameters.
-        parameters_kept: fraction that the chosen ranks keep.
-        ranks: rank by field for each layer; None is dense.
-        seconds: elapsed time.
+        parameters_kept: fraction that remains with the chosen ranks.
+        ranks: for each layer, the rank of each linear by field; None if it is dense.
+        seconds: elapsed time in seconds.
     """
 
     keep: float
@@ -57,7 +57,12 @@ class CompressionReport:
 
 @dataclass(frozen=True)
 class Part:
-    """Linears factorized together, with their W stacked by rows; ``members`` are (layer, field)."""
+    """Linears that are factorized together.
+
+    Attributes:
+        members: (layer, field) of each linear.
+        decomposition: terms of their weights, stacked by rows.
+    """
 
     members: tuple[tuple[int, str], ...]
     decomposition: Decomposition
@@ -65,7 +70,13 @@ class Part:
 
 @dataclass(frozen=True)
 class DecomposedModel:
-    """A decomposed model, which `truncate_model` cuts to any ``keep`` in little time."""
+    """A decomposed model, which `truncate_model` turns into a checkpoint for any ``keep``.
+
+    Attributes:
+        dense: the original checkpoint.
+        calibration_hash: see `calibration_hash`.
+        calibration_tokens: number of calibration tokens.
+    """
 
     dense: Checkpoint
     method: Method
@@ -75,7 +86,7 @@ class DecomposedModel:
 
 
 def calibration_hash(tokens: Tensor) -> str:
-    """Return the sha256 of token ids and their division into rows."""
+    """Return the sha256 of calibration tokens `[n, length]`, shape included."""
     text = f"{list(tokens.shape)} {tokens.flatten().tolist()}"
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -83,7 +94,7 @@ def calibration_hash(tokens: Tensor) -> str:
 def artifact_key(
     model_hash: str, keep: float, calibration_tokens: Tensor, method: Method = Method.FISHER
 ) -> str:
-    """Return 32 hexadecimal digits that identify the result of `compress` before it is made."""
+    """Return 32 hex digits that identify the result of `compress` before it is computed."""
     label = method.label(method.allocation)
     text = f"{label} {model_hash} {float(keep)!r} {calibration_hash(calibration_tokens)}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -102,16 +113,16 @@ def compress(
     """Factorize the linears of a dense fp32 checkpoint to at most ``keep`` of their parameters.
 
     Args:
-        checkpoint: dense, on the device that computes.
-        calibration_tokens: ``[n, length]`` int64; each row is a separate piece of real text.
+        checkpoint: dense checkpoint; its device is used for the computation.
+        calibration_tokens: int64 ``[n, length]``; each row is a separate piece of real text.
         keep: fraction of the linears' parameters to keep; 1.0 returns ``checkpoint``.
         progress: called with "calibrating" or "factorizing" and the overall fraction done.
-        rank_multiple: ranks are multiples of it.
-        allocation: how ranks are distributed; None is the method's own way.
+        rank_multiple: ranks are multiples of this number.
+        allocation: how ranks are distributed; None for the method's default.
 
     Raises:
         CompressionError: ``keep`` is not in (0, 1] or cannot be reached, the checkpoint is already
-            factorized, or the tokens are outside of its vocabulary.
+            factorized, or tokens are outside its vocabulary.
     """
     started = time.monotonic()
     _check_keep(keep)
@@ -130,7 +141,10 @@ def decompose_model(
     *,
     method: Method = Method.FISHER,
 ) -> DecomposedModel:
-    """Calibrate and decompose, as `compress` does. Takes twice the memory of the linears."""
+    """Calibrate and decompose; the first step of `compress`.
+
+    The decomposition takes about twice the memory of the linears.
+    """
     _check_model(checkpoint, calibration_tokens)
     report = progress or (lambda _stage, _fraction: None)
     layout = model_family(checkpoint.config).layout(checkpoint.config)
@@ -163,7 +177,10 @@ def truncate_model(
     *,
     allocation: Allocation | None = None,
 ) -> Checkpoint:
-    """Return the factorized checkpoint at ``keep``. Raises as `compress` does."""
+    """Return the factorized checkpoint for ``keep``; the second step of `compress`.
+
+    Arguments and errors are those of `compress`.
+    """
     _check_keep(keep)
     checkpoint, allocation = model.dense, allocation or model.method.allocation
     ranks = _ranks(model, keep, rank_multiple, allocation)
@@ -196,7 +213,7 @@ def _ranks(
             return uniform_ranks(choices, keep, multiple)
         case Allocation.LOSS:
             if not model.method.uses_gradients:
-                # Losses are errors of outputs. Relative to the output's power they are comparable.
+                # Losses are squared output errors; normalize them by the output power.
                 choices = [replace(c, loss=c.loss / max(c.loss.sum(), _TINY)) for c in choices]
             return allocate_ranks(choices, keep, multiple)
         case Allocation.LOG_LOSS:
@@ -207,10 +224,10 @@ def _ranks(
 def _truncated(
     checkpoint: Checkpoint, part: Part, rank: int | None
 ) -> dict[tuple[int, str], Linear]:
-    """Return the linears of a part. Factor pairs share V.
+    """Return the linears of a part by (layer, field). Its factor pairs share V.
 
-    Factors are rounded to bf16 whatever the computation's dtype, so that kernels may store them in
-    half the memory.
+    Factors are rounded to bf16 for any dtype of the checkpoint, so that kernels can store them in
+    bf16 without loss.
     """
     dense = {member: _dense(checkpoint, *member) for member in part.members}
     pair = part.decomposition.truncate(rank)
@@ -232,7 +249,7 @@ def _decomposition(
     method: Method,
     layout: LayerLayout,
 ) -> Decomposition:
-    """Decompose linears together, under the sum of their input moments."""
+    """Decompose the stacked weights of linears, weighted by the sum of their input moments."""
     inputs = [moments[index].inputs[layout.input_of(field)] for index, field in members]
     first, field = members[0]
     weights = [_dense(checkpoint, *member).weight for member in members]
@@ -261,11 +278,11 @@ def _check_model(checkpoint: Checkpoint, tokens: Tensor) -> None:
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise CompressionError(f"calibration needs [n, length] tokens, not {list(tokens.shape)}")
     if int(tokens.min()) < 0 or int(tokens.max()) >= checkpoint.config.vocab_size:
-        raise CompressionError("calibration tokens are outside of the model's vocabulary")
+        raise CompressionError("calibration tokens are outside the model's vocabulary")
 
 
 def ranks_of(checkpoint: Checkpoint) -> tuple[dict[str, int | None], ...]:
-    """Return the rank of each linear of each layer by field; None is dense."""
+    """Return, for each layer, the rank of each linear by field; None if it is dense."""
     return tuple(
         {
             field: linear.rank if isinstance(linear, FactorPair) else None

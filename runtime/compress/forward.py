@@ -1,7 +1,7 @@
 """A plain differentiable forward pass over whole sequences.
 
-Calibration and perplexity run on it, and tests compare the serving engine with it. It has no cache
-and no kernels of this package. An observer sees the input and output of every linear.
+Calibration and perplexity use it, and tests compare the serving engine with it. It uses neither the
+KV cache nor the serving kernels. An observer receives the input and output of every linear.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +18,23 @@ from runtime.models.family import Gate, LayerParts, ModelFamily
 from runtime.models.registry import model_family
 
 Observer = Callable[[str, Tensor, Tensor], None]
-"""Called with a linear's field name, its input ``[batch, length, in]`` and its output ``[batch,
-length, out]``, in the order of computation."""
+"""Callback for every linear, in the order of computation: field name, input ``[batch, length, in]``
+and output ``[batch, length, out]``."""
 
 
 def apply_linear(linear: Linear, x: Tensor) -> Tensor:
-    """Apply a linear to ``[..., in]``, through the low rank of a factor pair."""
+    """Apply a linear to ``[..., in]``; a factor pair is applied as V, then U."""
     if isinstance(linear, Dense):
         return functional.linear(x, linear.weight, linear.bias)
     return functional.linear(functional.linear(x, linear.v), linear.u, linear.bias)
 
 
 class PlainBuilder:
-    """Makes a layer's parts for this forward pass; see `runtime.models.family.LayerBuilder`.
+    """Builds the parts of a layer for this forward pass; see `runtime.models.family.LayerBuilder`.
 
     Args:
-        weights: the family's ``layer_type``.
-        observe: called for every linear, or None.
+        weights: weights of the layer, an instance of the family's ``layer_type``.
+        observe: callback for every linear, or None.
     """
 
     def __init__(
@@ -88,9 +88,13 @@ def forward_layer(
     """Compute one decoder layer, causal from position 0.
 
     Args:
-        layer: weights, the family's ``layer_type``.
+        layer: weights, an instance of the family's ``layer_type``.
         hidden: ``[batch, length, hidden]``.
         rope: the first ``length`` rows of `runtime.layers.rope.cos_sin_table`.
+        observe: callback for every linear, or None.
+
+    Returns:
+        ``[batch, length, hidden]``.
     """
     family = model_family(config)
     parts: LayerParts = family.parts(PlainBuilder(family, config, layer, observe))
@@ -110,7 +114,7 @@ def forward(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
 
 
 def logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
-    """Return ``[..., vocab]`` from the output of the last layer, ``[..., hidden]``."""
+    """Return logits ``[..., vocab]`` from the output of the last layer, ``[..., hidden]``."""
     config = checkpoint.config
     norm = model_family(config).norm.function
     normed = norm(hidden, checkpoint.final_norm, config.rms_norm_eps)
@@ -118,7 +122,7 @@ def logits(checkpoint: Checkpoint, hidden: Tensor) -> Tensor:
 
 
 def rope_rows(config: ModelConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fp32 cosines and sines of positions ``0 .. length - 1`` on the device of ``like``."""
+    """Return fp32 cosines and sines ``[length, head_dim / 2]`` on the device of ``like``."""
     cos, sin = cos_sin_table(config, length)
     return cos.to(like.device), sin.to(like.device)
 
@@ -126,10 +130,10 @@ def rope_rows(config: ModelConfig, length: int, like: Tensor) -> tuple[Tensor, T
 def _attend(
     config: ModelConfig, parts: LayerParts, qkv: Sequence[Tensor], rope: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Causal attention, heads concatenated: ``[batch, length, num_heads * head_dim]``.
+    """Return causal attention, heads concatenated: ``[batch, length, num_heads * head_dim]``.
 
     Args:
-        qkv: q, k and v, or one tensor with them side by side.
+        qkv: q, k and v, or one tensor with all three concatenated.
     """
     dim, kv_size = config.head_dim, config.num_kv_heads * config.head_dim
     if len(qkv) == 1:
@@ -145,7 +149,7 @@ def _attend(
 
 
 def _rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate-half RoPE of ``[batch, heads, length, head_dim]``, in fp32."""
+    """Apply rotate-half RoPE to ``[batch, heads, length, head_dim]``, in fp32."""
     cos, sin = rope
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

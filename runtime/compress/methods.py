@@ -11,14 +11,21 @@ class Allocation(StrEnum):
     """Ways to distribute ranks over linears."""
 
     UNIFORM = "uniform"  # every linear keeps the same fraction of its parameters
-    # Least loss over the whole model, see `ranks.allocate_ranks`. The loss is that of the model by
-    # gradients; without gradients, the share of a linear's output power.
+    # Minimal total loss over the whole model, see `ranks.allocate_ranks`. The loss of a linear is
+    # estimated from gradients; without gradients it is the relative error of its output.
     LOSS = "loss"
-    LOG_LOSS = "log-loss"  # among linears of one kind, see `ranks.log_loss_ranks`
+    LOG_LOSS = "log-loss"  # within each kind of linear, see `ranks.log_loss_ranks`
 
 
 @dataclass(frozen=True)
 class _Properties:
+    """Properties of a method.
+
+    Attributes:
+        gradients: whether errors are weighted by output gradients.
+        layers: number of layers that share a V.
+    """
+
     version: int
     allocation: Allocation
     input_damping: float
@@ -29,12 +36,12 @@ class _Properties:
 class Method(StrEnum):
     """Factorization methods.
 
-    - `FISHER`, developed here: truncation weighted by inputs and by output gradients.
-    - `SVD_LLM` (arXiv 2403.07378): weighted by inputs.
-    - `SVD_LLM_V2` (arXiv 2503.12340): the same truncation with another root of the same moment, and
-      more rank for those linears of a kind that lose more.
-    - `BASIS_SHARING` (arXiv 2410.03765): pairs of layers share one V per linear. Linears that write
-      to the residual stream have their own.
+    - `FISHER`, developed here: errors are weighted by inputs and by output gradients.
+    - `SVD_LLM` (arXiv 2403.07378): errors are weighted by inputs.
+    - `SVD_LLM_V2` (arXiv 2503.12340): as `SVD_LLM`, with another root of the same moment. Within
+      each kind of linear, those that lose more have higher ranks.
+    - `BASIS_SHARING` (arXiv 2410.03765): a linear shares its V with the same linear of the adjacent
+      layer, except for linears that write to the residual stream.
     """
 
     FISHER = "fisher"
@@ -44,7 +51,7 @@ class Method(StrEnum):
 
     @property
     def allocation(self) -> Allocation:
-        """The method's own allocation."""
+        """Default allocation of the method."""
         return _PROPERTIES[self].allocation
 
     @property
@@ -57,15 +64,15 @@ class Method(StrEnum):
         return _PROPERTIES[self].input_damping
 
     def label(self, allocation: Allocation) -> str:
-        """Return the ``method`` of a checkpoint's metadata.
+        """Return the ``method`` in a checkpoint's metadata.
 
-        Its version number changes whenever the factors of the same inputs do.
+        Its version number increases whenever the same inputs give different factors.
         """
         ranks = "" if allocation is self.allocation else f", ranks by {allocation}"
         return f"{self}-svd-{_PROPERTIES[self].version}{ranks}"
 
     def groups(self, num_layers: int, layout: LayerLayout) -> Iterator[tuple[tuple[int, str], ...]]:
-        """Yield the linears that are factorized together, as (layer, field) pairs."""
+        """Yield the (layer, field) pairs of linears that are factorized together."""
         for first in range(0, num_layers, _PROPERTIES[self].layers):
             layers = range(first, min(first + _PROPERTIES[self].layers, num_layers))
             for field, linear in layout.linears.items():

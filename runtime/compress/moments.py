@@ -24,10 +24,11 @@ from runtime.models.registry import model_family
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """Means over tokens, fp32.
+    """Second moments of one layer: fp32 means over tokens.
 
     Attributes:
-        inputs: ``[in, in]`` by the first linear that reads the input (`LayerLayout.input_of`).
+        inputs: ``[in, in]`` for each distinct input, by the first linear that reads it
+            (`LayerLayout.input_of`).
         gradients: ``[out, out]`` by linear; empty unless requested.
     """
 
@@ -45,9 +46,9 @@ def collect_moments(
 ) -> tuple[LayerMoments, ...]:
     """Return the moments of every layer over ``tokens`` ``[n, length]``.
 
-    Runs one forward pass per row, and one backward pass if ``gradients``. The moments take
-    ``Σ in² + Σ out²`` floats: for SmolLM2 0.7 times the memory of its fp32 linears, more for wider
-    models.
+    Runs one forward pass per row, and one backward pass if ``gradients``. The moments take ``Σ in²
+    + Σ out²`` floats. For SmolLM2 this is 0.7 times the memory of its fp32 linears; for wider
+    models it is more.
     """
     config = checkpoint.config
     device = checkpoint.embedding.device
@@ -76,9 +77,10 @@ def collect_moments(
 
 
 def _draw(scores: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw one token per row of logits ``[n, vocab]``: ``[n]``.
+    """Draw one token per row of logits ``[n, vocab]``; return ``[n]``.
 
-    Inverts the cumulative distribution, which takes one random number per row, not per token.
+    Inverts the cumulative distribution, which takes one random number per row instead of one per
+    vocabulary entry.
     """
     cumulative = scores.softmax(-1).cumsum(-1)
     points = torch.rand(len(scores), 1, generator=generator, device=scores.device)
@@ -87,6 +89,8 @@ def _draw(scores: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _accumulate(layer: LayerMoments, layout: LayerLayout) -> Observer:
+    """Return an observer that adds the inputs and output gradients of a layer to its moments."""
+
     def observe(linear: str, x: Tensor, y: Tensor) -> None:
         if layout.input_of(linear) == linear:
             _add(layer.inputs, linear, x.detach())
@@ -98,7 +102,7 @@ def _accumulate(layer: LayerMoments, layout: LayerLayout) -> Observer:
 
 
 def _add(sums: dict[str, Tensor], name: str, vectors: Tensor) -> None:
-    """Add ``Σ v vᵀ`` over ``[..., dim]``."""
+    """Add ``Σ v vᵀ`` over vectors ``[..., dim]`` to ``sums[name]``."""
     rows = vectors.flatten(0, -2).float()
     if name not in sums:
         sums[name] = rows.new_zeros(rows.shape[1], rows.shape[1])

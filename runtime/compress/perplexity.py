@@ -12,15 +12,15 @@ from runtime.compress.forward import forward
 from runtime.errors import CompressionError
 
 Progress = Callable[[str, float], None]
-"""Called with the current stage and the overall fraction done, 0 to 1."""
+"""Callback with the name of the current stage and the overall fraction done, 0 to 1."""
 
 
 @torch.inference_mode()
 def perplexity(checkpoint: Checkpoint, tokens: Tensor, progress: Progress | None = None) -> float:
-    """Return exp of the mean negative log likelihood in nats.
+    """Return the exponential of the mean negative log-likelihood (in nats) per token.
 
     Args:
-        tokens: ``[n, length]`` int64. Each row is a separate text; all tokens but its first are
+        tokens: int64 ``[n, length]``. Each row is a separate text; every token but its first is
             predicted.
 
     Raises:

@@ -14,10 +14,11 @@ _BISECTIONS = 200
 
 @dataclass(frozen=True)
 class Choice:
-    """A linear ``[out, inner]`` to choose a rank for.
+    """A linear ``[out, inner]`` for which to choose a rank.
 
     Attributes:
-        loss: fp64 ``[min(inner, out)]``, the loss of dropping each term, in falling order.
+        loss: fp64 ``[min(inner, out)]``, the loss increase from dropping each term, in descending
+            order.
     """
 
     out: int
@@ -26,12 +27,12 @@ class Choice:
 
 
 def allocate_ranks(choices: Sequence[Choice], keep: float, multiple: int) -> list[int | None]:
-    """Return the ranks of least total loss with at most ``keep`` of all parameters.
+    """Return the ranks with the least total loss for at most ``keep`` of all parameters.
 
-    None is dense. Ranks are multiples of ``multiple`` at which a pair is smaller than dense. For a
-    price λ per parameter, each linear independently minimizes loss + λ parameters; bisection finds
-    the lowest λ within the budget. A linear that truncates badly can therefore stay dense. The
-    optimum is exact on the convex hull of the choices.
+    None is dense. Ranks are multiples of ``multiple`` at which a factor pair is smaller than the
+    dense weight. For a price λ per parameter, each linear independently minimizes loss + λ ·
+    parameters; bisection finds the lowest λ within the budget. A linear that truncates badly can
+    therefore stay dense. The optimum is exact on the convex hull of the choices.
 
     Raises:
         CompressionError: the smallest ranks exceed ``keep``.
@@ -55,7 +56,7 @@ def allocate_ranks(choices: Sequence[Choice], keep: float, multiple: int) -> lis
 
 
 def uniform_ranks(choices: Sequence[Choice], keep: float, multiple: int) -> list[int | None]:
-    """Return the largest ranks with at most ``keep`` of each linear's parameters."""
+    """Return for each linear the largest rank with at most ``keep`` of its parameters."""
     return [_rank(choice, keep, multiple) for choice in choices]
 
 
@@ -65,11 +66,13 @@ def log_loss_ranks(
     """Return ranks as in SVD-LLM v2 (arXiv 2503.12340, section 3.1).
 
     Among linears of one kind, the removed fraction is proportional to 1 / log(loss). The loss is
-    the norm, over all calibration ``tokens``, of what the uniform rank would drop; a loss below e
-    counts as e. If nearly all of a linear would be removed, the rest of its kind takes the excess.
+    the norm, over all calibration tokens, of the output error at the uniform rank, and at least e.
+    If the fraction of a linear would exceed `_MAX_REMOVED`, more is removed from the others of its
+    kind.
 
     Args:
-        kinds: the kind of each choice.
+        kinds: kind of each linear, such as its field.
+        tokens: number of calibration tokens.
     """
     ranks: list[int | None] = [None] * len(choices)
     for kind in set(kinds):
@@ -87,14 +90,16 @@ def log_loss_ranks(
 
 
 _MAX_REMOVED = 0.95
+"""Maximum fraction of a linear's parameters that `log_loss_ranks` removes."""
 
 
 def _removed(
     weights: NDArray[np.float64], sizes: NDArray[np.int64], target: float
 ) -> NDArray[np.float64]:
-    """Return fractions proportional to ``weights``, at most `_MAX_REMOVED`.
+    """Return the fractions of each linear's parameters to remove, proportional to ``weights``.
 
-    Together they remove the fraction ``target`` of all parameters.
+    Together they remove the fraction ``target`` of all parameters. Each is at most `_MAX_REMOVED`,
+    or ``target`` if that is larger.
     """
     bound = max(_MAX_REMOVED, target)
     low, high = 0.0, bound / float(weights.min())
@@ -122,13 +127,14 @@ def _rank(choice: Choice, keep: float, multiple: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Options:
-    """The options of one linear in rising size. The last rank is None, dense."""
+    """Possible ranks of one linear by ascending size; the last one is None, dense."""
 
     ranks: list[int | None]
     parameters: NDArray[np.float64]
     loss: NDArray[np.float64]
 
     def best(self, price: float) -> int:
+        """Return the index of the option with the least loss + price · parameters."""
         return int(np.argmin(self.loss + price * self.parameters))
 
 

@@ -9,13 +9,14 @@ from torch import Tensor
 from runtime.errors import CompressionError
 
 _HELD_OUT = 8
+"""Every topic whose number is a multiple of this is held out."""
 
 
 def documentation() -> tuple[str, str]:
     """Return the calibration text and the held-out text, which is every eighth topic.
 
     Topics quote each other, so held-out paragraphs are removed from the calibration text. The text
-    differs slightly between versions of Python, and so do artifacts made with it.
+    differs slightly between versions of Python, and so do checkpoints calibrated on it.
     """
     names = sorted(topics)
     held_out = names[_HELD_OUT - 1 :: _HELD_OUT]
@@ -26,7 +27,7 @@ def documentation() -> tuple[str, str]:
 
 
 def cut_rows(token_ids: Sequence[int], length: int, count: int) -> Tensor:
-    """Cut a long text into pieces, evenly spread and without overlap.
+    """Cut up to ``count`` rows of ``length`` tokens from a text, evenly spread and without overlap.
 
     Returns:
         int64 ``[count, length]``, or fewer rows if the text is too short.

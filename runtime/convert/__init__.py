@@ -1,4 +1,4 @@
-"""Offline conversion of other codes' factorized checkpoints into canonical ones."""
+"""Offline conversion of other projects' factorized checkpoints into canonical ones."""
 
 from runtime.convert.convert import Source, convert
 from runtime.convert.formats import SourceFormat

@@ -1,4 +1,4 @@
-"""Convert another code's checkpoint to a canonical one."""
+"""Convert another project's checkpoint to a canonical one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ from runtime.convert.stubs import Stub, tensors_of
 from runtime.errors import CheckpointError
 
 _PREFIXES = ("ASVD", "Share")
-"""Prefixes that ASVD and Basis Sharing add to the name of an architecture."""
+"""Prefixes that ASVD and Basis Sharing add to architecture names."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ def convert(path: Path, dtype: torch.dtype | None = None) -> tuple[Checkpoint, S
 
     Args:
         path: a pickled model of SVD-LLM or Dobi-SVD; a directory of SVD-LLM v2, ASVD, Basis Sharing
-            or Hugging Face, as safetensors or pickled; or a GGUF file.
-        dtype: dtype of the result; None keeps that of the stored weights.
+            or Hugging Face with safetensors or pickled weights; or a GGUF file.
+        dtype: dtype of the result; None keeps the stored dtype (fp32 for GGUF files).
 
     Raises:
-        CheckpointError: the checkpoint is malformed, canonical already or not supported.
+        CheckpointError: the checkpoint is malformed, already canonical, or not supported.
     """
     if not path.is_dir() and not is_pickle(path):
         found = load_checkpoint(path, dtype or torch.float32)
@@ -63,7 +63,7 @@ def convert(path: Path, dtype: torch.dtype | None = None) -> tuple[Checkpoint, S
         return _convert(path, dtype)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is malformed: {type(error).__name__}") from error
-    except RuntimeError as error:  # from torch, or RecursionError
+    except RuntimeError as error:  # includes torch's errors and RecursionError
         raise CheckpointError(f"{path} is malformed: {type(error).__name__}") from error
 
 
@@ -96,7 +96,10 @@ class _TensorsInMemory:
 
 
 def _basis_groups(tensors: Mapping[str, Tensor], source_format: SourceFormat) -> Groups:
-    """Return the groups of linears whose V is one tensor; for Basis Sharing also equal copies."""
+    """Return the groups of linears that share a V.
+
+    V is shared if it is the same memory, and with Basis Sharing also if it is an equal copy.
+    """
     owners: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
         if name.endswith(".v.weight"):
@@ -153,7 +156,7 @@ def _read_directory(directory: Path) -> Content:
 
 
 def _pickles(directory: Path) -> list[Path]:
-    """Return the pickled weight files of a directory, none if it has safetensors."""
+    """Return the pickled weight files of a directory, or none if it has safetensors."""
     if (directory / SINGLE).is_file() or (directory / INDEX).is_file():
         return []
     index = directory / "pytorch_model.bin.index.json"
@@ -169,7 +172,7 @@ def _pickles(directory: Path) -> list[Path]:
 
 
 def _with_known_architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with a prefix of `_PREFIXES` removed from its architectures."""
+    """Return the config with the prefixes of `_PREFIXES` removed from architecture names."""
     names = hf_config.get("architectures")
     if not isinstance(names, list):
         return dict(hf_config)
@@ -184,7 +187,10 @@ def _without_prefix(architecture: str) -> str:
 
 
 def _stored_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the dtype of all weights; fp32 if they differ or it is neither fp16 nor bf16."""
+    """Return the common dtype of all weights.
+
+    fp32 if they differ, or if the dtype is neither fp16 nor bf16.
+    """
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if any(kind.itemsize == 1 for kind in kinds):
         raise CheckpointError("quantized weights are not supported")

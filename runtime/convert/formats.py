@@ -1,7 +1,7 @@
 """Detect the format of a factorized checkpoint and rename its tensors to canonical names.
 
-A linear is ``y = U (V x) + b``. The names decide the format. Where names do not tell U from V,
-shapes do.
+Tensor names determine the format. A linear is ``y = U (V x) + b``; where names do not distinguish U
+from V, shapes do.
 """
 
 import re
@@ -17,7 +17,7 @@ from runtime.models.llama import LLAMA
 
 
 class SourceFormat(StrEnum):
-    """Supported formats; the comments show their names for the factors of ``q_proj``."""
+    """Supported formats. The comments show the names of ``q_proj``'s factors in each."""
 
     DENSE = "dense"  # q_proj
     SVD_LLM = "svd-llm"  # q_u_proj, q_v_proj
@@ -53,7 +53,12 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class Named:
-    """Tensors under canonical names, and the format they came from."""
+    """Tensors under canonical names.
+
+    Attributes:
+        format: the detected format.
+        head_was_factorized: whether the LM head was a factor pair and has been multiplied out.
+    """
 
     format: SourceFormat
     tensors: dict[str, Tensor]
@@ -64,7 +69,7 @@ def to_canonical(tensors: Mapping[str, Tensor]) -> Named:
     """Rename the tensors of a state dict of any supported format.
 
     Raises:
-        CheckpointError: the format is not supported, two formats are mixed, or shapes of factors do
+        CheckpointError: the format is not supported, formats are mixed, or the shapes of factors do
             not match.
     """
     for mark, description in _UNSUPPORTED.items():
@@ -119,7 +124,10 @@ def _renamed(
 def _unmatched(
     source_format: SourceFormat, name: str, tensor: Tensor, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a tensor with a Hugging Face name, which is U where Basis Sharing has a basis."""
+    """Yield a tensor whose name does not match the format's pattern.
+
+    In Basis Sharing, a linear with a basis is U. Other tensors keep their Hugging Face names.
+    """
     if source_format is SourceFormat.BASIS_SHARING:
         if copy := _BASIS_COPY.fullmatch(name):
             _check_copy(copy, tensor, tensors)
@@ -133,7 +141,7 @@ def _unmatched(
 
 
 def _check_copy(copy: "re.Match[str]", tensor: Tensor, tensors: Mapping[str, Tensor]) -> None:
-    """Check that a basis in the model's own lists equals the one in its layer."""
+    """Check that a basis in the model-wide list equals the basis in its layer."""
     part = "mlp" if copy["projection"] in ("gate", "up", "down") else "self_attn"
     name = f"model.layers.{copy['number']}.{part}.{copy['projection']}_basis.weight"
     own = tensors.get(name)
@@ -142,10 +150,10 @@ def _check_copy(copy: "re.Match[str]", tensor: Tensor, tensors: Mapping[str, Ten
 
 
 def _by_shape(renamed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename A and B to U and V by their shapes; the order is the same in a whole file.
+    """Rename A and B to U and V by their shapes. The order is the same in a whole file.
 
-    Dobi-SVD computes ``y = B A x``, ASVD ``y = A B x``. Dobi-SVD stores the bias on A, and on B one
-    that was never initialized.
+    Dobi-SVD computes ``y = B A x``, ASVD ``y = A B x``. Dobi-SVD stores the bias on A; its bias on
+    B is uninitialized and ignored.
     """
     found = {name: t for name, t in renamed.items() if ".A." not in name and ".B." not in name}
     owners = sorted({re.sub(r"\.[AB]\.(weight|bias)$", "", n) for n in renamed if n not in found})
@@ -178,10 +186,10 @@ def _by_shape(renamed: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _a_is_v(owner: str, renamed: Mapping[str, Tensor]) -> bool | None:
-    """Return whether A is V, by the shapes of one pair; None if both orders are possible."""
+    """Return whether A is V, by the shapes of one pair; None if they do not determine it."""
     a, b = renamed.get(f"{owner}.A.weight"), renamed.get(f"{owner}.B.weight")
     if a is None or b is None or a.ndim != 2 or b.ndim != 2:
-        raise CheckpointError(f"{owner} lacks one of its two factors")
+        raise CheckpointError(f"{owner} does not have two factor matrices")
     first, second = a.shape[0] == b.shape[1], b.shape[0] == a.shape[1]
     if first and second:  # both products are defined: the rank is the smaller size
         first, second = a.shape[0] < a.shape[1], b.shape[0] < b.shape[1]

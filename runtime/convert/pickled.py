@@ -1,8 +1,8 @@
 """Read pickled PyTorch files without importing or calling anything that they name.
 
 A pickle is a program that can call any function. This reader resolves only the few names needed to
-build tensors. Any other class becomes a `Stub`, which records the object's state and is never
-imported, so models of unknown classes can be read as well.
+build tensors. Objects of any other class become a `Stub`, which records their state. Models of
+unknown classes can therefore be read without importing them.
 """
 
 import pickle
@@ -36,16 +36,18 @@ _DTYPES = {
 _CONTAINERS = {"dict": dict, "list": list, "set": set, "tuple": tuple}
 _MAX_PICKLE_BYTES = 1 << 28
 _MAX_NUMBER = 1 << 48
-"""Bound of sizes and offsets, in elements."""
+"""Bound of sizes, strides and offsets, in elements."""
 
 
 def read_pickled(path: Path) -> Any:
-    """Return what `torch.save` wrote to ``path``: tensors on the CPU, other objects as `Stub`.
+    """Return the object that `torch.save` wrote to ``path``.
 
-    Tensors that shared memory share it again.
+    Tensors are on the CPU, and those that shared memory share it again. Objects of unknown classes
+    are `Stub` instances.
 
     Raises:
-        CheckpointError: the file is damaged, or not a zip file as torch 1.6 and later write it.
+        CheckpointError: the file is damaged, or is not a zip file as written by torch 1.6 and
+            later.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -60,7 +62,7 @@ def read_pickled(path: Path) -> Any:
         ) from error
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle can fail in any way
+    except Exception as error:  # a damaged pickle can raise any exception
         raise CheckpointError(f"{path} cannot be unpickled: {type(error).__name__}") from error
 
 
@@ -77,7 +79,7 @@ def _root(archive: zipfile.ZipFile, path: Path) -> str:
 
 
 class _Storage:
-    """The flat memory of tensors: ``elements`` ``[n]`` of one dtype."""
+    """A block of memory that tensors view: ``elements`` ``[n]`` of one dtype."""
 
     def __init__(self, elements: Tensor) -> None:
         self.elements = elements
@@ -89,7 +91,7 @@ _PythonUnpickler: Any = pickle._Unpickler
 class _Reader(_PythonUnpickler):  # type: ignore[misc]
     """The standard library's Python unpickler with restricted operations.
 
-    It calls known functions only, sets the state of stubs only, and accepts plain keys only.
+    It calls only known functions, sets the state of stubs only, and accepts only plain keys.
     """
 
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile, root: str) -> None:
@@ -135,8 +137,8 @@ def _build(reader: Any) -> None:
     state, built = reader.stack.pop(), reader.stack[-1]
     if isinstance(built, Stub):
         built.__setstate__(state)
-    elif not isinstance(built, OrderedDict | Tensor):  # their state has no values
-        raise CheckpointError("the pickle sets the state of an object without one")
+    elif not isinstance(built, OrderedDict | Tensor):  # their extra attributes are ignored
+        raise CheckpointError("the pickle sets the state of an object that has none")
 
 
 def _reduce(reader: Any) -> None:
@@ -219,7 +221,10 @@ def _put(target: Any, items: list[Any]) -> None:
 
 
 def _plain(key: Any) -> Any:
-    """Check a key: hashing nested tuples or huge numbers can take very long."""
+    """Return ``key`` if it is a string or a small number, or a short tuple of these.
+
+    Hashing nested tuples or huge numbers can take very long.
+    """
     parts = key if isinstance(key, tuple) else (key,)
     for part in parts:
         plain = isinstance(part, str | bytes | float | None) or (
@@ -269,14 +274,14 @@ def _rebuild_parameter(data: Any, *_: Any) -> Any:
 
 
 def _rebuild_from_type(function: Any, _type: Any, arguments: Any, *_: Any) -> Any:
-    """Rebuild a tensor with Python attributes, which are ignored."""
+    """Rebuild a tensor that has Python attributes, and ignore the attributes."""
     if function not in (_rebuild_tensor, _rebuild_parameter) or not isinstance(arguments, tuple):
         raise CheckpointError("a tensor of an unsupported type")
     return function(*arguments)
 
 
 def _new_object(kind: Any, *_: Any) -> Any:
-    """Stand in for `copyreg.__newobj__` and `_reconstructor`: containers and stubs only."""
+    """Replace `copyreg.__newobj__` and `_reconstructor`; create containers and stubs only."""
     if isinstance(kind, type) and issubclass(kind, dict | list | set | Stub):
         return kind()
     raise CheckpointError("the pickle instantiates something that is not a class")

@@ -1,4 +1,4 @@
-"""Stand-ins for pickled objects of unknown classes, and the tensors in them."""
+"""Placeholders for pickled objects of unknown classes, and the tensors in them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,13 @@ _MAX_MODULES, _MAX_DEPTH = 1 << 17, 64
 
 
 class Stub:
-    """An object whose class is not imported: its state, its items and its elements."""
+    """Placeholder for an object whose class is not imported.
+
+    Attributes:
+        state: attributes of the object.
+        items: items, if it is like a dict.
+        elements: elements, if it is like a list or a set.
+    """
 
     state: dict[str, Any]
     items: dict[Any, Any]
@@ -47,7 +53,7 @@ def tensors_of(value: Any) -> dict[str, Tensor]:
     """Return the tensors of a state dict or of a pickled module by their dotted names.
 
     Raises:
-        CheckpointError: ``value`` is neither, or has a tensor of an unsupported type.
+        CheckpointError: ``value`` is neither, or contains a tensor of an unsupported type.
     """
     if isinstance(value, Stub) and "_modules" in value.state:
         return dict(_parameters(value, "", [_MAX_MODULES]))
@@ -57,7 +63,11 @@ def tensors_of(value: Any) -> dict[str, Tensor]:
 
 
 def _is_tensor(name: str, value: Any) -> bool:
-    """Return whether an entry is a tensor; refuse a stub, which may be an unknown tensor class."""
+    """Return whether an entry is a tensor.
+
+    Raises:
+        CheckpointError: it is a stub, which may stand for a tensor of an unknown class.
+    """
     if isinstance(value, Stub):
         raise CheckpointError(f"{name} is a {type(value).__name__}, which is not supported")
     return isinstance(value, Tensor)
@@ -67,12 +77,12 @@ def _parameters(module: Stub, prefix: str, left: list[int]) -> Iterator[tuple[st
     """Yield parameters and persistent buffers under the names of `state_dict`.
 
     Args:
-        left: one number, the modules that may still be visited. A module that contains itself would
-            recurse forever.
+        left: a list with one element, the number of modules that may still be visited. It ends the
+            recursion of a module that contains itself.
     """
     left[0] -= 1
     if left[0] < 0 or prefix.count(".") > _MAX_DEPTH:
-        raise CheckpointError("modules are nested too deeply, or too many")
+        raise CheckpointError("modules are nested too deeply, or there are too many")
     names = module.state.get("_non_persistent_buffers_set", ())
     skipped = set(names) if isinstance(names, set | frozenset | tuple | list) else set()
     for kind in ("_parameters", "_buffers"):

@@ -1,1 +1,1 @@
-"""Matrix products on a GPU: plan, packed weights, epilogues, kernels and their reference."""
+"""Grouped GEMMs on a GPU: kernel plan, packed weights, epilogues, kernels and their reference."""

@@ -1,4 +1,4 @@
-"""Epilogues of a GEMM: what is computed from its output before it is stored."""
+"""Epilogues of a GEMM: operations fused with the store of its output."""
 
 from enum import IntEnum
 
@@ -6,12 +6,12 @@ from runtime.gemm.kernels import small_m
 
 
 class Epilogue(IntEnum):
-    """What a GEMM does with its output.
+    """Operation fused with the store of a GEMM's output.
 
     Attributes:
-        PLAIN: store it.
-        RESIDUAL: add it to the residual stream, in place.
-        GATED: store the SiLU of the first matrix's output times that of the second.
+        PLAIN: store the output.
+        RESIDUAL: add the output to the residual stream, in place.
+        GATED: store the SiLU of the first matrix's output times the second's output.
     """
 
     PLAIN = small_m.PLAIN.value

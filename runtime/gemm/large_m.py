@@ -1,4 +1,4 @@
-"""Launches of `kernels.large_m`: grouped GEMMs of many tokens on a Hopper GPU."""
+"""Launcher of `kernels.large_m`: grouped GEMMs for many tokens on a Hopper GPU."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,22 +16,22 @@ from runtime.gemm.weights import PackedMatrix
 from runtime.kernels.alignment import VECTOR_ELEMENTS
 
 _RING_BYTES = 200 << 10
-"""Shared memory of a program for tiles in flight."""
+"""Shared memory of a program for the ring of tiles."""
 _MAX_STAGES = 8
 _TMA_ALIGNMENT = 16
-"""Bytes; TMA requires the address of a tensor to be a multiple."""
+"""Required alignment of a tensor's address for TMA, in bytes."""
 
 
 class LargeGemm:
-    """One to three matrices and their TMA descriptors, which are made once for each tile size.
+    """A grouped GEMM of one to three matrices. TMA descriptors are created once per tile size.
 
     Args:
         biases: fp32 `[sum of rows]`.
-        counters: int32, zeros before and after every launch, for split columns.
+        counters: int32, for split columns; zero before and after every launch.
 
     Attributes:
-        two_inputs: whether the matrices read different columns. The kernel's GATED needs one
-            input, so SiLU is then a launch of its own.
+        two_inputs: whether the matrices read different columns of the input. The kernel does not
+            support GATED then, and SiLU is a separate launch.
     """
 
     def __init__(
@@ -47,7 +47,12 @@ class LargeGemm:
         self._descriptors: dict[int, list[TensorDescriptor]] = {}
 
     def __call__(self, x: Tensor, y: Tensor, epilogue: Epilogue, tile: LargeTile) -> None:
-        """Compute bf16 ``y`` `[n, sum of rows]`, or as the epilogue says, from ``x`` `[n, in]`.
+        """Compute ``y`` from ``x``.
+
+        Args:
+            x: bf16 `[n, in]`.
+            y: bf16 `[n, sum of rows]`, with GATED `[n, rows of the first matrix]`. It is
+                overwritten; with RESIDUAL the output is added to it.
 
         Raises:
             ValueError: the kernel does not support the shapes.
@@ -61,9 +66,9 @@ class LargeGemm:
         split = tile.splits > 1
         misaligned = x.stride(0) % VECTOR_ELEMENTS or x.data_ptr() % _TMA_ALIGNMENT
         if misaligned or any(n % VECTOR_ELEMENTS for n in rows):
-            raise ValueError(f"{rows} rows are not multiples of eight, or the input is misaligned")
+            raise ValueError(f"rows {rows} are not multiples of 8, or the input is misaligned")
         if split and (epilogue is not Epilogue.PLAIN or tile.groups * items > len(self._counters)):
-            raise ValueError(f"cannot split the columns of {epilogue.name} in {blocks} blocks")
+            raise ValueError(f"{epilogue.name} with {blocks} blocks does not support splits")
         partials = x.new_empty(items * tokens * tile.rows if split else 0, dtype=torch.float32)
         source = _descriptor(x, tokens)
         residual = _descriptor(y, tokens) if epilogue is Epilogue.RESIDUAL else source
@@ -83,7 +88,7 @@ class LargeGemm:
 
 
 def _padded(counts: list[int]) -> list[int]:
-    """Three counts in units of eight; 0 for absent matrices."""
+    """Return three counts in units of 8 elements; 0 for absent matrices."""
     return [count // VECTOR_ELEMENTS for count in counts] + [0] * (3 - len(counts))
 
 
@@ -94,7 +99,7 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def stages(rows: int) -> int:
-    """Stages of the ring in shared memory, for ``rows`` tokens and rows of weights in each."""
+    """Return the number of ring slots, each of which holds ``rows`` rows of tokens and weights."""
     return min(_MAX_STAGES, _RING_BYTES // int(rows * COLUMNS.value * 2))
 
 

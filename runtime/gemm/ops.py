@@ -1,4 +1,4 @@
-"""Grouped GEMMs of a model's weights, by torch or by our kernels."""
+"""Grouped GEMMs over packed weights, computed by torch or by our kernels."""
 
 from collections.abc import Sequence
 
@@ -15,33 +15,33 @@ from runtime.kernels.alignment import LINE_BYTES, LINE_ELEMENTS, VECTOR_ELEMENTS
 from runtime.layers.gpu import triton_silu_mul
 
 _MAX_SPLIT_BLOCKS = 4096
-"""Maximum output blocks of a launch that splits columns: the size of its counters."""
+"""Maximum output blocks of a launch with split columns: the size of the counter buffer."""
 _MAX_GATED_TILE = 1 << 14
-"""Maximum elements of a GATED tile; a program holds two."""
+"""Maximum elements of an accumulator with GATED, where a program holds two."""
 _BAND = 8
-"""Blocks of tokens that read the same rows of weights from the L2 at about the same time."""
+"""Blocks of tokens that read the same weight rows from the L2 cache at about the same time."""
 
 
 class GroupedGemm:
-    """One to three matrices multiplied at a time: bf16 `[n, in]` to `[n, sum of rows]`.
+    """One to three matrices multiplied together: bf16 `[n, in]` to `[n, sum of rows]`.
 
-    RESIDUAL adds the output to a residual stream, in place. GATED returns the SiLU of the first
-    matrix's output times the second's. Matrices read the group's input ``x``, or columns of the
-    inner activations of a factorized group, as `PackedMatrix.inner_column` says.
+    RESIDUAL adds the output to the residual stream, in place. GATED returns the SiLU of the first
+    matrix's output times the second's. Each matrix reads either the group's input ``x``, or columns
+    of ``inner``, the output of the group's stacked V (`PackedMatrix.inner_column`).
 
     Args:
-        base: the tensor from which kernels address all matrices.
+        base: tensor whose address is the base of all offsets in the kernels.
         biases: fp32 `[sum of rows]`.
-        whole: all matrices stacked, if they lie one below the other and read the same input.
-        pad_output: align each row of the output to a line, because another GEMM reads it.
+        whole: all matrices stacked, if they are adjacent in memory and read the same input.
+        pad_output: pad the row stride of the output to whole lines, because another GEMM reads it.
 
     Attributes:
-        epilogue: what is done with the output.
-        name: name in kernel plans: the epilogue's, or "APART" for GATED over two inputs.
-        shapes: rows and columns of each matrix.
-        columns: columns of input that are read.
-        same_input: whether all matrices read ``x`` or all read inner activations, so that one
-            launch can compute them.
+        epilogue: operation fused with the store of the output.
+        name: name in kernel plans: that of the epilogue, or "APART" for GATED over two inputs.
+        shapes: (rows, columns) of each matrix.
+        columns: number of input columns that the matrices read.
+        same_input: whether all matrices read ``x`` or all read ``inner``, so that one launch can
+            compute them.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class GroupedGemm:
         self.name = "APART" if two_inputs else epilogue.name
 
     def __call__(self, x: Tensor, inner: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Compute the GEMM as the kernel plan says.
+        """Compute the GEMM with the kernel that the plan selects.
 
         Args:
             x: bf16 `[n, in]`, the group's input.
-            inner: bf16 `[n, …]`, the group's inner activations.
-            hidden: bf16 `[n, rows]`, overwritten and returned, for RESIDUAL.
+            inner: bf16 `[n, …]`, the output of the group's stacked V; unused without factor pairs.
+            hidden: bf16 `[n, rows]`, the residual stream for RESIDUAL; overwritten and returned.
 
         Returns:
             bf16 `[n, sum of rows]`, for GATED `[n, rows of the first matrix]`.
@@ -86,7 +86,7 @@ class GroupedGemm:
         return self.run_kernel(x if self._matrices[0].inner_column < 0 else inner, hidden, tile)
 
     def run_torch(self, x: Tensor, inner: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Compute the same with torch, one launch for each matrix."""
+        """Compute the GEMM with torch, one matmul per matrix."""
         inputs = [
             x if m.inner_column < 0 else inner[:, m.inner_column :][:, : m.weight.shape[1]]
             for m in self._matrices
@@ -105,13 +105,14 @@ class GroupedGemm:
         return triton_silu_mul(y) if self.epilogue is Epilogue.GATED else y
 
     def run_kernel(self, x: Tensor, hidden: Tensor | None, tile: Tile | LargeTile) -> Tensor:
-        """Compute the same with one launch of our kernels.
+        """Compute the GEMM with one launch of our kernels.
 
-        SiLU is a second launch where the kernel does not support it: a `LargeTile` over two
-        inputs, or a `Tile` of too many elements.
+        SiLU is a second launch where the kernel does not support it: for a `LargeTile` over two
+        inputs, or a `Tile` with too many elements.
 
         Args:
             x: bf16 `[n, …]`, the input that all matrices read.
+            hidden: bf16 `[n, rows]`, the residual stream for RESIDUAL; overwritten and returned.
         """
         if isinstance(tile, LargeTile):
             separate_silu = self._large.two_inputs
@@ -133,7 +134,7 @@ class GroupedGemm:
     ) -> None:
         blocks = triton.cdiv(len(x), tile.tokens) * sum(triton.cdiv(n, tile.rows) for n in rows)
         if tile.splits > 1 and (epilogue is Epilogue.GATED or blocks > _MAX_SPLIT_BLOCKS):
-            raise ValueError(f"cannot split the columns of {epilogue.name} in {blocks} blocks")
+            raise ValueError(f"{epilogue.name} with {blocks} blocks does not support splits")
         if x.stride(0) % VECTOR_ELEMENTS:
             raise ValueError(f"row stride {x.stride(0)} is not a multiple of {VECTOR_ELEMENTS}")
         parts = blocks * tile.splits * tile.tokens * tile.rows if tile.splits > 1 else 0
@@ -147,18 +148,18 @@ class GroupedGemm:
         )  # fmt: skip
 
     def _empty(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        """Uninitialized output `[n, sum of rows]`."""
+        """Return an uninitialized output `[n, sum of rows]`."""
         width = sum(rows)
         return x.new_empty(len(x), round_up(width, self._output_multiple))[:, :width]
 
 
 def _matrix_arguments(base: Tensor, matrices: Sequence[PackedMatrix]) -> list[int]:
-    """Offset, width, stride, first column and rows of three matrices, in the kernel's units."""
+    """Return offset, width, stride, first column and rows of three matrices, in kernel units."""
     arguments: list[int] = []
     for matrix in matrices:
         distance = matrix.weight.data_ptr() - base.data_ptr()
         if distance % LINE_BYTES:
-            raise ValueError(f"a matrix does not begin at a multiple of {LINE_BYTES} bytes")
+            raise ValueError(f"the offset of a matrix is not a multiple of {LINE_BYTES} bytes")
         arguments += [
             distance // LINE_BYTES,
             matrix.weight.shape[1] // VECTOR_ELEMENTS,

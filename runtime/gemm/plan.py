@@ -1,8 +1,8 @@
-"""Kernel plans: which kernel computes each GEMM, and which factor pairs are multiplied out.
+"""Kernel plans: the kernel of each GEMM, and the factor pairs to multiply out.
 
-Two workers compute the same bits only with the same plan. `default_tile` is the rule without a
-file. A file holds what `runtime.bench.plan` measured for one model on one device. The plan's hash
-is part of the handshake.
+A plan file holds the choices that `runtime.bench.plan` measured for one model on one device.
+Without a file, `default_tile` chooses. Two workers compute the same bits only with the same plan,
+so its hash is part of the handshake.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from runtime.gemm.weights import PROJECTION_GROUPS
 from runtime.kernels.alignment import VECTOR_ELEMENTS
 
 Shapes = tuple[tuple[int, int], ...]
-"""Rows and columns of the weight matrices of one grouped GEMM."""
+"""(rows, columns) of each weight matrix of one grouped GEMM."""
 BUCKETS = (16, 32, 64, 128, 512, 2048, 8192)
-"""Token counts. A choice for a bucket holds from the bucket below up to it; the last has no
-upper bound."""
+"""Token counts. A choice for a bucket applies to counts above the previous bucket, up to its own.
+The last bucket has no upper bound."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Tile:
 
     Attributes:
         tokens, rows, columns: block sizes BM, BN and BK.
-        splits: programs among which the columns are split.
-        warps, stages: Triton's launch options.
+        splits: number of programs among which the columns of a block are split.
+        warps, stages: Triton's launch options ``num_warps`` and ``num_stages``.
     """
 
     tokens: int
@@ -59,9 +59,9 @@ class LargeTile:
     """Tile of `kernels.large_m.large_gemm_kernel`.
 
     Attributes:
-        groups: warp groups of a program, of 64 tokens each.
-        rows: rows of weights of a block.
-        splits: programs among which the columns are split.
+        groups: consumer warp groups per program, each for 64 tokens.
+        rows: weight rows per block.
+        splits: number of programs among which the columns of a block are split.
     """
 
     groups: int
@@ -75,12 +75,12 @@ class LargeTile:
 
 
 _STEP_US = {(2, 256): 0.62, (2, 128): 0.335, (1, 128): 0.21, (2, 64): 0.26}
-"""Microseconds that a program takes for 64 columns, by `LargeTile` groups and rows, on an H200."""
+"""Microseconds per 64 columns of a tile on an H200, by (``groups``, ``rows``) of the
+`LargeTile`."""
 _TILE_US, _SPLIT_US, _PART_US = 1.5, 6.0, 0.5 / 128
-"""Microseconds of overhead: of a tile, of a split tile, and of a split tile for each 64 elements of
-a part."""
+"""Overhead in microseconds: of a tile; of a split tile; and of 64 partial sums of a split tile."""
 _PROGRAMS = 132
-"""Programs that run at a time on an H200."""
+"""Programs that run at the same time on an H200."""
 _SPLITS = (1, 2, 3, 4, 6, 8)
 
 
@@ -88,10 +88,11 @@ _SPLITS = (1, 2, 3, 4, 6, 8)
 def large_tile(name: str, tokens: int, shapes: Shapes) -> LargeTile | None:
     """Return the tile that a cost model of an H200 predicts to be the fastest.
 
-    None if the kernel does not support the shapes: row counts must be multiples of eight.
+    None if a row count is not a multiple of 8, which the kernel requires.
 
     Args:
         name: `GroupedGemm.name`.
+        tokens: rows of the input.
     """
     if any(rows % VECTOR_ELEMENTS for rows, _ in shapes):
         return None
@@ -111,9 +112,9 @@ def large_tile(name: str, tokens: int, shapes: Shapes) -> LargeTile | None:
 
 
 def default_tile(name: str, bucket: int, shapes: Shapes) -> Tile | LargeTile | None:
-    """Return the tile without a measured plan; None: torch computes it.
+    """Return the tile that applies without a measured plan; None selects torch.
 
-    Our kernels are chosen where one launch replaces several, as measured on an H200.
+    Our kernels are selected where one launch replaces several, as measured on an H200.
     """
     if name == "RESIDUAL" or len(shapes) < 2 or (name == "APART" and bucket > 512):
         return None
@@ -126,16 +127,15 @@ def default_tile(name: str, bucket: int, shapes: Shapes) -> Tile | LargeTile | N
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """Choice of kernel for every GEMM of a model, and factor pairs that are multiplied out.
+    """Kernel of every GEMM of a model, and the factor pairs to multiply out.
 
     Attributes:
-        choices: tiles by `choice_key`; None: torch computes it. `default_tile` applies to keys
-            that are missing.
-        dense: names of groups of factor pairs, as by `group_key`, that are replaced by their
-            product because it is faster.
-        device: name of the device on which the plan was measured; empty: not measured.
-        forced: use our kernels for everything, and compute queries from their factors inside
-            prefill attention. For comparisons.
+        choices: tile by `choice_key`; None selects torch. `default_tile` applies to missing keys.
+        dense: keys (`group_key`) of the groups of factor pairs that are replaced by their product
+            because it is faster.
+        device: name of the device on which the plan was measured; empty if it was not measured.
+        forced: use our kernels for every GEMM, and compute queries from their factors inside
+            prefill attention; for comparisons.
     """
 
     choices: Mapping[str, Tile | LargeTile | None] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class KernelPlan:
     forced: bool = False
 
     def tile(self, name: str, tokens: int, shapes: Shapes) -> Tile | LargeTile | None:
-        """Return the tile for a GEMM of ``tokens`` rows of input; None: torch computes it.
+        """Return the tile for a GEMM over ``tokens`` input rows; None selects torch.
 
         Args:
             name: `GroupedGemm.name`.
@@ -172,7 +172,7 @@ class KernelPlan:
 
     @property
     def hash(self) -> str:
-        """16 hex digits over all fields."""
+        """First 16 hex digits of the sha256 over all fields."""
         return hashlib.sha256(self._text.encode()).hexdigest()[:16]
 
     @property
@@ -201,7 +201,7 @@ class KernelPlan:
             read = json.loads(path.read_text())
             choices = {name: tile and _tile(tile) for name, tile in read["choices"].items()}
             if not all(tile is None or tile.valid for tile in choices.values()):
-                raise ValueError("a tile of a size that the kernels do not support")
+                raise ValueError("a tile has a size that the kernels do not support")
             return cls(choices, frozenset(read["dense"]), read["device"], read["forced"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"{path} is not a kernel plan: {error!r}") from error
@@ -212,14 +212,14 @@ def _tile(fields: dict[str, int]) -> Tile | LargeTile:
 
 
 def choice_key(name: str, bucket: int, shapes: Shapes) -> str:
-    """Key of a choice, such as ``GATED 16: 11008x1024 11008x1024``."""
+    """Return the key of a choice, such as ``GATED 16: 11008x1024 11008x1024``."""
     return f"{name} {bucket}: " + " ".join(f"{rows}x{columns}" for rows, columns in shapes)
 
 
 def group_key(layer: LayerWeights, names: Sequence[str]) -> str | None:
-    """Key of a group of factor pairs, such as ``o 4096x1024x4096``: rows, rank and columns.
+    """Return the key of a group of factor pairs, such as ``o 4096x1024x4096``.
 
-    None if one of the projections is dense.
+    The numbers are rows, rank and columns. None if one of the projections is dense.
     """
     pairs = {name: getattr(layer, name) for name in names}
     if not all(isinstance(pair, FactorPair) for pair in pairs.values()):
@@ -228,7 +228,7 @@ def group_key(layer: LayerWeights, names: Sequence[str]) -> str | None:
 
 
 def multiplied_out(layer: LayerWeights, names: Sequence[str]) -> LayerWeights:
-    """Return the layer with W = U V, computed in fp32, in place of the named factor pairs."""
+    """Return the layer with the named factor pairs replaced by W = U V, computed in fp32."""
     dense: dict[str, Any] = {}
     for name in names:
         pair = getattr(layer, name)

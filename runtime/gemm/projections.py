@@ -22,7 +22,10 @@ from runtime.gemm.weights import (
 class PackedProjection:
     """The projections of one group: `[n, in]` to the output of a `GroupedGemm`.
 
-    Heads of q, k and v are in the order of `by_halves`.
+    The elements of each q, k and v head are in the order of `by_halves`.
+
+    Args:
+        names: the projections, one entry of `PROJECTION_GROUPS`.
     """
 
     def __init__(
@@ -49,15 +52,15 @@ class PackedProjection:
         return [self._outer] if self._inner is None else [self._inner, self._outer]
 
     def __call__(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Project ``x`` `[n, in]`; with RESIDUAL add to ``hidden`` in place."""
+        """Project ``x`` `[n, in]`; with RESIDUAL, add the output to ``hidden`` in place."""
         inner = x if self._inner is None else self._inner(x, x)
         return self._outer(x, inner, hidden)
 
 
 class FactoredAttention:
-    """Prefill attention that computes queries from their factors where they are needed.
+    """Prefill attention that computes queries from their factors inside the attention kernel.
 
-    Queries are never written to memory. For models without head norms whose q is a factor pair.
+    Queries are never written to memory. It requires a factor pair for q, and no head norms.
     """
 
     def __init__(
@@ -79,7 +82,16 @@ class FactoredAttention:
     def __call__(
         self, x: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
     ) -> Tensor:
-        """Write K and V of the batch into ``planes``; return attention `[n, heads * dim]`."""
+        """Write K and V of the batch into ``planes`` and return its attention.
+
+        Args:
+            x: bf16 `[n, in]`, the input of the q, k and v projections.
+            rope: cosines and sines, fp32 `[context, dim / 2]` each.
+            planes: K and V of the layer, bf16 `[page, kv_head, slot, dim]` each.
+
+        Returns:
+            bf16 `[n, heads * dim]`.
+        """
         k_pages, v_pages = planes
         inner = self._inner(x, x)  # [n, sum of padded ranks]
         self._attention.write_kv(self._kv(x, inner), rope, k_pages, v_pages, batch)
@@ -105,13 +117,22 @@ class NormedAppend:
     def __call__(
         self, qkv: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
     ) -> Tensor:
-        """Write k and v of ``qkv`` into ``planes``; return q `[n, heads, dim]`."""
+        """Write k and v of ``qkv`` into ``planes`` and return q.
+
+        Args:
+            qkv: `[n, (heads + 2 kv_heads) * dim]`, in the order of `by_halves`.
+            rope: cosines and sines, fp32 `[context, dim / 2]` each.
+            planes: K and V of the layer, bf16 `[page, kv_head, slot, dim]` each.
+
+        Returns:
+            `[n, heads, dim]`.
+        """
         k_pages, v_pages = planes
         return self._attention.write(qkv, rope, k_pages, v_pages, batch, self._norms)
 
 
 def _biases(weights: PackedWeights, layer: PackedLayer, names: Sequence[str]) -> Tensor | None:
-    """Biases of a group, concatenated: fp32 `[sum of rows]`, 0 where a projection has none.
+    """Return the concatenated biases of a group: fp32 `[sum of rows]`, 0 where there is none.
 
     None if no projection has a bias.
     """

@@ -17,10 +17,11 @@ def grouped_gemm(
     biases: Tensor | None = None,
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """Multiply ``x`` by one to three matrices; nothing is rounded to bf16.
+    """Multiply ``x`` by one to three matrices in fp32, without rounding to bf16.
 
     Args:
-        x: `[n, columns]`; a matrix reads ``width`` columns from its ``inner_column`` on, or from 0.
+        x: `[n, columns]`. A matrix `[rows, width]` reads ``width`` columns, from its
+            ``inner_column`` on if that is not negative, else from column 0 on.
         biases: fp32 `[sum of rows]`.
         hidden: `[n, rows]`, the residual stream, for RESIDUAL.
 

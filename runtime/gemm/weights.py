@@ -18,23 +18,24 @@ from runtime.config import ModelConfig
 from runtime.kernels.alignment import LINE_BYTES, LINE_ELEMENTS, VECTOR_ELEMENTS, round_up
 
 PROJECTION_GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
-"""Projections that read the same input; the V of a group's factor pairs are one stacked matrix."""
+"""Projections grouped by their input. The V matrices of a group's factor pairs are stacked."""
 _HEAD_DIM_MULTIPLE = 16
-"""Unit of `by_halves`: eight rows of a head's first half and eight of its second."""
+"""Rows that `by_halves` moves together: eight of a head's first half and eight of its second."""
 _MAX_HEAD_DIM = 256
 """Widest head of the Triton attention kernels for bf16 queries."""
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """One weight matrix.
+    """One weight matrix in the layout of the kernels.
 
     Attributes:
-        weight: bf16 `[rows, width]`. Each row begins on a 128-byte line: rows that share lines
-            make GEMMs of many tokens slower.
+        weight: bf16 `[rows, width]`. Each row begins on a 128-byte line, because GEMMs of many
+            tokens are slower if rows share lines.
         bias: offset of the bias in `PackedWeights.vectors`; -1: no bias.
-        inner_column: first column of the group's inner activations that the matrix reads, for the
-            U of a factor pair; -1: the matrix reads the group's input.
+        inner_column: for the U of a factor pair, the first column that it reads of the group's
+            inner activations, which are the output of the stacked V; -1: the matrix reads the
+            group's input.
     """
 
     weight: Tensor
@@ -49,12 +50,12 @@ class PackedLayer:
     Attributes:
         input_norm, post_norm: offsets of the RMSNorm weights `[hidden]`.
         inner: stacked V of each group of `PROJECTION_GROUPS` with factor pairs, by the name of the
-            group's first projection. Each rank is padded to a multiple of eight.
-        outer: dense W or U of each projection, by its name.
+            group's first projection. Each rank is padded to a multiple of 8.
+        outer: matrix of each projection by name: W if it is dense, U if it is a factor pair.
         stacked: all matrices of a group without factor pairs, stacked, by the name of the group's
             first projection. ``outer`` holds views of it.
-        q_norm, k_norm: offsets of the RMSNorm weights of q and k heads `[head_dim]`, in the
-            model's order of dimensions; -1: the model has none.
+        q_norm, k_norm: offsets of the RMSNorm weights of q and k heads `[head_dim]`, in the model's
+            order of dimensions; -1: the model has none.
     """
 
     input_norm: int
@@ -80,8 +81,8 @@ class PackedWeights:
         vectors: fp32 `[v]`, all norms and biases concatenated.
         final_norm: offset of the final RMSNorm in ``vectors``.
         embedding: bf16 `[vocab, hidden]`, contiguous.
-        lm_head: the output projection; its weight is the base of all line offsets.
-        max_inner: largest number of inner activations of any group, in elements.
+        lm_head: the output projection; the kernels count offsets of matrices from its weight.
+        max_inner: largest width of the inner activations of any group, in elements.
     """
 
     config: ModelConfig
@@ -132,10 +133,10 @@ class PackedWeights:
 
 
 def by_halves(rows: Tensor, dim: int) -> Tensor:
-    """Reorder rows of heads so that RoPE partners are eight rows apart.
+    """Reorder the rows of heads so that RoPE partners are eight rows apart.
 
-    Rows of each head become eight of its first half, their eight partners of the second half, and
-    so on, so that a GEMM tile of 16 rows holds whole RoPE pairs.
+    Eight rows of a head's first half alternate with their eight partners in its second half. A GEMM
+    tile of 16 rows then holds whole RoPE pairs.
 
     Args:
         rows: `[heads * dim, …]`, in the model's order; ``dim`` is a multiple of 16.
@@ -147,7 +148,7 @@ def by_halves(rows: Tensor, dim: int) -> Tensor:
 def unsupported(checkpoint: Checkpoint) -> str | None:
     """Return why the GEMM kernels do not support a checkpoint, None if they do.
 
-    Reads shapes only.
+    Only shapes are read.
     """
     config = checkpoint.config
     if config.head_dim % _HEAD_DIM_MULTIPLE or config.head_dim > _MAX_HEAD_DIM:
@@ -169,7 +170,7 @@ def unsupported(checkpoint: Checkpoint) -> str | None:
 
 
 def _zeros(rows: int, width: int, device: torch.device) -> Tensor:
-    """bf16 zeros `[rows, width]`; each row begins on a line, on any device."""
+    """Return bf16 zeros `[rows, width]` in which each row begins on a line."""
     stride = round_up(width, LINE_ELEMENTS)
     memory = torch.zeros((rows + 1) * stride, dtype=torch.bfloat16, device=device)
     first = -memory.data_ptr() % LINE_BYTES // memory.itemsize
@@ -178,7 +179,7 @@ def _zeros(rows: int, width: int, device: torch.device) -> Tensor:
 
 @dataclass
 class _Packer:
-    """Packs layer after layer, and collects norms and biases in ``vectors``."""
+    """Packs one layer after another, and collects norms and biases in ``vectors``."""
 
     device: torch.device
     head_dim: int
@@ -198,7 +199,7 @@ class _Packer:
     def matrix(
         self, weight: Tensor, bias: Tensor | None = None, inner_column: int = -1
     ) -> PackedMatrix:
-        """Return the matrix with aligned rows; copies only what is not aligned already."""
+        """Return the matrix with aligned rows, copied only if it is not aligned already."""
         weight = weight.to(self.device, torch.bfloat16)
         aligned = weight.shape[1] % VECTOR_ELEMENTS == 0 and weight.stride(0) % LINE_ELEMENTS == 0
         if not aligned or weight.stride(1) != 1 or weight.data_ptr() % LINE_BYTES:
@@ -243,7 +244,7 @@ class _Packer:
         return by_halves(rows, self.head_dim) if name in PROJECTION_GROUPS[0] else rows
 
     def _stacked_v(self, linears: Sequence[Linear]) -> Tensor:
-        """V of all factor pairs, stacked: bf16 `[sum of padded ranks, in]`."""
+        """Return the stacked V of all factor pairs: bf16 `[sum of padded ranks, in]`."""
         pairs = [linear for linear in linears if isinstance(linear, FactorPair)]
         height = sum(round_up(pair.rank) for pair in pairs)
         self.max_inner = max(self.max_inner, height)

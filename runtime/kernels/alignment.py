@@ -1,7 +1,7 @@
-"""Units in which packed weights are aligned and in which kernels count offsets.
+"""Units to which packed weights are aligned and in which kernels count offsets.
 
-Offsets that are passed in a unit and multiplied inside a kernel are known to be multiples of it,
-so that the compiler emits vector loads.
+A kernel receives an offset in one of these units and multiplies it. The compiler then knows that
+the product is a multiple of the unit, and emits vector loads.
 """
 
 VECTOR_ELEMENTS = 8
@@ -12,5 +12,5 @@ LINE_BYTES = 128
 
 
 def round_up(number: int, multiple: int = VECTOR_ELEMENTS) -> int:
-    """Return the smallest multiple that is at least ``number``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``number``."""
     return -(-number // multiple) * multiple

@@ -14,8 +14,11 @@ LINE = tl.constexpr(LINE_ELEMENTS)
 
 @triton.jit
 def matmul(a, b, acc):
-    """Return ``acc + a @ b``. Triton's interpreter has no bf16 dot, so it multiplies in fp32;
-    products of two bf16 numbers are exact in both."""
+    """Return ``acc + a @ b``.
+
+    Triton's interpreter has no bf16 dot, so it multiplies in fp32. Products of two bf16 numbers are
+    exact in both.
+    """
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

@@ -1,4 +1,4 @@
-"""The paged KV cache: how it is laid out, and its memory."""
+"""The paged KV cache: its layout and its memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from runtime.kv.format import KVFormat, Plane
 
 @dataclass(frozen=True)
 class PlaneGroup:
-    """All planes of a cache with equal dtype and shape, which one segment can therefore hold.
+    """All planes of a cache with equal dtype and shape. One segment can hold several of them.
 
     Attributes:
         dtype: dtype of the elements.
@@ -32,24 +32,28 @@ class PlaneGroup:
 
     @cached_property
     def runs(self) -> tuple[range, ...]:
-        """Longest ranges of consecutive layers that have planes in this group."""
+        """Maximal ranges of consecutive layers that have planes in this group."""
         edges = [0, *(bool(planes) for planes in self.members), 0]
         changes = [at for at in range(len(edges) - 1) if edges[at] != edges[at + 1]]
         return tuple(range(*run) for run in zip(changes[::2], changes[1::2], strict=True))
 
     def count(self, first_layer: int, num_layers: int) -> int:
-        """Return the number of planes of this group in some layers."""
+        """Return the number of planes of this group in a range of layers."""
         return sum(map(len, self.members[first_layer : first_layer + num_layers]))
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Every plane of a paged KV cache.
+    """All planes of a paged KV cache.
 
     Attributes:
         page_size: token slots of a page.
         kv_heads: KV heads of every plane.
         layers: planes of each layer, in the order in which they are stored and sent.
+
+    Raises:
+        KVFormatError: names repeat within a layer, or a shape is not ``(kv_heads, page_size,
+            dim)``.
     """
 
     page_size: int
@@ -73,8 +77,7 @@ class CacheLayout:
         """Return the layout of a format's planes.
 
         Raises:
-            KVFormatError: names repeat within a layer, or a shape is not
-                ``(kv_heads, page_size, dim)``.
+            KVFormatError: the planes are malformed, see `CacheLayout`.
         """
         layers = tuple(kv_format.planes(layer, page_size) for layer in range(num_layers))
         kv_heads = layers[0][0].shape[0] if layers and layers[0] else 0
@@ -82,7 +85,7 @@ class CacheLayout:
 
     @cached_property
     def planes(self) -> tuple[tuple[int, Plane], ...]:
-        """(layer, plane) of every plane, in the order of `PagedCache.planes`."""
+        """(layer, plane) for every plane, in the order of `PagedCache.planes`."""
         return tuple((layer, plane) for layer, planes in enumerate(self.layers) for plane in planes)
 
     @cached_property
@@ -100,17 +103,17 @@ class CacheLayout:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all planes."""
+        """Bytes that one token occupies in all planes."""
         return sum(
             self.kv_heads * plane.shape[-1] * plane.dtype.itemsize for _, plane in self.planes
         )
 
 
 class PagedCache:
-    """KV of all sequences of one worker.
+    """Memory for the KV of all sequences of one worker.
 
     Attributes:
-        layout: what the planes are.
+        layout: layout of the planes.
         page_size: token slots of a page.
         planes: one tensor ``[page, kv_head, slot, dim]`` for each of ``layout.planes``.
     """
@@ -132,6 +135,6 @@ class PagedCache:
         return self._layers[index]
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages in every plane."""
+        """Copy page ``sources[i]`` to page ``targets[i]`` in every plane."""
         for plane in self.planes:
             plane[list(targets)] = plane[list(sources)]

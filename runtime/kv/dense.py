@@ -1,4 +1,4 @@
-"""KV format `dense`: keys after RoPE and values, as bf16. The only lossless one."""
+"""KV format `dense`: K after RoPE and V as bf16; the only lossless format."""
 
 from typing import Self
 
@@ -13,7 +13,7 @@ from runtime.kv.format import Plane
 
 
 class DenseFormat:
-    """See `runtime.kv.format`. Planes are bf16 whatever the model computes in."""
+    """Implements `runtime.kv.format.KVFormat`. Planes are bf16 for any dtype of the model."""
 
     name = "dense"
     version = 1
@@ -39,7 +39,7 @@ class DenseFormat:
         """See `runtime.kv.format.KVFormatFactory`."""
         if not by_halves:
             return cls(config, dense_attention(config, device, dtype))
-        from runtime.attention.gpu import TritonAttention  # a CPU host may have no Triton
+        from runtime.attention.gpu import TritonAttention  # optional: Triton
 
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         return cls(config, TritonAttention(*heads, by_halves=True))

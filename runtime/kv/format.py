@@ -15,11 +15,11 @@ class Plane:
     """One tensor of one layer over all pages: ``[page, *shape]`` of ``dtype``.
 
     Attributes:
-        name: unique within its layer. Codebooks are found by (layer, name).
+        name: name, unique within the layer. A codebook belongs to a (layer, name).
         shape: ``(kv_heads, page_size, dim)`` of one page. All planes of a cache have the same
             ``kv_heads`` and ``page_size``; ``dim`` may differ.
-        encodable: the elements are floating-point values that a lossless codec may encode. Planes
-            of integers, packed codes or scales set it to False and are sent as raw bytes.
+        encodable: whether the elements are floating-point values that a lossless codec may encode.
+            Planes of integers, packed codes or scales set it to False and are sent as raw bytes.
     """
 
     name: str
@@ -68,19 +68,19 @@ class LayerKV(Protocol):
 class KVFormat(Protocol):
     """A representation of keys and values in pages.
 
-    A prefill worker and a decode worker work together only if ``name``, ``version`` and
+    A prefill worker and a decode worker are compatible only if ``name``, ``version`` and
     ``artifact_hash`` are equal.
 
     Attributes:
         name: stable name of the format.
-        version: raised whenever the stored bits change.
-        lossless: attention reads exactly the K and V that the model computed in bf16.
+        version: number that increases whenever the stored bits change.
+        lossless: whether attention reads exactly the K and V that the model computed in bf16.
         artifact_hash: hash of calibration results; empty if the format has none.
-        graph_safe: `append` and `attend` can be captured in a CUDA graph: fixed shapes and grids,
-            no read of a device value on the host.
-        dense_bf16: the planes of every layer are K after RoPE and V, bf16
-            `[page, kv_head, slot, head_dim]`. Fused kernels then read and write the planes without
-            calling `append` and `attend`.
+        graph_safe: whether `append` and `attend` can be captured in a CUDA graph: fixed shapes and
+            grids, and no device value is read on the host.
+        dense_bf16: whether the planes of every layer are K after RoPE and V, bf16 `[page, kv_head,
+            slot, head_dim]`. Fused kernels may then read and write the planes without calling
+            `append` and `attend`.
     """
 
     name: str
@@ -100,7 +100,7 @@ class KVFormat(Protocol):
         ...
 
     def layer(self, index: int) -> LayerKV:
-        """Return storage and attention of one layer; called once per layer and step."""
+        """Return the storage and attention of one layer; called once per layer and step."""
         ...
 
 
@@ -118,9 +118,9 @@ class KVFormatFactory(Protocol):
         """Create the format.
 
         Args:
-            dtype: what the model computes in, and so the dtype of q, k and v.
-            by_halves: rows of each head in ``qkv`` are in the order of
-                `runtime.gemm.weights.by_halves`, as models with packed weights have them.
+            dtype: dtype in which the model computes, and therefore that of q, k and v.
+            by_halves: whether the elements of each head in ``qkv`` are in the order of
+                `runtime.gemm.weights.by_halves`, as in models with packed weights.
 
         Raises:
             ValueError: the format does not support this model.

@@ -7,9 +7,10 @@ from runtime.errors import OutOfPages
 
 
 class PagePool:
-    """Allocates page ids and counts the holders of each.
+    """Allocates page ids and counts the holders of each page.
 
-    Deterministic: pages are allocated in the order in which they became free, starting at 0.
+    Allocation is deterministic: pages are allocated in the order in which they became free,
+    starting with page 0.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -28,10 +29,10 @@ class PagePool:
         """Allocate ``count`` pages with one holder each.
 
         Raises:
-            OutOfPages: fewer pages are free; none is allocated then.
+            OutOfPages: fewer pages are free; none is allocated.
         """
         if count > len(self._free):
-            raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.total} free")
+            raise OutOfPages(f"{count} pages requested, {len(self._free)} of {self.total} free")
         pages = [self._free.popleft() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1

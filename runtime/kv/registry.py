@@ -1,4 +1,4 @@
-"""KV formats by name: the built-in ones, and plug-ins named ``module:Class``."""
+"""KV formats by name: built-in formats, and plug-ins as ``module:Class``."""
 
 from importlib import import_module
 from typing import Any
@@ -26,20 +26,20 @@ def create_format(
     *,
     by_halves: bool = False,
 ) -> KVFormat:
-    """Create the KV format that a setting names.
+    """Create the KV format with a given name.
 
     Args:
-        spec: a built-in name, or ``module:Class`` of a class with a ``create`` classmethod; see
-            `runtime.kv.format.KVFormatFactory` for it and the other arguments.
+        spec: a built-in name, or ``module:Class`` for a class with a ``create`` classmethod.
+            `runtime.kv.format.KVFormatFactory` documents ``create`` and the other arguments.
 
     Raises:
-        KVFormatError: the name is unknown, the module or class is missing, or the class is not a
-            KV format.
+        KVFormatError: the name is unknown, the module or class is missing, or the class is not a KV
+            format.
     """
     factory = _plug_in(spec) if ":" in spec else _BUILT_IN.get(spec)
     if factory is None:
         known = ", ".join(sorted(_BUILT_IN))
-        raise KVFormatError(f"unknown KV format {spec!r}: built in are {known}; or module:Class")
+        raise KVFormatError(f"unknown KV format {spec!r}: expected {known} or module:Class")
     kv_format = factory(config, device, dtype, by_halves=by_halves)
     missing = [member for member in _MEMBERS if not hasattr(kv_format, member)]
     if missing:

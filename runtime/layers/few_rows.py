@@ -62,7 +62,7 @@ def few_rows_linear(weight: Tensor, packed: Tensor) -> FewRowsLinear | None:
         packed: the same weight in oneDNN's packed layout.
 
     Returns:
-        The linear layer, or None if the layout of ``packed`` is not the expected one.
+        The linear layer, or None if ``packed`` does not have the expected layout.
     """
     if codes := _find_codes(weight):
         return FewRowsLinear(codes, len(weight), _MAX_ROWS)

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU on a GPU, one Triton launch each. `pointwise` is their reference."""
+"""RMSNorm and SwiGLU on a GPU, one Triton launch each. `pointwise` has the reference."""
 
 import torch
 import triton
@@ -33,7 +33,7 @@ class TritonRmsNorm:
 
 
 def triton_silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) · up`` of `[n, 2 d]`, gate in the first half of the columns: `[n, d]`."""
+    """Return ``silu(gate) · up`` `[n, d]` from ``gate_up`` `[n, 2 d]`, gate first."""
     width = gate_up.shape[1] // 2
     y = gate_up.new_empty(len(gate_up), width)
     if len(y):

@@ -7,14 +7,14 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm_kernel(x, weight, y, width, eps, WIDTH: tl.constexpr):
-    """RMSNorm of one row per program. Statistics are fp32.
+    """Compute RMSNorm of one row per program, with statistics in fp32.
 
     Grid `(n,)`.
 
     Args:
         x: `[n, width]`, contiguous.
         weight: fp32 or bf16 `[width]`.
-        y: `[n, width]`, contiguous.
+        y: `[n, width]`, contiguous, written.
         WIDTH: smallest power of two that is at least ``width``.
     """
     row = tl.program_id(0).to(tl.int64) * width
@@ -27,13 +27,13 @@ def rms_norm_kernel(x, weight, y, width, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def silu_mul_kernel(gate_up, y, width, BLOCK: tl.constexpr):
-    """``silu(gate) · up`` for BLOCK columns of one row per program.
+    """Compute ``silu(gate) · up`` for BLOCK columns of one row per program.
 
     Grid `(n, ceil(width / BLOCK))`.
 
     Args:
         gate_up: `[n, 2 width]`, contiguous, gate in the first half of the columns.
-        y: `[n, width]`, contiguous.
+        y: `[n, width]`, contiguous, written.
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -80,7 +80,7 @@ def uses_packed_layout(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def linear_op(weight: Tensor, bias: Tensor | None = None) -> LinearOp:
-    """Return the fastest available linear layer for a weight ``[out, in]``."""
+    """Return the fastest available linear layer for a weight ``[out, in]`` and a bias ``[out]``."""
     kind = PackedLinear if uses_packed_layout(weight.device, weight.dtype) else TorchLinear
     return kind(weight, bias)
 
@@ -90,11 +90,11 @@ SharedOps = dict[tuple[int, ...], LinearOp]
 
 
 class Projection:
-    """Linear layers with the same input, in few matmuls: ``[n, in]`` to ``[n, sum(out)]``.
+    """Several linear layers over one input, in few matmuls: ``[n, in]`` to ``[n, sum(out)]``.
 
-    If all are dense, one matmul computes the stacked weights. Otherwise a first matmul computes the
-    stacked V of the factor pairs and W of the dense layers. Then the U of each factor pair
-    multiplies its slice of the result; ranks may differ.
+    If all are dense, the stacked weights are one matmul. Otherwise the first matmul multiplies the
+    stacked V of factor pairs and W of dense layers, and the U of each factor pair multiplies its
+    slice of the result. Ranks may differ.
 
     Args:
         shared: first matmuls of earlier projections, to reuse those with the same weights; updated.

@@ -1,4 +1,4 @@
-"""Compiled loops of a decoder layer on the CPU, in fp32. Callers check and prepare arguments.
+"""Compiled fp32 loops of a decoder layer on the CPU. Callers check and prepare the arguments.
 
 As in `runtime.cpu.jit`, operations are executed in the order written, so that a row has the same
 bits in any batch.
@@ -102,7 +102,7 @@ def find_codes(
             for k in range(g * GROUP, (g + 1) * GROUP):
                 low, high = min(low, weight[row, k]), max(high, weight[row, k])
             span = max(high, -low) if signed else high - low
-            # Round to the 11 significant bits of fp16, in which files store scales.
+            # Files store scales as fp16, so round to its 11 significant bits.
             bits = as_bits(_f(span / _f(levels)))
             bits = (bits + _u(0xFFF) + ((bits >> _u(13)) & _u(1))) & _u(0xFFFFE000)
             scale = as_float(bits)
@@ -142,7 +142,7 @@ def rms_norm(x: Floats, weight: Floats, eps: np.float32, out: Floats) -> None:
 
 @compiled
 def silu_mul(gate_up: Floats, out: Floats) -> None:
-    """Compute ``silu(gate) · up`` for rows `[gate | up]` of `[n, 2 d]`, into ``out`` `[n, d]`."""
+    """Compute ``silu(gate) · up`` of `[n, 2 d]`, gate first, into ``out`` `[n, d]`."""
     width = out.shape[1]
     for row in range(out.shape[0]):
         for i in range(width):

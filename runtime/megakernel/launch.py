@@ -1,4 +1,4 @@
-"""Launch of the megakernel: a decode step of up to eight sequences."""
+"""Launcher of the megakernel: a decode step of up to eight sequences."""
 
 import math
 from collections.abc import Sequence
@@ -20,26 +20,26 @@ MAX_SEQUENCES = layouts.N.value
 """Maximum sequences of a step."""
 _MAX_PROGRAMS = 256
 _MAX_SPLITS = 32
-"""Maximum splits of a sequence's KV; one program combines them."""
+"""Maximum splits of a sequence's KV, whose results one program combines."""
 
 
 class DecodeStep:
     """A decode step over fixed tensors, whose contents may change between launches.
 
     Args:
-        planes: K and V of all layers, bf16 `[page, kv_head, slot, dim]`, of equal strides.
-        rope: cosines and sines, fp32 `[context, dim / 2]`.
-        batch: at most `MAX_SEQUENCES` sequences, one token of each; its tensors are read at every
-            launch.
-        programs: programs of the launch, all of which must be resident: at most one for each
-            multiprocessor.
-        slots: tiles of 32 KiB of the ring in shared memory.
-        ahead, tall_ahead: tiles in flight beside the newest, for ordinary and for tall tiles.
-        tall: rows of a stage for each program from which narrow matrices have tall tiles.
+        planes: K and V of all layers, bf16 `[page, kv_head, slot, dim]`, with equal strides.
+        rope: cosines and sines, fp32 `[context, dim / 2]` each.
+        batch: at most `MAX_SEQUENCES` sequences with one token each; every launch reads its
+            tensors.
+        programs: number of programs. All must be resident, so at most one per multiprocessor.
+        slots: slots of the ring in shared memory, 32 KiB each.
+        ahead, tall_ahead: copies that may still be in flight when the next one starts, for ordinary
+            and for tall tiles.
+        tall: use tall tiles for narrow matrices where a program has at least this number of rows.
 
     Attributes:
-        batch: as given.
-        logits: fp32 `[sequences, vocab]` of the last launch.
+        batch: the argument.
+        logits: fp32 `[sequences, vocab]`, overwritten by every launch.
 
     Raises:
         ValueError: the kernel does not support the model or the sizes.
@@ -69,7 +69,7 @@ class DecodeStep:
         self.batch = batch
         self.logits = torch.zeros(size, config.vocab_size, device=device)
         self._programs = programs
-        self._held = weights, list(planes)  # the pass table has their addresses
+        self._held = weights, list(planes)  # the pass table has offsets to them
         self._arguments = (
             arguments.Schedule(table, len(passes) - 1, flags),
             *_inputs(weights, planes, rope, batch),
@@ -99,7 +99,7 @@ def _check(weights: PackedWeights, planes: Sequence[Tensor], batch: Batch, progr
         raise ValueError(reason)
     page, size = planes[0].shape[2], len(batch.tokens)
     if page % 16 or not 1 <= size <= MAX_SEQUENCES or not 1 <= programs <= _MAX_PROGRAMS:
-        raise ValueError(f"pages of {page}, a batch of {size}, {programs} programs")
+        raise ValueError(f"unsupported: pages of {page}, {size} sequences, {programs} programs")
     shapes = {(plane.stride(), plane.shape[1:]) for plane in planes}
     if len(planes) != 2 * weights.config.num_layers or len(shapes) != 1:
         raise ValueError("planes must be K and V of every layer, with equal strides")

@@ -1,7 +1,7 @@
 """Interpreter of the megakernel's pass list in torch: the specification of the kernel.
 
-It runs the same passes over one sequence, one pass after the other, and checks the protocol: a pass
-reads only messages of the stage that it waits for, and never overwrites one that may still be read.
+It runs the passes over one sequence, one after another, and checks the protocol: a pass reads only
+messages of the stage that it waits for, and does not overwrite a message that may still be read.
 """
 
 import math
@@ -18,7 +18,7 @@ from runtime.megakernel.kernels import opcodes
 from runtime.megakernel.schedule import HEAD_OPCODES, Offsets, Pass, build_passes
 
 _SPACING = 7
-"""Lines between the made-up addresses of two tensors."""
+"""Lines between the artificial addresses of two tensors."""
 
 
 class ProtocolError(Exception):
@@ -26,7 +26,7 @@ class ProtocolError(Exception):
 
 
 class Messages:
-    """A sequence's activations, each with the stages in which it was written and last read."""
+    """Activations of one sequence. Records the stages in which each was written and last read."""
 
     def __init__(self, size: int) -> None:
         self._values = torch.full((size,), math.nan)
@@ -37,7 +37,7 @@ class Messages:
         """Return ``count`` values from offset ``first`` on.
 
         Raises:
-            ProtocolError: they are not of the stage after which ``reader`` runs.
+            ProtocolError: a value was not written in stage ``reader.after``.
         """
         place = slice(first, first + count)
         if not (self._written[place] == reader.after).all():
@@ -46,10 +46,10 @@ class Messages:
         return self._values[place]
 
     def write(self, first: int, values: Tensor, stage: int, after: int) -> None:
-        """Store values of a stage that runs after stage ``after``.
+        """Store values of ``stage``, which waits for messages of stage ``after``.
 
         Raises:
-            ProtocolError: a pass of a later stage than ``after`` has read what is overwritten.
+            ProtocolError: a value to be overwritten was read in a stage later than ``after``.
         """
         place = slice(first, first + len(values))
         if not (self._read[place] <= after).all():
@@ -62,11 +62,11 @@ class Interpreter:
 
     Args:
         planes: K and V of all layers, bf16 `[page, kv_head, slot, dim]`.
-        tall: as of `build_passes`; it changes tiles, not results.
+        tall: as in `build_passes`; changes tiles, not results.
 
     Attributes:
-        passes: the list, with the pass that marks the end.
-        offsets: offsets of activations.
+        passes: the pass list, including the end marker.
+        offsets: offsets of the activations.
     """
 
     def __init__(self, weights: PackedWeights, planes: Sequence[Tensor], tall: int) -> None:
@@ -119,10 +119,13 @@ class Interpreter:
         return logits
 
     def _multiply(self, messages: Messages, one: Pass, hidden: Tensor) -> Tensor:
-        """Return the product of a pass, divided by the rms of the residual stream if normed."""
+        """Return the output of a pass's matmul.
+
+        If the pass is normed, the output is divided by the rms of the residual stream.
+        """
         matrix = self._tensors[one.offset]
         if one.stride * VECTOR_ELEMENTS != matrix.stride(0):
-            raise ValueError(f"{one} has another row stride than its matrix")
+            raise ValueError(f"the row stride of {one} is not that of its matrix")
         count = self._config.hidden_size if one.normed else one.width * VECTOR_ELEMENTS
         x = messages.read(one.source * VECTOR_ELEMENTS, count, one)
         y = matrix[:, :count].float() @ x
@@ -136,7 +139,7 @@ class Interpreter:
     def _write_heads(
         self, messages: Messages, one: Pass, y: Tensor, position: int, pages: list[int]
     ) -> None:
-        """Rotate q or k; write k or v into its page; send all of them."""
+        """Apply RoPE to q or k, write k or v into its page, and send q, k or v."""
         config, dim = self._config, self._config.head_dim
         natural = torch.empty_like(y)
         natural[by_halves(torch.arange(len(y)), dim)] = y

@@ -1,7 +1,7 @@
 """The pass list of a decode step, in the order in which every program runs it.
 
-A pass belongs to a stage: its messages carry the stage's flag, and it reads messages of stage
-``after``. Passes of one stage, such as those of q, k and v, do not wait for one another.
+Each pass belongs to a stage. Its messages carry the flag of that stage, and it reads messages of
+stage ``after``. Passes of one stage, such as those of q, k and v, do not wait for one another.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ from runtime.megakernel.kernels import layouts, opcodes
 
 HEAD_OPCODES = {"q": opcodes.QUERY.value, "k": opcodes.KEY.value, "v": opcodes.VALUE.value}
 _MAX_TALL_WIDTH = layouts.SHARED_COLUMNS.value
-"""Maximum columns of a matrix with tall tiles: shared memory holds the whole input."""
+"""Maximum columns of a matrix with tall tiles, whose whole input is in shared memory."""
 _HEAD_UNIT = 16
-"""Rows of q, k and v that stay in one program: eight, and their eight RoPE partners."""
+"""Rows of q, k and v that one program computes together: eight, and their RoPE partners."""
 
 Address = Callable[[Tensor], int]
 """Returns the byte address of a tensor."""
@@ -26,27 +26,30 @@ Address = Callable[[Tensor], int]
 
 @dataclass(frozen=True)
 class Pass:
-    """A row of the pass table, in the order of the columns that `kernels.opcodes` numbers.
+    """A row of the pass table. The fields are in the order of the columns in `kernels.opcodes`.
 
     Attributes:
-        opcode: attention, or the epilogue of the product.
+        opcode: attention, or the epilogue of the matmul.
         stage: number of the stage, counted from 1; the embedding is stage 0.
-        after: stage of the messages that are read.
+        after: stage of the messages that the pass reads.
         offset: offset of the matrix from the LM head, or of K's plane from the first plane, in
             lines.
-        v_offset: for attention, offset of V's plane, in lines.
-        width: columns of the matrix, in eights.
-        start, units, total, unit: the pass has ``units`` units of ``unit`` rows. All passes of the
-            stage that are divided together have ``total``; this one's begin at ``start``.
-        source: offset of the input in a sequence's activations, in eights.
+        v_offset: for attention, offset of V's plane from the first plane, in lines.
+        width: columns of the matrix, in units of 8.
+        unit: number of rows that one program computes together.
+        units: number of units of the pass.
+        total: number of units of all passes that are divided together among the programs, such as
+            those of q, k and v.
+        start: number of units of earlier passes among these.
+        source: offset of the input in a sequence's activations, in units of 8.
         target: offset of the output in a sequence's activations; for k and v, offset of the plane
             in lines.
         bias: offset of the bias in the vectors; -1: none.
-        norm: offset in the vectors of the norm that follows the residual stream.
-        normed: the input is the residual stream times the norm's weights, not yet divided by its
-            rms.
+        norm: for RESIDUAL, offset of the next norm's weights in the vectors.
+        normed: whether the input is the residual stream times the norm's weights, not yet divided
+            by its rms.
         tall: whether tiles have 128 rows.
-        stride: row stride of the matrix, in eights.
+        stride: row stride of the matrix, in units of 8.
     """
 
     opcode: int
@@ -74,13 +77,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class Offsets:
-    """Offsets of a sequence's activations among its messages. The normed residual stream is at 0.
+    """Offset of each activation in a sequence's messages. The normed residual stream is at 0.
 
     Attributes:
         attended: output of attention `[heads * dim]`.
-        query: q `[heads * dim]`; new k and v `[kv_heads * dim]` each follow.
+        query: q `[heads * dim]`, followed by new k and new v, `[kv_heads * dim]` each.
         gated: SiLU(gate) · up `[intermediate]`.
-        inner: inner activations of a factorized group.
+        inner: output of the stacked V of a factorized group, `[max_inner]`.
         end: number of messages.
     """
 
@@ -106,13 +109,15 @@ def build_passes(
     tall: int,
     address: Address = Tensor.data_ptr,
 ) -> list[Pass]:
-    """Return all passes of a step, and one that marks the end.
+    """Return all passes of a step, followed by an end marker.
 
-    The last one has the stage after all others, and the norm of the embedding.
+    The end marker has the next stage number, and in ``norm`` the offset of the first layer's norm,
+    which is applied to the embedding.
 
     Args:
         planes: K and V of every layer.
-        tall: rows of a stage from which narrow matrices have tall tiles.
+        tall: minimum number of rows, over all programs, for which narrow matrices have tall tiles.
+        address: returns the byte address of a tensor.
     """
     builder = _PassBuilder(weights, planes, offsets, tall, address)
     for number, layer in enumerate(weights.layers):
@@ -123,7 +128,7 @@ def build_passes(
 
 
 class _PassBuilder:
-    """Appends the passes of layer after layer.
+    """Appends the passes of one layer after another.
 
     Attributes:
         stage: stage of the next pass.
@@ -191,7 +196,16 @@ class _PassBuilder:
         self.stage += 1
 
     def _inner(self, layer: PackedLayer, first: str, after: int, source: int) -> int:
-        """Append the pass of a group's V, if it has one; return the stage of its output."""
+        """Append the pass of a group's stacked V, if the group has factor pairs.
+
+        Args:
+            first: name of the group's first projection.
+            after: stage of the group's input.
+            source: offset of the group's input.
+
+        Returns:
+            Stage of the inner activations, if there are any.
+        """
         if first in layer.inner:
             self.matrix(
                 opcodes.INNER.value, layer.inner[first], after, source,
@@ -203,7 +217,7 @@ class _PassBuilder:
     def _input(
         self, matrix: PackedMatrix, before: int, inner_stage: int, source: int
     ) -> tuple[int, int, bool]:
-        """Return the stage and the offset of a matrix's input, and whether it is normed."""
+        """Return stage and offset of a matrix's input, and whether it is normed (see `Pass`)."""
         if matrix.inner_column < 0:
             return before, source, source == 0
         return inner_stage, self._offsets.inner + matrix.inner_column, False
@@ -252,7 +266,7 @@ class _PassBuilder:
     def _lines(self, tensor: Tensor, base: Tensor) -> int:
         distance = self._address(tensor) - self._address(base)
         if distance % LINE_BYTES:
-            raise ValueError(f"a tensor does not begin at a multiple of {LINE_BYTES} bytes")
+            raise ValueError(f"the offset of a tensor is not a multiple of {LINE_BYTES} bytes")
         if abs(distance // LINE_BYTES) >= 1 << 31:
             raise ValueError("tensors are too far apart for the pass table's 32-bit offsets")
         return distance // LINE_BYTES

@@ -1,17 +1,17 @@
-"""Which packed models the megakernel supports."""
+"""Models that the megakernel supports."""
 
 from runtime.gemm.weights import PackedWeights
 from runtime.megakernel.kernels import layouts
 
 _MAX_GROUP = layouts.ROWS.value
-"""Query heads of a KV head: the rows of an attention tile."""
+"""Maximum query heads per KV head: the rows of an attention tile."""
 
 
 def unsupported(weights: PackedWeights) -> str | None:
-    """Return why a decode step of a model cannot be one launch, None if it can.
+    """Return why the megakernel does not support a model, None if it does.
 
-    Reads shapes only. Models that cannot be packed, such as those with factor pairs of rank 0, are
-    rejected by `runtime.gemm.weights.unsupported`.
+    Only shapes are read. `runtime.gemm.weights.unsupported` rejects models that cannot be packed,
+    such as those with factor pairs of rank 0.
     """
     config = weights.config
     if weights.head_norms:

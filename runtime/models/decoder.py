@@ -16,12 +16,12 @@ from runtime.models.family import Gate, LayerParts, ModelFamily
 
 
 class ServingBuilder:
-    """Makes a layer's parts for serving; see `runtime.models.family.LayerBuilder`.
+    """Builds the parts of a layer for serving; see `runtime.models.family.LayerBuilder`.
 
     Args:
-        weights: the family's ``layer_type``.
-        shared: linear operators by the tensors stacked in them, kept from layer to layer so that a
-            basis shared by several layers is packed once.
+        weights: weights of the layer, an instance of the family's ``layer_type``.
+        shared: packed linear operators, by the ids of the tensors stacked in them. Passed from
+            layer to layer so that a basis shared by several layers is packed once.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AddResidual:
 
 @dataclass(frozen=True)
 class GatedProjection:
-    """Two projections side by side, ``[n, 2 d]``, combined by a gate to ``[n, d]``."""
+    """Two projections in one, ``[n, 2 d]``, combined by a gate to ``[n, d]``."""
 
     projection: Projection
     gate: Callable[[Tensor], Tensor]
@@ -78,7 +78,7 @@ class DecoderLayer:
     """One layer of a model.
 
     Attributes:
-        parts: the callables that compute it.
+        parts: callables for the parts of the layer.
         factorized: whether any of its linears is a factor pair.
     """
 
@@ -93,7 +93,7 @@ class DecoderLayer:
     def build(
         cls, family: ModelFamily[Any], config: ModelConfig, weights: Any, shared: SharedOps
     ) -> "DecoderLayer":
-        """Build a layer from a checkpoint's weights. ``shared`` is that of `ServingBuilder`."""
+        """Build a layer from a checkpoint's weights. For ``shared`` see `ServingBuilder`."""
         parts = family.parts(ServingBuilder(family, config, weights, shared))
         factorized = any(isinstance(linear, FactorPair) for _, linear in linears_of(weights))
         return cls(family, config, parts, factorized=factorized)
@@ -112,8 +112,10 @@ class DecoderLayer:
 
         Args:
             hidden: residual stream ``[n, hidden]``.
-            last: whether this is the last layer, which continues after K and V with the rows that
-                need logits only.
+            rope: cosines and sines, fp32 ``[context, dim / 2]`` each.
+            planes: the layer's planes, in the order of `KVFormat.planes`.
+            last: whether this is the last layer. After K and V are written, it computes only the
+                rows that need logits.
 
         Returns:
             ``[n, hidden]``, or ``[m, hidden]`` for the ``m`` logit rows of the last layer.

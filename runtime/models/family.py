@@ -2,8 +2,8 @@
 
 Serving builds the parts from packed projections and attends over paged KV
 (`runtime.models.decoder`). Compression builds them from plain differentiable linears and attends
-over whole sequences (`runtime.compress.forward`). Both run the family's two methods around their
-own attention:
+over whole sequences (`runtime.compress.forward`). Both call the two methods of the family before
+and after attention:
 
     x, carried = family.before_attention(parts, hidden)
     attended = attention(parts.qkv(x))
@@ -24,7 +24,9 @@ from runtime.checkpoint.family import CheckpointFamily
 from runtime.layers.pointwise import RmsNorm, silu_mul
 
 Append = Callable[[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...], Batch], Tensor]
+"""Writes K and V into pages and returns q: ``(qkv, rope, planes, batch)``, as `LayerKV.append`."""
 Prefill = Callable[[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...], Batch], Tensor]
+"""Projects to q, k and v, writes pages and attends: ``(x, rope, planes, batch)``."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Norm:
     """A norm over the last dimension.
 
     Attributes:
-        function: ``(x, weight, eps)``, differentiable.
-        kernel: ``(weight, eps)`` to a callable for serving; None uses ``function``.
+        function: the norm as ``(x, weight, eps)``, differentiable.
+        kernel: ``(weight, eps)``, returns a callable for serving; None uses ``function``.
     """
 
     function: Callable[[Tensor, Tensor, float], Tensor]
@@ -48,7 +50,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Gate:
-    """The product of an activation and a second input, as in SwiGLU.
+    """An activation of one input times a second input, as in SwiGLU.
 
     Attributes:
         function: ``(gate, up)``, each ``[..., d]``, differentiable.
@@ -66,7 +68,7 @@ class Gate:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / rms(x) * weight`` over the last dimension, the mean square in fp32."""
+    """Return ``x / rms(x) * weight`` over the last dimension, with the mean square in fp32."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)
@@ -81,12 +83,13 @@ class LayerParts:
     """The callables of one layer. A family adds its own in a subclass.
 
     Attributes:
-        qkv: input ``[..., in]`` to q, k and v in the form that the attention takes.
-        head_norms: norms of each query head and each key head before RoPE, or None.
-        append: serving only: replaces `KVFormat.append` by one launch that also applies the head
-            norms; ``head_norms`` is then None.
-        prefill: serving only: attention from the input of ``qkv`` on, for batches with several
-            tokens per sequence; None runs ``qkv`` and the attention backend.
+        qkv: projection of ``[..., in]`` to q, k and v, as one tensor or three, see
+            `LayerBuilder.qkv`.
+        head_norms: norms applied to each query head and each key head before RoPE, or None.
+        append: for serving, a replacement of `KVFormat.append` that also applies the head norms;
+            ``head_norms`` is then None.
+        prefill: for serving, a fused replacement of ``qkv`` and attention for batches with several
+            tokens per sequence; None if there is none.
     """
 
     qkv: Callable[[Tensor], Any]
@@ -99,11 +102,11 @@ class LayerBuilder(Protocol):
     """Makes callables from the fields of a layer's weights. Tensors are ``[..., size]``."""
 
     def has(self, field: str) -> bool:
-        """Return whether the layer has an optional vector."""
+        """Return whether the layer has this optional vector."""
         ...
 
     def qkv(self, *fields: str) -> Callable[[Tensor], Any]:
-        """Return the projection to q, k and v: three linears, or one with them in that order."""
+        """Return the projection of one input to q, k and v: three linears, or one fused linear."""
         ...
 
     def linear(self, field: str) -> Callable[[Tensor], Tensor]:
@@ -113,12 +116,12 @@ class LayerBuilder(Protocol):
     def residual(self, field: str) -> Callable[[Tensor, Tensor], Tensor]:
         """Return a linear as ``hidden = f(x, hidden)``, which adds its output to ``hidden``.
 
-        When serving on a GPU it may overwrite ``hidden``.
+        When serving on a GPU, ``f`` may overwrite ``hidden``.
         """
         ...
 
     def gated(self, gate_field: str, up_field: str, gate: Gate) -> Callable[[Tensor], Tensor]:
-        """Return ``gate`` of two linears that read the same input."""
+        """Return ``gate`` applied to two linears of the same input."""
         ...
 
     def norm(self, field: str) -> Callable[[Tensor], Tensor]:
@@ -132,12 +135,13 @@ Parts = TypeVar("Parts", bound=LayerParts)
 class ModelFamily(CheckpointFamily, Generic[Parts]):
     """Models that share a decoder layer: its checkpoints and its forward pass.
 
-    Around the layers every family has a token embedding, a final norm and an LM head. Attention is
-    causal, over ``num_heads`` query heads that share ``num_kv_heads`` KV heads, with RoPE.
+    Every family has a token embedding before the layers, and a final norm and an LM head after
+    them. Attention is causal, over ``num_heads`` query heads that share ``num_kv_heads`` KV heads,
+    with RoPE.
 
     Attributes:
-        norm: the norm of the layers and before the LM head; eps is ``config.rms_norm_eps``.
-        packed_gemm: whether `runtime.gemm` packs its layers for a GPU.
+        norm: norm of the layers and before the LM head; its eps is ``config.rms_norm_eps``.
+        packed_gemm: whether `runtime.gemm` supports the layers.
     """
 
     norm: ClassVar[Norm] = RMS_NORM
@@ -145,24 +149,27 @@ class ModelFamily(CheckpointFamily, Generic[Parts]):
 
     @abstractmethod
     def parts(self, build: LayerBuilder) -> Parts:
-        """Return the callables of one layer, made by ``build``."""
+        """Return the callables of one layer, built with ``build``."""
 
     @abstractmethod
     def before_attention(self, parts: Parts, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the input of ``parts.qkv``, and the tensors that `after_attention` reads.
+        """Compute the layer up to the q, k and v projections.
 
         Args:
             hidden: residual stream, ``[..., hidden]``.
 
-        In the last layer the carried tensors are cut to the rows that need logits.
+        Returns:
+            Input of ``parts.qkv``, and the tensors to carry over to `after_attention`. In the last
+            layer, these are cut to the rows that need logits.
         """
 
     @abstractmethod
     def after_attention(self, parts: Parts, attended: Tensor, *carried: Tensor) -> Tensor:
         """Return the residual stream after the layer.
 
-        Must not change its arguments in place: gradients flow through it under compression.
+        It must not modify its arguments in place, since compression computes gradients through it.
 
         Args:
             attended: output of attention, heads concatenated, ``[..., num_heads * head_dim]``.
+            carried: tensors from `before_attention`.
         """

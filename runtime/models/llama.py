@@ -38,12 +38,12 @@ PROJECTIONS: dict[str, str] = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-"""Hugging Face's name inside a layer of each linear of `LayerWeights`."""
+"""Hugging Face's module name within a layer, for each linear of `LayerWeights`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaParts(LayerParts):
-    """The callables of a layer; ``gated`` is ``SiLU(gate) * up``."""
+    """The callables of a Llama layer; ``gated`` computes ``SiLU(gate) * up``."""
 
     input_norm: Callable[[Tensor], Tensor]
     post_norm: Callable[[Tensor], Tensor]
@@ -53,7 +53,7 @@ class LlamaParts(LayerParts):
 
 
 class LlamaFamily(ModelFamily[LlamaParts]):
-    """See `runtime.models.family.ModelFamily`."""
+    """The family of Llama, Mistral, Qwen2 and Qwen3 models."""
 
     name = "Llama"
     architectures = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3)
@@ -115,8 +115,8 @@ class LlamaFamily(ModelFamily[LlamaParts]):
     ) -> ModelConfig:
         """See `CheckpointFamily.parse_config`.
 
-        Sliding-window attention is not computed. It equals full attention within the window, so the
-        window of a model that uses one becomes its ``context_length``.
+        Sliding-window attention is not implemented. Within the window it equals full attention, so
+        ``context_length`` is limited to the window of models that use one.
         """
         if hf_config.get("hidden_act", "silu") != "silu":
             raise CheckpointError(

@@ -21,7 +21,7 @@ from runtime.kv.registry import create_format
 from runtime.layers.linear import SharedOps, linear_op, uses_packed_layout
 from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import DecoderLayer
-from runtime.models.registry import model_family, packed_gemm_refusal
+from runtime.models.registry import model_family, unsupported_family
 
 if TYPE_CHECKING:
     from runtime.gemm.ops import GroupedGemm
@@ -29,26 +29,32 @@ if TYPE_CHECKING:
     from runtime.gemm.weights import PackedWeights
 
 Backend = Literal["torch", "gemm"]
-"""What computes a model: torch, with our own kernels where they suit the device, or
-`runtime.gemm` over packed weights, with `runtime.megakernel` for decode steps."""
+"""Implementation of the linear layers. "torch" uses torch and, on the CPU, our compiled loops.
+"gemm" uses `runtime.gemm` over packed weights, and `runtime.megakernel` for decode steps."""
 _HOPPER = (9, 0)
-"""Compute capability that the GEMM kernels and the megakernel are written for."""
+"""Compute capability for which the GEMM kernels and the megakernel are written."""
 
 
 class Model:
-    """A checkpoint made ready to run on one device.
+    """A checkpoint prepared to run on one device.
 
     Args:
-        backend: "gemm" packs weights as bf16 for `runtime.gemm`, with attention by Triton kernels;
-            it raises ValueError for models that `unsupported_by_gemm` names.
-        plan: kernel of each GEMM of backend "gemm"; None: chosen by a rule.
-        kv_format: a name or ``module:Class``, see `runtime.kv.registry.create_format`.
+        dtype: dtype of the computation with backend "torch".
+        page_size: token slots of a page.
+        backend: "gemm" packs the weights as bf16 for `runtime.gemm` and computes attention with
+            Triton kernels; see `unsupported_by_gemm`.
+        plan: kernel of each GEMM with backend "gemm"; None applies
+            `runtime.gemm.plan.default_tile`.
+        kv_format: built-in name or ``module:Class``; see `runtime.kv.registry.create_format`.
 
     Attributes:
-        config: the model's shape.
-        kv_format: how its KV is stored and attended.
-        layout: the planes of its KV cache.
+        config: shape of the model.
+        kv_format: format in which KV is stored and attended.
+        layout: planes of the KV cache.
         page_size: token slots of a page.
+
+    Raises:
+        ValueError: backend "gemm" does not support the model.
     """
 
     def __init__(
@@ -80,8 +86,10 @@ class Model:
         self._rope = cos.to(self.device), sin.to(self.device)
 
     def _set_up(self, checkpoint: Checkpoint) -> None:
-        """Layer by layer: of what is packed, no more than a layer is on the device as it was, too.
-        Where layers share a basis all of it is, until the last one is packed."""
+        """Move the weights to the device and pack them, one layer at a time to limit peak memory.
+
+        If layers share bases, all layers stay on the device unpacked until the last one is packed.
+        """
         packed: SharedOps = {}
         placed: dict[int, Tensor] = {}
         place = partial(_place, device=self.device, dtype=self.dtype, placed=placed)
@@ -97,15 +105,16 @@ class Model:
             self._layers.append(DecoderLayer.build(family, self.config, place(layer), packed))
             if not sharing:
                 placed.clear()
-                packed.clear()  # it knows tensors by ids, which are another's when one is gone
+                packed.clear()  # its keys are tensor ids, which Python reuses
 
     def _set_up_gemm(self, checkpoint: Checkpoint, plan: "KernelPlan | None") -> "PackedWeights":
+        """Pack the weights for `runtime.gemm`, and build the layers over them."""
         from runtime.attention.gpu import TritonAttention
         from runtime.gemm.plan import KernelPlan
         from runtime.gemm.weights import PackedWeights
         from runtime.models.packed_layer import packed_norm, packed_parts
 
-        if reason := packed_gemm_refusal(self.config):
+        if reason := unsupported_family(self.config):
             raise ValueError(reason)
         plan, config = plan or KernelPlan(), self.config
         weights = PackedWeights.pack(plan.multiply_out(checkpoint), self.device)
@@ -130,20 +139,20 @@ class Model:
 
     @property
     def unsupported_by_megakernel(self) -> str | None:
-        """Reason why decode steps cannot be one launch of the megakernel, None if they can."""
+        """Reason why the megakernel cannot compute decode steps; None if it can."""
         if self._packed is None:
-            return "the megakernel reads weights that backend gemm packs"
+            return "the megakernel needs the packed weights of backend gemm"
         if not self.kv_format.dense_bf16:
-            return f"the megakernel does not attend on KV format {self.kv_format.name}"
+            return f"the megakernel does not support KV format {self.kv_format.name}"
         from runtime.megakernel.support import unsupported
 
         return unsupported(self._packed)
 
     def static_step(self, batch: Batch, cache: PagedCache) -> Callable[[], Tensor]:
-        """Return a function that computes `forward` for a batch whose tensors stay in place.
+        """Return a function that computes `forward` for a batch whose tensors keep their addresses.
 
-        It is the megakernel where that supports the model, the device and the batch of one token
-        of each sequence. The result is overwritten by the next call.
+        It launches the megakernel if that supports the model, the device and the batch, which must
+        have one token per sequence. The next call overwrites the result.
         """
         plain = partial(self.forward, batch, cache)
         if self._packed is None or self.device.type != "cuda" or self.unsupported_by_megakernel:
@@ -165,12 +174,15 @@ class Model:
 
     @property
     def context_length(self) -> int:
-        """Tokens of the longest sequence, prompt and output together."""
+        """Maximum tokens of a sequence, prompt and output together."""
         return self.config.context_length
 
     @property
     def kernel_plan_hash(self) -> str:
-        """16 hex digits over what decides the bits of a result, beside weights and KV format."""
+        """16 hex digits over everything that determines the bits of a result.
+
+        Excepted are the weights and the KV format, which the handshake compares separately.
+        """
         plan = {
             "torch": torch.__version__.split("+")[0],
             "cuda": None if self.device.type == "cpu" else torch.version.cuda,
@@ -190,18 +202,20 @@ class Model:
 
     @property
     def replayable(self) -> bool:
-        """Whether steps are replayed as CUDA graphs."""
+        """Whether steps can be replayed as CUDA graphs."""
         return self.device.type == "cuda" and self.kv_format.graph_safe
 
     @property
     def factorized_layers(self) -> int:
-        """Layers with a factor pair among their projections."""
+        """Number of layers with at least one factor pair."""
         return sum(layer.factorized for layer in self._layers)
 
     @property
     def products(self) -> str:
-        """How matrix products are computed: by `runtime.gemm` ("gemm"), by oneDNN with a packed
-        layout ("packed"), or by torch ("plain")."""
+        """Implementation of the matmuls, as logged and as part of the kernel plan.
+
+        "gemm" is `runtime.gemm`, "packed" is oneDNN with a packed layout, and "plain" is torch.
+        """
         if self._packed is not None:
             return "gemm"
         return "packed" if uses_packed_layout(self.device, self.dtype) else "plain"
@@ -216,12 +230,12 @@ class Model:
                     yield from part.gemms
 
     def new_cache(self, num_pages: int) -> PagedCache:
-        """Memory for ``num_pages`` pages of this model's KV."""
+        """Allocate ``num_pages`` pages for this model's KV."""
         return PagedCache(self.layout, num_pages=num_pages, device=self.device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
-        """Computes the tokens of a batch: their KV into the pages, and logits where wanted.
+        """Compute the tokens of a batch: write their KV into the pages, and return logits.
 
         Returns:
             fp32 `[m, vocab]`, one row for each of the batch's ``logit_rows``.
@@ -232,8 +246,11 @@ class Model:
         return last()
 
     def stages(self, batch: Batch, cache: PagedCache) -> list[Callable[[], Tensor]]:
-        """`forward` in parts, each to be called once and in order: the embedding, every layer, the
-        logits. A CUDA graph may hold each of them."""
+        """Return the parts of `forward`: the embedding, every layer, and the logits.
+
+        Each function must be called once, in order. The last one returns the logits; a CUDA graph
+        may capture each of them.
+        """
         hidden = torch.empty(0)
 
         def embed() -> Tensor:
@@ -259,7 +276,7 @@ class Model:
 
 
 def _triton_version() -> str:
-    import triton  # no other device needs it
+    import triton  # only needed on a GPU
 
     return str(triton.__version__)
 
@@ -269,9 +286,9 @@ def unsupported_by_gemm(
 ) -> str | None:
     """Return why backend "gemm" does not support a checkpoint on a device, None if it does.
 
-    Reads shapes only.
+    Only shapes are read.
     """
-    if reason := packed_gemm_refusal(checkpoint.config):
+    if reason := unsupported_family(checkpoint.config):
         return reason
     device = torch.device(device)
     if device.type != "cuda":
@@ -286,8 +303,13 @@ def unsupported_by_gemm(
 
 
 def _place(value: Any, device: torch.device, dtype: torch.dtype, placed: dict[int, Tensor]) -> Any:
-    """The same weights, on ``device`` as ``dtype``; nothing is copied that is so already, and what
-    was one tensor is one again."""
+    """Return ``value`` with all tensors on ``device`` as ``dtype``, copied only where necessary.
+
+    Args:
+        value: a tensor, or nested tuples and dataclasses with tensors.
+        placed: results by the id of the original tensor, so that a tensor that is used twice is
+            copied once.
+    """
     if isinstance(value, Tensor):
         return placed.setdefault(id(value), value.to(device, dtype))
     if isinstance(value, tuple):

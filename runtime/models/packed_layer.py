@@ -1,4 +1,4 @@
-"""Decoder layers whose projections `runtime.gemm` computes over packed weights."""
+"""Decoder layers of the Llama family over the packed weights of `runtime.gemm`."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,12 @@ from runtime.layers.gpu import TritonRmsNorm
 from runtime.models.llama import LlamaParts
 
 _EPILOGUES = (Epilogue.PLAIN, Epilogue.RESIDUAL, Epilogue.GATED, Epilogue.RESIDUAL)
-"""The epilogue of each of `PROJECTION_GROUPS`."""
+"""Epilogue of each group of `PROJECTION_GROUPS`."""
 HeadNorm = Callable[[Tensor], Tensor]
 
 
 def packed_norm(weights: PackedWeights, offset: int) -> TritonRmsNorm:
-    """RMSNorm of the residual stream with the weights at ``offset`` of the packed vectors."""
+    """Return the RMSNorm of the residual stream whose weights are at ``offset`` of the vectors."""
     values: Tensor = weights.vectors[offset : offset + weights.config.hidden_size]
     return TritonRmsNorm(values, weights.config.rms_norm_eps)
 
@@ -29,8 +29,8 @@ def packed_parts(
     """Build the parts of one layer over packed weights.
 
     Args:
-        attention: attention over KV format `dense`, with heads in the order of `by_halves`. With
-            None, for other formats, head norms and prefill attention are not fused.
+        attention: attention over KV format `dense`, with heads in the order of `by_halves`; None
+            for other formats, whose head norms and prefill attention are not fused.
     """
     qkv, o, gated, down = (
         PackedProjection(weights, layer, names, epilogue, plan)
@@ -55,7 +55,7 @@ def packed_parts(
 
 
 def _head_norms(weights: PackedWeights, layer: PackedLayer) -> tuple[HeadNorm, HeadNorm]:
-    """Norms of query and key heads, whose elements are in the order of `by_halves`."""
+    """Return the norms of query and key heads, with elements in the order of `by_halves`."""
     config, dim = weights.config, weights.config.head_dim
 
     def head_norm(offset: int) -> HeadNorm:

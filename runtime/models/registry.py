@@ -16,14 +16,14 @@ from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 from runtime.models.family import ModelFamily
 
-__all__ = ["model_family", "packed_gemm_refusal", "register"]
+__all__ = ["model_family", "register", "unsupported_family"]
 
 
 def model_family(config: ModelConfig) -> ModelFamily[Any]:
-    """Return the family that computes a model.
+    """Return the family that implements a model's architecture.
 
     Raises:
-        CheckpointError: no family reads its architecture, or that family has no forward pass.
+        CheckpointError: no family supports the architecture, or the family has no forward pass.
     """
     family = family_of(config.architecture)
     if not isinstance(family, ModelFamily):
@@ -31,7 +31,7 @@ def model_family(config: ModelConfig) -> ModelFamily[Any]:
     return family
 
 
-def packed_gemm_refusal(config: ModelConfig) -> str | None:
-    """Return why `runtime.gemm` cannot pack the layers of a model's family, None if it can."""
+def unsupported_family(config: ModelConfig) -> str | None:
+    """Return why `runtime.gemm` does not support a model's family, None if it does."""
     family = model_family(config)
     return None if family.packed_gemm else f"the {family.name} family has no packed GPU layers"

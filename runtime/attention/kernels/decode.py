@@ -2,8 +2,9 @@
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
 """Attention of one new token per sequence over its pages, split along the sequence's length.
 
-The last program of a head to finish reduces the partial results of all splits, so that one launch
-suffices. Lengths are read on the device: a CUDA graph can be replayed with other lengths.
+The last program of a KV head to finish reduces the partial results of all splits, so that one
+launch suffices. Lengths are read on the device, so that a CUDA graph can be replayed with other
+lengths.
 """
 
 import triton
@@ -17,7 +18,11 @@ def tokens_at(
     first, kv_head, length, table, page_stride, head_stride,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the positions `[BLOCK]` from ``first`` on, and the offset of each in a plane."""
+    """Return the positions `[BLOCK]` from ``first`` on, and their offsets in a plane.
+
+    Args:
+        table: pointer to the page table of the sequence.
+    """
     t = first + tl.arange(0, BLOCK)
     page = tl.load(table + t // PAGE, mask=t < length, other=0).to(tl.int64)
     return t, page * page_stride + kv_head * head_stride + (t % PAGE) * DIM
@@ -32,7 +37,7 @@ def attend_split(
 ):  # fmt: skip
     """Attend over one split of a sequence, for the GROUP query heads of one KV head.
 
-    Arguments as of `decode_kernel`.
+    The arguments are those of `decode_kernel`.
     """
     length = tl.load(lengths + sequence)
     table = page_table + sequence * table_stride
@@ -100,7 +105,7 @@ def decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One split of a sequence per program, for the GROUP query heads of one KV head.
+    """Attend over one split of a sequence per program, for the GROUP query heads of one KV head.
 
     Grid `(sequences, KV_HEADS, SPLITS)`.
 
@@ -110,12 +115,12 @@ def decode_kernel(
         page_table: int32 `[sequences, pages]`, row stride ``table_stride``.
         lengths: int32 `[sequences]`.
         part_acc: fp32 `[sequences, KV_HEADS, GROUP, SPLITS, DIM]`, unnormalized outputs of splits.
-        part_m, part_l: fp32 `[sequences, KV_HEADS, GROUP, SPLITS]`, maximum and sum of each.
-        counters: int32 `[sequences, KV_HEADS]`, zeros before and after.
-        out: shaped as ``q``.
+        part_m, part_l: fp32 `[sequences, KV_HEADS, GROUP, SPLITS]`, maximum and sum of each split.
+        counters: int32 `[sequences, KV_HEADS]`, zero before and after the launch.
+        out: shaped as ``q``, written.
         scale: log2(e) / sqrt(DIM).
-        ROWS, WIDTH: powers of two, at least 16, and at least GROUP and DIM.
-        BLOCK: keys of one iteration.
+        ROWS, WIDTH: powers of two of at least 16, and at least GROUP and DIM respectively.
+        BLOCK: keys per iteration.
     """
     attend_split(
         tl.program_id(0), tl.program_id(1), tl.program_id(2), q, k_pages, v_pages, page_stride,

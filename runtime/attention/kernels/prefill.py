@@ -13,8 +13,8 @@ from runtime.kernels.arith import VECTOR, matmul
 def sequence_of(starts, sequences, block, BLOCK_Q: tl.constexpr):
     """Return the sequence of a block of queries, by binary search.
 
-    The first block of sequence i is ``starts[i] // BLOCK_Q + i``, which leaves each sequence at
-    least as many blocks as it needs.
+    The first block of sequence i is ``starts[i] // BLOCK_Q + i``. Every sequence then has at least
+    as many blocks as it needs, and some blocks are empty.
     """
     low = 0
     high = sequences
@@ -35,13 +35,16 @@ def attend_keys(
 ):  # fmt: skip
     """Update the online softmax with BLOCK keys from ``first`` on.
 
-    Without CAUSAL all keys exist and every query sees them.
+    Without CAUSAL, all these keys exist and every query may attend to them.
 
     Args:
         queries: `[BLOCK_Q, WIDTH]`.
-        m, l, acc: fp32 `[BLOCK_Q]`, `[BLOCK_Q]`, `[BLOCK_Q, WIDTH]`.
-        end: end of the keys that any query of the block sees.
+        m, l: fp32 `[BLOCK_Q]`, maximum and sum of the online softmax.
+        acc: fp32 `[BLOCK_Q, WIDTH]`, unnormalized output.
+        end: end of the keys that any query of the block may attend to.
         position: position of each query `[BLOCK_Q]`.
+        table: pointer to the page table of the sequence.
+        d: dimensions `[WIDTH]`.
     """
     t, at = tokens_at(first, kv_head, end, table, page_stride, head_stride, DIM, PAGE, BLOCK)
     read = (d < DIM)[None, :]
@@ -67,8 +70,8 @@ def block_of(starts, lengths, sequences, block, BLOCK_Q: tl.constexpr):
     """Locate a block of queries.
 
     Returns:
-        Its sequence; the row of the sequence's first new token; the number of new tokens; the
-        number of the block's first token among them; and the sequence's length.
+        Number of its sequence; row of the sequence's first new token; number of new tokens; index
+        of the block's first token among them; and length of the sequence.
     """
     sequence = sequence_of(starts, sequences, block, BLOCK_Q)
     start = tl.load(starts + sequence)
@@ -84,9 +87,13 @@ def attend_block(
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return attention fp32 `[BLOCK_Q, WIDTH]` of queries `[BLOCK_Q, WIDTH]`.
+    """Return the attention of a block of queries, fp32 `[BLOCK_Q, WIDTH]`.
 
-    The queries are the new tokens of a sequence from number ``index`` on.
+    Args:
+        queries: `[BLOCK_Q, WIDTH]`, the new tokens of a sequence from number ``index`` on.
+        tokens: number of new tokens of the sequence.
+        length: number of all tokens of the sequence.
+        table: pointer to the page table of the sequence.
     """
     d = tl.arange(0, WIDTH)
     position = length - tokens + index + tl.arange(0, BLOCK_Q)
@@ -115,7 +122,7 @@ def prefill_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_Q queries of one head of one sequence per program.
+    """Attend with BLOCK_Q queries of one head of one sequence per program.
 
     Grid `(tokens // BLOCK_Q + sequences, HEADS)`.
 
@@ -125,10 +132,10 @@ def prefill_kernel(
         page_table: int32 `[sequences, pages]`, row stride ``table_stride``.
         starts: int32 `[sequences + 1]`, first row of each sequence in ``q``.
         lengths: int32 `[sequences]`, tokens of each sequence, the new ones included.
-        out: shaped as ``q``.
+        out: shaped as ``q``, written.
         scale: log2(e) / sqrt(DIM).
         WIDTH: smallest power of two that is at least DIM and 16.
-        BLOCK: keys of one iteration.
+        BLOCK: keys per iteration.
     """
     block, head = tl.program_id(0), tl.program_id(1)
     sequence, start, tokens, index, length = block_of(starts, lengths, sequences, block, BLOCK_Q)
@@ -153,9 +160,9 @@ def factored_prefill_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`prefill_kernel` over queries that each program computes from their factors.
+    """`prefill_kernel` with queries that each program computes from their factors.
 
-    FlashSVD v1.5 also computes K and V from their factors, for every block of queries; here they
+    FlashSVD v1.5 also computes K and V from their factors, for every block of queries. Here they
     are computed once and read from pages.
 
     Args:
@@ -164,11 +171,12 @@ def factored_prefill_kernel(
             `gemm.weights.by_halves`.
         biases: fp32 `[HEADS * DIM]`, in the same order, with BIAS.
         cos, sin: fp32 `[context, DIM / 2]`.
-        out: bf16 `[tokens, HEADS, DIM]`; queries are rounded to its dtype, as elsewhere.
+        out: bf16 `[tokens, HEADS, DIM]`, written. Queries are rounded to bf16, as when they are
+            stored.
         DIM: a power of two.
-        BLOCK_R: columns of the factors of one iteration.
+        BLOCK_R: columns of the factors per iteration.
 
-    Other arguments as of `prefill_kernel`.
+    The other arguments are those of `prefill_kernel`.
     """
     block, head = tl.program_id(0), tl.program_id(1)
     sequence, start, tokens, index, length = block_of(starts, lengths, sequences, block, BLOCK_Q)

@@ -11,9 +11,9 @@ def norm_heads(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm of the query and key heads among ROWS heads; value heads stay as they are.
+    """Apply RMSNorm to the query and key heads among ROWS heads; value heads are not changed.
 
-    Statistics are fp32. The result is rounded to DTYPE, as a separate norm would store it.
+    Statistics are fp32. The result is rounded to DTYPE, as if a separate norm had stored it.
 
     Args:
         first, second: fp32 `[ROWS, HALF]`, the halves of each head, 0 from DIM / 2 on.
@@ -44,22 +44,22 @@ def rope_write_kernel(
     ROWS: tl.constexpr, HALF: tl.constexpr, BY_HALVES: tl.constexpr, NORM: tl.constexpr,
     EPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS heads of one token per program.
+    """Apply RoPE to ROWS heads of one token per program, and write k and v into pages.
 
-    Grid `(tokens, ceil((HEADS + 2 KV_HEADS) / ROWS))`. With HEADS = 0 the input is k and v only.
+    Grid `(tokens, ceil((HEADS + 2 KV_HEADS) / ROWS))`. With HEADS = 0, the input has k and v only.
 
     Args:
-        qkv: `[tokens, (HEADS + 2 KV_HEADS) * DIM]`; with BY_HALVES the dimensions of a head are in
+        qkv: `[tokens, (HEADS + 2 KV_HEADS) * DIM]`; with BY_HALVES, the elements of a head are in
             the order of `gemm.weights.by_halves`.
         cos, sin: fp32 `[context, DIM / 2]`.
         positions: int64 `[tokens]`.
-        sequences: int32 `[tokens]`, the row of ``page_table`` of each token.
+        sequences: int32 `[tokens]`, the row of ``page_table`` for each token.
         page_table: int32 `[sequences, pages]`, row stride ``table_stride``.
-        q: `[tokens, HEADS, DIM]`, written, of ``qkv``'s dtype.
+        q: `[tokens, HEADS, DIM]`, written, with the dtype of ``qkv``.
         k_pages, v_pages: bf16 `[page, KV_HEADS, PAGE, DIM]`, written, of equal strides.
-        q_norm, k_norm: fp32 `[DIM]` in the model's order of dimensions, with NORM; else None.
+        q_norm, k_norm: fp32 `[DIM]` in the model's order of dimensions, with NORM; otherwise None.
         HALF: smallest power of two that is at least DIM / 2.
-        NORM: normalize query and key heads before RoPE.
+        NORM: whether to normalize query and key heads before RoPE.
         EPS: epsilon of the norm.
     """
     token = tl.program_id(0).to(tl.int64)

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
-"""Grouped GEMM of many tokens, by the warp groups of a Hopper GPU.
+"""Grouped GEMM for many tokens on a Hopper GPU, with specialized warps.
 
-One producer warp copies tokens and rows of weights by TMA into a ring in shared memory. One or two
-consumer warp groups multiply 64 tokens each by the same rows. Programs are persistent: the producer
-loads the next block's tiles while the consumers store the current one.
+One producer warp copies tiles of activations and weights by TMA into a ring in shared memory. One
+or two consumer warp groups multiply 64 tokens each by the same weight rows. The kernel is
+persistent: the producer loads the tiles of the next block while the consumers store the current
+one.
 """
 
 from triton.experimental import gluon
@@ -18,19 +19,20 @@ from runtime.kernels.arith import VECTOR
 from runtime.kernels.compat import barrier, load_block
 
 PLAIN, RESIDUAL, GATED = (gl.constexpr(n) for n in range(3))
-"""Epilogues, as in `small_m`."""
+"""Values of `Epilogue`, the same as in `small_m`."""
 TOKENS, COLUMNS = gl.constexpr(64), gl.constexpr(64)
-"""Tokens of a warp group, and columns of a stage."""
+"""Tokens per consumer warp group, and columns (the K dimension) per ring slot."""
 BAND_TOKENS = gl.constexpr(2048)
-"""Tokens that read the same rows of weights from the L2 at about the same time."""
+"""Tokens per band. The blocks of a band that share weight rows run at about the same time, so that
+the rows are read from the L2 cache."""
 STORE_COLUMNS = gl.constexpr(64)
-"""Columns that a warp group stores at a time."""
+"""Output columns that a warp group stores at a time."""
 STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
 def select(which, values):
-    """Return the element of a tuple of three that belongs to matrix number ``which``."""
+    """Return the element of a 3-tuple for matrix number ``which``."""
     zero, one, two = values
     return gl.where(which == 0, zero, gl.where(which == 1, one, two))
 
@@ -40,13 +42,13 @@ def block_of(
     item, tokens, rows, widths,
     BM: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Locate the block of output and the part of the columns of a work item.
+    """Locate the output block of a work item, and the columns that it sums.
 
     With GATED, BN rows are half of the first matrix and half of the second.
 
     Returns:
-        First token; matrix number; first row of the matrix; first column of the output; and the
-        begin and end of the columns that are summed.
+        First token; matrix number; first row in the matrix; first column in the output; begin and
+        end of the columns to sum.
     """
     EACH: gl.constexpr = BN // 2 if EPILOGUE == GATED else BN
     BAND: gl.constexpr = BAND_TOKENS // BM
@@ -75,9 +77,9 @@ def produce(
     GROUPS: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Producer warp: copy the tiles of all work items of this program into the ring.
+    """Producer warp: copy the tiles of this program's work items into the ring.
 
-    With RESIDUAL, the block's residual tiles follow its last columns.
+    With RESIDUAL, the residual tiles of a block follow its input tiles.
     """
     BM: gl.constexpr = GROUPS * TOKENS
     HALF: gl.constexpr = BN // 2
@@ -118,7 +120,7 @@ def produce(
 
 @gluon.jit
 def halves(y):
-    """Split `[m, n]` into its first and second half of the columns, each `[m, n / 2]`."""
+    """Split the columns of `[m, n]` into a left and a right half, `[m, n / 2]` each."""
     return gl.split(y.reshape([y.shape[0], 2, y.shape[1] // 2]).permute([0, 2, 1]))
 
 
@@ -127,15 +129,17 @@ def store(
     acc, y, y_stride, ring, step, tokens, m, column, last,
     GROUP: gl.constexpr, EPILOGUE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Store fp32 ``acc`` `[TOKENS, n]` as bf16 from ``column`` on, STORE_COLUMNS at a time.
+    """Store fp32 ``acc`` `[TOKENS, n]` as bf16, STORE_COLUMNS at a time.
 
     With RESIDUAL, add the residual tiles that the producer loaded.
 
     Args:
+        step: number of the next tile in the ring.
+        m, column: first token, and first column in the output.
         last: end of the matrix's columns in the output.
 
     Returns:
-        The ring's step after the tiles that were consumed.
+        ``step``, advanced past the residual tiles.
     """
     if acc.shape[1] > STORE_COLUMNS:
         HALF: gl.constexpr = acc.shape[1] // 2
@@ -167,19 +171,19 @@ def store(
 
 @gluon.jit
 def add_bias(acc, biases, column, last):
-    """Return ``acc`` `[m, n]` plus the biases `[n]` of the output's columns from ``column`` on."""
+    """Return ``acc`` `[m, n]` plus the biases of output columns ``column`` to ``column + n``."""
     j = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
     return acc + gl.expand_dims(gl.load(biases + j, mask=j < last, other=0.0), 0)
 
 
 @gluon.jit
 def reduce_splits(acc, partials, counters, item, SPLITS: gl.constexpr):
-    """Store this split's partial sum; the last program to arrive adds all of them.
+    """Split-K reduction: store a partial sum; the last program to arrive adds all of them.
 
     The order of the sum is that of the splits, whichever program is last.
 
     Returns:
-        The sum and whether this program is the last one; otherwise its own ``acc``.
+        The sum and True in the last program; its own ``acc`` and False in every other program.
     """
     SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
     layout: gl.constexpr = acc.type.layout
@@ -203,7 +207,7 @@ def consume(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr,
     BIAS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warp group number GROUP: multiply and store its 64 tokens of every block."""
+    """Consumer warp group number GROUP: compute and store its 64 tokens of every block."""
     BM: gl.constexpr = GROUPS * TOKENS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     y, y_stride, biases, partials, counters = outputs
@@ -221,7 +225,7 @@ def consume(
             x = left.index(slot).slice(GROUP * TOKENS, TOKENS)  # [TOKENS, COLUMNS]
             acc = warpgroup_mma(x, right.index(slot).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
-            # One product stays in flight, so the slot before this one is free now.
+            # One MMA stays in flight, so the slot of the previous step is free now.
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > begin)
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -268,24 +272,27 @@ def large_gemm_kernel(
     GROUPS: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr,
     SPLITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Persistent GEMM: at most one program per multiprocessor loops over ``items`` work items.
+    """Persistent GEMM: each program loops over work items, with at most one program per SM.
 
     A work item is a block of 64 GROUPS tokens and BN rows, for one of SPLITS parts of the columns.
+    ``y_stride``, ``rows*``, ``width*`` and ``first*`` are in units of 8 elements.
 
     Args:
         x: TMA descriptor of bf16 `[tokens, …]`, block `[64 GROUPS, 64]`.
-        weights0, weights1, weights2: descriptors of bf16 `[8 rows, 8 width]`, block `[BN, 64]`,
+        weights0, weights1, weights2: TMA descriptors of bf16 `[8 rows, 8 width]`, block `[BN, 64]`,
             with GATED `[BN / 2, 64]`. Absent matrices have 0 rows.
-        residual: descriptor of bf16 `[tokens, 8 rows0]`, block `[64 GROUPS, 64]`, with RESIDUAL;
-            its memory may be that of ``y``.
-        y: bf16 `[tokens, 8 sum of rows]`, with GATED `[tokens, 8 rows0]`.
-        y_stride: row stride of ``y``, in eights.
+        residual: TMA descriptor of bf16 `[tokens, 8 rows0]`, block `[64 GROUPS, 64]`, with
+            RESIDUAL; it may refer to the memory of ``y``.
+        y: bf16 `[tokens, 8 sum of rows]`, with GATED `[tokens, 8 rows0]`, written.
+        y_stride: row stride of ``y``.
         biases: fp32 `[8 sum of rows]`, with BIAS.
         partials: fp32 `[GROUPS, items, 64, BN]`, with SPLITS > 1, which only PLAIN supports.
-        counters: int32 `[GROUPS, items]`, with SPLITS > 1; zeros before and after.
-        rows0, rows1, rows2: rows of each matrix, in eights.
-        width0, width1, width2: columns of each matrix, in eights.
-        first0, first1, first2: first column of ``x`` that each matrix reads, in eights.
+        counters: int32 `[GROUPS, items]`, with SPLITS > 1; zero before and after the launch.
+        items: number of work items.
+        tokens: rows of ``x``.
+        rows0, rows1, rows2: rows of each matrix.
+        width0, width1, width2: columns of each matrix.
+        first0, first1, first2: first column of ``x`` that each matrix reads.
         STAGES: slots of the ring in shared memory.
     """
     left = gl.allocate_shared_memory(gl.bfloat16, [STAGES, GROUPS * TOKENS, COLUMNS], x.layout)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Grouped GEMM of few tokens with one to three weight matrices, and its epilogues.
+"""Grouped GEMM for few tokens with one to three weight matrices, and its epilogues.
 
-All matrices of a launch are addressed from one base pointer. Their offsets are in lines of 64
-elements; widths, strides and first columns are in units of eight elements. The compiler so knows
-their alignment.
+All matrices of a launch are addressed from one base pointer. Offsets are in lines of 64 elements;
+widths, strides and first columns are in units of 8 elements. From these units the compiler knows
+the alignment of addresses.
 """
 
 import triton
@@ -12,8 +12,8 @@ import triton.language as tl
 from runtime.kernels.arith import LINE, VECTOR, matmul
 
 PLAIN, RESIDUAL, GATED = (tl.constexpr(n) for n in range(3))
-"""Epilogues: store the output, add it to a residual stream, or store the SiLU of the first matrix's
-output times the second's."""
+"""Epilogues: store the output; add it to the residual stream; or store the SiLU of the first
+matrix's output times the second's."""
 
 
 @triton.jit
@@ -25,7 +25,9 @@ def multiply_columns(
 
     Args:
         acc: fp32 `[BM, BN]`.
-        m, n: tokens `[BM]` and rows of the matrix `[BN]`.
+        offset, width, stride, first, rows: the matrix, as in `small_gemm_kernel`.
+        m, n: token indices `[BM]`, and row indices in the matrix `[BN]`.
+        split: number of the part.
     """
     width = width * VECTOR
     each = (width + BK * SPLITS - 1) // (BK * SPLITS) * BK
@@ -50,12 +52,13 @@ def reduce_splits(
     acc, partials, counters, block, split,
     BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Store this split's partial sum; the last program to arrive adds all of them.
+    """Split-K reduction: store a partial sum; the last program to arrive adds all of them.
 
     The order of the sum is that of the splits, whichever program is last.
 
     Returns:
-        The sum `[BM, BN]` and whether this program is the last one; otherwise its own ``acc``.
+        The sum `[BM, BN]` and True in the last program; its own ``acc`` and False in every other
+        program.
     """
     i = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
     own = partials + block.to(tl.int64) * (SPLITS * BM * BN) + i
@@ -80,22 +83,22 @@ def small_gemm_kernel(
     EPILOGUE: tl.constexpr, BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SPLITS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
-    """BM tokens and BN rows of one matrix per program; with GATED of the first and the second.
+    """Compute BM tokens and BN rows of one matrix per program; with GATED, of two matrices.
 
-    Grid `(blocks of tokens * blocks of rows of all matrices, SPLITS)`. Consecutive programs take
-    BAND blocks of tokens with the same rows of weights, so that these are read from the L2.
+    Grid `(blocks of tokens * blocks of rows of all matrices, SPLITS)`. Consecutive programs process
+    BAND token blocks with the same weight rows, which they read from the L2 cache.
 
     Args:
         x: bf16 `[tokens, 8 x_stride]`, the input.
-        weights: bf16, base of the line offsets.
+        weights: bf16, the base of the line offsets.
         offset0, width0, stride0, first0, rows0: the first matrix `[rows0, 8 width0]`: its offset in
-            lines, its row stride in eights, and the first column of ``x`` that it reads, in eights.
-            Likewise the second and third; absent ones have 0 rows.
+            lines, its row stride in units of 8, and the first column of ``x`` that it reads, in
+            units of 8. Likewise the second and third; absent ones have 0 rows.
         biases: fp32 `[sum of rows]`, with BIAS.
         residual: bf16, shaped as ``y``, with RESIDUAL; it may be ``y``.
         y: bf16 `[tokens, sum of rows]`, with GATED `[tokens, rows0]`; row stride ``y_stride``.
         partials: fp32 `[grid[0], SPLITS, BM, BN]`, with SPLITS > 1.
-        counters: int32 `[grid[0]]`, with SPLITS > 1; zeros before and after.
+        counters: int32 `[grid[0]]`, with SPLITS > 1; zero before and after the launch.
     """
     blocks0 = tl.cdiv(rows0, BN)
     blocks1 = 0 if EPILOGUE == GATED else tl.cdiv(rows1, BN)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Arguments of `step.step_kernel`, in groups.
 
-B is the number of sequences, P the number of programs, and N = 8 the sequences that a product has
-room for. Strides and offsets of bf16 tensors are in lines of 64 elements where it is said.
+B is the number of sequences, P the number of programs, and N = 8 the maximum number of sequences. A
+line is 64 bf16 elements.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Schedule(NamedTuple):
     """The pass list, and the flags of this launch.
 
     Attributes:
-        table: int32 `[passes + 1, FIELDS]`; the last row ends the list.
+        table: int32 `[passes + 1, FIELDS]`; the last row marks the end of the list.
         passes: number of passes.
-        flags: int32 `[P]`, the flag of each program's stage 0, never 0. The kernel advances it
+        flags: int32 `[P]`, the flag of stage 0 for each program, never 0. The kernel advances it
             past the flags that it used.
     """
 
@@ -31,7 +31,7 @@ class Weights(NamedTuple):
     """Weights of the model.
 
     Attributes:
-        base: bf16, the tensor from which the table's line offsets of matrices count.
+        base: bf16, the tensor from which the pass table counts offsets of matrices, in lines.
         vectors: fp32 `[v]`, norms and biases.
         embedding: bf16 `[VOCAB, HIDDEN]`.
         eps: epsilon of RMSNorm.
@@ -62,12 +62,12 @@ class Batch(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """K and V of all layers, of equal strides.
+    """K and V of all layers, with equal strides.
 
     Attributes:
-        base: bf16 `[page, KV_HEADS, PAGE, DIM]`, the plane from which the table's line offsets of
-            planes count.
-        page_stride, head_stride: in lines.
+        base: bf16 `[page, KV_HEADS, PAGE, DIM]`, the plane from which the pass table counts offsets
+            of planes, in lines.
+        page_stride, head_stride: strides of a plane, in lines.
     """
 
     base: Tensor
@@ -86,13 +86,13 @@ class Messages(NamedTuple):
     """Flagged messages, written by one program and polled by others.
 
     Attributes:
-        activations: int32 `[B, stride]`, bf16 values with 16-bit flags; `schedule.Offsets` says
-            where each kind of activation is. The normed residual stream is at offset 0.
-        stride: messages of one sequence.
+        activations: int32 `[B, stride]`, bf16 values with 16-bit flags. `schedule.Offsets` has the
+            offset of each activation; the normed residual stream is at 0.
+        stride: number of messages of one sequence.
         splits: int64 `[B, HEADS, SPLITS, MAX_DIM + 2]`, fp32 values with 32-bit flags: output,
             maximum and sum of each split of attention.
-        squares: int64 `[P, N]`, fp32 values with flags: each program's part of the sum of squares
-            of the residual stream.
+        squares: int64 `[P, N]`, fp32 values with 32-bit flags: each program's part of the sum of
+            squares of the residual stream.
     """
 
     activations: Tensor
@@ -102,7 +102,7 @@ class Messages(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Memory that only the writing program reads, and the result.
+    """Intermediate results that a program does not exchange with others, and the logits.
 
     Attributes:
         hidden: fp32 `[B, HIDDEN]`, the residual stream.
@@ -138,7 +138,7 @@ class Shape:
         HIDDEN, GATED, VOCAB: hidden size, intermediate size, vocabulary size.
         HEADS, KV_HEADS, DIM: query heads, KV heads, head dimension.
         PAGE: token slots of a page.
-        SPLITS: programs among which a long sequence's KV is split.
+        SPLITS: maximum splits of a sequence's KV, each attended by one program.
     """
 
     B: gl.constexpr
@@ -158,7 +158,7 @@ class Shape:
 
     @property
     def GROUP(self):
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return gl.constexpr(self.HEADS.value // self.KV_HEADS.value)
 
 
@@ -167,8 +167,9 @@ class Ring:
     """Constexpr sizes of the ring of tiles.
 
     Attributes:
-        SLOTS: tiles of 32 KiB in shared memory.
-        AHEAD, TALL_AHEAD: tiles in flight beside the newest one, for ordinary and for tall tiles.
+        SLOTS: slots in shared memory, for tiles of 32 KiB.
+        AHEAD, TALL_AHEAD: copies that may still be in flight when the next one starts, for ordinary
+            and for tall tiles.
     """
 
     SLOTS: gl.constexpr

@@ -38,14 +38,17 @@ def attend_past(
 ):
     """Attend over one split of a sequence's past, for the query heads of one KV head.
 
-    Each warp takes 16 tokens of a tile and keeps its own online softmax until the end.
+    Each warp processes 16 tokens of every tile with its own online softmax. At the end, the results
+    of all warps are rescaled to a common maximum.
 
     Args:
-        queries: bf16 `[WARPS, ROWS, MAX_DIM]`, the same in every warp; ROWS heads.
+        tile: number of the next tile in the ring.
+        item: `(sequence * KV_HEADS + kv_head) * SPLITS + split`.
+        queries: bf16 `[WARPS, ROWS, MAX_DIM]`, up to ROWS heads, the same in every warp.
 
     Returns:
-        The next tile's number; acc fp32 `[WARPS, ROWS, MAX_DIM]`, relative to m; m fp32 `[ROWS]`,
-        the maximum over warps; and l fp32 `[ROWS]`, the sum of weights.
+        Number of the next tile; acc fp32 `[WARPS, ROWS, MAX_DIM]`, unnormalized outputs per warp; m
+        fp32 `[ROWS]`, maximum over warps; and l fp32 `[ROWS]`, sum of weights over warps.
     """
     past, _, first, last = past_tiles(item, lengths, SHAPE.KV_HEADS, SHAPE.SPLITS)
     t = index_along(WARPS, 0, MMA) * ROWS + index_along(ROWS, 2, MMA) + opaque_zero()
@@ -79,18 +82,21 @@ def merge(
     kept, acc, m, l, row: gl.constexpr, item, splits, heads, new, flag_before, flag, messages,
     scale, output, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Combine eight heads' results of the warps, of all splits and of the new token.
+    """Combine the results of eight heads over warps, splits and the new token.
 
-    The program of split 0 receives the other splits' results and sends the output; the programs of
-    other splits send it theirs.
+    The program of split 0 receives the results of the other splits and sends the output. The
+    programs of other splits send it their results.
 
     Args:
-        kept: shared memory that is free here.
-        acc: fp32 `[WARPS, 8, MAX_DIM]`; m, l: fp32 `[8]`.
+        kept: shared memory that is unused during attention.
+        acc: fp32 `[WARPS, 8, MAX_DIM]`.
+        m, l: fp32 `[8]`, maximum and sum of weights.
         row: number of the first of the eight heads.
-        splits: splits in use.
-        heads, new: pointers to messages of the queries and of the new key; the new value follows.
-        output: pointer to messages of the output.
+        splits: number of splits in use.
+        heads: pointer to the messages of the queries.
+        new: pointer to the messages of the new key; those of the new values follow the keys.
+        flag_before, flag: flag of the stage that wrote q, k and v, and flag of this stage.
+        output: pointer to the messages of the output.
     """
     RESULT: gl.constexpr = gl.SliceLayout(0, WARP_RESULTS)  # [head, dim]
     PER_HEAD: gl.constexpr = gl.SliceLayout(1, RESULT)  # [head]
@@ -109,7 +115,7 @@ def merge(
     d = gl.expand_dims(gl.arange(0, MAX_DIM, gl.SliceLayout(0, RESULT)), 0)
     valid = (gl.expand_dims(g, 1) < GROUP) & (d < DIM)
     part = messages.splits + (item // SPLITS * GROUP + g) * (SPLITS * (MAX_DIM + 2))
-    split = item % SPLITS + opaque_zero()  # triton 3.6 fails on a branch that is never taken
+    split = item % SPLITS + opaque_zero()  # triton 3.6 cannot compile a branch that is never taken
     if split > 0:
         part += split * (MAX_DIM + 2)
         send_fp32(part + MAX_DIM, m, flag, g < GROUP)
@@ -149,7 +155,7 @@ def merge(
             l = l * alpha + gl.convert_layout(added, PER_HEAD)
             acc = acc * gl.expand_dims(alpha, 1) + gl.convert_layout(other_acc, RESULT)
             m = new_m
-        barrier()  # the next layer overwrites messages that all warps must have read
+        barrier()  # all warps must have read the messages before a later stage overwrites them
         at = output + (item // SPLITS % KV_HEADS * GROUP + gl.expand_dims(g, 1)) * DIM + d
         send_bf16(at, acc / gl.expand_dims(l, 1), flag, valid)
 
@@ -159,15 +165,16 @@ def attend_item(
     ring, tile, kept, item, splits, lengths, messages, attention, flag_before, flag,
     SHAPE: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Compute one split of the attention of one KV head's query heads.
+    """Compute one split of attention for the query heads of one KV head.
 
     Args:
+        tile: number of the next tile in the ring.
         item: `(sequence * KV_HEADS + kv_head) * SPLITS + split`.
-        splits: splits in use.
-        flag_before, flag: of the stage that wrote q, k and v, and of this stage.
+        splits: number of splits in use.
+        flag_before, flag: flag of the stage that wrote q, k and v, and flag of this stage.
 
     Returns:
-        The next tile's number.
+        Number of the next tile.
     """
     SPLITS: gl.constexpr = SHAPE.SPLITS
     KV_HEADS: gl.constexpr = SHAPE.KV_HEADS

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Products of tiles, and the epilogues of rows of output."""
+"""Matmuls of weight tiles, and the epilogues of the output rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,7 +22,7 @@ from runtime.megakernel.kernels.ring import release, wait_full
 
 @gluon.jit
 def multiply_tile(ring, tile, x, acc, SLOTS: gl.constexpr):
-    """Return ``acc + tile @ x`` by parts.
+    """Return ``acc + tile @ x`` for each part of 64 columns.
 
     Args:
         x: bf16 `[PARTS, 64, N]`.
@@ -50,7 +50,12 @@ def sum_parts(acc, sums):
 
 @gluon.jit
 def apply_rope(y, c, s):
-    """RoPE of rows `[rows, N]` in the order of `gemm.weights.by_halves`; bf16, as in pages."""
+    """Apply RoPE to rows `[rows, N]` and round to bf16.
+
+    Args:
+        y: fp32 `[rows, N]`, rows in the order of `gemm.weights.by_halves`.
+        c, s: cosines and sines, fp32 `[rows, N]`.
+    """
     blocks: gl.constexpr = y.shape[0] // 16
     sequences: gl.constexpr = y.shape[1]
     first, second = gl.split(y.reshape([blocks, 2, 8, sequences]).permute([0, 2, 3, 1]))
@@ -66,11 +71,12 @@ def load_operands(
     opcode, row, last, bias, norm, weights, batch, rope, buffers, R: gl.constexpr,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Load what the epilogue of R rows needs, before the product is computed.
+    """Load the operands of the epilogue of R rows, before the matmul is computed.
 
     Returns:
-        Three fp32 `[R, N]`: cosines and sines for q, k and v, or the residual stream and the next
-        norm's weights, or the gate's outputs and nothing; and the biases.
+        Three tensors, fp32 `[R, N]`: cosines, sines and biases for q, k and v; the residual stream,
+        the next norm's weights and biases for RESIDUAL; the gate's outputs, zeros and biases for
+        UP; zeros, zeros and biases for other opcodes.
     """
     layout: gl.constexpr = output_layout(R)
     DIM: gl.constexpr = SHAPE.DIM
@@ -104,11 +110,12 @@ def run_epilogue(
     y, one, two, opcode, row, last, target, flag, batch, pages, messages, buffers, query_offset,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Finish and store rows of output: RoPE, page write, SiLU or residual, and messages.
+    """Apply the epilogue to output rows: RoPE and page write, SiLU or residual; send the result.
 
     Args:
         y: fp32 `[R, N]`, biases added.
-        one, two: as `load_operands` returns them.
+        one, two: the first two results of `load_operands`.
+        target: offset of the output, see `schedule.Pass`.
 
     Returns:
         fp32 `[N]`, the sum of squares of the new residual stream; 0 for other opcodes.

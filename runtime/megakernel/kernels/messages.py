@@ -1,13 +1,14 @@
 # mypy: ignore-errors
 """Flagged messages between programs: a value and a flag, packed into one word and stored at once.
 
-This is the LL protocol of NCCL. A message's flag is that of the launch plus the stage that wrote
-it. Inputs of products are bf16, in words of 32 bits with the lower 16 bits of the flag; a message
-is never older than some hundred stages. Sums are fp32, in words of 64 bits with the whole flag. A
-thread polls all messages that it needs at a time, until the flags of all of them match.
+This is the LL protocol of NCCL. The flag of a message is the launch's base flag plus the number of
+the stage that wrote it. Inputs of matmuls are bf16, in 32-bit words with the lower 16 bits of the
+flag; these suffice, since no message is older than some hundred stages. Sums are fp32, in 64-bit
+words with the whole flag. A thread polls several messages together, until the flags of all of them
+match.
 
-Stores are plain ones. An aligned store of 4 or 8 bytes is not torn, and none was seen to be delayed
-behind a polling loop (triton 3.6 and 3.9).
+Messages are written by plain stores. An aligned store of 4 or 8 bytes is not torn. With triton 3.6
+and 3.9, no store was observed to be delayed behind a polling loop.
 """
 
 from triton.experimental import gluon
@@ -32,10 +33,10 @@ from runtime.megakernel.kernels.layouts import (
 
 @gluon.jit
 def opaque_zero():
-    """Return a 0 that the compiler does not know to be one.
+    """Return 0 in a form that the compiler cannot fold.
 
-    Indices that are computed from it are not hoisted out of the loop over passes, so that they do
-    not occupy registers, which are scarce.
+    Indices computed from it are not hoisted out of the loop over passes, where they would occupy
+    scarce registers.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0; // $1", "=r,r", [gl.to_tensor(0)], gl.int32, False, 1
@@ -44,24 +45,26 @@ def opaque_zero():
 
 @gluon.jit
 def send_fp32(pointer, value, flag, mask):
-    """Store fp32 messages of 64 bits."""
+    """Store fp32 values and ``flag`` as 64-bit messages."""
     bits = value.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF
     gl.store(pointer, bits | (flag.to(gl.int64) << 32), mask=mask)
 
 
 @gluon.jit
 def send_bf16(pointer, value, flag, mask):
-    """Store bf16 messages of 32 bits."""
+    """Store values as bf16, with the lower 16 bits of ``flag``, as 32-bit messages."""
     bits = value.to(gl.bfloat16).to(gl.uint16, bitcast=True).to(gl.int32)
     gl.store(pointer, bits | (flag << 16), mask=mask)
 
 
 @gluon.constexpr_function
 def poll_bf16_asm(count, vector):
-    """PTX that polls ``count`` messages of 32 bits, ``vector`` in one load, until all flags match.
+    """Return PTX that polls ``count`` 32-bit messages until all flags match.
 
-    Operands: outputs $0 … are the messages; then addresses, flags shifted by 16, and masks, one for
-    each message. The messages of one load are masked together.
+    Each load reads ``vector`` messages, which share a mask.
+
+    Operands: the outputs $0 … are the messages. The inputs are one address, one flag shifted by 16,
+    and one mask per message.
     """
     firsts = range(0, count, vector)
     lines = [f"mov.b32 ${n}, 0;" for n in range(count)]
@@ -85,9 +88,10 @@ def poll_bf16_asm(count, vector):
 
 @gluon.constexpr_function
 def poll_fp32_asm(count):
-    """PTX that polls ``count`` messages of 64 bits; outputs are their lower halves.
+    """Return PTX that polls ``count`` 64-bit messages until all flags match.
 
-    Operands as of `poll_bf16_asm`, with flags that are not shifted.
+    The outputs are the values. The inputs are those of `poll_bf16_asm`, with flags that are not
+    shifted.
     """
     lines = []
     for n in range(count):
@@ -109,17 +113,17 @@ def poll_fp32_asm(count):
 
 @gluon.constexpr_function
 def asm_constraints(count):
-    """Constraints of the operands of both polling loops."""
+    """Return the operand constraints of both polling loops, for ``count`` messages."""
     return ",".join(["=&r"] * count + ["l"] * count + ["r"] * (2 * count))
 
 
 @gluon.jit
 def receive_bf16(pointer, flag, mask, COUNT: gl.constexpr, VECTOR: gl.constexpr):
-    """Poll bf16 messages until their flags match; 0 where masked.
+    """Poll bf16 messages until their flags match; return their values, 0 where masked.
 
     Args:
-        COUNT: messages of a thread.
-        VECTOR: messages of one load.
+        COUNT: messages per thread and polling loop.
+        VECTOR: messages per load.
     """
     words = gl.inline_asm_elementwise(
         poll_bf16_asm(COUNT, VECTOR), asm_constraints(COUNT),
@@ -130,7 +134,11 @@ def receive_bf16(pointer, flag, mask, COUNT: gl.constexpr, VECTOR: gl.constexpr)
 
 @gluon.jit
 def receive_fp32(pointer, flag, mask, COUNT: gl.constexpr):
-    """Poll fp32 messages until their flags match; 0 where masked."""
+    """Poll fp32 messages until their flags match; return their values, 0 where masked.
+
+    Args:
+        COUNT: messages per thread and polling loop.
+    """
     words = gl.inline_asm_elementwise(
         poll_fp32_asm(COUNT), asm_constraints(COUNT),
         [pointer, flag, mask.to(gl.int32)], gl.int32, False, COUNT,
@@ -140,7 +148,7 @@ def receive_fp32(pointer, flag, mask, COUNT: gl.constexpr):
 
 @gluon.jit
 def input_index(n: gl.constexpr, dim: gl.constexpr):
-    """Return 0 … n - 1 along one of the four dimensions of INPUT; the others have size 1."""
+    """Return 0 … n - 1 along dimension ``dim`` of the four of INPUT; the others have size 1."""
     first: gl.constexpr = 0 if dim > 0 else 1
     second: gl.constexpr = 1 if dim > 1 else 2
     third: gl.constexpr = 2 if dim > 2 else 3
@@ -153,10 +161,14 @@ def input_index(n: gl.constexpr, dim: gl.constexpr):
 
 @gluon.jit
 def receive_input(messages, source, width, flag, SHAPE: gl.constexpr, MAX_COLUMNS: gl.constexpr):
-    """Receive up to MAX_COLUMNS columns of a product's input.
+    """Receive up to MAX_COLUMNS columns of a matmul's input.
+
+    Args:
+        source: offset of the input in a sequence's activations.
+        width: number of columns.
 
     Returns:
-        bf16 `[tile, warp, N, 128]`; sequences repeat until there are N.
+        bf16 `[tile, warp, N, 128]`; sequences are repeated to fill N.
     """
     TILES: gl.constexpr = MAX_COLUMNS // COLUMNS
     BL: gl.constexpr = SHAPE.BL
@@ -174,14 +186,14 @@ def receive_input(messages, source, width, flag, SHAPE: gl.constexpr, MAX_COLUMN
 
 @gluon.jit
 def mma_operand(tile):
-    """Convert a tile of an input `[warp, N, 128]` to a right operand `[PARTS, 64, N]`."""
+    """Convert one tile of an input, `[warp, N, 128]`, to a right operand `[PARTS, 64, N]`."""
     parts = tile.reshape([WARPS, N, 2, 64]).permute([2, 0, 3, 1])
     return gl.convert_layout(parts.reshape([PARTS, 64, N]), RHS)
 
 
 @gluon.jit
 def mma_operands(found):
-    """Convert an input of REGISTER_COLUMNS columns to four right operands."""
+    """Split an input of REGISTER_COLUMNS columns into four right operands."""
     early, late = gl.split(found.reshape([2, 2, WARPS, N, MAX_DIM]).permute([1, 2, 3, 4, 0]))
     x0, x1 = gl.split(early.permute([1, 2, 3, 0]))
     x2, x3 = gl.split(late.permute([1, 2, 3, 0]))
@@ -190,7 +202,7 @@ def mma_operands(found):
 
 @gluon.jit
 def keep_input(kept, found):
-    """Store an input of SHARED_COLUMNS columns in shared memory, for all warps."""
+    """Store an input of SHARED_COLUMNS columns in shared memory, where all warps can read it."""
     barrier()
     kept.store(found.reshape([SHARED_COLUMNS // MAX_DIM, N, MAX_DIM]))
     barrier()
@@ -200,7 +212,7 @@ def keep_input(kept, found):
 def inverse_rms(messages, flag, programs, eps, SHAPE: gl.constexpr):
     """Return 1 / rms of the residual stream `[N]`, from the sums of squares of all programs.
 
-    Sequences repeat until there are N.
+    Sequences are repeated to fill N.
     """
     BL: gl.constexpr = SHAPE.BL
     HIDDEN: gl.constexpr = SHAPE.HIDDEN

@@ -11,23 +11,23 @@ from triton.experimental.gluon import language as gl
 from runtime.megakernel.kernels.layouts import MIN_SPLIT_TILES, TOKENS
 
 FIELDS = gl.constexpr(17)
-"""Numbers of a row."""
+"""Fields per row."""
 OPCODE, STAGE, AFTER = (gl.constexpr(n) for n in range(3))
 OFFSET, V_OFFSET, WIDTH = (gl.constexpr(n) for n in range(3, 6))
 START, UNITS, TOTAL, UNIT = (gl.constexpr(n) for n in range(6, 10))
 SOURCE, TARGET, BIAS, NORM, NORMED, TALL, STRIDE = (gl.constexpr(n) for n in range(10, 17))
-"""Columns of the table."""
+"""Column numbers of the fields."""
 ATTEND, QUERY, KEY, VALUE = (gl.constexpr(n) for n in range(4))
 INNER, RESIDUAL, GATE, UP, LOGITS = (gl.constexpr(n) for n in range(4, 9))
-"""Opcodes: attention, or the epilogue of a matrix product."""
+"""Opcodes: attention, or the epilogue of a matmul."""
 
 
 @gluon.jit
 def rows_of_program(start, units, total, unit, pid, programs):
     """Return the begin and end of this program's rows of a matrix.
 
-    The passes of a stage divide ``total`` units of ``unit`` rows evenly among the programs; this
-    matrix has ``units`` of them, from number ``start`` on.
+    Passes that are divided together have ``total`` units of ``unit`` rows, distributed evenly among
+    the programs. This matrix has ``units`` of them, from number ``start`` on.
     """
     first = gl.maximum(total * pid // programs - start, 0)
     last = gl.minimum(total * (pid + 1) // programs - start, units)
@@ -44,7 +44,8 @@ def past_tiles(item, lengths, KV_HEADS: gl.constexpr, SPLITS: gl.constexpr):
         item: `(sequence * KV_HEADS + kv_head) * SPLITS + split`.
 
     Returns:
-        Tokens before this step; splits in use; begin and end of this split's tiles of tokens.
+        Number of tokens before this step; number of splits in use; begin and end of the tiles of
+        this split, each of TOKENS tokens.
     """
     past = gl.load(lengths + item // (KV_HEADS * SPLITS)) - 1
     tiles = (past + TOKENS - 1) // TOKENS

@@ -1,13 +1,14 @@
 # mypy: ignore-errors
 """The ring of tiles in shared memory, and the copy warps that fill it.
 
-What a step reads of weights, K and V is known before it begins. Copy warps run ahead of the compute
-warps by as many tiles as the ring has slots, so that memory stays busy while programs wait for
-messages. The number of copies in flight is bounded: more would queue in front of the messages.
+The weights, K and V that a step reads are known before it begins. Copy warps run ahead of the
+compute warps, by as many tiles as the ring has slots, so that memory is busy while programs wait
+for messages. The number of copies in flight is bounded: more would delay the messages behind them.
 
-A tile is 16 rows and 1024 columns of a matrix; or 128 rows and 128 columns of it, where a program
-has many rows (a tall tile); or 128 tokens of K or V of one head. A ring is a tuple of the tiles
-bf16 `[SLOTS, PARTS, ROWS, 64]` and the barriers ``full`` and ``empty`` `[SLOTS, 1]`.
+There are three kinds of tiles: 16 rows and 1024 columns of a matrix; 128 rows and 128 columns of a
+matrix of which each program has many rows (a tall tile); and 128 tokens of K or V of one head. A
+ring is a tuple: the tiles, bf16 `[SLOTS, PARTS, ROWS, 64]`, and the mbarriers ``full`` and
+``empty`` `[SLOTS, 1]`.
 """
 
 from triton.experimental import gluon
@@ -49,13 +50,13 @@ from runtime.megakernel.kernels.opcodes import (
 
 @gluon.jit
 def as_wide_tile(slot):
-    """View a slot as a wide tile `[WARPS, ROWS, MAX_DIM]`."""
+    """View a slot `[PARTS, ROWS, 64]` as a wide tile `[WARPS, ROWS, MAX_DIM]`."""
     return reinterpret(slot, gl.bfloat16, [WARPS, ROWS, MAX_DIM], WIDE_TILE)
 
 
 @gluon.jit
 def wait_empty(ring, tile, SLOTS: gl.constexpr):
-    """Return the slot of tile number ``tile``, once it may be written."""
+    """Wait until the slot of tile number ``tile`` may be overwritten; return it."""
     tiles, _, empty = ring
     mbarrier.wait(empty.index(tile % SLOTS), (tile // SLOTS & 1) ^ 1)
     return tiles.index(tile % SLOTS)
@@ -63,7 +64,7 @@ def wait_empty(ring, tile, SLOTS: gl.constexpr):
 
 @gluon.jit
 def wait_full(ring, tile, SLOTS: gl.constexpr):
-    """Return the slot of tile number ``tile``, once it has been written."""
+    """Wait until the slot of tile number ``tile`` has been filled; return it."""
     tiles, full, _ = ring
     mbarrier.wait(full.index(tile % SLOTS), tile // SLOTS & 1)
     return tiles.index(tile % SLOTS)
@@ -71,7 +72,7 @@ def wait_full(ring, tile, SLOTS: gl.constexpr):
 
 @gluon.jit
 def release(ring, tile, SLOTS: gl.constexpr):
-    """Give a slot back to the copy warps, once all compute warps have read it."""
+    """Release a slot to the copy warps once all compute warps have read it."""
     _, _, empty = ring
     barrier()
     mbarrier.arrive(empty.index(tile % SLOTS), count=1)
@@ -89,7 +90,7 @@ def copy(slot, ring, tile, source, mask, SLOTS: gl.constexpr, AHEAD: gl.constexp
 
 @gluon.jit
 def load_reads(row):
-    """Load the fields of a pass that say what it reads."""
+    """Load the fields of a pass that the copy warps need."""
     return (
         gl.load(row + OPCODE), gl.load(row + OFFSET), gl.load(row + V_OFFSET), gl.load(row + WIDTH),
         gl.load(row + START), gl.load(row + UNITS), gl.load(row + TOTAL), gl.load(row + UNIT),
@@ -102,7 +103,11 @@ def copy_kv(
     ring, tile, offset, v_offset, pid, programs, batch, pages, SHAPE: gl.constexpr,
     RING: gl.constexpr,
 ):  # fmt: skip
-    """Copy the tiles of K and V of an attention pass; return the next tile's number."""
+    """Copy the tiles of K and V of an attention pass; return the number of the next tile.
+
+    Args:
+        offset, v_offset: offsets of the planes of K and V, in lines.
+    """
     group = index_along(WARPS, 0, WIDE_TILE_COPY) * ROWS
     token = index_along(ROWS, 1, WIDE_TILE_COPY)
     d = index_along(MAX_DIM, 2, WIDE_TILE_COPY)
@@ -131,7 +136,7 @@ def copy_kv(
 def copy_tiles(
     ring, pid, programs, schedule, weights, batch, pages, SHAPE: gl.constexpr, RING: gl.constexpr
 ):
-    """Copy all tiles of a program, in the order in which it uses them."""
+    """Copy warps: copy all tiles of a program, in the order in which it uses them."""
     part = index_along(PARTS, 0, TILE_COPY)
     part = part % WARPS * MAX_DIM + part // WARPS * 64  # first column of each part
     r = index_along(ROWS, 1, TILE_COPY)

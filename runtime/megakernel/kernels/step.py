@@ -74,7 +74,15 @@ def embed(
     token, b: gl.constexpr, norm, weights, messages, buffers, flag, pid, programs,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Start the residual stream of sequence ``b`` with this program's columns of its embedding."""
+    """Initialize this program's columns of the residual stream with the embedding of ``token``.
+
+    Sends the columns times the weights of the first norm, and their sum of squares.
+
+    Args:
+        token: token id of sequence ``b``.
+        norm: offset of the first norm's weights in the vectors.
+        flag: flag of stage 0.
+    """
     HIDDEN: gl.constexpr = SHAPE.HIDDEN
     own = messages.activations + b * messages.stride
     first = HIDDEN * pid // programs
@@ -110,14 +118,14 @@ def compute(
     ring, kept, sums, pid, programs, schedule, weights, batch, pages, rope, messages, buffers,
     attention, SHAPE: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """Compute warps: run all passes over the tiles that come through the ring.
+    """Compute warps: run all passes, reading tiles from the ring.
 
     Args:
-        ring: as of `ring`.
+        ring: see the module `ring`.
         kept: shared memory, bf16 `[SHARED_COLUMNS / MAX_DIM, N, MAX_DIM]`, the input of tall tiles.
         sums: shared memory, fp32 `[WARPS, ROWS, N]`, for sums over warps.
 
-    Other arguments as of `step_kernel`.
+    The other arguments are those of `step_kernel`.
     """
     OUTPUT: gl.constexpr = output_layout(ROWS)
     B: gl.constexpr = SHAPE.B
@@ -200,7 +208,7 @@ def compute(
                 )
                 acc = gl.zeros([PARTS, ROWS, N], gl.float32, MMA)
                 for block in range(0, columns, REGISTER_COLUMNS):
-                    # An input of one block stays in registers for all rows of this program.
+                    # An input of one block is received once, and stays in registers for all rows.
                     if (row == first) | (columns > REGISTER_COLUMNS):
                         found = receive_input(
                             messages, source * VECTOR + block, columns - block, base + after,
@@ -239,9 +247,9 @@ def step_kernel(
     schedule, weights, batch, pages, rope, messages, buffers, attention,
     SHAPE: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """One decode step of up to eight sequences.
+    """Compute one decode step of up to eight sequences.
 
-    A cooperative launch of at most 256 programs, all of which must run at the same time.
+    It is a cooperative launch of at most 256 programs, all of which must be resident.
 
     Args:
         schedule, weights, batch, pages, rope, messages, buffers, attention: named tuples of

@@ -1,4 +1,4 @@
-"""The Triton attention kernels against the torch reference."""
+"""The Triton attention kernels compared with the torch reference."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.triton
 SHAPES = [(6, 2, 16), (9, 3, 64), (4, 4, 96), (8, 1, 128), (5, 5, 20)]
 """Query heads, KV heads, head dimension."""
 CASES = [
-    # shape, lengths, new tokens of each, dtype of queries
+    # shape, lengths, new tokens per sequence, dtype of queries
     ((6, 2, 16), [1], 1, torch.float32),
     ((6, 2, 16), [63, 1, 100], 1, torch.bfloat16),
     ((9, 3, 64), [15, 17], 1, torch.float32),
@@ -114,7 +114,7 @@ def test_write_matches_the_reference(
         k, v = random_pages(lengths, kv_heads, dim, DEVICE)
         found.append((attention.write(qkv, rope, k, v, batch), k, v))
     for expected, got in zip(*found, strict=True):
-        # A fused multiply-add rounds once less.
+        # A fused multiply-add rounds once instead of twice.
         torch.testing.assert_close(
             got.float(), expected.float(), rtol=8e-3, atol=1e-5, equal_nan=True
         )
@@ -128,10 +128,10 @@ def test_write_matches_the_reference(
 def test_write_with_head_norms_matches_norm_then_write(
     shape: tuple[int, int, int], new: int, dtype: torch.dtype, halves: bool
 ) -> None:
-    """Against RMSNorm of q and k by torch, and the reference's RoPE and page write."""
+    """Compare with torch's RMSNorm of q and k, followed by the reference's RoPE and page write."""
     heads, kv_heads, dim = shape
     if halves and dim % 16:
-        pytest.skip("the order by halves needs a multiple of 16")
+        pytest.skip("by_halves needs a multiple of 16")
     lengths, eps = [63, 1, 100], 1e-6
     batch = batch_of(lengths, new, DEVICE)
     qkv = 3 * random(len(batch.tokens), heads + 2 * kv_heads, dim).to(dtype)
@@ -152,8 +152,8 @@ def test_write_with_head_norms_matches_norm_then_write(
     k_pages, v_pages = random_pages(lengths, kv_heads, dim, DEVICE)
     attention = TritonAttention(heads, kv_heads, dim, by_halves=halves)
     q_got = attention.write(flat, rope, k_pages, v_pages, batch, norms)
-    # Norms of values up to 8 are rounded to bf16 before RoPE, which adds two of them. Statistics
-    # are sums in another order, and the interpreter truncates: each may differ by one step of 1/32.
+    # Normalized values of up to 8 are rounded to bf16, and RoPE adds two of them. Each may differ
+    # by one bf16 step of 1/32: sums are in another order, and the interpreter truncates.
     atol = 1e-5 if dtype == torch.float32 else 0.07
     got, expected = (q_got, k_pages, v_pages), (q_expected, k_expected, v_expected)
     for one, other in zip(got, expected, strict=True):

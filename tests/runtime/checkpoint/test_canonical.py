@@ -1,4 +1,4 @@
-"""The canonical factorized checkpoint: round trips, atomic writing, altered files."""
+"""The canonical factorized checkpoint: round trips, atomic writes, and altered files."""
 
 import json
 from dataclasses import replace
@@ -67,7 +67,7 @@ def random_checkpoint(
     bias: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Checkpoint:
-    """Return factor pairs of ``rank``, but a dense gate and k of rank 1."""
+    """Return factor pairs of ``rank``, except for a dense gate and a k of rank 1."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:

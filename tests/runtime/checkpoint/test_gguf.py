@@ -1,4 +1,4 @@
-"""GGUF files: tiny ones, and the packaged SmolLM2 compared with transformers."""
+"""Tiny GGUF files, and the packaged SmolLM2 compared with transformers."""
 
 import importlib.util
 import random
@@ -56,7 +56,7 @@ def tiny_model(tied: bool) -> Any:
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Return rows in the order of GGUF's Llama: halves of a head interleaved."""
+    """Return rows in GGUF's order for Llama: the halves of each head interleaved."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1)
     return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -70,7 +70,7 @@ def write_gguf(
     quantize: Any = None,
     vocabulary: int = 0,
 ) -> None:
-    """Write a model; ``changes`` replaces, adds or (None) omits tensors by GGUF name."""
+    """Write a GGUF file; ``changes`` replaces, adds or (None) omits tensors by GGUF name."""
     changes = dict(changes or {})
     writer = gguf.GGUFWriter(path, architecture)
     config = model.config
@@ -175,7 +175,7 @@ def test_rope_frequency_divisors_are_applied(tmp_path: Path) -> None:
         ({"token_embd.weight": None}, "token_embd"),
     ],
 )
-def test_inconsistent_tensors_are_named_in_the_error(
+def test_error_names_the_inconsistent_tensor(
     changes: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     write_gguf(tiny_model(tied=True), tmp_path / "tiny.gguf", changes)
@@ -198,8 +198,8 @@ def test_truncated_files_are_refused(length: int, tmp_path: Path) -> None:
         load_checkpoint(path)
 
 
-def test_damaged_headers_are_refused_or_read(tmp_path: Path) -> None:
-    """Changed bytes give a checkpoint or a `CheckpointError`, and never a long wait."""
+def test_damaged_headers_load_or_raise_checkpoint_error(tmp_path: Path) -> None:
+    """A changed byte gives a checkpoint or a `CheckpointError`, without a long delay."""
     path = tmp_path / "tiny.gguf"
     write_gguf(tiny_model(tied=True), path, vocabulary=1500)
     whole = path.read_bytes()
@@ -218,7 +218,7 @@ def test_damaged_headers_are_refused_or_read(tmp_path: Path) -> None:
     assert refused > 50
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_files_of_unknown_format_are_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("GG")
     with pytest.raises(CheckpointError, match="neither a GGUF file nor"):
         load_checkpoint(tmp_path / "notes.txt")
@@ -266,5 +266,5 @@ def test_smollm2_agrees_with_transformers() -> None:
             expected = model(tokens).logits
         actual = forward(checkpoint, tokens)
         assert torch.equal(actual.argmax(-1), expected.argmax(-1))
-        # fp32 on both sides, sums in another order through 30 layers; relative to the largest.
+        # Both sides are fp32; sums are in another order over 30 layers.
         assert (actual - expected).abs().max() / expected.abs().max() < 1e-4

@@ -87,7 +87,7 @@ def test_logits_equal_those_of_transformers(name: str, length: int, tmp_path: Pa
     with torch.no_grad():
         expected = model(tokens).logits
     actual = forward(load_checkpoint(tmp_path), tokens)
-    # fp32 on both sides, sums in another order over at most 80 terms and two layers.
+    # Both sides are fp32; sums of up to 80 terms are in another order, over two layers.
     torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
 
 
@@ -140,7 +140,7 @@ def test_eos_tokens_of_both_config_files_are_merged(tmp_path: Path) -> None:
         ("qwen2-yarn", {"max_position_embeddings": 24}, 96),
     ],
 )
-def test_context_length_ends_at_the_sliding_window(
+def test_context_length_is_limited_to_the_sliding_window(
     name: str, change: dict[str, Any], context: int, tmp_path: Path
 ) -> None:
     save_random(name, tmp_path)
@@ -183,7 +183,7 @@ def test_model_hash_depends_on_config_and_weights_only(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "part of the head"),
     ],
 )
-def test_unsupported_or_inconsistent_config_is_named_in_the_error(
+def test_error_names_the_unsupported_or_inconsistent_config_value(
     change: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     save_random("llama", tmp_path)
@@ -192,7 +192,7 @@ def test_unsupported_or_inconsistent_config_is_named_in_the_error(
         load_checkpoint(tmp_path)
 
 
-def test_missing_and_unexpected_tensors_are_named_in_the_error(tmp_path: Path) -> None:
+def test_error_names_missing_and_unexpected_tensors(tmp_path: Path) -> None:
     save_random("llama", tmp_path)
     change_weights(tmp_path, lambda weights: weights.pop("model.norm.weight"))
     with pytest.raises(CheckpointError, match=r"no tensor model\.norm\.weight"):

@@ -23,7 +23,7 @@ SHAPES = [(48, 48), (17, 63), (63, 17), (100, 31), (5, 1000)]
 
 
 def moment(dim: int, seed: int, rows: int = 2000) -> torch.Tensor:
-    """Return a second moment with scales from 1 to 1000, ill-conditioned like activations."""
+    """Return an ill-conditioned second moment, like those of activations."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, dim, generator=generator) @ torch.randn(dim, dim, generator=generator)
     x = x * torch.logspace(0, 3, dim)
@@ -59,13 +59,13 @@ def test_low_rank_weight_is_reproduced(out: int, inner: int) -> None:
     rank = min(3, largest_rank(out, inner))
     W = weight(out, inner, rank)
     part = decompose(Dense(W), moment(inner, 1), moment(out, 2))
-    # Factors in fp32; the whitening spans three decades, so up to 1e3 of rounding at 6e-8.
+    # Whitening spans three decades, which amplifies the rounding errors of fp32 (6e-8) by 1e3.
     torch.testing.assert_close(multiply(part, rank), W, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("out", "inner"), SHAPES)
 @pytest.mark.parametrize("rank", [1, 4])
-def test_loss_is_the_sum_of_dropped_terms_and_optimal(out: int, inner: int, rank: int) -> None:
+def test_loss_equals_dropped_terms_and_is_minimal(out: int, inner: int, rank: int) -> None:
     W = weight(out, inner)
     C, G = moment(inner, 3), moment(out, 4)
     part = decompose(Dense(W), C, G)
@@ -96,7 +96,7 @@ def test_factors_are_balanced_and_smaller_than_dense(out: int, inner: int) -> No
     assert (part.u.shape[1] + 1) * (out + inner) >= out * inner
 
 
-def test_bias_is_kept() -> None:
+def test_decomposition_keeps_the_bias() -> None:
     bias = torch.arange(9.0)
     part = decompose(Dense(weight(9, 20), bias), torch.eye(20), torch.eye(9))
     assert part.truncate(2).bias is bias
@@ -123,7 +123,7 @@ def test_moments_that_are_not_finite_are_refused() -> None:
 def test_linear_that_truncates_badly_stays_dense() -> None:
     steep = Choice(10, 10, np.array([100.0, 1e-3] + [1e-6] * 8))
     flat = Choice(10, 10, np.full(10, 50.0))
-    # 120 of 200 parameters: dense flat takes 100, steep has 20 left, which is rank 1.
+    # The budget is 120 parameters: 100 for `flat` as dense, and 20 for `steep` at rank 1.
     assert allocate_ranks([steep, flat], keep=0.6, multiple=1) == [1, None]
 
 
@@ -136,7 +136,7 @@ def test_linear_that_truncates_badly_stays_dense() -> None:
     st.floats(0.5, 0.99),
 )
 @settings(max_examples=60, deadline=None)
-def test_no_other_ranks_have_fewer_parameters_and_less_loss(
+def test_allocated_ranks_are_pareto_optimal(
     shapes: list[tuple[int, int, int]], keep: float
 ) -> None:
     choices = [

@@ -1,4 +1,4 @@
-"""Factorizing a whole model: budgets, metadata, determinism and the predictions of moments."""
+"""Factorization of a whole model: budgets, metadata, determinism, and predictions from moments."""
 
 import math
 from dataclasses import replace
@@ -63,7 +63,7 @@ def random_model() -> Checkpoint:
 
     embedding = torch.randn(83, 48, generator=generator)
     layers = (layer(), layer())
-    # A small final norm keeps predictions uncertain: certain ones have no gradient.
+    # A small final norm keeps predictions uncertain; certain predictions have no gradient.
     return Checkpoint(CONFIG, embedding, layers, torch.full((48,), 0.2), embedding, "d" * 64)
 
 
@@ -72,7 +72,7 @@ TOKENS = torch.randint(0, 83, (24, 63), generator=torch.Generator().manual_seed(
 
 
 def divergence(model: Checkpoint) -> float:
-    """Return the KL divergence from the dense model in nats per token, on other tokens."""
+    """Return the KL divergence from the dense model, in nats per token, on held-out tokens."""
     tokens = torch.randint(0, 83, (16, 63), generator=torch.Generator().manual_seed(7))
     expected = forward(MODEL, tokens).log_softmax(-1)
     actual = forward(model, tokens).log_softmax(-1)
@@ -131,7 +131,7 @@ def test_moments_predict_the_loss_of_a_small_change() -> None:
     predicted = 0.5 * float(torch.trace(G @ change @ C @ change.t()))
     down = Dense(MODEL.layers[1].down.weight + change)
     layers = (MODEL.layers[0], replace(MODEL.layers[1], down=down))
-    # Kronecker factors ignore correlations of inputs and gradients: expect a factor of two.
+    # Kronecker factors ignore correlations of inputs and gradients; allow a factor of two.
     assert 0.5 < predicted / divergence(replace(MODEL, layers=layers)) < 2.0
 
 
@@ -139,7 +139,7 @@ def test_input_moments_are_means_over_linear_inputs() -> None:
     moments = collect_moments(MODEL, TOKENS, seed=0)
     x = rms_norm(MODEL.embedding[TOKENS], MODEL.layers[0].input_norm, 1e-6).flatten(0, 1)
     expected = x.t() @ x / TOKENS.numel()
-    # fp32 sums over 1,512 tokens in another order.
+    # fp32 sums over 1,512 tokens are in another order.
     torch.testing.assert_close(moments[0].inputs["q"], expected, rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""SVD-LLM v1 and v2 and Basis Sharing against their formulas."""
+"""SVD-LLM v1 and v2 and Basis Sharing compared with their formulas."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ def inputs_of(checkpoint: Checkpoint) -> list[dict[str, Tensor]]:
 
 
 def truncated(W: Tensor, C: Tensor, rank: int) -> Tensor:
-    """SVD-LLM: with S Sᵀ = C, the truncated SVD of W S, multiplied by S⁻¹."""
+    """Return SVD-LLM's approximation of W: with S Sᵀ = C, the truncated SVD of W S, times S⁻¹."""
     S = torch.linalg.cholesky(C)
     U, sigma, Vh = torch.linalg.svd(W.double() @ S, full_matrices=False)
     product: Tensor = (U[:, :rank] * sigma[:rank]) @ Vh[:rank] @ torch.linalg.inv(S)
@@ -87,7 +87,7 @@ def test_basis_sharing_matches_its_formula() -> None:
         assert isinstance(first, FactorPair)
         assert isinstance(second, FactorPair)
         assert isinstance(third, FactorPair)
-        # The third layer has no partner.
+        # The third layer has no adjacent layer left to share with.
         assert third.rank == int(out * inner * 0.6 / (out + inner))
         if projection not in SHARED:
             assert first.v is not second.v

@@ -1,4 +1,4 @@
-"""Checkpoints as other factorization codes write them."""
+"""Checkpoints in the formats of other factorization projects."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,11 +21,11 @@ RAGGED = (5, 3, 8, None, 17, 9, 12)
 EVEN = (6,) * 7
 
 Rename = Callable[[str, str], str]
-"""Maps a linear's name and a factor, ``u`` or ``v``, to the factor's name in a format."""
+"""Maps a linear's name and a factor, ``u`` or ``v``, to the factor's tensor name in a format."""
 
 
 class Node(nn.Module):
-    """A module of a class unknown to the reader, built from parameters by their dotted names."""
+    """A module of a class unknown to the reader, filled with parameters by dotted name."""
 
     def put(self, path: str, tensor: Tensor) -> None:
         name, _, rest = path.partition(".")
@@ -115,7 +115,7 @@ def asvd(owner: str, factor: str) -> str:
 
 
 def shared_checkpoint() -> Checkpoint:
-    """Return two layers that share all bases but those of o and down, as in Basis Sharing."""
+    """Return a model of two layers that share all bases except those of o and down."""
     checkpoint = tiny_checkpoint(ranks=(7, 7, 7, 6, 9, 9, 6))
     first, second = checkpoint.layers
     shared = {
@@ -126,7 +126,7 @@ def shared_checkpoint() -> Checkpoint:
 
 
 def basis_sharing(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield names as in Basis Sharing's state dicts: bases in the layers, and again in lists."""
+    """Yield the state dict of Basis Sharing: each basis in its layer, and again in a list."""
     for name, tensor in named_tensors(checkpoint):
         if name.endswith(".v.weight"):
             yield name.removesuffix("_proj.v.weight") + "_basis.weight", tensor
@@ -137,7 +137,7 @@ def basis_sharing(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def assert_same(made: Checkpoint, expected: Checkpoint) -> None:
-    """Check for equal tensors under equal names, and for an equal ``keep``."""
+    """Check that both checkpoints have equal tensors under equal names, and equal ``keep``."""
     theirs = dict(named_tensors(expected))
     ours = dict(named_tensors(made))
     assert ours.keys() == theirs.keys()

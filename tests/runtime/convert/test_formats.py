@@ -75,7 +75,7 @@ def test_folders_are_converted_in_their_dtype(
 
 
 def test_biases_of_factor_pairs_are_converted(tmp_path: Path) -> None:
-    """SVD-LLM stores them on U; Dobi-SVD on the first factor, and the second has garbage."""
+    """SVD-LLM stores biases on U; Dobi-SVD on A, with uninitialized ones on B."""
     expected = tiny_checkpoint(bias=True, ranks=EVEN)
     facts: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 
@@ -154,7 +154,7 @@ def test_converted_checkpoint_is_written_and_loaded(tmp_path: Path) -> None:
 
 
 def test_parameters_with_attributes_are_read(tmp_path: Path) -> None:
-    """Transformers marks loaded parameters, and torch pickles marked ones differently."""
+    """Transformers sets an attribute on parameters, which torch then pickles differently."""
     expected = tiny_checkpoint(bias=True, ranks=EVEN)
     tensors = dict(renamed(expected, svd_llm))
     for name in list(tensors):

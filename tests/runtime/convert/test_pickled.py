@@ -1,4 +1,4 @@
-"""Pickles are read without importing or calling what they name; hostile ones are refused."""
+"""Pickles are read without importing or calling the names in them; malicious ones are rejected."""
 
 import os
 import pickle
@@ -18,6 +18,8 @@ from tests.runtime.tiny import tiny_checkpoint
 
 
 class Bomb:
+    """Runs a command when unpickled by the standard library."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -37,7 +39,7 @@ def test_names_in_a_pickle_are_not_executed(tmp_path: Path) -> None:
 
 
 def rewrite(path: Path, change: Callable[[str, bytes], bytes | None]) -> None:
-    """Change or remove members of a zip file; ``change`` returns None to remove."""
+    """Change members of a zip file; ``change`` returns the new content, or None to remove."""
     with zipfile.ZipFile(path) as archive:
         members = [(name, archive.read(name)) for name in archive.namelist()]
     with zipfile.ZipFile(path, "w") as archive:
@@ -79,7 +81,7 @@ def test_tensors_beyond_their_storage_are_refused(tmp_path: Path) -> None:
 
 
 def craft(path: Path, program: bytes, storage: bytes = b"", *, packed: bool = False) -> Path:
-    """Write a torch file with this pickle and one storage."""
+    """Write a torch file with the given pickle program and one storage."""
     kind = zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED
     with zipfile.ZipFile(path, "w", kind) as archive:
         archive.writestr("archive/data.pkl", program)
@@ -92,7 +94,7 @@ def craft(path: Path, program: bytes, storage: bytes = b"", *, packed: bool = Fa
     [
         b"\x80\x02}(" + b"(" + b"\x85" * 100_000 + b"K\x01u.",  # a key of nested tuples
         b"\x80\x02}\x8a\x09" + b"\xff" * 8 + b"\x00K\x01s.",  # a key above 2^48
-        b"\x80\x02ctorch._utils\n_rebuild_parameter\n}X\x01\x00\x00\x00aK\x01sb.",  # state
+        b"\x80\x02ctorch._utils\n_rebuild_parameter\n}X\x01\x00\x00\x00aK\x01sb.",  # BUILD
         b"\x80\x02K\x07)R.",  # call a number
         b"\x80\x02K\x07)\x81.",  # instantiate a number
         b"\x80\x02(cos\nsystem\nX\x02\x00\x00\x00lso.",  # OBJ
@@ -103,7 +105,7 @@ def craft(path: Path, program: bytes, storage: bytes = b"", *, packed: bool = Fa
         b"\x80\x02K\x01Q.",  # a number as persistent id
     ],
 )
-def test_hostile_pickles_are_refused_quickly(program: bytes, tmp_path: Path) -> None:
+def test_malicious_pickles_are_refused_quickly(program: bytes, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         read_pickled(craft(tmp_path / "x.pt", program))
 

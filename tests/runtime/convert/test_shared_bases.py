@@ -72,22 +72,22 @@ def test_shared_bases_are_loaded_and_stored_once(pickled: bool, tmp_path: Path) 
     assert saved - (tmp_path / "ours" / "model.safetensors").stat().st_size >= bases
 
 
-def first_product(part: object) -> object:
-    """Return the product with V of a packed projection."""
+def first_matmul(part: object) -> object:
+    """Return the linear operator of the stacked V of a projection."""
     projection = part.projection if isinstance(part, AddResidual) else part
     assert isinstance(projection, Projection)
     return projection._first
 
 
-def test_model_packs_a_shared_basis_once_and_computes_the_assert_same() -> None:
+def test_model_packs_a_shared_basis_once_and_matches_the_plain_forward_pass() -> None:
     shared = shared_checkpoint()
     model = Model(shared)
     first, second = model._layers
     one, other = first.parts, second.parts
     assert isinstance(one, LlamaParts)
     assert isinstance(other, LlamaParts)
-    assert first_product(one.qkv) is first_product(other.qkv)
-    assert first_product(one.o) is not first_product(other.o)
+    assert first_matmul(one.qkv) is first_matmul(other.qkv)
+    assert first_matmul(one.o) is not first_matmul(other.o)
     tokens = list(range(1, 30))
     cache = model.new_cache(4)
     pages = list(range(pages_for(len(tokens), 16)))

@@ -1,4 +1,4 @@
-"""A model with backend "gemm" against the same model with backend "torch"."""
+"""A model with backend "gemm" compared with the same model with backend "torch"."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ BACKENDS: tuple[Backend, ...] = ("torch", "gemm")
 def test_gemm_backend_matches_the_torch_backend(
     ranks: tuple[int | None, ...], bias: bool, head_norms: bool, plan: KernelPlan | None
 ) -> None:
-    """Prefill in two chunks, then a decode step of each sequence, twice over static tensors."""
+    """Compare the logits of prefill in two chunks and of a decode step, which runs twice."""
     checkpoint = tiny_checkpoint(ranks=ranks, bias=bias, head_norms=head_norms)
     count, length = (3, 150) if DEVICE.type == "cuda" else (2, 22)  # the interpreter is slow
     texts = [

@@ -1,4 +1,4 @@
-"""The GEMM kernels against the fp32 reference."""
+"""The GEMM kernels compared with the fp32 reference."""
 
 from dataclasses import replace
 from math import nan
@@ -54,7 +54,7 @@ def test_small_gemm_matches_the_reference(
 def test_large_gemm_matches_the_reference(
     epilogue: Epilogue, shapes: list[tuple[int, int]], splits: int, tile: LargeTile, bias: bool
 ) -> None:
-    """With few tokens, and with more blocks than programs."""
+    """Token counts range from one to more blocks than programs."""
     for tokens in (1, 77, 2500):
         check_gemm(epilogue, shapes, tokens, replace(tile, splits=splits), bias)
 
@@ -66,9 +66,9 @@ def check_gemm(
     tile: Tile | LargeTile,
     bias: bool,
 ) -> None:
-    """Compare two launches with the reference; the second reuses the first's counters.
+    """Compare two launches with the reference. The second one reuses the counters of the first.
 
-    Padding between rows of weights is NaN, which must not be read.
+    The padding between weight rows is NaN, so reading it would fail the comparison.
     """
     elements = sum(rows * round_up(width, LINE_ELEMENTS) for rows, width in shapes)
     memory = torch.full((elements + LINE_ELEMENTS,), nan, dtype=torch.bfloat16, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The GEMM kernel of many tokens compiles for a Hopper GPU, on a host without one."""
+"""Compile the many-token GEMM kernel for a Hopper GPU, on a host without one."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Kernel plans: files, choices, and models that follow them."""
+"""Kernel plans: files, choice of tiles, and models that use a plan."""
 
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def test_invalid_plan_file_raises_plan_error(tmp_path: Path, text: str) -> None:
         KernelPlan.load(tmp_path / "none.json")
 
 
-def test_choice_applies_up_to_its_bucket_and_the_last_without_bound() -> None:
+def test_choice_applies_up_to_its_bucket_and_the_last_bucket_is_unbounded() -> None:
     tile = LargeTile(2, 128)
     plan = KernelPlan(
         {choice_key("PLAIN", 32, SHAPES): None, choice_key("RESIDUAL", 8192, SHAPES[:1]): tile}
@@ -82,7 +82,7 @@ def test_plan_multiplies_out_the_factor_pairs_that_it_names() -> None:
     assert group_key(dense_q.layers[0], ("q", "k", "v")) is None
 
 
-def test_model_follows_its_plan_and_its_hash_shows_it() -> None:
+def test_model_uses_its_plan_and_hashes_it() -> None:
     checkpoint = tiny_checkpoint(ranks=PAIRS)
     name = group_key(checkpoint.layers[0], ("o",))
     plan = KernelPlan(dense=frozenset([name or ""]))

@@ -14,7 +14,7 @@ RANKS = [(None,) * 7, (9, 5, 8, 12, 17, 11, 24), (9, None, 8, None, 17, None, 24
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_row_begins_on_a_line(ranks: tuple[int | None, ...]) -> None:
+def test_every_weight_row_begins_on_a_line(ranks: tuple[int | None, ...]) -> None:
     weights = PackedWeights.pack(tiny_checkpoint(ranks=ranks), "cpu")
     matrices = [weights.lm_head]
     for layer in weights.layers:
@@ -26,7 +26,7 @@ def test_every_row_begins_on_a_line(ranks: tuple[int | None, ...]) -> None:
 
 @pytest.mark.parametrize("hidden", [48, 64])
 def test_tied_embedding_is_contiguous(hidden: int) -> None:
-    """The LM head's rows begin on lines; those of the embedding have no padding."""
+    """Rows of the LM head are padded to whole lines; those of the embedding are not."""
     checkpoint = tiny_checkpoint(config=replace(CONFIG, hidden_size=hidden))
     weights = PackedWeights.pack(replace(checkpoint, embedding=checkpoint.lm_head), "cpu")
     assert weights.embedding.is_contiguous()
@@ -53,7 +53,7 @@ def test_head_norms_are_packed_as_fp32() -> None:
         ({"hidden_size": 52}, "hidden size 52"),
     ],
 )
-def test_unsupported_names_the_reason(changes: dict[str, int], reason: str | None) -> None:
+def test_unsupported_returns_the_reason(changes: dict[str, int], reason: str | None) -> None:
     checkpoint = tiny_checkpoint(config=replace(CONFIG, **changes))  # type: ignore[arg-type]
     found = unsupported(checkpoint)
     assert found is None if reason is None else reason in str(found)

@@ -1,4 +1,4 @@
-"""Cache layouts: groups of planes that segments can hold, sizes, and what is refused."""
+"""Cache layouts: plane groups, sizes, and rejected planes."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_dense_planes_are_one_group() -> None:
     assert layout.bytes_per_token == per_token
 
 
-def test_planes_of_another_dtype_or_dim_are_another_group() -> None:
+def test_planes_of_different_dtype_or_dim_are_different_groups() -> None:
     layout = CacheLayout(PAGE, HEADS, ((K, CODES, SCALES),) * 2)
     assert [(g.dtype, g.dim, g.encodable) for g in layout.groups] == [
         (torch.bfloat16, 8, True),
@@ -41,8 +41,8 @@ def test_planes_of_another_dtype_or_dim_are_another_group() -> None:
     assert layout.bytes_per_token == 2 * HEADS * (16 + 8 + 4)
 
 
-def test_layers_may_differ() -> None:
-    """A format may choose another rank for each layer."""
+def test_layers_with_different_dims_have_their_own_runs() -> None:
+    """For example, a format with another rank in each layer."""
     narrow = plane("k", torch.bfloat16, 4)
     layout = CacheLayout(PAGE, HEADS, ((K,), (narrow,), (K,), (K,)))
     wide, small = layout.groups

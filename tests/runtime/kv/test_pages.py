@@ -1,4 +1,4 @@
-"""The page pool: counts, order and errors."""
+"""The page pool: page counts, allocation order and errors."""
 
 import pytest
 from hypothesis import given
@@ -45,12 +45,12 @@ def test_empty_pool_is_refused() -> None:
 @pytest.mark.parametrize(
     ("tokens", "pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (63, 4), (1000, 63)]
 )
-def test_pages_for(tokens: int, pages: int) -> None:
+def test_pages_for_rounds_up(tokens: int, pages: int) -> None:
     assert pages_for(tokens, 16) == pages
 
 
 @given(st.lists(st.tuples(st.sampled_from("asr"), st.integers(0, 9)), max_size=80))
-def test_holders_and_free_pages_always_add_up(actions: list[tuple[str, int]]) -> None:
+def test_free_pages_are_those_without_holders(actions: list[tuple[str, int]]) -> None:
     pool, held = PagePool(12), []
     for action, number in actions:
         if action == "a" and number <= pool.free:

@@ -1,4 +1,4 @@
-"""KV formats by name: built-in, plugged in, and what is refused."""
+"""KV formats by name: built-in formats, plug-ins, and rejected names."""
 
 import sys
 from types import ModuleType
@@ -15,17 +15,17 @@ from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 
 class Renamed(DenseFormat):
-    """A format with another name, as a plug-in module would define it."""
+    """A format with another name, as a plug-in would define it."""
 
     name = "renamed"
 
 
 class WithoutCreate:
-    """Not a KV format."""
+    """A class without the factory `create`."""
 
 
 class Incomplete:
-    """Has the factory, not the interface."""
+    """A class with the factory `create`, but without the interface of a KV format."""
 
     name, version, kernels = "incomplete", 1, "none"
 
@@ -47,7 +47,7 @@ def create(spec: str, config: ModelConfig = CONFIG) -> str:
     return create_format(spec, config, torch.device("cpu"), torch.float32).name
 
 
-def test_dense_is_built_in() -> None:
+def test_dense_format_is_built_in() -> None:
     assert create("dense") == "dense"
 
 
@@ -60,7 +60,7 @@ def test_plug_in_is_imported_by_module_and_class(plug_in: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("fp7", "unknown KV format 'fp7': built in are dense"),
+        ("fp7", "unknown KV format 'fp7': expected dense"),
         ("no_such_module:Format", "cannot import 'no_such_module'"),
         (":Format", "cannot import ''"),
         ("kv_plug_in:NoSuchClass", "kv_plug_in has no 'NoSuchClass'"),
@@ -69,6 +69,6 @@ def test_plug_in_is_imported_by_module_and_class(plug_in: str) -> None:
         ("kv_plug_in:Incomplete", "not a KV format: it has no lossless, artifact_hash"),
     ],
 )
-def test_error_says_what_is_wrong_with_a_format_name(plug_in: str, spec: str, message: str) -> None:
+def test_invalid_format_name_raises_a_specific_error(plug_in: str, spec: str, message: str) -> None:
     with pytest.raises(KVFormatError, match=message):
         create(spec)

@@ -1,4 +1,4 @@
-"""Triton kernels of RMSNorm and SwiGLU against torch."""
+"""Triton kernels of RMSNorm and SwiGLU compared with torch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The megakernel compiles for a Hopper GPU, on a host without one."""
+"""Compile the megakernel for a Hopper GPU, on a host without one."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_wa
 print(made.metadata.shared)
 """
 SHARED = 227 * 1024
-"""Bytes of shared memory of a program on an H100 or H200."""
+"""Maximum bytes of shared memory per program on an H100 or H200."""
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ SHARED = 227 * 1024
     ids=str,
 )  # fmt: skip
 def test_step_kernel_compiles_and_fits_shared_memory(shape: tuple[int, ...]) -> None:
-    """``shape`` has query heads, KV heads, head dimension, sequences and splits."""
+    """``shape`` is query heads, KV heads, head dimension, sequences and splits."""
     command = [sys.executable, "-c", _SCRIPT, *map(str, shape)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The megakernel against the model with backend "torch", on a Hopper GPU."""
+"""The megakernel compared with a model with backend "torch", on a Hopper GPU."""
 
 from dataclasses import replace
 
@@ -52,15 +52,14 @@ def test_step_matches_the_model(
 def test_large_step_of_few_programs_matches_the_model(
     ranks: tuple[int | None, ...], programs: int, positions: tuple[int, ...], tall: int
 ) -> None:
-    """Many tiles for each program, inputs of several blocks, sixteen query heads for one KV head,
-    and KV in one split and in many."""
+    """Many tiles per program, inputs of several blocks, 16 query heads per KV head."""
     check_step(tiny_checkpoint(ranks=ranks, config=LARGE), positions, programs, tall)
 
 
 def check_step(
     checkpoint: Checkpoint, positions: tuple[int, ...], programs: int, tall: int
 ) -> None:
-    """Compare logits, and K and V in pages, of three launches with those of the torch backend."""
+    """Compare logits and KV pages of three launches with those of the torch backend."""
     config = checkpoint.config
     model = Model(checkpoint, device=DEVICE, dtype=torch.float32)
     pages = pages_of([position + 1 for position in positions])

@@ -1,4 +1,4 @@
-"""The megakernel's pass list, run by its reference interpreter."""
+"""The megakernel's pass list, executed by its reference interpreter."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -39,7 +39,7 @@ def test_pass_list_matches_the_model(ranks: tuple[int | None, ...], position: in
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("programs", [1, 5, 132])
-def test_every_row_belongs_to_exactly_one_program(
+def test_every_matrix_row_belongs_to_exactly_one_program(
     ranks: tuple[int | None, ...], programs: int
 ) -> None:
     weights = PackedWeights.pack(tiny_checkpoint(ranks=ranks), "cpu")
@@ -71,7 +71,7 @@ def test_reference_detects_protocol_errors() -> None:
         ({"num_heads": 34}, "34 query heads for 2 KV heads"),
     ],
 )
-def test_unsupported_names_the_reason(changes: dict[str, int], reason: str | None) -> None:
+def test_unsupported_returns_the_reason(changes: dict[str, int], reason: str | None) -> None:
     checkpoint = tiny_checkpoint(config=replace(CONFIG, **changes))  # type: ignore[arg-type]
     found = unsupported(PackedWeights.pack(checkpoint, "cpu"))
     assert found is None if reason is None else reason in str(found)

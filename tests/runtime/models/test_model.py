@@ -1,4 +1,4 @@
-"""Logits compared with transformers, and matmuls whose rows do not depend on the batch."""
+"""Logits compared with transformers, and the batch invariance of matmuls."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def smollm2() -> Checkpoint:
 
 
 def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> None:
-    """KV is bf16: top-1 is equal at 99 % of positions, logits are within 2 % of the largest."""
+    """KV is bf16: top-1 agrees at 99 % of positions, and logits within 2 % of the largest."""
     from runtime.bench.engine import peer_of
     from services.common.tokenizer import load_tokenizer
 
@@ -80,7 +80,7 @@ def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> N
 
 
 @pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="oneDNN before 3.12 packs some shapes by the number of rows"
+    torch.__version__ < "2.13", reason="before oneDNN 3.12, bits depend on the number of rows"
 )
 def test_smollm2_logits_do_not_depend_on_chunks_or_batch(smollm2: Checkpoint) -> None:
     model = Model(smollm2)
@@ -106,13 +106,13 @@ def test_bfloat16_model_runs_on_reference_attention() -> None:
     expected = logits_of(tiny_model(), tokens)
     got = logits_of(Model(tiny_checkpoint(), dtype=torch.bfloat16), tokens)
     assert got.dtype == torch.float32
-    # bf16 has 8 bits of precision: a few layers differ by some percent of the largest logit.
+    # bf16 has 8 bits of precision; logits differ by a few percent of the largest.
     assert (got - expected).abs().max() < 0.1 * expected.abs().max()
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_layers_placed_one_by_one_equal_the_checkpoint(shared: bool) -> None:
-    """Layers reuse freed memory, so packed weights must not be confused by id."""
+def test_layers_packed_one_at_a_time_use_their_own_weights(shared: bool) -> None:
+    """Packed weights are cached by tensor id, and a freed tensor's id may be reused."""
     ranks = (9, 5, None, 12, 17, 11, 24)
     checkpoint = tiny_checkpoint(ranks=ranks, config=replace(CONFIG, num_layers=12))
     if shared:
@@ -130,7 +130,7 @@ def test_layers_placed_one_by_one_equal_the_checkpoint(shared: bool) -> None:
     assert torch.equal(first_logits, second_logits)
 
 
-def test_unsupported_by_gemm_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_by_gemm_returns_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     checkpoint, bf16 = tiny_checkpoint(), torch.bfloat16
@@ -167,12 +167,12 @@ def test_packed_matmul_of_a_row_does_not_depend_on_the_batch(
     weight = torch.randn(shape, generator=generator)
     bias = torch.randn(shape[0], generator=generator) if biased else None
     x = torch.randn(130, shape[1], generator=generator)
-    product = PackedLinear(weight, bias)
-    whole = product(x)
+    packed = PackedLinear(weight, bias)
+    whole = packed(x)
     torch.testing.assert_close(whole, TorchLinear(weight, bias)(x), rtol=1e-4, atol=1e-4)
     for rows in (1, 2, 7, 16, 17, 63, 64, 129):
         for first in (0, 1, 130 - rows):
-            part = product(x[first : first + rows].contiguous())
+            part = packed(x[first : first + rows].contiguous())
             assert torch.equal(part, whole[first : first + rows]), (rows, first)
 
 
@@ -190,38 +190,38 @@ def quantized(kind: str, rows: int, columns: int) -> torch.Tensor:
     return (scale * codes + low).flatten(1)
 
 
-def kind_of(weight: torch.Tensor) -> str | None:
-    """Return the dtype in which a small matmul reads a weight, None if it does not."""
+def few_rows_dtype(weight: torch.Tensor) -> str | None:
+    """Return the dtype in which `FewRowsLinear` stores a weight, None if it is not used."""
     few = PackedLinear(weight, None)._few
     return None if few is None else f"{few._source[0].dtype}"
 
 
 @pytest.mark.parametrize("kind", ["q4_1", "q8_0", "bf16"])
 @pytest.mark.parametrize("shape", [(2, 32), (63, 96), (64, 576), (100, 1536)])
-def test_compact_weights_give_the_same_bits(kind: str, shape: tuple[int, int]) -> None:
+def test_codes_and_bf16_weights_give_the_bits_of_onednn(kind: str, shape: tuple[int, int]) -> None:
     if kind == "bf16":
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().float()
     else:
         weight = quantized(kind, *shape)
         weight[0, :32] = 0.0
-    assert kind_of(weight) == ("uint16" if kind == "bf16" else "uint8")
+    assert few_rows_dtype(weight) == ("uint16" if kind == "bf16" else "uint8")
     bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(2))
-    product = PackedLinear(weight, bias)
+    packed = PackedLinear(weight, bias)
     x = torch.randn(40, shape[1], generator=torch.Generator().manual_seed(3))
-    whole = product(x)
+    whole = packed(x)
     torch.testing.assert_close(whole, functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
     for rows in (1, 2, 7, 8, 9, 16, 17):
-        assert torch.equal(product(x[5 : 5 + rows].contiguous()), whole[5 : 5 + rows]), rows
+        assert torch.equal(packed(x[5 : 5 + rows].contiguous()), whole[5 : 5 + rows]), rows
 
 
-def test_compact_weights_are_used_only_if_lossless() -> None:
+def test_codes_and_bf16_weights_are_used_only_if_lossless() -> None:
     weight = quantized("q4_1", 64, 64)
     weight[63, 63] = torch.nextafter(weight[63, 63], torch.tensor(torch.inf))
-    assert kind_of(weight) == "float32"
+    assert few_rows_dtype(weight) == "float32"
     weight[63, 63] = torch.nan
     assert few_rows._find_codes(weight) is None
     assert few_rows._find_codes(torch.randn(8, 40)) is None, "groups have 32 columns"
-    assert kind_of(torch.randn(8, 40).bfloat16().float()) == "uint16"
+    assert few_rows_dtype(torch.randn(8, 40).bfloat16().float()) == "uint16"
 
 
 @pytest.mark.parametrize("ranks", [(None, None, None), (5, 9, 3), (5, None, 3), (None, 4, None)])

@@ -1,7 +1,7 @@
-"""A model family that exists in this file only: loaded, served, compressed and served again.
+"""A model family defined in this file only: loaded, served, compressed and served again.
 
 It differs from Llama in its layer (LayerNorm, attention and MLP in parallel, an ungated GELU MLP,
-one fused q, k and v matrix with a bias) and in the names in its files. No other file mentions it.
+one fused q, k and v matrix with a bias) and in its tensor names. No other file mentions it.
 """
 
 import json
@@ -198,7 +198,7 @@ def save_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """RoPE of ``[heads, length, dim]``, rotate-half."""
+    """Apply rotate-half RoPE to ``[heads, length, dim]``."""
     frequencies = 5000.0 ** -(torch.arange(0, DIM, 2) / DIM)
     angles = torch.arange(x.shape[1])[:, None] * frequencies
     first, second = x.chunk(2, dim=-1)
@@ -238,7 +238,7 @@ def plain_greedy(weights: Mapping[str, Tensor], prompt: tuple[int, ...], count: 
 
 
 def multiplied_out(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint with factor pairs as dense weights."""
+    """Return the tensors of a checkpoint, with factor pairs multiplied out to dense weights."""
     names = {"qkv": "attn.qkv", "dense": "attn.dense", "fc1": "ffn.fc1", "fc2": "ffn.fc2"}
     tensors = {
         "puddle.wte.weight": checkpoint.embedding,
@@ -255,7 +255,7 @@ def multiplied_out(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def assert_served(model: Model, weights: Mapping[str, Tensor]) -> None:
-    """Check greedy output of prompts of several lengths, prefilled in chunks, in one batch."""
+    """Check the greedy output of prompts of several lengths, prefilled in chunks in one batch."""
     requests = [request_of(f"r{length}", length, 12) for length in (1, 17, 63, 100)]
     engine = engine_of(model)
     record = drive(engine, *(Add(request) for request in requests))
@@ -264,13 +264,13 @@ def assert_served(model: Model, weights: Mapping[str, Tensor]) -> None:
         assert record.output(request.id) == expected, request.id
 
 
-def test_folder_is_loaded_and_computed(tmp_path: Path) -> None:
+def test_forward_of_a_loaded_folder_matches_plain_torch(tmp_path: Path) -> None:
     weights = save_folder(tmp_path / "m")
     checkpoint = load_checkpoint(tmp_path / "m")
     tokens = list(range(3, 40))
     computed = forward(checkpoint, torch.tensor([tokens]))[0]
     expected = plain_logits(weights, tokens, torch.float32)
-    # fp32 on both sides, sums in another order over three layers.
+    # Both sides are fp32; sums are in another order over three layers.
     torch.testing.assert_close(computed, expected, rtol=2e-4, atol=2e-4)
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in weights.values())
 
@@ -302,7 +302,7 @@ def test_compressed_model_is_written_loaded_and_served(method: Method, tmp_path:
     assert_served(model, multiplied_out(again))
 
 
-def test_missing_tensors_are_named_as_in_the_file(tmp_path: Path) -> None:
+def test_missing_tensor_error_has_the_name_in_the_file(tmp_path: Path) -> None:
     weights = save_folder(tmp_path / "m")
     del weights["puddle.h.2.attn.qkv.bias"]
     save_file(weights, tmp_path / "m" / "model.safetensors")
@@ -310,7 +310,7 @@ def test_missing_tensors_are_named_as_in_the_file(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "m")
 
 
-def test_packed_gpu_path_refuses_the_family_with_a_reason(tmp_path: Path) -> None:
+def test_gemm_backend_rejects_the_family_with_a_reason(tmp_path: Path) -> None:
     save_folder(tmp_path / "m")
     checkpoint = load_checkpoint(tmp_path / "m")
     assert "Puddle" in str(unsupported_by_gemm(checkpoint, "cuda", torch.bfloat16))
