@@ -105,7 +105,7 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class ArrivalConfig:
-    """Arrival process and its parameters, of which each process uses some."""
+    """Arrival process and its parameters; each process uses only some of them."""
 
     process: Process = Process.POISSON
     rate: float | None = None

@@ -195,7 +195,10 @@ def _window(config: RunConfig, schedule: Sequence[ScheduledRequest]) -> Window:
         end = schedule[-1].due + 1e-9
     begin, end = config.warm_up_s, end - config.cool_down_s
     if begin >= end:
-        raise UsageError("warm-up and cool-down leave nothing of the run to measure")
+        raise UsageError(
+            "warm-up and cool-down leave nothing of the run to measure; shorten --warm-up or "
+            "--cool-down, or raise --duration"
+        )
     return Window(begin, end)
 
 

@@ -41,7 +41,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.requests is None and self.duration_s is None:
-            raise UsageError("a run needs a number of requests or a duration")
+            raise UsageError(
+                "a run needs a number of requests or a duration: --requests, --duration"
+            )
 
 
 def make_schedule(
@@ -70,7 +72,7 @@ def make_schedule(
         kept = list(islice(specs, limits.requests))
         recorded = [spec.at for spec in kept if spec.at is not None]
         if len(recorded) < len(kept):
-            raise UsageError("trace arrivals need a workload with times")
+            raise UsageError("trace arrivals need a workload with times: --file with timestamps")
         kept.sort(key=lambda spec: spec.at or 0.0)
         times = Trace(recorded, speed).times(0)
         pairs: Iterator[tuple[RequestSpec, float]] = zip(kept, times, strict=True)
@@ -85,7 +87,9 @@ def make_schedule(
         for spec, due in islice(pairs, limits.requests)
     ]
     if not schedule:
-        raise UsageError("no request is due within the limits of the run")
+        raise UsageError(
+            "no request is due within the limits of the run; raise --duration or --rate"
+        )
     return schedule
 
 

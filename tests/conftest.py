@@ -25,11 +25,11 @@ _LONG = (
     "tests/runtime/gemm/test_backend.py",
     "tests/runtime/megakernel/test_kernels.py",
     "tests/runtime/layers/test_kernels.py",
-    "tests/e2e/test_equality.py::test_those_of_a_factorized_model",
-    "tests/e2e/test_quality.py::test_what_serving_costs",
+    "tests/e2e/test_equality.py::test_factorized_tokens",
+    "tests/e2e/test_quality.py::test_serving_overhead",
 )
 _SLOW = (
-    "tests/codec/cpu/test_backend.py::test_threads",
+    "tests/codec/cpu/test_backend.py::test_concurrent_threads",
     "tests/runtime/bench/",
     "tests/runtime/checkpoint/test_gguf.py::test_smollm2",
     "tests/runtime/gemm/test_large_m_compiles.py",

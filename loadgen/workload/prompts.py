@@ -14,7 +14,7 @@ from loadgen.workload.tokenizer import map_concurrently
 from loadgen.workload.vocabulary import Passage, Vocabulary
 
 BLOCK = 16
-"""Prompts generated at once, ahead of the one requested."""
+"""Number of prompts generated at a time."""
 
 _MAX_FIXES = 4
 

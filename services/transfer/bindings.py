@@ -9,7 +9,7 @@ from services.transfer.network import TransferNetwork, restrict_ucx
 _ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "FATAL",
     "UCX_LOG_LEVEL": "fatal",
-    # Without it UCX uses TCP between GPUs that have no NVLink, even within one GPU.
+    # By default UCX uses TCP between GPUs without NVLink, even within one GPU.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
 }
 
@@ -34,5 +34,7 @@ def load_nixl(network: TransferNetwork) -> Any:
     try:
         from nixl import _bindings
     except ImportError as error:
-        raise TransferUnavailable(f"cannot import NIXL: {error}") from error
+        raise TransferUnavailable(
+            f"cannot import NIXL, which pip installs as nixl: {error}"
+        ) from error
     return _bindings

@@ -41,7 +41,7 @@ class WireMode(StrEnum):
 
     @property
     def other(self) -> "WireMode":
-        """The other one of the two modes."""
+        """The other mode."""
         return WireMode.SPLITZIP if self is WireMode.RAW else WireMode.RAW
 
 
@@ -50,7 +50,7 @@ class SegmentTiming:
     """A reader's measurements of one segment, in seconds.
 
     Attributes:
-        read_s: by how much this READ extended the link's busy time. READs in flight share that
+        read_s: time by which this READ extended the link's busy time. Concurrent READs share that
             time, so the sum over READs is the busy time.
         decode_s: time of the codec alone, without waiting for the engine.
     """
@@ -60,7 +60,7 @@ class SegmentTiming:
 
     @property
     def plausible(self) -> bool:
-        """Whether the values, which come from another process, are positive and finite times."""
+        """Whether the values, received from another process, are finite and in range."""
         return 0 <= self.read_s < 1e6 and 0 < self.decode_s < 1e6
 
 
@@ -79,7 +79,7 @@ class ModeSpeed:
 
     @property
     def measured(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether all values are known."""
         return None not in (self.encode, self.decode, self.ratio)
 
 
@@ -117,7 +117,8 @@ class _Rate:
 class _Speed:
     """Median of the last observations, so that interrupted encodes and decodes do not count.
 
-    Of two observations the faster one is taken, since the first one of a process may be cold.
+    The median of an even number of observations is the faster of the middle two, because the first
+    observation of a process may be slow (cold caches).
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,7 @@ class _Link:
     decode: dict[WireMode, _Speed] = field(default_factory=_speeds)
     issued: dict[WireMode, int] = field(default_factory=lambda: dict.fromkeys(WireMode, 0))
     since_other: int = 0  # segments since the last one in the mode that is not chosen
-    allowance_s: float = 0.0  # time that exploring may cost now
+    allowance_s: float = 0.0  # seconds that exploring may cost now
 
 
 def transfer_seconds(speed: ModeSpeed, link: float, nbytes: int, segments: int) -> float:
@@ -158,7 +159,7 @@ def transfer_seconds(speed: ModeSpeed, link: float, nbytes: int, segments: int) 
         ValueError: a speed is missing.
     """
     if speed.encode is None or speed.decode is None or speed.ratio is None:
-        raise ValueError(f"{speed} is not measured")
+        raise ValueError(f"incomplete measurement: {speed}")
     stages = (1 / speed.encode, 1 / (speed.ratio * link), 1 / speed.decode)
     return nbytes * (sum(stages) + (segments - 1) * max(stages))
 
@@ -261,7 +262,7 @@ class LinkPolicy:
         return self._explore(link, seconds[link.choice], alone)
 
     def _await_probes(self, link: _Link) -> WireMode:
-        """Return the chosen mode; probe again now and then, in case a probe was cancelled."""
+        """Return the chosen mode, or rarely the other one, in case a probe was cancelled."""
         link.since_other += 1
         if link.since_other < EXPLORE_EVERY:
             return link.choice

@@ -1,8 +1,8 @@
 """Rendering of pages in browsers: the machine's Chromium, and the one in the `kaleido` package.
 
-kaleido 0.2.1 is a wheel with a headless Chromium of 2021, without dependencies on system libraries,
-root or a network. It runs a script for each input line and prints the result. The script is meant
-to be plotly.js; here it is `look.js`, which inspects pages.
+kaleido 0.2.1 is a wheel with a headless Chromium of 2021. It needs no system libraries, no root and
+no network. It runs a script for each input line and prints the result. The script is normally
+plotly.js; here it is `look.js`, which inspects pages.
 """
 
 import importlib.util

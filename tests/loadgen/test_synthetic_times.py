@@ -130,7 +130,7 @@ def test_many_concurrent_requests() -> None:
     assert min(late) > -EARLY_S
 
 
-def test_disconnected_client_returns_its_slot() -> None:
+def test_disconnected_client_frees_its_slot() -> None:
     with serving(Behaviour(ttft_s=60.0, concurrency=1)) as server:
         for _ in range(2):
             assert exchange(server.url, wait_s=NO_ANSWER_S, max_tokens=1, stream=True)[1] == "open"

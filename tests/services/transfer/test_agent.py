@@ -26,14 +26,14 @@ from services.transfer.errors import (
 from services.transfer.slab import Slab
 from tests.services.transfer.peer import SLOT_BYTES, SLOTS, content
 
-# Over shared memory a READ copies out of the peer's memory and never waits for it; only TCP shows
-# what a stopped peer does. Where there is a GPU, NIXL wants a transport for it too.
+# Only over TCP does a stopped peer delay READs: over shared memory the reader copies by itself. On
+# a GPU host the agent requires a CUDA transport as well.
 TCP = "tcp,self,cuda_copy" if torch.cuda.is_available() else "tcp,self"
 
 
 @dataclass
 class Peer:
-    """A peer's process, with a unique name."""
+    """Process of a peer."""
 
     name: str
     process: subprocess.Popen[str]
@@ -146,7 +146,7 @@ def test_read_copies_exactly_the_requested_bytes(pair: tuple[Reader, Peer], leng
     assert 0 < done.seconds < 10
 
 
-def test_sixteen_reads_in_flight(pair: tuple[Reader, Peer]) -> None:
+def test_sixteen_concurrent_reads_fill_their_slots(pair: tuple[Reader, Peer]) -> None:
     reader, peer = pair
     reads = [reader.read(peer, slot) for slot in range(SLOTS)]
     for slot, read in enumerate(reads):
@@ -203,13 +203,13 @@ def test_unreachable_or_unknown_peers_are_refused(
     reader.read(peer, 0).result(10)
 
 
-def test_killed_peer_is_lost_at_once_and_others_are_not(
+def test_killed_peer_fails_its_reads_at_once_and_no_others(
     fleet: dict[str, Peer], connect: Callable[..., Reader]
 ) -> None:
     doomed, lasting = fleet["doomed"], fleet["lasting"]
     reader = connect(doomed, lasting)
     reader.read(doomed, 0, 64).result(10)
-    doomed.stop()  # so that the READs are surely under way when it dies
+    doomed.stop()  # so that the READs are in flight when it is killed
     reads = [reader.read(doomed, slot, deadline_s=60) for slot in range(8)]
     time.sleep(0.05)
     assert not any(read.done() for read in reads)
@@ -302,7 +302,9 @@ def test_close_ends_reads_and_nothing_is_written_afterwards(
         overdue.result(5)
     running = reader.read(stopped, 1)
     removal = reader.agent.remove_peer(stopped.name)
-    reader.agent.add_peer("x", b"").exception(5)  # by now the READ has begun
+    reader.agent.add_peer("x", b"").exception(
+        5
+    )  # processed after the READ's command, which has begun
     assert not running.cancel()
     started = time.monotonic()
     reader.agent.close(grace_s=0.2)
@@ -326,7 +328,7 @@ def test_closed_agent_fails_every_call(
     reader = connect(peer)
     read = reader.read(peer, 0)
     reader.agent.close(grace_s=5.0)
-    read.result(0)  # it had time to end
+    read.result(0)  # it ended within the grace period
     reader.agent.close()
     for late in (
         reader.read(peer, 0),
