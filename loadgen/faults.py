@@ -91,7 +91,7 @@ class FaultInjector:
 
         Args:
             target: URL of the deployment's gateway.
-            status_port: gateway port of the deployment; None: the port of ``target``.
+            status_port: gateway port of the deployment; if None, the port of ``target``.
 
         Raises:
             UsageError: the deployment is not on this machine, or has no such process.

@@ -20,7 +20,7 @@ class ScheduledRequest:
     Attributes:
         spec: prompt and lengths.
         due: send time, in seconds after the start of the run.
-        cancel_after: number of tokens after which the client disconnects; None: never.
+        cancel_after: number of tokens after which the client disconnects, or None.
     """
 
     spec: RequestSpec
@@ -58,7 +58,7 @@ def make_schedule(
     """Return all requests of a run, ordered by send time.
 
     Args:
-        arrivals: arrival process; None: the times recorded in the workload's trace.
+        arrivals: arrival process; if None, the workload's trace gives the times.
         speed: replay speed of a trace.
         cancel_fraction: fraction of requests cancelled by the client, each after a number of tokens
             drawn uniformly from 1 to one less than requested.

@@ -100,8 +100,8 @@ class Bounded:
     """Distribution with a given mean and bounds, the figures that papers report for datasets.
 
     It is a beta distribution scaled to ``low`` to ``high`` with α + β = 6, as in PERT. It has a
-    single mode and thins out towards both bounds. If the mean lies in the outer sixth of the range, the
-    mode is the nearer bound.
+    single mode and thins out towards both bounds. If the mean lies in the outer sixth of the
+    range, the mode is the nearer bound.
     """
 
     low: int

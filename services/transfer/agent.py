@@ -56,9 +56,9 @@ class _Command:
 class TransferAgent:
     """The NIXL agent of this process. All methods are thread-safe.
 
-    A future can be cancelled until its command has begun; a running READ cannot be cancelled. A bug
-    that ends the owner thread closes the agent: every future fails with TransferClosed, and the
-    process is expected to end.
+    A future can be cancelled until its command has begun. A running READ cannot be cancelled. A bug
+    that ends the owner thread closes the agent: every future fails with TransferClosed. The process
+    should then end.
 
     Args:
         name: unique among all agents, for example a role and an epoch.
@@ -140,7 +140,7 @@ class TransferAgent:
 
         Raises (through the future):
             PeerLost, BadAddress, ReadFailed, TransferClosed: nothing touches ``local`` any more.
-            ReadTimeout: the transport may still write to ``local``, until its ``drained``.
+            ReadTimeout: the transport may write to ``local`` until `ReadTimeout.drained` is done.
         """
         deadline = time.monotonic() + deadline_s
         remote = (remote_address, length, device)

@@ -20,9 +20,9 @@ def load_nixl(network: TransferNetwork) -> Any:
     Both log fatal errors only, because NIXL reports errors as exceptions too. Variables that are
     already set keep their values.
 
-    The bindings are used instead of NIXL's Python wrapper for two reasons. The wrapper cannot let
-    the progress thread sleep, so an idle process would use a whole core. It also keeps references
-    that delay the end of the agent.
+    The bindings are used instead of NIXL's Python wrapper for two reasons. With the wrapper
+    the progress thread never sleeps, so an idle process uses a whole core. The wrapper also keeps
+    references that delay the destruction of the agent.
 
     Raises:
         TransferUnavailable: if the bindings cannot be imported.

@@ -94,7 +94,7 @@ class CreditPool:
         self._forget(key, account)
 
     def leave(self, key: str) -> None:
-        """Remove a sequence; unused credits return now, occupied slots when freed.
+        """Remove a sequence. Unused credits return at once, occupied slots when freed.
 
         Idempotent.
         """

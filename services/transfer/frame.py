@@ -158,10 +158,10 @@ _FOREIGN = (
 
 
 def verify(expected: FrameHeader, found: FrameHeader) -> None:
-    """Compare the header that was read with the one that was announced.
+    """Compare the header that was read with the one that the manifest announced.
 
-    Staleness is checked first. A slot that was reused differs in every field, and its generation is
-    the cause.
+    Stale fields are checked first: the frame of a reused slot differs in most fields, and the error
+    should name the generation.
 
     Raises:
         StaleSegment: epoch, slot generation or attempt differ.

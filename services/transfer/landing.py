@@ -58,10 +58,10 @@ class LandingSlots:
         return slot
 
     def free_after(self, slot: SlotRef, key: str, user: "asyncio.Future[Any] | None") -> None:
-        """Return a slot and its credit as soon as nothing can touch the slot.
+        """Release a slot and its credit as soon as nothing can touch the slot.
 
         Args:
-            user: READ or decode that may still touch the slot, or None.
+            user: future of a READ or decode that may still touch the slot, or None.
         """
         if user is None:
             self._slots.release(slot)

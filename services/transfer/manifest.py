@@ -108,8 +108,8 @@ class Coverage:
             Indices of the segment's pages within the sequence.
 
         Raises:
-            ForeignSegment: the extent is outside the sequence, not on page boundaries, or some of
-                it has arrived already. No cell is claimed then.
+            ForeignSegment: the extent is outside the sequence, is not on page boundaries, or
+                overlaps an earlier segment. No cell is claimed then.
         """
         pages = self._pages(extent)
         layers, heads = self._layers(extent), self._heads(extent)

@@ -20,9 +20,9 @@ async def outcome_of(pending: codec.Pending[T]) -> T:
 
 
 class _Waiter:
-    """A thread that waits for launches one after another, in the order of their stream.
+    """Thread that waits for launches one after another, in launch order.
 
-    It is a daemon thread: a device that does not answer must not keep the process from exiting.
+    It is a daemon thread, so that the process can exit while a device hangs.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The choice between raw and SplitZip for each segment, from measurements of each link.
 
 A segment passes three stages, which overlap with those of other segments: while one segment is on
-the wire, the sender encodes the next ones and the reader decodes the last. Each mode has an encode
+the wire, the sender encodes the next one and the reader decodes the previous one. Each mode has an encode
 speed C and a decode speed D, in bytes of KV per second, and a ratio ρ of KV bytes to wire bytes.
 The link carries L wire bytes per second. The stages of one byte take
 
@@ -88,6 +88,7 @@ class LinkView:
     """State of one link.
 
     Attributes:
+        speeds: measurements of each mode.
         choice: the mode that was measured to be faster.
         bytes_per_second: wire bytes per second, None before the first segment.
     """
@@ -99,7 +100,7 @@ class LinkView:
 
 @dataclass
 class _Rate:
-    """Quotient of two sums that decay with each addition."""
+    """Ratio of two exponentially decaying sums."""
 
     decay: float
     amount: float = 0.0
@@ -257,7 +258,7 @@ class LinkPolicy:
         if seconds[link.choice.other] < SWITCH_BELOW * seconds[link.choice]:
             link.choice = link.choice.other
             link.since_other = 0
-        # A single segment of the other mode does not overlap with segments as slow as itself.
+        # A single segment in the other mode does not overlap with other segments in that mode.
         alone = transfer_seconds(speeds[link.choice.other], wire, nbytes, segments=1)
         return self._explore(link, seconds[link.choice], alone)
 

@@ -135,7 +135,7 @@ class SlotPool:
         self._free.append(ref.slot)
 
     def quarantine(self, ref: SlotRef) -> None:
-        """Withhold a held slot. Raises SlotError unless ``ref`` is held."""
+        """Move a held slot to quarantine. Raises SlotError unless ``ref`` is held."""
         self._take(self._held, ref, "held")
         self._quarantined[ref.slot] = ref
 

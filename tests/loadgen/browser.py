@@ -44,13 +44,13 @@ class View:
 
 
 def chromium() -> str | None:
-    """Return the path of Chromium: $CHROMIUM, else one on PATH; None: not found."""
+    """Return the path of Chromium: $CHROMIUM, else one on PATH, or None."""
     named = os.environ.get("CHROMIUM")
     return named or next((path for name in _CHROMIUMS if (path := shutil.which(name))), None)
 
 
 def kaleido() -> str | None:
-    """Return the folder of kaleido's executable; None: not installed."""
+    """Return the folder of kaleido's executable, or None if it is not installed."""
     found = importlib.util.find_spec("kaleido")
     if found is None or found.origin is None:
         return None
