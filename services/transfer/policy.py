@@ -1,9 +1,9 @@
 """The choice between raw and SplitZip for each segment, from measurements of each link.
 
 A segment passes three stages, which overlap with those of other segments: while one segment is on
-the wire, the sender encodes the next one and the reader decodes the previous one. Each mode has an encode
-speed C and a decode speed D, in bytes of KV per second, and a ratio ρ of KV bytes to wire bytes.
-The link carries L wire bytes per second. The stages of one byte take
+the wire, the sender encodes the next one and the reader decodes the previous one. Each mode has an
+encode speed C and a decode speed D, in bytes of KV per second, and a ratio ρ of KV bytes to wire
+bytes. The link carries L wire bytes per second. The stages of one byte take
 
     e = 1 / C        t = 1 / (ρ L)        d = 1 / D
 

@@ -72,9 +72,9 @@ class Behaviour:
         stall_s: (S, E): nothing is read or written from S to E seconds after the first request was
             read. Events due in that interval are written at E; later ones keep their times.
         concurrency: number of slots, or None for no limit. A request holds a slot until its last
-            event, and others wait in order of arrival. The next request starts when that event was *due*,
-            so that lateness does not accumulate. Outcomes without events, except `EMPTY`, use no
-            slot.
+            event, and others wait in order of arrival. The next request starts when that event was
+            *due*, so that lateness does not accumulate. Outcomes without events, except `EMPTY`,
+            use no slot.
         outcomes: outcomes of requests in order of arrival, repeated cyclically.
 
     Raises:
