@@ -9,7 +9,7 @@ GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/
 # Fraction of the projections' parameters to keep; 1 serves the dense model.
 KEEP   ?= 0.9
 UP     ?=
-# Additional arguments of pytest, and its processes: one more than cores, since tests also wait.
+# Additional arguments of pytest, and its number of processes: more than two cores, since tests also wait.
 PYTEST ?=
 JOBS   ?= 3
 
@@ -27,7 +27,7 @@ down:                     ## stop what `make up` started
 fast: $(VENV)/.ready-dev  ## unit tests only
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or slow or long or gpu)" $(PYTEST)
 
-test: $(VENV)/.ready-dev  ## all tests but the long ones
+test: $(VENV)/.ready-dev  ## all tests except `long` and `gpu`
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or long or gpu)" $(PYTEST)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m "e2e and not (long or gpu)" $(PYTEST)
 
@@ -45,7 +45,7 @@ check: $(VENV)/.ready-dev ## formatter, linter, types and import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-equality: $(VENV)/.ready-dev ## compare disaggregated and colocated output on 50 prompts
+equality: $(VENV)/.ready-dev ## compare output of disaggregated and colocated workers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.equality
 
 bench: $(VENV)/.ready-dev ## load test, disaggregated and colocated: runs/bench/report.html

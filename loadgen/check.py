@@ -23,13 +23,13 @@ _CONTEXT = 20
 
 @dataclass(frozen=True)
 class Difference:
-    """First difference between an answer and the reference's.
+    """First difference between an answer and that of the reference.
 
     Attributes:
         number: number of the request.
         at: index of the first different token or character.
         unit: ``token`` or ``character``.
-        found, expected: both answers around that index.
+        found, expected: excerpts of both answers around that index.
     """
 
     number: int
@@ -97,7 +97,10 @@ async def check(
 
 
 def compare(found: Record, expected: Record) -> Difference | None:
-    """Return the first difference; None: equal, up to where a cancelled request ended."""
+    """Return the first difference, or None if the answers are equal.
+
+    The answer of a cancelled request is compared up to its end.
+    """
     unit: str
     ours: Sequence[Any]
     theirs: Sequence[Any]

@@ -6,7 +6,7 @@ import time
 class Clock:
     """Monotonic seconds since the start.
 
-    `time.monotonic` is shared by all processes of a machine, so a server's log is comparable.
+    All processes of a machine share `time.monotonic`, so times are comparable with a server's log.
     """
 
     def __init__(self) -> None:

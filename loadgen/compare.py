@@ -23,6 +23,8 @@ class Runs:
     """Runs at one rate.
 
     Attributes:
+        seeds: seed of each run.
+        summaries: summary document of each run.
         records: requests of a single run; empty for the runs of a sweep.
     """
 
@@ -73,7 +75,7 @@ class Side:
 
 
 def compare(a: Side, b: Side) -> dict[str, Any]:
-    """Compare all figures that both sides have, at all rates that both have; ratios are b / a.
+    """Compare all common figures at all common rates; ratios are b / a.
 
     Raises:
         UsageError: if they have no rate in common.

@@ -105,7 +105,7 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class ArrivalConfig:
-    """Arrival process and its parameters, of which each process uses some."""
+    """Arrival process and its parameters; each process uses only some of them."""
 
     process: Process = Process.POISSON
     rate: float | None = None
@@ -114,7 +114,7 @@ class ArrivalConfig:
     duration_s: float | None = None
 
     def open(self) -> Arrivals | None:
-        """Return the arrival process; None: the times recorded in a trace.
+        """Return the arrival process, or None if a trace gives the times.
 
         Raises:
             UsageError: if a parameter of the process is missing.
@@ -143,19 +143,19 @@ class RunConfig:
 
     Attributes:
         target: ``http://host:port/v1`` or ``grpc://host:port``.
-        model: model name; None: the first one listed by an HTTP target, the only one of a gRPC
-            target.
-        tokenizer: tokenizer.json or its folder; None: `/tokenize` of ``tokenizer_url``.
-        tokenizer_url: server with `/tokenize`; None: the target.
+        model: model name. The default, None, is the first one listed by an HTTP target, or the only
+            one of a gRPC target.
+        tokenizer: tokenizer.json or its folder; if None, `/tokenize` of ``tokenizer_url`` is used.
+        tokenizer_url: server with `/tokenize`; if None, the target.
         warm_up_s, cool_down_s: seconds at the start and the end that are not measured.
         cancel_fraction: fraction of requests cancelled by the client.
         objectives: per-request objectives, for goodput.
         requirements: requirements on figures of the run.
         max_lag_s: p99 dispatch lag above which the run is invalid.
         metrics: URLs of server metrics; empty: those of the target, if it has any.
-        reference: target whose greedy answers must be equal; None: no check.
+        reference: target whose greedy answers must be equal, or None for no check.
         faults: faults to inject into a local deployment.
-        gateway_port: gateway port of that deployment; None: the target's port.
+        gateway_port: gateway port of that deployment; if None, the target's port.
     """
 
     target: str

@@ -87,14 +87,18 @@ class FaultInjector:
     def for_target(
         cls, faults: Sequence[Fault], target: str, status_port: int | None
     ) -> "FaultInjector":
-        """For the deployment whose gateway is ``target``, or listens on this port.
+        """Return an injector for the deployment of a target, after checking the faults.
+
+        Args:
+            target: URL of the deployment's gateway.
+            status_port: gateway port of the deployment; if None, the port of ``target``.
 
         Raises:
-            UsageError: it is not on this machine, or has no such process.
+            UsageError: the deployment is not on this machine, or has no such process.
         """
         parts = urlsplit(target)
         if faults and parts.hostname not in _LOOPBACK:
-            raise UsageError("faults are for a deployment on this machine")
+            raise UsageError("faults can only be injected into a deployment on this machine")
         made = cls(faults, status_port or parts.port or 80)
         for fault in faults:
             made._pid(fault.process, made._processes())

@@ -56,7 +56,7 @@ class Figure:
         return RUN_FIGURES[self.name][2] if self.statistic is None else "less"
 
     def value_in(self, summary: Mapping[str, Any]) -> float | None:
-        """Return the figure's value in a summary document; None: not measured."""
+        """Return the figure's value in a summary document, or None if it was not measured."""
         if self.statistic is not None:
             measured = summary["measures"][self.name]
             return None if measured is None else float(measured[self.statistic])

@@ -22,8 +22,8 @@ class Point:
 
     Attributes:
         growth: growth of requests in flight, per second.
-        latency: mean end-to-end latency in seconds; None: no request was answered.
-        attainment: fraction of requests within their objectives; None: no objectives.
+        latency: mean end-to-end latency in seconds; None if no request was answered.
+        attainment: fraction of requests within their objectives; None without objectives.
     """
 
     rate: float
@@ -39,7 +39,7 @@ class Point:
 
 
 def knee(points: Sequence[Point], attainment: float) -> dict[str, Any] | None:
-    """Return ``rate`` and ``why``; None: no sustained rate attains the objectives.
+    """Return ``rate`` and ``why`` of the knee, or None if no sustained rate is one.
 
     Args:
         attainment: required fraction of requests within all objectives.
@@ -57,7 +57,7 @@ def knee(points: Sequence[Point], attainment: float) -> dict[str, Any] | None:
 
 
 def next_rate(points: Sequence[Point], refinements: int) -> float | None:
-    """Return the next rate of a sweep; None: the sweep is over.
+    """Return the next rate of a sweep, or None at its end.
 
     The rate doubles until saturation. Each refinement then bisects the interval between the highest
     sustained and the lowest saturated rate.

@@ -14,7 +14,7 @@ _PACKAGES = ("headrace", "aiohttp", "grpcio", "uvloop", "numpy")
 
 
 def manifest(target: str, model: str, seed: int, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the manifest.
+    """Return the manifest: versions, machine, time, and the arguments of the run.
 
     Args:
         target: the target's name, without credentials.

@@ -60,7 +60,7 @@ class Requirement:
         return cls(Figure(name, statistic), comparison, _number(bound, text))
 
     def value_in(self, summary: Summary) -> float | None:
-        """Return the figure's value; None: not measured."""
+        """Return the figure's value, or None if it was not measured."""
         return self.figure.value_in(summary.as_json())
 
     def met_by(self, summary: Summary) -> bool:

@@ -35,16 +35,17 @@ class Record:
         input_tokens: prompt tokens by the target's tokenizer, replaced by the target's own count
             if it reports one.
         wanted_tokens: output tokens requested as ``max_tokens``.
-        sent: time when sending began, connection set-up included; None: never sent.
+        sent: time when sending began, connection set-up included; None if never sent.
         times: arrival time of each chunk of the answer that contains tokens.
         counts: tokens in each chunk; always 1 over HTTP, which does not report it.
-        ended: time when the answer ended, failed or was cancelled; None: the run stopped first.
+        ended: time when the answer ended, failed or was cancelled; None if the run stopped first.
         reported_tokens: output tokens as reported by the target, if it does.
-        cancelled: whether the client disconnected on purpose, neither a success nor a failure.
+        cancelled: whether the client disconnected on purpose; such a request is neither a success
+            nor a failure.
         failure, detail: kind of failure and its message; None and "" without one.
         stages: seconds spent in each stage, as reported by the target.
         text: answer, kept only for a comparison with a reference.
-        token_ids: token ids of the answer, likewise, from targets that report them.
+        token_ids: token ids of the answer, kept likewise, if the target reports them.
     """
 
     number: int

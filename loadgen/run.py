@@ -40,7 +40,7 @@ class Outcome:
         records: all requests, in order of their scheduled times.
         document: content of ``summary.json``.
         stopped: whether the user interrupted the run.
-        check: comparison with the reference; None: not requested, or interrupted.
+        check: comparison with the reference; None if not requested or interrupted.
     """
 
     records: list[Record]
@@ -176,7 +176,7 @@ async def _check(
     schedule: Sequence[ScheduledRequest],
     options: Options,
 ) -> Check | None:
-    """Compare the answers with the reference's; None: interrupted by the user."""
+    """Compare the answers with the reference; return None if the user interrupts."""
     target = open_target(reference, options, config.endpoint, config.api_key)
     checking = asyncio.create_task(check(records, schedule, target))
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, checking.cancel)
@@ -195,7 +195,10 @@ def _window(config: RunConfig, schedule: Sequence[ScheduledRequest]) -> Window:
         end = schedule[-1].due + 1e-9
     begin, end = config.warm_up_s, end - config.cool_down_s
     if begin >= end:
-        raise UsageError("warm-up and cool-down leave nothing of the run to measure")
+        raise UsageError(
+            "warm-up and cool-down leave nothing of the run to measure; shorten --warm-up or "
+            "--cool-down, or raise --duration"
+        )
     return Window(begin, end)
 
 

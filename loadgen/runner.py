@@ -17,7 +17,7 @@ class Runner:
 
     Attributes:
         records: one record per request, in schedule order, filled during the run.
-        stopped: event that ends the run: nothing more is sent, requests in flight are cancelled.
+        stopped: event that ends the run. No more requests are sent, those in flight are cancelled.
     """
 
     def __init__(self, schedule: Sequence[ScheduledRequest], target: Target) -> None:

@@ -20,7 +20,7 @@ class ScheduledRequest:
     Attributes:
         spec: prompt and lengths.
         due: send time, in seconds after the start of the run.
-        cancel_after: number of tokens after which the client disconnects; None: never.
+        cancel_after: number of tokens after which the client disconnects, or None.
     """
 
     spec: RequestSpec
@@ -41,7 +41,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.requests is None and self.duration_s is None:
-            raise UsageError("a run needs a number of requests or a duration")
+            raise UsageError(
+                "a run needs a number of requests or a duration: --requests, --duration"
+            )
 
 
 def make_schedule(
@@ -56,7 +58,7 @@ def make_schedule(
     """Return all requests of a run, ordered by send time.
 
     Args:
-        arrivals: arrival process; None: the times recorded in the workload's trace.
+        arrivals: arrival process; if None, the workload's trace gives the times.
         speed: replay speed of a trace.
         cancel_fraction: fraction of requests cancelled by the client, each after a number of tokens
             drawn uniformly from 1 to one less than requested.
@@ -70,7 +72,7 @@ def make_schedule(
         kept = list(islice(specs, limits.requests))
         recorded = [spec.at for spec in kept if spec.at is not None]
         if len(recorded) < len(kept):
-            raise UsageError("trace arrivals need a workload with times")
+            raise UsageError("trace arrivals need a workload with times: --file with timestamps")
         kept.sort(key=lambda spec: spec.at or 0.0)
         times = Trace(recorded, speed).times(0)
         pairs: Iterator[tuple[RequestSpec, float]] = zip(kept, times, strict=True)
@@ -85,7 +87,9 @@ def make_schedule(
         for spec, due in islice(pairs, limits.requests)
     ]
     if not schedule:
-        raise UsageError("no request is due within the limits of the run")
+        raise UsageError(
+            "no request is due within the limits of the run; raise --duration or --rate"
+        )
     return schedule
 
 

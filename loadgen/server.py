@@ -38,7 +38,7 @@ class ServerMetrics:
         self._before = [self._read(number, required) for number in range(len(urls))]
 
     def collect(self) -> dict[str, Any] | None:
-        """Return mean seconds per request of each stage, and KV bytes; None: no such metrics."""
+        """Return mean seconds per request and stage, and KV bytes; None without such metrics."""
         grown: Counters = defaultdict(float)
         for number, before in enumerate(self._before):
             after = self._read(number, required=False)

@@ -28,7 +28,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self | None:
-        """Return the distribution; None: no values."""
+        """Return the distribution, or None if there are no values."""
         if not len(values):
             return None
         numbers = np.asarray(values, dtype=np.float64)
@@ -79,7 +79,7 @@ class Interval:
 
 
 def ratio_interval(a: Sequence[float], b: Sequence[float], *, paired: bool) -> Interval | None:
-    """Return the ratio b / a of geometric means of runs; None: a value is not above 0.
+    """Return the ratio b / a of geometric means of runs, or None if a value is not above 0.
 
     The interval is Student's t on the logarithms: of pairs, or Welch's for independent runs.
     """

@@ -28,9 +28,9 @@ class Summary:
 
     Attributes:
         window: measured part of the run.
-        goodput: None without objectives.
-        measures: distributions by measure name; None: no request has a value.
-        invalid: reason why the run is invalid; None: it is valid.
+        goodput: goodput and attainment; None without objectives.
+        measures: distributions by measure name; None for a measure without values.
+        invalid: reason why the run is invalid, or None.
     """
 
     window: Window

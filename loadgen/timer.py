@@ -62,7 +62,7 @@ def open_timer() -> Iterator[Timer]:
 
 
 def _descriptor() -> int | None:
-    """Return a new kernel timer; None: not Linux, or no timer available."""
+    """Return a new kernel timer, or None if this system has none."""
     if sys.platform != "linux":
         return None
     flags = os.O_NONBLOCK | os.O_CLOEXEC  # TFD_NONBLOCK, TFD_CLOEXEC

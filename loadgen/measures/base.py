@@ -32,7 +32,7 @@ class Measure:
     Attributes:
         name: name in JSON and on the command line.
         title: title in reports.
-        unit: "s".
+        unit: unit of the values, always "s".
         formula: formula shown in reports.
         of: function from a record to its values.
     """

@@ -154,7 +154,7 @@ def _tiles(groups: Sequence[Group]) -> list[Tile]:
 
 
 def _plot(rows: Sequence[dict[str, Any]], names: tuple[str, str]) -> Plot | None:
-    """Return a plot of one figure; None: fewer than two rates."""
+    """Return a plot of one figure, or None for fewer than two rates."""
     if len({row["rate"] for row in rows if row["rate"] is not None}) < 2:
         return None
     figure = _format(rows[0])

@@ -1,4 +1,4 @@
-"""Rendering of templates. All content is escaped except our own drawings."""
+"""Rendering of templates. All content is escaped, except generated drawings."""
 
 from functools import cache
 from pathlib import Path

@@ -17,7 +17,7 @@ class Point:
     """Figure at one rate.
 
     Attributes:
-        low, high: interval; None: a single run.
+        low, high: interval; None for a single run.
         saturated: whether the rate is above saturation.
     """
 
@@ -58,7 +58,7 @@ def rate_plot(
     percent: bool = False,
     log: bool = False,
 ) -> Plot | None:
-    """Plot figures against the offered rate; None: no points.
+    """Plot figures against the offered rate, or return None if there are no points.
 
     Args:
         name: unique name in the page.

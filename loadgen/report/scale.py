@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from loadgen.report.number import tick
 
 _MIN_LOG_RATIO = 20.0
-"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
+"""Minimum ratio of the largest to the smallest value for a logarithmic axis."""
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _MAX_DECADES = 6
 

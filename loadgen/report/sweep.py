@@ -158,7 +158,7 @@ def _cell(name: str, interval: dict[str, Any] | None) -> Cell:
 
 
 def _level(points: Sequence[dict[str, Any]]) -> float | None:
-    """Return the confidence level of the intervals; None: one run per rate."""
+    """Return the confidence level of the intervals, or None for one run per rate."""
     for point in points:
         for interval in point["figures"].values():
             if interval is not None and interval["low"] is not None:

@@ -42,7 +42,7 @@ class Timeline:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Self | None:
-        """Return the timeline; None: nothing was sent."""
+        """Return the timeline, or None if nothing was sent."""
         sent = _times(record.sent for record in records)
         if not sent.size:
             return None

@@ -62,7 +62,7 @@ class RequestFailed(Exception):
 
 
 class ClientCancelled(Exception):
-    """The client cancelled the request on purpose."""
+    """Raised when the client cancels a request as scheduled."""
 
 
 def add_chunk(record: Record, scheduled: ScheduledRequest, at: float, tokens: int) -> None:
@@ -81,7 +81,7 @@ def finish(record: Record, clock: Clock, error: Exception | None) -> None:
     """Record the end of a request.
 
     Args:
-        error: what ended it; None: a complete answer.
+        error: exception that ended it, or None if the answer is complete.
 
     Raises:
         Exception: ``error`` itself, if the target did not cause it.

@@ -1,4 +1,4 @@
-"""Choice of the target by URL, and queries about it."""
+"""Opening a target by its URL, and finding its model and metrics."""
 
 from typing import Any
 from urllib.parse import urlsplit

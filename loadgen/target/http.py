@@ -71,7 +71,7 @@ class HttpTarget:
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 await self._exchange(body, scheduled, record, clock)
-        except Exception as caught:  # noqa: BLE001 - `finish` raises our own bugs
+        except Exception as caught:  # noqa: BLE001 - `finish` raises bugs
             error = caught
         finish(record, clock, error)
 

@@ -55,7 +55,7 @@ class RpcTarget:
             await self._read(call, scheduled, record, clock)
         except grpc.RpcError as caught:
             error = _failed(caught, begun=bool(record.times))
-        except Exception as caught:  # noqa: BLE001 - `finish` raises our own bugs
+        except Exception as caught:  # noqa: BLE001 - `finish` raises bugs
             error = caught
         finally:
             call.cancel()

@@ -13,7 +13,7 @@ class RequestSpec:
         prompt: text, or token ids of the target's vocabulary.
         input_tokens: prompt tokens by the target's tokenizer.
         output_tokens: output tokens to request as ``max_tokens``.
-        at: time in a trace, in seconds after its start; None: given by the arrival process.
+        at: time in a trace, in seconds after its start; None if the arrival process gives the time.
     """
 
     prompt: str | tuple[int, ...]

@@ -17,7 +17,7 @@ from loadgen.errors import UsageError
 IntArray = NDArray[np.int64]
 
 MAX_TOKENS = 10_000_000
-"""Largest accepted length; a larger one is taken for a typing error."""
+"""Maximum length; a larger one is refused as a probable typing error."""
 
 
 class Lengths(Protocol):
@@ -97,11 +97,11 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """Distribution with a given mean and bounds, which is what papers report of their datasets.
+    """Distribution with a given mean and bounds, the figures that papers report for datasets.
 
-    A beta distribution scaled to ``low`` to ``high`` with α + β = 6, as in PERT. It has a single
-    mode and thins out towards both bounds. If the mean lies in the outer sixth of the range, the
-    mode is the nearer bound.
+    It is a beta distribution scaled to ``low`` to ``high`` with α + β = 6, as in PERT. It has a
+    single mode and thins out towards both bounds. If the mean lies in the outer sixth of the
+    range, the mode is the nearer bound.
     """
 
     low: int

@@ -21,7 +21,7 @@ PRESETS = {
     "humaneval": Preset(Bounded(75, 204, 697), Bounded(11, 139, 552)),
     "pg19": Preset(Bounded(138, 277, 419), Bounded(24_300, 61_500, 97_500)),
 }
-"""Minimum, mean and maximum from Table 6. The shape of the distribution is ours (`Bounded`)."""
+"""Minimum, mean and maximum from Table 6. The paper does not give the shape; see `Bounded`."""
 
 
 def preset(name: str, scale: float = 1.0) -> Preset:

@@ -14,7 +14,7 @@ from loadgen.workload.tokenizer import map_concurrently
 from loadgen.workload.vocabulary import Passage, Vocabulary
 
 BLOCK = 16
-"""Prompts generated at once, ahead of the one requested."""
+"""Number of prompts generated at a time."""
 
 _MAX_FIXES = 4
 
@@ -59,7 +59,7 @@ class PromptWriter:
         self.vocabulary = Vocabulary(tokenizer)
 
     def extend(self, draft: Draft, drawn: IntArray, tokens: int) -> Draft:
-        """Return the draft extended by ``tokens`` tokens, taken from at least as many words."""
+        """Return the draft extended by the first ``tokens`` tokens of at least as many words."""
         total = draft.tokens + tokens
         used = sum(len(passage.ids) for passage in draft.passages)
         room = total - len(self.vocabulary.lead) - used

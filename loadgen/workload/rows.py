@@ -43,7 +43,7 @@ class Row:
         return tuple(value)
 
     def seconds(self, key: str) -> float | None:
-        """Return a time in seconds from a value in milliseconds; None: no value."""
+        """Return a value in milliseconds as seconds, or None if there is no value."""
         value = self.values.get(key)
         if value is None:
             return None

@@ -45,7 +45,7 @@ class ShareGPT:
 
 
 def _first_exchange(row: Row) -> tuple[str, str] | None:
-    """Return the first human message and its answer; None: not answered."""
+    """Return the first human message and its answer, or None if it has no answer."""
     messages = row.values.get("conversations")
     if not isinstance(messages, list):
         raise row.error("conversations is not a list")

@@ -57,7 +57,7 @@ class RemoteTokenizer:
 
     Args:
         base: address of the server; a trailing ``/v1`` is removed.
-        model: model name, for servers with several; None: omitted.
+        model: model name, for servers with several; omitted if None.
         headers: headers of each request, such as authorization.
         timeout: seconds per request.
     """

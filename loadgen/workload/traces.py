@@ -42,7 +42,7 @@ class PromptFile:
     length. The optional ``timestamp`` is the time in milliseconds.
 
     Args:
-        outputs: output lengths for lines without one; None: every line must have one.
+        outputs: output lengths for lines without one; if None, every line must have one.
 
     Raises:
         UsageError: if the file or a line is invalid.

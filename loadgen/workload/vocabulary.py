@@ -89,7 +89,7 @@ class Vocabulary:
         return rng.integers(self._words, size=count) + self._words * ends
 
     def passage(self, drawn: IntArray, tokens: int) -> Passage:
-        """Return the first ``tokens`` tokens of at least as many drawn words."""
+        """Return the first ``tokens`` tokens of the drawn words, which must be at least as many."""
         reached = np.cumsum(self._sizes[drawn[: max(0, tokens)]])
         count = int(np.searchsorted(reached, tokens)) + 1
         chosen = drawn[:count].tolist() if tokens > 0 else []

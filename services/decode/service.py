@@ -69,23 +69,24 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
         self, _commands: object, context: MessageStream
     ) -> None:
-        """Serve one gateway until it leaves."""
+        """Serve one gateway until it disconnects."""
         session = DecodeSession(uuid.uuid4().hex[:12], self._open, self._drop)
         await session.run(context)
 
     def _open(self, stream: Stream) -> None:
-        """Admit a stream, or refuse what can be refused without the engine."""
+        """Check a new stream and admit it, or end it with an error."""
         start, request, session = stream.start, stream.start.request, stream.session
         me = self.identity.worker_id
         if start.epoch != self.identity.epoch:
-            session.fail(stream, error_pb2.ERROR_CODE_INCOMPATIBLE, "this worker restarted", me)
+            session.fail(stream, error_pb2.ERROR_CODE_INCOMPATIBLE, "this worker has restarted", me)
             return
         if self.draining:
             session.fail(stream, error_pb2.ERROR_CODE_DRAINING, "this worker is draining", me)
             return
         local = not start.HasField("prefill")
         if local and not self._settings.colocated:
-            session.fail(stream, error_pb2.ERROR_CODE_INVALID, "a prefill worker is needed", me)
+            message = "no prefill worker was given, and this worker is not colocated"
+            session.fail(stream, error_pb2.ERROR_CODE_INVALID, message, me)
             return
         loop = asyncio.get_running_loop()
         deadline_s = min(start.deadline_s, self._settings.max_deadline_s)
@@ -94,7 +95,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             session.fail,
             stream,
             error_pb2.ERROR_CODE_DEADLINE,
-            "the deadline passed",
+            "the request's deadline passed",
         )
         self.streams[stream.key] = stream
         self.metrics.prompt_tokens.inc(request.prompt_tokens)
@@ -126,10 +127,10 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             self.metrics.requests.labels("decode", "ended").inc()
 
     async def _fetch(self, stream: Stream, deadline_s: float) -> None:
-        """Reserve pages and fetch the prompt's KV; then the sequence joins the batch."""
+        """Fetch the prompt's KV into reserved pages, then add the sequence to the batch."""
         request, session = stream.start.request, stream.session
         if stream.reserved is None:
-            raise RuntimeError("a stream without a reservation")
+            raise RuntimeError("the stream has no page reservation")
         began = time.perf_counter()
         try:
             pages = await stream.reserved
@@ -217,7 +218,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         stream.session.fail(stream, fault_to_code(fault), str(fault), self.identity.worker_id)
 
     def observe(self) -> None:
-        """Set the gauges."""
+        """Set the gauges of the worker and the landing slots."""
         super().observe()
         self.receiver.observe()
 
@@ -231,7 +232,7 @@ async def serve(settings: DecodeSettings) -> None:
     """Run one decode worker until SIGTERM or SIGINT, then drain.
 
     Raises:
-        SettingsError: the settings cannot be served.
+        SettingsError: the worker cannot start with these settings.
     """
     loaded = await asyncio.to_thread(load_worker, settings, decodes=True)
     landing = Slab(settings.slots, settings.slot_bytes, loaded.device)

@@ -23,15 +23,18 @@ class Stream:
     """One request's stream.
 
     Attributes:
-        number: of the stream within its session.
+        number: number of the stream, chosen by the gateway.
         key: the engine's id of the sequence.
         start: the gateway's message.
-        request: the same request as the engine takes it.
+        request: the same request, converted for the engine.
         unfinished: choices that have not ended.
         first: first tokens from the prefill worker.
-        reserved: resolves to the sequence's pages.
-        transfer: reserves pages and fetches the KV.
-        expiry: ends the stream at its deadline.
+        stages: seconds per stage, sent with the last delta.
+        reserved: future of the sequence's pages; None if this worker computes the prompt.
+        transfer: task that reserves pages and fetches the KV.
+        fetch: state of the fetch, once pages are reserved.
+        expiry: timer that ends the stream at its deadline.
+        decoding_since: start of decoding, in seconds of `time.perf_counter`.
     """
 
     number: int
@@ -49,7 +52,7 @@ class Stream:
     decoding_since: float = 0.0
 
     def ends_with(self, token: SampledToken, context_length: int) -> FinishReason | None:
-        """Return why a first token is its choice's last one, or None."""
+        """Return the finish reason if a first token ends its choice, else None."""
         if token.token in self.request.stop_token_ids:
             return FinishReason.STOP
         outputs = token.index + 1
@@ -62,8 +65,8 @@ class Stream:
 class DecodeSession:
     """Applies a gateway's commands, and sends it the output of the steps.
 
-    Output that is not written yet is merged by stream, so a slow gateway costs at most the memory
-    of its own streams' tokens.
+    Unsent output is merged into one delta per stream. The memory for a slow gateway is therefore
+    bounded by the tokens of its own streams.
 
     Args:
         open_stream: called with every new stream.
@@ -83,7 +86,7 @@ class DecodeSession:
         self._wake = asyncio.Event()
 
     async def run(self, context: MessageStream) -> None:
-        """Serve until the gateway leaves, then cancel all its streams."""
+        """Serve until the gateway disconnects, then end all its streams."""
         writer = asyncio.create_task(self._write(context))
         try:
             while (command := await next_message(context)) is not None:
@@ -94,7 +97,9 @@ class DecodeSession:
                         if stream := self.streams.get(command.cancel.stream):
                             self.end(stream)
                     case _:
-                        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an empty command")
+                        await context.abort(
+                            grpc.StatusCode.INVALID_ARGUMENT, "the command is empty"
+                        )
         finally:
             writer.cancel()
             for stream in list(self.streams.values()):

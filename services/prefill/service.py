@@ -1,4 +1,4 @@
-"""The prefill worker: computes prompts, answers with first tokens, leases out encoded KV."""
+"""The prefill worker: computes prompts, returns first tokens, serves encoded KV."""
 
 import asyncio
 import uuid
@@ -57,15 +57,15 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         )
         if settings.slot_bytes < self._min_slot_bytes:
             raise SettingsError(
-                f"slot_bytes {settings.slot_bytes} does not hold one page of a layer, "
-                f"which takes {self._min_slot_bytes}"
+                f"slot_bytes is {settings.slot_bytes}, but one page of one layer takes "
+                f"{self._min_slot_bytes}: set slot_bytes to at least that"
             )
         self.jobs: dict[str, Job] = {}
         self._sessions: dict[str, PrefillSession] = {}
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence is being computed or read."""
+        """Whether no sequence is being computed or transferred."""
         return not self.jobs
 
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
@@ -73,7 +73,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         _commands: object,
         context: MessageStream,
     ) -> None:
-        """Serve one decode worker, from its hello to the end of its session."""
+        """Serve one decode worker, from the handshake to the end of its session."""
         hello = await self._shake_hands(context)
         name = uuid.uuid4().hex[:12]
         session = PrefillSession(
@@ -97,7 +97,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             log.info("decode session ended", worker=hello.worker_id, epoch=hello.epoch)
 
     def _forget_link(self, peer: str) -> None:
-        """Drop the measurements of a decode worker that has left and not come back."""
+        """Drop the link measurements of a decode worker without a session."""
         if not any(session.peer == peer for session in self._sessions.values()):
             self.sender.forget_peer(peer)
 
@@ -105,22 +105,22 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         command: Any = await next_message(context)
         if command is None or command.WhichOneof("command") != "hello":
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, "hello must come first, and only once"
+                grpc.StatusCode.INVALID_ARGUMENT, "the first command of a session must be hello"
             )
         hello: pb.Hello = command.hello
         mine = self.identity.compatibility_message()
         differing = [
-            f"{field.name}: theirs {getattr(hello.compatibility, field.name)!r}, "
-            f"ours {getattr(mine, field.name)!r}"
+            f"{field.name}: decode worker has {getattr(hello.compatibility, field.name)!r}, "
+            f"prefill worker has {getattr(mine, field.name)!r}"
             for field in pb.Compatibility.DESCRIPTOR.fields
             if getattr(hello.compatibility, field.name) != getattr(mine, field.name)
         ]
         if hello.expected_epoch != self.identity.epoch:
-            differing.append("epoch: this worker restarted")
+            differing.append("epoch: the prefill worker has restarted")
         if hello.slot_bytes < self._min_slot_bytes:
             differing.append(
-                f"slot_bytes: {hello.slot_bytes} does not hold one page of a layer, "
-                f"which takes {self._min_slot_bytes}"
+                f"slot_bytes: decode worker has {hello.slot_bytes}, "
+                f"but one page of one layer takes {self._min_slot_bytes}"
             )
         if differing:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "; ".join(differing))
@@ -176,7 +176,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self.engine.run(log_digest)
 
     def observe(self) -> None:
-        """Set the gauges, and end expired leases."""
+        """Set the gauges and end expired leases."""
         super().observe()
         self.sender.expire()
         self.sender.observe()
@@ -186,7 +186,7 @@ async def serve(settings: PrefillSettings) -> None:
     """Run one prefill worker until SIGTERM or SIGINT, then drain.
 
     Raises:
-        SettingsError: the settings cannot be served.
+        SettingsError: the worker cannot start with these settings.
     """
     loaded = await asyncio.to_thread(load_worker, settings, decodes=False)
     slab = Slab(settings.slots, settings.slot_bytes, loaded.device)

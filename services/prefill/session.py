@@ -25,12 +25,13 @@ log = structlog.get_logger()
 
 @dataclass
 class Job:
-    """One sequence of this worker.
+    """State of one sequence that this worker computes.
 
     Attributes:
-        computing_since: when its first chunk was started; 0 before.
-        pages: pages whose KV has been computed.
-        first: first tokens of its choices, so far.
+        accepted: time of acceptance, in seconds of `time.perf_counter`.
+        computing_since: start of its first chunk, on the same clock; 0 before it.
+        pages: pages with computed KV.
+        first: first tokens sampled so far, one per choice.
     """
 
     outgoing: Outgoing
@@ -42,7 +43,7 @@ class Job:
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether the first token is the last one, so that no KV moves."""
+        """Whether ``max_tokens`` allows one more token only, so that no KV is sent."""
         delivered = len(self.request.tokens) - self.request.prompt_tokens
         return self.request.max_tokens - delivered <= 1
 
@@ -67,7 +68,7 @@ class PrefillSession:
         self.peer = peer  # the decode worker's id
         self._engine = engine
         self._sender = sender
-        self._jobs = jobs  # of all sessions, by engine id
+        self._jobs = jobs  # sequences of all sessions, by engine id
         self._own: set[str] = set()
         self._slot_bytes = slot_bytes
         self._max_sequences = max_sequences
@@ -76,7 +77,7 @@ class PrefillSession:
         self._outbox: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
 
     async def run(self, commands: MessageStream) -> None:
-        """Serve until the decode worker leaves, then release everything it holds."""
+        """Serve until the decode worker disconnects, then end its sequences."""
         writer = asyncio.create_task(self._write(commands))
         try:
             while (command := await next_message(commands)) is not None:
@@ -110,7 +111,7 @@ class PrefillSession:
                 self.end(self._key(command.release.sequence))
             case _:
                 await context.abort(
-                    grpc.StatusCode.INVALID_ARGUMENT, "hello must come first, and only once"
+                    grpc.StatusCode.INVALID_ARGUMENT, "hello must be the first command only"
                 )
 
     def _key(self, sequence: int) -> str:
@@ -125,7 +126,7 @@ class PrefillSession:
             self._fail(start.sequence, error_pb2.ERROR_CODE_DRAINING, "this worker is draining")
             return
         if len(self._jobs) >= self._max_sequences:
-            self._fail(start.sequence, error_pb2.ERROR_CODE_OVERLOADED, "too many sequences")
+            self._fail(start.sequence, error_pb2.ERROR_CODE_OVERLOADED, "the worker is full")
             return
         outgoing = Outgoing(
             key=key,
@@ -147,7 +148,7 @@ class PrefillSession:
         log.info("prefill admitted", request_id=message.request_id, tokens=len(request.tokens))
 
     def computing(self, key: str) -> None:
-        """Record the start of the first chunk; ask the reader for credits if KV will move."""
+        """Record the start of the first chunk; request credits if KV will be sent."""
         job = self._jobs[key]
         job.computing_since = time.perf_counter()
         if not job.ends_at_once:
@@ -155,7 +156,7 @@ class PrefillSession:
             self._outbox.put_nowait(pb.PrefillEvent(computing=computing))
 
     def sampled(self, key: str, token: SampledToken) -> bool:
-        """Add one choice's first token; send all of them with the last one, and return True."""
+        """Add one choice's first token; once all choices have one, send them and return True."""
         job = self._jobs[key]
         job.first.append(token)
         if len(job.first) < job.request.choices:
@@ -171,15 +172,17 @@ class PrefillSession:
         return True
 
     def fail(self, key: str, code: "error_pb2.ErrorCode.ValueType", message: str) -> None:
+        """End a sequence with an error."""
         job = self._jobs[key]
         self._fail(job.outgoing.sequence, code, message)
         self.end(key)
 
     def refuse(self, key: str, fault: RuntimeFault) -> None:
+        """End a sequence that the engine refused."""
         self.fail(key, fault_to_code(fault), str(fault))
 
     def end(self, key: str) -> None:
-        """Free what a sequence holds: engine work, pages, slots, lease. Idempotent."""
+        """End a sequence and free its pages, slots and lease. Idempotent."""
         if self._jobs.pop(key, None) is None:
             return
         self._own.discard(key)

@@ -25,7 +25,7 @@ __all__ = ["ReadDone", "TransferAgent"]
 
 log = structlog.get_logger()
 
-CLOSE_S = 10.0  # to shut NIXL down, beyond the grace period of READs
+CLOSE_S = 10.0  # seconds for shutting NIXL down, after the grace period of READs
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class _Command:
 
 
 class TransferAgent:
-    """NIXL's agent of this process. Every method may be called from any thread.
+    """The NIXL agent of this process. All methods are thread-safe.
 
-    A future can be cancelled until its command has begun; a running READ cannot be cancelled. A bug
-    that ends the owner thread closes the agent: every future fails with TransferClosed, and the
-    process is expected to end.
+    A future can be cancelled until its command has begun. A running READ cannot be cancelled. A bug
+    that ends the owner thread closes the agent: every future fails with TransferClosed. The process
+    should then end.
 
     Args:
         name: unique among all agents, for example a role and an epoch.
@@ -66,11 +66,11 @@ class TransferAgent:
         network: devices and ports that UCX may use; default: UCX chooses.
 
     Attributes:
-        fault: fails when a bug has ended the owner thread; otherwise it is never done.
+        fault: future that fails with the bug that ended the owner thread; never done otherwise.
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
-        SettingsError: this machine does not have the network's interface.
+        SettingsError: this machine does not have the interface of ``network``.
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class TransferAgent:
             local: ``[length]`` uint8, contiguous, inside a registered slab. The agent keeps it
                 alive; it must not be touched until the READ has ended.
             deadline_s: seconds from now.
-            kind: kind of the peer's memory, "DRAM" or "VRAM".
+            kind: the peer's memory, "DRAM" or "VRAM".
             device: device number of the peer's memory.
 
         Raises (through the future):
             PeerLost, BadAddress, ReadFailed, TransferClosed: nothing touches ``local`` any more.
-            ReadTimeout: the transport may still write to ``local``, until its ``drained``.
+            ReadTimeout: the transport may write to ``local`` until `ReadTimeout.drained` is done.
         """
         deadline = time.monotonic() + deadline_s
         remote = (remote_address, length, device)
@@ -161,7 +161,7 @@ class TransferAgent:
                 self._commands.put(None)
         self._thread.join(grace_s + CLOSE_S)
         if self._thread.is_alive():
-            log.error("the transfer thread does not end", waited_s=grace_s + CLOSE_S)
+            log.error("transfer thread did not end", waited_s=grace_s + CLOSE_S)
 
     def _call(self, run: "Callable[[Owner, Future[Any]], None]") -> "Future[Any]":
         future: Future[Any] = Future()
@@ -202,7 +202,7 @@ class TransferAgent:
     def _serve(self, owner: Owner) -> None:
         while True:
             try:
-                command = self._commands.get(timeout=owner.patience())
+                command = self._commands.get(timeout=owner.poll_delay())
             except queue.Empty:
                 pass
             else:

@@ -53,7 +53,7 @@ HEADER = "    length         p50          p99       memcpy        16 at once    
 
 
 def serve(device: str) -> None:
-    """Serve a slab to read until stdin ends."""
+    """Register a slab and print its address; let peers read it until stdin closes."""
     agent = TransferAgent(f"bench-peer-{os.getpid()}", device)
     slab = Slab(SLOTS, SLOT_BYTES, device)
     slab.view(0, SLOT_BYTES).fill_(1)
@@ -64,7 +64,7 @@ def serve(device: str) -> None:
 
 
 def rounds_of(length: int) -> int:
-    """Return a number of rounds that gives a 99th percentile within about a second."""
+    """Return a number of rounds that takes about a second and suffices for a p99."""
     return max(200, min(2000, (64 << 20) // length))
 
 

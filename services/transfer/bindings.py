@@ -9,7 +9,7 @@ from services.transfer.network import TransferNetwork, restrict_ucx
 _ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "FATAL",
     "UCX_LOG_LEVEL": "fatal",
-    # Without it UCX uses TCP between GPUs that have no NVLink, even within one GPU.
+    # By default UCX uses TCP between GPUs without NVLink, even within one GPU.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
 }
 
@@ -20,9 +20,9 @@ def load_nixl(network: TransferNetwork) -> Any:
     Both log fatal errors only, because NIXL reports errors as exceptions too. Variables that are
     already set keep their values.
 
-    The bindings are used instead of NIXL's Python wrapper for two reasons. The wrapper cannot let
-    the progress thread sleep, so an idle process would use a whole core. It also keeps references
-    that delay the end of the agent.
+    The bindings are used instead of NIXL's Python wrapper for two reasons. With the wrapper
+    the progress thread never sleeps, so an idle process uses a whole core. The wrapper also keeps
+    references that delay the destruction of the agent.
 
     Raises:
         TransferUnavailable: if the bindings cannot be imported.
@@ -34,5 +34,7 @@ def load_nixl(network: TransferNetwork) -> Any:
     try:
         from nixl import _bindings
     except ImportError as error:
-        raise TransferUnavailable(f"cannot import NIXL: {error}") from error
+        raise TransferUnavailable(
+            f"cannot import NIXL, which pip installs as nixl: {error}"
+        ) from error
     return _bindings

@@ -1,4 +1,4 @@
-"""The codecs of a worker's segments: which planes a segment holds, and with which codebooks."""
+"""Codecs of segments: the planes and the codebooks of each segment."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,11 +23,12 @@ class SegmentCodecs:
     A plane without a codebook is sent raw in every mode.
 
     Args:
-        codebooks: those of a plane that is not encodable are ignored.
-        first_kv_head: the number of the cache's first KV head among those of all ranks.
+        layout: layout of the cache.
+        codebooks: codebooks by (layer, plane name); ignored for planes that are not encodable.
+        first_kv_head: index of the cache's first KV head, counted over all ranks.
 
     Raises:
-        UnsupportedDtype: a plane is encodable and the codec does not have its dtype.
+        UnsupportedDtype: the codec does not support the dtype of an encodable plane.
     """
 
     def __init__(self, layout: CacheLayout, codebooks: Books, *, first_kv_head: int = 0) -> None:
@@ -50,8 +51,8 @@ class SegmentCodecs:
         """Whether any plane can be sent in `WireMode.SPLITZIP`."""
         return any(self._coded)
 
-    def codes(self, group: int) -> bool:
-        """Return whether a plane of this group has a codebook."""
+    def is_coded(self, group: int) -> bool:
+        """Return whether a plane of this plane group has a codebook."""
         return self._coded[group]
 
     def of(
@@ -60,8 +61,8 @@ class SegmentCodecs:
         """Return the codec of a segment's layers, KV heads and plane group.
 
         Args:
-            planes: those of the cache; the same at each call.
-            mode: for encoding; decoding takes the codebooks that the segment names.
+            planes: planes of the cache, the same ones at each call.
+            mode: mode for encoding; decoding uses the codebooks that the payload names.
         """
         key = (
             *(extent.plane_group, extent.first_layer, extent.num_layers),
@@ -82,7 +83,7 @@ class SegmentCodecs:
 
     @property
     def min_slot_bytes(self) -> int:
-        """Smallest slot that holds one page of one layer, of any plane group."""
+        """Bytes of the smallest slot that holds one page of one layer, for every plane group."""
         page_size, groups = self.layout.page_size, range(len(self.layout.groups))
         return max(self.max_frame_bytes(group, 1, page_size) for group in groups)
 
@@ -93,7 +94,11 @@ class SegmentCodecs:
         return planes * extent.num_kv_heads * extent.num_tokens * group.dim * group.dtype.itemsize
 
     def escapes(self, extent: Extent, found: int) -> Escapes:
-        """Return the escapes of a segment beside those that the calibration expects."""
+        """Return the measured and the expected escapes of a segment.
+
+        Args:
+            found: number of measured escapes.
+        """
         books = [book for book in self._books_of(extent) if book is not None]
         dim = self.layout.groups[extent.plane_group].dim
         elements = len(books) * extent.num_kv_heads * extent.num_tokens * dim
@@ -121,8 +126,8 @@ def group_planes(
 ) -> list[Tensor]:
     """Return a group's planes in some layers, in the form that the codec takes.
 
-    The codec has no integer elements, but its raw mode copies bits. Planes that are not encodable
-    are therefore viewed as one of its element types, `[page, kv_head, slot, wire dim]`.
+    The codec has no integer element types, but its raw mode copies bits. Planes that are not
+    encodable are therefore viewed as a float type of the codec, `[page, kv_head, slot, wire dim]`.
     """
     _, dtype = _wire_shape(group)
     members = group.members[first_layer : first_layer + num_layers]

@@ -7,8 +7,8 @@ from services.transfer.errors import CreditError
 
 @dataclass
 class _Account:
-    granted: int = 0  # credits without a segment
-    occupied: int = 0  # slots with a segment
+    granted: int = 0  # unused credits
+    occupied: int = 0  # slots that hold a segment
     member: bool = True  # may get further credits
 
     @property
@@ -25,12 +25,14 @@ class CreditPool:
 
     Args:
         slots: number of slots of the landing slab.
-        per_sequence: largest number that one sequence holds, granted and occupied together.
+        per_sequence: maximum for one sequence, granted and occupied together.
     """
 
     def __init__(self, slots: int, per_sequence: int) -> None:
         if slots < 1 or per_sequence < 1:
-            raise ValueError(f"{slots} slots, {per_sequence} for each sequence")
+            raise ValueError(
+                f"slots ({slots}) and per_sequence ({per_sequence}) must be at least 1"
+            )
         self._per_sequence = per_sequence
         self._free = slots
         self._accounts: dict[str, _Account] = {}  # oldest first
@@ -41,7 +43,7 @@ class CreditPool:
         return self._free
 
     def join(self, key: str) -> None:
-        """Add a sequence behind all others.
+        """Add a sequence as the youngest one.
 
         Raises:
             CreditError: the sequence has joined already.
@@ -54,7 +56,7 @@ class CreditPool:
         self._accounts[key] = _Account(occupied=occupied)
 
     def grants(self) -> list[tuple[str, int]]:
-        """Grant all free slots; return (sequence, new credits) of those that got any."""
+        """Grant free slots; return (sequence, number of new credits) of each that got any."""
         granted: list[tuple[str, int]] = []
         for key, account in self._accounts.items():
             if not self._free:
@@ -79,7 +81,7 @@ class CreditPool:
         account.occupied += 1
 
     def freed(self, key: str) -> None:
-        """Return an occupied slot; allowed after the sequence has left.
+        """Return an occupied slot to the pool, possibly after the sequence has left.
 
         Raises:
             CreditError: the sequence occupies no slot.
@@ -92,7 +94,7 @@ class CreditPool:
         self._forget(key, account)
 
     def leave(self, key: str) -> None:
-        """Remove a sequence; unused credits return now, occupied slots when freed.
+        """Remove a sequence. Unused credits return at once, occupied slots when freed.
 
         Idempotent.
         """

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 _WINDOW = 1 << 24
-"""Elements in the moving average: older elements fade out as new ones arrive."""
+"""Elements in the moving averages, which decay as new elements are added."""
 _FACTOR, _MARGIN = 2.0, 0.005
 """A calibration is out of date when the rate exceeds ``_FACTOR * expected + _MARGIN``. Twice the
 escapes of a three-bit codebook cost about 2 % of its ratio."""
@@ -14,9 +14,9 @@ class Escapes:
     """Escapes of one encoded segment.
 
     Attributes:
-        elements: elements of the planes that have a codebook.
-        found: elements whose exponent has no code.
-        expected_rate: share of elements without a code in the calibration sample.
+        elements: number of elements in planes with a codebook.
+        found: number of elements whose exponent has no code.
+        expected_rate: escapes per element in the calibration sample.
     """
 
     elements: int
@@ -49,6 +49,6 @@ class EscapeDrift:
 
     @property
     def recalibrate(self) -> bool:
-        """Whether a new calibration is advised; False until enough elements were seen."""
+        """Whether a new calibration is advised; False until enough elements were added."""
         enough = self._elements >= _WINDOW / 16
         return enough and self.rate > _FACTOR * self.expected + _MARGIN

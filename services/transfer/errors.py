@@ -14,8 +14,8 @@ TransferError
 │   └── ForeignSegment        a segment with another request, extent, length or content
 ├── SlabError                 a slot or a length outside the slab
 ├── SlotError                 a slot released twice, or not held
-├── LeasesExhausted           the largest number of leases is held
-└── CreditError               a credit used, or a slot freed, that the sequence does not hold
+├── LeasesExhausted           the maximum number of leases is held
+└── CreditError               use of a credit, or return of a slot, that a sequence does not hold
 """
 
 from concurrent.futures import Future
@@ -89,8 +89,8 @@ class SlotError(TransferError):
 
 
 class LeasesExhausted(TransferError):
-    """The largest number of leases is held."""
+    """The maximum number of leases is held."""
 
 
 class CreditError(TransferError):
-    """A credit used, or a slot freed, that the sequence does not hold."""
+    """Use of a credit, or return of a slot, that a sequence does not hold."""

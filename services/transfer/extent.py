@@ -29,7 +29,7 @@ class Extent:
 
     @classmethod
     def of(cls, segment: pb.Segment) -> Self:
-        """Return what a manifest entry announces; nothing is validated."""
+        """Return the extent in a manifest entry, without validating it."""
         return cls(
             first_token=segment.first_token,
             num_tokens=segment.num_tokens,

@@ -12,7 +12,7 @@ class FetchFailed(Exception):
     """The KV of a prompt did not arrive.
 
     Attributes:
-        code: tells the gateway whether to retry.
+        code: error code, by which the gateway decides whether to retry.
         worker_id: the worker that caused the failure, or "".
     """
 
@@ -27,17 +27,17 @@ class FetchFailed(Exception):
 
 @dataclass
 class Fetch:
-    """One sequence whose prompt another worker computes.
+    """Request for the KV of one sequence whose prompt another worker computes.
 
     Attributes:
         key: the engine's id of the sequence.
         prefill: the worker that computes the prompt.
-        request: what it is asked for.
-        pages: the reader's own pages, which the KV is decoded into.
-        on_first: receives the first tokens; returns True if the sequence ends with them, and no KV
-            is needed.
+        request: the request for the prefill worker.
+        pages: pages of the decode worker, into which the KV is decoded.
+        on_first: receives the first tokens; returns True if the sequence ends with them, so
+            that no KV is needed.
         deadline_s: seconds from the start of the fetch.
-        closed: the pages may have been freed; nothing may be written to them.
+        closed: whether the pages may have been freed; nothing may be written to them then.
     """
 
     key: str
@@ -51,7 +51,7 @@ class Fetch:
 
 @dataclass
 class FetchTimes:
-    """Seconds of each stage of one fetch, and its sizes; stages of segments are summed."""
+    """Seconds per stage of one fetch, summed over segments, and its sizes in bytes."""
 
     queue: float = 0.0
     prefill: float = 0.0
@@ -77,8 +77,8 @@ class FetchProgress:
     Attributes:
         expected: total number of segments, once it is known.
         announced: segments announced so far.
-        started: the first tokens have arrived.
-        ended: the sequence ended with its first tokens.
+        started: whether the first tokens have arrived.
+        ended: whether the sequence ended with its first tokens.
     """
 
     coverage: Coverage

@@ -51,8 +51,8 @@ class FrameHeader:
     """Identity of one segment; see the module for the width of each unsigned field.
 
     Attributes:
-        epoch: 16 bytes, the sender's.
-        request: 16 bytes of the hash of the request's id.
+        epoch: epoch of the sender, 16 bytes.
+        request: first 16 bytes of the hash of the request's id.
         length: bytes of the payload.
     """
 
@@ -77,7 +77,7 @@ class FrameHeader:
         """Return the header that a manifest entry announces.
 
         Args:
-            epoch: the sender's, 32 hex digits.
+            epoch: epoch of the sender, 32 hex digits.
 
         Raises:
             FrameError: ``epoch`` is malformed.
@@ -107,7 +107,7 @@ class FrameHeader:
             FrameError: the buffer is too short, or a field does not fit its width.
         """
         if buffer.numel() < HEADER_BYTES:
-            raise FrameError(f"a header does not fit {buffer.numel()} bytes")
+            raise FrameError(f"a header of {HEADER_BYTES} bytes does not fit {buffer.numel()}")
         try:
             packed = bytearray(
                 _LAYOUT.pack(
@@ -139,7 +139,10 @@ class FrameHeader:
         if magic != _MAGIC:
             raise CorruptFrame("the slot does not hold a frame")
         if (version, header_bytes) != (VERSION, HEADER_BYTES):
-            raise CorruptFrame(f"a frame of version {version} with {header_bytes} header bytes")
+            raise CorruptFrame(
+                f"the frame has version {version} and a header of {header_bytes} bytes, "
+                f"expected version {VERSION} and {HEADER_BYTES} bytes"
+            )
         packed[_CRC] = bytes(4)
         zero = numbers.pop(9)
         if zlib.crc32(packed) != crc or zero:
@@ -155,10 +158,10 @@ _FOREIGN = (
 
 
 def verify(expected: FrameHeader, found: FrameHeader) -> None:
-    """Compare the header that was read with the one that was announced.
+    """Compare the header that was read with the one that the manifest announced.
 
-    Staleness is checked first. A slot that was reused differs in every field, and its generation is
-    the cause.
+    Stale fields are checked first: the frame of a reused slot differs in most fields, and the error
+    should name the generation.
 
     Raises:
         StaleSegment: epoch, slot generation or attempt differ.
@@ -168,7 +171,7 @@ def verify(expected: FrameHeader, found: FrameHeader) -> None:
         for name in fields:
             want, have = getattr(expected, name), getattr(found, name)
             if want != have:
-                raise error(f"{name} is {_show(have)}, announced was {_show(want)}")
+                raise error(f"{name} is {_show(have)}, but the manifest has {_show(want)}")
 
 
 def _epoch_bytes(epoch: str) -> bytes:

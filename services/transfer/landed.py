@@ -1,4 +1,4 @@
-"""Verifying a segment that was read, and decoding it into pages."""
+"""Verification of a segment that was read, and its decode into pages."""
 
 from collections.abc import Sequence
 

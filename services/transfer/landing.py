@@ -1,4 +1,4 @@
-"""The reader's landing slots: granted as credits, and withheld while anything may touch them."""
+"""Landing slots of the reader: granted as credits, quarantined while anything may touch them."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,6 +13,7 @@ class LandingSlots:
     """A landing slab with its slots and credits. Runs on the event loop.
 
     Args:
+        credits_per_sequence: maximum slots of one sequence.
         grant: called with a sequence's key and the number of its new credits.
     """
 
@@ -45,7 +46,7 @@ class LandingSlots:
         self._share()
 
     def land(self, key: str) -> SlotRef:
-        """Return the slot for a segment that was announced.
+        """Use one credit and return a slot for an announced segment.
 
         Raises:
             CreditError: the sequence has no credit.
@@ -53,11 +54,15 @@ class LandingSlots:
         self._credits.land(key)
         slot = self._slots.acquire()
         if slot is None:
-            raise CreditError("a credit without a landing slot")
+            raise CreditError("the sequence has a credit, but no landing slot is free")
         return slot
 
     def free_after(self, slot: SlotRef, key: str, user: "asyncio.Future[Any] | None") -> None:
-        """Free a slot and its credit once ``user``, which may touch the slot, has ended."""
+        """Release a slot and its credit as soon as nothing can touch the slot.
+
+        Args:
+            user: future of a READ or decode that may still touch the slot, or None.
+        """
         if user is None:
             self._slots.release(slot)
             self._freed(key)

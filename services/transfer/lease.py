@@ -11,12 +11,12 @@ class LeaseTable:
 
     Args:
         lease_s: seconds from the grant or the last renewal to the end.
-        max_leases: largest number held at a time.
+        max_leases: maximum number of leases at a time.
     """
 
     def __init__(self, lease_s: float, max_leases: int) -> None:
         if lease_s <= 0 or max_leases < 1:
-            raise ValueError(f"{max_leases} leases of {lease_s} s")
+            raise ValueError(f"max_leases ({max_leases}) and lease_s ({lease_s}) must be positive")
         self._lease_s = lease_s
         self._max_leases = max_leases
         self._ends: dict[str, float] = {}
@@ -33,7 +33,7 @@ class LeaseTable:
             LeasesExhausted: ``max_leases`` others are held.
         """
         if key not in self._ends and len(self._ends) >= self._max_leases:
-            raise LeasesExhausted(f"{self._max_leases} leases are held")
+            raise LeasesExhausted(f"all {self._max_leases} leases are in use")
         self._ends[key] = now + self._lease_s
 
     def renew(self, key: str, now: float) -> bool:

@@ -43,7 +43,7 @@ def plan_segments(
         first_token: a multiple of the page size.
         pages: pages of the chunk, in token order.
         capacity: bytes of a slot.
-        bound: largest frame of (plane group, layers, tokens), in bytes.
+        bound: function from (plane group, layers, tokens) to the largest frame in bytes.
         first_kv_head: the first of the rank's KV heads.
 
     Raises:
@@ -55,7 +55,9 @@ def plan_segments(
         while tokens > page_size and bound(number, 1, tokens) > capacity:
             tokens = -(-tokens // (2 * page_size)) * page_size
         if bound(number, 1, tokens) > capacity:
-            raise ValueError(f"a slot of {capacity} bytes does not hold one page of one layer")
+            raise ValueError(
+                f"a slot of {capacity} bytes does not hold one page of one layer; raise slot_bytes"
+            )
         layers = max(len(run) for run in group.runs)
         while bound(number, layers, tokens) > capacity:
             layers = -(-layers // 2)
@@ -106,8 +108,8 @@ class Coverage:
             Indices of the segment's pages within the sequence.
 
         Raises:
-            ForeignSegment: the extent is outside the sequence, not on page boundaries, or some of
-                it has arrived already. No cell is claimed then.
+            ForeignSegment: the extent is outside the sequence, is not on page boundaries, or
+                overlaps an earlier segment. No cell is claimed then.
         """
         pages = self._pages(extent)
         layers, heads = self._layers(extent), self._heads(extent)
@@ -118,7 +120,7 @@ class Coverage:
             heads.start : heads.stop,
         ]
         if cells.any():
-            raise ForeignSegment(f"some of {extent} arrived twice")
+            raise ForeignSegment(f"part of {extent} arrived twice")
         cells[...] = True
         self._missing -= cells.size
         return pages
@@ -129,24 +131,28 @@ class Coverage:
             end == self._tokens or end % self._page_size == 0
         )
         if extent.num_tokens < 1 or end > self._tokens or not on_pages:
-            raise ForeignSegment(f"tokens {first}..{end} of a sequence of {self._tokens}")
+            raise ForeignSegment(
+                f"tokens {first} to {end} are not whole pages of {self._tokens} tokens"
+            )
         return range(first // self._page_size, -(-end // self._page_size))
 
     def _layers(self, extent: Extent) -> range:
         first, count, group = extent.first_layer, extent.num_layers, extent.plane_group
         if group >= len(self._present):
-            raise ForeignSegment(f"plane group {group} of {len(self._present)}")
+            raise ForeignSegment(
+                f"plane group {group} does not exist; there are {len(self._present)}"
+            )
         present = self._present[group]
         if count < 1 or first + count > len(present):
-            raise ForeignSegment(f"layers {first}+{count} of {len(present)}")
+            raise ForeignSegment(f"{count} layers from {first} exceed the {len(present)} layers")
         if not all(present[first : first + count]):
-            raise ForeignSegment(f"layers {first}+{count} have no planes of group {group}")
+            raise ForeignSegment(f"{count} layers from {first} have no planes of group {group}")
         return range(first, first + count)
 
     def _heads(self, extent: Extent) -> range:
         first, count, kv_heads = extent.first_kv_head, extent.num_kv_heads, self._arrived.shape[3]
         if extent.rank >= self._ranks:
-            raise ForeignSegment(f"rank {extent.rank} of {self._ranks}")
+            raise ForeignSegment(f"rank {extent.rank} does not exist; there are {self._ranks}")
         if count < 1 or first + count > kv_heads:
-            raise ForeignSegment(f"KV heads {first}+{count} of {kv_heads}")
+            raise ForeignSegment(f"{count} KV heads from {first} exceed the {kv_heads} KV heads")
         return range(first, first + count)

@@ -15,7 +15,11 @@ class TransferMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         make = MetricFactory(registry)
-        self._bytes = make.counter("kv_transfer_bytes", "KV bytes moved: raw, on the wire", "kind")
+        self._bytes = make.counter(
+            "kv_transfer_bytes",
+            "bytes of transferred KV: raw as in the pages, wire as sent",
+            "kind",
+        )
         self._read_seconds = make.seconds("kv_transfer", "READ of one segment")
         self._ratio = make.gauge("kv_compress_ratio", "raw bytes over wire bytes since the start")
         self._encode_seconds = make.seconds("kv_encode", "encode of one segment")
@@ -24,7 +28,8 @@ class TransferMetrics:
             "kv_escape_rate", "share of recently coded values whose exponent has no code"
         )
         self._escape_rate_expected = make.gauge(
-            "kv_escape_rate_expected", "the same share in the calibration sample of the codebooks"
+            "kv_escape_rate_expected",
+            "share of values without a code in the calibration sample of the codebooks",
         )
         self._recalibration_advised = make.gauge(
             "kv_recalibration_advised", "1: the escape rate is far above that of the calibration"
@@ -34,7 +39,7 @@ class TransferMetrics:
             "kv_wire_mode", "1: the mode chosen for this link", "peer", "mode"
         )
         self._link_speed = make.gauge(
-            "kv_link_bytes_per_second", "wire bytes per second of READs from here", "peer"
+            "kv_link_bytes_per_second", "wire bytes per second of READs from this worker", "peer"
         )
         self._encode_speed = make.gauge(
             "kv_encode_bytes_per_second", "KV bytes per second through the encoder", "mode"
@@ -89,7 +94,7 @@ class TransferMetrics:
             self._link_speed.labels(peer).set(link.bytes_per_second)
 
     def forget_link(self, peer: str) -> None:
-        """Remove the labels of a peer that has left."""
+        """Remove the gauges of a peer that has disconnected."""
         with suppress(KeyError):
             self._link_speed.remove(peer)
         for gauge, mode in product((self._wire_mode, self._decode_speed), WireMode):

@@ -1,7 +1,7 @@
 """Network devices and TCP ports of KV transfers, as environment variables of UCX.
 
-UCX listens on every device that it may use and serves reads and writes of registered memory to
-everyone who can connect. The worker's settings therefore decide which devices these are.
+UCX listens on every device that it may use. Any process that can connect may read and write
+registered memory, so the worker's settings restrict the devices.
 """
 
 import os
@@ -64,7 +64,8 @@ def restrict_ucx(network: TransferNetwork) -> None:
     interfaces = [name for _, name in socket.if_nameindex()]
     if network.interface is not None and network.interface not in interfaces:
         raise SettingsError(
-            f"transfer_interface {network.interface}: this machine has {', '.join(interfaces)}"
+            f"transfer_interface {network.interface} does not exist; this machine has "
+            f"{', '.join(interfaces)}"
         )
     os.environ.update(ucx_environment(network, rdma_devices(), os.environ))
 

@@ -1,4 +1,4 @@
-"""Awaiting the outcome of codec work without blocking the event loop or the device's thread."""
+"""Await the result of codec work without blocking the event loop or the device's thread."""
 
 import asyncio
 import queue
@@ -13,16 +13,16 @@ T = TypeVar("T")
 
 
 async def outcome_of(pending: codec.Pending[T]) -> T:
-    """Return the result of a codec call; work that a GPU has not finished is awaited."""
+    """Return the result of a codec call, waiting for the GPU if necessary."""
     if pending.done:
         return pending.result()
     return await _waiter.result_of(pending)
 
 
 class _Waiter:
-    """A thread that waits for launches one after another, in the order of their stream.
+    """Thread that waits for launches one after another, in launch order.
 
-    It is a daemon thread: a device that does not answer must not keep the process from exiting.
+    It is a daemon thread, so that the process can exit while a device hangs.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from services.transfer.slab import SlotRef
 
 @dataclass(frozen=True)
 class SentSegment:
-    """A segment in a slot, with what its acknowledgement is booked under."""
+    """An encoded segment in its slot, with its figures for the link policy."""
 
     ref: SlotRef
     mode: WireMode
@@ -27,19 +27,19 @@ class Outgoing:
 
     Attributes:
         key: the engine's id of the sequence.
-        reader: the session that reads it; slots are shared among readers.
+        reader: name of the session that reads it; slots are shared among sessions.
         peer: id of the decode worker; the link policy measures per peer.
         sequence: number of the sequence within the session.
         slot_bytes: bytes of a slot of the reader's landing slab.
-        emit: sends an event to the reader.
-        fail: ends the sequence with an error.
-        credits: landing slots granted and not used yet.
+        emit: callback that sends an event to the reader.
+        fail: callback that ends the sequence with an error.
+        credits: credits granted and not used yet.
         planned: segments to encode.
         unacknowledged: encoded segments by index.
-        issued: segments that got an index.
-        encoding: segments that the codec is working on.
-        computed: all chunks of the prompt were added.
-        closed: the reader needs nothing more.
+        issued: number of segments that have an index.
+        encoding: number of segments that are being encoded.
+        computed: whether all chunks of the prompt were added.
+        closed: whether the sequence has ended.
     """
 
     key: str

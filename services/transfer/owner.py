@@ -22,7 +22,7 @@ from services.transfer.network import TransferNetwork
 from services.transfer.slab import Slab
 
 _PROGRESS_TIMEOUT_US = 1000  # longest sleep of the progress thread; with 0 it spins
-_SPIN_S = 100e-6  # poll without a pause for so long after an event: small READs end within it
+_SPIN_S = 100e-6  # polling without a pause after an event; small READs end within this time
 _NAP_S = 150e-6  # pause between polls after that
 _DRAIN_NAP_S = 10e-3  # pause between polls when only READs past their deadlines are left
 
@@ -45,7 +45,7 @@ class ReadDone:
 class _Peer:
     reads: int = 0
     last_end: float = 0.0  # when its last READ ended
-    removals: list["Future[None]"] = field(default_factory=list)  # not empty: it is being removed
+    removals: list["Future[None]"] = field(default_factory=list)  # futures of pending removals
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Owner:
         self._name = name
         if torch.device(device).type == "cuda":
             torch.cuda.set_device(torch.device(device).index or 0)
-            torch.empty(1, device=device)  # UCX looks for the thread's context when it starts
+            torch.empty(1, device=device)  # UCX needs a CUDA context on this thread when it starts
         nixl = self._api = load_nixl(network)
         self._faults: tuple[type[Exception], ...] = tuple(
             getattr(nixl, error) for error in dir(nixl) if error.endswith("Error")
@@ -80,7 +80,7 @@ class Owner:
         self._unreachable = (nixl.nixlRemoteDisconnectError, nixl.nixlBackendError)
         self._memory = {"DRAM": nixl.DRAM_SEG, "VRAM": nixl.VRAM_SEG}
         config = nixl.nixlAgentConfig()
-        config.useProgThread = True  # a passive peer answers only through it
+        config.useProgThread = True  # serves READs of peers while this process makes no NIXL calls
         config.pthrDelay = _PROGRESS_TIMEOUT_US
         config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
         try:
@@ -101,7 +101,7 @@ class Owner:
         try:
             self._nixl.registerMem(registration, self._ucx)
         except self._faults as error:
-            raise TransferUnavailable(f"{slab.nbytes} bytes not registered: {error}") from error
+            raise TransferUnavailable(f"cannot register {slab.nbytes} bytes: {error}") from error
         self._slabs.append((slab, registration))
         future.set_result(None)
 
@@ -121,7 +121,7 @@ class Owner:
         except self._unreachable as error:
             raise PeerLost(f"peer {name} cannot be reached") from error
         except self._faults as error:
-            raise PeerRefused(f"metadata of peer {name}: {error}") from error
+            raise PeerRefused(f"invalid metadata of peer {name}: {error}") from error
         if found != name:
             if found not in self._peers:
                 self._nixl.invalidateRemoteMD(found)
@@ -172,7 +172,7 @@ class Owner:
         self._last_event = started
         self._reads.append(_Read(peer_name, handle, local, started, deadline, future))
 
-    def patience(self) -> float | None:
+    def poll_delay(self) -> float | None:
         """Return the seconds until the next poll is due, or None if there is nothing to poll."""
         if not self._reads:
             return None
@@ -195,7 +195,7 @@ class Owner:
             elif state == self._api.NIXL_SUCCESS:
                 self._finish(read, None)
             else:
-                self._finish(read, ReadFailed(f"READ from {read.peer}: {state}"))
+                self._finish(read, ReadFailed(f"READ from {read.peer} ended with status {state}"))
         self._reads = running
 
     def close(self, grace_s: float) -> None:
@@ -248,7 +248,10 @@ class Owner:
         self._remove_if_idle(read.peer, peer)
 
     def _remove_if_idle(self, name: str, peer: _Peer) -> None:
-        """Remove a leaving peer without READs; only a READ's handle shows when its slot is safe."""
+        """Remove a peer with pending removals once its READs have ended.
+
+        Only the handle of a READ shows when nothing can write to its landing slot any more.
+        """
         if peer.removals and not peer.reads:
             del self._peers[name]
             self._nixl.invalidateRemoteMD(name)
@@ -265,10 +268,10 @@ class Owner:
 
     def _explain(self, error: Exception, peer: str) -> TransferError:
         if isinstance(error, self._api.nixlRemoteDisconnectError):
-            return PeerLost(f"peer {peer} is gone")
+            return PeerLost(f"peer {peer} has disconnected")
         if isinstance(error, self._api.nixlNotFoundError):
-            return BadAddress(f"a range outside the memory registered here or by {peer}")
-        return ReadFailed(f"READ from {peer}: {type(error).__name__} {error}")
+            return BadAddress(f"the range is outside the memory registered here or by {peer}")
+        return ReadFailed(f"READ from {peer} failed: {type(error).__name__} {error}")
 
 
 def _checked_length(remote: tuple[int, int, int], kind: str, local: torch.Tensor) -> int:
@@ -279,11 +282,14 @@ def _checked_length(remote: tuple[int, int, int], kind: str, local: torch.Tensor
     """
     address, length, device = remote
     if kind not in ("DRAM", "VRAM") or not 0 <= device < 1 << 31:
-        raise BadAddress(f"memory of kind {kind!r}, device {device}")
+        raise BadAddress(f"invalid memory kind {kind!r} or device {device}")
     if address < 0 or length < 1 or address + length > 1 << 64:
-        raise BadAddress(f"{length} bytes at {address}")
+        raise BadAddress(f"invalid range: {length} bytes at {address}")
     if local.dtype != torch.uint8 or local.shape != (length,) or not local.is_contiguous():
-        raise BadAddress(f"{length} bytes do not fit {local.dtype} {tuple(local.shape)}")
+        raise BadAddress(
+            f"the local tensor must be contiguous uint8 [{length}], "
+            f"not {local.dtype} {list(local.shape)}"
+        )
     return length
 
 

@@ -1,9 +1,9 @@
 """The choice between raw and SplitZip for each segment, from measurements of each link.
 
 A segment passes three stages, which overlap with those of other segments: while one segment is on
-the wire, the sender encodes the next ones and the reader decodes the last. Each mode has an encode
-speed C and a decode speed D, in bytes of KV per second, and a ratio ρ of KV bytes to wire bytes.
-The link carries L wire bytes per second. The stages of one byte take
+the wire, the sender encodes the next one and the reader decodes the previous one. Each mode has an
+encode speed C and a decode speed D, in bytes of KV per second, and a ratio ρ of KV bytes to wire
+bytes. The link carries L wire bytes per second. The stages of one byte take
 
     e = 1 / C        t = 1 / (ρ L)        d = 1 / D
 
@@ -41,7 +41,7 @@ class WireMode(StrEnum):
 
     @property
     def other(self) -> "WireMode":
-        """The other one of the two modes."""
+        """The other mode."""
         return WireMode.SPLITZIP if self is WireMode.RAW else WireMode.RAW
 
 
@@ -50,7 +50,7 @@ class SegmentTiming:
     """A reader's measurements of one segment, in seconds.
 
     Attributes:
-        read_s: by how much this READ extended the link's busy time. READs in flight share that
+        read_s: time by which this READ extended the link's busy time. Concurrent READs share that
             time, so the sum over READs is the busy time.
         decode_s: time of the codec alone, without waiting for the engine.
     """
@@ -60,7 +60,7 @@ class SegmentTiming:
 
     @property
     def plausible(self) -> bool:
-        """Whether the values, which come from another process, are positive and finite times."""
+        """Whether the values, received from another process, are finite and in range."""
         return 0 <= self.read_s < 1e6 and 0 < self.decode_s < 1e6
 
 
@@ -79,7 +79,7 @@ class ModeSpeed:
 
     @property
     def measured(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether all values are known."""
         return None not in (self.encode, self.decode, self.ratio)
 
 
@@ -88,6 +88,7 @@ class LinkView:
     """State of one link.
 
     Attributes:
+        speeds: measurements of each mode.
         choice: the mode that was measured to be faster.
         bytes_per_second: wire bytes per second, None before the first segment.
     """
@@ -99,7 +100,7 @@ class LinkView:
 
 @dataclass
 class _Rate:
-    """Quotient of two sums that decay with each addition."""
+    """Ratio of two exponentially decaying sums."""
 
     decay: float
     amount: float = 0.0
@@ -117,7 +118,8 @@ class _Rate:
 class _Speed:
     """Median of the last observations, so that interrupted encodes and decodes do not count.
 
-    Of two observations the faster one is taken, since the first one of a process may be cold.
+    The median of an even number of observations is the faster of the middle two, because the first
+    observation of a process may be slow (cold caches).
     """
 
     def __init__(self) -> None:
@@ -142,7 +144,7 @@ class _Link:
     decode: dict[WireMode, _Speed] = field(default_factory=_speeds)
     issued: dict[WireMode, int] = field(default_factory=lambda: dict.fromkeys(WireMode, 0))
     since_other: int = 0  # segments since the last one in the mode that is not chosen
-    allowance_s: float = 0.0  # time that exploring may cost now
+    allowance_s: float = 0.0  # seconds that exploring may cost now
 
 
 def transfer_seconds(speed: ModeSpeed, link: float, nbytes: int, segments: int) -> float:
@@ -158,7 +160,7 @@ def transfer_seconds(speed: ModeSpeed, link: float, nbytes: int, segments: int) 
         ValueError: a speed is missing.
     """
     if speed.encode is None or speed.decode is None or speed.ratio is None:
-        raise ValueError(f"{speed} is not measured")
+        raise ValueError(f"incomplete measurement: {speed}")
     stages = (1 / speed.encode, 1 / (speed.ratio * link), 1 / speed.decode)
     return nbytes * (sum(stages) + (segments - 1) * max(stages))
 
@@ -256,12 +258,12 @@ class LinkPolicy:
         if seconds[link.choice.other] < SWITCH_BELOW * seconds[link.choice]:
             link.choice = link.choice.other
             link.since_other = 0
-        # A single segment of the other mode does not overlap with segments as slow as itself.
+        # A single segment in the other mode does not overlap with other segments in that mode.
         alone = transfer_seconds(speeds[link.choice.other], wire, nbytes, segments=1)
         return self._explore(link, seconds[link.choice], alone)
 
     def _await_probes(self, link: _Link) -> WireMode:
-        """Return the chosen mode; probe again now and then, in case a probe was cancelled."""
+        """Return the chosen mode, or rarely the other one, in case a probe was cancelled."""
         link.since_other += 1
         if link.since_other < EXPLORE_EVERY:
             return link.choice

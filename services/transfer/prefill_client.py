@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 class Subscription:
-    """One sequence of a session: its commands and its events."""
+    """Commands and events of one sequence of a session."""
 
     def __init__(
         self, client: "PrefillClient", sequence: int, request: request_pb2.Request
@@ -34,12 +34,12 @@ class Subscription:
         self.welcome = client.welcome
 
     def send_start(self) -> None:
-        """Ask for the prefill."""
+        """Request the prefill."""
         start = pb.StartPrefill(sequence=self._sequence, request=self._request)
         self._client.send(pb.PrefillCommand(start=start))
 
     def credit(self, segments: int) -> None:
-        """Grant credits for so many further segments."""
+        """Grant credits for a number of further segments."""
         credit = pb.Credit(sequence=self._sequence, segments=segments)
         self._client.send(pb.PrefillCommand(credit=credit))
 
@@ -54,9 +54,9 @@ class Subscription:
         end = pb.ReleaseLease(sequence=self._sequence)
         self._client.send(pb.PrefillCommand(release=end))
 
-    def hang_up(self) -> None:
-        """End the whole session; see `PrefillClient.hang_up`."""
-        self._client.hang_up()
+    def disconnect(self) -> None:
+        """End the whole session; see `PrefillClient.disconnect`."""
+        self._client.disconnect()
 
     async def next_event(self) -> pb.PrefillEvent:
         """Wait for the sequence's next event.
@@ -74,8 +74,8 @@ class PrefillClient:
     """An open session with one epoch of one prefill worker.
 
     Attributes:
-        alive: new sequences can be subscribed.
-        ended: set when nothing of the session is left, and another one may be opened.
+        alive: whether new sequences can be subscribed.
+        ended: event set after the session's cleanup; another session may be opened then.
     """
 
     def __init__(self, worker: decode_pb2.WorkerAddress, welcome: pb.Welcome) -> None:
@@ -110,14 +110,14 @@ class PrefillClient:
         if self.alive:
             self._outbox.put_nowait(command)
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """End the session: NIXL has lost the peer, and only a new session can add it again."""
         self.alive = False
         if self._call is not None:
             self._call.cancel()
 
     async def run(self, call: MessageStream) -> None:
-        """Carry commands and events until the session ends; all its sequences fail then."""
+        """Exchange commands and events until the session ends, then fail all its sequences."""
         self._call = call
         writer = asyncio.create_task(self._write(call))
         try:
@@ -137,20 +137,20 @@ class PrefillClient:
             while True:
                 await call.write(await self._outbox.get())
         except (aio.AioRpcError, asyncio.InvalidStateError):
-            call.cancel()  # the reading side then ends the session
+            call.cancel()  # the reader of events then ends the session
 
     def _dispatch(self, event: pb.PrefillEvent) -> None:
         kind = event.WhichOneof("event")
         if kind is None or kind == "welcome":
             return
         subscription = self._subscriptions.get(getattr(event, kind).sequence)
-        if subscription is not None:  # else the event crossed with the sequence's release
+        if subscription is not None:  # else the sequence was released before the event arrived
             subscription.events.put_nowait(event)
 
     def _lost(self) -> FetchFailed:
         return FetchFailed(
             error_pb2.ERROR_CODE_PREFILL_LOST,
-            f"prefill worker {self.worker.worker_id} is gone",
+            f"the session with prefill worker {self.worker.worker_id} has ended",
             self.worker.worker_id,
         )
 
@@ -204,7 +204,7 @@ class PrefillClients:
 
     async def _open(self, worker: decode_pb2.WorkerAddress) -> PrefillClient:
         channel = open_channel(worker.address)
-        session: Any = PrefillStub(channel).Session  # without an iterator: the call is written to
+        session: Any = PrefillStub(channel).Session  # without an iterator: `write` sends
         call: MessageStream = session(metadata=self._metadata)
         welcome: pb.Welcome | None = None
         try:
@@ -240,7 +240,7 @@ class PrefillClients:
         event: pb.PrefillEvent | None = await next_message(call)
         if event is None or event.WhichOneof("event") != "welcome":
             raise FetchFailed(
-                error_pb2.ERROR_CODE_PREFILL_LOST, "no welcome in answer to hello", worker.worker_id
+                error_pb2.ERROR_CODE_PREFILL_LOST, "no answer to the handshake", worker.worker_id
             )
         return event.welcome
 

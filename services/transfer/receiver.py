@@ -33,9 +33,10 @@ class Receiver:
     """Owns the landing slab and its credits. Decodes run on the device's thread.
 
     Args:
-        codecs: those of the cache that the jobs run on.
-        credits_per_sequence: segments of one sequence in flight, at most.
-        read_timeout_s: deadline of one segment's READ.
+        jobs: runs codec jobs on the cache.
+        codecs: codecs of that cache.
+        credits_per_sequence: maximum number of segments of one sequence in flight.
+        read_timeout_s: deadline of one segment's READ, in seconds.
     """
 
     def __init__(
@@ -60,17 +61,19 @@ class Receiver:
         self._subscriptions: dict[str, Subscription] = {}
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
-        """Bring a prompt's KV into ``fetch.pages``; return when all of it has verified.
+        """Fetch a prompt's KV into ``fetch.pages``; return when all of it is verified.
 
         Raises:
-            FetchFailed: the pages may hold anything.
+            FetchFailed: the KV did not arrive; the content of the pages is undefined.
         """
         try:
             async with asyncio.timeout(fetch.deadline_s):
                 client = await self._clients.connect(fetch.prefill)
                 return await self._run(fetch, client)
         except TimeoutError:
-            raise FetchFailed(error_pb2.ERROR_CODE_DEADLINE, "the deadline passed") from None
+            raise FetchFailed(
+                error_pb2.ERROR_CODE_DEADLINE, "the request's deadline passed"
+            ) from None
         except ExceptionGroup as group:
             raise _first_failure(group, fetch.prefill.worker_id) from group
         finally:
@@ -113,21 +116,21 @@ class Receiver:
         pulls: asyncio.TaskGroup,
     ) -> None:
         match event.WhichOneof("event"):
-            case "computing":  # not earlier: a queued prompt must not hold landing slots
+            case "computing":  # a prompt that is only queued must not hold landing slots
                 self.landing.join(fetch.key)
             case "first_tokens":
                 progress.times.queue = event.first_tokens.queue_s
                 progress.times.prefill = event.first_tokens.prefill_s
                 choices = sorted(token.choice for token in event.first_tokens.tokens)
                 if progress.started or choices != list(range(fetch.request.choices)):
-                    raise ForeignSegment(f"first tokens of choices {choices}")
+                    raise ForeignSegment(f"unexpected first tokens, of choices {choices}")
                 progress.started = True
                 progress.ended = fetch.on_first(event.first_tokens)
             case "segment":
                 if event.segment.index != progress.announced:
                     raise FetchFailed(
                         error_pb2.ERROR_CODE_INTEGRITY,
-                        f"segment {event.segment.index} arrived, {progress.announced} is next",
+                        f"segment {event.segment.index} announced, expected {progress.announced}",
                         fetch.prefill.worker_id,
                     )
                 progress.announced += 1
@@ -149,12 +152,12 @@ class Receiver:
         """READ one segment into a landing slot, verify it, decode it into pages, acknowledge it."""
         welcome = subscription.welcome
         if not HEADER_BYTES < segment.length <= self.landing.slab.slot_bytes:
-            raise ForeignSegment(f"a segment of {segment.length} bytes")
+            raise ForeignSegment(f"a segment of {segment.length} bytes does not fit a slot")
         if segment.slot >= welcome.slots:
-            raise ForeignSegment(f"slot {segment.slot} of {welcome.slots}")
+            raise ForeignSegment(f"slot {segment.slot} does not exist; there are {welcome.slots}")
         pages = progress.coverage.add(Extent.of(segment))
         slot = self.landing.land(fetch.key)
-        user: asyncio.Future[Any] | None = None  # may still touch the slot
+        user: asyncio.Future[Any] | None = None  # READ or decode that may touch the slot
         busy_s = codec_s = 0.0
         start = time.perf_counter()
         try:
@@ -164,7 +167,7 @@ class Receiver:
             user = asyncio.ensure_future(self._decode(segment, slot, pages, fetch, welcome))
             codec_s = await asyncio.shield(user)
         except PeerLost:
-            subscription.hang_up()
+            subscription.disconnect()
             raise
         except (codec.CodecError, FrameError):
             self._metrics.integrity_failures.inc()
@@ -221,14 +224,16 @@ class Receiver:
 
 
 def _first_failure(group: "ExceptionGroup[Exception]", worker_id: str) -> Exception:
-    """Return the failure that ended a fetch as `FetchFailed`; a bug is returned as it is."""
+    """Return the error that ended a fetch as `FetchFailed`; other errors are bugs and unchanged."""
     error: Exception = group
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, FetchFailed):
         return error
     if isinstance(error, codec.CodecError | FrameError):
-        return FetchFailed(error_pb2.ERROR_CODE_INTEGRITY, f"KV did not verify: {error}", worker_id)
+        return FetchFailed(
+            error_pb2.ERROR_CODE_INTEGRITY, f"KV failed verification: {error}", worker_id
+        )
     if isinstance(error, PeerLost):
         return FetchFailed(error_pb2.ERROR_CODE_PREFILL_LOST, str(error), worker_id)
     if isinstance(error, TransferError):

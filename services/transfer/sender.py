@@ -33,12 +33,14 @@ class Sender:
     """Owns the slab's slots and the leases. Encodes run on the device's thread.
 
     Args:
-        codecs: those of the cache that the jobs run on.
-        epoch: the worker's, 32 hex digits; part of every frame.
-        lease_s: seconds until the lease of a silent reader expires.
-        max_sequences: largest number of leases.
-        rank: of this worker in its tensor-parallel group.
-        first_kv_head: the first KV head of the cache, numbered over all ranks.
+        jobs: runs codec jobs on the cache.
+        codecs: codecs of that cache.
+        policy: chooses between raw and SplitZip.
+        epoch: epoch of this worker, 32 hex digits; part of every frame.
+        lease_s: seconds without a message from the reader after which a lease expires.
+        max_sequences: maximum number of leases.
+        rank: rank of this worker in its tensor-parallel group.
+        first_kv_head: index of the cache's first KV head, counted over all ranks.
     """
 
     def __init__(
@@ -78,13 +80,17 @@ class Sender:
         return self._slots.in_use
 
     def open(self, outgoing: Outgoing) -> None:
-        """Accept a sequence; its chunks follow."""
+        """Register a sequence, before its chunks are added."""
         self._outgoing[outgoing.key] = outgoing
 
     def add_computed(
         self, key: str, first_token: int, num_tokens: int, pages: tuple[int, ...]
     ) -> None:
-        """Plan the segments of a chunk whose KV is in the pages."""
+        """Plan the segments of a computed chunk and start to encode them.
+
+        Args:
+            pages: page ids of the chunk, in token order.
+        """
         outgoing = self._outgoing.get(key)
         if outgoing is None or outgoing.closed:
             return
@@ -105,7 +111,7 @@ class Sender:
         self._pump()
 
     def finish_computing(self, key: str) -> None:
-        """Record that all chunks were added, so that the reader learns the number of segments."""
+        """Record that all chunks were added; the number of segments is then announced."""
         if outgoing := self._outgoing.get(key):
             outgoing.computed = True
             outgoing.announce_if_complete()
@@ -145,12 +151,14 @@ class Sender:
         self._pump()
 
     def expire(self) -> None:
-        """End the leases of silent readers; called periodically."""
+        """Fail the sequences whose leases have expired; called periodically."""
         for key in self._leases.expired(time.monotonic()):
             self._metrics.leases_expired.inc()
             if outgoing := self._outgoing.get(key):
                 log.warning("lease expired", request_id=outgoing.request_id)
-                outgoing.fail(error_pb2.ERROR_CODE_LEASE_EXPIRED, "the KV was not read in time")
+                outgoing.fail(
+                    error_pb2.ERROR_CODE_LEASE_EXPIRED, "the lease expired before the KV was read"
+                )
 
     def forget_peer(self, peer: str) -> None:
         """Drop the measurements of the link to a decode worker that has left."""
@@ -168,7 +176,7 @@ class Sender:
         for outgoing in self._outgoing.values():
             while outgoing.planned and outgoing.credits:
                 ref = self._slots.acquire(outgoing.reader)
-                if ref is None:  # this reader has its share; another one may find a slot
+                if ref is None:  # this reader has its share; others may still get a slot
                     break
                 outgoing.credits -= 1
                 outgoing.encoding += 1
@@ -180,7 +188,7 @@ class Sender:
                 task.add_done_callback(self._tasks.discard)
 
     def _mode_of(self, outgoing: Outgoing, plan: SegmentPlan) -> WireMode:
-        if not self._codecs.codes(plan.extent.plane_group):
+        if not self._codecs.is_coded(plan.extent.plane_group):
             return WireMode.RAW
         raw_bytes = self._codecs.raw_bytes(plan.extent)
         return self.policy.choose(outgoing.peer, raw_bytes, outgoing.outstanding)
@@ -202,7 +210,7 @@ class Sender:
             segment = self._framed(outgoing, plan, ref, encoded)
             codec_s = encoding.seconds
         except Exception as error:
-            log.exception("segment not encoded", request_id=outgoing.request_id)
+            log.exception("encoding a segment failed", request_id=outgoing.request_id)
             self._slots.release(ref)
             self._pump()
             if not outgoing.closed:
@@ -241,7 +249,7 @@ class Sender:
     def _framed(
         self, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, encoded: codec.Encoded
     ) -> pb.Segment:
-        """Write the header in front of a payload and return the manifest entry.
+        """Write the frame header before a payload and return the manifest entry.
 
         Segments are numbered in the order in which they leave the codec; on a GPU several are in
         flight.

@@ -1,4 +1,4 @@
-"""A sender's slots, shared so that a stopped reader cannot hold all of them."""
+"""The slots of a sender, shared among readers so that a stopped one cannot hold all of them."""
 
 from collections import Counter
 

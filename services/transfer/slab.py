@@ -16,7 +16,7 @@ _SLOT_ALIGNMENT = 16
 class Slab:
     """One contiguous buffer, aligned to 4 KiB, that is registered once.
 
-    It is zeroed at first: a peer may read all of it, so earlier contents must not show.
+    Peers may read all of it, so it is zeroed to hide earlier contents of the memory.
 
     Args:
         slots: number of slots.
@@ -61,18 +61,18 @@ class Slab:
         """Return the first ``length`` bytes of a slot, ``[length]`` uint8, without copying.
 
         Raises:
-            SlabError: the slot does not exist, or is shorter.
+            SlabError: the slot does not exist, or ``length`` exceeds its size.
         """
         if not 0 <= slot < self.slots:
-            raise SlabError(f"slot {slot} of a slab of {self.slots}")
+            raise SlabError(f"slot {slot} does not exist; the slab has {self.slots}")
         if not 0 <= length <= self.slot_bytes:
-            raise SlabError(f"{length} bytes of a slot of {self.slot_bytes}")
+            raise SlabError(f"{length} bytes do not fit a slot of {self.slot_bytes}")
         start = slot * self.slot_bytes
         return self._buffer[start : start + length]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run copies on a side stream: they do not wait for other work, and are done on exit."""
+        """Run copies on a side stream, independent of other GPU work; they are complete on exit."""
         if self._aside is None:
             yield
             return
@@ -98,7 +98,7 @@ class SlotPool:
 
     def __init__(self, slots: int) -> None:
         if slots < 1:
-            raise SlabError(f"a pool of {slots} slots")
+            raise SlabError(f"a pool needs at least one slot, not {slots}")
         self._free = deque(range(slots))
         self._generations = [0] * slots
         self._held: dict[int, SlotRef] = {}
@@ -135,7 +135,7 @@ class SlotPool:
         self._free.append(ref.slot)
 
     def quarantine(self, ref: SlotRef) -> None:
-        """Withhold a held slot. Raises SlotError unless ``ref`` is held."""
+        """Move a held slot to quarantine. Raises SlotError unless ``ref`` is held."""
         self._take(self._held, ref, "held")
         self._quarantined[ref.slot] = ref
 

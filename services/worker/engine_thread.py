@@ -1,4 +1,4 @@
-"""The engine thread, the only one that uses the engine, its pages and its device."""
+"""The engine thread, the only thread that uses the engine, its pages and its device."""
 
 import asyncio
 import queue
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 log = structlog.get_logger()
 
-STOP_S = 10.0  # for the last step and jobs when the process ends
+STOP_S = 10.0  # seconds for the last step and jobs at shutdown
 
 _NOTHING = StepOutput()
 
@@ -29,8 +29,11 @@ class EngineLoad:
 
     Attributes:
         queue_tokens: tokens accepted and not yet finished.
+        pages_free: free KV pages.
+        running: sequences in the batch.
+        waiting: sequences that wait for pages or a place in the batch.
         steps: steps since the start.
-        busy_s: total time of these steps, in seconds, without waiting for work.
+        busy_s: total time of these steps in seconds, without idle time.
     """
 
     queue_tokens: int
@@ -50,11 +53,11 @@ class EngineThread:
     """Runs the engine's steps, and codec jobs between them.
 
     Args:
-        on_output: called on the event loop with each non-empty output. A step has two: what it
-            decided, before anything is computed, and what was computed. An engine that runs ahead
-            returns what the step before computed.
+        on_output: called on the event loop with each non-empty output. A step has two: its plan
+            (reserved pages, refusals), before anything is computed, and its results. With
+            lookahead, the results are those of the previous step.
         on_fault: called on the event loop with an exception inside a step. That is a bug, and the
-            process is expected to end, since the state of the pages is unknown.
+            process is expected to end, because the state of the pages is unknown.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class EngineThread:
             self._inbox.put(command)
 
     def run(self, job: Callable[[Engine], T]) -> "asyncio.Future[T]":
-        """Run ``job`` on this thread between two steps; the future has its result."""
+        """Run ``job`` on this thread between two steps; return a future of its result."""
         future: asyncio.Future[T] = self._loop.create_future()
 
         def settle(error: Exception | None, result: T | None) -> None:
@@ -111,7 +114,7 @@ class EngineThread:
         return self.run(lambda engine: job(engine.cache))
 
     async def stop(self) -> None:
-        """End the thread after everything that was submitted before.
+        """End the thread once it has processed all earlier submissions.
 
         A thread that hangs in a device call is abandoned after `STOP_S`, so that the process ends.
         """
@@ -119,7 +122,7 @@ class EngineThread:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, STOP_S)
         if self._thread.is_alive():
-            log.error("the engine thread does not end", waited_s=STOP_S)
+            log.error("engine thread did not end", waited_s=STOP_S)
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
@@ -145,8 +148,7 @@ class EngineThread:
     def _round(self) -> bool:
         """Take incoming commands, run at most one job and one step; return False to end.
 
-        Jobs alternate with steps, so that neither a burst of segments stalls the streams nor the
-        streams stall the segments.
+        Jobs alternate with steps, so that segments and token streams do not stall each other.
         """
         commands: list[Command] = []
         block = not self._engine.has_work
@@ -187,7 +189,7 @@ class EngineThread:
             self._post(self._deliver, output)
 
     def _deliver(self, output: StepOutput) -> None:
-        """Call ``on_output`` on the event loop; lost output would leave requests unanswered."""
+        """Call ``on_output``; its exception is a fault, since lost output leaves requests open."""
         try:
             self._on_output(output)
         except Exception as error:  # noqa: BLE001 - reported: the process ends on it

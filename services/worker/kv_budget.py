@@ -9,7 +9,7 @@ from services.common.errors import SettingsError
 from services.worker.settings import MAX_KV_TOKENS
 
 CPU_TOKENS = 16_384
-"""Default token slots on the CPU, whose memory is shared with everything on the machine."""
+"""Default token slots on the CPU, whose memory other processes need as well."""
 RESERVE = 5 << 28
 """Bytes (1.25 GiB) for CUDA's context, graphs and activations."""
 ROW_BYTES = 60
@@ -33,7 +33,7 @@ class DeviceMemory:
 
     @classmethod
     def now(cls, device: torch.device) -> Self:
-        """Measure a GPU after freeing what only loading needed."""
+        """Measure the memory of a GPU, after freeing memory that only loading needed."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device))
@@ -56,11 +56,11 @@ def kv_tokens_for(
 
     Args:
         utilization: share of the whole device that this worker may allocate.
-        slab: bytes that the transfer will allocate.
+        slab: bytes that the slab of the transfer will allocate.
         logits: rows times vocabulary of a decode step; 0 without decode.
 
     Raises:
-        SettingsError: not one page fits.
+        SettingsError: the memory does not hold a single page.
     """
     allowed = int(utilization * memory.total) - memory.own
     other = RESERVE + ROW_BYTES * logits
@@ -71,7 +71,8 @@ def kv_tokens_for(
             f"no memory is left for KV, {_gib(page - left)} are missing: this worker may use "
             f"{utilization:g} (gpu_memory_utilization) of {_gib(memory.total)}, has allocated "
             f"{_gib(memory.own)}, and needs {_gib(slab)} for transfers and {_gib(other)} for "
-            f"graphs and activations; {_gib(memory.free)} are free"
+            f"graphs and activations; {_gib(memory.free)} are free. Raise "
+            "gpu_memory_utilization, or reduce slots, slot_bytes or max_running"
         )
     return min(left // page * page_size, MAX_KV_TOKENS)
 

@@ -1,4 +1,4 @@
-"""The life of a worker process: start, register, serve; on a signal drain, then stop."""
+"""Lifecycle of a worker process: start, register and serve; on a signal, drain and stop."""
 
 import asyncio
 import signal
@@ -30,8 +30,8 @@ class Worker(ABC):
     """Base of prefill and decode workers: engine thread, metrics, shutdown.
 
     Attributes:
-        fault: fails when the engine or the transfer does; the process must end then.
-        draining: no new work is accepted.
+        fault: future that fails when the engine or the transfer fails; the process must then end.
+        draining: whether new work is refused.
     """
 
     def __init__(self, loaded: Loaded, agent: TransferAgent) -> None:
@@ -59,11 +59,11 @@ class Worker(ABC):
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """Whether the worker holds nothing of any request."""
+        """Whether the worker has no request."""
 
     @abstractmethod
     def _deliver(self, output: StepOutput) -> None:
-        """Pass a step's output on; called on the event loop."""
+        """Pass a step's output to its sequences; called on the event loop."""
 
     def join(self, registrar: Registrar) -> None:
         """Report admitted placements through ``registrar`` from now on."""
@@ -82,7 +82,7 @@ class Worker(ABC):
         self.metrics.observe_steps(load.steps, load.busy_s)
 
     async def close(self) -> None:
-        """End the engine thread; the pages are freed with the process."""
+        """Stop the engine thread; the memory of the pages is freed when the process ends."""
         await self.engine.stop()
 
     def _admitted(self, placement_id: str) -> None:
@@ -103,7 +103,7 @@ async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, rol
     """Run a worker until SIGTERM or SIGINT, then let running work finish within ``drain_s``.
 
     Raises:
-        BaseException: what broke the engine or the transfer, after everything was shut down.
+        BaseException: the error that ended the engine or transfer thread, after the shutdown.
     """
     sys.setswitchinterval(SWITCH_S)
     freeze_loaded()

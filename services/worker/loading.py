@@ -1,4 +1,4 @@
-"""Start-up of a worker: model, engine, codebooks, and the identity that others compare."""
+"""Start-up of a worker: model, engine, codebooks, and the identity compared in handshakes."""
 
 import uuid
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Identity:
-    """One epoch of one worker, and what it is compatible with.
+    """Identity of one epoch of a worker, and the values that must be equal in its peers.
 
     Attributes:
         epoch: 32 hex digits.
@@ -52,7 +52,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Everything that a worker has after start-up."""
+    """Result of a worker's start-up."""
 
     engine: Engine
     codebooks: Books
@@ -65,7 +65,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     """Read the model and the codebooks, build the engine and warm it up.
 
     Args:
-        decodes: the worker runs decode steps; on a GPU these are captured as CUDA graphs.
+        decodes: whether the worker runs decode steps; on a GPU these are captured as CUDA graphs.
 
     Raises:
         SettingsError: the model cannot be served; the message says why.
@@ -74,7 +74,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     try:
         path = resolve_model(settings.model)
         model, model_hash = _load_model(path, settings, device)
-        SegmentCodecs(model.layout, {})  # raises if the codec cannot carry the format's planes
+        SegmentCodecs(model.layout, {})  # raises if the codec does not support the planes
         engine = _engine(model, settings, decodes=decodes)
         codebooks, codebook_id = _codebooks(settings, model)
         warm_up(engine, codebooks, settings)
@@ -119,16 +119,16 @@ def _device(name: str) -> str:
         return "cuda:0"
     if name == "auto":
         return "cpu"
-    build = f"torch {torch.__version__}, built for {torch.version.cuda or 'the CPU alone'}"
-    raise SettingsError(f"device cuda: {build}, sees no GPU here")
+    build = f"torch {torch.__version__}, built for {torch.version.cuda or 'the CPU only'}"
+    raise SettingsError(f"device cuda: {build}, sees no GPU here; set device to auto or cpu")
 
 
 def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str]:
     """Return the model on its device, and its hash.
 
     The checkpoint is read into host memory; tensors of a safetensors file with the same dtype are
-    only mapped. Matrices move to the device one by one as the model packs them, so the device never
-    holds much of them twice. Nothing of the checkpoint stays in memory.
+    only mapped. Matrices move to the device one by one as the model packs them, so the device holds
+    at most one layer twice. No tensor of the checkpoint stays in memory.
     """
     dtype = _dtype(settings.dtype, device)
     checkpoint = load_checkpoint(path, dtype=dtype)
@@ -180,7 +180,7 @@ def _engine(model: Model, settings: WorkerSettings, *, decodes: bool) -> Engine:
     """Build the engine with as many pages as the settings or the memory allow.
 
     Raises:
-        SettingsError: not one page fits beside the weights.
+        SettingsError: the memory beside the weights does not hold a single page.
     """
     limits = Limits(
         max_running=settings.max_running,
@@ -228,11 +228,13 @@ def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
     """Return codebooks by (layer, plane), and the id that the handshake compares.
 
     Raises:
-        SettingsError: codebooks are required and none is given, or none fits the KV format.
+        SettingsError: codebooks are required but not given, or none is for this KV format.
     """
     if settings.codebooks is None:
         if settings.codec == "splitzip":
-            raise SettingsError("codec splitzip needs codebooks: `headrace calibrate` makes them")
+            raise SettingsError(
+                "codec splitzip needs codebooks: create them with `headrace calibrate`"
+            )
         return {}, ""
     loaded = codec.Codebooks.load(Path(settings.codebooks))
     books = {(layer, name): book for layer, name, book in loaded}
@@ -243,7 +245,7 @@ def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
 
 
 def digest_pages(engine: Engine, pages: tuple[int, ...], num_tokens: int) -> str:
-    """Return a digest of a sequence's KV in all planes; runs on the engine's thread."""
+    """Return a digest of a sequence's KV in all planes. Call it on the engine thread."""
     held = pages[: -(-num_tokens // PAGE_SIZE)]
     cache = engine.cache
     digests = [

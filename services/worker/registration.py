@@ -12,13 +12,13 @@ from services.worker.engine_thread import EngineThread
 log = structlog.get_logger()
 
 MAX_UNREPORTED = 4096
-"""Placements kept for a router that does not answer; older ones expire in the router."""
+"""Maximum placements kept for a router that does not answer; older ones expire there."""
 
 
 class Registrar:
     """Keeps one worker registered with all routers, and reports its load with every heartbeat.
 
-    A restarted router answers that it does not know the worker, which then registers again.
+    A restarted router asks the worker, in its answer to a heartbeat, to register again.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Registrar:
         self.state: WorkerState = WorkerState.STARTING
 
     def admit(self, placement_id: str) -> None:
-        """Report a placement with the next heartbeat after the engine's load includes it.
+        """Report a placement with the first heartbeat whose load includes it.
 
-        Call it right after the placement's command was submitted.
+        Call this right after submitting the placement's command to the engine.
         """
 
         def included(_done: "asyncio.Future[None]") -> None:

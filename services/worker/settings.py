@@ -20,9 +20,9 @@ class WorkerSettings(ServiceSettings):
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
         description="stable name of this worker; the epoch changes with every start",
     )
-    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
+    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0: a free one")
     advertise: str | None = Field(
-        None, description="host that others reach this worker at; default: `host`"
+        None, description="host under which other services reach this worker; default: `host`"
     )
     metrics_port: int = Field(0, ge=0, le=65535, description="HTTP port of /metrics; 0: a free one")
     transfer_interface: str | None = Field(
@@ -44,7 +44,7 @@ class WorkerSettings(ServiceSettings):
     heartbeat_s: float = Field(0.25, gt=0, le=60, description="seconds between heartbeats")
     model: str = Field("smollm2-135m", description="name or path of a checkpoint")
     served_model_name: str | None = Field(
-        None, description="name that clients use; default: the model's own"
+        None, description="model name for clients; default: the checkpoint's name"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda if there is a GPU"
@@ -62,7 +62,7 @@ class WorkerSettings(ServiceSettings):
     kernel_plan_file: Path | None = Field(
         None,
         description="kernel plan from `headrace tune` for this model and GPU, the same file for "
-        "all workers; without one matrix products follow built-in rules",
+        "all workers; default: kernels are chosen by built-in rules",
     )
     decode_graphs: Literal["step", "layer"] = Field(
         "step",
@@ -82,14 +82,16 @@ class WorkerSettings(ServiceSettings):
         "is auto; the shares of workers on one GPU must add up to at most 1",
     )
     max_running: int = Field(
-        64, ge=1, le=4096, description="largest number of sequences in one batch"
+        64, ge=1, le=4096, description="maximum number of sequences in one batch"
     )
     max_waiting: int = Field(
-        256, ge=0, le=65536, description="largest number of waiting sequences; more are refused"
+        256, ge=0, le=65536, description="maximum number of waiting sequences; more are refused"
     )
-    step_tokens: int = Field(512, ge=16, le=1 << 20, description="token budget of a prefill step")
+    step_tokens: int = Field(
+        512, ge=16, le=1 << 20, description="maximum tokens of all sequences in a prefill step"
+    )
     chunk_tokens: int = Field(
-        512, ge=16, le=1 << 20, description="largest prefill chunk of one sequence, tokens"
+        512, ge=16, le=1 << 20, description="maximum tokens of one sequence in a prefill step"
     )
     codec: Literal["auto", "raw", "splitzip"] = Field(
         "auto",
@@ -108,7 +110,7 @@ class WorkerSettings(ServiceSettings):
         ge=1 << 14,
         le=1 << 30,
         multiple_of=16,
-        description="bytes of a slot, and so the largest encoded segment",
+        description="bytes of a slot, which bound the encoded segments",
     )
 
     @field_validator("transfer_ports")

@@ -1,4 +1,4 @@
-"""Compiling and capturing what the first requests need, before a worker is ready."""
+"""Warm-up of a worker before it is ready: kernel compilation and graph capture."""
 
 import time
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def warm_up(engine: Engine, codebooks: Books, settings: WorkerSettings) -> None:
 
 @torch.inference_mode()
 def warm_up_codec(engine: Engine, codebooks: Books, num_tokens: int, slot_bytes: int) -> int:
-    """Encode the first pages and decode them into themselves.
+    """Encode the first pages and decode them into the same pages.
 
     The pages are cut into the segments that a prefill worker makes of a chunk of ``num_tokens``
     with slots of ``slot_bytes``. They are sent raw and, with codebooks, as SplitZip.

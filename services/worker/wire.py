@@ -67,7 +67,7 @@ def finish_to_message(reason: FinishReason) -> "pb.FinishReason.ValueType":
 
 
 def fault_to_code(fault: RuntimeFault) -> "error_pb2.ErrorCode.ValueType":
-    """Return the code from which the gateway decides whether to retry a refused request."""
+    """Return the error code of a refusal, by which the gateway decides whether to retry."""
     if isinstance(fault, InvalidRequest):
         return error_pb2.ERROR_CODE_INVALID
     if isinstance(fault, NotFinite):

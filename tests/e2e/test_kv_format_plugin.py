@@ -214,7 +214,7 @@ def test_handshake_refuses_another_kv_format(model: Path, disaggregated: Running
     ):
         refused = asyncio.run(refusal(disaggregated, ours.model_copy(update={field: value})))
         assert refused is not None
-        assert refused.startswith(f"{field}: theirs {value!r}")
+        assert refused.startswith(f"{field}: decode worker has {value!r}")
         assert ";" not in refused, "nothing else differs"
 
 

@@ -1,8 +1,8 @@
 """Rendering of pages in browsers: the machine's Chromium, and the one in the `kaleido` package.
 
-kaleido 0.2.1 is a wheel with a headless Chromium of 2021, without dependencies on system libraries,
-root or a network. It runs a script for each input line and prints the result. The script is meant
-to be plotly.js; here it is `look.js`, which inspects pages.
+kaleido 0.2.1 is a wheel with a headless Chromium of 2021. It needs no system libraries, no root and
+no network. It runs a script for each input line and prints the result. The script is normally
+plotly.js; here it is `look.js`, which inspects pages.
 """
 
 import importlib.util
@@ -44,13 +44,13 @@ class View:
 
 
 def chromium() -> str | None:
-    """Return the path of Chromium: $CHROMIUM, else one on PATH; None: not found."""
+    """Return the path of Chromium: $CHROMIUM, else one on PATH, or None."""
     named = os.environ.get("CHROMIUM")
     return named or next((path for name in _CHROMIUMS if (path := shutil.which(name))), None)
 
 
 def kaleido() -> str | None:
-    """Return the folder of kaleido's executable; None: not installed."""
+    """Return the folder of kaleido's executable, or None if it is not installed."""
     found = importlib.util.find_spec("kaleido")
     if found is None or found.origin is None:
         return None

@@ -22,7 +22,7 @@ from tests.loadgen.synthetic import MODEL, Behaviour, serving
 
 REQUESTS, RATE, INPUT, OUTPUT = 200, 10, 20, 32
 CASES = {
-    "a slot for each": Behaviour(ttft_s=0.05, itl_s=0.02),
+    "a slot per request": Behaviour(ttft_s=0.05, itl_s=0.02),
     "6 slots": Behaviour(ttft_s=0.05, itl_s=0.02, concurrency=6),
 }
 _BACKEND = "validate_backend=false,request_format=/v1/completions"

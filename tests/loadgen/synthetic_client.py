@@ -15,9 +15,9 @@ from headrace.v1 import inference_pb2_grpc
 from tests.loadgen.synthetic import Behaviour, SyntheticServer, Truth
 
 EARLY_S = 1e-6
-"""Time by which a timer may fire early."""
+"""Seconds by which a timer may fire early."""
 NO_ANSWER_S = 0.3
-"""Time after which a connection without an answer is taken to have none."""
+"""Seconds after which a connection counts as unanswered."""
 WORDS = " w0 w1 w2 w3 w4"
 
 

@@ -38,7 +38,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 LENGTHS = ("--input", "fixed:5", "--output", "fixed:8")
 BUSY_S = 10.0
-"""Delay tolerated on a busy machine."""
+"""Seconds of delay tolerated on a busy machine."""
 
 
 @pytest.mark.slow

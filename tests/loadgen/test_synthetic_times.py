@@ -1,4 +1,4 @@
-"""Event times of the synthetic server, judged by its log.
+"""Event times of the synthetic server, according to its log.
 
 Upper bounds on lateness use the minimum over many events, because the machine may be busy.
 """
@@ -56,7 +56,7 @@ def test_client_receives_each_event_separately_after_it_was_written() -> None:
 
 
 def test_queue_is_first_come_first_served() -> None:
-    """Each of two slots is free again 0.3 s after the start of its request."""
+    """There are two slots, and each request holds one for 0.3 s."""
     behaviour = Behaviour(ttft_s=0.2, itl_s=0.05, concurrency=2)
 
     async def send_all(server: SyntheticServer) -> None:
@@ -130,7 +130,7 @@ def test_many_concurrent_requests() -> None:
     assert min(late) > -EARLY_S
 
 
-def test_disconnected_client_returns_its_slot() -> None:
+def test_disconnected_client_frees_its_slot() -> None:
     with serving(Behaviour(ttft_s=60.0, concurrency=1)) as server:
         for _ in range(2):
             assert exchange(server.url, wait_s=NO_ANSWER_S, max_tokens=1, stream=True)[1] == "open"

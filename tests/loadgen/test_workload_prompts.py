@@ -120,7 +120,7 @@ def test_token_ids_have_special_tokens_and_words(tmp_path: Path) -> None:
     (ask,) = some(tokenizer, 1, token_ids=True, inputs=Fixed(400))
     assert isinstance(ask.prompt, tuple)
     assert ask.prompt[0] == 0
-    assert not {0, 1} & set(ask.prompt[1:]), "specials only where they belong"
+    assert not {0, 1} & set(ask.prompt[1:]), "special tokens only at the ends"
     words = tokenizer.decode(list(ask.prompt[1:])).split()
     assert len(set(words)) > 40
     assert any(word.endswith(".") for word in words)
@@ -146,7 +146,9 @@ def test_same_seed_makes_the_same_requests(smollm2: LocalTokenizer, token_ids: b
 def test_prompts_share_no_long_prefix(smollm2: LocalTokenizer) -> None:
     asks = some(smollm2, 300, token_ids=True)
     longest = max(common(a.prompt, b.prompt) for a, b in combinations(asks, 2))
-    assert longest < 8, "428 words: eight alike among 45,000 pairs are a chance of 10^-16"
+    assert longest < 8, (
+        "with 428 words, eight equal ones among 45,000 pairs have a probability of 10^-16"
+    )
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -169,7 +171,7 @@ def test_groups_share_exactly_their_prefix(
     assert max(between) < 8
 
 
-def test_passage_may_end_within_a_word(tmp_path: Path) -> None:
+def test_generated_prompt_may_end_within_a_word(tmp_path: Path) -> None:
     tokenizer = saved(bytes_with_ends(eos=True), tmp_path)
     vocabulary = Vocabulary(tokenizer)
     drawn = vocabulary.draw(np.random.default_rng(0), 200)
@@ -194,7 +196,7 @@ def test_empty_prefix_is_refused(wrong: tuple[int, int]) -> None:
 
 
 def test_tokenizer_without_english_words_is_refused() -> None:
-    class Deaf:
+    class ConstantTokenizer:
         def encode(self, text: str) -> list[int]:
             return [0, 3]
 
@@ -202,7 +204,7 @@ def test_tokenizer_without_english_words_is_refused() -> None:
             return "?"
 
     with pytest.raises(UsageError, match="cannot encode English words"):
-        PromptWriter(Deaf(), token_ids=True)
+        PromptWriter(ConstantTokenizer(), token_ids=True)
 
 
 def test_local_tokenizer_neither_truncates_nor_pads(tmp_path: Path) -> None:

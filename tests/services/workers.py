@@ -25,8 +25,8 @@ from services.transfer.slab import Slab
 from services.worker.loading import PAGE_SIZE, Identity, Loaded
 from tests.runtime.tiny import CONFIG, engine_of, prompt_of, tiny_model
 
-LIMIT_S = 20.0  # for what takes milliseconds
-CHUNK = 32  # tokens, and so of one segment
+LIMIT_S = 20.0  # seconds, for operations that take milliseconds
+CHUNK = 32  # tokens of a prefill chunk and of a segment
 SLOT_BYTES = 1 << 14
 
 _numbers = itertools.count(1)
@@ -35,7 +35,7 @@ _numbers = itertools.count(1)
 def load(*, codebooks: bool = False, **limits: int) -> Loaded:
     """Return a loaded worker; workers are compatible if both or neither have codebooks.
 
-    All planes have the same codebook, that of normally distributed numbers.
+    All planes have the same codebook, calibrated with normally distributed numbers.
     """
     engine = engine_of(tiny_model(), chunk_tokens=CHUNK, **limits)
     model = ModelInfo(
@@ -101,7 +101,7 @@ class Decode:
 
 
 class Site:
-    """Starts workers, and stops them all."""
+    """Starts workers, and stops all of them on `close`."""
 
     def __init__(self) -> None:
         self._prefills: list[Prefill] = []
@@ -208,7 +208,7 @@ async def event_of(session: MessageStream) -> pb.PrefillEvent:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Poll for a condition that takes milliseconds."""
+    """Wait until a condition holds, by polling."""
     async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110 - of a test
+        while not condition():  # noqa: ASYNC110 - polling in a test
             await asyncio.sleep(0.005)

@@ -5,7 +5,7 @@ process (`serving`). Event i of an answer is written at ``started + ttft_s + i *
 are absolute, so that lateness does not accumulate. Its log contains the actual times. All times are
 seconds of ``time.monotonic()``, which all processes of a Linux machine share.
 
-Only generation requests have numbers, outcomes and slots, and only they start a stall.
+Numbers, outcomes, slots and stalls concern generation requests only, not requests for metadata.
 """
 
 import dataclasses
@@ -71,10 +71,10 @@ class Behaviour:
         tokens_per_event: tokens per event; the last event may have fewer.
         stall_s: (S, E): nothing is read or written from S to E seconds after the first request was
             read. Events due in that interval are written at E; later ones keep their times.
-        concurrency: number of slots; None: unlimited. A request holds a slot until its last event,
-            and others wait in order of arrival. The next request starts when that event was *due*,
-            so that lateness does not accumulate. Outcomes without events, except `EMPTY`, use no
-            slot.
+        concurrency: number of slots, or None for no limit. A request holds a slot until its last
+            event, and others wait in order of arrival. The next request starts when that event was
+            *due*, so that lateness does not accumulate. Outcomes without events, except `EMPTY`,
+            use no slot.
         outcomes: outcomes of requests in order of arrival, repeated cyclically.
 
     Raises:
@@ -114,7 +114,7 @@ class Truth:
         number: index in order of arrival.
         id: the client's ``x-request-id`` (gRPC: ``request_id``), or one made from the number.
         read: time when the request was completely read.
-        started: time when it got its slot, from which event times count; None: not started.
+        started: time when it got its slot, from which event times count; None before.
         written: time just before each event with tokens was written.
         ended: time when the answer ended, or was broken off by the server.
         left: time when the client disconnected before the end.

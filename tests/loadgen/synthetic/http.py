@@ -169,7 +169,7 @@ class Connection(asyncio.Protocol):
         self._write(chunk(usage) + done + b"0\r\n\r\n")
 
     def _break_off(self, outcome: Outcome) -> bool:
-        """Break off a stream midway if the outcome says so; return whether it did."""
+        """End a stream midway if the outcome requires it; return whether it did."""
         match outcome:
             case Outcome.RESET_MIDWAY:
                 self._reset()

@@ -16,7 +16,7 @@ _NUMBERED = re.compile(r"w(0|[1-9][0-9]{0,8})")
 
 
 class Tokenizer:
-    """Word tokenizer: the id of wN is N, that of other words a hash, decodable once seen."""
+    """Word tokenizer. The id of wN is N; other words have a hash, decodable after `encode`."""
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}
@@ -25,7 +25,7 @@ class Tokenizer:
         return [self._id(word) for word in text.split()]
 
     def decode(self, ids: list[int]) -> str:
-        """Rewaiter the text of ids.
+        """Return the text of ids.
 
         Raises:
             KeyError: if an id belongs to no known word.

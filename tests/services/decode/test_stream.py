@@ -14,11 +14,11 @@ from services.decode.session import DecodeSession, Stream
     [
         (7, 5, 100, FinishReason.STOP),
         (8, 1, 100, FinishReason.LENGTH),
-        (8, 5, 4, FinishReason.LENGTH),  # three of the prompt and this one fill the context
+        (8, 5, 4, FinishReason.LENGTH),  # three prompt tokens and this one fill the context
         (8, 5, 5, None),
     ],
 )
-def test_a_first_token_may_be_the_last(
+def test_first_token_ends_its_choice_at_a_stop_token_or_limit(
     token: int, max_tokens: int, context_length: int, reason: FinishReason | None
 ) -> None:
     request = Request("r", (1, 2, 3), 3, SamplingParams(), max_tokens, frozenset({7}))

@@ -1,20 +1,13 @@
 """READs between real processes, including peers that are killed, stopped or removed."""
 
-import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
-from services.transfer.agent import ReadDone, TransferAgent
+from services.transfer.agent import TransferAgent
 from services.transfer.errors import (
     BadAddress,
     PeerLost,
@@ -25,51 +18,11 @@ from services.transfer.errors import (
 )
 from services.transfer.slab import Slab
 from tests.services.transfer.peer import SLOT_BYTES, SLOTS, content
+from tests.services.transfer.peer_process import Peer, Reader, start_peer
 
-# Over shared memory a READ copies out of the peer's memory and never waits for it; only TCP shows
-# what a stopped peer does. Where there is a GPU, NIXL wants a transport for it too.
+# Only over TCP does a stopped peer delay READs: over shared memory the reader copies by itself. On
+# a GPU host the agent requires a CUDA transport as well.
 TCP = "tcp,self,cuda_copy" if torch.cuda.is_available() else "tcp,self"
-
-
-@dataclass
-class Peer:
-    """A peer's process, with a unique name."""
-
-    name: str
-    process: subprocess.Popen[str]
-    metadata: bytes = b""
-    address: int = 0
-
-    def wait_until_serving(self) -> None:
-        assert self.process.stdout is not None
-        hello = json.loads(self.process.stdout.readline())
-        self.metadata = bytes.fromhex(hello["metadata"])
-        self.address = hello["address"]
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)  # all of its threads
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None and not pipe.closed:
-                pipe.close()
-
-
-def start_peer(name: str, device: str = "cpu") -> Peer:
-    """Start a peer that offers every transport, so that its readers choose."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("UCX_TLS", None)
-    command = [sys.executable, str(Path(__file__).with_name("peer.py")), name, device]
-    pipe = subprocess.PIPE
-    return Peer(
-        name, subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -84,31 +37,6 @@ def fleet() -> Iterator[dict[str, Peer]]:
     finally:
         for peer in peers.values():
             peer.kill()
-
-
-class Reader:
-    """An agent, its landing slab and its peers."""
-
-    def __init__(self, *peers: Peer) -> None:
-        self.agent = TransferAgent(f"reader-{os.getpid()}-{time.monotonic_ns()}")
-        self.landing = Slab(SLOTS, SLOT_BYTES)
-        self.agent.register(self.landing)
-        for peer in peers:
-            self.add(peer)
-
-    def add(self, peer: Peer) -> None:
-        self.agent.add_peer(peer.name, peer.metadata).result(5)
-
-    def read(
-        self, peer: Peer, slot: int, length: int = SLOT_BYTES, *, deadline_s: float = 10.0
-    ) -> "Future[ReadDone]":
-        return self.agent.read(
-            peer.name,
-            peer.address + slot * SLOT_BYTES,
-            length,
-            self.landing.view(slot, length),
-            deadline_s=deadline_s,
-        )
 
 
 @pytest.fixture
@@ -146,7 +74,7 @@ def test_read_copies_exactly_the_requested_bytes(pair: tuple[Reader, Peer], leng
     assert 0 < done.seconds < 10
 
 
-def test_sixteen_reads_in_flight(pair: tuple[Reader, Peer]) -> None:
+def test_sixteen_concurrent_reads_fill_their_slots(pair: tuple[Reader, Peer]) -> None:
     reader, peer = pair
     reads = [reader.read(peer, slot) for slot in range(SLOTS)]
     for slot, read in enumerate(reads):
@@ -203,13 +131,13 @@ def test_unreachable_or_unknown_peers_are_refused(
     reader.read(peer, 0).result(10)
 
 
-def test_killed_peer_is_lost_at_once_and_others_are_not(
+def test_killed_peer_fails_its_reads_at_once_and_no_others(
     fleet: dict[str, Peer], connect: Callable[..., Reader]
 ) -> None:
     doomed, lasting = fleet["doomed"], fleet["lasting"]
     reader = connect(doomed, lasting)
     reader.read(doomed, 0, 64).result(10)
-    doomed.stop()  # so that the READs are surely under way when it dies
+    doomed.stop()  # so that the READs are in flight when it is killed
     reads = [reader.read(doomed, slot, deadline_s=60) for slot in range(8)]
     time.sleep(0.05)
     assert not any(read.done() for read in reads)
@@ -302,7 +230,9 @@ def test_close_ends_reads_and_nothing_is_written_afterwards(
         overdue.result(5)
     running = reader.read(stopped, 1)
     removal = reader.agent.remove_peer(stopped.name)
-    reader.agent.add_peer("x", b"").exception(5)  # by now the READ has begun
+    reader.agent.add_peer("x", b"").exception(
+        5
+    )  # processed after the READ's command, which has begun
     assert not running.cancel()
     started = time.monotonic()
     reader.agent.close(grace_s=0.2)
@@ -326,7 +256,7 @@ def test_closed_agent_fails_every_call(
     reader = connect(peer)
     read = reader.read(peer, 0)
     reader.agent.close(grace_s=5.0)
-    read.result(0)  # it had time to end
+    read.result(0)  # it ended within the grace period
     reader.agent.close()
     for late in (
         reader.read(peer, 0),

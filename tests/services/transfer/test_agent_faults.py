@@ -44,7 +44,7 @@ def test_bug_on_the_owner_thread_fails_every_future(
     places: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, peer, landing, slab = reader_and_peer()
-    fall, *others = [break_at(place, monkeypatch) for place in places]
+    trigger, *others = [break_at(place, monkeypatch) for place in places]
     for other in others:
         other.set()
     local = landing.view(0, SLOT_BYTES)
@@ -52,12 +52,12 @@ def test_bug_on_the_owner_thread_fails_every_future(
     def read() -> "Future[Any]":
         return reader.read("peer", slab.address, SLOT_BYTES, local, deadline_s=LIMIT_S)
 
-    # The bug is in the first of them, or in polling for it; the others wait behind it.
+    # The first command, or polling for it, raises. The other commands are queued behind it.
     waiting = [reader.remove_peer("x")] if places == ["remove_peer"] else [read()]
-    taken_back = read()
-    assert taken_back.cancel()
+    cancelled = read()
+    assert cancelled.cancel()
     waiting += [read(), reader.remove_peer("peer")]
-    fall.set()
+    trigger.set()
     for future in waiting:
         with pytest.raises(TransferClosed):
             future.result(LIMIT_S)

@@ -1,4 +1,4 @@
-"""Segments of any plane group travel bit for bit, coded or raw."""
+"""Segments of any plane group arrive bit for bit, encoded or raw."""
 
 from collections.abc import Sequence
 
@@ -44,7 +44,7 @@ def codecs_of(planes: Sequence[Plane], books: Books) -> tuple[SegmentCodecs, Pag
     ],
     ids=lambda p: f"{p.dtype}-{p.shape[-1]}",
 )
-def test_planes_of_any_dtype_travel_bit_for_bit(
+def test_planes_of_any_dtype_arrive_bit_for_bit(
     found: Plane, heads: tuple[int, int], mode: WireMode
 ) -> None:
     codecs, cache = codecs_of([found], {(layer, "k"): BOOK for layer in range(LAYERS)})

@@ -55,7 +55,7 @@ def test_pool_without_slots_is_refused(slots: int, per_sequence: int) -> None:
 
 
 class CreditMachine(RuleBasedStateMachine):
-    """Calls in any order, compared with a simple count."""
+    """Random calls, compared with simple counters."""
 
     SLOTS = 6
     PER_SEQUENCE = 3
@@ -129,7 +129,7 @@ class CreditMachine(RuleBasedStateMachine):
         self.granted.pop(key, None)
 
     @invariant()
-    def no_more_promises_than_slots(self) -> None:
+    def credits_never_exceed_slots(self) -> None:
         held = sum(self.granted.values()) + sum(self.occupied.values())
         assert held + self.pool.free == self.SLOTS
         assert self.pool.free >= 0

@@ -32,7 +32,7 @@ async def test_queued_prompt_holds_no_landing_slot(site: Site) -> None:
     planes = decode.planes()
     for plane in planes:
         assert plane[:7].any()
-        assert plane[:6].equal(plane[10:16]), "the same prompt is the same KV, from either worker"
+        assert plane[:6].equal(plane[10:16]), "both workers compute the same KV of a prompt"
     assert (receiver.landing.held, receiver.landing.quarantined) == (0, 0)
 
 
@@ -67,8 +67,8 @@ async def test_worker_info_names_model_and_kernels(site: Site) -> None:
     assert value("headrace_worker_info", labels) == 1
 
 
-async def test_stopped_reader_leaves_slots_to_the_next(site: Site) -> None:
-    """The stopped reader has granted credits and acknowledges nothing."""
+async def test_stopped_reader_does_not_block_another_reader(site: Site) -> None:
+    """The stopped reader has granted credits and sends no acknowledgement."""
     prefill, decode = await site.prefill(slots=4), await site.decode()
     async with session_with(prefill) as stopped:
         await stopped.write(pb.PrefillCommand(start=start_of(150, sequence=1)))

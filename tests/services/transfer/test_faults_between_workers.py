@@ -17,7 +17,7 @@ TOKENS = 100  # four segments, two of which have a landing slot at a time
 
 
 class HeldReads(TransferAgent):
-    """Runs READs, and reports their ends only after `let_go`."""
+    """Runs READs, and reports their results only after `report_all`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -28,7 +28,7 @@ class HeldReads(TransferAgent):
         self.held.append((super().read(*args, **kwargs), heard))  # type: ignore[arg-type]
         return heard
 
-    def let_go(self) -> None:
+    def report_all(self) -> None:
         for done, heard in self.held:
             heard.set_result(done.result(LIMIT_S))
         self.held.clear()
@@ -58,7 +58,7 @@ async def reading(decode: Decode, prefill: Prefill, number: int) -> tuple[Stream
     return stream, agent
 
 
-async def all_is_back(decode: Decode, prefill: Prefill) -> None:
+async def wait_until_all_is_free(decode: Decode, prefill: Prefill) -> None:
     engine, sender = decode.worker.engine, prefill.worker.sender
     await until(lambda: decode.landing_slots() == {"held": 0, "quarantined": 0})
     await until(lambda: engine.load.pages_free == engine.pages_total)
@@ -75,13 +75,13 @@ async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> N
 
     for steps in range(8):
         stream, agent = await reading(decode, prefill, steps + 1)
-        agent.let_go()
+        agent.report_all()
         for _ in range(steps):
             await asyncio.sleep(0)
         stream.session.end(stream)
-        await decode.worker.engine.run(overwrite)  # like the next sequence in these pages
-        agent.let_go()
-        await all_is_back(decode, prefill)
+        await decode.worker.engine.run(overwrite)  # as the next owner of these pages would
+        agent.report_all()
+        await wait_until_all_is_free(decode, prefill)
         assert all(bool((plane == 7).all()) for plane in decode.planes()), steps
 
 
@@ -91,12 +91,12 @@ async def test_dropped_streams_landing_slots_wait_for_its_reads(site: Site) -> N
     assert decode.landing_slots() == {"held": 2, "quarantined": 0}
     stream.session.end(stream)
     await until(lambda: decode.landing_slots() == {"held": 0, "quarantined": 2})
-    agent.let_go()
-    await all_is_back(decode, prefill)
+    agent.report_all()
+    await wait_until_all_is_free(decode, prefill)
 
 
-class SlowToAdd(TransferAgent):
-    """Adds its first peer, but never reports it."""
+class NeverReportsAddition(TransferAgent):
+    """Adds its first peer, but never completes the future."""
 
     slow = True
 
@@ -110,12 +110,12 @@ class SlowToAdd(TransferAgent):
 
 
 async def test_handshake_timeout_leaves_no_peer(site: Site) -> None:
-    prefill, decode = await site.prefill(), await site.decode(SlowToAdd, handshake_s=1.0)
+    prefill, decode = await site.prefill(), await site.decode(NeverReportsAddition, handshake_s=1.0)
     receiver, agent = decode.worker.receiver, decode.agent
     with pytest.raises(FetchFailed) as failed:
         await receiver.fetch(fetch_of(prefill, TOKENS))
     assert failed.value.code == error_pb2.ERROR_CODE_PREFILL_LOST
-    assert isinstance(agent, SlowToAdd)
+    assert isinstance(agent, NeverReportsAddition)
     assert not agent.slow
     slot = receiver.landing.slab.view(0, 64)
     with pytest.raises(PeerLost, match="is not known"):
@@ -124,7 +124,7 @@ async def test_handshake_timeout_leaves_no_peer(site: Site) -> None:
 
 
 async def test_peer_lost_by_nixl_is_reached_through_a_new_session(site: Site) -> None:
-    """The gRPC session would still work, but KV could no longer be read."""
+    """The old gRPC session would still work, but its READs would fail."""
     prefill, decode = await site.prefill(), await site.decode()
     receiver = decode.worker.receiver
     assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
@@ -134,4 +134,4 @@ async def test_peer_lost_by_nixl_is_reached_through_a_new_session(site: Site) ->
     assert failed.value.code == error_pb2.ERROR_CODE_PREFILL_LOST
     assert failed.value.worker_id == prefill.address.worker_id
     assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
-    await all_is_back(decode, prefill)
+    await wait_until_all_is_free(decode, prefill)

@@ -1,4 +1,4 @@
-"""Frame headers survive a round trip; anything else is refused."""
+"""Frame headers: round trip, verification and damaged input."""
 
 import dataclasses
 import hashlib
@@ -60,7 +60,7 @@ def test_flipped_bit_is_detected(header: FrameHeader, bit: int) -> None:
 
 
 @given(st.binary(max_size=3 * HEADER_BYTES))
-def test_noise_is_not_a_frame(noise: bytes) -> None:
+def test_random_bytes_are_refused(noise: bytes) -> None:
     with pytest.raises(CorruptFrame):
         FrameHeader.unpack(torch.tensor(list(noise), dtype=torch.uint8))
 
@@ -79,7 +79,9 @@ def test_error_names_the_differing_field(
 
 
 @given(headers, headers)
-def test_staleness_is_checked_first(header: FrameHeader, other: FrameHeader) -> None:
+def test_stale_field_is_reported_before_other_differences(
+    header: FrameHeader, other: FrameHeader
+) -> None:
     if any(getattr(header, name) != getattr(other, name) for name in STALE):
         with pytest.raises(StaleSegment):
             verify(header, other)
@@ -103,7 +105,7 @@ def describe(epoch: str = "00112233445566778899aabbccddeeff") -> FrameHeader:
     return FrameHeader.of(segment, epoch=epoch, request_id="req-ü", attempt=1)
 
 
-def test_bytes_of_a_header() -> None:
+def test_header_has_the_documented_bytes() -> None:
     raw = bytes(packed(describe()).tolist())
     assert raw[:8] == b"HRKV\x02\x00\x70\x00"
     assert raw[12:16] == (1).to_bytes(4, "little")

@@ -43,7 +43,7 @@ def test_segment_without_credit_is_refused(landing: LandingSlots) -> None:
         landing.land("nobody")
 
 
-async def test_slot_is_quarantined_while_its_user_runs(
+async def test_slot_is_quarantined_while_a_future_may_touch_it(
     landing: LandingSlots, granted: _Granted
 ) -> None:
     landing.join("a")

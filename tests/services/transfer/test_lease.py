@@ -1,4 +1,4 @@
-"""Leases compared with a model that remembers every grant."""
+"""Leases: limits, expiry, and random calls compared with a model."""
 
 import pytest
 from hypothesis import strategies as st
@@ -36,12 +36,12 @@ def test_number_of_leases_is_bounded() -> None:
 
 @pytest.mark.parametrize(("lease_s", "max_leases"), [(0.0, 1), (-1.0, 1), (1.0, 0)])
 def test_invalid_limits_are_refused(lease_s: float, max_leases: int) -> None:
-    with pytest.raises(ValueError, match="leases of"):
+    with pytest.raises(ValueError, match="must be positive"):
         LeaseTable(lease_s, max_leases)
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Calls in any order over a rising clock."""
+    """Random calls at increasing times."""
 
     LEASE_S = 5
     MAX = 4

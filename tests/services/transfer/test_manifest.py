@@ -1,4 +1,4 @@
-"""Segments are planned so that they fit, and accepted only if they cover a sequence once."""
+"""Planned segments fit a slot, and a sequence is complete if each part arrived exactly once."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def _plan(num_tokens: int, layout: CacheLayout, capacity: int, first: int = 0) -
     first_page=st.integers(0, 5),
     groups=st.integers(1, 2),
 )
-def test_plans_fit_and_cover_everything_once(
+def test_planned_segments_fit_and_cover_the_chunk_once(
     num_tokens: int, num_layers: int, slack: int, first_page: int, groups: int
 ) -> None:
     capacity = _bound(0, 1, min(PAGE, num_tokens)) + slack
@@ -68,7 +68,7 @@ def test_plans_fit_and_cover_everything_once(
     assert coverage.complete
 
 
-def test_plans_keep_to_layers_that_have_planes_of_the_group() -> None:
+def test_planned_segments_skip_layers_without_planes_of_the_group() -> None:
     layout = CacheLayout(PAGE, HEADS, ((WIDE,), (NARROW,), (WIDE, NARROW), (WIDE,)))
     plans = _plan(PAGE, layout, capacity=1 << 20)
     found = [(p.extent.plane_group, p.extent.first_layer, p.extent.num_layers) for p in plans]
@@ -94,13 +94,13 @@ def test_slot_too_small_for_a_page_is_refused() -> None:
         extent_of(0, 20, 0, 1),  # ends inside a page that is not the last
         extent_of(32, 16, 0, 1),  # past the end
         extent_of(0, 0, 0, 1),
-        extent_of(0, 16, 3, 2),  # a layer too many
+        extent_of(0, 16, 3, 2),  # one layer too many
         extent_of(0, 16, 0, 0),
         extent_of(0, 16, 0, 4, plane_group=1),
         extent_of(0, 16, 0, 4, rank=1),
         extent_of(0, 16, 0, 4, num_kv_heads=0),
-        extent_of(0, 16, 0, 4, first_kv_head=1),  # a KV head too many
-        extent_of(16, 16, 0, 4),  # arrived already
+        extent_of(0, 16, 0, 4, first_kv_head=1),  # one KV head too many
+        extent_of(16, 16, 0, 4),  # has arrived already
         extent_of(16, 16, 2, 1, first_kv_head=3, num_kv_heads=1),
     ],
 )
@@ -121,7 +121,7 @@ def test_refused_segment_claims_nothing() -> None:
     assert coverage.complete
 
 
-def test_every_kv_head_is_needed_once() -> None:
+def test_sequence_is_complete_with_all_kv_heads() -> None:
     coverage = Coverage(PAGE, layout_of(1), ranks=2)
     coverage.add(extent_of(0, PAGE, 0, 1, first_kv_head=0, num_kv_heads=2, rank=0))
     assert not coverage.complete

@@ -88,7 +88,7 @@ def test_rdma_ports_have_ucx_names(tmp_path: Path) -> None:
 
 def test_unknown_interface_is_a_settings_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    with pytest.raises(SettingsError, match="eth7: this machine has lo, eth0"):
+    with pytest.raises(SettingsError, match="eth7 does not exist; this machine has lo, eth0"):
         restrict_ucx(TransferNetwork(interface="eth7"))
 
 
@@ -112,7 +112,7 @@ def test_invalid_port_range_is_a_settings_error(ports: str) -> None:
 
 
 def test_loopback_agent_listens_on_loopback_ports_of_its_range_only() -> None:
-    """A process of its own, because UCX variables hold for a whole process."""
+    """Runs in a separate process, because UCX variables apply to a whole process."""
     base = _free_port()
     ports = f"{base}-{base + 50}"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}

@@ -1,4 +1,4 @@
-"""Outcomes of codec launches are awaited without blocking other work or the process's exit."""
+"""Waiting for codec launches blocks neither other work nor the exit of the process."""
 
 import asyncio
 import subprocess

@@ -1,7 +1,7 @@
-"""What the link policy chooses: by hand where numbers are small, by simulation where they are not.
+"""Choices of the link policy, computed by hand for few segments and simulated for many.
 
-In the simulation segments pass encoder, link and decoder in order, a stage working on one segment
-at a time, with at most four of them between encoder and acknowledgement, as credits allow.
+In the simulation, segments pass encoder, link and decoder in order. Each stage processes one
+segment at a time. At most four segments are between encoder and acknowledgement (four credits).
 """
 
 import math
@@ -48,7 +48,7 @@ def test_transfer_seconds_by_hand() -> None:
 @pytest.mark.parametrize("missing", ["encode", "decode", "ratio"])
 def test_incomplete_measurement_is_refused(missing: str) -> None:
     speeds = {"encode": 1.0, "decode": 1.0, "ratio": 1.0} | {missing: None}
-    with pytest.raises(ValueError, match="not measured"):
+    with pytest.raises(ValueError, match="incomplete measurement"):
         transfer_seconds(ModeSpeed(**speeds), link=1.0, nbytes=1, segments=1)
 
 
@@ -82,7 +82,7 @@ def test_new_link_is_probed_in_both_modes() -> None:
     assert policy.choose("another", 12, 9) is ZIP
 
 
-def test_reader_without_timings_gets_splitzip_nearly_always() -> None:
+def test_reader_without_timings_gets_splitzip_for_nearly_all_segments() -> None:
     policy = LinkPolicy()
     chosen = []
     for _ in range(10 * EXPLORE_EVERY):
@@ -135,7 +135,7 @@ def test_slow_first_segment_is_ignored() -> None:
 
 
 def test_link_speed_of_reads_that_end_in_clusters() -> None:
-    """Four READs share the link; all of its busy time is booked on the first to end."""
+    """Four READs share the link, and the first to end has all of its busy time."""
     policy = LinkPolicy()
     for _ in range(40):
         for read_s in (4.0, 0.0, 0.0, 0.0):
@@ -227,8 +227,8 @@ def test_policy_follows_a_changing_link(before: float, after: float, mode: WireM
     assert policy.links()["peer"].choice is mode
 
 
-def test_policy_leaves_a_slow_codec_and_returns_to_it() -> None:
-    """The codec's speed is measured only in use, so the return needs exploring."""
+def test_policy_switches_from_a_slow_codec_and_back() -> None:
+    """The codec's speed is measured only when it is used, so switching back needs exploring."""
     world, policy = World(lambda now: 1e9), LinkPolicy()
     seconds_of(world=world, policy=policy)
     assert policy.links()["peer"].choice is ZIP
@@ -260,7 +260,7 @@ def test_exploring_is_rare() -> None:
     assert 1 < world.modes.count(RAW) <= PROBES + len(world.modes) / EXPLORE_EVERY
 
 
-def test_policy_does_not_flap_between_equal_modes() -> None:
+def test_policy_does_not_oscillate_between_equal_modes() -> None:
     """The slowest stages of both modes are equal, measured with an error of 30 %."""
     world, policy = World(lambda now: 6e9, noise=0.3), LinkPolicy()
     choices = []

@@ -40,7 +40,7 @@ async def fetch_twice(prefill: Prefill, decode: Decode) -> None:
         await receiver.fetch(fetch_of(prefill, TOKENS, first_page))
     for plane in decode.planes():
         assert plane[:7].any()
-        assert plane[:6].equal(plane[10:16]), "the same prompt is the same KV, however it came"
+        assert plane[:6].equal(plane[10:16]), "KV of the same prompt is equal in both modes"
 
 
 async def test_auto_probes_both_modes_and_exports_measurements(site: Site) -> None:
@@ -61,7 +61,7 @@ async def test_auto_probes_both_modes_and_exports_measurements(site: Site) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_forced_mode_is_the_only_one(site: Site, mode: str) -> None:
+async def test_only_the_forced_mode_is_used(site: Site, mode: str) -> None:
     prefill = await site.prefill(codec=mode)
     decode = await site.decode(codec=mode)
     await fetch_twice(prefill, decode)

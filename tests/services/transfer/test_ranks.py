@@ -33,7 +33,7 @@ EPOCHS = ("00" * 16, "11" * 16)
 
 
 class InlineJobs:
-    """Runs codec jobs at once, on the test's own cache."""
+    """Runs codec jobs immediately, on a given cache."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
@@ -115,7 +115,7 @@ class Rank:
 
 
 class Reader:
-    """A decode side whose READs are copies within this process."""
+    """Decode side of a transfer; its READs are copies within this process."""
 
     def __init__(self) -> None:
         self.cache = PagedCache(layout_of(HEADS), num_pages=PAGES)
@@ -194,7 +194,7 @@ async def test_header_with_another_head_range_is_refused(whole: PagedCache) -> N
     moved = pb.Segment()
     moved.CopyFrom(rank.segments[0])
     moved.first_kv_head = 2
-    with pytest.raises(ForeignSegment, match="first_kv_head is 0, announced was 2"):
+    with pytest.raises(ForeignSegment, match="first_kv_head is 0, but the manifest has 2"):
         reader.pull(rank, moved)
 
 
@@ -203,5 +203,5 @@ async def test_unknown_rank_is_refused(whole: PagedCache) -> None:
     unknown = pb.Segment()
     unknown.CopyFrom(rank.segments[0])
     unknown.rank = 2
-    with pytest.raises(ForeignSegment, match="rank 2 of 2"):
+    with pytest.raises(ForeignSegment, match="rank 2 does not exist; there are 2"):
         reader.pull(rank, unknown)

@@ -1,4 +1,4 @@
-"""A reader that returns no slots never holds all of them."""
+"""Slots shared among readers: a stopped reader never holds all of them."""
 
 from collections import Counter
 
@@ -27,7 +27,7 @@ def take_all(slots: SharedSlots, reader: str) -> list[SlotRef]:
         (64, [48, 12, 3, 1, 0]),
     ],
 )
-def test_stopped_readers_leave_a_share_to_the_next(slots: int, shares: list[int]) -> None:
+def test_stopped_readers_leave_slots_for_others(slots: int, shares: list[int]) -> None:
     shared = SharedSlots(slots)
     assert [len(take_all(shared, f"reader {n}")) for n in range(len(shares))] == shares
     assert shared.free == 0

@@ -65,7 +65,7 @@ def test_slot_free_the_longest_is_acquired_first() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Counts add up, generations rise by one, stale references are refused, in any order."""
+    """Random calls: counts add up, generations rise by one, stale references are refused."""
 
     SLOTS = 5
     held = Bundle("held")

@@ -1,4 +1,4 @@
-"""The engine thread: order of its output, and its faults."""
+"""The engine thread: order of outputs, faults and shutdown."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from services.worker import engine_thread
 from services.worker.engine_thread import EngineThread
 from tests.runtime.tiny import engine_of, request_of, tiny_model
 
-LIMIT_S = 20.0  # for what takes milliseconds
+LIMIT_S = 20.0  # seconds, for operations that take milliseconds
 
 
 class Gate:
@@ -79,8 +79,8 @@ async def test_pages_are_reserved_while_a_step_computes(
     assert (await outputs.next()).computed
 
 
-async def test_lost_output_is_a_fault(start: Callable[..., EngineThread]) -> None:
-    """Its requests would never get their tokens."""
+async def test_exception_in_on_output_is_a_fault(start: Callable[..., EngineThread]) -> None:
+    """The requests of lost output would wait forever."""
     fault: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     def lose(output: StepOutput) -> None:

@@ -1,4 +1,4 @@
-"""KV pages fill a worker's share of a GPU, and no more."""
+"""KV pages fill a worker's share of a GPU without exceeding it."""
 
 import pytest
 
@@ -21,8 +21,8 @@ def tokens(memory: DeviceMemory, utilization: float = 0.9, per_token: int = LLAM
     )
 
 
-def test_pages_fill_a_gpu_of_their_own() -> None:
-    """0.9 of 80 GiB, less 12 for weights, 0.5 for the slab, 1.5 for logits and reserve."""
+def test_pages_fill_a_gpu_without_other_processes() -> None:
+    """0.9 of 80 GiB, minus 12 for weights, 0.5 for the slab, and 1.5 for logits and reserve."""
     memory = DeviceMemory(total=80 * GIB, free=67 * GIB, own=12 * GIB)
     assert tokens(memory) == 58 * GIB // LLAMA_7B == 118_784
 
@@ -41,7 +41,7 @@ def test_two_workers_with_half_each_fit_in_any_order() -> None:
     assert tokens(DeviceMemory(total=80 * GIB, free=free, own=12 * GIB), 0.45) == first
 
 
-def test_pages_are_whole() -> None:
+def test_token_slots_are_whole_pages() -> None:
     size = 2 * GIB + 100 * LLAMA_7B
     assert tokens(DeviceMemory(total=size, free=size, own=0), 1.0) == 96
 

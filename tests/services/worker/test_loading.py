@@ -32,7 +32,7 @@ def settings_of(model: Path, **changes: Any) -> WorkerSettings:
     )
 
 
-def test_missing_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     settings = WorkerSettings.model_validate({"device": "cuda", "codec": "raw"})
     with pytest.raises(SettingsError, match=r"device cuda: torch .* sees no GPU"):
@@ -57,7 +57,7 @@ def test_kernel_plan_file_needs_a_gpu(
         tune(str(model), tmp_path / "plan.json")
 
 
-def test_both_roles_are_compatible_and_compute_the_model(model: Path) -> None:
+def test_prefill_and_decode_workers_of_one_model_are_compatible(model: Path) -> None:
     prefill, decode = (load_worker(settings_of(model), decodes=one) for one in (False, True))
     assert prefill.identity.compatibility == decode.identity.compatibility
     request = request_of("r", 30)
@@ -66,7 +66,7 @@ def test_both_roles_are_compatible_and_compute_the_model(model: Path) -> None:
 
 
 def test_checkpoint_is_freed_after_loading(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would double the memory for the weights."""
+    """A checkpoint that stays in memory would double the memory for weights."""
     read: list[weakref.ref[Any]] = []
 
     def watched(path: Path, dtype: torch.dtype) -> Checkpoint:

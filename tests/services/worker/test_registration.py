@@ -1,4 +1,4 @@
-"""Heartbeats: one at a time for each router, every placement reported once."""
+"""Heartbeats: one at a time per router, with each placement reported once."""
 
 import asyncio
 import json
@@ -73,7 +73,7 @@ async def test_concurrent_heartbeats_report_each_placement_once(
     first, first_answered = await router.next()
     await admit("c")
     draining = asyncio.create_task(registrar.drain())
-    await asyncio.sleep(0.05)  # both are on their way, where nothing holds the second one back
+    await asyncio.sleep(0.05)  # without the lock, the second heartbeat would be sent as well
     first_answered.set()
     second, second_answered = await router.next()
     second_answered.set()
