@@ -32,7 +32,8 @@ test: $(VENV)/.ready-dev  ## all tests except `long` and `gpu`
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m "e2e and not (long or gpu)" $(PYTEST)
 
 test-long: $(VENV)/.ready-dev ## tests of a minute or more: interpreted kernels, equality
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m "long and not gpu" $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "long and not (e2e or gpu)" $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m "long and e2e and not gpu" $(PYTEST)
 
 # Runs in a given interpreter without set-up: no virtual environment, no installation. Warnings are
 # not errors there, since its packages and pytest plug-ins are not the ones of this project.

@@ -2,9 +2,9 @@
 
 Only the workers and the time are simulated. A prefill worker computes one prompt at a time, at a
 rate in tokens/s. A decode worker runs a continuous batch: each step produces one token of every
-sequence and takes ``(STEP_S + RESIDENT_S * resident tokens) / speed`` seconds. Workers send a
-heartbeat every ``HEARTBEAT_S``, each with its own phase. The rates are round figures, not
-measurements, since only policies are compared. Transfer, preemption and failures are not simulated.
+sequence and takes ``(STEP_S + RESIDENT_S * resident tokens) / speed`` seconds. Heartbeats have one
+period and different phases. The rates are round figures, not measurements, since only policies are
+compared. Transfer, preemption and failures are not simulated.
 """
 
 from collections import deque
@@ -42,8 +42,7 @@ MAX_RUNNING = 32  # sequences in a batch
 HEARTBEAT_S = 0.25
 PAGE_SIZE = 16  # tokens
 PAGES = 1 << 15  # per worker: enough that pages are never the limit
-MAX_WAIT_S = 1e9
-EPOCH = "1"
+MAX_WAIT_S, EPOCH = 1e9, "1"
 
 
 @dataclass(frozen=True)

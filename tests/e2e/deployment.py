@@ -164,6 +164,8 @@ def deployed(
             process.kill()
             raise
         finally:
+            if process.stderr is not None:
+                process.stderr.close()
             left = [child for child in children if child.is_running()]
             for child in left:
                 child.kill()

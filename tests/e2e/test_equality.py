@@ -22,6 +22,7 @@ def test_dense_tokens_and_pages_equal_those_of_one_worker(cases: list[Case]) -> 
         _check(row, len(cases))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_factorized_tokens_and_pages_equal_those_of_one_worker(
     cases: list[Case], tmp_path: Path

@@ -41,6 +41,7 @@ def test_step_time_uses_only_samples_in_which_all_streams_run() -> None:
         step_ms(samples[2:], 2)
 
 
+@pytest.mark.long
 def test_serving_overhead_of_a_random_model() -> None:
     """The model is written as a canonical checkpoint with a tokenizer, then served."""
     command = [sys.executable, "-m", "tests.e2e.rpc_delay", "--device", "cpu", "--shape", "tiny"]

@@ -14,7 +14,7 @@ from codec.gpu.plan import LaunchPlan
 from codec.reference import backend as reference
 from tests.codec.samples import BOOKS, Pages, bits, from_bits, make_pages
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.long]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [

@@ -11,7 +11,7 @@ from runtime.gemm.weights import by_halves
 from tests.runtime.attention.samples import batch_of, random_pages
 from tests.runtime.device import DEVICE, random
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.long]
 
 SHAPES = [(6, 2, 16), (9, 3, 64), (4, 4, 96), (8, 1, 128), (5, 5, 20)]
 """Query heads, KV heads, head dimension."""

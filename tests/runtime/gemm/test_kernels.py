@@ -14,7 +14,7 @@ from runtime.gemm.weights import PackedMatrix
 from runtime.kernels.alignment import LINE_BYTES, LINE_ELEMENTS, round_up
 from tests.runtime.device import DEVICE, random
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.long]
 
 
 @pytest.mark.parametrize(

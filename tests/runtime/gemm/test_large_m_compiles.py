@@ -8,6 +8,8 @@ import pytest
 from runtime.gemm.epilogues import Epilogue
 from tests.runtime.megakernel.test_compiles import SHARED
 
+pytestmark = pytest.mark.slow
+
 _SCRIPT = """
 import sys
 import triton

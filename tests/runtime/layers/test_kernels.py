@@ -7,7 +7,7 @@ from torch.nn import functional
 from runtime.layers.gpu import TritonRmsNorm, triton_silu_mul
 from tests.runtime.device import DEVICE, random
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.long]
 
 
 @pytest.mark.parametrize("width", [48, 1000])

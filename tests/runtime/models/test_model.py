@@ -55,6 +55,7 @@ def smollm2() -> Checkpoint:
     return load_checkpoint(path)
 
 
+@pytest.mark.slow
 def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> None:
     """KV is bf16: top-1 agrees at 99 % of positions, and logits within 2 % of the largest."""
     from runtime.bench.engine import peer_of
@@ -79,6 +80,7 @@ def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> N
     assert worst < 0.02, f"top-1 equal at {equal} of {positions}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.__version__ < "2.13", reason="before oneDNN 3.12, bits depend on the number of rows"
 )

@@ -16,6 +16,8 @@ from services.common.errors import SettingsError
 from services.gateway.service import serve
 from services.gateway.settings import GatewaySettings
 
+pytestmark = pytest.mark.slow
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -14,6 +14,8 @@ from services.local.options import UpOptions
 from services.offline.output import atomic_file
 from tests.services.local.lock_holder import hold_elsewhere
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, str]]:

@@ -8,6 +8,8 @@ import pytest
 from services.local.lock import LockHeld, ProcessIdentity, holder_of, locked
 from tests.services.local.lock_holder import hold_elsewhere, start_holder, wait_until_held
 
+pytestmark = pytest.mark.slow
+
 
 def test_lock_names_its_holder_and_is_released_by_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "new" / "lock"

@@ -8,6 +8,8 @@ from services.local.artifacts import Artifacts
 from services.local.options import UpOptions
 from services.local.processes import plan_processes
 
+pytestmark = pytest.mark.slow
+
 ARTIFACTS = Artifacts(Path("model"), Path("model"), None, "model")
 
 

@@ -20,6 +20,8 @@ from services.local.state import (
 )
 from tests.services.local.lock_holder import hold_elsewhere
 
+pytestmark = pytest.mark.slow
+
 PORT = 8123
 
 

@@ -17,7 +17,7 @@ from services.local.supervisor import (
     Supervisor,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 ROUTER = ProcessSpec("router", "router", ("--port", "0"))
 INVALID = ProcessSpec("router", "router", ("--port", "-1"))

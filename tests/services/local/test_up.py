@@ -14,7 +14,7 @@ from services.local.supervisor import MAX_START_FAILURES, ProcessSpec
 from services.local.up import EXIT_RUNNING, up
 from tests.services.local.lock_holder import hold_elsewhere
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from services.transfer.slab import Slab
 from tests.services.transfer.peer import SLOT_BYTES, SLOTS, content
 from tests.services.transfer.peer_process import Peer, Reader, start_peer
 
+pytestmark = pytest.mark.slow
+
 # Only over TCP does a stopped peer delay READs: over shared memory the reader copies by itself. On
 # a GPU host the agent requires a CUDA transport as well.
 TCP = "tcp,self,cuda_copy" if torch.cuda.is_available() else "tcp,self"

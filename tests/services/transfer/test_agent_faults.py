@@ -13,6 +13,8 @@ from services.transfer.owner import Owner
 from services.transfer.slab import Slab
 from tests.services.workers import LIMIT_S, SLOT_BYTES, Site
 
+pytestmark = pytest.mark.slow
+
 
 class Bug(Exception):
     """An error that is not a TransferError."""
