@@ -21,6 +21,7 @@ from runtime.bench.shapes import PAGE, SHAPES, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
 from runtime.gemm.plan import KernelPlan
 from runtime.gemm.weights import PackedWeights
+from runtime.kv.cache import PagedCache
 from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import ServingBuilder
 from runtime.models.llama import LLAMA
@@ -49,6 +50,10 @@ class Materialized:
             q, k, v = torch.split(
                 qkv, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1
             )
+            if parts.head_norms is not None:
+                q, k = (
+                    norm(x.contiguous()) for norm, x in zip(parts.head_norms, (q, k), strict=True)
+                )
             attended = functional.scaled_dot_product_attention(
                 self._rotated(q).transpose(0, 1)[None],
                 self._rotated(k).transpose(0, 1)[None],
@@ -83,11 +88,13 @@ def figures(
     runs: int,
     *,
     forced: bool,
+    torch_backend: bool,
 ) -> Iterator[Figure]:
     """Measure our prefill and the materialized one.
 
     Args:
         forced: also measure a model whose matmuls all use our kernels.
+        torch_backend: also measure a model with backend "torch".
     """
     rate = matmul_rate(device)
     yield Figure("matmul rate, TFLOP/s", rate / 1e9, rate / 1e9)
@@ -98,18 +105,18 @@ def figures(
         if forced:
             plan = KernelPlan(forced=True)
             kernels = Model(checkpoint, device=device, page_size=PAGE, backend="gemm", plan=plan)
+        by_torch = None
+        if torch_backend:
+            by_torch = Model(checkpoint, device=device, dtype=torch.bfloat16, page_size=PAGE)
         for length in lengths:
             pages = -(-length // PAGE)
             cache = model.new_cache(pages + 1)
             piece = SequenceSlice([1] * length, 0, torch.randperm(pages).tolist())
             floor = operations(checkpoint, length) / rate
             name = f"{title(shape, keep)}, {length} tokens"
-            replay = PrefillReplay(model, cache, TOKEN_BUCKETS[-1])
-            variants: dict[str, Callable[[], object]] = {
-                "": partial(replay.forward, [piece])
-                if length <= TOKEN_BUCKETS[-1]
-                else partial(model.forward, Batch.of([piece], device), cache)
-            }
+            variants = {"": _engine_prefill(model, cache, piece)}
+            if by_torch is not None:
+                variants[", backend torch"] = _engine_prefill(by_torch, cache, piece)
             if forced:
                 other = partial(kernels.forward, Batch.of([piece], device), cache)
                 variants[", all by our kernels"] = captured(other, device=device)
@@ -120,6 +127,13 @@ def figures(
             theirs = partial(materialized, torch.ones(length, dtype=torch.int64, device=device))
             took = milliseconds(theirs, device=device, runs=runs)
             yield Figure(f"{name}, materialized and SDPA", took, floor)
+
+
+def _engine_prefill(model: Model, cache: PagedCache, piece: SequenceSlice) -> Callable[[], object]:
+    """Return a function that computes one prompt as an engine does."""
+    if len(piece.tokens) <= TOKEN_BUCKETS[-1]:
+        return partial(PrefillReplay(model, cache, TOKEN_BUCKETS[-1]).forward, [piece])
+    return partial(model.forward, Batch.of([piece], model.device), cache)
 
 
 def main() -> None:
@@ -142,12 +156,16 @@ def main() -> None:
     parser.add_argument(
         "--forced", action="store_true", help="also measure all matmuls with our kernels"
     )
+    parser.add_argument(
+        "--torch", action="store_true", help="also measure a model with backend torch"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--runs", type=int, default=10, help="timed runs of each call")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     with torch.inference_mode():
         rows = figures(
-            args.shape, args.keep, args.tokens, args.device, args.runs, forced=args.forced
-        )
+            args.shape, args.keep, args.tokens, args.device, args.runs,
+            forced=args.forced, torch_backend=args.torch,
+        )  # fmt: skip
         show(describe(args.device), rows, args.json)

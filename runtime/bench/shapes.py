@@ -16,6 +16,10 @@ SHAPES = {
         "LlamaForCausalLM", 128_256, 4096, 14_336, 32, 32, 8, 128, 36_864, 1e-5, False,
         RopeConfig(theta=500_000.0),
     ),
+    "qwen3-8b": ModelConfig(
+        "Qwen3ForCausalLM", 151_936, 4096, 12_288, 36, 32, 8, 128, 36_864, 1e-6, False,
+        RopeConfig(theta=1_000_000.0),
+    ),
     "tiny": ModelConfig(
         "LlamaForCausalLM", 512, 64, 96, 2, 4, 2, 16, 36_864, 1e-5, False
     ),
@@ -48,6 +52,7 @@ def random_checkpoint(
     hidden, gated = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     ones = torch.ones(hidden, dtype=torch.bfloat16, device=device)
+    head_norm = ones[: config.head_dim] if config.architecture == "Qwen3ForCausalLM" else None
 
     def layer(number: int) -> LayerWeights:
         return LayerWeights(
@@ -60,6 +65,8 @@ def random_checkpoint(
             gate=linear(gated, hidden, number),
             up=linear(gated, hidden, number),
             down=linear(hidden, gated, number),
+            q_norm=head_norm,
+            k_norm=head_norm,
         )
 
     return Checkpoint(

@@ -15,7 +15,10 @@ pytestmark = pytest.mark.slow
     ("table", "lines"),
     [
         (["decode", "--context", "20"], ["copy rate", "layer by layer", "a graph for each layer"]),
-        (["prefill", "--tokens", "20"], ["matmul rate", "20 tokens", "materialized and SDPA"]),
+        (
+            ["prefill", "--tokens", "20", "--torch"],
+            ["matmul rate", "20 tokens", "backend torch", "materialized and SDPA"],
+        ),
     ],
     ids=["decode", "prefill"],
 )

@@ -53,7 +53,7 @@ def test_kernel_plan_file_needs_a_gpu(
     with pytest.raises(SettingsError, match="kernel_plan_file needs the GEMM backend"):
         load_worker(settings_of(model, kernel_plan_file=tmp_path / "plan.json"), decodes=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match="measured on a GPU"):
+    with pytest.raises(SettingsError, match="requires a GPU"):
         tune(str(model), tmp_path / "plan.json")
 
 
