@@ -125,6 +125,7 @@ def mutated(data: bytes, parts: list[tuple[int, int]], rng: random.Random) -> by
     return bytes(damaged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_mutated_payload_raises_or_decodes_to_the_content(seed: int) -> None:
     """10,000 mutations per seed; every 50th is also decoded by the reference."""

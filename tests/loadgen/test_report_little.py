@@ -14,6 +14,8 @@ from loadgen.report import compare_page, run_page, sweep_page, write_page
 from tests.loadgen.made_runs import comparison_of, document_of, records_of, sweep_of
 from tests.loadgen.page_content import Content, number
 
+pytestmark = pytest.mark.slow
+
 
 def refused() -> tuple[list[Record], dict[str, Any]]:
     records = records_of(5, 5)

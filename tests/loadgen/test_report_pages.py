@@ -18,6 +18,8 @@ from loadgen.report.palette import NAMES
 from tests.loadgen.made_runs import HOSTILE, comparison_of, document_of, records_of, sweep_of
 from tests.loadgen.page_content import Content, number
 
+pytestmark = pytest.mark.slow
+
 WINDOW = Window(5, 35)
 RATES = (2.0, 8.0, 24.0, 48.0)
 

@@ -15,6 +15,8 @@ from runtime.engine import Add, Arrived, Cancel, Command, Engine, Release, Reser
 from runtime.models.model import Model
 from tests.runtime.tiny import CONFIG, Record, prompt_of, tiny_model
 
+pytestmark = pytest.mark.slow
+
 ACTIONS = ("add", "hold", "reserve", "cancel", "step", "step", "step")
 
 

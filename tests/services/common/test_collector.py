@@ -8,6 +8,8 @@ import pytest
 
 from services.common.collector import freeze_loaded
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:

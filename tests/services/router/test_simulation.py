@@ -7,6 +7,8 @@ from services.router.bench import compare, percentile
 from services.router.policy import PolicyName
 from services.router.simulation import FDC_TABLE_6, Job, Simulation, alone_s, draw_jobs
 
+pytestmark = pytest.mark.slow
+
 
 def test_single_job_takes_its_prefill_and_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "PREFILL_SPEEDS", (1.0,))
