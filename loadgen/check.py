@@ -27,7 +27,7 @@ class Difference:
     """First difference between an answer of the target and the reference's answer.
 
     Attributes:
-        number: number of the request.
+        number: index of the request in the schedule.
         at: index of the first different token or character.
         unit: ``token`` or ``character``.
         found, expected: excerpts of the target's and the reference's answer around that index.

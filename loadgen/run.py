@@ -207,7 +207,7 @@ def _lengths(
 ) -> dict[str, dict[str, int]]:
     """Return the total input and output tokens of successful requests.
 
-    ``asked`` is the number in the schedule, ``counted`` the number reported by the target.
+    ``asked`` is the number in the schedule, ``counted`` the number in the records.
     """
     pairs = [(r, s.spec) for r, s in zip(records, schedule, strict=True) if r.succeeded]
     return {

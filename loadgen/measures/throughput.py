@@ -1,4 +1,4 @@
-"""Throughput: requests completed and tokens received in the window, divided by its length.
+"""Throughput: requests completed and tokens received in the window, per second.
 
 A request counts if it ended in the window with a complete answer. A token counts if it arrived in
 the window, whatever the outcome of its request. If the target reports a token count that differs

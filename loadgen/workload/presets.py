@@ -1,4 +1,7 @@
-"""Length presets: the datasets of the FDC paper, Table 6."""
+"""Length presets: the datasets of the FDC paper, Table 6.
+
+The paper is "FDC: Fast KV Dimensionality Compression for Efficient LLM Inference".
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Requests from ShareGPT conversations. See `loadgen.workload.traces` for files with times."""
+"""Requests from ShareGPT conversations. See `loadgen.workload.traces` for other files."""
 
 from collections.abc import Iterator
 from pathlib import Path

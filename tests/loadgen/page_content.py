@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 
 class Content(HTMLParser):
-    """Table rows, tile texts, ids and links of a page."""
+    """Parser that collects table rows, tile texts, ids and links of a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Measures of requests with values computed by hand."""
+"""Measures, compared with values computed by hand."""
 
 import math
 

@@ -60,7 +60,7 @@ class Outcome(StrEnum):
     EMPTY = "empty"
     """A complete answer without tokens, which ends when its first event is due."""
     SLOW = "slow"
-    """Headers (gRPC: initial metadata) and nothing more until the client disconnects."""
+    """Only headers (gRPC: initial metadata), then nothing until the client disconnects."""
     SLOW_HEADERS = "slow_headers"
     """Nothing until the client disconnects."""
 

@@ -76,7 +76,7 @@ class Slots:
 
 
 class Schedule:
-    """Log of requests and times of their events."""
+    """Slots, request log and scheduled event times of one server."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
