@@ -1,7 +1,8 @@
 """Arrival processes: absolute send times, drawn from a seed before the run.
 
 The load is open loop: nothing that happens during a run changes a send time. A process yields an
-endless sequence of times in seconds after the start; the schedule limits it by number or duration.
+endless sequence of times in seconds after the start. The schedule cuts the sequence off after a
+number of requests or a duration.
 """
 
 import math
@@ -27,8 +28,8 @@ class Arrivals(Protocol):
 class Gamma:
     """Independent gamma-distributed gaps with mean 1 / ``rate`` and shape ``burstiness``.
 
-    A shape of 1 is a Poisson process, a smaller one is burstier, a larger one more regular. The
-    coefficient of variation of a gap is 1 / sqrt(burstiness).
+    A shape of 1 is a Poisson process. A smaller shape gives burstier arrivals, a larger shape more
+    regular ones. The coefficient of variation of a gap is 1 / sqrt(burstiness).
     """
 
     rate: float
@@ -74,10 +75,13 @@ class Constant:
 
 @dataclass(frozen=True)
 class Ramp:
-    """Poisson process whose rate changes linearly to ``to_rate`` in ``duration_s`` seconds.
+    """Poisson process whose rate changes linearly from ``rate`` to ``to_rate``.
 
-    The n-th time solves ``rate t + (to_rate - rate) t² / (2 duration_s) = s_n``, where the left
-    side is the expected number of requests and s_n the n-th time of a process with rate 1.
+    The change takes ``duration_s`` seconds; the rate stays at ``to_rate`` afterwards.
+
+    During the change, the n-th time t solves
+    ``rate t + (to_rate - rate) t² / (2 duration_s) = s_n``. The left side is the expected number of
+    requests until t, and s_n is the n-th time of a Poisson process with rate 1.
     """
 
     rate: float
@@ -93,7 +97,7 @@ class Ramp:
         for expected in Poisson(1.0).times(seed):
             if expected >= total:
                 yield self.duration_s + (expected - total) / self.to_rate
-            else:  # this form of the root also holds for slope 0
+            else:  # this form of the root is also valid for slope 0
                 root = math.sqrt(self.rate**2 + 2 * slope * expected)
                 yield 2 * expected / (self.rate + root)
 

@@ -1,7 +1,8 @@
 """Comparison of greedy answers with those of a reference server, token for token.
 
-Token ids are compared if both targets report them (gRPC), text otherwise. The partial answer of a
-cancelled request is compared with the same part of the reference's answer.
+Token ids are compared if both targets report them, as over gRPC; otherwise text is compared. The
+partial answer of a cancelled request is compared with the reference's answer, truncated to the same
+length.
 """
 
 import asyncio
@@ -23,13 +24,13 @@ _CONTEXT = 20
 
 @dataclass(frozen=True)
 class Difference:
-    """First difference between an answer and that of the reference.
+    """First difference between an answer of the target and the reference's answer.
 
     Attributes:
-        number: number of the request.
+        number: index of the request in the schedule.
         at: index of the first different token or character.
         unit: ``token`` or ``character``.
-        found, expected: excerpts of both answers around that index.
+        found, expected: excerpts of the target's and the reference's answer around that index.
     """
 
     number: int
@@ -45,7 +46,7 @@ class Check:
 
     Attributes:
         equal: number of equal answers.
-        different: first difference of each answer that is not equal.
+        different: one entry per unequal answer, its first difference.
         missing: number of requests that the target or the reference did not answer.
     """
 
@@ -56,7 +57,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether at least one answer was compared and none differs."""
+        """Whether at least one answer was compared and all compared answers are equal."""
         return self.equal > 0 and not self.different
 
     def as_json(self) -> dict[str, Any]:
@@ -99,7 +100,7 @@ async def check(
 def compare(found: Record, expected: Record) -> Difference | None:
     """Return the first difference, or None if the answers are equal.
 
-    The answer of a cancelled request is compared up to its end.
+    If ``found`` was cancelled, the reference's answer is first truncated to the same length.
     """
     unit: str
     ours: Sequence[Any]

@@ -4,9 +4,10 @@ import time
 
 
 class Clock:
-    """Monotonic seconds since the start.
+    """Monotonic clock: calling it returns the seconds since the start of the run.
 
-    All processes of a machine share `time.monotonic`, so times are comparable with a server's log.
+    All processes of a machine share `time.monotonic`. Times can therefore be compared with the log
+    of a server on the same machine.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
-"""Comparison of two runs or two sweeps: figures of both and their ratios, with intervals.
+"""Comparison of two runs or two sweeps: values of both, and ratios, with confidence intervals.
 
-For sweeps, intervals come from the variation between runs, on the logarithms of ratios. Runs are
-paired if both sides used the same seeds, since they then sent the same requests at the same times.
-For single runs, intervals come from resampling the requests (`statistics.bootstrap`).
+For sweeps, the intervals of ratios are computed from the variation between runs, on logarithms.
+Runs are paired if both sides used the same seeds, because both then sent the same requests at the
+same times. For single runs, intervals are computed by resampling the requests
+(`statistics.bootstrap`).
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from loadgen.statistics import Interval, bootstrap, bootstrap_interval, ratio_in
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs at one rate.
+    """Runs at one offered rate.
 
     Attributes:
         seeds: seed of each run.
@@ -38,7 +39,7 @@ class Side:
     """One side of a comparison.
 
     Attributes:
-        runs: runs by rate; the key of a single run is None.
+        runs: runs by offered rate, in requests per second; the key is None for a single run.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Side:
             name: name in the report; default: the folder's name.
 
         Raises:
-            UsageError: if the folder holds neither.
+            UsageError: if the folder contains neither a run nor a sweep.
         """
         name = name or folder.resolve().name
         if not (folder / SWEEP).exists():
@@ -75,10 +76,10 @@ class Side:
 
 
 def compare(a: Side, b: Side) -> dict[str, Any]:
-    """Compare all common figures at all common rates; ratios are b / a.
+    """Compare the metrics measured on both sides at each common rate; ratios are b / a.
 
     Raises:
-        UsageError: if they have no rate in common.
+        UsageError: if the sides have no rate in common.
     """
     rates = [rate for rate in a.runs if rate in b.runs]
     if not rates:
@@ -121,7 +122,11 @@ def _row(rate: float | None, figure: Figure, a: Runs, b: Runs) -> dict[str, Any]
 
 
 def _resampled(figure: Figure, runs: Runs) -> Any:
-    """Return bootstrap samples of a measure of a single run; None for anything else."""
+    """Return bootstrap samples of a measure's statistic, computed from the records of a single run.
+
+    Return None if ``runs`` belong to a sweep, if the figure is not a statistic of a measure, or if
+    the measure has no values.
+    """
     if figure.statistic is None or not runs.records:
         return None
     window = Window(**runs.summaries[0]["window"])

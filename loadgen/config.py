@@ -55,8 +55,9 @@ class WorkloadConfig:
     Attributes:
         preset: name in `PRESETS`; ``inputs`` and ``outputs`` override its lengths.
         inputs, outputs: length distributions, in the syntax of `parse_lengths`.
-        file, format: file of requests, instead of generated prompts.
-        scale: factor on the preset's lengths.
+        file: file with requests; None to generate prompts.
+        format: format of ``file``.
+        scale: factor by which the preset's lengths are multiplied.
         prefix_tokens, prefix_groups: length and number of prefixes shared by prompts.
         token_ids: whether prompts are token ids instead of text.
     """
@@ -143,19 +144,20 @@ class RunConfig:
 
     Attributes:
         target: ``http://host:port/v1`` or ``grpc://host:port``.
-        model: model name. The default, None, is the first one listed by an HTTP target, or the only
-            one of a gRPC target.
+        model: model name; None selects the first model listed by an HTTP target, or the only model
+            of a gRPC target.
         tokenizer: tokenizer.json or its folder; if None, `/tokenize` of ``tokenizer_url`` is used.
         tokenizer_url: server with `/tokenize`; if None, the target.
-        warm_up_s, cool_down_s: seconds at the start and the end that are not measured.
+        warm_up_s, cool_down_s: seconds at the start and at the end of the run that are excluded
+            from the measures.
         cancel_fraction: fraction of requests cancelled by the client.
         objectives: per-request objectives, for goodput.
-        requirements: requirements on figures of the run.
+        requirements: bounds on metrics of the whole run.
         max_lag_s: p99 dispatch lag above which the run is invalid.
-        metrics: URLs of server metrics; empty: those of the target, if it has any.
-        reference: target whose greedy answers must be equal, or None for no check.
+        metrics: URLs of server metrics; if empty, the target's own metrics are read if it has any.
+        reference: URL of a target that must return the same greedy answers; None for no check.
         faults: faults to inject into a local deployment.
-        gateway_port: gateway port of that deployment; if None, the target's port.
+        gateway_port: gateway port of the local deployment; if None, the target's port.
     """
 
     target: str

@@ -1,7 +1,7 @@
 """Fault injection into a deployment on this machine, such as ``kill prefill at 30s``.
 
-Process ids come from ``headrace status``. A stopped process is continued at the end of the run at
-the latest.
+Process ids come from ``headrace status``. A process that is still stopped when the
+run ends is continued then.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _FAULT = re.compile(
     r"(kill|terminate|stop)\s+([\w-]+)\s+at\s+([\d.]+)\s*s?(?:\s+for\s+([\d.]+)\s*s?)?"
 )
 _STATUS_LEAD_S = 2.0
-"""Time before a fault at which `headrace status` is started, because it is slow."""
+"""Seconds before a fault at which `headrace status` is started, because it is slow."""
 _POLL_S = 0.1
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -38,9 +38,9 @@ class Fault:
 
     Attributes:
         action: ``kill``, ``terminate`` or ``stop``.
-        process: name of a process, or a role, which means its first process.
+        process: name of a process, or a role; a role selects its first process.
         at: time in seconds after the start of the run.
-        for_s: seconds after which a stopped process is continued.
+        for_s: seconds between stopping a process and continuing it.
     """
 
     action: str
@@ -75,7 +75,8 @@ class FaultInjector:
     """Injects faults during a run.
 
     Attributes:
-        log: injected faults, or the reasons why they ``failed``, as in the summary document.
+        log: one entry per fault, as in the summary document; ``failed`` is the reason why a fault
+            could not be injected.
     """
 
     def __init__(self, faults: Sequence[Fault], port: int) -> None:

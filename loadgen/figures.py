@@ -1,4 +1,4 @@
-"""Figures of a run by name, such as ``ttft:p99`` or ``throughput``, from its summary."""
+"""Scalar metrics of a run, read from its summary by names such as ``ttft:p99``."""
 
 import math
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ RUN_FIGURES = {
     "failures": ("Failed requests", "", "less"),
     "in_flight": ("Requests in flight", "", "less"),
 }
-"""Figures of a whole run: title, unit, and which direction is better."""
+"""Metrics of a whole run: title, unit, and ``less`` if smaller values are better, else ``more``."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a run.
+    """A scalar metric: a statistic of a per-request measure, or a metric of the whole run.
 
     Attributes:
         name: name of a measure, or a key of `RUN_FIGURES`.
-        statistic: one of `STATISTICS` for a measure; None for a figure of the run.
+        statistic: one of `STATISTICS` for a measure; None for a metric of the whole run.
     """
 
     name: str
@@ -47,16 +47,16 @@ class Figure:
 
     @property
     def upper_bound(self) -> float:
-        """Largest possible value; the smallest is 0."""
+        """Largest possible value. The smallest possible value is always 0."""
         return 1.0 if self.name in ("attainment", "failures") else math.inf
 
     @property
     def better(self) -> str:
-        """Which direction is better: ``less`` or ``more``."""
+        """``less`` if smaller values are better, else ``more``."""
         return RUN_FIGURES[self.name][2] if self.statistic is None else "less"
 
     def value_in(self, summary: Mapping[str, Any]) -> float | None:
-        """Return the figure's value in a summary document, or None if it was not measured."""
+        """Return the metric's value in a summary document, or None if it was not measured."""
         if self.statistic is not None:
             measured = summary["measures"][self.name]
             return None if measured is None else float(measured[self.statistic])
@@ -83,4 +83,4 @@ REPORTED = (
     Figure("normalized_latency", "mean"),
     *map(Figure, RUN_FIGURES),
 )
-"""Figures of sweeps and comparisons."""
+"""Metrics reported by sweeps and comparisons."""

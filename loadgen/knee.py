@@ -3,9 +3,10 @@
 A rate is saturated if requests in flight grow by more than a tenth of the arrival rate
 (`measures.in_flight`), or if more than one request in twenty fails.
 
-The knee is the highest sustained rate that attains the objectives. Without objectives it is the
-rate with the highest power, defined as throughput over mean latency (Kleinrock, "Power and
-deterministic rules of thumb for probabilistic problems in computer communications", ICC 1979).
+The knee is the highest unsaturated rate at which enough requests met all objectives. Without
+objectives it is the unsaturated rate with the highest power, defined as throughput divided by mean
+latency (Kleinrock, "Power and deterministic rules of thumb for probabilistic problems in computer
+communications", ICC 1979).
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 GROWTH, FAILURES = 0.1, 0.05
-"""Thresholds of saturation, as fractions of the arriving requests."""
+"""Saturation thresholds.
+
+``GROWTH`` is the maximum growth of requests in flight, divided by the arrival rate. ``FAILURES`` is
+the maximum fraction of failed requests.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Point:
     Attributes:
         growth: growth of requests in flight, per second.
         latency: mean end-to-end latency in seconds; None if no request was answered.
-        attainment: fraction of requests within their objectives; None without objectives.
+        attainment: fraction of requests that met all objectives; None without objectives.
     """
 
     rate: float
@@ -39,10 +44,10 @@ class Point:
 
 
 def knee(points: Sequence[Point], attainment: float) -> dict[str, Any] | None:
-    """Return ``rate`` and ``why`` of the knee, or None if no sustained rate is one.
+    """Return the knee as ``rate`` and ``why``, or None if no rate qualifies.
 
     Args:
-        attainment: required fraction of requests within all objectives.
+        attainment: required fraction of requests that meet all objectives.
     """
     sustained = [point for point in points if not point.saturated]
     if any(point.attainment is not None for point in points):
@@ -57,13 +62,13 @@ def knee(points: Sequence[Point], attainment: float) -> dict[str, Any] | None:
 
 
 def next_rate(points: Sequence[Point], refinements: int) -> float | None:
-    """Return the next rate of a sweep, or None at its end.
+    """Return the next rate to measure, or None if the sweep is complete.
 
     The rate doubles until saturation. Each refinement then bisects the interval between the highest
-    sustained and the lowest saturated rate.
+    unsaturated and the lowest saturated rate.
 
     Args:
-        points: rates measured so far, in order.
+        points: rates measured so far, in the order of measurement.
         refinements: number of bisections left.
     """
     saturated = min((point.rate for point in points if point.saturated), default=None)

@@ -27,7 +27,7 @@ async def follow(records: Sequence[Record], clock: Clock, console: Console) -> N
 
 
 def progress(records: Sequence[Record], now: float) -> Table:
-    """Return a table with the progress and the figures of the last seconds."""
+    """Return a table with the progress of the run, and rates and latencies of the last seconds."""
     sent = [record for record in records if record.sent is not None]
     ended = [record for record in sent if record.ended is not None]
     recent = [record for record in sent if record.ended is None or record.ended > now - _RECENT_S]

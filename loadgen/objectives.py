@@ -28,7 +28,7 @@ def parse_objective(text: str) -> Objective:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A bound on a figure of the run, such as ``ttft:p99<=0.5`` or ``attainment>=0.95``."""
+    """A bound on a metric of the run, such as ``ttft:p99<=0.5`` or ``attainment>=0.95``."""
 
     figure: Figure
     comparison: str
@@ -60,11 +60,11 @@ class Requirement:
         return cls(Figure(name, statistic), comparison, _number(bound, text))
 
     def value_in(self, summary: Summary) -> float | None:
-        """Return the figure's value, or None if it was not measured."""
+        """Return the metric's value, or None if it was not measured."""
         return self.figure.value_in(summary.as_json())
 
     def met_by(self, summary: Summary) -> bool:
-        """Return whether the figure was measured and is within the bound."""
+        """Return whether the metric was measured and its value satisfies the bound."""
         value = self.value_in(summary)
         return value is not None and _COMPARISONS[self.comparison](value, self.bound)
 

@@ -20,7 +20,7 @@ class Failure(StrEnum):
     CLIENT_ERROR = "client_error"
     """Any other 4xx status: the request was invalid."""
     SERVER_ERROR = "server_error"
-    """Any other status, or an error event in the answer."""
+    """Any other status except 200, or an error event in the answer."""
     MALFORMED = "malformed"
     """An invalid answer: not HTTP, not an event stream, not JSON, or without a token."""
 
@@ -30,22 +30,23 @@ class Record:
     """One request. Times are monotonic seconds after the start of the run.
 
     Attributes:
-        number: index in the schedule.
+        number: index of the request in the schedule.
         due: scheduled send time, drawn before the run.
-        input_tokens: prompt tokens by the target's tokenizer, replaced by the target's own count
-            if it reports one.
+        input_tokens: number of prompt tokens as counted by the target's tokenizer; replaced by the
+            number in the target's answer if it reports one.
         wanted_tokens: output tokens requested as ``max_tokens``.
         sent: time when sending began, connection set-up included; None if never sent.
         times: arrival time of each chunk of the answer that contains tokens.
-        counts: tokens in each chunk; always 1 over HTTP, which does not report it.
+        counts: number of tokens in each chunk; always 1 over HTTP, where it is not reported.
         ended: time when the answer ended, failed or was cancelled; None if the run stopped first.
-        reported_tokens: output tokens as reported by the target, if it does.
+        reported_tokens: number of output tokens as reported by the target; None if it reports none.
         cancelled: whether the client disconnected on purpose; such a request is neither a success
             nor a failure.
-        failure, detail: kind of failure and its message; None and "" without one.
+        failure, detail: kind of failure and its message; None and "" if the request did not fail.
         stages: seconds spent in each stage, as reported by the target.
-        text: answer, kept only for a comparison with a reference.
-        token_ids: token ids of the answer, kept likewise, if the target reports them.
+        text: text of the answer, kept only for a comparison with a reference.
+        token_ids: token ids of the answer, kept only for a comparison with a reference and if the
+            target reports them.
     """
 
     number: int
@@ -71,7 +72,7 @@ class Record:
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens as reported by the target, else as counted by the client."""
+        """Number of output tokens as reported by the target, else as counted by the client."""
         return sum(self.counts) if self.reported_tokens is None else self.reported_tokens
 
     @property

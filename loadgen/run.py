@@ -40,7 +40,7 @@ class Outcome:
         records: all requests, in order of their scheduled times.
         document: content of ``summary.json``.
         stopped: whether the user interrupted the run.
-        check: comparison with the reference; None if not requested or interrupted.
+        check: comparison with the reference; None if it was not requested or was interrupted.
     """
 
     records: list[Record]
@@ -85,7 +85,7 @@ def prepare(config: RunConfig) -> tuple[list[ScheduledRequest], Options]:
 
 
 def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> Outcome:
-    """Run in a new event loop. Ctrl-C ends the run and keeps what was measured.
+    """Execute a run in a new event loop. Ctrl-C ends the run and keeps the records so far.
 
     Raises:
         UsageError: if the configuration cannot be run.
@@ -205,7 +205,10 @@ def _window(config: RunConfig, schedule: Sequence[ScheduledRequest]) -> Window:
 def _lengths(
     records: Sequence[Record], schedule: Sequence[ScheduledRequest]
 ) -> dict[str, dict[str, int]]:
-    """Return total tokens of successful requests, as requested and as counted by the target."""
+    """Return the total input and output tokens of successful requests.
+
+    ``asked`` is the number in the schedule, ``counted`` the number in the records.
+    """
     pairs = [(r, s.spec) for r, s in zip(records, schedule, strict=True) if r.succeeded]
     return {
         "input": {

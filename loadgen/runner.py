@@ -17,7 +17,8 @@ class Runner:
 
     Attributes:
         records: one record per request, in schedule order, filled during the run.
-        stopped: event that ends the run. No more requests are sent, those in flight are cancelled.
+        stopped: event that ends the run when set. No more requests are sent, and requests in flight
+            are cancelled.
     """
 
     def __init__(self, schedule: Sequence[ScheduledRequest], target: Target) -> None:
@@ -29,7 +30,7 @@ class Runner:
         self.stopped = asyncio.Event()
 
     async def run(self, clock: Clock) -> None:
-        """Send all requests and wait for their ends, or until stopped. Restarts the clock.
+        """Restart the clock, send all requests, and wait until all have ended or `stopped` is set.
 
         Raises:
             ExceptionGroup: on a bug in the load generator. Failures of the target are recorded.

@@ -10,7 +10,7 @@ from loadgen.arrivals import Arrivals, Trace
 from loadgen.errors import UsageError
 from loadgen.workload.base import RequestSpec, Workload
 
-_ARRIVALS, _CANCELLATIONS = 1, 2  # separate seeds: one setting does not change another's draws
+_ARRIVALS, _CANCELLATIONS = 1, 2  # separate seeds, so that cancellations do not change arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class ScheduledRequest:
     Attributes:
         spec: prompt and lengths.
         due: send time, in seconds after the start of the run.
-        cancel_after: number of tokens after which the client disconnects, or None.
+        cancel_after: number of tokens after which the client disconnects; None if it never does.
     """
 
     spec: RequestSpec
@@ -30,10 +30,10 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class Limits:
-    """Length of a run: a number of requests, a duration, or whichever ends first.
+    """Length of a run: a number of requests, a duration, or both; the first limit reached ends it.
 
     Raises:
-        UsageError: if neither is given.
+        UsageError: if neither limit is given.
     """
 
     requests: int | None = None
@@ -60,8 +60,8 @@ def make_schedule(
     Args:
         arrivals: arrival process; if None, the workload's trace gives the times.
         speed: replay speed of a trace.
-        cancel_fraction: fraction of requests cancelled by the client, each after a number of tokens
-            drawn uniformly from 1 to one less than requested.
+        cancel_fraction: fraction of requests cancelled by the client. The number of tokens before
+            cancellation is uniform from 1 to one less than the requested output length.
 
     Raises:
         UsageError: if a trace was requested and the workload has no times, or no request is due

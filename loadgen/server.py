@@ -1,7 +1,7 @@
 """Server metrics: growth of Prometheus counters from the start to the end of a run.
 
 The counters are Headrace's: seconds spent in each request stage, and KV bytes before and after
-compression. Other servers have none of them, and their summary omits this part.
+compression. The summary omits server metrics if the server has no such counters.
 """
 
 from collections import defaultdict
@@ -16,14 +16,15 @@ from loadgen.errors import UsageError
 _STAGE, _KV = "headrace_request_stage_seconds", "headrace_kv_transfer_bytes_total"
 _TIMEOUT_S = 10.0
 Counters = dict[tuple[str, str], float]
-"""Values by sample name and by the value of the label ``stage`` or ``kind``."""
+"""Counter values by (sample name, value of the label ``stage`` or ``kind``)."""
 
 
 class ServerMetrics:
     """Reads metrics when created and again after the run.
 
-    A URL that does not answer, before or after the run, is left out. Stages are read from the first
-    URL only, because workers measure parts of the gateway's stages. Bytes are summed over all URLs.
+    A URL that does not answer, before or after the run, is left out. Stages are read only from the
+    first URL (the gateway), because the stages of workers are parts of the gateway's stages. Bytes
+    are summed over all URLs.
 
     Args:
         urls: URLs of Prometheus metrics.
@@ -38,7 +39,11 @@ class ServerMetrics:
         self._before = [self._read(number, required) for number in range(len(urls))]
 
     def collect(self) -> dict[str, Any] | None:
-        """Return mean seconds per request and stage, and KV bytes; None without such metrics."""
+        """Return the growth of the counters during the run, or None if there are no counters.
+
+        The keys are ``stages``, the mean seconds per request in each stage, and ``kv_bytes``, the
+        bytes before and after compression and their ratio.
+        """
         grown: Counters = defaultdict(float)
         for number, before in enumerate(self._before):
             after = self._read(number, required=False)

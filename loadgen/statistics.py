@@ -48,7 +48,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean of independent runs with a confidence interval by Student's t."""
+    """Mean of independent runs with its confidence interval by Student's t distribution."""
 
     mean: float
     low: float
@@ -58,7 +58,7 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float], level: float = LEVEL) -> Self:
-        """Return the interval; that of a single run is infinite."""
+        """Return the interval of the mean of ``values``; for a single value, it is infinite."""
         numbers = np.asarray(values, dtype=np.float64)
         mean, runs = float(numbers.mean()), len(numbers)
         if runs < 2:
@@ -67,7 +67,7 @@ class Interval:
         return cls(mean, mean - error, mean + error, runs, level)
 
     def clipped(self, lower: float, upper: float) -> "Interval":
-        """Return the interval clipped to possible values, such as 0 to 1 for a fraction."""
+        """Return the interval clipped to the possible values, such as 0 to 1 for a fraction."""
         if math.isinf(self.high):
             return self
         return replace(self, low=max(self.low, lower), high=min(self.high, upper))
@@ -81,7 +81,8 @@ class Interval:
 def ratio_interval(a: Sequence[float], b: Sequence[float], *, paired: bool) -> Interval | None:
     """Return the ratio b / a of geometric means of runs, or None if a value is not above 0.
 
-    The interval is Student's t on the logarithms: of pairs, or Welch's for independent runs.
+    The confidence interval is computed on logarithms: by Student's t for the differences of pairs
+    if ``paired``, else by Welch's t for independent samples.
     """
     if min(*a, *b) <= 0:
         return None
@@ -124,10 +125,10 @@ def _exponential(mean: float, low: float, high: float, runs: int) -> Interval:
 def bootstrap(groups: Sequence[Sequence[float]], statistic: str, seed: int = 0) -> Numbers:
     """Return bootstrap samples of a statistic of one run, resampling whole requests.
 
-    This treats requests as independent, which holds only approximately within one run.
+    Requests are treated as independent, although requests of one run are so only approximately.
 
     Args:
-        groups: values of each request.
+        groups: one sequence per request, with its values of the measure.
         statistic: ``mean``, or a percentile such as ``p99``.
 
     Returns:
@@ -151,6 +152,11 @@ def bootstrap(groups: Sequence[Sequence[float]], statistic: str, seed: int = 0) 
 
 
 def bootstrap_interval(mean: float, draws: Numbers) -> Interval:
-    """Return the percentile interval of bootstrap samples of one run."""
+    """Return the bootstrap percentile interval of one run.
+
+    Args:
+        mean: value computed from the original sample.
+        draws: bootstrap samples.
+    """
     low, high = np.percentile(draws, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return Interval(mean, float(low), float(high), 1, LEVEL)

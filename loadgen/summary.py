@@ -66,7 +66,7 @@ class Summary:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the summary document, in seconds, requests per second and tokens per second."""
+        """Return the summary document. Units are seconds, and requests or tokens per second."""
         return {
             "invalid": self.invalid,
             "window": vars(self.window),

@@ -27,10 +27,12 @@ class SweepConfig:
     """Rates and seeds of a sweep.
 
     Attributes:
-        rates: requests per second; empty: double the run's rate until saturation.
-        seeds: number of runs per rate, with consecutive seeds from the run's seed.
-        refinements: bisections between the highest sustained and the lowest saturated rate.
-        attainment: fraction of requests within their objectives that the knee must reach.
+        rates: offered rates in requests per second. If empty, the sweep starts at the run's rate
+            and doubles it until saturation.
+        seeds: number of runs per rate. The first has the run's seed, and seeds are consecutive.
+        refinements: number of bisections between the highest unsaturated and the lowest saturated
+            rate.
+        attainment: fraction of requests that must meet all objectives at the knee.
     """
 
     rates: tuple[float, ...] = ()
@@ -57,8 +59,8 @@ def parse_rates(text: str) -> tuple[float, ...]:
 def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -> dict[str, Any]:
     """Run the sweep and return the content of ``sweep.json``.
 
-    Every run is written below ``out``, and the sweep is written again after each rate. A run that
-    the user interrupts ends the sweep.
+    Each run is written to a folder in ``out``. ``sweep.json`` is updated after each rate. If the
+    user interrupts a run, the sweep ends.
 
     Raises:
         UsageError: if the arrival process has no rate, or no initial rate is given.
@@ -97,7 +99,10 @@ def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -
 def _run_rate(
     config: RunConfig, rate: float, seeds: int, out: Path, run: Run, log: Log
 ) -> list[Outcome]:
-    """Run one rate with each seed; fewer outcomes than ``seeds``: the user interrupted a run."""
+    """Run one rate with each seed and return the outcomes of the complete runs.
+
+    If the user interrupts a run, the result has fewer than ``seeds`` outcomes.
+    """
     outcomes = []
     for seed in range(config.seed, config.seed + seeds):
         log(f"{rate:g} requests per second, seed {seed}")

@@ -61,7 +61,7 @@ def sweep_table(sweep: dict[str, Any]) -> Group:
 
 
 def comparison_table(comparison: dict[str, Any]) -> Table:
-    """Return a table with one row per figure; significant ratios are marked."""
+    """Return a table with one row per rate and metric; significant ratios are marked."""
     a, b = comparison["a"]["name"], comparison["b"]["name"]
     table = Table("rate", "", a, b, f"{b} / {a}", "", box=None)
     for row in comparison["rows"]:

@@ -13,7 +13,7 @@ _NANOSECONDS = 10**9
 
 
 class Timer:
-    """One sleep at a time, on a kernel timer on Linux and on the event loop's timer elsewhere.
+    """Timer for one sleep at a time; it uses a kernel timer on Linux, else the event loop's timer.
 
     Attributes:
         max_late_s: typical upper bound, in seconds, on how late a sleep ends on an idle machine.
@@ -24,7 +24,7 @@ class Timer:
         self.max_late_s = _LOOP_LATE_S if descriptor is None else _KERNEL_LATE_S
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep for more than 0 seconds, or until `wake` is called."""
+        """Sleep for ``seconds``, which must be above 0, or until `wake` is called."""
         self._woken.clear()
         if self._descriptor is None:
             asyncio.get_running_loop().call_later(seconds, self.wake)
@@ -47,7 +47,7 @@ def open_timer() -> Iterator[Timer]:
         return
 
     def expired() -> None:
-        os.read(descriptor, 8)  # the expiration count; unread, it stays readable
+        os.read(descriptor, 8)  # clear the expirations, or the descriptor stays readable
         timer.wake()
 
     loop.add_reader(descriptor, expired)
@@ -58,7 +58,7 @@ def open_timer() -> Iterator[Timer]:
         os.close(descriptor)
 
 
-# Python 3.13 adds os.timerfd_create and os.timerfd_settime_ns.
+# The timer uses ctypes, because os.timerfd_create needs Python 3.13.
 
 
 def _descriptor() -> int | None:

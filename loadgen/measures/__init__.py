@@ -13,7 +13,7 @@ from loadgen.measures.tpot import TPOT
 from loadgen.measures.ttft import TTFT, TTFT_SENT
 
 MEASURES = (TTFT, ITL, TPOT, E2E, NORMALIZED, TTFT_SENT, E2E_SENT, LAG)
-"""Measures with values for each request."""
+"""All per-request measures."""
 BY_NAME = {measure.name: measure for measure in MEASURES}
 
 __all__ = [

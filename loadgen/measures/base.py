@@ -8,7 +8,7 @@ from loadgen.record import Record
 
 @dataclass(frozen=True)
 class Window:
-    """Measured part of a run, without warm-up and cool-down, in seconds after the start."""
+    """Measured part of a run, without warm-up and cool-down. Times are seconds after the start."""
 
     begin: float
     end: float

@@ -1,4 +1,7 @@
-"""End-to-end latency (job completion time): ended - due, and ended - sent."""
+"""End-to-end latency (job completion time): ended - due.
+
+The variant ``ended - sent`` excludes the dispatch lag of the load generator.
+"""
 
 from collections.abc import Sequence
 

@@ -11,13 +11,13 @@ from loadgen.record import Failure, Record
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Outcomes of the requests due in a window; each request is counted exactly once.
+    """Outcomes of the requests scheduled in a window; each request is counted exactly once.
 
     Attributes:
         succeeded: requests with a complete answer.
         cancelled: requests cancelled by their clients.
         unfinished: requests not sent or not ended when the run was stopped.
-        failed: failed requests by kind of failure.
+        failed: number of failed requests by kind of failure.
     """
 
     succeeded: int

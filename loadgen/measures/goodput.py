@@ -1,8 +1,8 @@
-"""Goodput: requests per second that succeeded within all objectives.
+"""Goodput: rate of successful requests that met all objectives, per second.
 
-A request is within an objective if all its values of the measure are at most the bound. Failed and
-unanswered requests are not within the objectives. Cancelled requests are not counted.
-Attainment is the fraction of the counted requests that are within all objectives.
+A request meets an objective if none of its values of the objective's measure exceeds the bound.
+Failed and unanswered requests count as not meeting the objectives. Cancelled requests are not
+counted. Attainment is the fraction of the counted requests that met all objectives.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,13 @@ class Objective:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Requests per second within all objectives, and their fraction of the requests due."""
+    """Goodput and attainment of one run.
+
+    Attributes:
+        requests: successful requests that met all objectives, per second.
+        attainment: fraction of the requests scheduled in the window, except cancelled ones, that
+            met all objectives.
+    """
 
     requests: float
     attainment: float

@@ -1,9 +1,9 @@
-"""Requests in flight: sent and not ended, the queue as seen by the client.
+"""Requests in flight: requests that were sent and have not ended.
 
 The mean is over time: request-seconds in flight within the window, divided by its length. The
 growth per second is the difference between the means of the window's last and first quarters,
-divided by the distance of their centres (three quarters of the window). It equals the arrival rate
-minus the completion rate of a server that cannot keep up.
+divided by the distance of their centres (three quarters of the window). If the server cannot keep
+up, requests in flight grow steadily, and the growth is the arrival rate minus the completion rate.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from loadgen.record import Record
 
 @dataclass(frozen=True)
 class InFlight:
-    """Mean and maximum number of requests in flight, and its growth per second."""
+    """Requests in flight: mean, maximum (``most``), and growth per second."""
 
     mean: float
     most: int
@@ -39,7 +39,10 @@ class InFlight:
 
 
 def _spans(records: Sequence[Record], window: Window) -> list[tuple[float, float]]:
-    """Return the interval in flight within the window, for each request that has one."""
+    """Return (begin, end) of each request's time in flight, clipped to the window.
+
+    Requests that were not in flight within the window are omitted.
+    """
     spans = [
         (max(record.sent, window.begin), min(_end(record, window), window.end))
         for record in records

@@ -1,7 +1,7 @@
 """Inter-token latency: gap between consecutive chunks of an answer.
 
-A chunk holds one token, or several if the server sends several at once. Each gap is a separate
-value, so that a stall is visible whatever the length of the answer.
+A chunk contains one token, or several if the server sends several at once. Each gap is a separate
+value, because a mean per answer would hide a stall in a long answer.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Normalized latency: (ended - due) / output tokens, as defined in the FDC paper."""
+"""Normalized latency: (ended - due) / output tokens.
+
+The definition is from "FDC: Fast KV Dimensionality Compression for Efficient LLM Inference".
+"""
 
 from collections.abc import Sequence
 

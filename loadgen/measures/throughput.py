@@ -1,8 +1,8 @@
-"""Throughput: requests completed and tokens received in the window, divided by its length.
+"""Throughput: requests completed and tokens received in the window, per second.
 
 A request counts if it ended in the window with a complete answer. A token counts if it arrived in
-the window, whatever the outcome of its request. If the target's own token count differs from the
-received chunks, it is distributed over them in proportion.
+the window, whatever the outcome of its request. If the target reports a token count that differs
+from the number counted in the chunks, the counts of all chunks are scaled to add up to it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Throughput:
     """Rates of one run, per second.
 
     Attributes:
-        offered: requests due.
+        offered: requests scheduled in the window.
         requests: successful requests.
         output_tokens: output tokens received.
         input_tokens: prompt tokens of successful requests.

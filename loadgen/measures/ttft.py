@@ -1,7 +1,7 @@
 """Time to first token: first - due, the wait of a client that arrives at the scheduled time.
 
-The variant from the send, first - sent, excludes the dispatch lag of the load generator. Both are
-measured for successful requests and for requests cancelled after their first token.
+The variant ``first - sent`` excludes the dispatch lag of the load generator. Both are measured for
+successful requests and for requests cancelled after their first token.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """HTML reports of runs, sweeps and comparisons.
 
-Each report is a single self-contained file without scripts and external resources.
+Each report is a single self-contained file without scripts or external resources.
 """
 
 from loadgen.report.compare import compare_page

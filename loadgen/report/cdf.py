@@ -15,7 +15,7 @@ from loadgen.report.scale import Scale
 _POINTS = 300
 _SHOWN = ((TTFT, TTFT_SENT), (ITL, None), (E2E, E2E_SENT))
 _MIN_OF_MEDIAN = 1e-2
-"""Lower end of a logarithmic axis relative to the median, because values may be 0."""
+"""Minimum lower end of a logarithmic axis, relative to the median, because values may be 0."""
 
 Floats = NDArray[np.float64]
 
@@ -39,7 +39,7 @@ def cdfs(due: Sequence[Record], objectives: dict[str, float]) -> list[Plot]:
 def distribution(values: Floats) -> tuple[Floats, Floats]:
     """Return sorted values and their cumulative percentages, for a step plot.
 
-    Large samples are thinned to evenly spaced quantiles, with more of them in the last 1 %.
+    Large samples are reduced to evenly spaced quantiles, denser above the 99th percentile.
     """
     ordered = np.sort(values)
     if ordered.size <= _POINTS:

@@ -15,17 +15,18 @@ from loadgen.report.rates import Line, Point, rate_plot
 from loadgen.report.tile import Tile
 
 _MAX_LOG_RATIO = math.log(8)
-"""Ratios above 8 or below 1/8 are drawn at the edge."""
+"""Limit of the drawing: ratios above 8 or below 1/8 are drawn at its edge."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ratio b / a with its interval.
+    """Ratio b / a with its confidence interval, formatted.
 
     Attributes:
         text: the ratio.
-        interval: its interval; "" without one.
-        marks: positions of low, mean and high in the drawing, in %; 50 is a ratio of 1.
+        interval: confidence interval; "" without one.
+        marks: horizontal positions of the interval's low end, mean and high end in the drawing, in
+            %; a ratio of 1 is at 50.
         verdict: "better", "worse", "not significant" (the interval contains 1) or "one run".
     """
 
@@ -37,7 +38,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of both sides at one rate."""
+    """Values of one metric for both sides at one rate."""
 
     rate: str
     a: str
@@ -47,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of one figure."""
+    """Rows of one metric."""
 
     figure: FigureFormat
     rows: Sequence[Row]
@@ -58,7 +59,8 @@ def compare_page(comparison: dict[str, Any]) -> str:
 
     Args:
         comparison: {"a": {"name", "manifest"}, "b": {"name", "manifest"}, "rows": [{"rate",
-            "figure", "title", "unit", "better", "a", "b", "ratio"}]}, with intervals as in a sweep.
+            "figure", "title", "unit", "better", "a", "b", "ratio"}]}. "a", "b" and "ratio" are
+            confidence intervals in the format of `sweep_page`.
     """
     by_figure = {
         name: list(rows)
@@ -101,7 +103,10 @@ def _format(row: dict[str, Any]) -> FigureFormat:
 
 
 def _span(ratios: Sequence[dict[str, Any]]) -> float:
-    """Return the largest absolute logarithm of a ratio, at least log 1.25."""
+    """Return the largest distance of a ratio from 1, as the absolute value of its logarithm.
+
+    The result is between log 1.25 and `_MAX_LOG_RATIO`.
+    """
     ends = [one[end] for one in ratios for end in ("low", "mean", "high")]
     distances = [abs(math.log(one)) for one in ends if one is not None and one > 0]
     return min(max([math.log(1.25), *distances]), _MAX_LOG_RATIO)
@@ -154,7 +159,7 @@ def _tiles(groups: Sequence[Group]) -> list[Tile]:
 
 
 def _plot(rows: Sequence[dict[str, Any]], names: tuple[str, str]) -> Plot | None:
-    """Return a plot of one figure, or None for fewer than two rates."""
+    """Return a plot of one metric against the rate, or None for fewer than two rates."""
     if len({row["rate"] for row in rows if row["rate"] is not None}) < 2:
         return None
     figure = _format(rows[0])

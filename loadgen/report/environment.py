@@ -9,13 +9,13 @@ _FIRST = ("model", "target", "started", "seed")
 
 
 def lines(manifest: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return names and values, the most important first."""
+    """Return (name, value) pairs, the most important first."""
     order = sorted(manifest, key=lambda name: name not in _FIRST)
     return [(name.replace("_", " "), _text(name, manifest[name])) for name in order]
 
 
 def subtitle(manifest: dict[str, Any]) -> str:
-    """Return model, target and start time, as far as known."""
+    """Return one line with model, target and start time, without those that are unknown."""
     known = [str(manifest[name]) for name in ("model", "target") if manifest.get(name)]
     with suppress(KeyError, ValueError, TypeError):
         known.append(f"{datetime.fromisoformat(manifest['started']):%Y-%m-%d %H:%M %Z}")

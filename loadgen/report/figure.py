@@ -1,4 +1,4 @@
-"""Presentation of figures, by names such as ``ttft:p99``."""
+"""Titles, units and number formats of metrics, by names such as ``ttft:p99``."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ _MEASURES = {measure.name: measure.title for measure in MEASURES}
 
 @dataclass(frozen=True)
 class FigureFormat:
-    """Title and unit of a figure.
+    """Title and display unit of a metric.
 
     Attributes:
         title: title without the unit.
@@ -25,7 +25,7 @@ class FigureFormat:
         return {"ms": ms, "%": percent}.get(self.unit, plain)(value)
 
     def margin(self, mean: float, margin: float) -> str:
-        """Format the margin of error of a mean, with the digits of the mean."""
+        """Format the margin of error of a mean with as many decimals as the mean."""
         digits = len(self.text(mean).partition(".")[2])
         return f"± {self.scaled(margin):,.{digits}f}"
 
@@ -46,7 +46,7 @@ _UNITS = {"s": "ms", "1/s": "per second"}
 
 
 def figure_format(name: str, title: str = "", unit: str = "") -> FigureFormat:
-    """Return the format of a figure; title and unit are used for unknown names."""
+    """Return the format of a metric; ``title`` and ``unit`` are used if the name is unknown."""
     if name in _OF_RUN:
         return _OF_RUN[name]
     measure, _, statistic = name.partition(":")

@@ -7,7 +7,7 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def plain(value: float | None) -> str:
-    """Format with three significant digits, from 100 as an integer: 0.051, 1.25, 12.3, 1,235."""
+    """Format with three significant digits, or as an integer if at least 100: 1.25, 12.3, 1,235."""
     if value is None:
         return NOTHING
     size = abs(value)
@@ -29,7 +29,7 @@ def ms(seconds: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Format as a percentage without the sign; 0 and 100 are only used for exact values."""
+    """Format a fraction as a percentage without the % sign; only exact values become 0 or 100."""
     if share is None:
         return NOTHING
     value = 100 * share

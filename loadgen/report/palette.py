@@ -1,8 +1,10 @@
 """Colours by name; the style sheet defines their values for light, dark and print.
 
-matplotlib needs numeric colours, so each name is drawn with a unique one, which is replaced by a
-CSS variable afterwards. Blue, orange, green, purple and ochre are distinguishable with colour
-vision deficiency. Lines in one plot also differ in dashes or markers.
+matplotlib needs numeric colours. Each name is therefore drawn in a unique placeholder colour, which
+is replaced by a CSS variable in the finished SVG.
+
+Blue, orange, green, purple and ochre are distinguishable with colour vision deficiency. Lines in
+one plot also differ in dashes or markers.
 """
 
 import re
@@ -20,7 +22,7 @@ OF_MEASURE = {
     "tpot": "purple",
     "normalized_latency": "ochre",
 }
-"""Colours of measures, the same in all reports."""
+"""Colour of each measure, in all reports."""
 
 
 def paint(name: str) -> str:
@@ -29,5 +31,5 @@ def paint(name: str) -> str:
 
 
 def variables(svg: str) -> str:
-    """Replace placeholder colours in an SVG by CSS variables."""
+    """Return the SVG with placeholder colours replaced by CSS variables."""
     return _NUMBER.sub(lambda found: f"var(--{NAMES[int(found[1], 16)]})", svg)

@@ -1,4 +1,4 @@
-"""Plots as inline SVG: text stays text, colours are CSS variables, ids are unique."""
+"""Plots as inline SVG, with selectable text, colours from CSS variables, and unique ids."""
 
 import io
 import re
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from loadgen.report.palette import paint, variables
 
 NARROW, WIDE = 360, 1040
-"""Widths in CSS pixels at which text has its nominal size; pages scale the drawings."""
+"""Nominal widths of drawings in CSS pixels. Pages scale drawings, including their text."""
 _FONT = 12
 _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 48, 18, 28, 46, 36
 _SETTINGS: dict[Any, Any] = {
@@ -48,9 +48,9 @@ class Plot:
     """Plot with title and legend.
 
     Attributes:
-        drawings: one drawing, or one for wide and one for narrow screens.
-        keys: legend.
-        note: line below the plot.
+        drawings: a single drawing, or two: for wide and for narrow screens.
+        keys: entries of the legend.
+        note: line of text below the plot.
     """
 
     title: str
@@ -92,7 +92,7 @@ class Drawing:
         return axes
 
     def label_y(self, panel: int, text: str) -> None:
-        """Label a y axis, above it and left-aligned."""
+        """Add the label of a panel's y axis, left-aligned above the axis."""
         top = self.panels[panel].get_position().y1
         at = 1 / self._width, top + 12 / self._height
         self._figure.text(*at, text, color=paint("ink"), parse_math=False)

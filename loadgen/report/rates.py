@@ -1,4 +1,4 @@
-"""Plots of figures against the offered rate, with confidence intervals."""
+"""Plots of metrics against the offered rate, with confidence intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from loadgen.report.scale import Scale
 
 @dataclass(frozen=True)
 class Point:
-    """Figure at one rate.
+    """A measured value at one offered rate.
 
     Attributes:
-        low, high: interval; None for a single run.
+        low, high: ends of the confidence interval; None for a single run.
         saturated: whether the rate is above saturation.
     """
 
@@ -31,7 +31,7 @@ class Point:
     def of(
         cls, rate: float, interval: dict[str, Any], form: FigureFormat, saturated: bool
     ) -> "Point":
-        """Convert an interval from JSON to the display unit."""
+        """Convert a confidence interval, read from JSON, to the display unit."""
         ends = (interval["mean"], interval["low"], interval["high"])
         mean, low, high = (None if one is None else form.scaled(float(one)) for one in ends)
         return cls(rate, mean or 0.0, low, high, saturated)
@@ -58,13 +58,13 @@ def rate_plot(
     percent: bool = False,
     log: bool = False,
 ) -> Plot | None:
-    """Plot figures against the offered rate, or return None if there are no points.
+    """Plot lines against the offered rate, or return None if there are no points.
 
     Args:
         name: unique name in the page.
         label: label of the y axis, with its unit.
-        knee: rate to mark.
-        ideal: whether to draw the line of equal offered and measured rates.
+        knee: rate to mark as the knee.
+        ideal: whether to draw the line where the measured rate equals the offered rate.
         percent: whether the y axis shows percentages.
         log: whether the y axis may be logarithmic, for a large range of values.
     """
@@ -90,7 +90,7 @@ def rate_plot(
 
 
 def _guides(axes: Axes, ideal: Scale | None, knee: float | None) -> list[Key]:
-    """Draw reference lines below the others."""
+    """Draw the lines of ``ideal`` and ``knee``, and return their legend entries."""
     keys = []
     if ideal is not None:
         ends = [ideal.low, ideal.high]
@@ -103,7 +103,10 @@ def _guides(axes: Axes, ideal: Scale | None, knee: float | None) -> list[Key]:
 
 
 def _upward(lines: Sequence[Line], minimum_high: float, log: bool) -> Scale:
-    """Scale the y axis to the means; intervals extend it to at most three times the means."""
+    """Return a y axis that includes all means and, if possible, all confidence intervals.
+
+    It ends at three times the largest mean at most; intervals that exceed it are cut off.
+    """
     points = [point for line in lines for point in line.points]
     low, high = min(p.mean for p in points), max(minimum_high, *(p.mean for p in points), 0.0)
     reach = max((p.high for p in points if p.high is not None), default=high)

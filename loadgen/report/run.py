@@ -29,7 +29,7 @@ class FailureRow:
 
 @dataclass(frozen=True)
 class Stage:
-    """Mean time in one stage, as reported by the target."""
+    """Mean time of requests in one stage of the server, as reported by the server."""
 
     name: str
     seconds: float

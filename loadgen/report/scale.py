@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from loadgen.report.number import tick
 
 _MIN_LOG_RATIO = 20.0
-"""Minimum ratio of the largest to the smallest value for a logarithmic axis."""
+"""Ratio of the largest to the smallest value above which an axis is logarithmic."""
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _MAX_DECADES = 6
 
@@ -35,7 +35,10 @@ class Scale:
 
     @classmethod
     def logarithmic(cls, low: float, high: float) -> Self:
-        """Return a scale with ticks at decades, and at 1, 2 and 5 of each for small ranges."""
+        """Return a scale with ticks at powers of 10.
+
+        A small range also has ticks at 2 and 5 times each power.
+        """
         low, high = low / 1.15, high * 1.15
         first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
         between = (1, 2, 5) if high / low < 110 else (1,)

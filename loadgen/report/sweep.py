@@ -22,7 +22,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean and margin of error; the margin of a single run is empty."""
+    """Mean and margin of error, formatted; the margin is "" for a single run."""
 
     mean: str
     margin: str
@@ -30,7 +30,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """Figures and remarks of one rate."""
+    """Metrics and remarks of one rate."""
 
     rate: str
     runs: int
@@ -158,7 +158,7 @@ def _cell(name: str, interval: dict[str, Any] | None) -> Cell:
 
 
 def _level(points: Sequence[dict[str, Any]]) -> float | None:
-    """Return the confidence level of the intervals, or None for one run per rate."""
+    """Return the confidence level of the intervals, or None if each rate has only one run."""
     for point in points:
         for interval in point["figures"].values():
             if interval is not None and interval["low"] is not None:

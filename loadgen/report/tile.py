@@ -1,4 +1,4 @@
-"""Headline figures."""
+"""Tiles: the most important metrics of a run, at the top of its report."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from loadgen.report.number import ms, percent, plain
 
 @dataclass(frozen=True)
 class Tile:
-    """Headline figure with label, unit and note."""
+    """One metric with label, unit and note."""
 
     label: str
     value: str
@@ -24,7 +24,7 @@ _LATENCIES = (
 
 
 def of_run(document: dict[str, Any]) -> list[Tile]:
-    """Return the headline figures of a run."""
+    """Return the tiles of a run."""
     throughput, in_flight = document["throughput"], document["in_flight"]
     tiles = []
     for name, label in _LATENCIES:

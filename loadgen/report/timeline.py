@@ -61,7 +61,7 @@ class Timeline:
 
 
 def timeline(records: Sequence[Record], window: Window, faults: Sequence[dict[str, Any]]) -> Plot:
-    """Return the timeline plot, without drawings if nothing was sent.
+    """Return the timeline plot; it contains no drawings if nothing was sent.
 
     Args:
         faults: injected faults, such as ``{"at": 30.0, "what": "kill prefill"}``.
@@ -132,14 +132,18 @@ def _count(times: Floats, edges: Floats) -> Floats:
 
 
 def _seconds_after(times: Floats, edges: Floats) -> Floats:
-    """Return, for each edge, the sum of the seconds since all earlier times, which are sorted."""
+    """Return, for each edge, the sum of ``edge - time`` over all times before the edge.
+
+    Args:
+        times: times in increasing order.
+    """
     sums = np.concatenate(([0.0], np.cumsum(times)))
     before = np.searchsorted(times, edges)
     return np.asarray(before * edges - sums[before], dtype=np.float64)
 
 
 def _tokens(records: Sequence[Record], edges: Floats) -> Floats:
-    """Return output tokens per bin; chunks share the target's token count, as in throughput."""
+    """Return the number of output tokens per bin, counted as in `loadgen.measures.throughput`."""
     times = np.fromiter(chain.from_iterable(r.times for r in records), dtype=np.float64)
     counts = np.fromiter(chain.from_iterable(r.counts for r in records), dtype=np.float64)
     shares = [r.output_tokens / max(sum(r.counts), 1) for r in records]

@@ -1,4 +1,4 @@
-"""Interface of targets, and what their implementations share."""
+"""Interface of targets, and code shared by their implementations."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -38,7 +38,7 @@ class Options:
 
     Attributes:
         model: model name as served by the target.
-        timeout_s: seconds from the send to the last token.
+        timeout_s: maximum seconds from sending a request to the end of its answer.
         temperature: sampling temperature; 0 is greedy.
         ignore_eos: whether to generate up to ``max_tokens``; not supported by every server.
         keep_answers: whether to store text and token ids in the records.
@@ -54,7 +54,7 @@ class Options:
 
 
 class RequestFailed(Exception):
-    """Failure of a request, raised where it is detected and recorded by `finish`."""
+    """Failure of a request. Targets raise it where they detect the failure; `finish` records it."""
 
     def __init__(self, failure: Failure, detail: str) -> None:
         super().__init__(detail)

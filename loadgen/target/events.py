@@ -34,7 +34,7 @@ class Events:
 
 
 def _data(event: bytes) -> bytes | None:
-    """Return the data lines of an event, or None if it has none, as a comment."""
+    """Return the data lines of an event, or None if it has none, for example a comment."""
     if event.startswith(b"data: ") and b"\n" not in event:
         return event[6:]
     lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line[:5] == b"data:"]

@@ -19,7 +19,7 @@ from loadgen.target.events import EventError, Events
 
 _BUSY = (429, 503)
 _MAX_DETAIL = 300
-"""Characters of an error message that are kept."""
+"""Maximum characters of an error message that are recorded."""
 _READ_BYTES = 1 << 16
 
 _PATHS = {Endpoint.COMPLETIONS: "/completions", Endpoint.CHAT: "/chat/completions"}
@@ -161,7 +161,7 @@ class _Answer:
             add_chunk(self._record, self._scheduled, at, 1)
 
     def end(self) -> None:
-        """Check that the stream is complete."""
+        """Raise `RequestFailed` if the stream is not complete."""
         if not self._done:
             raise RequestFailed(Failure.INTERRUPTED, "the answer ended without its final event")
         if not self._finished and not self._record.times:
@@ -175,7 +175,7 @@ def _failures(broken: Failure) -> Iterator[None]:
     """Translate exceptions to `RequestFailed`.
 
     Args:
-        broken: failure recorded if the connection breaks in this block.
+        broken: kind of failure if the connection breaks within the block.
     """
     try:
         yield

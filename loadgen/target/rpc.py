@@ -23,7 +23,7 @@ _CLIENT_ERRORS = {
     grpc.StatusCode.FAILED_PRECONDITION,
 }
 _CHANNELS = 8
-"""A connection limits its concurrent streams, so requests are spread over several."""
+"""Number of connections that share the requests; each limits its concurrent streams."""
 _MAX_DETAIL = 300
 
 
@@ -103,7 +103,7 @@ def _failed(error: grpc.RpcError, *, begun: bool) -> RequestFailed:
     """Translate the error of a call.
 
     Args:
-        begun: whether tokens had arrived.
+        begun: whether tokens had arrived before the error.
     """
     code, detail = error.code(), f"{error.code().name}: {error.details()}"[:_MAX_DETAIL]
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -11,9 +11,9 @@ class RequestSpec:
 
     Attributes:
         prompt: text, or token ids of the target's vocabulary.
-        input_tokens: prompt tokens by the target's tokenizer.
-        output_tokens: output tokens to request as ``max_tokens``.
-        at: time in a trace, in seconds after its start; None if the arrival process gives the time.
+        input_tokens: number of prompt tokens as counted by the target's tokenizer.
+        output_tokens: number of output tokens to request as ``max_tokens``.
+        at: send time in a trace, in seconds after its start; None if the source has no times.
     """
 
     prompt: str | tuple[int, ...]
@@ -26,7 +26,7 @@ class Workload(Protocol):
     """Source of requests, reproducible by seed."""
 
     def requests(self, seed: int) -> Iterator[RequestSpec]:
-        """Yield requests, endlessly unless the source is finite."""
+        """Yield requests; the sequence is endless unless the source is finite."""
         ...
 
 

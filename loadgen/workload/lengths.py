@@ -97,11 +97,11 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """Distribution with a given mean and bounds, the figures that papers report for datasets.
+    """Distribution with a given minimum, mean and maximum, as papers report them for datasets.
 
     It is a beta distribution scaled to ``low`` to ``high`` with α + β = 6, as in PERT. It has a
-    single mode and thins out towards both bounds. If the mean lies in the outer sixth of the
-    range, the mode is the nearer bound.
+    single mode, and its density decreases towards both bounds. If a bound is closer to the
+    mean than a sixth of the range, that bound is the mode.
     """
 
     low: int
@@ -124,7 +124,9 @@ class Bounded:
         return np.minimum(_round(stretched, rng), self.high)
 
     def scaled(self, factor: float) -> "Bounded":
-        """Return the distribution scaled by ``factor``, at least 1, with bounds rounded outwards.
+        """Return the distribution with mean and bounds multiplied by ``factor``.
+
+        Results below 1 become 1, and bounds are rounded outwards.
 
         Raises:
             UsageError: if the factor is not above 0, or a length exceeds `MAX_TOKENS`.

@@ -1,4 +1,7 @@
-"""Length presets: the datasets of the FDC paper, Table 6."""
+"""Length presets: the datasets of the FDC paper, Table 6.
+
+The paper is "FDC: Fast KV Dimensionality Compression for Efficient LLM Inference".
+"""
 
 from dataclasses import dataclass
 
@@ -21,14 +24,18 @@ PRESETS = {
     "humaneval": Preset(Bounded(75, 204, 697), Bounded(11, 139, 552)),
     "pg19": Preset(Bounded(138, 277, 419), Bounded(24_300, 61_500, 97_500)),
 }
-"""Minimum, mean and maximum from Table 6. The paper does not give the shape; see `Bounded`."""
+"""Presets by name, with minimum, mean and maximum from Table 6.
+
+The paper does not state the shape of the distributions; see `Bounded`.
+"""
 
 
 def preset(name: str, scale: float = 1.0) -> Preset:
     """Return a preset by name.
 
     Args:
-        scale: factor on all lengths, for smaller machines; lengths stay at least 1.
+        scale: factor by which all lengths are multiplied, for smaller machines. Lengths remain at
+            least 1.
 
     Raises:
         UsageError: if the name is unknown or the scale is not above 0.

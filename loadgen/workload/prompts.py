@@ -46,8 +46,8 @@ class PromptWriter:
 
     Args:
         token_ids: whether prompts are token ids instead of text. Token ids have exactly the
-            intended length. Text has it too unless the tokenizer merges words, and it has at least
-            one word; `Prompt.tokens` is the actual length.
+            intended length. The length of a text can differ if the tokenizer merges words, or if
+            the intended length is less than one word. `Prompt.tokens` is the actual length.
 
     Raises:
         UsageError: if the tokenizer is unreachable or has no tokens for English words.
@@ -59,7 +59,12 @@ class PromptWriter:
         self.vocabulary = Vocabulary(tokenizer)
 
     def extend(self, draft: Draft, drawn: IntArray, tokens: int) -> Draft:
-        """Return the draft extended by the first ``tokens`` tokens of at least as many words."""
+        """Return the draft extended by ``tokens`` tokens.
+
+        Args:
+            drawn: words from `Vocabulary.draw`, at least ``tokens`` of them. Words that are not
+                needed are ignored.
+        """
         total = draft.tokens + tokens
         used = sum(len(passage.ids) for passage in draft.passages)
         room = total - len(self.vocabulary.lead) - used
@@ -120,8 +125,8 @@ class SharedPrefix:
 class Synthetic:
     """Endless random prompts.
 
-    Lengths, words and prefixes have separate random generators. The same seed gives the same
-    lengths for text and token ids, and with and without a prefix.
+    Lengths, words and prefixes are drawn from separate random generators. The lengths drawn for a
+    seed are the same for text and token ids, and with and without prefixes.
     """
 
     inputs: Lengths

@@ -13,7 +13,7 @@ from loadgen.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One object of a file. All accessors raise `UsageError` for a value of the wrong type.
+    """One JSON object of a file. All accessors raise `UsageError` for a value of the wrong type.
 
     Attributes:
         where: location for error messages: the file and the line or entry.
@@ -43,7 +43,7 @@ class Row:
         return tuple(value)
 
     def seconds(self, key: str) -> float | None:
-        """Return a value in milliseconds as seconds, or None if there is no value."""
+        """Return a value in seconds, converted from milliseconds; None if it is missing."""
         value = self.values.get(key)
         if value is None:
             return None

@@ -1,4 +1,4 @@
-"""Requests from ShareGPT conversations. See `loadgen.workload.traces` for files with times."""
+"""Requests from ShareGPT conversations. See `loadgen.workload.traces` for other files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ _MODELS = frozenset({"gpt", "chatgpt", "assistant"})
 
 
 class ShareGPT:
-    """First exchange of each conversation: its prompt and the length of its answer.
+    """One request per conversation: its first prompt, and the length of the answer to it.
 
     The file is a JSON list of ``{"conversations": [{"from": "human", "value": …}, {"from": "gpt",
     …}, …]}``. Conversations in which the first human message is not answered are skipped.

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 _CONCURRENCY = 8
-"""Concurrent tokenizer calls, which hide the latency of a remote one."""
+"""Maximum concurrent tokenizer calls. Concurrency hides the latency of a remote tokenizer."""
 
 
 class LocalTokenizer:
@@ -128,7 +128,9 @@ class RemoteTokenizer:
 def open_tokenizer(
     file: Path | None, base: str | None, model: str, headers: Mapping[str, str]
 ) -> Iterator[Tokenizer]:
-    """Open the tokenizer in ``file``, else that of the server at ``base``, and close it again.
+    """Yield the tokenizer in ``file``, or if None, the tokenizer of the server at ``base``.
+
+    The tokenizer is closed at the end of the block.
 
     Raises:
         UsageError: if neither is given, or the file is invalid.
@@ -143,7 +145,7 @@ def open_tokenizer(
 
 
 def map_concurrently(call: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
-    """Apply a function that waits for a tokenizer to all items, several at a time."""
+    """Apply ``call``, which waits for a tokenizer, to all items, up to `_CONCURRENCY` at a time."""
     with ThreadPoolExecutor(_CONCURRENCY) as pool:
         return list(pool.map(call, items))
 
@@ -152,7 +154,7 @@ def special_tokens(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ..
     """Return the tokens that the tokenizer adds before and after each text, such as BOS.
 
     Raises:
-        UsageError: if the tokenizer encodes different words alike.
+        UsageError: if the tokenizer returns the same tokens for different words.
     """
     first, second = (tokenizer.encode(word) for word in ("the", "on"))
     lead = _common_prefix(first, second)

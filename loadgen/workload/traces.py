@@ -2,7 +2,8 @@
 
 A file is read and validated when opened; errors name the file and the line. Prompts are tokenized
 or generated lazily. Requests with times are ordered by time, the first at 0. Requests without times
-are shuffled by the seed, so that each seed uses another part of a file longer than a run.
+are shuffled by the seed. If the file has more requests than a run, different seeds select different
+requests.
 """
 
 from collections.abc import Iterator
@@ -42,7 +43,8 @@ class PromptFile:
     length. The optional ``timestamp`` is the time in milliseconds.
 
     Args:
-        outputs: output lengths for lines without one; if None, every line must have one.
+        outputs: distribution of output lengths, for lines without an output length; if None, every
+            line must have one.
 
     Raises:
         UsageError: if the file or a line is invalid.
@@ -111,7 +113,7 @@ class MooncakeTrace:
 
     def _request(self, row: Row) -> _Request:
         tokens = row.integer("input_length", minimum=1)
-        # Some recorded requests got no answer, but a request must ask for at least one token.
+        # Some recorded requests have output length 0, but max_tokens must be at least 1.
         answer = max(1, row.integer("output_length", minimum=0))
         hashes = row.integer_list("hash_ids") if row.values.get("hash_ids") else ()
         if hashes and len(hashes) != -(-tokens // self._block_tokens):
@@ -141,7 +143,10 @@ _R = TypeVar("_R", _Line, _Request)
 
 
 def _by_time(path: Path, rows: list[_R]) -> list[_R]:
-    """Sort by time and shift the first to 0; return rows without times unchanged."""
+    """Return the rows sorted by time, with the first time shifted to 0.
+
+    Rows are returned unchanged if none has a time.
+    """
     times = [row.at for row in rows if row.at is not None]
     if not rows:
         raise UsageError(f"{path}: no requests")

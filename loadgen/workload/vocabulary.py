@@ -10,8 +10,8 @@ from loadgen.workload.base import Tokenizer
 from loadgen.workload.lengths import IntArray
 from loadgen.workload.tokenizer import special_tokens
 
-# Common words, each of which is one token in most vocabularies, also at the start of a text. A
-# prompt then has the intended length at the first attempt.
+# Common words. In most vocabularies, each is a single token, also at the start of a text. The first
+# version of a prompt then already has the intended length.
 _COMMON = """
 about above after again against air all almost along also always among an and animal another answer
 any are area around as ask at away back because been before being below best better between big
@@ -48,8 +48,8 @@ class Passage:
     """The same words as text and as token ids.
 
     Attributes:
-        text: text that begins with a space. It has the tokens of ``ids``, plus the rest of the last
-            word if ``ids`` ends within a word.
+        text: whole words, each after a space. If ``ids`` ends within a word, ``text`` includes the
+            rest of that word.
         ids: token ids, with exactly the intended length.
     """
 
@@ -58,7 +58,9 @@ class Passage:
 
 
 class Vocabulary:
-    """Words and their tokens, found with a single tokenizer call if each word is one token.
+    """Words and their tokens in the target's vocabulary.
+
+    If each word is one token, a single tokenizer call is enough to find all tokens.
 
     Raises:
         UsageError: if the tokenizer cannot encode English words.
@@ -80,16 +82,22 @@ class Vocabulary:
         self._sizes = np.array([len(tokens) for tokens in self._tokens])
 
     def body(self, tokens: list[int]) -> list[int]:
-        """Return the tokens of a text without special tokens around it."""
+        """Return the tokens of an encoded text without the special tokens around them."""
         return tokens[len(self.lead) : len(tokens) - len(self._trail)]
 
     def draw(self, rng: np.random.Generator, count: int) -> IntArray:
-        """Draw ``count`` random words, about one in twelve with a full stop. Shape (count,)."""
+        """Return the indices of ``count`` random words. Shape (count,).
+
+        About one in twelve is followed by a full stop.
+        """
         ends = rng.random(count) < 1 / _WORDS_PER_SENTENCE
         return rng.integers(self._words, size=count) + self._words * ends
 
     def passage(self, drawn: IntArray, tokens: int) -> Passage:
-        """Return the first ``tokens`` tokens of the drawn words, which must be at least as many."""
+        """Return the first ``tokens`` tokens of the words ``drawn``.
+
+        ``drawn`` must contain at least ``tokens`` words, because a word may be a single token.
+        """
         reached = np.cumsum(self._sizes[drawn[: max(0, tokens)]])
         count = int(np.searchsorted(reached, tokens)) + 1
         chosen = drawn[:count].tolist() if tokens > 0 else []
@@ -105,7 +113,11 @@ class Vocabulary:
         return self.passage(np.arange(tokens) % self._words, tokens).text
 
     def _measure(self, words: list[str]) -> list[tuple[int, ...]]:
-        """Return the tokens of each word, by bisection: each tokenizer call may be a round trip."""
+        """Return the tokens of each word.
+
+        A single tokenizer call encodes all words. If a word has several tokens, the list is
+        bisected. This needs few calls, which matters if the tokenizer is remote.
+        """
         tokens = self._following("".join(f" {word}" for word in words))
         if len(tokens) == len(words):
             return [(token,) for token in tokens]

@@ -1,8 +1,8 @@
 """Accuracy of the load generator: ``python -m tests.loadgen.accuracy [--rates 50 100 …]``.
 
 The synthetic server, a separate process, writes 32 tokens per answer at known times. The median and
-the 99th percentile of measured TTFT and ITL are compared with those of the server's log. A
-measurement is accurate if the errors are at most 2 ms or 2 %.
+the 99th percentile of TTFT and ITL are computed from the load generator's records and from the
+server's log, and compared. A measurement is accurate if each error is at most 2 ms or 2 %.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tests.loadgen.synthetic import Behaviour, serving
 TTFT_S, ITL_S, TOKENS = 0.05, 0.02, 32
 MAX_ERROR_S, MAX_RELATIVE_ERROR = 0.002, 0.02
 CONNECTING_S = 2.0
-"""Discarded start of the run, during which connections are established."""
+"""Seconds discarded at the start of the run, while connections are established."""
 PERCENTILES = (50, 99)
 
 

@@ -1,8 +1,8 @@
 """Rendering of pages in browsers: the machine's Chromium, and the one in the `kaleido` package.
 
-kaleido 0.2.1 is a wheel with a headless Chromium of 2021. It needs no system libraries, no root and
-no network. It runs a script for each input line and prints the result. The script is normally
-plotly.js; here it is `look.js`, which inspects pages.
+The kaleido 0.2.1 wheel contains a headless Chromium of 2021. It needs no system libraries, no root
+rights and no network. kaleido runs a script for each input line and prints the result. The script
+is normally plotly.js; here it is `look.js`, which inspects pages.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ look(%s, %s).then((seen) => { document.getElementById("seen").textContent = enco
 
 
 class RenderError(Exception):
-    """The browser returned no result, or logged errors of the page."""
+    """The browser returned no result, or errors of the page were logged."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def look_by_chromium(
     """Return the results of `look.js` for a page, one per view.
 
     Args:
-        folder: folder for the browser's files.
+        folder: folder for the browser's temporary files.
 
     Raises:
         RenderError: if there is no result, or the browser logged errors.
@@ -87,7 +87,10 @@ def look_by_chromium(
 def look_by_kaleido(
     path: str, page: str, views: Sequence[View], folder: Path
 ) -> list[dict[str, Any]]:
-    """Like `look_by_chromium`, but kaleido does not report errors of the page."""
+    """Return the results of `look.js` for a page, as `look_by_chromium` does.
+
+    Errors of the page are not detected, because kaleido does not report them.
+    """
     script = folder / "look.js"
     script.write_text(_LOOK + _AS_PLOTLY)
     request = {"data": [{"page": page, "views": _as_json(views)}]}

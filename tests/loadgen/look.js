@@ -1,6 +1,7 @@
-// How a page looks at several widths, each in a frame of that width: what a browser has laid out.
+// Measures the layout of a page at several widths, each in an iframe of that width.
 //
-// A view is {width, print}. On paper, rules for print hold, and the dark is light.
+// A view is {width, print}. If `print` is set, print style rules apply and the dark colour scheme
+// does not.
 
 async function look(page, views) {
   const seen = [];

@@ -1,4 +1,4 @@
-"""Simulated runs: records of a queue with several slots, and documents made from them."""
+"""Simulated runs: records of a server with several slots, and documents made from the records."""
 
 import heapq
 from collections.abc import Sequence
@@ -33,7 +33,14 @@ def records_of(
     cancelling: float = 0.0,
     tokens: int = 40,
 ) -> list[Record]:
-    """Simulate Poisson arrivals at a server with slots and about one token per 15 ms."""
+    """Simulate Poisson arrivals at a server that generates a token of each request every 15 ms.
+
+    Args:
+        rate: requests per second.
+        slots: number of requests that the server processes concurrently.
+        failing, cancelling: fractions of requests that fail or are cancelled.
+        tokens: approximate mean of the output tokens per request.
+    """
     random = np.random.default_rng(seed)
     dues = np.cumsum(random.exponential(1 / rate, max(1, int(rate * seconds))))
     free = [0.0] * slots
@@ -100,12 +107,12 @@ def document_of(
 
 
 def figures_of(document: dict[str, Any]) -> dict[str, float | None]:
-    """Return the figures of a run that sweeps report."""
+    """Return the metrics in `REPORTED` by name, from a summary document."""
     return {str(figure): figure.value_in(document) for figure in REPORTED}
 
 
 def interval_of(values: Sequence[float | None]) -> dict[str, Any] | None:
-    """Return an interval as in JSON, where an infinite end is null."""
+    """Return the confidence interval of the mean in JSON format, where infinite ends are null."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -117,7 +124,7 @@ def interval_of(values: Sequence[float | None]) -> dict[str, Any] | None:
 def sweep_of(
     rates: Sequence[float], *, seeds: int = 3, slots: int = 24, **options: Any
 ) -> dict[str, Any]:
-    """Return a sweep document whose knee is the highest rate with an attainment of 90 %."""
+    """Return a sweep document whose knee is the highest rate with at least 90 % attainment."""
     points: list[dict[str, Any]] = []
     for rate in rates:
         documents = []
@@ -171,7 +178,7 @@ _MORE = ("throughput", "output_tokens", "attainment", "goodput")
 
 
 def _ratio(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any] | None:
-    """Return an approximate ratio interval: the ends of b over the mean of a."""
+    """Return an approximate interval of the ratio: the interval of b divided by the mean of a."""
     if not a["mean"]:
         return None
     ends = {"low": None, "high": None}

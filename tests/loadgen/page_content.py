@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 
 class Content(HTMLParser):
-    """Table rows, tile texts, ids and links of a page."""
+    """Parser that collects table rows, tile texts, ids and links of a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Content(HTMLParser):
         return next([cell.strip() for cell in row] for row in self.rows if row[0].strip() == first)
 
     def tile(self, label: str) -> tuple[str, str]:
-        """Return the value with its unit, and the note, of a tile."""
+        """Return the value with its unit, and the note, of the tile with this label."""
         at = next(i for i, text in enumerate(self.tiles) if text.strip() == label)
         value, note = self.tiles[at + 1 : at + 3]
         return " ".join(value.split()), " ".join(note.split())

@@ -1,9 +1,9 @@
 """Comparison with guidellm: ``python -m tests.loadgen.peer --guidellm COMMAND``.
 
 guidellm 0.8 must be installed in a separate environment. ``--tokenizer`` is a folder readable by
-transformers, which guidellm uses to generate prompts. Both tools send 200 requests at a constant 10
-per second to the synthetic server, once with unlimited slots and once with so few that the queue
-grows. Medians are compared.
+transformers, which guidellm uses to generate prompts. Both tools send 200 requests to the synthetic
+server, at a constant rate of 10 per second. They do so twice: with unlimited slots, and with too
+few slots, so that the queue grows. The medians of both tools are compared.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MEASURES = {
     "itl": ("inter_token_latency_ms", 1e-3),
     "e2e_from_send": ("request_latency", 1.0),
 }
-"""Our measures, with guidellm's names and units in seconds."""
+"""Our names of measures, mapped to guidellm's name and guidellm's unit in seconds."""
 
 
 def ours(url: str, folder: Path) -> dict[str, float]:

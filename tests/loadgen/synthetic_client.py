@@ -15,7 +15,7 @@ from headrace.v1 import inference_pb2_grpc
 from tests.loadgen.synthetic import Behaviour, SyntheticServer, Truth
 
 EARLY_S = 1e-6
-"""Seconds by which a timer may fire early."""
+"""Maximum seconds by which a timer may fire early."""
 NO_ANSWER_S = 0.3
 """Seconds after which a connection counts as unanswered."""
 WORDS = " w0 w1 w2 w3 w4"
@@ -37,7 +37,10 @@ def raw_request(**body: Any) -> bytes:
 
 
 def exchange(url: str, *, wait_s: float = 10.0, **body: Any) -> tuple[bytes, str]:
-    """Return all bytes of an answer, and its end: "fin", "rst" or, after `wait_s`, "open"."""
+    """Return all bytes of an answer, and how the connection ended: "fin", "rst" or "open".
+
+    "open" means that it was still open ``wait_s`` seconds after the request.
+    """
     address = urlsplit(url)
     received = b""
     with socket.create_connection((address.hostname, address.port), wait_s) as connection:
@@ -64,7 +67,7 @@ async def exchange_async(server: SyntheticServer, **body: Any) -> bytes:
 async def generate(
     server: SyntheticServer, wait_s: float = 10.0, **request: Any
 ) -> AsyncIterator[pb.GenerateResponse | grpc.StatusCode]:
-    """Yield the responses of a call and then its status."""
+    """Yield the responses of a gRPC call, and then its status."""
     async with aio.insecure_channel(server.grpc_target) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         call = stub.Generate(pb.GenerateRequest(**request), timeout=wait_s)

@@ -1,6 +1,6 @@
-"""Accuracy of the load generator at a low rate, with bounds that hold on a busy machine.
+"""Accuracy of the load generator at a low rate, with tolerances for a busy machine.
 
-`python -m tests.loadgen.accuracy` measures it at higher rates.
+`python -m tests.loadgen.accuracy` measures the accuracy at higher rates.
 """
 
 import pytest

@@ -38,7 +38,7 @@ def test_first_difference_is_found(
 
 
 class Reference:
-    """Target that echoes the prompt, fails for one of them, and records its maximum concurrency."""
+    """Target that echoes prompts, fails for one prompt, and records its maximum concurrency."""
 
     name = "reference"
 

@@ -42,7 +42,7 @@ def test_two_sweeps_are_compared(tmp_path: Path) -> None:
         folders.append(tmp_path / name)
     sweeps = [orjson.loads((folder / "sweep.json").read_bytes()) for folder in folders]
     saturated = [{p["rate"]: p["saturated"] for p in sweep["points"]} for sweep in sweeps]
-    assert saturated[0][16]  # a busy machine may saturate at the other rates too
+    assert saturated[0][16]  # on a busy machine, lower rates may be saturated too
     code, output = loadgen("compare", *folders, "--names", "one,two", "--out", tmp_path / "both")
     assert code == 0, output
     assert "two / one" in output

@@ -41,7 +41,10 @@ def row_of(document: dict[str, Any], figure: str) -> dict[str, Any]:
 
 
 def test_paired_ratio_interval_of_two_pairs() -> None:
-    """log 2 and log 8 have mean log 4 and standard error log 2; t(0.975, 1) is 12.706."""
+    """The logarithms of the ratios 2 and 8 have mean log 4 and standard error log 2.
+
+    The t quantile t(0.975, 1) is 12.706.
+    """
     found = ratio_interval([1.0, 1.0], [2.0, 8.0], paired=True)
     assert found is not None
     assert found.mean == pytest.approx(4.0)
@@ -79,7 +82,7 @@ def test_bootstrap_interval_covers_the_true_statistic(statistic: str, truth: flo
 
 
 def test_bootstrap_resamples_whole_requests() -> None:
-    """Ten requests with a hundred equal values each count as ten samples, not a thousand."""
+    """Ten requests, each with a hundred equal values, count as ten samples, not a thousand."""
     groups = [[float(n)] * 100 for n in range(10)]
     assert bootstrap(groups, "mean").std() == pytest.approx((8.25 / 10) ** 0.5, rel=0.2)
 
@@ -91,7 +94,8 @@ def test_sweeps_are_compared_at_common_rates() -> None:
     assert {row["rate"] for row in document["rows"]} == {1.0}
     row = row_of(document, "e2e:p50")
     assert (row["a"]["mean"], row["b"]["mean"]) == (1.5, 0.75)
-    assert row["ratio"]["mean"] == row["ratio"]["low"] == pytest.approx(0.5)  # for each pair
+    # the ratio of every pair is 0.5
+    assert row["ratio"]["mean"] == row["ratio"]["low"] == pytest.approx(0.5)
     assert (row["better"], row["unit"]) == ("less", "s")
     assert row_of(document, "throughput")["better"] == "more"
     assert row_of(document, "failures")["ratio"] is None
@@ -111,6 +115,6 @@ def test_single_runs_are_compared_by_bootstrap(tmp_path: Path) -> None:
     assert row["rate"] is None
     assert row["a"]["low"] < row["a"]["mean"] < row["a"]["high"]
     assert 1.0 < row["ratio"]["low"] < 3.0 < row["ratio"]["high"] < 5.0
-    assert row_of(document, "throughput")["ratio"]["low"] is None  # unknown for a single run
+    assert row_of(document, "throughput")["ratio"]["low"] is None  # a single run has no interval
     with pytest.raises(UsageError, match="holds no run"):
         Side.read(tmp_path)

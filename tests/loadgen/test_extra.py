@@ -1,4 +1,4 @@
-"""The command without the packages of the ``loadgen`` extra."""
+"""Behaviour of the command if the packages of the ``loadgen`` extra are not installed."""
 
 import subprocess
 import sys

@@ -84,7 +84,7 @@ async def test_stopped_process_continues_when_the_run_ends(processes: dict[str, 
 
 async def test_missing_process_is_logged_as_failed(processes: dict[str, int]) -> None:
     injector = FaultInjector.for_target([Fault("kill", "decode", 0.2)], TARGET, None)
-    processes["decode-0"] = 2**22 + 1  # no pid is that high
+    processes["decode-0"] = 2**22 + 1  # above the maximum pid
     await injector.run(Clock())
     assert "failed" in injector.log[0]
 

@@ -1,4 +1,4 @@
-"""Measures of requests with values computed by hand."""
+"""Measures, compared with values computed by hand."""
 
 import math
 
@@ -93,9 +93,10 @@ def test_single_token_has_no_time_per_output_token() -> None:
 
 
 def test_throughput_counts_events_in_the_window() -> None:
-    """The first request was due before the window, which contains its last two tokens and its end.
+    """Three requests overlap the window in different ways.
 
-    The second starts in the window with one of its two tokens. The third fails after two tokens.
+    The first was due before the window; its last two chunks and its end are in the window. The
+    second has one of its two tokens in the window. The third fails after two tokens.
     """
     first = answered(due=8.5)  # chunks at 9.5, 10.0 and 11.5; ended at 12.5
     second = Record(1, 18.0, 50, 2, sent=18.0, times=[19.0, 21.0], counts=[1, 1], ended=21.0)
@@ -134,7 +135,7 @@ def test_every_request_has_one_outcome() -> None:
 
 
 def test_requests_in_flight_are_averaged_over_time() -> None:
-    """One request overlaps the start, one is inside, one never ends and one is outside."""
+    """One request overlaps the window's start, one is inside, one never ends, one is outside."""
     spans = [(8.0, 12.0), (11.0, 14.0), (18.0, None), (1.0, 9.0)]
     records = [
         Record(n, sent, 1, 1, sent=sent, ended=ended) for n, (sent, ended) in enumerate(spans)
@@ -142,7 +143,7 @@ def test_requests_in_flight_are_averaged_over_time() -> None:
     found = InFlight.of(records, WINDOW)
     assert found.mean == pytest.approx((2.0 + 3.0 + 2.0) / 10)
     assert found.most == 2
-    # 2 + 1.5 request-seconds from 10 to 12.5 s, 2 from 17.5 to 20 s.
+    # 2 + 1.5 request-seconds in the first quarter (10 to 12.5 s), 2 in the last (17.5 to 20 s).
     assert found.growth == pytest.approx((2.0 / 2.5 - 3.5 / 2.5) / 7.5)
     assert InFlight.of([], WINDOW) == InFlight(0.0, 0, 0.0)
 
@@ -154,7 +155,10 @@ def test_queue_grows_by_unanswered_requests() -> None:
 
 
 def test_littles_law_holds() -> None:
-    """Mean in flight equals arrival rate times mean latency from the send, over a complete run."""
+    """Over a complete run, mean requests in flight equal arrival rate times mean latency.
+
+    Latency is measured from the send.
+    """
     records = [answered(n, due=float(n)) for n in range(10)]
     window = Window(0.0, 20.0)
     mean = sum(next(iter(E2E_SENT.of(record))) for record in records) / len(records)

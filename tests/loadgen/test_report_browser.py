@@ -42,7 +42,7 @@ def a_run_of_one() -> str:
 
 
 def a_saturated_run() -> str:
-    """Latencies from 10 ms to minutes, thousands of tokens per second."""
+    """Return the report of a run with latencies from 10 ms to minutes."""
     records = records_of(150, 30, slots=40)
     return run_page(records, document_of(records, Window(0, 30)))
 
@@ -98,7 +98,7 @@ def test_pages_fit_without_overlapping_text(
 def test_layout_check_detects_overflow_and_overlap(
     look: Callable[[str], list[dict[str, Any]]],
 ) -> None:
-    """A page that is too wide, with overlapping text and text outside of its card."""
+    """The page is too wide, and has overlapping texts and a text outside of its card."""
     texts = (
         '<text x="1" y="20">one</text><text x="9" y="20">two</text><text x="900" y="20">3</text>'
     )

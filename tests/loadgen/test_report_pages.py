@@ -1,4 +1,4 @@
-"""Content of reports: figures, escaping and self-containment."""
+"""Content of reports: values, escaping, and absence of external resources."""
 
 import functools
 import re

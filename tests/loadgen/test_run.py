@@ -46,9 +46,9 @@ BUSY_S = 10.0
 def test_latencies_during_a_stall_count_from_scheduled_times(tmp_path: Path, rpc: bool) -> None:
     """The server stalls from 0.6 to 3.6 s of a run with 20 requests per second for 4.4 s.
 
-    The first token takes 20 ms, each other token 10 ms. Answers in progress at 0.6 s continue at
-    3.6 s. A closed loop would miss latencies of up to 3 s, so lower bounds are narrow. Upper bounds
-    are wide, because the machine may be busy.
+    TTFT is 20 ms and ITL is 10 ms. Answers in progress at 0.6 s continue at 3.6 s. Lower bounds are
+    narrow, because a closed-loop generator would report latencies that are too low by up to 3 s.
+    Upper bounds are wide, because the machine may be busy.
     """
     behaviour = Behaviour(ttft_s=0.02, itl_s=0.01, stall_s=(0.6, 3.6))
     with serving(behaviour) as server:
@@ -65,7 +65,7 @@ def test_latencies_during_a_stall_count_from_scheduled_times(tmp_path: Path, rpc
         assert record.first >= record.due
         if 0.8 < record.due < 3.4:  # the server's clock starts with its first request
             assert record.first >= 3.6
-    # Requests due during the stall wait for its end. Seven gaps follow each first token.
+    # Requests due during the stall wait for its end. Each first token is followed by seven gaps.
     ttft = [0.02] * 28 + [3.6 + 0.02 - 0.05 * n for n in range(12, 72)]
     measures = summary["measures"]
     for name, more in (("ttft", 0.0), ("e2e", 0.07)):

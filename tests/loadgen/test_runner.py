@@ -41,7 +41,7 @@ def scheduled_at(*due: float) -> list[ScheduledRequest]:
 
 
 class SimulatedClock(Clock):
-    """Clock that advances only in `sleep`, and the timer that belongs to it."""
+    """Simulated clock and timer in one: time advances only in `sleep`."""
 
     max_late_s = 0.0
 
@@ -73,7 +73,7 @@ class SimulatedClock(Clock):
 async def test_send_times_follow_the_arrival_process(
     arrivals: Arrivals, expected: stats.rv_continuous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In simulated time, so that the load of the machine has no influence."""
+    """The clock is simulated, so that the load of the machine does not affect the result."""
     for seed in range(20):
         clock = SimulatedClock()
         monkeypatch.setattr("loadgen.runner.open_timer", lambda: nullcontext(clock))  # noqa: B023

@@ -77,7 +77,7 @@ def test_restarted_server_counts_from_zero_and_missing_server_is_left_out() -> N
 
 
 def test_server_without_metrics_before_the_run_is_left_out() -> None:
-    """Its counts before the run are unknown."""
+    """Without the counters at the start, their growth during the run is unknown."""
     gateway = Metrics()
     gateway.bytes.labels("raw").inc(500.0)
     gateway.bytes.labels("wire").inc(400.0)

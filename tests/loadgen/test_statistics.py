@@ -33,7 +33,7 @@ def test_interval_covers_the_mean_at_its_confidence_level() -> None:
 
 
 def test_interval_of_three_values() -> None:
-    """t(0.975, 2) is 4.3027; the standard error of 1, 2, 3 is 1 / sqrt(3)."""
+    """The t quantile t(0.975, 2) is 4.3027; the standard error of 1, 2, 3 is 1 / sqrt(3)."""
     found = Interval.of([1.0, 2.0, 3.0])
     assert found.mean == 2.0
     assert found.high - 2.0 == pytest.approx(4.30265 / 3**0.5, rel=1e-5)

@@ -45,7 +45,8 @@ def test_rate_doubles_until_saturation_and_is_refined(tmp_path: Path) -> None:
     document = sweep(CONFIG, SweepConfig(seeds=2, refinements=2), tmp_path, queue, logged.append)
     rates = {point["rate"]: point["saturated"] for point in document["points"]}
     assert rates == {1: False, 2: False, 4: False, 8: False, 10: False, 12: True, 16: True}
-    # The latency of an M/D/1 queue with load r is s + s r / (2 (1 - r)); its power peaks at 0.586.
+    # The latency of an M/D/1 queue with service time s and load r is s + s r / (2 (1 - r)). Its
+    # power is highest at a load of 0.586, which is 5.86 requests per second.
     assert document["knee"]["rate"] in (4, 8)
     assert len(logged) == 2 * len(rates)
     assert document["stopped"] is False

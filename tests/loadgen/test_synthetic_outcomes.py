@@ -9,7 +9,7 @@ from tests.loadgen.synthetic import Behaviour, Outcome, serving
 from tests.loadgen.synthetic_client import EARLY_S, NO_ANSWER_S, WORDS, exchange, generate
 
 STREAMED: dict[Outcome, tuple[bytes, bytes, int, str]] = {
-    # first bytes, last bytes, events with tokens (of 5), end of the connection
+    # first bytes, last bytes, number of events with tokens (at most 5), end of the connection
     Outcome.OK: (b"HTTP/1.1 200", b"[DONE]\n\n\r\n0\r\n\r\n", 5, "fin"),
     Outcome.RESET_BEFORE: (b"", b"", 0, "rst"),
     Outcome.CLOSE_BEFORE: (b"", b"", 0, "fin"),
@@ -74,7 +74,7 @@ def test_every_outcome_without_streaming() -> None:
 
 
 RPC: dict[Outcome, tuple[grpc.StatusCode, int, bool]] = {
-    # status, responses (of 5), whether the last one has a finish reason
+    # status, number of responses (at most 5), whether the last one has a finish reason
     Outcome.OK: (grpc.StatusCode.OK, 5, True),
     Outcome.RESET_BEFORE: (grpc.StatusCode.UNAVAILABLE, 0, False),
     Outcome.STATUS_429: (grpc.StatusCode.RESOURCE_EXHAUSTED, 0, False),

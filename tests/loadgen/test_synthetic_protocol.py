@@ -1,4 +1,4 @@
-"""Protocol and life of the synthetic server."""
+"""Protocol of the synthetic server, and start and end of its process."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.loadgen.synthetic_client import WORDS, exchange
 
 
 def stream_events(text: str) -> list[Any]:
-    """Return the decoded events of a stream; "[DONE]" stays text."""
+    """Return the events of a stream, decoded from JSON; "[DONE]" is returned as text."""
     datas = [line.removeprefix("data: ") for line in text.split("\n") if line]
     return [data if data == "[DONE]" else json.loads(data) for data in datas]
 

@@ -36,7 +36,7 @@ def test_events_are_written_when_they_are_due() -> None:
     assert len(late) == 100
     assert min(late) > -EARLY_S
     assert min(late[0::20]) < LATE_S
-    # accumulated lateness would show in the last events
+    # if lateness accumulated, the last events would be late
     assert min(late[19::20]) < LATE_S
     for truth in truths:
         assert truth.started == truth.read

@@ -135,7 +135,7 @@ async def test_cancelled_request_is_closed_and_seen_by_the_server(name: str) -> 
 
 @pytest.mark.parametrize("name", TARGETS)
 async def test_recorded_times_follow_the_servers_log(name: str) -> None:
-    """On the same clock as the server's log, a time is never early and seldom late."""
+    """Recorded times and the server's log use the same monotonic clock."""
     with serving(Behaviour(ttft_s=0.1, itl_s=0.03)) as server:
         async with opened(TARGETS[name], server) as target:
             clock = Clock()

@@ -23,7 +23,7 @@ def draws(lengths: Lengths, seed: int = 0, count: int = DRAWS) -> np.ndarray:
 def bounded(draw: st.DrawFn) -> Bounded:
     low = draw(st.integers(1, 5_000))
     high = low + draw(st.integers(0, 100_000))
-    # Closer to a bound, the mean depends on values too rare for this number of draws.
+    # If the mean is closer to a bound, it depends on values that are too rare for this many draws.
     share = draw(st.sampled_from([0.0, 1.0]) | st.floats(0.02, 0.98))
     return Bounded(low, low + share * (high - low), high)
 

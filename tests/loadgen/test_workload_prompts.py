@@ -1,4 +1,4 @@
-"""Generated prompts: lengths by the target's tokenizer, and shared prefixes."""
+"""Generated prompts: lengths as counted by the target's tokenizer, and shared prefixes."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ from services.common.tokenizer import load_tokenizer
 
 
 def bytes_with_ends(*, eos: bool) -> tokenizers.Tokenizer:
-    """Return a byte tokenizer with two word tokens, BOS and optionally EOS."""
+    """Return a byte-level tokenizer with four merges, which adds BOS and optionally EOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {
         token: i for i, token in enumerate(["<s>", "</s>", *alphabet, "Ġw", "Ġwa", "at", "er"])
@@ -45,7 +45,7 @@ def bytes_with_ends(*, eos: bool) -> tokenizers.Tokenizer:
 
 
 def with_bos(folder: Path) -> tokenizers.Tokenizer:
-    """Return SmolLM2's tokenizer with BOS."""
+    """Return SmolLM2's tokenizer, changed to add BOS to each text."""
     load_tokenizer(resolve_model("smollm2-135m")).save(folder)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.post_processor = processors.TemplateProcessing(

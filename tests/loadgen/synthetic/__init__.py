@@ -5,7 +5,8 @@ process (`serving`). Event i of an answer is written at ``started + ttft_s + i *
 are absolute, so that lateness does not accumulate. Its log contains the actual times. All times are
 seconds of ``time.monotonic()``, which all processes of a Linux machine share.
 
-Numbers, outcomes, slots and stalls concern generation requests only, not requests for metadata.
+Only generation requests are numbered, use slots, and are subject to outcomes and stalls. Requests
+for metadata are not.
 """
 
 import dataclasses
@@ -28,7 +29,10 @@ _ROOT = Path(__file__).parents[3]
 
 
 class Outcome(StrEnum):
-    """Outcome of a request. Midway means instead of event n // 2, at its time."""
+    """Outcome of a request.
+
+    "Midway" means: in place of event n // 2 of n, at the time when that event is due.
+    """
 
     OK = "ok"
     RESET_BEFORE = "reset_before"
@@ -40,23 +44,23 @@ class Outcome(StrEnum):
     HALF_CLOSE = "half_close"
     """FIN midway, inside the chunked body. gRPC: status OK midway, without a finish_reason."""
     NO_DONE = "no_done"
-    """Everything but ``data: [DONE]``. gRPC: everything but finish_reason and usage."""
+    """A complete answer without ``data: [DONE]``. gRPC: without finish_reason and usage."""
     MALFORMED_JSON = "malformed_json"
     """One event midway is not JSON; later ones are valid. gRPC: UNIMPLEMENTED."""
     MALFORMED_HTTP = "malformed_http"
     """Garbage instead of a status line, then FIN. gRPC: UNIMPLEMENTED."""
     STATUS_400 = "status_400"
-    """gRPC: INVALID_ARGUMENT."""
+    """HTTP status 400. gRPC: INVALID_ARGUMENT."""
     STATUS_429 = "status_429"
-    """gRPC: RESOURCE_EXHAUSTED."""
+    """HTTP status 429. gRPC: RESOURCE_EXHAUSTED."""
     STATUS_500 = "status_500"
-    """gRPC: INTERNAL."""
+    """HTTP status 500. gRPC: INTERNAL."""
     ERROR_EVENT = "error_event"
     """An event with an error midway, which ends the stream. gRPC: INTERNAL midway."""
     EMPTY = "empty"
-    """A regular end without tokens, at the time of the first event."""
+    """A complete answer without tokens, which ends when its first event is due."""
     SLOW = "slow"
-    """Headers (gRPC: initial metadata) and nothing more until the client disconnects."""
+    """Only headers (gRPC: initial metadata), then nothing until the client disconnects."""
     SLOW_HEADERS = "slow_headers"
     """Nothing until the client disconnects."""
 
@@ -69,12 +73,13 @@ class Behaviour:
         ttft_s: seconds from the start of a request to its first event.
         itl_s: seconds between events.
         tokens_per_event: tokens per event; the last event may have fewer.
-        stall_s: (S, E): nothing is read or written from S to E seconds after the first request was
-            read. Events due in that interval are written at E; later ones keep their times.
+        stall_s: begin and end of a stall, in seconds after the first request was read. Nothing is
+            read or written during the stall. Events due during it are written at its end; later
+            events keep their times.
         concurrency: number of slots, or None for no limit. A request holds a slot until its last
-            event, and others wait in order of arrival. The next request starts when that event was
-            *due*, so that lateness does not accumulate. Outcomes without events, except `EMPTY`,
-            use no slot.
+            event; requests without a slot wait in order of arrival. The slot's next request starts
+            at the time when the last event was *due*, so that lateness does not accumulate.
+            Requests whose outcome has no events use no slot, except those with `EMPTY`.
         outcomes: outcomes of requests in order of arrival, repeated cyclically.
 
     Raises:
@@ -112,10 +117,11 @@ class Truth:
 
     Attributes:
         number: index in order of arrival.
-        id: the client's ``x-request-id`` (gRPC: ``request_id``), or one made from the number.
+        id: the client's ``x-request-id`` (gRPC: ``request_id``); generated from ``number`` if the
+            client sent none.
         read: time when the request was completely read.
-        started: time when it got its slot, from which event times count; None before.
-        written: time just before each event with tokens was written.
+        started: time when the request got its slot; None before. Event times are relative to it.
+        written: for each event with tokens, the time just before it was written.
         ended: time when the answer ended, or was broken off by the server.
         left: time when the client disconnected before the end.
     """
@@ -142,7 +148,7 @@ class SyntheticServer:
         self.grpc_target = f"127.0.0.1:{grpc_port}"
 
     def log(self) -> list[Truth]:
-        """Return all requests so far, in order of arrival. This delays events by milliseconds.
+        """Return all requests so far, in order of arrival. The call delays events by milliseconds.
 
         Raises:
             RuntimeError: if the process has ended.

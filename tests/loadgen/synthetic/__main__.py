@@ -1,4 +1,4 @@
-"""Process of the server: ``python -m tests.loadgen.synthetic BEHAVIOUR``, given as JSON."""
+"""Server process: ``python -m tests.loadgen.synthetic BEHAVIOUR``, with the behaviour as JSON."""
 
 import asyncio
 import gc
@@ -19,7 +19,11 @@ from tests.loadgen.synthetic.schedule import Schedule
 
 
 class _PreciseSelector(selectors.EpollSelector):
-    """Selector with microsecond timeouts: epoll has milliseconds, select on its file does not."""
+    """Selector with microsecond timeouts.
+
+    Timeouts of epoll are in milliseconds. This selector waits with ``select`` on the epoll file
+    descriptor instead, whose timeouts are in microseconds.
+    """
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout > 0:

@@ -33,7 +33,7 @@ class AnswerFormat:
         return event_of({**content_, "usage": None} if self._include_usage else content_)
 
     def greeting(self) -> bytes:
-        """Return the first event of a chat, sent before its first token and containing none."""
+        """Return the first event of a chat, which contains no token."""
         return self.event({"role": "assistant", "content": ""}, None) if self._chat else b""
 
     def usage(self, tokens: int) -> bytes:

@@ -183,7 +183,10 @@ class Connection(asyncio.Protocol):
         return True
 
     async def _send_whole(self, truth: Truth, shape: AnswerFormat) -> None:
-        """Send a complete answer when its last event is due; midway is half of the bytes."""
+        """Send an answer without streaming, when the last event would be due.
+
+        Outcomes that break off midway do so after half of the bytes.
+        """
         outcome, kind = truth.outcome, "application/json"
         empty = outcome is Outcome.EMPTY
         body = shape.whole(range(0 if empty else truth.max_tokens))

@@ -11,12 +11,16 @@ from collections import deque
 from tests.loadgen.synthetic import Behaviour, Truth
 
 HASHED = 1 << 31
-"""First id of words other than wN."""
+"""Smallest id of words that do not have the form wN."""
 _NUMBERED = re.compile(r"w(0|[1-9][0-9]{0,8})")
 
 
 class Tokenizer:
-    """Word tokenizer. The id of wN is N; other words have a hash, decodable after `encode`."""
+    """Word tokenizer.
+
+    The id of a word wN, such as w12, is the number N. The id of any other word is a hash, which can
+    be decoded only after `encode` has returned it.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}
@@ -42,7 +46,7 @@ class Tokenizer:
 
 
 class Slots:
-    """Slots with a first-come, first-served queue, handed over at scheduled times."""
+    """Slots with a first-come, first-served queue."""
 
     def __init__(self, count: int | None) -> None:
         self._free = math.inf if count is None else count
@@ -72,7 +76,7 @@ class Slots:
 
 
 class Schedule:
-    """Log of requests and times of their events."""
+    """Slots, request log and scheduled event times of one server."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         self.behaviour = behaviour
@@ -89,7 +93,7 @@ class Schedule:
         return truth
 
     def clear(self, at: float) -> float:
-        """Return the time, or the end of the stall that contains it."""
+        """Return ``at``, or the end of the stall if ``at`` is within the stall."""
         if self.behaviour.stall_s and self.log:
             begin, end = (self.log[0].read + offset for offset in self.behaviour.stall_s)
             return end if begin <= at < end else at
@@ -99,7 +103,7 @@ class Schedule:
         return self.clear(started + self.behaviour.ttft_s + event * self.behaviour.itl_s)
 
     async def sleep(self, until: float) -> None:
-        """Sleep until a time; if that ends within a stall, until the end of the stall."""
+        """Sleep until a time. If the stall is in progress then, sleep until its end."""
         await asyncio.sleep(until - time.monotonic())
         now = time.monotonic()
         if (end := self.clear(now)) > now:
