@@ -33,7 +33,7 @@ class GpuRow:
     Attributes:
         ratio: raw bytes over payload bytes.
         escapes: fraction of elements without a code.
-        encode, decode, floor: GB/s (10^9 bytes) of raw data.
+        encode, decode, floor: speed in GB/s (10^9 bytes/s) of raw data.
         peer_encode, peer_decode: the same for the paper's code; 0 if not measured.
     """
 

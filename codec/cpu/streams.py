@@ -96,7 +96,7 @@ def unpack3(stream: int, columns: int, fields: int) -> None:
 
 @compiled
 def escape_masks(fields: int, plus: int, bit: int, masks: int) -> None:
-    """Write a bit mask of the escapes of each of 32 columns.
+    """Write, for each of 32 columns, the bit mask of the places of its escapes.
 
     The bit of a place is bit `bit` of (field + `plus`). Fields from `codes_of_window` and
     `codes_of_table` mark escapes in bit 4, so `plus` is 0 and `bit` is 4. In fields of b-bit codes,

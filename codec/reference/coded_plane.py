@@ -257,7 +257,7 @@ def _per_chunk(chunk: Tensor, chunks: int) -> Tensor:
 
 
 def _owners(sizes: Tensor) -> Tensor:
-    """Return the chunk of each item, given the number of items of each chunk."""
+    """Return the chunk of each item; `sizes` is the number of items of each chunk."""
     return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
 
 

@@ -102,7 +102,7 @@ def first_word(stream, first_column, BITS: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def load_stream(p, num_columns, COUNT: tl.constexpr, G: tl.constexpr):
-    """Load COUNT words of each column. Groups of G words of a column are contiguous."""
+    """Load COUNT words of each column, in groups of G words that are contiguous in memory."""
     lane = tl.arange(0, LANES)[:, None]
     words = ()
     for g in tl.static_range(COUNT // G):
@@ -113,7 +113,7 @@ def load_stream(p, num_columns, COUNT: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def store_stream(p, num_columns, words, G: tl.constexpr):
-    """Store the words of each column. Groups of G words of a column are contiguous."""
+    """Store the words of each column, in groups of G words that are contiguous in memory."""
     lane = tl.arange(0, LANES)[:, None]
     for g in tl.static_range(len(words) // G):
         at = p + g * G * num_columns + (lane * G + tl.arange(0, G)[None, :])

@@ -192,7 +192,7 @@ def code_distances(
 
 @triton.jit
 def no_code_flags(t, NUM_CODES: tl.constexpr):
-    """Return 1 in each field whose value is not a code, else 0."""
+    """Return a pair in which a field is 1 if the field of `t` is not a code, else 0."""
     return shift_right(t + (0x8000 - NUM_CODES) * 0x10001, 15) & 0x00010001
 
 
