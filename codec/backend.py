@@ -1,7 +1,7 @@
 """Interface of the codec backends, and selection of the backend for a device.
 
 Backends are imported by module name on first use, because each one imports its own compiler: numba
-on a CPU, Triton on a GPU. Only this module contains these names.
+on a CPU, Triton on a GPU. Only this module contains the names of the backend modules.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Encoded:
     Attributes:
         length: length of the segment in bytes. Output bytes after it are undefined.
         raw_bytes: size of the encoded slots in the pages, in bytes.
-        escapes: number of elements whose exponent has no code, in planes with a codebook. A rising
+        escapes: number of elements, in planes with a codebook, whose exponent has no code. A rising
             rate means that the data have drifted from the calibration sample.
         checksum: 64-bit checksum of the segment, also stored in its header.
     """
@@ -111,7 +111,7 @@ class PagedCodec(Protocol):
     """Codec bound to the planes of one KV cache; see `codec.paged`."""
 
     def encode(self, page_ids: PageIds, num_tokens: int, out: Tensor) -> Pending[Encoded]:
-        """Start encoding pages, as `encode_pages` does.
+        """Start encoding pages; the result is that of `encode_pages`.
 
         Invalid arguments raise here, all other errors in `Pending.result`.
         """
@@ -120,7 +120,7 @@ class PagedCodec(Protocol):
     def decode(
         self, payload: Tensor, header: SegmentHeader, page_ids: PageIds, num_tokens: int
     ) -> Pending[Decoded]:
-        """Start decoding a payload into pages, as `decode_pages` does.
+        """Start decoding a payload into pages; the result is that of `decode_pages`.
 
         Args:
             header: header of the payload, from `codec.read_header`.
@@ -129,7 +129,7 @@ class PagedCodec(Protocol):
 
 
 class PagedCodecFactory(Protocol):
-    """Constructor of a device's `PagedCodec`."""
+    """Constructor of the `PagedCodec` of a device type."""
 
     def __call__(
         self, planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]
@@ -137,7 +137,7 @@ class PagedCodecFactory(Protocol):
 
 
 def backend_for(device: torch.device) -> Backend:
-    """Return the backend of a device: its own, or the reference if it has none."""
+    """Return the backend for a device, or the reference backend if its device type has none."""
     return cast(Backend, import_module(_BACKENDS.get(device.type, _REFERENCE)))
 
 
@@ -148,5 +148,5 @@ def paged_codec_for(device: torch.device) -> PagedCodecFactory | None:
 
 
 def raw_bytes(planes: Sequence[Tensor], geometry: Geometry) -> int:
-    """Return the bytes of the encoded slots of all planes."""
+    """Return the size of the encoded slots in the pages, over all planes, in bytes."""
     return len(planes) * geometry.elements * element_of(planes[0].dtype).size

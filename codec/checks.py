@@ -112,7 +112,7 @@ def check_header(
     geometry: Geometry,
     codebooks: Sequence[Codebook | None],
 ) -> None:
-    """Raise a `PayloadError` unless a header of a payload of `size` bytes matches the arguments."""
+    """Raise a `PayloadError` unless the header of a `size`-byte payload matches the arguments."""
     if header.length != size:
         raise FormatError(f"the header states {header.length} bytes, the payload has {size}")
     if (len(header.planes), header.element, header.geometry) != (len(codebooks), element, geometry):
@@ -124,13 +124,13 @@ def check_header(
 
 
 def check_checksum(found: int, header: SegmentHeader) -> None:
-    """Raise `ChecksumMismatch` unless the computed checksum is that of the header."""
+    """Raise `ChecksumMismatch` unless the computed checksum equals the one in the header."""
     if found != header.checksum:
         raise ChecksumMismatch(f"the checksum is {found:016x}, expected {header.checksum:016x}")
 
 
 def check_codebooks(header: SegmentHeader, codebooks: Sequence[Codebook | None]) -> None:
-    """Raise a `PayloadError` unless each coded plane has the codebook it was encoded with."""
+    """Raise a `PayloadError` unless each coded plane was encoded with the given codebook."""
     for number, (entry, codebook) in enumerate(zip(header.planes, codebooks, strict=True)):
         if entry.mode is Mode.RAW:
             continue

@@ -11,16 +11,16 @@ modulo 2^64:
     entry    = word * (fold((chunk << 8 | j) * GOLDEN) | 1)      for entry j of a chunk
     checksum = sum of all columns and entries
 
-`chunk` is the index of the chunk in the segment, by plane (see `format.Geometry`); `column` is the
-index of the column in its chunk; `entry_words` is the number of entry words of the chunk. In a raw
-plane `entry_words` is 0 and the words of a column are its elements in memory order. In an
-uncoded chunk the words of a column are its elements, too. Those of them that are stored as entries
-have no entry terms.
+`chunk` is the index of the chunk in the segment: plane by plane, in the order that
+`format.Geometry` defines. `column` is the index of the column in its chunk. `entry_words` is the
+number of entry words of the chunk. In a raw plane, `entry_words` is 0 and the words of a column are
+its elements in memory order. In an uncoded chunk, too, the words of a column are its elements in
+memory order; words that are stored as entries have no entry terms.
 
-Keys are odd, so a change of one word always changes the digest of its column. `fold` is a
-bijection, so it always changes the checksum. A product of two 32-bit numbers does not overflow, so
-changes of two words of a column cancel only if one is a multiple of the other's key. One
-multiplication covers two to four elements. Sums commute, so columns may be computed in any order.
+Keys are odd, so a change of one word always changes the digest of its column, and at most one
+change of any other word of the column cancels it. `fold` is a bijection, so a changed digest always
+changes the term of its column. One multiplication covers two to four elements. Sums commute, so
+columns may be computed in any order.
 """
 
 import torch
@@ -30,8 +30,8 @@ from codec.mix import MASK64, mix64
 
 GOLDEN = 0x9E3779B97F4A7C15
 KEYS = tuple(mix64((k + 1) * GOLDEN & MASK64) >> 32 | 1 for k in range(16))
-"""High halves of the first outputs of SplitMix64 from seed 0, made odd: one key for each word of a
-column.
+"""One key for each word of a column: the high halves of the first outputs of SplitMix64 from seed
+0, made odd.
 """
 ENTRY_COUNT_BITS = 8
 """Bits that hold the number of entry words of a chunk, which is at most 160."""
@@ -46,7 +46,7 @@ def fold(value: Tensor) -> Tensor:
 def columns(words: Tensor, chunk: Tensor, column: Tensor, entry_words: Tensor | int) -> Tensor:
     """Return the sum of the column terms.
 
-    int64 arithmetic wraps like uint64 arithmetic, so the result has the same bits.
+    int64 arithmetic wraps like uint64 arithmetic, so the result is correct modulo 2^64.
 
     Args:
         words: int64 `[columns, words]`, values in [0, 2^32).
@@ -78,5 +78,5 @@ def _high(value: Tensor) -> Tensor:
 
 
 def _signed(constant: int) -> int:
-    """Return the int64 with the bits of a uint64."""
+    """Reinterpret the bits of a uint64 as an int64."""
     return constant - (1 << 64) if constant >> 63 else constant

@@ -20,7 +20,9 @@ from codec.errors import CodebookMissing, InvalidCodebook
 from codec.format import Mode
 
 SECOND_CODES = 15
-"""Maximum second-level codes of four bits: 0 to 14. The value 15 marks an exponent without one."""
+"""Maximum number of second-level codes. They have four bits and the values 0 to 14; the value 15
+marks an exponent without a second-level code.
+"""
 _EXPONENT_VALUES = 256
 _ARTIFACT = "headrace-codebooks"
 _ARTIFACT_VERSION = 3
@@ -104,8 +106,8 @@ class Codebook:
     def code_table(self) -> bytes:
         """Code of each exponent, 256 bytes.
 
-        Exponents without a code have 16 plus the low four bits of their distance from the lowest
-        exponent, which `Mode.TOP16` stores in place of a code.
+        The entry of an exponent without a code is 16 plus the low four bits of its distance from
+        the lowest exponent. `Mode.TOP16` stores these four bits in place of a code.
         """
         lowest = self.exponents[0]
         table = bytearray(16 | exponent - lowest & 15 for exponent in range(_EXPONENT_VALUES))

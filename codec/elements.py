@@ -15,17 +15,17 @@ class ElementType:
     A floating-point element is a sign, an exponent and a mantissa, from the highest bit down. The
     exponent gets a code; sign and mantissa, the *remainder*, are stored unchanged. An integer
     element has no exponent and is only stored raw. Integers of more than two bytes are stored as
-    several 16-bit units, each of which counts as an element of its own in a segment.
+    several 16-bit units, and a segment treats each unit as an element.
 
     Attributes:
-        name: name in codebook artifacts.
-        number: number in segment headers.
+        name: name of the type in codebook artifacts.
+        number: number that identifies the type in segment headers.
         dtype: torch dtype.
         size: bytes of one stored unit, 1 or 2.
         exponent_bits: bits of the exponent; 0 for integers.
         mantissa_bits: bits of the mantissa; 0 for integers.
         remainder_widths: bits per element in each stream of the remainder (sign above mantissa),
-            from the lowest bits up.
+            starting with the lowest bits.
         units: number of stored units per element.
     """
 
@@ -40,7 +40,7 @@ class ElementType:
 
     @property
     def exponents(self) -> int:
-        """Number of different exponents."""
+        """Number of possible values of the exponent."""
         return 1 << self.exponent_bits
 
     @property
@@ -93,6 +93,6 @@ def unit_view(plane: Tensor) -> Tensor:
     """
     element = element_of(plane.dtype)
     if element.units > 1:
-        # A dimension of one element may have any stride; `view` requires a last stride of 1.
+        # A dimension of size 1 may have any stride, but `view` requires a last stride of 1.
         plane = plane.as_strided(plane.shape, (*plane.stride()[:3], 1))
     return plane.view(torch.int16 if element.size == 2 else torch.uint8)

@@ -4,12 +4,12 @@ CodecError
 ├── PayloadError          the payload cannot be decoded
 │   ├── FormatError       a header field, an entry start or an entry is invalid
 │   │   └── TruncatedPayload   the payload is shorter than its header states
-│   ├── CodebookMismatch  encoded with another codebook
+│   ├── CodebookMismatch  the payload was encoded with another codebook
 │   └── ChecksumMismatch  the decoded content differs from the encoded content
 ├── ArgumentError         an argument is invalid or does not fit the others
 │   ├── UnsupportedDtype  a dtype that the codec does not store
 │   ├── InvalidPlanes     invalid shape, strides, device or number of planes
-│   ├── InvalidPages      page ids out of range, repeated, or of the wrong number
+│   ├── InvalidPages      page ids out of range or repeated, or too many or too few of them
 │   ├── ShapeMismatch     a shape with another number of elements than the payload
 │   └── InvalidBuffer     wrong dtype, shape, layout or device of a payload or an output
 │       └── BufferTooSmall     the output is shorter than the largest possible segment

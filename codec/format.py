@@ -19,20 +19,20 @@ from codec.mix import mix64
 WIRE_VERSION: int = 3
 MAGIC = b"HRSZ"
 CHUNK = 1024
-"""Elements of a full chunk; positions in a chunk have 10 bits."""
+"""Number of elements in a full chunk. Positions in a chunk have 10 bits."""
 COLUMN = 32
-"""Elements of a column. A stream with b bits per element has b 32-bit words per column."""
+"""Number of elements in a column. A stream of b bits per element has b 32-bit words per column."""
 COLUMNS = CHUNK // COLUMN
-"""Columns of a full chunk."""
+"""Number of columns in a full chunk."""
 WORD_BYTES = 4
-"""Bytes of a word of a stream or of the entries."""
+"""Size of a word of a stream or of the entries, in bytes."""
 ALIGNMENT = 16
 """Alignment of blocks, streams and entries in a segment, in bytes."""
 MAX_ENTRY_WORDS = (1 << 32) - 1
-"""Maximum entry words of a segment: entry starts are uint32. 16 GiB of random bf16 use 1/4."""
+"""Maximum entry words of a segment, as starts are uint32. 16 GiB of random bf16 need 1/4 of it."""
 MAX_NIBBLES, MAX_LISTED = 256, 64
 """Maximum escapes, and maximum listed escapes (those without a second-level code), of a chunk in a
-mode with an escape code. A chunk with more of either is stored uncoded.
+mode with an escape code. A chunk that exceeds one of them is stored uncoded.
 """
 
 _SEGMENT = struct.Struct("<4sHBBIIIIQQQQQ")
@@ -101,7 +101,7 @@ class Geometry:
 
     @property
     def rest_slots(self) -> int:
-        """Valid slots of the last page, if it is not full; else 0."""
+        """Number of valid slots in the last page if it is partly filled; 0 if it is full."""
         return self.num_tokens % self.page_slots
 
     @property
@@ -165,9 +165,9 @@ class Layout:
     """Byte offsets of the parts of a segment.
 
     Attributes:
-        starts: offset of the table of entry starts, a uint32 for each chunk of a plane with codes
-            and one more.
-        coded_chunks: number of chunks of all planes with codes.
+        starts: offset of the table of entry starts: one uint32 for each chunk of the planes with
+            codes, then the total number of entry words.
+        coded_chunks: total number of chunks in the planes with codes.
         blocks: offsets of the block of each plane.
         entries: offset of the entries, which is the end of the last block.
         bound: maximum length of the segment in bytes, for any data.
@@ -193,7 +193,7 @@ class Layout:
         return cls(starts, coded, tuple(blocks), end, align(end + WORD_BYTES * overflow))
 
     def length(self, entry_words: int) -> int:
-        """Return the length of the segment with this number of entry words, in bytes."""
+        """Return the length in bytes of a segment that has `entry_words` entry words."""
         return align(self.entries + WORD_BYTES * entry_words)
 
 
@@ -239,7 +239,7 @@ def pack_static(geometry: Geometry, element: ElementType, planes: Sequence[Plane
 
 
 def static_crc(header: bytes | bytearray) -> int:
-    """Return the CRC-32 of the header without its own field and those that `seal` writes."""
+    """Return the CRC-32 of the header without the CRC field and the fields that `seal` writes."""
     crc = zlib.crc32(header[:_CRC_AT])
     crc = zlib.crc32(header[_CRC_AT + _CRC.size : _DYNAMIC_AT], crc)
     return zlib.crc32(header[SEGMENT_HEADER_BYTES:], crc)
@@ -328,7 +328,7 @@ def _parse_planes(table: bytes, element: ElementType) -> tuple[PlaneHeader, ...]
 
 
 def max_payload_bytes(num_elements: int, element: ElementType = BF16) -> int:
-    """Return the maximum length of the result of `codec.encode`, in bytes, for any data."""
+    """Return the maximum length in bytes of a result of `codec.encode`, for any data."""
     return max_segment_bytes(1, 1, 1, num_elements, max(num_elements, 1), element)
 
 
@@ -340,7 +340,7 @@ def max_segment_bytes(
     page_slots: int,
     element: ElementType = BF16,
 ) -> int:
-    """Return the maximum length of a segment of `codec.encode_pages`, in bytes, for any data.
+    """Return the maximum length in bytes of a segment of `codec.encode_pages`, for any data.
 
     `dim` is the head dimension in elements; `element` is the result of `codec.element_of`.
     """

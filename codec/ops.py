@@ -35,7 +35,7 @@ from codec.format import (
 )
 
 _FIRST_READ = header_bytes(256)
-"""Payload bytes copied to the host to read a header; one copy suffices for up to 256 planes."""
+"""Number of payload bytes in the first copy to the host: the header of a segment of 256 planes."""
 
 
 def encode_pages(
@@ -54,8 +54,8 @@ def encode_pages(
             head must be contiguous within a page; pages and heads may be strided.
         codebooks: one for each plane; None stores the plane raw. Integer planes are always raw.
         page_ids: ids of the pages that hold the tokens, in token order, without repetition.
-        num_tokens: number of tokens, from the first slot of the first page. Other slots are not
-            read.
+        num_tokens: number of tokens. They fill the slots of the pages in order, from the first
+            slot of the first page. Other slots are not read.
         out: uint8 output, 1-D, contiguous, on the device of the planes, of at least
             `max_segment_bytes(...)` bytes.
         backend: implementation to use instead of the device's own, for tests and benchmarks.
@@ -103,7 +103,7 @@ def decode_pages(
         payload: uint8, 1-D, contiguous: exactly the bytes of one segment. It must not change
             during the call, because it is validated before it is decoded.
         planes: as for `encode_pages`.
-        codebooks: as for `encode_pages`; planes that are stored raw do not need theirs.
+        codebooks: as for `encode_pages`; may be None for a plane that the segment stores raw.
         page_ids: ids of the destination pages.
         num_tokens: number of tokens in the segment. Slots after them are not written.
         header: header of the payload, if the caller has read it already.
@@ -146,7 +146,7 @@ def checksum_pages(
 
 
 def encode(tensor: Tensor, codebook: Codebook | None) -> Tensor:
-    """Encode a tensor of any shape; a codebook of None stores it raw.
+    """Encode a tensor of any shape. If `codebook` is None, it is stored raw.
 
     The payload does not contain the shape, so `decode` takes it as an argument.
 
@@ -243,7 +243,7 @@ def _one_page(tensor: Tensor) -> list[int]:
 
 
 def _resolved(shape: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return a shape of `count` elements with an inferred dimension filled in."""
+    """Replace a dimension of -1 so that the shape has `count` elements."""
     try:
         return tuple(torch.empty(count, device="meta").view(tuple(shape)).shape)
     except RuntimeError:

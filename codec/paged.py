@@ -1,6 +1,6 @@
 """Codec bound to the planes of one KV cache, for encoding and decoding many of its segments.
 
-On a GPU a call launches kernels and returns; its result is read later, from any thread. On a CPU
+On a GPU a call launches kernels and returns; its result can be read later, by any thread. On a CPU
 the work is finished when the call returns.
 """
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 def paged(planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> PagedCodec:
     """Return a codec for planes `[page, kv_head, slot, dim]`, on their device.
 
-    All calls must come from one thread and, on a GPU, use one stream.
+    All calls must come from one thread and, on a GPU, use one CUDA stream.
 
     Args:
         planes: as for `encode_pages`.
@@ -31,7 +31,7 @@ def paged(planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> Pag
 
     Raises:
         ArgumentError, InvalidCodebook: the planes or codebooks are invalid. On a CPU, `encode` and
-            `decode` of the result raise them instead.
+            `decode` of the returned codec raise these errors instead.
     """
     factory = paged_codec_for(planes[0].device) if planes else None
     return factory(planes, codebooks) if factory else _SynchronousCodec(planes, codebooks)

@@ -18,7 +18,7 @@ import pytest
 
 _INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 _PIPE = "HEADRACE_KERNEL_TEST_PIPE"
-"""Environment variable of a child process: the file descriptor to which it writes reports."""
+"""Environment variable with the file descriptor to which a child process writes its reports."""
 _children = pytest.StashKey[dict[Path, "_Child"]]()
 
 
@@ -97,7 +97,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     except (pytest.fail.Exception, pytest.skip.Exception):
         raise
     except BaseException:
-        children.pop(path).close()  # its next report would belong to this test, not to the next
+        children.pop(path).close()  # a later test would read this test's report
         raise
     return True
 
@@ -128,7 +128,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 class _Collector:
-    """Records the outcome of the current test: "passed", "failed" or "skipped", and a text."""
+    """Records the outcome of the current test ("passed", "failed" or "skipped") and its reason."""
 
     outcome: list[str]
 

@@ -108,7 +108,7 @@ class Row:
     floor: float
 
     def speed(self, seconds: float) -> float:
-        """Convert the seconds of a call to MB/s (10^6 bytes) of raw data."""
+        """Return the speed of a call of this duration, in MB/s (10^6 bytes/s) of raw data."""
         return self.raw_bytes / seconds / 1e6
 
 
@@ -194,7 +194,7 @@ def measure(case: Case, backend: Backend | None, repeats: int, device: torch.dev
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print a table of MB/s for each shape."""
+    """Print one table for each shape, with speeds in MB/s."""
     shape = ""
     for row in rows:
         if row.shape != shape:

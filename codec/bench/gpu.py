@@ -33,7 +33,7 @@ class GpuRow:
     Attributes:
         ratio: raw bytes over payload bytes.
         escapes: fraction of elements without a code.
-        encode, decode, floor: GB/s (10^9 bytes) of raw data.
+        encode, decode, floor: speed in GB/s (10^9 bytes/s) of raw data.
         peer_encode, peer_decode: the same for the paper's code; 0 if not measured.
     """
 
@@ -60,7 +60,7 @@ class GpuRow:
 
 @dataclass(frozen=True)
 class Bench:
-    """Benchmark of one run.
+    """Settings and reference speed that all rows of a run share.
 
     Attributes:
         copied: speed of a copy in GB/s, counting bytes read and bytes written.
@@ -88,10 +88,10 @@ class Bench:
         *,
         against_peer: bool = False,
     ) -> GpuRow:
-        """Check the round trip of some pages of all planes, then measure encoding and decoding.
+        """Check that a segment of all planes round-trips, then measure encoding and decoding.
 
         Args:
-            books: codebook of each plane, or one for all.
+            books: one codebook for each plane, or a single codebook for all planes.
             ids: page ids of the segment.
             against_peer: also measure the paper's code on the first plane.
         """
@@ -116,7 +116,10 @@ class Bench:
         return GpuRow(name, raw, raw / length, escapes / elements, encode, decode, floor, *peer)
 
     def graph_row(self, name: str, segments: list[Tensor], book: codec.Codebook) -> GpuRow:
-        """Measure a CUDA graph of many segments, with a tail stream (see `LaunchPlan`)."""
+        """Measure CUDA graphs that encode or decode many segments.
+
+        The plans use a tail stream; see `LaunchPlan`.
+        """
         tail_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         page = torch.zeros(1, dtype=torch.int64, device="cuda")
         plans = [_plan([_flat(x)], book, x.numel(), tail_stream) for x in segments]
@@ -160,9 +163,9 @@ Kv = dict[str, list[Tensor]]
 
 
 def real_rows(bench: Bench, kv: Kv) -> Iterator[GpuRow]:
-    """Measure all planes of a model, each with its own codebook.
+    """Yield measurements of all planes of a model, each with its own codebook.
 
-    Pages are repeated until the planes have 512 MiB.
+    The pages are repeated so that the planes have about 512 MiB.
     """
     size = sum(plane.numel() * 2 for plane in kv["test"])
     times = max(1, 512 * MIB // size)
@@ -212,7 +215,7 @@ def rows(bench: Bench, kv: Kv | None) -> Iterator[GpuRow]:
 
 
 def normal(count: int, outliers: float = 0.0) -> Tensor:
-    """Return N(0, 1) values in bf16, a fraction of them multiplied by 2^20."""
+    """Return N(0, 1) values in bf16; a fraction `outliers` of them is multiplied by 2^20."""
     parts = [1 << 26] * (count >> 26) + [count & (1 << 26) - 1]
     x = torch.cat([torch.randn(part, device="cuda").bfloat16() for part in parts])
     if outliers:
@@ -230,7 +233,7 @@ def _plan(
     tokens: int,
     tail_stream: torch.cuda.Stream | None = None,
 ) -> tuple[LaunchPlan, Tensor]:
-    """Return a launch plan, and an output buffer that holds any of its segments."""
+    """Return a launch plan, and an output buffer that can hold any segment it encodes."""
     _, heads, slots, dim = planes[0].shape
     geometry = Geometry(heads, dim, tokens, slots)
     books = books if isinstance(books, list) else [books] * len(planes)

@@ -1,11 +1,11 @@
 """Compiled loops over one chunk of a plane with codes. Common arguments:
 
 source, target: address of the chunk's first element; the chunk is padded to whole columns.
-columns: number of columns.
+columns: number of columns of the chunk.
 book: record of `BOOK`; see `tables.py`.
 parts: see `Parts`.
-entry_words: number of entry words.
-scratch: address of `SCRATCH_BYTES` bytes, zero at the start of a segment.
+entry_words: number of entry words of the chunk.
+scratch: address of `SCRATCH_BYTES` bytes, which are zero before the first chunk of a segment.
 """
 
 from typing import NamedTuple
@@ -75,9 +75,9 @@ DIGESTS = _MASKS + WORD_BYTES * COLUMNS
 _ENTRIES = DIGESTS + 8 * COLUMNS
 _POSITIONS = _ENTRIES + WORD_BYTES * MAX_CHUNK_WORDS
 SCRATCH_BYTES = _POSITIONS + 2 * POSITIONS
-"""Size of the scratch memory of a chunk. It holds the fields of its elements, codes, remainders and
-high remainder bits, then escape masks, column digests, entries and escape positions at the offsets
-above.
+"""Size of the scratch memory for one chunk, in bytes. At the offsets above it holds 16-bit fields
+(elements, codes, remainders, high remainder bits), then escape masks, column digests, entries and
+escape positions.
 """
 
 
@@ -218,7 +218,7 @@ def sum_chunk(
     chunk: int, elements: int, columns: int, element: Element, book: Record, parts: Parts,
     entry_words: int, scratch: int, keys: Keys,
 ) -> Sum:  # fmt: skip
-    """Return the sum of the checksum terms of chunk number `chunk` of the segment."""
+    """Return the sum of a chunk's checksum terms; `chunk` is its index in the segment."""
     digests = scratch + DIGESTS
     if entry_words == book.overflow * columns:
         return sum_elements(chunk, elements, columns, element, entry_words, digests, keys)
@@ -237,7 +237,7 @@ def sum_chunk(
 
 @compiled
 def _bits(stream: int, element: Element, book: Record) -> int:
-    """Return the bits per element of a stream; 0 if the block does not have it."""
+    """Return the bits per element of a stream; 0 if the block has no such stream."""
     if stream == 0:
         return int(book.code_bits)
     return element.low_bits if stream == 1 else element.high_bits
@@ -269,7 +269,7 @@ def _unpack(stream: int, bits: int, columns: int, fields: int) -> None:
 def _copy_uncoded(
     elements: int, columns: int, element: Element, book: Record, parts: Parts, to_streams: bool
 ) -> None:
-    """Copy the words of an uncoded chunk to its streams and entries, or back."""
+    """Copy the words of an uncoded chunk to its streams and entries, or from them."""
     in_row = 2 * element.size
     for word in range(4 * in_row):
         raw = elements + WORD_BYTES * (word // in_row * in_row * columns + word % in_row)
@@ -284,7 +284,11 @@ def _copy_uncoded(
 def _word_address(
     word: int, columns: int, element: Element, book: Record, parts: Parts
 ) -> tuple[int, int]:
-    """Return the address of word `word` of the first column, and the step to the next, in words."""
+    """Locate word `word` of each column of an uncoded chunk in its streams or entries.
+
+    Returns:
+        The word's address in the first column, and its distance between columns in words.
+    """
     stream, bits = parts.codes, book.code_bits
     if word >= bits:
         word, stream, bits = word - bits, parts.low, element.low_bits
@@ -299,7 +303,7 @@ def _word_address(
 
 @compiled
 def _copy_words(source: int, step: int, target: int, out_step: int, columns: int) -> None:
-    """Copy one word of each column between two strided arrays."""
+    """Copy one word of each column; `step` and `out_step` are the strides in words."""
     data, out = pointer(source, np.uint32), pointer(target, np.uint32)
     for c in range(columns):
         store(out, out_step * c, load(data, step * c))

@@ -1,7 +1,7 @@
 """Compiled loops over the escapes of a chunk and their entries. Common arguments:
 
 fields: address of the chunk's elements, uint32 `[16, 32]`; see `fields.py`.
-masks: address of uint32 `[32]`, a bit mask for each column with a 1 at the place of each escape.
+masks: address of uint32 `[32]`: for each column, the bit mask of the places of its escapes.
 positions: address of uint16 `[POSITIONS]`, positions of the escapes in the chunk, ascending.
 entries: address of the chunk's `entry_words` entry words.
 book: record of `BOOK`; see `tables.py`.
@@ -24,11 +24,11 @@ from codec.cpu.tables import Element, Record
 from codec.format import CHUNK, COLUMN, COLUMNS, MAX_LISTED, MAX_NIBBLES
 
 NIBBLES = 8
-"""Second-level codes per word."""
+"""Number of second-level codes in an entry word."""
 MAX_CHUNK_WORDS = MAX_NIBBLES // NIBBLES + MAX_LISTED
 """Maximum entry words of a coded chunk in a mode with an escape code."""
 _AT_ONCE = 8
-"""Minimum positions that `list_positions` stores for a pair of columns."""
+"""Minimum number of positions that `list_positions` stores for each pair of columns."""
 POSITIONS = CHUNK + _AT_ONCE
 """Length of the positions buffer, with space for the invalid positions after the last escape."""
 
@@ -40,8 +40,9 @@ TOO_MANY, OUTSIDE, DISORDERED, EXPONENT, UNUSED, SECOND, COUNT, DISPLACED = rang
 def list_positions(masks: int, positions: int) -> int:
     """Write the positions of the escapes; return their number.
 
-    For each pair of columns at least eight positions are stored, and invalid ones are overwritten
-    by the next pair. A loop over the exact number of escapes would cause branch mispredictions.
+    For each pair of columns, at least eight positions are stored. If the pair has fewer escapes,
+    the excess positions are invalid, and those of the next pair overwrite them. A loop over the
+    exact number of escapes would cause branch mispredictions.
     """
     data, out = pointer(masks, np.uint64), pointer(positions, np.uint16)
     count = 0
@@ -60,7 +61,7 @@ def list_positions(masks: int, positions: int) -> int:
 
 @compiled
 def _field(position: int) -> int:
-    """Return the index of an element's field in uint16 `[16, 32, 2]`."""
+    """Return the index in uint16 `[16, 32, 2]` of the field of the element at a position."""
     return 2 * (COLUMNS * (position & 15) + (position >> 5)) + (position >> 4 & 1)
 
 
@@ -85,7 +86,7 @@ def _put_exponent(fields: int, position: int, element: Element, exponent: int) -
 
 @compiled
 def write_list(fields: int, element: Element, positions: int, count: int, entries: int) -> None:
-    """Write the entries of a chunk in `TOP16`: one word for each escape."""
+    """Write the entries of a chunk of a `TOP16` plane: one word for each escape."""
     for i in range(count):
         position = _position(positions, i)
         store_word(entries, i, _exponent(fields, position, element) << 16 | position)
@@ -179,7 +180,7 @@ def scan_list(element: Element, length: int, columns: int, entries: int, entry_w
 
 @compiled
 def scan_nibbles(count: int, book: Record, entries: int, entry_words: int) -> tuple[int, int]:
-    """Validate the second-level codes of `count` escapes, and the number of entry words.
+    """Validate the second-level codes of a chunk with `count` escapes, and `entry_words`.
 
     Returns:
         0 or an error code, and the number of listed escapes.

@@ -1,9 +1,9 @@
 """Compiled loops that convert between the elements of a chunk and 16-bit fields.
 
-A uint32 holds two elements in 16-bit fields. A chunk is `[16, 32]` such words: one row for each
-h = 4 r + i (see `FORMAT.md`) and one column for each column of the chunk, for every element type.
-Operations on exponents and remainders are then the same for all fields, and are vectorized. A short
-chunk does not use the last columns. Common arguments:
+A uint32 holds two elements in 16-bit fields. For every element type, a chunk is `[16, 32]` such
+words, indexed by h = 4 r + i (see `FORMAT.md`) and by column. Operations on exponents and
+remainders are then the same for all fields, and are vectorized. A short chunk does not use the last
+columns. Common arguments:
 
     source, target: address of the chunk's first element; the chunk is padded to whole columns.
     fields, codes, remainders: addresses of uint32 `[16, 32]`.
@@ -18,9 +18,9 @@ from codec.format import COLUMNS
 
 ROWS = 16
 FIELD_BYTES = 4 * ROWS * COLUMNS
-"""Bytes of uint32 `[16, 32]`."""
+"""Size of a chunk's fields, uint32 `[16, 32]`, in bytes."""
 NO_CODE = 16
-"""Flag in a field of codes: the exponent has no code."""
+"""Bit that is set in a field of `codes` if the exponent has no code."""
 
 _u = np.uint64
 _EACH = 0x0001_0001_0001_0001
@@ -95,13 +95,15 @@ def codes_of_window(
     fields: int, mantissa_bits: int, exponent_mask: int, lowest: int, count: int, escape: int,
     codes: int,
 ) -> int:  # fmt: skip
-    """Write codes for a codebook of `count` consecutive exponents from `lowest` on.
+    """Write codes for a codebook of `count` consecutive exponents, of which `lowest` is the first.
 
-    Adding 256 to the distance from the lowest exponent prevents a borrow from the next field. With
-    bit 8 flipped, exactly the distances 0 to `count` - 1 are below `count`.
+    256 is added to the distance from the lowest exponent, to prevent a borrow from the next field.
+    Bit 8 is then flipped. This restores distances of 0 or more and makes negative ones exceed 255,
+    so an exponent has a code if and only if the result is less than `count`.
 
     Args:
-        escape: escape code; 0 to write the low four bits of the distance instead, as in `TOP16`.
+        escape: escape code. If it is 0, as in `TOP16`, an escape gets the low four bits of its
+            distance instead.
 
     Returns:
         The number of escapes.
@@ -155,7 +157,7 @@ def exponents_of_table(codes: int, exponents: NDArray[np.uint8]) -> None:
 
 @compiled
 def high_remainders_of(remainders: int, high: int) -> None:
-    """Write the bits of the remainders above the eight of the first stream."""
+    """Write the high bits of the remainders: those above the eight bits of the first stream."""
     data, out = pointer(remainders, np.uint64), pointer(high, np.uint64)
     for j in range(_QUADS):
         store(out, j, load(data, j) >> _u(8) & _u(_EACH * 0xFF))

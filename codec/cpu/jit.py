@@ -44,7 +44,7 @@ def compiled(function: _Function) -> _Function:
 
 
 def _pointer_type(_typing_context: Any, _address: Any, element: Any) -> Any:
-    """Type and compile `pointer(address, np.uint16)`: a cast that generates no code."""
+    """Return signature and code generator of `pointer(address, np.uint16)`, which is a cast."""
 
     def convert(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -53,7 +53,7 @@ def _pointer_type(_typing_context: Any, _address: Any, element: Any) -> Any:
 
 
 def _load_type(_typing_context: Any, pointer: Any, _index: Any) -> Any:
-    """Type and compile `load(pointer, index)`, for unaligned addresses."""
+    """Return signature and code generator of `load(pointer, index)`, for unaligned addresses."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         loaded = builder.load(builder.gep(arguments[0], [arguments[1]]))
@@ -64,7 +64,10 @@ def _load_type(_typing_context: Any, pointer: Any, _index: Any) -> Any:
 
 
 def _store_type(_typing_context: Any, pointer: Any, _index: Any, _value: Any) -> Any:
-    """Type and compile `store(pointer, index, value)`, for unaligned addresses."""
+    """Return signature and code generator of `store(pointer, index, value)`.
+
+    The address need not be aligned.
+    """
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         place = builder.gep(arguments[0], [arguments[1]])
@@ -75,7 +78,10 @@ def _store_type(_typing_context: Any, pointer: Any, _index: Any, _value: Any) ->
 
 
 def _popcount_type(_typing_context: Any, _value: Any) -> Any:
-    """Type and compile `popcount(value)`: the number of 1 bits of a uint64."""
+    """Return signature and code generator of `popcount(value)`.
+
+    It counts the bits of a uint64 that are 1.
+    """
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -84,7 +90,10 @@ def _popcount_type(_typing_context: Any, _value: Any) -> Any:
 
 
 def _trailing_zeros_type(_typing_context: Any, _value: Any) -> Any:
-    """Type and compile `trailing_zeros(value)`: index of the lowest 1 of a uint64, 64 for 0."""
+    """Return signature and code generator of `trailing_zeros(value)`.
+
+    It computes the index of the lowest bit of a uint64 that is 1, or 64 if no bit is.
+    """
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], context.get_constant(types.boolean, False))

@@ -27,7 +27,7 @@ from codec.cpu.tables import Element, Record, SegmentAddresses, Table
 from codec.format import ALIGNMENT, CHUNK, COLUMN, WORD_BYTES
 
 _PADDED_BYTES = 2 * CHUNK
-"""Bytes at the start of the scratch memory for a copy of a chunk, padded to whole columns."""
+"""Size of the first part of the scratch memory: a copy of a chunk, padded to whole columns."""
 _BUFFER_BYTES = _PADDED_BYTES + SCRATCH_BYTES
 
 
@@ -59,7 +59,7 @@ def _whole_columns(source: int, length: int, element: Element, padding: int, scr
 
 @compiled
 def _first_parts(plane: Record, addresses: SegmentAddresses, entry_start: int) -> Parts:
-    """Return the addresses of a block's first chunk; `entry_start` is its first entry word."""
+    """Return the addresses of a block's first chunk, whose entries start at `entry_start`."""
     segment, entries = addresses.segment, addresses.entries + WORD_BYTES * entry_start
     return Parts(segment + plane.codes, segment + plane.low, segment + plane.high, entries)
 
@@ -99,13 +99,16 @@ def _pad_words(address: int, words: int) -> None:
 
 @compiled
 def _entry_words(addresses: SegmentAddresses, coded_chunk: int) -> int:
-    """Return the number of entry words of chunk `coded_chunk` among the chunks with codes."""
+    """Return the number of entry words of a chunk.
+
+    `coded_chunk` is the index of the chunk among the chunks of the planes with codes.
+    """
     return load_word(addresses.starts, coded_chunk + 1) - load_word(addresses.starts, coded_chunk)
 
 
 @compiled
 def _keep_alive(_buffer: NDArray[np.uint8]) -> None:
-    """Keep a buffer allocated up to this call; other code uses only its address."""
+    """Keep a buffer allocated until this call, because the loops hold only its address."""
 
 
 @compiled

@@ -1,8 +1,8 @@
 """Compiled loops that pack the fields of a chunk into the words of its streams, and unpack them.
 
-With b bits per element, row h of the fields is stored in word h mod b of each column. With three
-bits, the last row uses the highest bit of each half of the three words. The number in a function's
-name is b. Common arguments:
+In a stream of b bits per element, row h of the fields is stored in word h mod b of each column. If
+b is 3, the last row uses the highest bit of each half of the three words. The number at the end of
+a function's name is b. Common arguments:
 
     fields: address of uint32 `[16, 32]`; see `fields.py`.
     stream: address of the chunk's words in a stream.
@@ -96,10 +96,11 @@ def unpack3(stream: int, columns: int, fields: int) -> None:
 
 @compiled
 def escape_masks(fields: int, plus: int, bit: int, masks: int) -> None:
-    """Write a mask for each of 32 columns: for each place, bit number `bit` of its field + `plus`.
+    """Write, for each of 32 columns, the bit mask of the places of its escapes.
 
-    In fields written by `codes_of_window` and `codes_of_table`, bit 4 marks escapes. In codes of b
-    bits, adding 1 to the escape code sets bit b.
+    The bit of a place is bit `bit` of (field + `plus`). Fields from `codes_of_window` and
+    `codes_of_table` mark escapes in bit 4, so `plus` is 0 and `bit` is 4. In fields of b-bit codes,
+    adding 1 to the escape code sets bit b, so `plus` is 1 and `bit` is b.
     """
     data, out = pointer(fields, np.uint32), pointer(masks, np.uint32)
     for c in range(COLUMNS):

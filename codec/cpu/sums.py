@@ -31,7 +31,7 @@ def _fold(value: Sum) -> Sum:
 
 @compiled
 def tag_columns(chunk: int, entry_words: int, columns: int, digests: int) -> None:
-    """Initialize the digests of a chunk's columns from its number and its number of entry words."""
+    """Initialize the digests of a chunk's columns with its index and its count of entry words."""
     out = pointer(digests, np.uint64)
     for c in range(columns):
         store(out, c, _u(COLUMNS * chunk + c << ENTRY_COUNT_BITS | entry_words) * _GOLDEN)
@@ -39,7 +39,7 @@ def tag_columns(chunk: int, entry_words: int, columns: int, digests: int) -> Non
 
 @compiled
 def add_quads(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
-    """Add four words of each column, `[columns, 4]`, times four keys from index `key` on."""
+    """Add four words of each column, `[columns, 4]`, multiplied by `keys[key : key + 4]`."""
     data, out = pointer(words, np.uint64), pointer(digests, np.uint64)
     key0, key1, key2, key3 = _u(keys[key]), _u(keys[key + 1]), _u(keys[key + 2]), _u(keys[key + 3])
     for c in range(columns):
@@ -51,7 +51,7 @@ def add_quads(words: int, columns: int, keys: Keys, key: int, digests: int) -> N
 
 @compiled
 def add_pairs(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
-    """Add two words of each column, `[columns, 2]`, times two keys."""
+    """Add two words of each column, `[columns, 2]`, multiplied by `keys[key : key + 2]`."""
     data, out = pointer(words, np.uint64), pointer(digests, np.uint64)
     key0, key1 = _u(keys[key]), _u(keys[key + 1])
     for c in range(columns):
@@ -61,7 +61,7 @@ def add_pairs(words: int, columns: int, keys: Keys, key: int, digests: int) -> N
 
 @compiled
 def add_triples(words: int, columns: int, keys: Keys, key: int, digests: int) -> None:
-    """Add three words of each column, `[3, columns]`, times three keys."""
+    """Add three words of each column, `[3, columns]`, multiplied by `keys[key : key + 3]`."""
     data, out = pointer(words, np.uint32), pointer(digests, np.uint64)
     key0, key1, key2 = _u(keys[key]), _u(keys[key + 1]), _u(keys[key + 2])
     for c in range(columns):

@@ -1,4 +1,4 @@
-"""Tables and tuples that describe a segment to the compiled loops."""
+"""Record types and tuples that describe a segment for the compiled loops."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ PLANE = np.dtype(
         ("end", np.int64),
     ]
 )
-"""Memory of a plane, and its block in the segment.
+"""Location of a plane in memory, and of its block in the segment.
 
     address: address of the first element.
     page_stride, head_stride: strides in bytes.
@@ -44,10 +44,10 @@ BOOK = np.dtype(
         ("second_exponents", np.uint8, 16),
     ]
 )
-"""Mode and codebook of a plane; all zeros if raw.
+"""Mode and codebook of a plane; all fields are 0 if the plane is raw.
 
     code_bits, count: bits of a code, and number of exponents with a code.
-    escape: the escape code, or 0.
+    escape: the escape code, or 0 if the mode has none.
     window: whether the exponents are consecutive; `lowest` is the first.
     overflow: `format.overflow_words`.
     num_second: number of second-level codes.
@@ -60,11 +60,13 @@ BOOK = np.dtype(
 CHUNKS = np.dtype(
     [("page", np.int64), ("head", np.int64), ("start", np.int64), ("length", np.int64)]
 )
-"""A chunk: page and head of its run, its first element in the run, and its length in elements."""
+"""Location of a chunk: page and head of its run, the index of its first element in the run, and its
+length in elements.
+"""
 
 
 class Element(NamedTuple):
-    """An element type: unit size in bytes, bits of the fields, bits per remainder stream."""
+    """Element type: unit size in bytes, bits of each field, and bits of each remainder stream."""
 
     size: int
     mantissa_bits: int

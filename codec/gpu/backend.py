@@ -72,7 +72,7 @@ def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry)
 
 
 def check_errors(errors: int) -> None:
-    """Raise `FormatError` for the error flags of a decode."""
+    """Raise `FormatError` if an error flag of a decode is set."""
     for bit, message in enumerate(_ERRORS):
         if errors >> bit & 1:
             raise FormatError(message)

@@ -25,7 +25,8 @@ class PlaneGroup:
         start: offset of the first plane and, if evenly spaced, distance between planes, in
             elements.
         streams: offsets of the first plane's streams, and distance between blocks, in words.
-        evenly_spaced: whether planes and blocks have constant distances.
+        evenly_spaced: whether the distances between consecutive planes, and between consecutive
+            blocks, are constant.
         encoding: first- and second-level code tables, uint8 `[planes, 256]` each; empty if raw.
         decoding: first- and second-level exponents, uint8 `[planes, 16]` each; empty if raw.
         options: compile-time configuration of the kernels.
@@ -70,7 +71,7 @@ def group_planes(
 def used_codebooks(
     header: SegmentHeader, codebooks: Sequence[Codebook | None]
 ) -> list[Codebook | None]:
-    """Return the codebook of each plane of a segment, None where it is stored raw."""
+    """Return the codebook of each plane of a segment, None for planes that are stored raw."""
     pairs = zip(header.planes, codebooks, strict=True)
     return [None if plane.mode is Mode.RAW else book for plane, book in pairs]
 
@@ -104,7 +105,7 @@ def _group(rows: list[list[int]], books: list[Codebook], device: torch.device) -
 
 
 def _options(book: Codebook) -> dict[str, Any]:
-    """Return the compile-time configuration for planes with codebooks like this one."""
+    """Return the kernels' compile-time configuration for the planes of this codebook's group."""
     element, mode = book.element, book.mode
     return {
         "MANTISSA_BITS": element.mantissa_bits,

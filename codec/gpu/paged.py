@@ -30,7 +30,9 @@ from codec.mix import MASK64
 T = TypeVar("T")
 
 _MAX_PLANS = 16
-"""Maximum launch plans that a `PagedCodec` caches: one per segment length and set of raw planes."""
+"""Maximum number of launch plans in the cache of a `PagedCodec`. Each combination of segment length
+and raw planes needs its own plan.
+"""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class PagedCodec:
 
     @contextmanager
     def _discard_plans_on_failure(self) -> Iterator[None]:
-        """Discard all plans if a launch fails, because it may leave non-zero accumulators."""
+        """Discard all plans if a launch fails, because their accumulators may not be zero."""
         try:
             yield
         except BaseException:
@@ -141,5 +143,8 @@ _workspaces: dict[torch.device, Workspace] = {}
 
 
 def _workspace_of(device: torch.device) -> Workspace:
-    """Return the scratch memory of a device, shared by all codecs, which encode on one stream."""
+    """Return the scratch memory of a device.
+
+    All codecs share it, because they encode on the same CUDA stream.
+    """
     return _workspaces.setdefault(device, Workspace(device))

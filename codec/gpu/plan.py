@@ -1,8 +1,8 @@
 """Launch plans: the kernel launches that encode or decode one segment on a GPU.
 
-A `LaunchPlan` keeps the addresses of planes and streams in device tensors. Its calls only launch
-kernels, on the current stream of the planes' device, so encode and decode can be captured in a CUDA
-graph. Lengths, checksums and errors are copied to the host asynchronously.
+A `LaunchPlan` keeps the offsets of planes and bit streams in device tensors. Its calls only launch
+kernels, on the current CUDA stream of the planes' device, so a CUDA graph can capture encode and
+decode. Lengths, checksums and errors are copied to the host asynchronously.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,8 +36,8 @@ _ESCAPE_SCRATCH_WORDS = (int(kernels.MAX_NIBBLES) // 4) + int(kernels.MAX_LISTED
 _MAX_DIRECT_CHUNKS = 1 << 13
 """Maximum chunks for which `pack_kernel` sums the sizes itself, without `sum_kernel`."""
 _DECODE_REGISTERS, _ENCODE_REGISTERS, _ESCAPE_CODE_REGISTERS = 48, 64, 56
-"""Registers per thread, tuned on an H200: decode, encode without and with escape code. With 64, an
-SM runs its maximum of one-warp programs; with fewer, programs of the next launch start earlier.
+"""Registers per thread of decode, and of encode without and with an escape code, tuned on an H200.
+64 allow an SM's maximum number of one-warp programs; with fewer, the next launch starts earlier.
 """
 
 
@@ -71,14 +71,14 @@ class Results:
 
 
 def record_event() -> torch.cuda.Event:
-    """Record a timing event on the current stream; `synchronize` on it does not spin."""
+    """Record a timing event on the current CUDA stream; its `synchronize` does not spin."""
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 class Workspace:
-    """Scratch memory shared by consecutive encodes on one stream, without a tail stream.
+    """Scratch memory shared by plans that encode on one CUDA stream and have no tail stream.
 
     It grows to 1/4 to 1/3 of the raw bytes of the largest segment.
     """
@@ -99,7 +99,7 @@ class Workspace:
 
 
 class LaunchPlan:
-    """Kernel launches that encode or decode one segment, for any number of calls.
+    """Kernel launches that encode or decode segments of one layout, for any number of calls.
 
     Page ids are int64 `[pages]`, in token order. A CUDA graph reads them from the captured address.
 
@@ -109,8 +109,8 @@ class LaunchPlan:
         codebooks: one for each plane; None for a plane that is stored raw.
         geometry: geometry of the segment, with at least one token.
         layout: layout of the segment.
-        workspace: scratch memory to share with other plans of the same stream.
-        tail_stream: stream for the small kernels at the end of a call, so that they overlap with
+        workspace: scratch memory to share with other plans of the same CUDA stream.
+        tail_stream: CUDA stream for the small kernels at the end of a call, which then overlap with
             the next segment. `results` copies on this stream. Readers of the output, the next call
             of this plan, and the end of a graph capture must wait for it.
 
@@ -168,7 +168,7 @@ class LaunchPlan:
 
     @contextmanager
     def _on_tail_stream(self, after: bool = False) -> Iterator[None]:
-        """Use the tail stream, if any; with `after`, let it wait for the work launched so far."""
+        """Make the tail stream current, if any; with `after`, it waits for all earlier launches."""
         if self._tail_stream is None:
             yield
             return
@@ -249,7 +249,7 @@ class LaunchPlan:
 
         Args:
             pages: int64 `[num_pages]` page ids.
-            payload: uint8, aligned to 16 bytes: exactly the segment.
+            payload: uint8, aligned to 16 bytes: exactly the bytes of the segment.
 
         Results: length in the header, computed checksum, checksum in the header, error flags (see
         `codec.gpu.backend.check_errors`).
@@ -284,7 +284,7 @@ class LaunchPlan:
             )  # fmt: skip
 
     def checksum(self, pages: Tensor) -> None:
-        """Launch the checksum kernels for the pages' content; the plan must have no codebooks."""
+        """Launch the kernels that compute the pages' checksum; all planes must be raw."""
         page_args = self._page_args(pages)
         for group in self._groups:
             kernels.raw_kernel[(*self._grid, group.planes)](
@@ -320,7 +320,7 @@ def _check_strides(planes: Sequence[Tensor]) -> None:
 
 
 def _is_aligned(planes: Sequence[Tensor]) -> bool:
-    """Return whether full chunks start at multiples of eight elements, and planes at 16 bytes."""
+    """Return whether full chunks are aligned to eight elements, and planes to 16 bytes."""
     if any(plane.data_ptr() % 16 for plane in planes):
         return False
     shape, strides = planes[0].shape, planes[0].stride()

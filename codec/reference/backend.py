@@ -122,7 +122,7 @@ def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry)
 
 
 def _sum_of_raw(words: Tensor, columns: Columns, plane: int) -> int:
-    """Return the checksum of a raw plane with column words `[columns, words]`."""
+    """Return the checksum of a raw plane, given the words of its columns, `[columns, words]`."""
     chunk = plane * len(columns.lengths) + columns.chunk
     return int(checksum.columns(words, chunk, columns.column, 0))
 
@@ -149,7 +149,7 @@ def _gather(plane: Tensor, pages: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _scatter(content: Tensor, plane: Tensor, pages: Tensor, geometry: Geometry) -> None:
-    """Write the valid slots, and no other; inverse of `_gather`."""
+    """Write only the valid slots; inverse of `_gather`."""
     target = unit_view(plane)
     tokens = content.to(target.dtype).view(geometry.kv_heads, geometry.num_tokens, geometry.dim)
     for number, page in enumerate(pages.tolist()):

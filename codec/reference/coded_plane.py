@@ -1,4 +1,4 @@
-"""Planes with codes: conversion of elements to words and entries and back, and the checksum."""
+"""Planes with codes: encode elements to words and entries, decode them, compute the checksum."""
 
 from dataclasses import dataclass
 
@@ -75,7 +75,7 @@ class _Escapes:
         return (self.nibbles + _NIBBLES - 1) // _NIBBLES
 
     def write(self, entries: Tensor, start: Tensor, coded: Tensor) -> None:
-        """Write the entries of the chunks where `coded` is true, from each chunk's `start` on."""
+        """Write the entries of the chunks where `coded` is true, at the chunks' `start` indices."""
         if bool(self.nibbles.any()):
             rank = ranks(self.chunk, self.nibbles)
             at, shift = start[self.chunk] + rank // _NIBBLES, 4 * (rank % _NIBBLES)
@@ -223,7 +223,7 @@ def _read_levels(
 
 
 def _parsed(entry: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
-    """Return the positions and exponents of listed escapes."""
+    """Return the positions and exponents stored in the entry words of listed escapes."""
     position, exponent = entry & CHUNK - 1, entry >> 16
     if bool((exponent >= codebook.element.exponents).any()):
         raise FormatError(f"an entry's exponent is out of range for {codebook.element.name}")
@@ -240,7 +240,7 @@ def _remainders_of(patterns: Tensor, codebook: Codebook) -> Tensor:
 
 
 def _overflow_at(columns: Columns, start: Tensor, overflow: int) -> Tensor:
-    """Return the entry indices `[columns, overflow]` of each column's last words, if uncoded."""
+    """Return the entry indices of the last words of uncoded columns, `[columns, overflow]`."""
     word = torch.arange(overflow, device=start.device) * columns.widths[columns.chunk, None]
     return start[columns.chunk, None] + word + columns.column[:, None]
 
@@ -257,7 +257,7 @@ def _per_chunk(chunk: Tensor, chunks: int) -> Tensor:
 
 
 def _owners(sizes: Tensor) -> Tensor:
-    """Return the chunk of each item, given the number of items of each chunk."""
+    """Return the chunk of each item; `sizes` is the number of items of each chunk."""
     return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
 
 

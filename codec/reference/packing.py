@@ -9,7 +9,7 @@ from codec.elements import ElementType
 from codec.format import COLUMN, WORD_BYTES, Block, Geometry, Mode, stream_widths
 
 _CONTIGUOUS_WORDS = {8: 4, 4: 4, 3: 1}
-"""Bits per element of a stream → number of words of a column that are contiguous."""
+"""Number of contiguous words of a column in a stream, by the stream's bits per element."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Columns:
         return 8 * (row * self.widths[self.chunk, None] + self.column[:, None]) + in_row
 
     def valid(self, element: ElementType) -> Tensor:
-        """Return which elements are not padding, bool `[columns, 32]`."""
+        """Return a mask of the elements that are not padding, bool `[columns, 32]`."""
         return self.indices(element) < self.lengths[self.chunk, None]
 
     def split(self, content: Tensor, element: ElementType, padding: int) -> Tensor:
@@ -99,7 +99,9 @@ def unpack(words: Tensor, *, raw: bool = False) -> Tensor:
 
 
 def _bit_positions(bits: int, device: torch.device, raw: bool) -> list[tuple[Tensor, Tensor]]:
-    """Return, for each bit of a value, the word and the bit that hold it, int64 `[32]` each.
+    """Return, for each bit of a value, the indices of the word and of the bit that hold it.
+
+    Both indices are int64 `[32]`, one for each place of a column.
 
     The two elements of a pair are in the two halves of a word. Pair h is in word h mod `bits`; with
     `raw`, pairs fill one word after another. With three bits, the last pair uses the highest bit of

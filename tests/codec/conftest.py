@@ -14,7 +14,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture(scope="session")
 def codebook() -> codec.Codebook:
-    """Codebook with sixteen codes, for exponents near that of 1.0."""
+    """Codebook of sixteen exponents near that of 1.0."""
     return BOOK
 
 

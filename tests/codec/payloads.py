@@ -13,9 +13,9 @@ from codec.mix import mix64
 from tests.codec.samples import Pages, bits
 
 LISTS = ["bf16-top16-window", "fp16-top16-gaps", "e5m2-top16-window"]
-"""Names of codebooks (`samples.BOOKS`) of `TOP16`, whose entries are listed words only."""
+"""Names of `TOP16` codebooks in `samples.BOOKS`. Their entries have no second-level codes."""
 LEVELS = ["bf16-inband-window", "bf16-three_bit-gaps", "fp16-three_bit-gaps", "e4m3-three_bit-gaps"]
-"""Names of codebooks with second-level codes."""
+"""Names of codebooks in `samples.BOOKS` whose mode has second-level codes."""
 
 
 def encoded(source: Pages, books: list[codec.Codebook | None]) -> torch.Tensor:
@@ -40,7 +40,7 @@ def with_words(payload: torch.Tensor, start: int, words: list[int]) -> torch.Ten
 
 
 def signed(payload: torch.Tensor) -> torch.Tensor:
-    """Return the payload with matching CRC and seal, so that other checks must reject it."""
+    """Return the payload with CRC and seal recomputed, so that only other checks can reject it."""
     data = bytearray(payload.numpy().tobytes())
     if len(data) >= 64:
         planes = min(struct.unpack_from("<I", data, 8)[0], (len(data) - 64) // 16)

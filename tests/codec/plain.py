@@ -9,14 +9,14 @@ from itertools import pairwise
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 TYPES = {1: (8, 7, [8]), 2: (5, 10, [8, 3]), 3: (5, 2, [3]), 4: (4, 3, [4])}
-"""Element type number → bits of exponent and mantissa, and of each remainder stream."""
+"""Bits of the exponent, of the mantissa and of each remainder stream, by element type number."""
 INTEGERS = {16: 1, 17: 1, 18: 2, 19: 2, 20: 2}
-"""Bytes of a stored unit of each integer type."""
+"""Bytes of a stored unit, by element type number of an integer type."""
 CODE_BITS = {1: 4, 2: 4, 3: 3}
 ESCAPE = {2: 15, 3: 7}
 
 Book = tuple[Sequence[int], Sequence[int]]
-"""Exponents of a codebook with first- and with second-level codes."""
+"""Exponents with a first-level code, and exponents with a second-level code, of a codebook."""
 
 
 def mix64(z: int) -> int:
@@ -56,7 +56,7 @@ def location(number: int, columns: int, size: int) -> tuple[int, int, int, int]:
 
 
 def bits_at(words: Sequence[int], width: int, row: int, pair: int, side: int) -> int:
-    """Return the bits of one element, read from a column's words in a stream of `width` bits."""
+    """Return an element's value in a stream of `width` bits per element, given a column's words."""
     h, half = 4 * row + pair, 16 * side
     if width != 3 or h < 15:
         return words[h % width] >> (width * (h // width) + half) & (1 << width) - 1
@@ -64,7 +64,7 @@ def bits_at(words: Sequence[int], width: int, row: int, pair: int, side: int) ->
 
 
 def raw_bits_at(words: Sequence[int], size: int, row: int, pair: int, side: int) -> int:
-    """Return one element, read from a column's words in memory order."""
+    """Return an element of a raw column, given the column's words in memory order."""
     h, half = 4 * row + pair, 16 * side
     if size == 2:
         return words[h] >> half & 0xFFFF
@@ -77,7 +77,7 @@ class Segment:
 
     Attributes:
         planes: bit patterns of each plane, `[kv_head, token, dim]`.
-        entry_words: entry words of each chunk, for each plane with codes.
+        entry_words: number of entry words of each chunk, for each plane with codes.
     """
 
     data: bytes

@@ -15,7 +15,7 @@ from codec.reference import backend as reference
 BACKENDS: dict[str, Backend] = {"reference": reference, "cpu": cpu}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 STALE = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC1_7FC1, 8: 0x7FC1_7FC1_7FC1_7FC1}
-"""Element size in bytes → bit pattern in slots without a token, a NaN in floating-point types."""
+"""Bit pattern of slots without a token, by element size in bytes. As floating point it is a NaN."""
 
 
 def modes_of(element: ElementType) -> list[Mode]:
@@ -162,7 +162,7 @@ def random_patterns(
 def with_escapes(
     patterns: Tensor, share: float, book: codec.Codebook, generator: torch.Generator
 ) -> Tensor:
-    """Return elements with the signs and mantissas of `patterns`, a fraction of them escapes."""
+    """Return `patterns` with new exponents, of which a fraction `share` has no code."""
     element = book.element
     others = sorted(set(range(element.exponents)) - set(book.exponents))
     others += list(book.second) * (len(others) // max(len(book.second), 1))

@@ -47,7 +47,10 @@ def test_unused_codes_go_to_zero_and_neighbouring_exponents() -> None:
 def test_calibration_prefers_a_window_unless_it_is_much_larger(
     outside: int, is_window: bool
 ) -> None:
-    """The window has 2 or 200 escapes instead of one: 0.002 or 0.4 bits more per element."""
+    """The window has 2 or 200 escapes; the most frequent exponents have one.
+
+    The window therefore needs 0.002 or 0.4 bits per element more.
+    """
     counts = dict.fromkeys(range(100, 115), 1000) | {115: 1, 200: outside}
     book = codec.calibrate(with_counts(counts), mode=Mode.TOP16)
     assert book.is_window == is_window
@@ -57,8 +60,8 @@ def test_calibration_prefers_a_window_unless_it_is_much_larger(
 @pytest.mark.parametrize(
     ("counts", "mode"),
     [
-        # Bits per element in top16, in-band, three-bit: 12, 12.25, 13.25; 12, 12, 11;
-        # 12.19, 12.03, 13.2.
+        # Bits per element in top16, in-band and three-bit mode, for each of the three cases:
+        # (12, 12.25, 13.25), (12, 12, 11), (12.19, 12.03, 13.2).
         (dict.fromkeys(range(100, 116), 10), Mode.TOP16),
         (dict.fromkeys(range(100, 107), 10), Mode.THREE_BIT),
         (dict.fromkeys(range(100, 115), 100) | dict.fromkeys(range(115, 125), 1), Mode.INBAND),
@@ -92,7 +95,7 @@ def test_histogram_bits_include_the_remainder_of_each_type() -> None:
 
 
 def test_entropy_bits_sum_exponent_entropy_and_remainder() -> None:
-    """Probabilities 1/2, 1/4, 1/8, 1/8: entropy 1/2 + 2/4 + 3/8 + 3/8."""
+    """Exponent probabilities 1/2, 1/4, 1/8 and 1/8 give an entropy of 1/2 + 2/4 + 3/8 + 3/8."""
     assert histogram({1: 4, 7: 2, 3: 1, 9: 1}).entropy_bits() == pytest.approx(1.75 + 8)
     assert histogram({5: 3}, E4M3).entropy_bits() == 4
 

@@ -25,7 +25,7 @@ HEADER = 96
 
 @pytest.mark.parametrize("name", ["bf16-top16-gaps", *LEVELS])
 def test_flipped_bit_is_detected_unless_it_is_padding(name: str) -> None:
-    """The CPU backend is tested at every byte, the reference at every seventh."""
+    """Bits are flipped in every byte for the CPU backend, in every seventh for the reference."""
     codebook = BOOKS[name]
     source = make_pages(5, num_planes=1, kv_heads=2, slots=4, dim=17, kind=0.03, book=codebook)
     bits(source.planes[0])[source.ids[0], 1] = 3 << codebook.element.mantissa_bits
@@ -76,7 +76,10 @@ FUZZED = [
 
 
 def small_segment(book: codec.Codebook) -> tuple[Pages, list[codec.Codebook | None], bytes]:
-    """Return pages, codebooks and payload: two coded planes, a raw one, and uncoded chunks."""
+    """Return a segment's pages, codebooks and payload.
+
+    It has two planes with codes, one raw plane, and uncoded chunks.
+    """
     source = make_pages(5, num_planes=3, kv_heads=2, slots=4, dim=20, kind=0.04, book=book)
     first = source.planes[0].view(torch.int16 if book.element.size == 2 else torch.uint8)
     first[source.ids[0], 1] = torch.arange(80).view(4, 20) << 3
@@ -165,7 +168,7 @@ def test_garbage_of_any_length_is_rejected(source: Pages, codebook: codec.Codebo
 
 @pytest.mark.parametrize("book", [*BOOKS.values(), None])
 def test_swapped_planes_are_detected(book: codec.Codebook | None, backend: Backend) -> None:
-    """All bytes are valid, so only the checksum differs."""
+    """The modified payload is a valid encoding, so only the checksum detects the swap."""
     source = make_pages(16, kind=0.0, book=book or BOOKS["bf16-top16-window"])
     payload = encoded(source, [book] * 2)
     layout = layout_of(payload)
@@ -198,7 +201,7 @@ def test_swapped_columns_are_detected(name: str, backend: Backend, other: tuple[
 def test_swapped_entries_of_two_chunks_are_detected(
     codebook: codec.Codebook, backend: Backend
 ) -> None:
-    """Both chunks have one entry, at the same position."""
+    """Each of the two chunks has one entry, and both entries state the same position."""
     source = make_pages(16, num_planes=1, kind=0.0)
     patterns = bits(source.planes[0])
     patterns[source.ids[0], :, 0, 0] = torch.tensor([7, 8, 9], dtype=torch.int16) << 7

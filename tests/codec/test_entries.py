@@ -86,7 +86,7 @@ def test_invalid_entry_positions_and_exponents_are_rejected(
 @pytest.mark.parametrize("nibbles", [0x1FFF, 0xF0000FFF, 0xFF, 0x2FF, 0xEFF, 0, 0xFFFF])
 @pytest.mark.parametrize("name", LEVELS)
 def test_invalid_second_level_codes_are_rejected(name: str, backend: Backend, nibbles: int) -> None:
-    """The only valid value is 0xFFF: three codes of 15, because all escapes are listed."""
+    """All three escapes are listed, so the only valid word is 0xFFF: three codes of 15."""
     book = BOOKS[name]
     source, payload, at = chunk_with_escapes(book)
     assert words_of(payload, at, at + 4) == [0xFFF]
@@ -110,7 +110,7 @@ def test_second_level_code_without_exponent_is_rejected(name: str, backend: Back
 
 @pytest.mark.parametrize("name", LEVELS)
 def test_escape_codes_without_entries_are_rejected(name: str, backend: Backend) -> None:
-    """All codes are set to the escape code: more than 256, or more than there are entries."""
+    """All codes are overwritten with the escape code, but there are entries for only three."""
     book = BOOKS[name]
     source, payload, _ = chunk_with_escapes(book)
     start = layout_of(payload).blocks[0].streams[0]

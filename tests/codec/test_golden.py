@@ -144,7 +144,7 @@ ENTRY_WORDS: dict[str, list[list[int]]] = {
     "raw-int64": [],
     "paged": [[3, 1, 3, 1], [16, 2, 9, 2]],
 }
-"""Entry words of each chunk, for each plane with codes."""
+"""Number of entry words of each chunk, for each plane with codes, by name of the vector."""
 LARGE_SHA256 = "d5401015f53025b035733b4b5f87e637a92e482d977fc01a7b8e4c56350446e1"
 
 
@@ -155,7 +155,7 @@ def content(
 
     Sign and mantissa of element i are the low bits of 37 i. Its exponent is
     `exponents[i * i % len(exponents)]`, or 3 i if i + 1 is a multiple of `every`. An integer
-    element is i * GOLDEN. All values are modulo their range.
+    element is i * GOLDEN. Each value is reduced modulo its range.
     """
     i = torch.arange(elements)
     if not element.exponent_bits:
@@ -168,7 +168,7 @@ def content(
 
 
 def paged() -> list[torch.Tensor]:
-    """Return three planes `[3, 2, 16, 8]`; one head of a page of the second is zero."""
+    """Return three planes `[3, 2, 16, 8]`. In the second, one head of one page is zero."""
     first = content(3 * 2 * 16 * 8, BF16, BOOKS["top16"].exponents, 29).view(3, 2, 16, 8)
     second = first.flip(0).clone()
     second[2, 0] = 0

@@ -53,7 +53,7 @@ def encode(
 
 @pytest.mark.parametrize("name", EVERY)
 def test_every_bit_pattern_round_trips(name: str, backend: Backend) -> None:
-    """All bit patterns in order, shuffled, and each surrounded by elements with codes."""
+    """The patterns are in order, in random order, or each surrounded by elements with codes."""
     codebook, dtype = EVERY[name], dtype_of(name)
     wide = dtype.itemsize > 2  # too many patterns: use a random sample
     every = random_patterns((1 << 16,), dtype) if wide else torch.arange(1 << 8 * dtype.itemsize)
@@ -220,7 +220,7 @@ def limit(book: codec.Codebook, length: int) -> int:
 def test_chunk_is_stored_uncoded_when_entries_reach_the_limit(
     name: str, length: int, backend: Backend
 ) -> None:
-    """`TOP16` stores a word for each escape, other modes four bits, and a word if it is listed."""
+    """`TOP16` stores a word per escape, other modes four bits plus a word if it is listed."""
     book = BOOKS[name]
     third = next(e for e in range(book.element.exponents) if e not in book.exponents + book.second)
     max_words = limit(book, length)

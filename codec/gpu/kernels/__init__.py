@@ -4,15 +4,15 @@ A program of an encode or decode kernel is one warp. It processes one chunk of o
 pass. Programs do not synchronize with one another or with the host.
 
 Pages and planes:
-    source, source_words: base address for reading, as elements and as int32.
-    target_elements, target_words: base address for writing, as elements and as int32.
+    source, source_words: base address for reading, typed as elements and as int32.
+    target_elements, target_words: base address for writing, typed as elements and as int32.
     plane_rows: int64 `[planes, PLANE_FIELDS]`, see `parameters.py`; planes of the same mode.
     page_ids: int64 `[pages]`, in token order.
-    page_stride, head_stride: in elements.
-    run_chunks: chunks of a full run (one head in one page).
-    full_pages: pages of the sequence whose slots are all used.
-    run_elements, last_run_elements: elements of a full run, and of the last page's run.
-    run_columns, head_columns: columns of a full run, and of one head in all pages.
+    page_stride, head_stride: strides in elements.
+    run_chunks: number of chunks of a full run (one head in one page).
+    full_pages: number of pages of the sequence whose slots are all used.
+    run_elements, last_run_elements: number of elements of a full run, and of the last page's run.
+    run_columns, head_columns: number of columns of a full run, and of one head in all pages.
     plane_start, plane_step: offsets of evenly spaced planes, in elements.
 
 Segment:
@@ -28,8 +28,8 @@ Codebooks, uint8 for each plane:
     exponent_tables, second_exponents: exponent of each first- and second-level code, `[16]`.
 
 Working memory:
-    chunk_sizes: int32 `[chunks]`: entry words of each chunk with codes, and its number of
-        second-level codes in the bits from 8 on.
+    chunk_sizes: int32 `[chunks]`, for each chunk with codes: its number of entry words in bits 0
+        to 7, and its number of second-level codes in the higher bits.
     scratch8, scratch32: entries before they are packed, int32 `[chunks, SCRATCH_STRIDE]`, as uint8
         and as int32.
     accumulators: int64 `[ACCUMULATORS]`: partial checksums and escape counts, error flags. Zero

@@ -79,7 +79,7 @@ def split_registers(v, G: tl.constexpr):
 
 @triton.jit
 def join_registers(words, FIRST: tl.constexpr, G: tl.constexpr):
-    """Join G vectors, from index FIRST on, into a tensor `[32, G]`."""
+    """Join the G vectors `words[FIRST : FIRST + G]` into a tensor `[32, G]`."""
     if G == 4:
         even = tl.join(words[FIRST], words[FIRST + 2])
         odd = tl.join(words[FIRST + 1], words[FIRST + 3])
@@ -102,7 +102,7 @@ def first_word(stream, first_column, BITS: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def load_stream(p, num_columns, COUNT: tl.constexpr, G: tl.constexpr):
-    """Load COUNT words of each column. Groups of G words of a column are contiguous."""
+    """Load COUNT words of each column, in groups of G words that are contiguous in memory."""
     lane = tl.arange(0, LANES)[:, None]
     words = ()
     for g in tl.static_range(COUNT // G):
@@ -113,7 +113,7 @@ def load_stream(p, num_columns, COUNT: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def store_stream(p, num_columns, words, G: tl.constexpr):
-    """Store the words of each column. Groups of G words of a column are contiguous."""
+    """Store the words of each column, in groups of G words that are contiguous in memory."""
     lane = tl.arange(0, LANES)[:, None]
     for g in tl.static_range(len(words) // G):
         at = p + g * G * num_columns + (lane * G + tl.arange(0, G)[None, :])
@@ -125,7 +125,7 @@ def load_columns(
     source, source_words, at, num_columns, length, pad,
     ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Load the words of a chunk from element `at` on; elements from `length` on are `pad`.
+    """Load the words of the chunk at element `at`, which has `length` elements, and pad with `pad`.
 
     A full, aligned chunk is loaded with vector loads and without a mask.
     """
@@ -154,7 +154,7 @@ def store_columns(
     target_elements, target_words, at, words, num_columns, length,
     ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Store the words of a chunk from element `at` on, up to its length."""
+    """Store the words of the chunk at element `at`, without the padding after `length` elements."""
     if ALIGNED and length == 1024:
         store_stream(
             target_words + tl.multiple_of(at * ELEMENT_BYTES // 4, 2 * ELEMENT_BYTES),

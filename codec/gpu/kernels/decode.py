@@ -66,10 +66,11 @@ def exponents_of(codes, lowest, book, IS_WINDOW: tl.constexpr):
 
 @triton.jit
 def add_at(exponents, place, difference):
-    """Add a difference to the exponent at a place, which is given as the bit of a mask.
+    """Add a difference to the exponent at a place; `place` is a mask with only its bit set.
 
-    Registers cannot be indexed, so each of the 8 quads tests whether it holds the place. If the
-    exponent of the escape code exceeds 255 and carries into the next byte, this undoes the carry.
+    Registers cannot be indexed, so each of the 8 quads is tested for the place. The exponent
+    computed for the escape code may exceed 255 and carry into the next byte. Adding the difference
+    between the correct exponent and that one undoes the carry.
     """
     sums = ()
     for w in tl.static_range(8):
@@ -84,8 +85,8 @@ def element_without_exponent(
 ):  # fmt: skip
     """Return the element at a place with its exponent bits zero.
 
-    For bf16 it is a byte of the remainder stream, which is still in the cache. Other types read
-    back the element that was just stored.
+    A bf16 element is read from its byte of the remainder stream, which is still in the cache. An
+    element of another type is read back from `target_elements`, where it was just stored.
     """
     if MANTISSA_BITS == 7:
         byte = (place & 4) * 4 * num_columns + lane * 16 + (place & 3) * 4 + (place >> 3)
@@ -108,7 +109,7 @@ def store_element(
 
 @triton.jit
 def load_nibbles(entries, rank, packed, here):
-    """Load the next eight second-level codes of each lane, from index `rank` on, lowest first."""
+    """Load eight second-level codes for each lane, the code at index `rank` in the lowest bits."""
     word = rank >> 3
     low = tl.load(entries + word, mask=here, other=0)
     high = tl.load(entries + word + 1, mask=here & (word + 1 < packed), other=0)

@@ -57,7 +57,7 @@ def exponent_at(
     source, at, mask, lane, num_columns,
     ELEMENT_BYTES: tl.constexpr, MANTISSA_BITS: tl.constexpr, EXPONENT_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Return, for each lane, data of the escape at the lowest set bit of its mask.
+    """Load, for each lane, the exponent of the escape at the lowest set bit of its mask.
 
     Returns:
         Whether the mask has a set bit, the place of the lowest one, and the exponent at that place.
@@ -98,7 +98,7 @@ def encode_kernel(
     """Encode one chunk: write its streams, its unpacked entries, and its size in `chunk_sizes`.
 
     A chunk whose entries would take too much space is stored uncoded. The chunk's checksum terms
-    and escapes are added to `accumulators`.
+    and number of escapes are added to `accumulators`.
 
     Grid: `[chunks of a head, kv_heads, planes]`, one warp each. See `kernels/__init__.py` for the
     parameters.
@@ -191,7 +191,8 @@ def encode_kernel(
             streams = words[0:S]
             digest = column_digest(words, KEYS, 0)
             hash_sum = tl.zeros((LANES,), tl.int64)
-            tl.debug_barrier()  # other lanes may have stored second-level codes there
+            # Other lanes may have stored second-level codes in this scratch memory.
+            tl.debug_barrier()
             for w in tl.static_range(OVERFLOW_WORDS):
                 p = scratch32 + coded_chunk * SCRATCH_STRIDE + w * num_columns + lane
                 tl.store(p, words[S + w], mask=lane < num_columns)

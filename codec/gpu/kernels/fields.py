@@ -173,9 +173,10 @@ def code_distances(
     EXPONENT_MASK: tl.constexpr,
     IS_WINDOW: tl.constexpr,
 ):
-    """Return, for 16 pairs, the code of each field; a value from NUM_CODES to 511 for escapes.
+    """Return 16 pairs with the code of each element; for an escape, a value in [NUM_CODES, 511].
 
-    With IS_WINDOW it is the distance to the lowest exponent, else an entry of the code table.
+    With IS_WINDOW the value is computed from the distance to the lowest exponent. Otherwise it is
+    read from the code table.
     """
     found = ()
     for h in tl.static_range(16):
@@ -191,13 +192,16 @@ def code_distances(
 
 @triton.jit
 def no_code_flags(t, NUM_CODES: tl.constexpr):
-    """Return 1 in each field whose value is not a code, else 0."""
+    """Return a pair in which a field is 1 if the field of `t` is not a code, else 0."""
     return shift_right(t + (0x8000 - NUM_CODES) * 0x10001, 15) & 0x00010001
 
 
 @triton.jit
 def codes_of(found, NUM_CODES: tl.constexpr, HAS_ESCAPE_CODE: tl.constexpr):
-    """Replace fields that are not codes by the escape code; without one, by their low four bits."""
+    """Replace each field that is not a code.
+
+    The new value is the escape code, or the field's low four bits if the mode has no escape code.
+    """
     codes = ()
     for h in tl.static_range(16):
         if HAS_ESCAPE_CODE:

@@ -11,7 +11,7 @@ from codec.gpu.kernels.words import ESCAPE_COUNTS, NUM_SUMS, seal_of, shift_righ
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def sum_kernel(chunk_sizes, sums, chunks):
-    """Sum the entry words of the PACK_CHUNKS chunks of each program of `pack_kernel`."""
+    """Write the total entry words of the PACK_CHUNKS chunks of a `pack_kernel` program."""
     chunk = tl.program_id(0) * PACK_CHUNKS + tl.arange(0, PACK_CHUNKS)
     entry_words = tl.load(chunk_sizes + chunk, mask=chunk < chunks, other=0) & 0xFF
     tl.store(sums + tl.program_id(0), tl.sum(entry_words, axis=0))
@@ -19,7 +19,7 @@ def sum_kernel(chunk_sizes, sums, chunks):
 
 @triton.jit
 def sum_of_first(partials, count, keep):
-    """Return the sum of `partials[i] & keep` for the first `count` values."""
+    """Return the sum of `partials[i] & keep` over i from 0 to `count` - 1."""
     total = tl.zeros((8192,), tl.int32)
     for first in range(0, count, 8192):
         i = first + tl.arange(0, 8192)
@@ -32,7 +32,7 @@ def move_entries(
     scratch32, chunk, entry_words, nibbles, at, first, entries,
     SCRATCH_STRIDE: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Copy W entry words of each chunk, from word `first` on, to their final position.
+    """Copy the entry words `first` to `first` + W - 1 of each chunk to their final positions.
 
     In scratch memory, second-level codes are bytes and precede the listed words. They are packed
     here, eight to a word.
@@ -59,7 +59,7 @@ def move_entries(
 def write_header_end(
     out32, out64, starts_offset, entries_offset, chunks, entry_words, checksum, crc, results
 ):
-    """Write the last start, the padding, and the header fields that depend on the data."""
+    """Write the last entry start, padding, and the header fields that depend on the data."""
     four = tl.arange(0, 4)
     zeros = tl.zeros((4,), tl.int32)
     if chunks > 0:

@@ -6,16 +6,16 @@ from codec import format as wire
 
 MAX_NIBBLES, MAX_LISTED = tl.constexpr(wire.MAX_NIBBLES), tl.constexpr(wire.MAX_LISTED)
 PLANE_FIELDS = tl.constexpr(8)
-"""int64 fields of a plane in `plane_rows`: offset of its first element from the base address, in
-elements; lowest exponent of its codebook; index of its first chunk in the segment; index of its
-first chunk among the chunks with codes; word offsets of up to three streams; unused.
+"""Number of int64 fields of a plane in `plane_rows`. They are: offset of its first element from the
+base address, in elements; lowest exponent of its codebook; index of its first chunk in the segment;
+index of its first chunk among the chunks with codes; word offsets of up to three streams; unused.
 """
 PLANE_START, LOWEST_EXPONENT = tl.constexpr(0), tl.constexpr(1)
 FIRST_CHUNK, FIRST_CODED_CHUNK = tl.constexpr(2), tl.constexpr(3)
 CODES_STREAM, LOW_STREAM, HIGH_STREAM = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 """Indices of the fields of a row of `plane_rows`."""
 PACK_CHUNKS = tl.constexpr(256)
-"""Chunks whose entries one program of `pack_kernel` packs."""
+"""Number of chunks whose entries one program of `pack_kernel` packs."""
 NOT_SPECIALIZED = [
     "plane_start",
     "plane_step",

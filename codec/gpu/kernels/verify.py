@@ -14,7 +14,7 @@ def verify_kernel(
     in32, in64, starts_offset, chunks, total_entry_words, payload_bytes, header, header_words,
     accumulators, results,
 ):  # fmt: skip
-    """Reduce the checksum and compare the header with the expected one. One program.
+    """Reduce the checksum and compare the header with the expected one, in a single program.
 
     All loads are issued before the first reduction, because their latency dominates. Without a
     payload (`payload_bytes` of 0) only the checksum is meaningful, and `in32` may be any memory.
@@ -28,7 +28,7 @@ def verify_kernel(
         header, header_words: expected int32 header from `pack_static`, and its length.
         accumulators: int64 `[ACCUMULATORS]`; zeroed at the end.
         results: int64 `[4]` output: length, computed checksum, checksum in the header, error flags
-            (1 header, 2 entry starts or entries).
+            (1: invalid header, 2: invalid entry starts or entries).
     """
     i = tl.arange(0, NUM_SUMS)
     sums = tl.load(accumulators + i)

@@ -10,12 +10,12 @@ import triton.language as tl
 from codec.checksum import GOLDEN
 
 LANES = tl.constexpr(32)
-"""Threads of a warp, and columns of a chunk of 1,024 elements."""
+"""Number of threads in a warp, which equals the number of columns in a full chunk."""
 _GOLDEN = tl.constexpr(GOLDEN - (1 << 64))
 NUM_SUMS = tl.constexpr(1024)
 """Number of partial checksums; atomic adds to a single one would serialize."""
 ESCAPE_COUNTS, ERROR_FLAGS = tl.constexpr(1024), tl.constexpr(2048)
-"""Offsets in the accumulators of the partial escape counts and of the error flags."""
+"""Offsets of the partial escape counts and of the error flags in the accumulators."""
 ACCUMULATORS = 2049
 """Length of the accumulators, int64 `[ACCUMULATORS]`."""
 
@@ -67,7 +67,7 @@ def entry_key(chunk, j):
 
 @triton.jit
 def column_digest(words, KEYS: tl.constexpr, FIRST: tl.constexpr):
-    """Return the sum of words times keys, from key FIRST on, for each column: int64 `[32]`."""
+    """Return, for each column, the sum of `words[i] * KEYS[FIRST + i]` over i: int64 `[32]`."""
     digest = unsigned(words[0]) * KEYS[FIRST]
     for k in tl.static_range(1, len(words)):
         digest += unsigned(words[k]) * KEYS[FIRST + k]

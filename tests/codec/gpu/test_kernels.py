@@ -45,7 +45,7 @@ def encode(
 
 
 def check(source: Pages, books: list[Codebook | None]) -> None:
-    """Check that GPU backend and reference agree on bytes, decoded elements and checksums."""
+    """Check that the GPU backend and the reference agree on bytes, elements and checksums."""
     tokens = source.num_tokens
     expected, payload = encode(source, reference, books)
     here = on_device(source)
@@ -103,7 +103,7 @@ def test_segment_of_planes_with_different_modes() -> None:
 
 
 def test_column_with_more_than_eight_escapes() -> None:
-    """The kernel loads eight second-level codes per step; one column has 32 escapes."""
+    """One column has 32 escapes, and the kernel loads eight second-level codes at a time."""
     book = BOOKS["bf16-three_bit-window"]
     chunk = torch.full((1, 1, 1024, 1), book.exponents[0] << 7)
     column = torch.tensor([8 * (32 * row + 5) + e for row in range(4) for e in range(8)])
@@ -126,7 +126,7 @@ def test_launch_rejects_short_buffers() -> None:
 
 
 def test_paged_codec_reuses_plans_and_returns_results_later() -> None:
-    """Segments differ in length, modes and pages."""
+    """Start encoding four segments of different lengths, modes and pages, then read the results."""
     books: list[Codebook | None] = [BOOKS["bf16-three_bit-window"], BOOKS["bf16-top16-gaps"], None]
     source = on_device(make_pages(80, num_planes=3, kv_heads=2, kind=0.02))
     target = on_device(source.empty_like())
