@@ -32,8 +32,8 @@ class Figure:
     """Median host time of a step with ``streams`` streams, in microseconds.
 
     Attributes:
-        step_us: step without commands, in which on average one stream in sixteen gets a new page.
-        join_us: step in which a new stream joins after its KV has arrived.
+        step_us: time of a step without commands. On average, one stream in sixteen gets a new page.
+        join_us: time of a step in which a new stream joins after its KV has arrived.
     """
 
     streams: int

@@ -93,7 +93,8 @@ def decode_step(model: Any, context: int, batch: int, *, compiled: bool) -> Peer
 
     def reset() -> None:
         for layer in cache.layers:
-            length = getattr(layer, "cumulative_length", None)  # newer versions track their length
+            # Only newer versions of transformers have this attribute.
+            length = getattr(layer, "cumulative_length", None)
             if isinstance(length, Tensor):
                 length.fill_(context)
 

@@ -132,7 +132,7 @@ class Engine:
 
     @property
     def queue_tokens(self) -> int:
-        """Number of tokens accepted and not yet finished, see `Scheduler.queue_tokens`."""
+        """Number of tokens of unfinished requests; see `Scheduler.queue_tokens`."""
         return self._scheduler.queue_tokens
 
     @property
@@ -145,9 +145,9 @@ class Engine:
         """Take commands and schedule the step that `compute` will run.
 
         Returns:
-            Results known before the computation: ``refused``, ``reserved``, ``started``, and in
-            ``ended`` the requests that `Arrived` with only finished choices. If the in-flight step
-            must be read before the next launch, its tokens as well.
+            Results known before the computation: ``refused``, ``reserved``, ``started``, and
+            ``ended`` for requests whose choices had all finished when their KV arrived. If the
+            in-flight step must be read before the next launch, its tokens are included.
 
         Raises:
             ValueError: a request id was added twice, or KV arrived for a request without a

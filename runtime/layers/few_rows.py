@@ -1,4 +1,4 @@
-"""CPU linear layers for a few input rows: compiled loops with the same bits as oneDNN.
+"""CPU linear layers for a few input rows: compiled loops, bitwise identical to oneDNN.
 
 They read less memory than oneDNN, because weights are kept in a smaller lossless form where
 possible.
@@ -54,8 +54,9 @@ def few_rows_linear(weight: Tensor, packed: Tensor) -> FewRowsLinear | None:
     """Build a linear layer that stores an fp32 weight losslessly in its smallest form.
 
     A weight that was quantized in its file is stored as 8-bit codes with scales and offsets (1.25
-    bytes per element), and one with bf16 values as bf16 (2 bytes). Any other weight is read from
-    the memory of ``packed``, and only for a single input row.
+    bytes per element). A weight whose values are all representable in bf16 is stored as bf16 (2
+    bytes). Any other weight is read from the memory of ``packed``, and the layer accepts only a
+    single input row.
 
     Args:
         weight: fp32 `[out, in]`.
@@ -80,9 +81,10 @@ def _blocked(weight: Tensor) -> Tensor:
 
 
 def _blocks_of(packed: Tensor, weight: Tensor) -> Floats | None:
-    """View oneDNN's packed memory as ``[blocks, in padded to _COLUMNS, LANES]``.
+    """View oneDNN's packed memory as ``[blocks, columns, LANES]``.
 
-    Return None if the memory does not hold the weight in that layout.
+    The number of columns is ``in``, rounded up to a multiple of `_COLUMNS`. Return None if the
+    memory does not hold the weight in that layout.
     """
     expected = _blocked(functional.pad(weight, (0, -weight.shape[1] % _COLUMNS)))
     if torch.ops.mkldnn._nbytes(packed) != expected.nbytes:
