@@ -42,7 +42,7 @@ class Figure:
 
 
 class HostBench:
-    """Engine with all batch slots in use, and a decode step that returns a constant token."""
+    """An engine with all batch slots in use, whose decode step returns a constant token."""
 
     def __init__(self, model: Model, streams: int) -> None:
         limits = Limits(max_running=streams, max_waiting=streams)

@@ -66,8 +66,8 @@ class PeerStep:
     """A decode step of transformers.
 
     Attributes:
-        run: computes the step and returns the greedy tokens, `[batch]`.
-        reset: restores the cache length, so that every step starts from the same context.
+        run: function that computes the step and returns the greedy tokens, `[batch]`.
+        reset: function that restores the cache length, so that every step has the same context.
     """
 
     run: Callable[[], Tensor]

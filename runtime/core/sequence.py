@@ -69,7 +69,7 @@ class SequenceGroup:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the first sequence, equal in all sequences until prefill completes."""
+        """Token ids of the first sequence. Until prefill completes, all sequences have the same."""
         return self.sequences[0].tokens
 
     @property

@@ -28,8 +28,8 @@ _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]
 _WIDTH, _VECTORS = (16, 4) if "+avx512f" in _FEATURES else (8, 2)
 """Number of floats in a vector, and maximum number of vectors in a row of a tile."""
 _TALL = 4
-"""Maximum rows of a tile with `_VECTORS` vectors per row. Tiles of five to eight rows have half as
-many vectors per row. Both kinds fill the vector registers."""
+"""Maximum number of rows of a tile with `_VECTORS` vectors per row. Tiles of 5 to 8 rows have
+half as many vectors per row. Both kinds of tiles fill the vector registers."""
 
 _FLOATS = ir.VectorType(ir.FloatType(), _WIDTH)
 _WORDS = ir.VectorType(ir.IntType(32), _WIDTH)

@@ -19,9 +19,9 @@ _COLUMNS = 16
 """oneDNN pads the columns of a packed weight to a multiple of this number."""
 
 _MAX_ROWS = 16
-"""Maximum input rows for which codes and bf16 are faster than oneDNN. Measured for all of SmolLM2's
-weights on one Zen 5 core: 1, 8 and 16 rows take 5.4, 13 and 25 ms from codes, 9, 17 and 28 ms from
-bf16, and 21, 24 and 32 ms by oneDNN (which computes 1 row as 2).
+"""Maximum number of input rows for which weights stored as codes or bf16 are faster than oneDNN.
+Times of 1, 8 and 16 rows with all of SmolLM2's weights on one Zen 5 core: 5.4, 13 and 25 ms from
+codes; 9, 17 and 28 ms from bf16; 21, 24 and 32 ms by oneDNN, which computes 1 row as 2.
 """
 
 
@@ -31,7 +31,7 @@ class FewRowsLinear:
     Args:
         source: weight in blocks of LANES rows; see `loops.Source`.
         outputs: number of rows of the weight, without padding.
-        max_rows: maximum rows of ``x``.
+        max_rows: maximum number of rows of ``x``.
 
     Attributes:
         k_block: number of columns whose products are summed before the sum is added to the output.

@@ -80,9 +80,9 @@ class DecodeReplay:
     Args:
         cache: KV pages. The last page must be the null page, which is allocated to no sequence;
             unassigned slots write to it.
-        max_sequences: maximum sequences in a step, that is, the number of batch slots.
-        by_layer: capture a graph for each layer, as FlashSVD v1.5 does, instead of one for the
-            whole step. The decode megakernel is then not used.
+        max_sequences: maximum number of sequences in a step: the number of batch slots.
+        by_layer: whether to capture a graph for each layer, as FlashSVD v1.5 does, instead of one
+            for the whole step. The decode megakernel is then not used.
 
     Raises:
         ValueError: the model's attention reads lengths on the host, which a graph cannot capture.

@@ -38,7 +38,7 @@ class PrefillReplay:
 
     Args:
         cache: KV pages. The last page must be the null page, which is allocated to no sequence.
-        max_tokens: maximum tokens in a batch.
+        max_tokens: maximum number of tokens in a batch.
     """
 
     def __init__(self, model: Model, cache: PagedCache, max_tokens: int) -> None:

@@ -69,8 +69,8 @@ class BatchSlots:
     def assign(self, sequences: list[Sequence], within: int) -> list[int]:
         """Assign a slot to each sequence and release the slots of all others.
 
-        Sequences keep slots below ``within``. Sequences in higher slots move to lower ones, but only
-        if none of them has a token in flight, because the host has not read that token yet.
+        Sequences keep slots below ``within``. Sequences in higher slots move to lower ones, but
+        only if none of them has a token in flight, because the host has not read that token yet.
 
         Returns:
             The slot of each sequence.
