@@ -8,8 +8,8 @@ from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
 
 _MAX_HEAD_DIM_ON_GPU = {torch.bfloat16: 256, torch.float32: 128}
-"""Maximum head dimension for each dtype of queries. A prefill block with more does not fit into
-Hopper's shared memory.
+"""Maximum head dimension for each dtype of queries. With larger heads, a prefill block does not fit
+into Hopper's shared memory.
 """
 
 

@@ -18,7 +18,7 @@ class SequenceSlice:
     Attributes:
         tokens: token ids at positions ``first``, ``first + 1``, ….
         first: position of the first token. The KV of all earlier tokens is in ``pages``.
-        pages: page ids of the sequence, enough for all of its tokens including these.
+        pages: page ids of the sequence, enough for its tokens up to the end of this slice.
         want_logits: whether to compute logits at the last of these tokens.
     """
 
@@ -60,7 +60,7 @@ class Batch:
     def where_logits(self) -> "Batch":
         """Return a batch with only the `m` tokens of ``logit_rows``, one per sequence.
 
-        Once the last layer has written the KV of all tokens, only these are computed further.
+        The last layer uses it: once the KV of all tokens is written, no other tokens are needed.
         """
         rows = self.logit_rows
         count = torch.arange(len(rows) + 1, device=rows.device)
@@ -149,8 +149,8 @@ class DenseAttention(Protocol):
     """Interface of the attention kernels for KV format `dense`: causal, over paged K and V.
 
     All K and V are read from the pages as bf16, including those of the tokens being computed. The
-    result therefore does not depend on which worker wrote them. Slots at or beyond a sequence's
-    length do not affect the result.
+    result therefore does not depend on which worker wrote them. Page slots at or beyond a
+    sequence's length do not affect the result.
 
     Attributes:
         name, version: identity of the kernels in the model's kernel plan.

@@ -19,8 +19,8 @@ _ROWS = 8
 _TOKENS = 64
 """Keys per iteration in decode."""
 _QUERIES = _KEYS = 128
-"""Queries per program and keys per iteration in prefill. Small batches use half of the queries, and
-heads wider than 128 half of the keys."""
+"""Queries per program and keys per iteration in prefill. Small batches use half as many queries;
+heads wider than 128 use half as many keys."""
 _DECODE_PROGRAMS = 528
 """Target number of decode programs: four per multiprocessor of an H200."""
 _MIN_PREFILL_PROGRAMS = 66
@@ -32,7 +32,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Weights of the RMSNorm of every query and key head before RoPE.
+    """Weights of the RMSNorm that is applied to query and key heads before RoPE.
 
     Attributes:
         q, k: fp32 `[dim]`, in the model's order of dimensions.
@@ -151,8 +151,8 @@ class TritonAttention:
         already.
 
         Args:
-            inner: bf16 `[n, …]`; its first columns are V_q x.
-            u: bf16 `[heads * dim, rank]`, U_q, rows in the order of `by_halves`.
+            inner: bf16 `[n, …]`; its first ``rank`` columns are V_q x.
+            u: bf16 `[heads * dim, rank]`, U_q, with rows in the order of `by_halves`.
             biases: fp32 `[heads * dim]`, in the same order.
 
         Returns:

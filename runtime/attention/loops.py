@@ -1,7 +1,7 @@
 """Compiled CPU attention kernels. `cpu.py` prepares their arguments.
 
 Operations are executed in the order written: there is no fast-math, and fused multiply-adds are
-explicit. The result of a query row (one query head of one token) therefore has the same bits for
+explicit. The result of a query row (one query head of one token) is therefore bitwise identical for
 any batch, any chunking of the prompt and any vector width.
 
 Common arguments:
@@ -169,10 +169,11 @@ def attend_one(
     scale: np.float32,
     out: Floats,
 ) -> None:
-    """Compute `attend` for one token of each sequence, with the same bits.
+    """Compute `attend` for one token of each sequence, with bitwise identical results.
 
-    Lanes are keys while scores are computed, and dimensions while values are accumulated. The keys
-    of a sequence are processed in blocks of LANES keys. The online softmax advances page by page.
+    A lane holds one key while scores are computed, and one dimension while values are accumulated.
+    The keys of a sequence are processed in blocks of LANES keys. The online softmax advances page
+    by page.
 
     Args:
         k_pages, v_pages: pages of a size that divides LANES.

@@ -37,7 +37,7 @@ class DecodeBench:
     def figures(
         self, name: str, batch: int, context: int, rate: float, runs: int
     ) -> Iterator[Figure]:
-        """Measure a step as one launch (if supported), as a graph, and as a graph for each layer.
+        """Measure a step as the megakernel (if supported), one CUDA graph, and one graph per layer.
 
         Args:
             rate: bandwidth of a copy, in bytes per millisecond.
@@ -63,7 +63,8 @@ class DecodeBench:
     def _by_layer(self, inputs: Batch, cache: PagedCache) -> Callable[[], None]:
         calls: list[Callable[[], object]] = [*self._model.stages(inputs, cache)]
         if self._device == "cuda":
-            calls = [capture(stage) for stage in calls]  # each reads the output of the one before
+            # Each stage reads the output of the previous one.
+            calls = [capture(stage) for stage in calls]
 
         def run() -> None:
             for call in calls:
@@ -92,7 +93,7 @@ def figures(
 
     Args:
         cases: pairs of batch size and context length.
-        ragged: variation of ranks between layers.
+        ragged: variation of ranks between layers; see `random_checkpoint`.
     """
     rate = copy_rate(device)
     yield Figure("copy rate, GB/s", rate / 1e6, rate / 1e6)

@@ -25,7 +25,7 @@ class Figure:
 
 
 def show(title: str, figures: Iterable[Figure], target: Path | None) -> None:
-    """Print figures while they are measured; then write them to ``target`` as JSON, if given."""
+    """Print each row when it is measured. Then write all rows to ``target`` as JSON, if given."""
     print(title)
     print(f"{'':72} {'ms':>9} {'floor':>9}")
     rows = []

@@ -1,13 +1,14 @@
 """Benchmark of the engine on the CPU, compared with transformers and the physical floor.
 
-``python -m runtime.bench engine [--model NAME|PATH] [--json PATH]`` prints prefill of 512 tokens
-and decode of one and of eight streams. Each figure is the shortest of several runs, in which engine
-and peer (transformers) alternate. The peer's time covers its forward pass and an argmax, without
-``generate``; ours covers the engine's whole step.
+``python -m runtime.bench engine [--model NAME|PATH] [--json PATH]`` measures a prefill of 512
+tokens and a decode step of one and of eight sequences (streams). Each time is the shortest of
+several runs. Runs of the engine and of the peer (transformers) alternate. The peer's time covers
+its forward pass and an argmax, without ``generate``; ours covers the engine's whole step.
 
-The floor of a decode step is the time to read the fp32 weights once, at the bandwidth of a sum over
-a large array. The engine can be faster than that floor, because it reads weights as exact codes.
-The floor of a prefill is the time of its operations at the rate of one large matmul.
+The floor of a decode step is the time to read the fp32 weights once, at the memory bandwidth
+measured with a sum over a large array. The engine can be faster than that floor, because it stores
+weights as codes, which are smaller. The floor of a prefill is the time of its floating-point
+operations at the measured rate of one large matmul.
 """
 
 import argparse
@@ -96,7 +97,7 @@ def measure(checkpoint: Checkpoint) -> Iterator[Figure]:
 def _alternate(
     ours: Callable[[], float], theirs: Callable[[], float] | None, repeats: int
 ) -> tuple[float, float | None]:
-    """Return the shortest time of each in ``repeats`` alternating runs."""
+    """Return the shortest of ``repeats`` times of each callable, called alternately."""
     mine, peers = [], []
     for _ in range(repeats):
         mine.append(ours())

@@ -32,8 +32,8 @@ class Figure:
     """Median host time of a step with ``streams`` streams, in microseconds.
 
     Attributes:
-        step_us: step without commands, in which on average one stream in sixteen gets a new page.
-        join_us: step in which a new stream joins after its KV has arrived.
+        step_us: time of a step without commands. On average, one stream in sixteen gets a new page.
+        join_us: time of a step in which a new stream joins after its KV has arrived.
     """
 
     streams: int
@@ -42,7 +42,7 @@ class Figure:
 
 
 class HostBench:
-    """Engine with all batch slots in use, and a decode step that returns a constant token."""
+    """An engine with all batch slots in use, whose decode step returns a constant token."""
 
     def __init__(self, model: Model, streams: int) -> None:
         limits = Limits(max_running=streams, max_waiting=streams)

@@ -66,8 +66,8 @@ class PeerStep:
     """A decode step of transformers.
 
     Attributes:
-        run: computes the step and returns the greedy tokens, `[batch]`.
-        reset: restores the cache length, so that every step starts from the same context.
+        run: function that computes the step and returns the greedy tokens, `[batch]`.
+        reset: function that restores the cache length, so that every step has the same context.
     """
 
     run: Callable[[], Tensor]
@@ -93,7 +93,8 @@ def decode_step(model: Any, context: int, batch: int, *, compiled: bool) -> Peer
 
     def reset() -> None:
         for layer in cache.layers:
-            length = getattr(layer, "cumulative_length", None)  # newer versions track their length
+            # Only newer versions of transformers have this attribute.
+            length = getattr(layer, "cumulative_length", None)
             if isinstance(length, Tensor):
                 length.fill_(context)
 

@@ -1,8 +1,8 @@
-"""A kernel plan for one model on this GPU: ``python -m runtime.bench plan --help``.
+"""Choose a kernel plan for one model on this GPU: ``python -m runtime.bench plan --help``.
 
-Measures torch beside a few tiles of our kernels for each shape of GEMM, and a decode step with
-factor pairs beside one with their product for each shape of factor pairs. Prints the figures, and
-writes the choices for `KernelPlan.load`.
+For each GEMM shape, the benchmark compares torch with a few tile sizes of our kernels. For each
+shape of factor pairs, it compares a decode step that uses the pairs with one that uses their
+products. It prints the measured times and writes the plan to a file for `KernelPlan.load`.
 """
 
 import argparse
@@ -34,13 +34,13 @@ from runtime.gemm.weights import PROJECTION_GROUPS
 from runtime.models.model import Model
 
 _LAYERS = 8
-"""Layers of one shape that are measured together, so that their weights do not fit into the L2."""
+"""Number of layers of one shape per measurement. Their weights do not fit into the L2 cache."""
 _MAX_SHAPES = 12
-"""Maximum layer shapes that are measured; with ragged ranks the rest keep their factor pairs."""
+"""Maximum number of layer shapes that are measured. Other layers keep their factor pairs."""
 _GAIN = 0.97
-"""Maximum share of the default's time for an alternative to be chosen."""
+"""An alternative is chosen if it takes less than this fraction of the default's time."""
 _FEW_BLOCKS = 200
-"""Blocks below which a launch does not fill the device, so that splits of columns are tried."""
+"""A launch with fewer blocks does not fill the device; tiles that split columns are also tried."""
 _CONTEXT = 512
 Log = Callable[[str], None]
 
@@ -64,7 +64,7 @@ def measure(checkpoint: Checkpoint, log: Log = print) -> KernelPlan:
 
 
 def _faster_dense(checkpoint: Checkpoint, log: Log) -> Iterator[str]:
-    """Yield the keys of groups of factor pairs whose product makes a step faster."""
+    """Yield the keys of projection groups whose factor pairs are slower than their products."""
     shapes: dict[tuple[str | None, ...], LayerWeights] = {}
     for layer in checkpoint.layers:
         shapes.setdefault(tuple(group_key(layer, names) for names in PROJECTION_GROUPS), layer)
@@ -84,7 +84,7 @@ def _faster_dense(checkpoint: Checkpoint, log: Log) -> Iterator[str]:
 
 
 def _step_ms(checkpoint: Checkpoint, layer: LayerWeights) -> float:
-    """Time of a decode step of one sequence through `_LAYERS` copies of a layer."""
+    """Return the milliseconds of a decode step of one sequence through `_LAYERS` equal layers."""
     config = replace(checkpoint.config, num_layers=_LAYERS, context_length=_CONTEXT + 1)
     layers = tuple(_copied(layer) for _ in range(_LAYERS))
     part = replace(checkpoint, config=config, layers=layers)
@@ -111,7 +111,10 @@ def _copied(layer: LayerWeights) -> LayerWeights:
 
 
 def _best_tile(name: str, alike: Sequence[GroupedGemm], log: Log) -> Tile | LargeTile | None:
-    """Return the fastest tile for GEMMs of one shape, run one after the other; None: torch."""
+    """Return the fastest tile for GEMMs of one shape, or None if torch should be used.
+
+    The GEMMs are measured together, one after the other.
+    """
     first, tokens = alike[0], int(name.split()[1].rstrip(":"))
     if not first.same_input:
         return None
@@ -137,7 +140,7 @@ def _best_tile(name: str, alike: Sequence[GroupedGemm], log: Log) -> Tile | Larg
 
 
 def _tiles(tokens: int, gemm: GroupedGemm) -> Iterator[Tile | LargeTile]:
-    """Yield tiles that were fast on an H200; columns are split where there are few blocks."""
+    """Yield tiles that were fast on an H200. For few blocks, include tiles that split columns."""
     if tokens > 64:
         wanted = large_tile(gemm.name, tokens, gemm.shapes)
         if wanted is not None:

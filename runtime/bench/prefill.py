@@ -1,9 +1,9 @@
 """Prefill of one prompt: ``python -m runtime.bench prefill --help``.
 
-Our prefill is that of an engine, with CUDA graphs up to 2,048 tokens. It writes K and V into pages
+Our prefill runs as in the engine, with CUDA graphs up to 2,048 tokens. It writes K and V into pages
 and attends over the pages. It is compared with layers that have the same weights, materialize q, k
 and v, and use torch's scaled_dot_product_attention without pages. The floor is the time of all
-operations at the rate of one large matmul.
+floating-point operations at the measured rate of one large matmul.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def figures(
     forced: bool,
     torch_backend: bool,
 ) -> Iterator[Figure]:
-    """Measure our prefill and the materialized one.
+    """Measure our prefill and that of `Materialized`.
 
     Args:
         forced: also measure a model whose matmuls all use our kernels.

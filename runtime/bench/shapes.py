@@ -81,7 +81,7 @@ def random_checkpoint(
 
 
 def kv_bytes(config: ModelConfig, tokens: int) -> int:
-    """Return the size of bf16 K and V of ``tokens`` tokens in all layers, in bytes."""
+    """Return the size in bytes of the bf16 K and V of ``tokens`` tokens in all layers."""
     return 4 * config.num_layers * config.num_kv_heads * config.head_dim * tokens
 
 

@@ -30,7 +30,7 @@ def figures(
 
     Args:
         cases: pairs of batch size and context length.
-        rings: pairs of ring slots and of tiles in flight.
+        rings: pairs of the number of ring slots and the number of tiles in flight.
     """
     config, copied = SHAPES[shape], copy_rate()
     yield Figure("copy rate, GB/s", copied / 1e6, copied / 1e6)

@@ -8,12 +8,12 @@ class Limits:
     """Limits of one engine.
 
     Attributes:
-        max_running: number of batch slots. Each choice takes one; a prompt to be held takes one in
-            total.
-        max_waiting: maximum requests that wait for batch slots or pages.
-        step_tokens: maximum prompt tokens computed in one step.
-        chunk_tokens: maximum prompt tokens of one sequence computed in one step, a multiple of the
-            page size.
+        max_running: number of batch slots. Each choice of a request takes one slot. A prompt that
+            is prefilled for another worker takes one slot, whatever its number of choices.
+        max_waiting: maximum number of requests that wait for batch slots or pages.
+        step_tokens: maximum number of prompt tokens computed in one step.
+        chunk_tokens: maximum number of prompt tokens of one sequence computed in one step, a
+            multiple of the page size.
     """
 
     max_running: int

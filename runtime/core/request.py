@@ -1,7 +1,8 @@
 """Requests, sampling parameters and sampled tokens: plain values without tensor code.
 
-A request is one prompt with one or more choices (sequences generated from it). Output indices start
-at the end of the prompt. Output tokens that another worker generated before are counted as well.
+A request is one prompt with one or more choices (sequences generated from it). The output index of
+a token is its position among the output tokens of its choice, from 0. After a failover, the output
+tokens that another worker generated are counted as well.
 """
 
 import math
@@ -37,7 +38,8 @@ class SamplingParams:
         top_k: number of most probable tokens to draw from; 0 for no limit.
         logit_bias: value to add to the logit of each token id.
         logprobs: number of most probable tokens to report beside the sampled one, or None for no
-            log probabilities. They are computed from the model's logits, before any processing.
+            log probabilities. Log probabilities are computed from the model's logits, without bias,
+            penalties or temperature.
     """
 
     temperature: float = 0.0
@@ -105,10 +107,10 @@ class Request:
     """One prompt and the parameters of its generation.
 
     Attributes:
-        tokens: token ids of the prompt. After a failover, output tokens that were already delivered
-            follow.
+        tokens: token ids of the prompt. After a failover, the output tokens that the client has
+            already received are appended.
         prompt_tokens: number of prompt tokens in ``tokens``.
-        max_tokens: maximum output tokens of each choice, including already delivered ones.
+        max_tokens: maximum output tokens of each choice, including those already delivered.
         stop_token_ids: tokens that end a choice; the stop token itself is part of the output.
         choices: number of sequences to generate (``n`` in OpenAI's API).
     """

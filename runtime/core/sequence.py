@@ -20,10 +20,11 @@ class Sequence:
 
     Attributes:
         choice: index of the choice, from 0.
-        arrival: number of requests that arrived before this one.
+        arrival: number of requests that arrived before the sequence's request.
         limit: maximum length in tokens, including the prompt.
         running: whether the sequence is in the decode batch.
-        lookahead: number of tokens sampled by launched steps that the host has not read yet.
+        lookahead: number of tokens in flight: sampled by launched steps, but not yet read by the
+            host.
         resolved: whether the device could sample the last token. If not, the host must complete the
             sampling, and the step must be read before the next one is launched.
     """
@@ -40,7 +41,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Number of tokens, including those sampled by launched steps that are not read yet."""
+        """Number of tokens, including the ``lookahead`` tokens in flight."""
         return len(self.tokens) + self.lookahead
 
     @property
@@ -68,7 +69,7 @@ class SequenceGroup:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the first sequence, equal in all sequences until prefill completes."""
+        """Token ids of the first sequence. Until prefill completes, all sequences have the same."""
         return self.sequences[0].tokens
 
     @property

@@ -23,7 +23,7 @@ _f, _u, _i = np.float32, np.uint32, np.int32
 
 
 def _stamp_of(package: Path) -> str:
-    """Return a hash suffix that changes with any source file of a package."""
+    """Return a hash of all source files of a package, as a suffix for function names."""
     sources = (source.read_bytes() for source in sorted(package.rglob("*.py")))
     return "_" + hashlib.blake2b(b"".join(sources), digest_size=8).hexdigest()
 
@@ -34,8 +34,9 @@ _STAMP = _stamp_of(Path(__file__).parents[1])
 def compiled(function: _Function) -> _Function:
     """Compile a function on first use, to run without the GIL, and cache the result on disk.
 
-    numba's cache key is the function's name and its own file. The stamp in the name also
-    invalidates the cache when other files change that the function calls or imports.
+    numba's cache key covers only the function's name and the file that defines it. The name is
+    therefore extended by a hash of the whole package, so that a change in any other file also
+    invalidates the cache.
     """
     function.__qualname__ += _STAMP
     try:
@@ -46,7 +47,7 @@ def compiled(function: _Function) -> _Function:
 
 
 def _fma_type(_typing_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
-    """Return type and code generator of ``fma(a, b, c)``: a·b + c, rounded once."""
+    """Return signature and code generator of the intrinsic ``fma``: a·b + c, rounded once."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)

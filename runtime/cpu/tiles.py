@@ -26,10 +26,10 @@ Right = Floats | Halves | tuple[Bytes, Floats, Floats]
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]
 _WIDTH, _VECTORS = (16, 4) if "+avx512f" in _FEATURES else (8, 2)
-"""Floats in a vector, and vectors in a row of a tile."""
+"""Number of floats in a vector, and maximum number of vectors in a row of a tile."""
 _TALL = 4
-"""Maximum rows of a tile with `_VECTORS` vectors per row. Tiles of five to eight rows have half as
-many vectors per row. Both kinds fill the vector registers."""
+"""Maximum number of rows of a tile with `_VECTORS` vectors per row. Tiles of 5 to 8 rows have
+half as many vectors per row. Both kinds of tiles fill the vector registers."""
 
 _FLOATS = ir.VectorType(ir.FloatType(), _WIDTH)
 _WORDS = ir.VectorType(ir.IntType(32), _WIDTH)
@@ -37,8 +37,8 @@ _PATTERNS = ir.VectorType(ir.IntType(16), _WIDTH)
 _BYTES = ir.VectorType(ir.IntType(8), _WIDTH)
 _PREFETCH_ROWS = 128
 """Distance of software prefetch, in rows of weights. The hardware prefetcher alone is too slow:
-eight input rows through SmolLM2's weights (as codes) take 13 ms with software prefetch and 18 ms
-without.
+multiplying eight input rows by SmolLM2's weights, stored as codes, takes 13 ms with software
+prefetch and 18 ms without.
 """
 _u = np.uint32
 
@@ -103,7 +103,7 @@ class _Writer:
         return self._builder.bitcast(bits, _FLOATS)
 
     def blend(self, first: Any, second: Any, lanes: list[int]) -> Any:
-        """Select lanes of two vectors; lane numbers from `_WIDTH` on refer to ``second``."""
+        """Select lanes by their indices in the concatenation of two vectors."""
         return self._builder.shuffle_vector(first, second, ir.Constant(_WORDS, lanes))
 
     def prefetch(self, address: Any, distance: Any) -> None:
@@ -123,9 +123,9 @@ def _constant(index: Any) -> Any:
 
 
 def _tile(rows: int) -> Any:
-    """Return an intrinsic that computes `accumulate` for ``rows`` rows from ``first`` on.
+    """Return an intrinsic that computes `accumulate` for ``rows`` consecutive rows of ``c``.
 
-    It keeps the accumulators in registers.
+    Its last argument is the index of the first of these rows. Accumulators are kept in registers.
     """
     vectors = _VECTORS if rows <= _TALL else _VECTORS // 2
 
@@ -225,7 +225,7 @@ def accumulate(c: Floats, a: Floats, column: int, b: Right, row: int, steps: int
 
 
 def _square_type(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any, _at: Any) -> Any:
-    """Return type and code generator of an intrinsic that transposes one square block."""
+    """Return signature and code generator of an intrinsic that transposes one square block."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         write = _Writer(context, builder, signature, arguments)
@@ -233,7 +233,8 @@ def _square_type(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any,
         square = [write.load(write.address(0, row, arguments[2]), _PATTERNS) for row in rows]
         square = [write.widen(patterns) for patterns in square]
         distance = 1
-        while distance < _WIDTH:  # swap the off-diagonal quarters of blocks that double in size
+        # Each pass swaps the off-diagonal quarters of blocks of `2 * distance` rows and columns.
+        while distance < _WIDTH:
             for i in range(_WIDTH):
                 if not i & distance:
                     pair = square[i], square[i + distance]
@@ -252,7 +253,7 @@ def _square_type(_typing: Any, patterns: Any, _row: Any, _column: Any, out: Any,
 
 
 def _low(lane: int, distance: int) -> int:
-    """Return the lane, of two concatenated rows, that moves to ``lane`` of the first row."""
+    """Return which lane of two concatenated rows becomes ``lane`` of the first row."""
     return lane + _WIDTH - distance if lane & distance else lane
 
 
@@ -273,7 +274,7 @@ def transpose(patterns: Halves, out: Floats, at: int) -> None:
 
 
 def _prefetch_type(_typing: Any, pages: Any, _page: Any, _head: Any) -> Any:
-    """Return type and code generator of `prefetch`."""
+    """Return the signature and the code generator of the intrinsic `prefetch`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         write = _Writer(context, builder, signature, arguments)

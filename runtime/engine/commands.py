@@ -30,7 +30,8 @@ class Reserve:
 class Arrived:
     """Decode a reserved request, whose KV is now in its pages.
 
-    A choice that ended with its first token is not decoded and not reported in ``finished`` again.
+    A choice that ended with its first token is not decoded. The prefill worker has already reported
+    it in ``finished``, so it is not reported again.
 
     Attributes:
         first: first token of every choice, sampled by the prefill worker.
@@ -84,7 +85,7 @@ class StepOutput:
         reserved: pairs of request id and the pages allocated for its tokens.
         refused: pairs of request id and reason. A refused request has no pages.
         started: ids of requests whose first chunk is computed in this step. A preempted request
-            starts again.
+            is reported again when its prefill restarts.
         ended: ids of requests whose choices have all finished. Their pages are released, except
             those of held requests.
     """

@@ -4,7 +4,7 @@ A step has two halves: `Engine.plan` takes commands and schedules, `Engine.compu
 passes. The caller can therefore report the results of `plan` before the computation.
 
 With replayed decode steps, `compute` launches a step and then reads the tokens of the previous one.
-The host processes these while the device computes.
+The host processes these tokens while the device computes.
 """
 
 from collections.abc import Sequence as Items
@@ -60,12 +60,12 @@ class Engine:
 
     Args:
         num_pages: number of pages for sequences.
-        replay: use `PrefillReplay` and `DecodeReplay` (CUDA graphs), because launching kernels
-            takes the host longer than the device needs to run them. Tokens do not change, but
-            decoded tokens are reported one step later.
+        replay: whether to use `PrefillReplay` and `DecodeReplay` (CUDA graphs). Without them, the
+            host takes longer to launch kernels than the device takes to run them. Replay does not
+            change tokens, but decoded tokens are reported one step later.
         decodes: whether the engine decodes. False on a prefill worker, which needs no decode
             graphs.
-        by_layer: capture a decode graph for each layer instead of one for the whole step.
+        by_layer: whether to capture a decode graph for each layer instead of one for the step.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Engine:
 
     @property
     def queue_tokens(self) -> int:
-        """Number of tokens accepted and not yet finished, see `Scheduler.queue_tokens`."""
+        """Number of tokens of unfinished requests; see `Scheduler.queue_tokens`."""
         return self._scheduler.queue_tokens
 
     @property
@@ -145,9 +145,9 @@ class Engine:
         """Take commands and schedule the step that `compute` will run.
 
         Returns:
-            Results known before the computation: ``refused``, ``reserved``, ``started``, and in
-            ``ended`` the requests that `Arrived` with only finished choices. If the in-flight step
-            must be read before the next launch, its tokens as well.
+            Results known before the computation: ``refused``, ``reserved``, ``started``, and
+            ``ended`` for requests whose choices had all finished when their KV arrived. If the
+            in-flight step must be read before the next launch, its tokens are included.
 
         Raises:
             ValueError: a request id was added twice, or KV arrived for a request without a

@@ -1,14 +1,14 @@
 """Scheduling of engine steps: queues, batch slots and pages, without a model.
 
-A `SequenceGroup` waits until it is admitted, with all pages of its tokens. It is then prefilled
-chunk by chunk, or receives its KV from another worker. After that, each of its sequences runs in
+A `SequenceGroup` waits until it is admitted. Admission allocates pages for all of its tokens. It is
+then prefilled chunk by chunk, or receives its KV from another worker. Then each sequence runs in
 the decode batch until it ends. Admission is first come, first served. Chunks of a sequence end at
 multiples of ``chunk_tokens``, regardless of other sequences.
 
-A decode step is in flight from its launch until its tokens are read. Its tokens count in the
-lengths of its sequences. Pages released in the meantime become free only when the step has
-completed, because the step and work launched before it may still write to them. Stream order does
-not protect these pages: KV that another worker sends is written outside the device's stream.
+A decode step is in flight from its launch until its tokens are read. The tokens that it samples
+count in the lengths of its sequences. Pages released in the meantime become free only when the step
+has completed, because the step and work launched before it may still write to them. CUDA stream
+order does not protect these pages, because KV from another worker is written outside of the stream.
 """
 
 from bisect import insort
@@ -64,10 +64,10 @@ class Scheduler:
 
     @property
     def queue_tokens(self) -> int:
-        """Number of tokens accepted and not yet finished.
+        """Number of tokens of unfinished requests.
 
-        Sequences in the queue or in the batch count all their tokens. A prompt that will be held
-        counts only its tokens that are not computed yet.
+        For sequences in the queue or in the batch, all prompt and output tokens so far are counted.
+        For a prompt that will be held, only the tokens that are not computed yet are counted.
         """
         tokens = sum(len(sequence.tokens) for sequence in self._running)
         for group in (*self._waiting, *self._prefilling, *self._received.values()):
@@ -163,7 +163,7 @@ class Scheduler:
         return StepPlan(self._choose_chunks(), decode, reserved, refused)
 
     def computed(self, chunk: Chunk) -> None:
-        """Record a computed chunk. After its last chunk a group leaves the prefill queue."""
+        """Record a computed chunk. A group leaves the prefill queue after its last chunk."""
         group = chunk.group
         group.computed += chunk.count
         if chunk.completes:
@@ -212,10 +212,10 @@ class Scheduler:
         self._release([sequence])
 
     def _grow(self, sequences: Iterable[Sequence]) -> list[tuple[str, RuntimeFault]]:
-        """Allocate the page that each sequence's next token needs, the oldest sequence first.
+        """Allocate a page to each sequence whose next token needs one, the oldest sequence first.
 
         If no page is free, the youngest sequence is preempted: it releases its pages and waits to
-        be computed again. If it needs more pages than the pool has, it is refused.
+        be computed again. A preempted sequence that needs more pages than the pool has is refused.
         """
         refused: list[tuple[str, RuntimeFault]] = []
         for sequence in sequences:
@@ -259,7 +259,7 @@ class Scheduler:
         insort(self._waiting, group, key=_age)
 
     def _admit(self) -> list[SequenceGroup]:
-        """Admit waiting groups in order and allocate their pages. Return those that await KV."""
+        """Admit waiting groups in order. Return those whose KV another worker will send."""
         reserved = []
         while self._waiting and self._admissible(self._waiting[0]):
             group = self._waiting.pop(0)
@@ -284,7 +284,7 @@ class Scheduler:
             sequence.pages = full + self.pool.allocate(len(first.pages) - len(full))
 
     def _refuse_overflow(self) -> list[tuple[str, RuntimeFault]]:
-        """Refuse groups submitted since the last plan, latest first, beyond ``max_waiting``."""
+        """Refuse the latest groups submitted since the last plan until ``max_waiting`` remain."""
         refused: list[tuple[str, RuntimeFault]] = []
         for group in reversed(self._fresh):
             if len(self._waiting) <= self._limits.max_waiting:
@@ -317,7 +317,7 @@ class Scheduler:
             raise OutOfPages(f"{len(group.tokens)} tokens need {need} of {self.pool.total} pages")
 
     def _need(self, group: SequenceGroup) -> int:
-        """Return the number of free pages needed to admit a group, including its next tokens."""
+        """Return the number of free pages needed to admit a group and run one decode step."""
         tokens = len(group.tokens)
         if group.purpose is Purpose.HOLD:
             return pages_for(tokens, self._page_size)

@@ -14,8 +14,8 @@ class Captured:
     """A captured call. Calling it replays the graph.
 
     Attributes:
-        held: captured callable. A graph stores only addresses, so this reference keeps alive the
-            tensors that it reads and writes.
+        held: captured callable. The graph stores only the addresses of tensors; this reference
+            keeps the tensors alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -34,8 +34,8 @@ def capture(call: Callable[[], object], pool: Any = None) -> Captured:
     Args:
         call: callable without arguments that only launches work on the current stream.
         pool: memory pool of the graph, from `torch.cuda.graph_pool_handle`. Graphs with the same
-            pool share memory and must not run concurrently. The memory of a returned tensor is not
-            reused while it is referenced.
+            pool share memory and must not run concurrently. The memory of a tensor that ``call``
+            returns is not reused while the tensor is referenced.
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,6 +1,6 @@
 """Asynchronous copies between host and device; only `HostCopy.wait` blocks.
 
-On a GPU they go through pinned memory in stream order. On the CPU they are plain copies.
+On a GPU, they use pinned memory and run in CUDA stream order. On the CPU they are plain copies.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""CPU linear layers for a few input rows: compiled loops with the same bits as oneDNN.
+"""CPU linear layers for a few input rows: compiled loops, bitwise identical to oneDNN.
 
 They read less memory than oneDNN, because weights are kept in a smaller lossless form where
 possible.
@@ -19,9 +19,9 @@ _COLUMNS = 16
 """oneDNN pads the columns of a packed weight to a multiple of this number."""
 
 _MAX_ROWS = 16
-"""Maximum input rows for which codes and bf16 are faster than oneDNN. Measured for all of SmolLM2's
-weights on one Zen 5 core: 1, 8 and 16 rows take 5.4, 13 and 25 ms from codes, 9, 17 and 28 ms from
-bf16, and 21, 24 and 32 ms by oneDNN (which computes 1 row as 2).
+"""Maximum number of input rows for which weights stored as codes or bf16 are faster than oneDNN.
+Times of 1, 8 and 16 rows with all of SmolLM2's weights on one Zen 5 core: 5.4, 13 and 25 ms from
+codes; 9, 17 and 28 ms from bf16; 21, 24 and 32 ms by oneDNN, which computes 1 row as 2.
 """
 
 
@@ -31,7 +31,7 @@ class FewRowsLinear:
     Args:
         source: weight in blocks of LANES rows; see `loops.Source`.
         outputs: number of rows of the weight, without padding.
-        max_rows: maximum rows of ``x``.
+        max_rows: maximum number of rows of ``x``.
 
     Attributes:
         k_block: number of columns whose products are summed before the sum is added to the output.
@@ -54,8 +54,9 @@ def few_rows_linear(weight: Tensor, packed: Tensor) -> FewRowsLinear | None:
     """Build a linear layer that stores an fp32 weight losslessly in its smallest form.
 
     A weight that was quantized in its file is stored as 8-bit codes with scales and offsets (1.25
-    bytes per element), and one with bf16 values as bf16 (2 bytes). Any other weight is read from
-    the memory of ``packed``, and only for a single input row.
+    bytes per element). A weight whose values are all representable in bf16 is stored as bf16 (2
+    bytes). Any other weight is read from the memory of ``packed``, and the layer accepts only a
+    single input row.
 
     Args:
         weight: fp32 `[out, in]`.
@@ -80,9 +81,10 @@ def _blocked(weight: Tensor) -> Tensor:
 
 
 def _blocks_of(packed: Tensor, weight: Tensor) -> Floats | None:
-    """View oneDNN's packed memory as ``[blocks, in padded to _COLUMNS, LANES]``.
+    """View oneDNN's packed memory as ``[blocks, columns, LANES]``.
 
-    Return None if the memory does not hold the weight in that layout.
+    The number of columns is ``in``, rounded up to a multiple of `_COLUMNS`. Return None if the
+    memory does not hold the weight in that layout.
     """
     expected = _blocked(functional.pad(weight, (0, -weight.shape[1] % _COLUMNS)))
     if torch.ops.mkldnn._nbytes(packed) != expected.nbytes:

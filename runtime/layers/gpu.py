@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU on a GPU, one Triton launch each. `pointwise` has the reference."""
+"""RMSNorm and SwiGLU on a GPU, one Triton launch each. The reference is in `pointwise`."""
 
 import torch
 import triton

@@ -2,8 +2,8 @@
 
 On the CPU in fp32, weights are kept in oneDNN's blocked layout, which is faster than MKL's sgemm
 for the relevant sizes (2 to 32 rows). A row's result does not depend on the number of other rows,
-so a token's KV and logits have the same bits in any batch. A few rows are computed by compiled
-loops, which read less memory and give the same bits (`few_rows.py`).
+so a token's KV and logits are bitwise identical in any batch. A few rows are computed by compiled
+loops (`few_rows.py`), which read less memory and whose results are bitwise identical to oneDNN's.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,10 @@ from torch.nn import functional
 from runtime.checkpoint.weights import Dense, FactorPair, Linear
 from runtime.layers.few_rows import FewRowsLinear, few_rows_linear
 
-_TYPICAL_ROWS = 64  # row count that oneDNN packs weights for; equally fast from 8 to 256
-_K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)  # sizes of oneDNN's partial sums, observed
+_TYPICAL_ROWS = 64
+"""Number of input rows that oneDNN packs weights for. Any from 8 to 256 is equally fast."""
+_K_BLOCKS = (512, 1024, 256, 2048, 4096, 128, 1 << 20)
+"""Observed block sizes of oneDNN: columns that are summed before the sum is added to the output."""
 
 
 class LinearOp(Protocol):
@@ -37,11 +39,11 @@ class TorchLinear:
 
 
 class PackedLinear:
-    """Linear layer in oneDNN's packed layout. The bits of a row do not depend on other rows.
+    """Linear layer in oneDNN's packed layout. A row's result does not depend on other rows.
 
     oneDNN sums a single row in another order than several rows, and is slow for a few rows. If its
-    order for several rows is one of `_K_BLOCKS`, compiled loops compute a few rows in that order.
-    Otherwise a single row is duplicated and computed as two.
+    block size for several rows is one of `_K_BLOCKS`, compiled loops compute a few rows with the
+    same block size. Otherwise a single row is duplicated and computed as two.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -64,7 +66,11 @@ class PackedLinear:
         return y
 
     def _match(self, few: FewRowsLinear, columns: int) -> bool:
-        """Find and set the block size with which ``few`` gives oneDNN's bits; return success."""
+        """Set ``few.k_block`` so that results are bitwise identical to oneDNN's, if possible.
+
+        Returns:
+            Whether a suitable block size was found.
+        """
         probe = torch.randn(2, columns, generator=torch.Generator().manual_seed(0))
         expected = self._onednn(probe)
         for few.k_block in _K_BLOCKS:
@@ -86,18 +92,19 @@ def linear_op(weight: Tensor, bias: Tensor | None = None) -> LinearOp:
 
 
 SharedOps = dict[tuple[int, ...], LinearOp]
-"""Linear layers, keyed by ``id()`` of their stacked tensors. A key is valid while these exist."""
+"""Linear layers, keyed by the ``id()`` of the tensors they stack, which must be kept alive."""
 
 
 class Projection:
     """Several linear layers over one input, in few matmuls: ``[n, in]`` to ``[n, sum(out)]``.
 
-    If all are dense, the stacked weights are one matmul. Otherwise the first matmul multiplies the
-    stacked V of factor pairs and W of dense layers, and the U of each factor pair multiplies its
-    slice of the result. Ranks may differ.
+    If all are dense, one matmul multiplies the input by the stacked weights. Otherwise, the first
+    matmul multiplies the input by the stacked V of factor pairs and W of dense layers. The U of
+    each factor pair then multiplies its slice of the result. Ranks may differ.
 
     Args:
-        shared: first matmuls of earlier projections, to reuse those with the same weights; updated.
+        shared: first matmuls of earlier projections. One with the same weights is reused; a new one
+            is added.
     """
 
     def __init__(self, linears: Sequence[Linear], shared: SharedOps | None = None) -> None:
@@ -141,7 +148,7 @@ def _stack_biases(linears: Sequence[Linear]) -> Tensor | None:
 
 
 def _stack(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    """Concatenate biases, with zeros for missing ones. None if all are missing."""
+    """Concatenate biases, with zeros for missing ones. Return None if all are missing."""
     given = [bias for bias in biases if bias is not None]
     if not given:
         return None

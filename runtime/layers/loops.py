@@ -1,7 +1,7 @@
 """Compiled fp32 loops of a decoder layer on the CPU. Callers check and prepare the arguments.
 
-As in `runtime.cpu.jit`, operations are executed in the order written, so that a row has the same
-bits in any batch.
+As in `runtime.cpu.jit`, operations are executed in the order written, so that a row's result is
+bitwise identical in any batch.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ overload(_add_block)(_choose_block)
 
 @compiled
 def linear(source: Source, blocks: int, x: Floats, k_block: int, y: Floats) -> None:
-    """Compute ``y = x W^T`` for a few rows in oneDNN's order: sums of ``k_block`` columns each.
+    """Compute ``y = x W^T`` for a few rows, in oneDNN's order of summation.
 
     Args:
         source: the weight.

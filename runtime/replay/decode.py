@@ -33,7 +33,7 @@ from runtime.sampling.on_device import ALL_FEATURES, DeviceSampler, SamplingFeat
 from runtime.sampling.reference import Draw, SamplingRow
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Batch sizes, in slots, for which graphs are captured. Beyond 256, each is 1.5 times the last."""
+"""Batch sizes, in slots, for which graphs are captured. Beyond 256 they grow by a factor of 1.5."""
 CAPTURED_FEATURES = (
     SamplingFeatures(random=False, processing=False, logprobs=False),
     SamplingFeatures(random=True, processing=False, logprobs=False),
@@ -80,9 +80,9 @@ class DecodeReplay:
     Args:
         cache: KV pages. The last page must be the null page, which is allocated to no sequence;
             unassigned slots write to it.
-        max_sequences: maximum sequences in a step, that is, the number of batch slots.
-        by_layer: capture a graph for each layer, as FlashSVD v1.5 does, instead of one for the
-            whole step. The decode megakernel is then not used.
+        max_sequences: maximum number of sequences in a step: the number of batch slots.
+        by_layer: whether to capture a graph for each layer, as FlashSVD v1.5 does, instead of one
+            for the whole step. The decode megakernel is then not used.
 
     Raises:
         ValueError: the model's attention reads lengths on the host, which a graph cannot capture.
@@ -118,8 +118,8 @@ class DecodeReplay:
     def can_launch_ahead(self, sequences: list[Running]) -> bool:
         """Return whether a step of these sequences may be launched before the last one is read.
 
-        It may not if sequences should first move to lower slots so that a smaller bucket suffices,
-        because the host must have read the tokens of the sequences that it moves.
+        Return False if sequences should first move to lower slots so that a smaller bucket
+        suffices. To move a sequence, the host must have read all of its tokens.
         """
         smallest = self._bucket_of(len(sequences))
         if sequences == self._assignment.sequences:
@@ -148,7 +148,8 @@ class DecodeReplay:
         """Wait for the tokens of a step. At most one other step may have been launched after it.
 
         Returns:
-            For each sequence its draw, None if its logits are not finite, or `UNRESOLVED`.
+            One item per sequence: its draw, None if its logits are not finite, or `UNRESOLVED` if
+            its slot did not advance.
         """
         assignment = step.assignment
         results = step.results.wait()

@@ -27,7 +27,7 @@ TOKEN_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 SEQUENCE_BUCKETS = (1, 8)
 """Numbers of sequences of the batches for which graphs are captured."""
 _COPIED_WHOLE = ("tokens", "positions", "starts", "lengths", "sequences")
-"""Fields of `Batch` that every batch overwrites completely."""
+"""Fields of `Batch` whose static tensors are overwritten completely for every batch."""
 
 
 class PrefillReplay:
@@ -38,7 +38,7 @@ class PrefillReplay:
 
     Args:
         cache: KV pages. The last page must be the null page, which is allocated to no sequence.
-        max_tokens: maximum tokens in a batch.
+        max_tokens: maximum number of tokens in a batch.
     """
 
     def __init__(self, model: Model, cache: PagedCache, max_tokens: int) -> None:

@@ -2,8 +2,7 @@
 
 A sequence keeps its slot while it runs. The host writes only changes: the state of a slot when a
 sequence joins or leaves, and page-table entries when a sequence gets pages. The changes of a step
-are written together: one copy and one kernel launch for the state, and one of each for the page
-table.
+are written together. The state takes one copy and one kernel launch, and so does the page table.
 """
 
 from dataclasses import dataclass
@@ -70,9 +69,8 @@ class BatchSlots:
     def assign(self, sequences: list[Sequence], within: int) -> list[int]:
         """Assign a slot to each sequence and release the slots of all others.
 
-        Sequences keep the slots they hold, if these are below ``within``. Sequences in other slots
-        move to lower ones, unless one of them has a token in flight, because the host has not
-        read that token yet.
+        Sequences keep slots below ``within``. Sequences in higher slots move to lower ones, but
+        only if none of them has a token in flight, because the host has not read that token yet.
 
         Returns:
             The slot of each sequence.
@@ -94,8 +92,8 @@ class BatchSlots:
         """Write the changes needed before a step that samples a token for each of these sequences.
 
         Returns:
-            Slot → sequence, for slots whose whole state was rewritten: the sequence joined, moved
-            to another slot, or has tokens that no launched step sampled.
+            Mapping from slot to sequence for the slots whose whole state was rewritten, because the
+            sequence joined, moved to another slot, or has tokens that no launched step sampled.
         """
         joined: dict[int, Sequence] = {}
         entries: list[int] = []  # flat indices into the page table
@@ -131,7 +129,7 @@ class BatchSlots:
         """Advance slots that the last step could not advance.
 
         Args:
-            tokens: int64 `[max_slots]`, with the sampled tokens of these slots.
+            tokens: int64 `[max_slots]`, sampled tokens; only those of ``slots`` are used.
         """
         advanced = to_device(np.array(slots, np.int64), self._device)
         self.tokens[advanced] = tokens[advanced]

@@ -1,8 +1,8 @@
 """Prefill warm-up: compile all kernel variants before the first request.
 
-Triton compiles separate kernels for integer arguments that are 1, that are multiples of 16, and for
-all others. The launch of decode attention also depends on the number of sequences. One batch with
-dummy tokens is computed for each variant; its KV goes to page 0, which is not allocated yet.
+Triton compiles separate kernels for integer arguments equal to 1, for multiples of 16, and for all
+other values. The launch of decode attention also depends on the number of sequences. One batch with
+dummy tokens is computed for each variant. Its KV is written to page 0, which is not allocated yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from runtime.models.model import Model
 from runtime.sampling.reference import SamplingRow, sample
 
 Progress = Callable[[str, int], None]
-"""Callback ``(stage, size)`` after each part of a warm-up.
+"""Callback ``(stage, size)``, called after each part of a warm-up.
 
 The size is a number of sequences in stage "prefill", of tokens in stage "prompts" (prefill graphs),
 and of batch slots in stage "decode" (decode graphs).
@@ -47,7 +47,7 @@ def warm_up_prefill(model: Model, cache: PagedCache, limits: Limits, progress: P
 
 
 def _small(sequences: int) -> Iterator[list[SequenceSlice]]:
-    """Yield batches of two-token prompts, and of one-token steps after them, all in page 0."""
+    """Yield prefill batches of two-token prompts, and decode batches of one token, in page 0."""
     for width in _WIDTHS:
         for tokens, first in (((0, 0), 0), ((0,), 2)):
             yield [SequenceSlice(tokens, first, (0,) * width)] * sequences

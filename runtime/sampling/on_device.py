@@ -2,8 +2,8 @@
 
 `DeviceSampler.load` assigns sequences to rows. Each call then samples a token for every row, counts
 it and increments the row's output index, all on the device. The tokens equal those of
-`runtime.sampling.reference.sample`. In the reported most probable tokens, equally probable ones may
-be in another order.
+`runtime.sampling.reference.sample`. Only the order of equally probable tokens in ``top_tokens`` may
+differ.
 
 The device considers only the 1,024 largest logits. If a row's distribution is too flat for them,
 the row is unresolved. Its state does not advance, so another call with the same logits gives the
@@ -59,8 +59,8 @@ class SamplingFeatures:
 ALL_FEATURES = SamplingFeatures(random=True, processing=True, logprobs=True)
 
 _WORDS, _REALS = 5, 6
-"""Numbers of int64 parameters of a row (greedy, top-k, seed, choice, output index) and of fp64
-parameters (temperature, min-p, top-p, and repetition, frequency and presence penalty).
+"""Number of int64 parameters of a row (greedy, top-k, seed, choice, output index), and number
+of its fp64 parameters (temperature, min-p, top-p, and repetition, frequency and presence penalty).
 """
 
 
@@ -108,7 +108,7 @@ class DeviceSampler:
 
     @property
     def state(self) -> list[Tensor]:
-        """Tensors that each call updates for the next call."""
+        """Tensors that carry state from one call to the next."""
         return [self._counter, self._processor.outputs]
 
     def load(self, numbers: Sequence[int], rows: Sequence[SamplingRow]) -> None:
@@ -207,7 +207,7 @@ class _LogitsProcessor:
     def load(self, number: int, row: SamplingRow) -> None:
         """Load bias and token counts of a row, if it uses bias or penalties.
 
-        `DeviceSampler.load` writes the penalties themselves.
+        The values of the penalties are written by `DeviceSampler.load`.
         """
         sampling, vocab = row.sampling, self._bias.shape[1]
         if number in self._biased:

@@ -118,7 +118,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Draw | None]:
 
 
 def _process(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return the logits after bias and penalties: a copy, or ``logits`` if no row changes."""
+    """Return a copy of the logits with bias and penalties, or ``logits`` if no row has any."""
     if not any(row.sampling.processes_logits for row in rows):
         return logits
     processed = logits.clone()
@@ -178,7 +178,7 @@ def _mix64(value: int) -> int:
 
 
 def _draw_all(logits: Tensor, parameters: SamplingTensors) -> list[int]:
-    """Draw from the candidates, or from the whole vocabulary for rows where they do not suffice."""
+    """Draw from the candidates. Where they do not suffice, draw from the whole vocabulary."""
     tokens, resolved = draw(logits, parameters)
     found: list[int] = tokens.tolist()
     missing = [number for number, known in enumerate(resolved.tolist()) if not known]
@@ -204,14 +204,19 @@ def draw(logits: Tensor, parameters: SamplingTensors) -> tuple[Tensor, Tensor]:
 
 
 def draw_from_all(logits: Tensor, parameters: SamplingTensors) -> Tensor:
-    """Draw as `draw` does, but over the whole sorted vocabulary: int64 `[m]`."""
+    """Draw as `draw` does, but from the whole vocabulary. Return the tokens, int64 `[m]`."""
     values, indices = logits.sort(dim=-1, descending=True, stable=True)
     picks, _ = _pick(_masses(values, logits, parameters), parameters, logits.shape[-1])
     return indices.gather(1, picks[:, None])[:, 0]
 
 
 def _masses(values: Tensor, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-    """Return fp64 probabilities, after temperature, of ``values``, some of each row's logits."""
+    """Return the fp64 probabilities, after temperature, of a subset of each row's logits.
+
+    Args:
+        values: the subset, fp32 `[m, c]`.
+        logits: all logits, fp32 `[m, vocab]`.
+    """
     m = logits.amax(dim=-1, keepdim=True)
     log_sum = ((logits - m).double() / parameters.temperature).logsumexp(dim=-1, keepdim=True)
     return ((values - m).double() / parameters.temperature - log_sum).exp()

@@ -18,9 +18,10 @@ def tokens_at(
     first, kv_head, length, table, page_stride, head_stride,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the positions `[BLOCK]` from ``first`` on, and their offsets in a plane.
+    """Return BLOCK consecutive positions, and the offsets of their slots in the K or V pages.
 
     Args:
+        first: first position.
         table: pointer to the page table of the sequence.
     """
     t = first + tl.arange(0, BLOCK)

@@ -1,6 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
-"""Causal attention of many new tokens of each sequence over its pages, the new ones included."""
+"""Causal attention of many new tokens per sequence over the sequence's pages.
+
+The K and V of the new tokens must be in the pages already.
+"""
 
 import triton
 import triton.language as tl
@@ -11,7 +14,7 @@ from runtime.kernels.arith import VECTOR, matmul
 
 @triton.jit
 def sequence_of(starts, sequences, block, BLOCK_Q: tl.constexpr):
-    """Return the sequence of a block of queries, by binary search.
+    """Return the index of the sequence of a block of queries, by binary search.
 
     The first block of sequence i is ``starts[i] // BLOCK_Q + i``. Every sequence then has at least
     as many blocks as it needs, and some blocks are empty.
@@ -33,18 +36,19 @@ def attend_keys(
     page_stride, head_stride, d, scale,
     CAUSAL: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update the online softmax with BLOCK keys from ``first`` on.
-
-    Without CAUSAL, all these keys exist and every query may attend to them.
+    """Update the online softmax with BLOCK consecutive keys.
 
     Args:
         queries: `[BLOCK_Q, WIDTH]`.
         m, l: fp32 `[BLOCK_Q]`, maximum and sum of the online softmax.
         acc: fp32 `[BLOCK_Q, WIDTH]`, unnormalized output.
-        end: end of the keys that any query of the block may attend to.
+        first: position of the first key.
+        end: number of leading keys of the sequence that the block of queries may attend to.
         position: position of each query `[BLOCK_Q]`.
         table: pointer to the page table of the sequence.
         d: dimensions `[WIDTH]`.
+        CAUSAL: whether to apply the causal mask. If false, every query must be allowed to attend to
+            all BLOCK keys.
     """
     t, at = tokens_at(first, kv_head, end, table, page_stride, head_stride, DIM, PAGE, BLOCK)
     read = (d < DIM)[None, :]
@@ -70,8 +74,8 @@ def block_of(starts, lengths, sequences, block, BLOCK_Q: tl.constexpr):
     """Locate a block of queries.
 
     Returns:
-        Number of its sequence; row of the sequence's first new token; number of new tokens; index
-        of the block's first token among them; and length of the sequence.
+        Index of the block's sequence; row of the sequence's first new token; number of new tokens
+        of the sequence; index of the block's first token among these; and sequence length.
     """
     sequence = sequence_of(starts, sequences, block, BLOCK_Q)
     start = tl.load(starts + sequence)
@@ -90,7 +94,8 @@ def attend_block(
     """Return the attention of a block of queries, fp32 `[BLOCK_Q, WIDTH]`.
 
     Args:
-        queries: `[BLOCK_Q, WIDTH]`, the new tokens of a sequence from number ``index`` on.
+        queries: `[BLOCK_Q, WIDTH]`, queries of consecutive new tokens of one sequence.
+        index: index of the first of them among the sequence's new tokens.
         tokens: number of new tokens of the sequence.
         length: number of all tokens of the sequence.
         table: pointer to the page table of the sequence.

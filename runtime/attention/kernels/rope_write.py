@@ -16,8 +16,9 @@ def norm_heads(
     Statistics are fp32. The result is rounded to DTYPE, as if a separate norm had stored it.
 
     Args:
-        first, second: fp32 `[ROWS, HALF]`, the halves of each head, 0 from DIM / 2 on.
-        head: head numbers `[ROWS, 1]`.
+        first, second: fp32 `[ROWS, HALF]`, the halves of each head; columns at or beyond DIM / 2
+            are 0.
+        head: head indices `[ROWS, 1]`.
         d: dimensions `[1, HALF]` of the first half.
     """
     mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / DIM  # [ROWS]

@@ -32,7 +32,8 @@ def test_attend_matches_the_reference_and_ignores_unused_slots(
     q = torch.randn(len(batch.tokens), heads, dim, generator=torch.Generator().manual_seed(4))
     expected = ReferenceAttention().attend(q, k, v, batch)
     got = CompiledAttention(heads, kv_heads, dim).attend(q, k, v, batch)
-    # fp32 sums are in another order. Results are averages of N(0, 1) values: absolute tolerance.
+    # fp32 sums are computed in another order. The tolerance is absolute, because results are
+    # averages of N(0, 1) values.
     torch.testing.assert_close(got, expected, rtol=0, atol=3e-6)
 
 

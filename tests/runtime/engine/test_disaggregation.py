@@ -1,4 +1,4 @@
-"""A prefill engine with a decode engine gives the same output as one colocated engine."""
+"""A prefill and a decode engine together give the same output as one colocated engine."""
 
 from dataclasses import replace
 

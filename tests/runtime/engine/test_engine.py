@@ -1,4 +1,4 @@
-"""Engine output equals full forward passes, in any batches, chunks and pages."""
+"""Engine output equals that of full forward passes, for any batches, chunks and pages."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def test_greedy_output_equals_full_forward_passes(kinds: dict[str, object]) -> N
 
 @pytest.mark.parametrize("kinds", [{}, {"ranks": MIXED_RANKS, "bias": True}, {"head_norms": True}])
 def test_output_bits_do_not_depend_on_batch_or_chunks(kinds: dict[str, object]) -> None:
-    """Log probabilities are compared for equality, because they depend on the logits' bits."""
+    """Log probabilities are compared exactly, to detect changes of the logits' bits."""
     model = tiny_model(**kinds)
     sampling = SamplingParams(logprobs=3)
     requests = [request_of(f"r{n}", n, 20, sampling=sampling) for n in (1, 2, 15, 33, 100, 150)]

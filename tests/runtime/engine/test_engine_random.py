@@ -27,10 +27,10 @@ def model() -> Model:
 
 @dataclass
 class Driver:
-    """Sender of commands, in the way of the services, that checks the output of every step.
+    """Sends commands to an engine, as the services do, and checks the output of every step.
 
     Attributes:
-        alive: kind of command and request of each id that has not ended.
+        alive: command kind and request, by id, of requests that have not ended.
         arriving: ids of requests whose KV arrives in the next step.
         gone: ids that ended, were cancelled, or were released.
         pending: commands for the next step.

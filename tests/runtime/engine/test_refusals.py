@@ -68,7 +68,7 @@ def test_sequence_larger_than_the_pool_is_refused(model: Model) -> None:
     assert isinstance(record.refused["r"], OutOfPages)
     assert (
         len(record.output("r")) == 18 + 1
-    )  # 48 slots minus the prompt, and the token after the last slot
+    )  # the pages hold 48 - 30 output tokens; the KV of the last token is not needed
     assert engine.pages_free == 3
 
 

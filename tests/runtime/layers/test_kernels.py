@@ -15,7 +15,7 @@ def test_rms_norm_matches_torch(width: int) -> None:
     x, weight = random(7, width).bfloat16(), random(width, seed=5)
     expected = functional.rms_norm(x.float(), (width,), weight, 1e-5)
     got = TritonRmsNorm(weight, 1e-5)(x)
-    torch.testing.assert_close(got.float(), expected, rtol=8e-3, atol=1e-5)  # bf16 has 8 bits
+    torch.testing.assert_close(got.float(), expected, rtol=8e-3, atol=1e-5)  # 8 significant bits
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 17), (5, 1100), (0, 64)])

@@ -73,7 +73,7 @@ def play(engine: Engine, script: list[list[Command]]) -> Record:
 
 
 def compare(found: Record, expected: Record, cancelled: set[str]) -> None:
-    """Check that records are equal; cancelled and refused requests may differ in length."""
+    """Check that records are equal; output of cancelled and refused requests may be shorter."""
     cut = cancelled | set(found.refused) | set(expected.refused)
     for key in found.tokens.keys() | expected.tokens.keys():
         one, other = found.tokens.get(key, []), expected.tokens.get(key, [])
@@ -93,7 +93,8 @@ class Watch:
     """Check that pages used by in-flight steps are not allocated again.
 
     Attributes:
-        in_flight: launched steps, with the pages that they and chunks computed before them use.
+        in_flight: launched steps, each with the pages that it uses or that prompt chunks computed
+            before it use.
         launches: number of launched steps.
         unresolved: number of draws that were `UNRESOLVED`.
     """

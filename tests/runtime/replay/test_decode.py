@@ -106,7 +106,7 @@ def test_one_graph_per_layer_produces_the_same_tokens(model: Model) -> None:
 
 
 def test_host_resolves_draws_from_their_own_logits(model: Model) -> None:
-    """The host draws every token of the flat distribution while other sequences continue."""
+    """The host draws the tokens of one flat distribution while other sequences continue."""
     requests = [request(0, 5, 40, 0, 1), request(2, 9, 12, 8, 2), request(4, 7, 25, 5, 1)]
     script: list[list[Command]] = [[Add(r) for r in requests], [], [], [Cancel("r0")]]
     plain = play(engine_of(model, 16, 4, replay=False), script)

@@ -29,7 +29,7 @@ def test_warm_up_does_nothing_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_small_batches_cover_all_kernel_specializations() -> None:
-    """Page-table widths are 1, a multiple of 16 and another; sequences have one or two tokens."""
+    """Page-table widths are 1, a multiple of 16, and another; each sequence has 1 or 2 tokens."""
     kinds = [(len(batch[0].pages), len(batch[0].tokens)) for batch in _small(3)]
     assert {width % 16 if width > 1 else "one" for width, _ in kinds} == {"one", 0, 2}
     assert len(set(kinds)) == len(kinds) == 6

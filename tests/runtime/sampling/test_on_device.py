@@ -132,7 +132,7 @@ def test_non_finite_rows_are_reported() -> None:
 
 @pytest.mark.parametrize("kinds", [[0, 0], [0, 1], [6, 0], [1, 5, 8]])
 def test_unused_features_do_not_change_tokens(kinds: list[int]) -> None:
-    """Rows beyond the logits keep their tokens."""
+    """Rows for which no logits are given keep their tokens."""
     rows = [SamplingRow(SAMPLINGS[kind], 0, [4, 700, 3], 2) for kind in kinds]
     features = SamplingFeatures.of(row.sampling for row in rows)
     assert features != ALL_FEATURES
