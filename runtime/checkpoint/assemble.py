@@ -154,7 +154,8 @@ class _Reader:
         return family.layer_type(**parts)
 
     def refuse_unread(self, ignorable: set[str]) -> None:
-        """Raise if tensors were not read, except for ``ignorable`` ones and RoPE's buffers."""
+        """Raise `CheckpointError` if tensors were not read, except ``ignorable`` and RoPE
+        buffers."""
         unexpected = sorted(
             name for name in self._unread - ignorable if not name.endswith("rotary_emb.inv_freq")
         )

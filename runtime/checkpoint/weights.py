@@ -129,7 +129,7 @@ def vectors_of(layer: Any) -> dict[str, Tensor]:
 
 
 def parameters_kept(checkpoint: Checkpoint) -> float:
-    """Return the number of parameters of all linears, relative to the dense model.
+    """Return the parameters of all linears as a fraction of those of the dense model.
 
     A V that several linears share counts once. Biases do not count.
     """

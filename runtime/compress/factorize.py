@@ -27,7 +27,8 @@ from runtime.errors import CompressionError
 from runtime.models.registry import model_family
 
 RANK_MULTIPLE = 8
-"""Default multiple of ranks. Rows of U in bf16 then start at multiples of 16 bytes."""
+"""By default, ranks are multiples of this. Rows of U in bf16 then start at multiples of 16
+bytes."""
 
 _SEED = 0
 _TINY = 1e-300
@@ -61,7 +62,7 @@ class Part:
 
     Attributes:
         members: (layer, field) of each linear.
-        decomposition: terms of their weights, stacked by rows.
+        decomposition: rank-one terms of one matrix, the weights of all members stacked by rows.
     """
 
     members: tuple[tuple[int, str], ...]
@@ -117,7 +118,7 @@ def compress(
         calibration_tokens: int64 ``[n, length]``; each row is a separate piece of real text.
         keep: fraction of the linears' parameters to keep; 1.0 returns ``checkpoint``.
         progress: called with "calibrating" or "factorizing" and the overall fraction done.
-        rank_multiple: ranks are multiples of this number.
+        rank_multiple: number of which all ranks are multiples.
         allocation: how ranks are distributed; None for the method's default.
 
     Raises:
@@ -224,7 +225,7 @@ def _ranks(
 def _truncated(
     checkpoint: Checkpoint, part: Part, rank: int | None
 ) -> dict[tuple[int, str], Linear]:
-    """Return the linears of a part by (layer, field). Its factor pairs share V.
+    """Return the linears of a part by (layer, field); its factor pairs share one V.
 
     Factors are rounded to bf16 for any dtype of the checkpoint, so that kernels can store them in
     bf16 without loss.
@@ -249,7 +250,7 @@ def _decomposition(
     method: Method,
     layout: LayerLayout,
 ) -> Decomposition:
-    """Decompose the stacked weights of linears, weighted by the sum of their input moments."""
+    """Decompose the stacked weights of linears, using the sum of their input moments."""
     inputs = [moments[index].inputs[layout.input_of(field)] for index, field in members]
     first, field = members[0]
     weights = [_dense(checkpoint, *member).weight for member in members]

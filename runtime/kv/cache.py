@@ -14,7 +14,9 @@ from runtime.kv.format import KVFormat, Plane
 
 @dataclass(frozen=True)
 class PlaneGroup:
-    """All planes of a cache with equal dtype and shape. One segment can hold several of them.
+    """All planes of a cache with equal dtype and shape.
+
+    A transfer segment can contain several planes of one group.
 
     Attributes:
         dtype: dtype of the elements.

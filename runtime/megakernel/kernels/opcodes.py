@@ -26,8 +26,9 @@ INNER, RESIDUAL, GATE, UP, LOGITS = (gl.constexpr(n) for n in range(4, 9))
 def rows_of_program(start, units, total, unit, pid, programs):
     """Return the begin and end of this program's rows of a matrix.
 
-    Passes that are divided together have ``total`` units of ``unit`` rows, distributed evenly among
-    the programs. This matrix has ``units`` of them, from number ``start`` on.
+    The matrices of passes that are divided together have ``total`` units of ``unit`` rows, which
+    are distributed evenly among the programs. The units ``start`` to ``start + units - 1`` are
+    those of this matrix.
     """
     first = gl.maximum(total * pid // programs - start, 0)
     last = gl.minimum(total * (pid + 1) // programs - start, units)
