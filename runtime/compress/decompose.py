@@ -55,7 +55,7 @@ class Decomposition:
         return out, inner
 
     def truncate(self, rank: int | None) -> Linear:
-        """Return the factor pair of the first ``rank`` terms; None returns the dense linear."""
+        """Return the factor pair of the first ``rank`` terms; for None, return the dense linear."""
         if rank is None:
             return self.dense
         # A slice would keep the memory of all terms alive.
@@ -78,7 +78,7 @@ def decompose(
 
     Args:
         inputs: moment C ``[in, in]``.
-        gradients: moment G ``[out, out]``; None for the identity.
+        gradients: moment G ``[out, out]``, or None to use the identity.
         damping: relative damping of C.
 
     Raises:

@@ -41,7 +41,8 @@ class CompressionReport:
     Attributes:
         keep: requested fraction of the linears' parameters.
         parameters_kept: fraction that remains with the chosen ranks.
-        ranks: for each layer, the rank of each linear by field; None if it is dense.
+        ranks: one mapping per layer, from the field of each linear to its rank, or to None if the
+            linear is dense.
         seconds: elapsed time in seconds.
     """
 
@@ -283,7 +284,7 @@ def _check_model(checkpoint: Checkpoint, tokens: Tensor) -> None:
 
 
 def ranks_of(checkpoint: Checkpoint) -> tuple[dict[str, int | None], ...]:
-    """Return, for each layer, the rank of each linear by field; None if it is dense."""
+    """Return, for each layer, the rank of each linear by field. Dense linears have None."""
     return tuple(
         {
             field: linear.rank if isinstance(linear, FactorPair) else None

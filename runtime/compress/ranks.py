@@ -68,8 +68,8 @@ def log_loss_ranks(
 
     Among linears of one kind, the removed fraction is proportional to 1 / log(loss). The loss is
     the norm of the output error at the uniform rank over all calibration tokens; values below e are
-    raised to e. If the fraction of a linear would exceed `_MAX_REMOVED`, more is removed from the
-    others of its kind.
+    raised to e. If the fraction of a linear would exceed `_MAX_REMOVED`, more parameters are
+    removed from the other linears of its kind.
 
     Args:
         kinds: kind of each linear, such as its field.
@@ -114,7 +114,7 @@ def _removed(
 
 
 def _rank(choice: Choice, keep: float, multiple: int) -> int | None:
-    """Return the largest allowed rank with at most ``keep`` of the parameters; None is dense."""
+    """Return the largest allowed rank with at most ``keep`` of the parameters, or None (dense)."""
     size, cost = choice.out * choice.inner, choice.out + choice.inner
     if keep >= 1.0:
         return None
@@ -128,7 +128,7 @@ def _rank(choice: Choice, keep: float, multiple: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Options:
-    """Possible ranks of one linear by ascending size; the last one is None, dense."""
+    """Possible ranks of one linear in ascending order; the last entry, None, keeps it dense."""
 
     ranks: list[int | None]
     parameters: NDArray[np.float64]

@@ -113,7 +113,7 @@ def large_tile(name: str, tokens: int, shapes: Shapes) -> LargeTile | None:
 
 
 def default_tile(name: str, bucket: int, shapes: Shapes) -> Tile | LargeTile | None:
-    """Return the tile to use if no plan was measured; None selects torch.
+    """Return the tile to use if no plan was measured, or None to use torch.
 
     The selection follows measurements on an H200: our kernels are used only where one launch
     replaces several.
@@ -132,7 +132,7 @@ class KernelPlan:
     """Kernel of every GEMM of a model, and the factor pairs to multiply out.
 
     Attributes:
-        choices: tile by `choice_key`; None selects torch. `default_tile` applies to missing keys.
+        choices: tile by `choice_key`, or None to use torch. `default_tile` applies to missing keys.
         dense: keys (`group_key`) of the groups of factor pairs that are replaced by their product
             because it is faster.
         device: name of the device on which the plan was measured; empty if it was not measured.
@@ -146,7 +146,7 @@ class KernelPlan:
     forced: bool = False
 
     def tile(self, name: str, tokens: int, shapes: Shapes) -> Tile | LargeTile | None:
-        """Return the tile for a GEMM over ``tokens`` input rows; None selects torch.
+        """Return the tile for a GEMM over ``tokens`` input rows, or None to use torch.
 
         Args:
             name: `GroupedGemm.name`.

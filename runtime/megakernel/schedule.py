@@ -30,7 +30,7 @@ class Pass:
 
     Attributes:
         opcode: attention, or the epilogue of the matmul.
-        stage: number of the stage, counted from 1; the embedding is stage 0.
+        stage: index of the stage; the embedding is stage 0, and the first pass has stage 1.
         after: stage of the messages that the pass reads.
         offset: offset of the matrix from the LM head, or of K's plane from the first plane, in
             lines.

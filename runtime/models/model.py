@@ -43,8 +43,8 @@ class Model:
         page_size: token slots of a page.
         backend: "gemm" packs the weights as bf16 for `runtime.gemm` and computes attention with
             Triton kernels; see `unsupported_by_gemm`.
-        plan: kernel of each GEMM with backend "gemm"; None applies
-            `runtime.gemm.plan.default_tile`.
+        plan: kernel of each GEMM with backend "gemm". If None, `runtime.gemm.plan.default_tile`
+            selects the kernels.
         kv_format: built-in name or ``module:Class``; see `runtime.kv.registry.create_format`.
 
     Attributes:

@@ -32,7 +32,7 @@ STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @gluon.jit
 def select(which, values):
-    """Return element ``which`` of three values, one per matrix."""
+    """Return ``values[which]``, where ``values`` has one value for each of three matrices."""
     zero, one, two = values
     return gl.where(which == 0, zero, gl.where(which == 1, one, two))
 

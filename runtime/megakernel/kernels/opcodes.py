@@ -45,8 +45,8 @@ def past_tiles(item, lengths, KV_HEADS: gl.constexpr, SPLITS: gl.constexpr):
         item: `(sequence * KV_HEADS + kv_head) * SPLITS + split`.
 
     Returns:
-        Number of tokens before this step; number of splits in use; begin and end of the tiles of
-        this split, each of TOKENS tokens.
+        Number of tokens before this step; number of splits in use; begin and end (exclusive) of
+        this split's range of tiles, which have TOKENS tokens each.
     """
     past = gl.load(lengths + item // (KV_HEADS * SPLITS)) - 1
     tiles = (past + TOKENS - 1) // TOKENS
