@@ -15,15 +15,16 @@ class RopeConfig:
             extrapolation.
         factor: ratio of the extended context to the original one.
         original_context: context length in tokens before scaling (``llama3``, ``yarn``).
-        low_freq_factor, high_freq_factor: ``llama3``: wavelengths above ``original_context /
-            low_freq_factor`` are interpolated, those below ``original_context / high_freq_factor``
-            are kept.
-        beta_fast, beta_slow: ``yarn``: rotations within the original context at the ends of the
-            ramp.
-        attention_factor: ``yarn``: factor of cos and sin.
-        truncate: ``yarn``: whether the ends of the ramp are rounded to whole dimensions.
-        frequency_divisors: ``[head_dim / 2]``, or empty. They divide the frequencies before any
-            scaling; GGUF files store the interpolation of Llama 3 in this form.
+        low_freq_factor, high_freq_factor: bounds of ``llama3``. Wavelengths above
+            ``original_context / low_freq_factor`` are interpolated, those below ``original_context
+            / high_freq_factor`` are kept.
+        beta_fast, beta_slow: ends of the ramp of ``yarn``, as numbers of rotations within the
+            original context.
+        attention_factor: factor by which ``yarn`` multiplies cosines and sines.
+        truncate: whether ``yarn`` rounds the ends of the ramp to whole dimensions.
+        frequency_divisors: divisors of the frequencies, ``[head_dim / 2]``, applied before any
+            scaling; empty if there are none. GGUF files store the interpolation of Llama 3 in this
+            form.
     """
 
     theta: float = 10_000.0
@@ -46,9 +47,9 @@ class ModelConfig:
     Attributes:
         architecture: value of ``architectures`` in config.json; determines the model family.
         intermediate_size: width of the MLP.
-        context_length: maximum tokens of a sequence, prompt and output together.
-        rms_norm_eps: epsilon of the family's norms, RMSNorm or not.
-        tied_embeddings: whether the LM head is the token embedding.
+        context_length: maximum number of tokens in a sequence, including prompt and output.
+        rms_norm_eps: epsilon of all norms of the model, also in families that use LayerNorm.
+        tied_embeddings: whether the LM head and the token embedding are the same matrix.
         eos_token_ids: tokens that end the output.
     """
 

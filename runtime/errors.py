@@ -37,7 +37,7 @@ class OutOfPages(RuntimeFault):
 
 
 class QueueFull(RuntimeFault):
-    """The limit of waiting sequences is reached."""
+    """The number of waiting sequences has reached its limit."""
 
 
 class NotFinite(RuntimeFault):

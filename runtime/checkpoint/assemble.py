@@ -113,7 +113,7 @@ class _Reader:
         self._unread = set(source.names())
 
     def tensor(self, name: str, shape: tuple[int | None, ...]) -> Tensor:
-        """Read one tensor; None in ``shape`` matches any size of at least 1."""
+        """Read one tensor; a None in ``shape`` matches any size above 0."""
         if name not in self._unread:
             raise CheckpointError(f"the checkpoint has no tensor {name}")
         self._unread.remove(name)
@@ -154,7 +154,7 @@ class _Reader:
         return family.layer_type(**parts)
 
     def refuse_unread(self, ignorable: set[str]) -> None:
-        """Raise if tensors were not read, except for ``ignorable`` ones and RoPE's buffers."""
+        """Raise if the file has unread tensors that are neither ``ignorable`` nor RoPE buffers."""
         unexpected = sorted(
             name for name in self._unread - ignorable if not name.endswith("rotary_emb.inv_freq")
         )

@@ -1,9 +1,10 @@
 """The canonical factorized checkpoint: a directory of ``model.safetensors`` and ``headrace.json``.
 
 The JSON has the config in Hugging Face's format, the rank of each factorized linear (others are
-dense), ``keep``, the model hash, the provenance of the factorization, and which linears share a V.
-A shared V is stored once, under the first linear's name. Tensors have Hugging Face's names; a
-factor pair is ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]``.
+dense), the fraction of parameters kept (``keep``), the model hash, the provenance of the
+factorization, and which linears share a V. A shared V is stored once, under the first linear's
+name. Tensors have Hugging Face's names; a factor pair is ``….u.weight`` ``[out, r]`` and
+``….v.weight`` ``[r, in]``.
 """
 
 import json
@@ -43,7 +44,7 @@ def canonical_hash(checkpoint: Checkpoint) -> str:
 
 
 def write_checkpoint(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write ``checkpoint`` as ``directory``, in the dtypes of its tensors.
+    """Write ``checkpoint`` to ``directory``, in the dtypes of its tensors.
 
     The write is atomic: files are written to a temporary directory beside the target, which is then
     renamed. If the target already is a canonical checkpoint, it is kept.

@@ -1,4 +1,4 @@
-"""The checkpoint half of a model family: its configs and tensor names, and the registry.
+"""Checkpoints of model families: configs, tensor names, and the registry of families.
 
 A family covers architectures that share a decoder layer, such as Llama, Mistral and Qwen. Readers,
 writers and converters support every registered family through `CheckpointFamily`.
@@ -19,7 +19,7 @@ from runtime.errors import CheckpointError
 ENTRY_POINTS = "headrace.models"
 """Entry-point group for families of other packages; each value is a family object."""
 _BUILT_IN = ("runtime.models.llama:LLAMA",)
-"""Families of this package, by name because their modules import this one."""
+"""Families of this package, named as strings because their modules import this one."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class VectorTensor:
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """The tensors of one decoder layer, by field of the family's ``layer_type``."""
+    """The tensors of one decoder layer, each under its field in the family's ``layer_type``."""
 
     linears: Mapping[str, LinearTensor]
     vectors: Mapping[str, VectorTensor]
@@ -102,9 +102,9 @@ class GGUFFormat:
     Attributes:
         general_architecture: value of ``general.architecture``, and prefix of the metadata keys.
         architecture: Hugging Face architecture of the models in these files.
-        layer_names: tensor name within ``blk.N.`` by field; for linears without ``.weight``.
-        interleaved: fields of the linears whose rows are stored for interleaved RoPE; each value is
-            the `ModelConfig` field with the number of heads.
+        layer_names: tensor name within ``blk.N.`` by field. Names of linears omit ``.weight``.
+        interleaved: linears whose rows are stored for interleaved RoPE. Maps the field of the
+            linear to the `ModelConfig` field with its number of heads.
     """
 
     general_architecture: str

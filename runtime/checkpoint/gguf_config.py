@@ -114,5 +114,5 @@ def _rope(
 
 
 def _eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end a text or a chat turn; either one ends the output."""
+    """Return the tokens that end a text or a chat turn; each of them ends the output."""
     return tuple(sorted(set().union(*(token_ids(metadata, key) for key in _EOS_KEYS))))

@@ -28,7 +28,7 @@ def family_of_config(hf_config: Mapping[str, Any]) -> CheckpointFamily:
 
 
 def architecture_of(hf_config: Mapping[str, Any]) -> str | None:
-    """Return the first entry of ``architectures``, None if there is none."""
+    """Return the first entry of ``architectures``, or None if there is none."""
     names = hf_config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else None
 
@@ -48,7 +48,10 @@ def parse_eos(hf_config: Mapping[str, Any], generation: Mapping[str, Any]) -> tu
 
 
 def parse_context_length(hf_config: Mapping[str, Any]) -> int:
-    """Return the context length in tokens; with YaRN at least factor x original context."""
+    """Return the context length in tokens.
+
+    With YaRN, it is at least ``factor`` times the original context length.
+    """
     length = count(hf_config, "max_position_embeddings")
     rope = _rope_values(hf_config)
     if _rope_type(rope) == "yarn" and rope.get("factor") is not None:
@@ -153,8 +156,8 @@ def _divisors(rope: Mapping[str, Any]) -> tuple[float, ...]:
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     """Return the factor of cos and sin under YaRN.
 
-    It is ``0.1 ln(factor) + 1`` by default, and a quotient of two such terms with DeepSeek's
-    ``mscale`` keys.
+    The default is ``0.1 ln(factor) + 1``. With DeepSeek's ``mscale`` keys, it is a quotient of two
+    such terms.
     """
 
     def magnitude(scale: float) -> float:

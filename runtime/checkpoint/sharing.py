@@ -1,7 +1,7 @@
 """Bases (V of factor pairs) shared by several layers, in memory and in files.
 
-A group is a tuple of names of linears, such as ``model.layers.0.self_attn.q_proj``, with the same
-V.
+A group is a tuple with the names of all linears that have the same V. An example of a name is
+``model.layers.0.self_attn.q_proj``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -129,9 +129,9 @@ def vectors_of(layer: Any) -> dict[str, Tensor]:
 
 
 def parameters_kept(checkpoint: Checkpoint) -> float:
-    """Return the number of parameters of all linears, relative to the dense model.
+    """Return the parameters of all linears as a fraction of those of the dense model.
 
-    A V that several linears share counts once. Biases do not count.
+    A V shared by several linears is counted once. Biases are not counted.
     """
     kept = total = 0
     counted: set[int] = set()

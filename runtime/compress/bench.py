@@ -47,9 +47,9 @@ class Row:
 
     Attributes:
         keep: requested fraction of the linears' parameters.
-        parameters_kept: fraction that remains.
+        parameters_kept: fraction that remains with the chosen ranks.
         factorized: number of factor pairs.
-        held_out, docstrings: perplexity of each text.
+        held_out, docstrings: perplexity of the held-out documentation, and of docstrings.
         seconds: processor time of factorization in seconds.
     """
 

@@ -27,7 +27,8 @@ from runtime.errors import CompressionError
 from runtime.models.registry import model_family
 
 RANK_MULTIPLE = 8
-"""Default multiple of ranks. Rows of U in bf16 then start at multiples of 16 bytes."""
+"""By default, ranks are multiples of this. Rows of U in bf16 then start at multiples of 16
+bytes."""
 
 _SEED = 0
 _TINY = 1e-300
@@ -40,7 +41,8 @@ class CompressionReport:
     Attributes:
         keep: requested fraction of the linears' parameters.
         parameters_kept: fraction that remains with the chosen ranks.
-        ranks: for each layer, the rank of each linear by field; None if it is dense.
+        ranks: one mapping per layer, from the field of each linear to its rank, or to None if the
+            linear is dense.
         seconds: elapsed time in seconds.
     """
 
@@ -61,7 +63,7 @@ class Part:
 
     Attributes:
         members: (layer, field) of each linear.
-        decomposition: terms of their weights, stacked by rows.
+        decomposition: rank-one terms of one matrix, the weights of all members stacked by rows.
     """
 
     members: tuple[tuple[int, str], ...]
@@ -117,7 +119,7 @@ def compress(
         calibration_tokens: int64 ``[n, length]``; each row is a separate piece of real text.
         keep: fraction of the linears' parameters to keep; 1.0 returns ``checkpoint``.
         progress: called with "calibrating" or "factorizing" and the overall fraction done.
-        rank_multiple: ranks are multiples of this number.
+        rank_multiple: number of which all ranks are multiples.
         allocation: how ranks are distributed; None for the method's default.
 
     Raises:
@@ -224,7 +226,7 @@ def _ranks(
 def _truncated(
     checkpoint: Checkpoint, part: Part, rank: int | None
 ) -> dict[tuple[int, str], Linear]:
-    """Return the linears of a part by (layer, field). Its factor pairs share V.
+    """Return the linears of a part by (layer, field); its factor pairs share one V.
 
     Factors are rounded to bf16 for any dtype of the checkpoint, so that kernels can store them in
     bf16 without loss.
@@ -249,7 +251,7 @@ def _decomposition(
     method: Method,
     layout: LayerLayout,
 ) -> Decomposition:
-    """Decompose the stacked weights of linears, weighted by the sum of their input moments."""
+    """Decompose the stacked weights of linears, using the sum of their input moments."""
     inputs = [moments[index].inputs[layout.input_of(field)] for index, field in members]
     first, field = members[0]
     weights = [_dense(checkpoint, *member).weight for member in members]
@@ -282,7 +284,7 @@ def _check_model(checkpoint: Checkpoint, tokens: Tensor) -> None:
 
 
 def ranks_of(checkpoint: Checkpoint) -> tuple[dict[str, int | None], ...]:
-    """Return, for each layer, the rank of each linear by field; None if it is dense."""
+    """Return, for each layer, the rank of each linear by field. Dense linears have None."""
     return tuple(
         {
             field: linear.rank if isinstance(linear, FactorPair) else None

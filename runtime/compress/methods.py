@@ -14,7 +14,7 @@ class Allocation(StrEnum):
     # Minimal total loss over the whole model, see `ranks.allocate_ranks`. The loss of a linear is
     # estimated from gradients; without gradients it is the relative error of its output.
     LOSS = "loss"
-    LOG_LOSS = "log-loss"  # within each kind of linear, see `ranks.log_loss_ranks`
+    LOG_LOSS = "log-loss"  # by loss within each kind of linear, see `ranks.log_loss_ranks`
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Method(StrEnum):
 
     - `FISHER`, developed here: errors are weighted by inputs and by output gradients.
     - `SVD_LLM` (arXiv 2403.07378): errors are weighted by inputs.
-    - `SVD_LLM_V2` (arXiv 2503.12340): as `SVD_LLM`, with another root of the same moment. Within
-      each kind of linear, those that lose more have higher ranks.
+    - `SVD_LLM_V2` (arXiv 2503.12340): as `SVD_LLM`, with another square root of the same moment.
+      Among linears of one kind, such as all q projections, a larger loss gives a higher rank.
     - `BASIS_SHARING` (arXiv 2410.03765): a linear shares its V with the same linear of the adjacent
       layer, except for linears that write to the residual stream.
     """
@@ -64,7 +64,7 @@ class Method(StrEnum):
         return _PROPERTIES[self].input_damping
 
     def label(self, allocation: Allocation) -> str:
-        """Return the ``method`` in a checkpoint's metadata.
+        """Return the value of ``method`` in the metadata of checkpoints.
 
         Its version number increases whenever the same inputs give different factors.
         """

@@ -1,4 +1,4 @@
-"""Second moments over calibration text: how strongly each direction of a linear is used.
+"""Second moments of the inputs and output gradients of linears over calibration text.
 
 For a linear ``y = W x``, ``C = E[x xᵀ]`` measures its inputs (SVD-LLM's whitening).
 ``G = E[g gᵀ]``, with g the gradient of the loss with respect to y, measures its outputs. A change

@@ -29,10 +29,11 @@ class Choice:
 def allocate_ranks(choices: Sequence[Choice], keep: float, multiple: int) -> list[int | None]:
     """Return the ranks with the least total loss for at most ``keep`` of all parameters.
 
-    None is dense. Ranks are multiples of ``multiple`` at which a factor pair is smaller than the
-    dense weight. For a price λ per parameter, each linear independently minimizes loss + λ ·
-    parameters; bisection finds the lowest λ within the budget. A linear that truncates badly can
-    therefore stay dense. The optimum is exact on the convex hull of the choices.
+    None stands for a dense linear. Ranks are multiples of ``multiple`` at which a factor pair is
+    smaller than the dense weight. For a price λ per parameter, each linear independently minimizes
+    loss + λ · parameters; bisection finds the lowest λ within the budget. A linear with high
+    truncation losses can therefore stay dense. The optimum is exact on the convex hull of the
+    choices.
 
     Raises:
         CompressionError: the smallest ranks exceed ``keep``.
@@ -56,7 +57,7 @@ def allocate_ranks(choices: Sequence[Choice], keep: float, multiple: int) -> lis
 
 
 def uniform_ranks(choices: Sequence[Choice], keep: float, multiple: int) -> list[int | None]:
-    """Return for each linear the largest rank with at most ``keep`` of its parameters."""
+    """Return, for each linear, the largest rank that keeps at most ``keep`` of its parameters."""
     return [_rank(choice, keep, multiple) for choice in choices]
 
 
@@ -66,9 +67,9 @@ def log_loss_ranks(
     """Return ranks as in SVD-LLM v2 (arXiv 2503.12340, section 3.1).
 
     Among linears of one kind, the removed fraction is proportional to 1 / log(loss). The loss is
-    the norm, over all calibration tokens, of the output error at the uniform rank, and at least e.
-    If the fraction of a linear would exceed `_MAX_REMOVED`, more is removed from the others of its
-    kind.
+    the norm of the output error at the uniform rank over all calibration tokens; values below e are
+    raised to e. If the fraction of a linear would exceed `_MAX_REMOVED`, more parameters are
+    removed from the other linears of its kind.
 
     Args:
         kinds: kind of each linear, such as its field.
@@ -113,7 +114,7 @@ def _removed(
 
 
 def _rank(choice: Choice, keep: float, multiple: int) -> int | None:
-    """Return the largest allowed rank with at most ``keep`` of the parameters; None is dense."""
+    """Return the largest allowed rank with at most ``keep`` of the parameters, or None (dense)."""
     size, cost = choice.out * choice.inner, choice.out + choice.inner
     if keep >= 1.0:
         return None
@@ -127,7 +128,7 @@ def _rank(choice: Choice, keep: float, multiple: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Options:
-    """Possible ranks of one linear by ascending size; the last one is None, dense."""
+    """Possible ranks of one linear in ascending order; the last entry, None, keeps it dense."""
 
     ranks: list[int | None]
     parameters: NDArray[np.float64]

@@ -9,7 +9,7 @@ from torch import Tensor
 from runtime.errors import CompressionError
 
 _HELD_OUT = 8
-"""Every topic whose number is a multiple of this is held out."""
+"""One of this many topics is held out, at regular intervals."""
 
 
 def documentation() -> tuple[str, str]:

@@ -98,7 +98,8 @@ class _TensorsInMemory:
 def _basis_groups(tensors: Mapping[str, Tensor], source_format: SourceFormat) -> Groups:
     """Return the groups of linears that share a V.
 
-    V is shared if it is the same memory, and with Basis Sharing also if it is an equal copy.
+    Linears share V if their V tensors use the same memory. In Basis Sharing checkpoints, linears
+    with equal copies of V also share it.
     """
     owners: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
@@ -189,7 +190,7 @@ def _without_prefix(architecture: str) -> str:
 def _stored_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
     """Return the common dtype of all weights.
 
-    fp32 if they differ, or if the dtype is neither fp16 nor bf16.
+    Return fp32 if weights have different dtypes, or if their dtype is neither fp16 nor bf16.
     """
     kinds = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if any(kind.itemsize == 1 for kind in kinds):

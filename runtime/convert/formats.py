@@ -126,7 +126,8 @@ def _unmatched(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a tensor whose name does not match the format's pattern.
 
-    In Basis Sharing, a linear with a basis is U. Other tensors keep their Hugging Face names.
+    In Basis Sharing, the weight of a linear that has a basis is U. Other tensors keep their Hugging
+    Face names.
     """
     if source_format is SourceFormat.BASIS_SHARING:
         if copy := _BASIS_COPY.fullmatch(name):
@@ -150,7 +151,7 @@ def _check_copy(copy: "re.Match[str]", tensor: Tensor, tensors: Mapping[str, Ten
 
 
 def _by_shape(renamed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename A and B to U and V by their shapes. The order is the same in a whole file.
+    """Rename A and B to U and V by their shapes; all pairs of a file have the same order.
 
     Dobi-SVD computes ``y = B A x``, ASVD ``y = A B x``. Dobi-SVD stores the bias on A; its bias on
     B is uninitialized and ignored.
@@ -186,7 +187,7 @@ def _by_shape(renamed: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _a_is_v(owner: str, renamed: Mapping[str, Tensor]) -> bool | None:
-    """Return whether A is V, by the shapes of one pair; None if they do not determine it."""
+    """Return whether A is V according to the shapes of one pair; None if both orders fit."""
     a, b = renamed.get(f"{owner}.A.weight"), renamed.get(f"{owner}.B.weight")
     if a is None or b is None or a.ndim != 2 or b.ndim != 2:
         raise CheckpointError(f"{owner} does not have two factor matrices")

@@ -36,7 +36,7 @@ _DTYPES = {
 _CONTAINERS = {"dict": dict, "list": list, "set": set, "tuple": tuple}
 _MAX_PICKLE_BYTES = 1 << 28
 _MAX_NUMBER = 1 << 48
-"""Bound of sizes, strides and offsets, in elements."""
+"""Upper bound of sizes, strides and offsets of tensors in elements, exclusive."""
 
 
 def read_pickled(path: Path) -> Any:

@@ -16,22 +16,22 @@ from runtime.gemm.weights import PackedMatrix
 from runtime.kernels.alignment import VECTOR_ELEMENTS
 
 _RING_BYTES = 200 << 10
-"""Shared memory of a program for the ring of tiles."""
+"""Maximum bytes of shared memory that a program uses for the ring of tiles."""
 _MAX_STAGES = 8
 _TMA_ALIGNMENT = 16
 """Required alignment of a tensor's address for TMA, in bytes."""
 
 
 class LargeGemm:
-    """A grouped GEMM of one to three matrices. TMA descriptors are created once per tile size.
+    """A GEMM over one to three weight matrices, with TMA descriptors cached by tile size.
 
     Args:
         biases: fp32 `[sum of rows]`.
-        counters: int32, for split columns; zero before and after every launch.
+        counters: int32, arrival counters of split-K reductions; zero before and after every launch.
 
     Attributes:
-        two_inputs: whether the matrices read different columns of the input. The kernel does not
-            support GATED then, and SiLU is a separate launch.
+        two_inputs: whether the matrices read different columns of the input. If they do, the kernel
+            does not support GATED, and SiLU is a separate launch.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LargeGemm:
 
 
 def _padded(counts: list[int]) -> list[int]:
-    """Return three counts in units of 8 elements; 0 for absent matrices."""
+    """Return ``counts`` in units of 8 elements, padded to three with 0 for absent matrices."""
     return [count // VECTOR_ELEMENTS for count in counts] + [0] * (3 - len(counts))
 
 
@@ -99,7 +99,7 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def stages(rows: int) -> int:
-    """Return the number of ring slots, each of which holds ``rows`` rows of tokens and weights."""
+    """Return the number of ring slots that fit if each holds ``rows`` rows (tokens and weights)."""
     return min(_MAX_STAGES, _RING_BYTES // int(rows * COLUMNS.value * 2))
 
 

@@ -15,15 +15,16 @@ from runtime.kernels.alignment import LINE_BYTES, LINE_ELEMENTS, VECTOR_ELEMENTS
 from runtime.layers.gpu import triton_silu_mul
 
 _MAX_SPLIT_BLOCKS = 4096
-"""Maximum output blocks of a launch with split columns: the size of the counter buffer."""
+"""Maximum number of output blocks of a split-K launch; the counter buffer has this many
+elements."""
 _MAX_GATED_TILE = 1 << 14
-"""Maximum elements of an accumulator with GATED, where a program holds two."""
+"""Maximum number of elements per accumulator with GATED; a program then holds two accumulators."""
 _BAND = 8
-"""Blocks of tokens that read the same weight rows from the L2 cache at about the same time."""
+"""Number of token blocks that share weight rows in the L2 cache, because they run concurrently."""
 
 
 class GroupedGemm:
-    """One to three matrices multiplied together: bf16 `[n, in]` to `[n, sum of rows]`.
+    """A GEMM over one to three weight matrices: bf16 `[n, in]` to `[n, sum of rows]`.
 
     RESIDUAL adds the output to the residual stream, in place. GATED returns the SiLU of the first
     matrix's output times the second's. Each matrix reads either the group's input ``x``, or columns
@@ -32,12 +33,14 @@ class GroupedGemm:
     Args:
         base: tensor whose address is the base of all offsets in the kernels.
         biases: fp32 `[sum of rows]`.
-        whole: all matrices stacked, if they are adjacent in memory and read the same input.
-        pad_output: pad the row stride of the output to whole lines, because another GEMM reads it.
+        whole: one matrix that stacks all of them, if they are adjacent in memory and read the same
+            input; otherwise None.
+        pad_output: whether to pad the row stride of the output to whole lines, because another GEMM
+            reads it.
 
     Attributes:
         epilogue: operation fused with the store of the output.
-        name: name in kernel plans: that of the epilogue, or "APART" for GATED over two inputs.
+        name: name in kernel plans: the name of the epilogue, or "APART" for GATED over two inputs.
         shapes: (rows, columns) of each matrix.
         columns: number of input columns that the matrices read.
         same_input: whether all matrices read ``x`` or all read ``inner``, so that one launch can
@@ -154,7 +157,7 @@ class GroupedGemm:
 
 
 def _matrix_arguments(base: Tensor, matrices: Sequence[PackedMatrix]) -> list[int]:
-    """Return offset, width, stride, first column and rows of three matrices, in kernel units."""
+    """Return the arguments ``offset0`` to ``rows2`` of `small_gemm_kernel`, in its units."""
     arguments: list[int] = []
     for matrix in matrices:
         distance = matrix.weight.data_ptr() - base.data_ptr()

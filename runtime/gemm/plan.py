@@ -1,8 +1,8 @@
 """Kernel plans: the kernel of each GEMM, and the factor pairs to multiply out.
 
 A plan file holds the choices that `runtime.bench.plan` measured for one model on one device.
-Without a file, `default_tile` chooses. Two workers compute the same bits only with the same plan,
-so its hash is part of the handshake.
+Without a file, `default_tile` chooses. The results of two workers are bitwise identical only with
+the same plan, so its hash is part of the handshake.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from runtime.kernels.alignment import VECTOR_ELEMENTS
 Shapes = tuple[tuple[int, int], ...]
 """(rows, columns) of each weight matrix of one grouped GEMM."""
 BUCKETS = (16, 32, 64, 128, 512, 2048, 8192)
-"""Token counts. A choice for a bucket applies to counts above the previous bucket, up to its own.
-The last bucket has no upper bound."""
+"""Buckets of token counts, by their upper bounds. A choice for a bucket applies to counts above the
+previous bound, up to its own. The last bucket also covers all larger counts."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,13 @@ class LargeTile:
 
 
 _STEP_US = {(2, 256): 0.62, (2, 128): 0.335, (1, 128): 0.21, (2, 64): 0.26}
-"""Microseconds per 64 columns of a tile on an H200, by (``groups``, ``rows``) of the
-`LargeTile`."""
+"""Time on an H200, in microseconds, to process 64 input columns of a `LargeTile`, by its
+(``groups``, ``rows``)."""
 _TILE_US, _SPLIT_US, _PART_US = 1.5, 6.0, 0.5 / 128
-"""Overhead in microseconds: of a tile; of a split tile; and of 64 partial sums of a split tile."""
+"""Overheads in microseconds: per tile; additionally per tile with splits; and per 64 partial
+sums."""
 _PROGRAMS = 132
-"""Programs that run at the same time on an H200."""
+"""Number of programs that run at the same time on an H200."""
 _SPLITS = (1, 2, 3, 4, 6, 8)
 
 
@@ -88,7 +89,7 @@ _SPLITS = (1, 2, 3, 4, 6, 8)
 def large_tile(name: str, tokens: int, shapes: Shapes) -> LargeTile | None:
     """Return the tile that a cost model of an H200 predicts to be the fastest.
 
-    None if a row count is not a multiple of 8, which the kernel requires.
+    Return None if a row count is not a multiple of 8, which the kernel requires.
 
     Args:
         name: `GroupedGemm.name`.
@@ -112,9 +113,10 @@ def large_tile(name: str, tokens: int, shapes: Shapes) -> LargeTile | None:
 
 
 def default_tile(name: str, bucket: int, shapes: Shapes) -> Tile | LargeTile | None:
-    """Return the tile that applies without a measured plan; None selects torch.
+    """Return the tile to use if no plan was measured, or None to use torch.
 
-    Our kernels are selected where one launch replaces several, as measured on an H200.
+    The selection follows measurements on an H200: our kernels are used only where one launch
+    replaces several.
     """
     if name == "RESIDUAL" or len(shapes) < 2 or (name == "APART" and bucket > 512):
         return None
@@ -130,12 +132,12 @@ class KernelPlan:
     """Kernel of every GEMM of a model, and the factor pairs to multiply out.
 
     Attributes:
-        choices: tile by `choice_key`; None selects torch. `default_tile` applies to missing keys.
+        choices: tile by `choice_key`, or None to use torch. `default_tile` applies to missing keys.
         dense: keys (`group_key`) of the groups of factor pairs that are replaced by their product
             because it is faster.
         device: name of the device on which the plan was measured; empty if it was not measured.
-        forced: use our kernels for every GEMM, and compute queries from their factors inside
-            prefill attention; for comparisons.
+        forced: whether to use our kernels for every GEMM, and to compute queries from their factors
+            inside prefill attention. Set only for comparisons.
     """
 
     choices: Mapping[str, Tile | LargeTile | None] = field(default_factory=dict)
@@ -144,7 +146,7 @@ class KernelPlan:
     forced: bool = False
 
     def tile(self, name: str, tokens: int, shapes: Shapes) -> Tile | LargeTile | None:
-        """Return the tile for a GEMM over ``tokens`` input rows; None selects torch.
+        """Return the tile for a GEMM over ``tokens`` input rows, or None to use torch.
 
         Args:
             name: `GroupedGemm.name`.
@@ -219,7 +221,7 @@ def choice_key(name: str, bucket: int, shapes: Shapes) -> str:
 def group_key(layer: LayerWeights, names: Sequence[str]) -> str | None:
     """Return the key of a group of factor pairs, such as ``o 4096x1024x4096``.
 
-    The numbers are rows, rank and columns. None if one of the projections is dense.
+    The numbers are rows, rank and columns. Return None if one of the projections is dense.
     """
     pairs = {name: getattr(layer, name) for name in names}
     if not all(isinstance(pair, FactorPair) for pair in pairs.values()):

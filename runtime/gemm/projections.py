@@ -134,7 +134,7 @@ class NormedAppend:
 def _biases(weights: PackedWeights, layer: PackedLayer, names: Sequence[str]) -> Tensor | None:
     """Return the concatenated biases of a group: fp32 `[sum of rows]`, 0 where there is none.
 
-    None if no projection has a bias.
+    Return None if no projection has a bias.
     """
     outer = [layer.outer[name] for name in names]
     if all(matrix.bias < 0 for matrix in outer):

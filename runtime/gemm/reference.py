@@ -20,8 +20,8 @@ def grouped_gemm(
     """Multiply ``x`` by one to three matrices in fp32, without rounding to bf16.
 
     Args:
-        x: `[n, columns]`. A matrix `[rows, width]` reads ``width`` columns, from its
-            ``inner_column`` on if that is not negative, else from column 0 on.
+        x: `[n, columns]`. A matrix `[rows, width]` reads ``width`` columns, starting at its
+            ``inner_column``, or at column 0 if ``inner_column`` is negative.
         biases: fp32 `[sum of rows]`.
         hidden: `[n, rows]`, the residual stream, for RESIDUAL.
 

@@ -20,7 +20,8 @@ from runtime.kernels.alignment import LINE_BYTES, LINE_ELEMENTS, VECTOR_ELEMENTS
 PROJECTION_GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 """Projections grouped by their input. The V matrices of a group's factor pairs are stacked."""
 _HEAD_DIM_MULTIPLE = 16
-"""Rows that `by_halves` moves together: eight of a head's first half and eight of its second."""
+"""Required divisor of the head dimension: `by_halves` groups eight rows of a head's first half with
+eight of its second."""
 _MAX_HEAD_DIM = 256
 """Widest head of the Triton attention kernels for bf16 queries."""
 
@@ -32,9 +33,9 @@ class PackedMatrix:
     Attributes:
         weight: bf16 `[rows, width]`. Each row begins on a 128-byte line, because GEMMs of many
             tokens are slower if rows share lines.
-        bias: offset of the bias in `PackedWeights.vectors`; -1: no bias.
-        inner_column: for the U of a factor pair, the first column that it reads of the group's
-            inner activations, which are the output of the stacked V; -1: the matrix reads the
+        bias: offset of the bias in `PackedWeights.vectors`; -1 if there is none.
+        inner_column: for the U of a factor pair, index of the first column that it reads in the
+            group's inner activations (the output of the stacked V); -1 if the matrix reads the
             group's input.
     """
 
@@ -55,7 +56,7 @@ class PackedLayer:
         stacked: all matrices of a group without factor pairs, stacked, by the name of the group's
             first projection. ``outer`` holds views of it.
         q_norm, k_norm: offsets of the RMSNorm weights of q and k heads `[head_dim]`, in the model's
-            order of dimensions; -1: the model has none.
+            order of dimensions; -1 if the model has none.
     """
 
     input_norm: int
@@ -146,7 +147,7 @@ def by_halves(rows: Tensor, dim: int) -> Tensor:
 
 
 def unsupported(checkpoint: Checkpoint) -> str | None:
-    """Return why the GEMM kernels do not support a checkpoint, None if they do.
+    """Return why the GEMM kernels do not support a checkpoint, or None if they support it.
 
     Only shapes are read.
     """
@@ -170,7 +171,7 @@ def unsupported(checkpoint: Checkpoint) -> str | None:
 
 
 def _zeros(rows: int, width: int, device: torch.device) -> Tensor:
-    """Return bf16 zeros `[rows, width]` in which each row begins on a line."""
+    """Return bf16 zeros `[rows, width]` in which each row begins on a 128-byte line."""
     stride = round_up(width, LINE_ELEMENTS)
     memory = torch.zeros((rows + 1) * stride, dtype=torch.bfloat16, device=device)
     first = -memory.data_ptr() % LINE_BYTES // memory.itemsize

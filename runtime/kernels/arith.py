@@ -16,8 +16,8 @@ LINE = tl.constexpr(LINE_ELEMENTS)
 def matmul(a, b, acc):
     """Return ``acc + a @ b``.
 
-    Triton's interpreter has no bf16 dot, so it multiplies in fp32. Products of two bf16 numbers are
-    exact in both.
+    Triton's interpreter has no bf16 dot, so it multiplies in fp32. The products are equal, because
+    the product of two bf16 numbers is exact in fp32.
     """
     if INTERPRETED:
         a = a.to(tl.float32)

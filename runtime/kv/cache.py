@@ -14,14 +14,16 @@ from runtime.kv.format import KVFormat, Plane
 
 @dataclass(frozen=True)
 class PlaneGroup:
-    """All planes of a cache with equal dtype and shape. One segment can hold several of them.
+    """All planes of a cache with equal dtype and shape.
+
+    A transfer segment can contain several planes of one group.
 
     Attributes:
         dtype: dtype of the elements.
         kv_heads: KV heads of every plane.
         dim: elements per KV head and token.
         encodable: see `Plane`.
-        members: for each layer, (name, index in `PagedCache.planes`) of its planes in this group.
+        members: for each layer, its planes in this group, as (name, index in `PagedCache.planes`).
     """
 
     dtype: torch.dtype
@@ -85,7 +87,7 @@ class CacheLayout:
 
     @cached_property
     def planes(self) -> tuple[tuple[int, Plane], ...]:
-        """(layer, plane) for every plane, in the order of `PagedCache.planes`."""
+        """All planes as (layer index, plane), in the order of `PagedCache.planes`."""
         return tuple((layer, plane) for layer, planes in enumerate(self.layers) for plane in planes)
 
     @cached_property
@@ -103,7 +105,7 @@ class CacheLayout:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes that one token occupies in all planes."""
+        """Bytes that one token occupies, summed over all planes."""
         return sum(
             self.kv_heads * plane.shape[-1] * plane.dtype.itemsize for _, plane in self.planes
         )

@@ -24,7 +24,7 @@ class DenseFormat:
     def __init__(self, config: ModelConfig, attention: DenseAttention) -> None:
         self._config = config
         self._attention = attention
-        # The reference reads sequence lengths on the host.
+        # The reference reads sequence lengths on the host, which a CUDA graph cannot capture.
         self.graph_safe = not isinstance(attention, ReferenceAttention)
 
     @classmethod

@@ -15,7 +15,7 @@ class Plane:
     """One tensor of one layer over all pages: ``[page, *shape]`` of ``dtype``.
 
     Attributes:
-        name: name, unique within the layer. A codebook belongs to a (layer, name).
+        name: name, unique within the layer. The codec has one codebook per layer and name.
         shape: ``(kv_heads, page_size, dim)`` of one page. All planes of a cache have the same
             ``kv_heads`` and ``page_size``; ``dim`` may differ.
         encodable: whether the elements are floating-point values that a lossless codec may encode.
@@ -73,11 +73,11 @@ class KVFormat(Protocol):
 
     Attributes:
         name: stable name of the format.
-        version: number that increases whenever the stored bits change.
+        version: number to increase whenever the same K and V are stored as different bits.
         lossless: whether attention reads exactly the K and V that the model computed in bf16.
         artifact_hash: hash of calibration results; empty if the format has none.
-        graph_safe: whether `append` and `attend` can be captured in a CUDA graph: fixed shapes and
-            grids, and no device value is read on the host.
+        graph_safe: whether `append` and `attend` can be captured in a CUDA graph. This requires
+            fixed shapes and grids, and that no device value is read on the host.
         dense_bf16: whether the planes of every layer are K after RoPE and V, bf16 `[page, kv_head,
             slot, head_dim]`. Fused kernels may then read and write the planes without calling
             `append` and `attend`.
@@ -92,7 +92,7 @@ class KVFormat(Protocol):
 
     @property
     def kernels(self) -> str:
-        """Name and version of the kernels; part of the model's kernel plan."""
+        """Name and version of the format's kernels; part of `Model.kernel_plan_hash`."""
         ...
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:

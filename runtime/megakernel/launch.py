@@ -20,7 +20,7 @@ MAX_SEQUENCES = layouts.N.value
 """Maximum sequences of a step."""
 _MAX_PROGRAMS = 256
 _MAX_SPLITS = 32
-"""Maximum splits of a sequence's KV, whose results one program combines."""
+"""Maximum number of splits of a sequence's KV; one program combines their results."""
 
 
 class DecodeStep:
@@ -35,10 +35,10 @@ class DecodeStep:
         slots: slots of the ring in shared memory, 32 KiB each.
         ahead, tall_ahead: copies that may still be in flight when the next one starts, for ordinary
             and for tall tiles.
-        tall: use tall tiles for narrow matrices where a program has at least this number of rows.
+        tall: minimum number of rows per program for which narrow matrices use tall tiles.
 
     Attributes:
-        batch: the argument.
+        batch: the batch that was passed to the constructor.
         logits: fp32 `[sequences, vocab]`, overwritten by every launch.
 
     Raises:
@@ -108,7 +108,7 @@ def _check(weights: PackedWeights, planes: Sequence[Tensor], batch: Batch, progr
 def _inputs(
     weights: PackedWeights, planes: Sequence[Tensor], rope: tuple[Tensor, Tensor], batch: Batch
 ) -> tuple[Any, ...]:
-    """Kernel arguments that are given: weights, batch, pages and RoPE tables."""
+    """Return the kernel arguments for existing tensors: weights, batch, pages and RoPE tables."""
     page_stride, head_stride = (stride // LINE_ELEMENTS for stride in planes[0].stride()[:2])
     return (
         arguments.Weights(
@@ -126,7 +126,7 @@ def _inputs(
 def _workspace(
     weights: PackedWeights, offsets: Offsets, splits: int, logits: Tensor
 ) -> tuple[Any, ...]:
-    """Kernel arguments that a step allocates once: messages, buffers and attention constants."""
+    """Return the other kernel arguments: newly allocated messages and buffers, and constants."""
     config, size = weights.config, len(logits)
     partial_rows = size * config.num_heads * splits
 

@@ -18,7 +18,7 @@ from runtime.megakernel.kernels import opcodes
 from runtime.megakernel.schedule import HEAD_OPCODES, Offsets, Pass, build_passes
 
 _SPACING = 7
-"""Lines between the artificial addresses of two tensors."""
+"""Distance between the artificial addresses of consecutive tensors, in lines."""
 
 
 class ProtocolError(Exception):
@@ -26,7 +26,7 @@ class ProtocolError(Exception):
 
 
 class Messages:
-    """Activations of one sequence. Records the stages in which each was written and last read."""
+    """Activations of one sequence, with the stages in which each was written and last read."""
 
     def __init__(self, size: int) -> None:
         self._values = torch.full((size,), math.nan)
@@ -34,7 +34,7 @@ class Messages:
         self._read = torch.full((size,), -1)
 
     def read(self, first: int, count: int, reader: Pass) -> Tensor:
-        """Return ``count`` values from offset ``first`` on.
+        """Return ``count`` values, starting at offset ``first``.
 
         Raises:
             ProtocolError: a value was not written in stage ``reader.after``.
@@ -46,7 +46,7 @@ class Messages:
         return self._values[place]
 
     def write(self, first: int, values: Tensor, stage: int, after: int) -> None:
-        """Store values of ``stage``, which waits for messages of stage ``after``.
+        """Store the output of a pass of ``stage`` that reads messages of stage ``after``.
 
         Raises:
             ProtocolError: a value to be overwritten was read in a stage later than ``after``.

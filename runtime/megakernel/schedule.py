@@ -30,21 +30,21 @@ class Pass:
 
     Attributes:
         opcode: attention, or the epilogue of the matmul.
-        stage: number of the stage, counted from 1; the embedding is stage 0.
+        stage: index of the stage; the embedding is stage 0, and the first pass has stage 1.
         after: stage of the messages that the pass reads.
         offset: offset of the matrix from the LM head, or of K's plane from the first plane, in
             lines.
         v_offset: for attention, offset of V's plane from the first plane, in lines.
         width: columns of the matrix, in units of 8.
-        unit: number of rows that one program computes together.
-        units: number of units of the pass.
+        unit: rows per unit; one program computes all rows of a unit.
+        units: number of units of the pass's matrix.
         total: number of units of all passes that are divided together among the programs, such as
             those of q, k and v.
-        start: number of units of earlier passes among these.
+        start: number of units of the earlier passes of such a division; 0 for its first pass.
         source: offset of the input in a sequence's activations, in units of 8.
         target: offset of the output in a sequence's activations; for k and v, offset of the plane
             in lines.
-        bias: offset of the bias in the vectors; -1: none.
+        bias: offset of the bias in the vectors; -1 if there is none.
         norm: for RESIDUAL, offset of the next norm's weights in the vectors.
         normed: whether the input is the residual stream times the norm's weights, not yet divided
             by its rms.
@@ -116,7 +116,7 @@ def build_passes(
 
     Args:
         planes: K and V of every layer.
-        tall: minimum number of rows, over all programs, for which narrow matrices have tall tiles.
+        tall: minimum number of rows of a narrow matrix, over all programs, for tall tiles.
         address: returns the byte address of a tensor.
     """
     builder = _PassBuilder(weights, planes, offsets, tall, address)

@@ -8,7 +8,7 @@ _MAX_GROUP = layouts.ROWS.value
 
 
 def unsupported(weights: PackedWeights) -> str | None:
-    """Return why the megakernel does not support a model, None if it does.
+    """Return why the megakernel does not support a model, or None if it supports it.
 
     Only shapes are read. `runtime.gemm.weights.unsupported` rejects models that cannot be packed,
     such as those with factor pairs of rank 0.

@@ -20,8 +20,8 @@ class ServingBuilder:
 
     Args:
         weights: weights of the layer, an instance of the family's ``layer_type``.
-        shared: packed linear operators, by the ids of the tensors stacked in them. Passed from
-            layer to layer so that a basis shared by several layers is packed once.
+        shared: packed linear operators, by the ids of the tensors stacked in them. The same dict is
+            passed to every layer, so that a basis shared by several layers is packed once.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class DecoderLayer:
             hidden: residual stream ``[n, hidden]``.
             rope: cosines and sines, fp32 ``[context, dim / 2]`` each.
             planes: the layer's planes, in the order of `KVFormat.planes`.
-            last: whether this is the last layer. After K and V are written, it computes only the
-                rows that need logits.
+            last: whether this is the last layer. The last layer writes K and V of all tokens, and
+                computes everything after that only for the rows that need logits.
 
         Returns:
             ``[n, hidden]``, or ``[m, hidden]`` for the ``m`` logit rows of the last layer.

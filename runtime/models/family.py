@@ -1,4 +1,6 @@
-"""The forward half of a model family: one decoder layer, written once over its parts.
+"""Forward pass of a model family: the decoder layer, defined once over exchangeable parts.
+
+`runtime.checkpoint.family` defines the config and tensor names of a family.
 
 Serving builds the parts from packed projections and attends over paged KV
 (`runtime.models.decoder`). Compression builds them from plain differentiable linears and attends
@@ -24,9 +26,9 @@ from runtime.checkpoint.family import CheckpointFamily
 from runtime.layers.pointwise import RmsNorm, silu_mul
 
 Append = Callable[[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...], Batch], Tensor]
-"""Writes K and V into pages and returns q: ``(qkv, rope, planes, batch)``, as `LayerKV.append`."""
+"""Function that writes K and V into pages and returns q, with arguments as in `LayerKV.append`."""
 Prefill = Callable[[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...], Batch], Tensor]
-"""Projects to q, k and v, writes pages and attends: ``(x, rope, planes, batch)``."""
+"""Function ``(x, rope, planes, batch)`` that projects to q, k and v, writes pages and attends."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Norm:
 
     Attributes:
         function: the norm as ``(x, weight, eps)``, differentiable.
-        kernel: ``(weight, eps)``, returns a callable for serving; None uses ``function``.
+        kernel: function ``(weight, eps)`` that returns a fast callable for serving; None if serving
+            uses ``function``.
     """
 
     function: Callable[[Tensor, Tensor, float], Tensor]
@@ -54,7 +57,8 @@ class Gate:
 
     Attributes:
         function: ``(gate, up)``, each ``[..., d]``, differentiable.
-        kernel: the same on ``[n, 2 d]``, gate first, for serving; None uses ``function``.
+        kernel: the same function over one tensor ``[n, 2 d]``, gate first, for serving; None if
+            serving uses ``function``.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
@@ -133,7 +137,7 @@ Parts = TypeVar("Parts", bound=LayerParts)
 
 
 class ModelFamily(CheckpointFamily, Generic[Parts]):
-    """Models that share a decoder layer: its checkpoints and its forward pass.
+    """A family of models with the same decoder layer: their checkpoints and forward pass.
 
     Every family has a token embedding before the layers, and a final norm and an LM head after
     them. Attention is causal, over ``num_heads`` query heads that share ``num_kv_heads`` KV heads,

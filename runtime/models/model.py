@@ -43,8 +43,8 @@ class Model:
         page_size: token slots of a page.
         backend: "gemm" packs the weights as bf16 for `runtime.gemm` and computes attention with
             Triton kernels; see `unsupported_by_gemm`.
-        plan: kernel of each GEMM with backend "gemm"; None applies
-            `runtime.gemm.plan.default_tile`.
+        plan: kernel of each GEMM with backend "gemm". If None, `runtime.gemm.plan.default_tile`
+            selects the kernels.
         kv_format: built-in name or ``module:Class``; see `runtime.kv.registry.create_format`.
 
     Attributes:
@@ -179,9 +179,10 @@ class Model:
 
     @property
     def kernel_plan_hash(self) -> str:
-        """16 hex digits over everything that determines the bits of a result.
+        """Hash of all that determines results, except the weights and the KV format; 16 hex digits.
 
-        Excepted are the weights and the KV format, which the handshake compares separately.
+        If it differs, results may not be bitwise identical. The handshake compares the weights and
+        the KV format separately.
         """
         plan = {
             "torch": torch.__version__.split("+")[0],
@@ -212,7 +213,7 @@ class Model:
 
     @property
     def products(self) -> str:
-        """Implementation of the matmuls, as logged and as part of the kernel plan.
+        """Implementation of the matmuls; logged, and part of `kernel_plan_hash`.
 
         "gemm" is `runtime.gemm`, "packed" is oneDNN with a packed layout, and "plain" is torch.
         """
@@ -235,7 +236,7 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:
-        """Compute the tokens of a batch: write their KV into the pages, and return logits.
+        """Run the model on a batch: write its tokens' KV into the pages, and return logits.
 
         Returns:
             fp32 `[m, vocab]`, one row for each of the batch's ``logit_rows``.
@@ -284,7 +285,7 @@ def _triton_version() -> str:
 def unsupported_by_gemm(
     checkpoint: Checkpoint, device: torch.device | str, dtype: torch.dtype
 ) -> str | None:
-    """Return why backend "gemm" does not support a checkpoint on a device, None if it does.
+    """Return why backend "gemm" does not support a checkpoint on a device, or None.
 
     Only shapes are read.
     """

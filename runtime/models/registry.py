@@ -32,6 +32,6 @@ def model_family(config: ModelConfig) -> ModelFamily[Any]:
 
 
 def unsupported_family(config: ModelConfig) -> str | None:
-    """Return why `runtime.gemm` does not support a model's family, None if it does."""
+    """Return why `runtime.gemm` does not support a model's family, or None if it supports it."""
     family = model_family(config)
     return None if family.packed_gemm else f"the {family.name} family has no packed GPU layers"

@@ -37,7 +37,7 @@ def tiny_checkpoint(
     seed: int = 0,
     config: ModelConfig = CONFIG,
 ) -> Checkpoint:
-    """Return random weights with ``ranks`` of q, k, v, o, gate, up and down; None is dense."""
+    """Return random weights. ``ranks``: for q, k, v, o, gate, up and down; None is dense."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -117,7 +117,7 @@ def request_of(
 
 
 def replayed(request: Request, output: Sequence[int]) -> Request:
-    """Return the request as it continues after ``output`` was delivered."""
+    """Return a request that continues generation after the tokens of ``output``."""
     return replace(request, tokens=request.tokens[: request.prompt_tokens] + tuple(output))
 
 

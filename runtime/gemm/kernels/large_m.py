@@ -19,7 +19,7 @@ from runtime.kernels.arith import VECTOR
 from runtime.kernels.compat import barrier, load_block
 
 PLAIN, RESIDUAL, GATED = (gl.constexpr(n) for n in range(3))
-"""Values of `Epilogue`, the same as in `small_m`."""
+"""Values of `runtime.gemm.epilogues.Epilogue` as constexprs, the same as in `small_m`."""
 TOKENS, COLUMNS = gl.constexpr(64), gl.constexpr(64)
 """Tokens per consumer warp group, and columns (the K dimension) per ring slot."""
 BAND_TOKENS = gl.constexpr(2048)
@@ -32,7 +32,7 @@ STORE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @gluon.jit
 def select(which, values):
-    """Return the element of a 3-tuple for matrix number ``which``."""
+    """Return ``values[which]``, where ``values`` has one value for each of three matrices."""
     zero, one, two = values
     return gl.where(which == 0, zero, gl.where(which == 1, one, two))
 
@@ -42,13 +42,13 @@ def block_of(
     item, tokens, rows, widths,
     BM: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Locate the output block of a work item, and the columns that it sums.
+    """Locate the output block of a work item, and the input columns that it sums.
 
-    With GATED, BN rows are half of the first matrix and half of the second.
+    With GATED, the BN rows of a block are BN / 2 rows of the first matrix and BN / 2 of the second.
 
     Returns:
-        First token; matrix number; first row in the matrix; first column in the output; begin and
-        end of the columns to sum.
+        Index of the block's first token; index of the matrix; index of the block's first row in the
+        matrix; index of its first column in the output; begin and end of the input columns to sum.
     """
     EACH: gl.constexpr = BN // 2 if EPILOGUE == GATED else BN
     BAND: gl.constexpr = BAND_TOKENS // BM
@@ -134,9 +134,9 @@ def store(
     With RESIDUAL, add the residual tiles that the producer loaded.
 
     Args:
-        step: number of the next tile in the ring.
-        m, column: first token, and first column in the output.
-        last: end of the matrix's columns in the output.
+        step: index of the next tile in the ring.
+        m, column: indices of the block's first token and of its first output column.
+        last: end of the matrix's columns in the output, exclusive.
 
     Returns:
         ``step``, advanced past the residual tiles.
@@ -180,10 +180,10 @@ def add_bias(acc, biases, column, last):
 def reduce_splits(acc, partials, counters, item, SPLITS: gl.constexpr):
     """Split-K reduction: store a partial sum; the last program to arrive adds all of them.
 
-    The order of the sum is that of the splits, whichever program is last.
+    Partial sums are added in the order of the splits, whichever program is last.
 
     Returns:
-        The sum and True in the last program; its own ``acc`` and False in every other program.
+        In the last program, the sum and True. In every other program, its own ``acc`` and False.
     """
     SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
     layout: gl.constexpr = acc.type.layout
@@ -207,7 +207,7 @@ def consume(
     GROUP: gl.constexpr, GROUPS: gl.constexpr, BN: gl.constexpr, EPILOGUE: gl.constexpr,
     BIAS: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warp group number GROUP: compute and store its 64 tokens of every block."""
+    """Consumer warp group GROUP: compute and store its 64 tokens of every block."""
     BM: gl.constexpr = GROUPS * TOKENS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     y, y_stride, biases, partials, counters = outputs
@@ -274,8 +274,9 @@ def large_gemm_kernel(
 ):  # fmt: skip
     """Persistent GEMM: each program loops over work items, with at most one program per SM.
 
-    A work item is a block of 64 GROUPS tokens and BN rows, for one of SPLITS parts of the columns.
-    ``y_stride``, ``rows*``, ``width*`` and ``first*`` are in units of 8 elements.
+    A work item is an output block of 64 GROUPS tokens and BN weight rows, summed over one of SPLITS
+    parts of the input columns. ``y_stride``, ``rows*``, ``width*`` and ``first*`` are in units of 8
+    elements.
 
     Args:
         x: TMA descriptor of bf16 `[tokens, …]`, block `[64 GROUPS, 64]`.

@@ -2,7 +2,7 @@
 """Grouped GEMM for few tokens with one to three weight matrices, and its epilogues.
 
 All matrices of a launch are addressed from one base pointer. Offsets are in lines of 64 elements;
-widths, strides and first columns are in units of 8 elements. From these units the compiler knows
+widths, strides and first columns are in units of 8 elements. These units let the compiler derive
 the alignment of addresses.
 """
 
@@ -27,7 +27,7 @@ def multiply_columns(
         acc: fp32 `[BM, BN]`.
         offset, width, stride, first, rows: the matrix, as in `small_gemm_kernel`.
         m, n: token indices `[BM]`, and row indices in the matrix `[BN]`.
-        split: number of the part.
+        split: index of the part.
     """
     width = width * VECTOR
     each = (width + BK * SPLITS - 1) // (BK * SPLITS) * BK
@@ -54,11 +54,11 @@ def reduce_splits(
 ):  # fmt: skip
     """Split-K reduction: store a partial sum; the last program to arrive adds all of them.
 
-    The order of the sum is that of the splits, whichever program is last.
+    Partial sums are added in the order of the splits, whichever program is last.
 
     Returns:
-        The sum `[BM, BN]` and True in the last program; its own ``acc`` and False in every other
-        program.
+        In the last program, the sum `[BM, BN]` and True. In every other program, its own ``acc``
+        and False.
     """
     i = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
     own = partials + block.to(tl.int64) * (SPLITS * BM * BN) + i
@@ -90,10 +90,11 @@ def small_gemm_kernel(
 
     Args:
         x: bf16 `[tokens, 8 x_stride]`, the input.
-        weights: bf16, the base of the line offsets.
-        offset0, width0, stride0, first0, rows0: the first matrix `[rows0, 8 width0]`: its offset in
-            lines, its row stride in units of 8, and the first column of ``x`` that it reads, in
-            units of 8. Likewise the second and third; absent ones have 0 rows.
+        weights: bf16, pointer to which the offsets of matrices are added.
+        offset0, width0, stride0, first0, rows0: the first matrix, bf16 `[rows0, 8 width0]`.
+            ``offset0`` is its offset from ``weights`` in lines, ``stride0`` its row stride, and
+            ``first0`` the first column of ``x`` that it reads, both in units of 8 elements. The
+            second and third matrices have the same parameters; an absent matrix has 0 rows.
         biases: fp32 `[sum of rows]`, with BIAS.
         residual: bf16, shaped as ``y``, with RESIDUAL; it may be ``y``.
         y: bf16 `[tokens, sum of rows]`, with GATED `[tokens, rows0]`; row stride ``y_stride``.

@@ -49,7 +49,7 @@ class Batch(NamedTuple):
     Attributes:
         tokens: int64 `[B]`.
         positions: int64 `[B]`.
-        lengths: int32 `[B]`, tokens of each sequence, the new one included.
+        lengths: int32 `[B]`, number of tokens of each sequence, including the new one.
         page_table: int32 `[B, pages]`.
         table_stride: row stride of ``page_table``.
     """
@@ -102,7 +102,7 @@ class Messages(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Intermediate results that a program does not exchange with others, and the logits.
+    """The logits, and intermediate results that are read only by the program that wrote them.
 
     Attributes:
         hidden: fp32 `[B, HIDDEN]`, the residual stream.
@@ -138,7 +138,7 @@ class Shape:
         HIDDEN, GATED, VOCAB: hidden size, intermediate size, vocabulary size.
         HEADS, KV_HEADS, DIM: query heads, KV heads, head dimension.
         PAGE: token slots of a page.
-        SPLITS: maximum splits of a sequence's KV, each attended by one program.
+        SPLITS: maximum number of splits of a sequence's KV. One program attends to each split.
     """
 
     B: gl.constexpr

@@ -42,12 +42,12 @@ def attend_past(
     of all warps are rescaled to a common maximum.
 
     Args:
-        tile: number of the next tile in the ring.
+        tile: index of the next tile in the ring.
         item: `(sequence * KV_HEADS + kv_head) * SPLITS + split`.
         queries: bf16 `[WARPS, ROWS, MAX_DIM]`, up to ROWS heads, the same in every warp.
 
     Returns:
-        Number of the next tile; acc fp32 `[WARPS, ROWS, MAX_DIM]`, unnormalized outputs per warp; m
+        Index of the next tile; acc fp32 `[WARPS, ROWS, MAX_DIM]`, unnormalized outputs per warp; m
         fp32 `[ROWS]`, maximum over warps; and l fp32 `[ROWS]`, sum of weights over warps.
     """
     past, _, first, last = past_tiles(item, lengths, SHAPE.KV_HEADS, SHAPE.SPLITS)
@@ -84,14 +84,14 @@ def merge(
 ):  # fmt: skip
     """Combine the results of eight heads over warps, splits and the new token.
 
-    The program of split 0 receives the results of the other splits and sends the output. The
-    programs of other splits send it their results.
+    The programs of the other splits send their results to the program of split 0, which combines
+    all results and sends the output.
 
     Args:
-        kept: shared memory that is unused during attention.
+        kept: buffer in shared memory that attention passes can use for temporary results.
         acc: fp32 `[WARPS, 8, MAX_DIM]`.
         m, l: fp32 `[8]`, maximum and sum of weights.
-        row: number of the first of the eight heads.
+        row: index of the first of the eight heads among the KV head's query heads.
         splits: number of splits in use.
         heads: pointer to the messages of the queries.
         new: pointer to the messages of the new key; those of the new values follow the keys.
@@ -168,13 +168,13 @@ def attend_item(
     """Compute one split of attention for the query heads of one KV head.
 
     Args:
-        tile: number of the next tile in the ring.
+        tile: index of the next tile in the ring.
         item: `(sequence * KV_HEADS + kv_head) * SPLITS + split`.
         splits: number of splits in use.
         flag_before, flag: flag of the stage that wrote q, k and v, and flag of this stage.
 
     Returns:
-        Number of the next tile.
+        Index of the next tile.
     """
     SPLITS: gl.constexpr = SHAPE.SPLITS
     KV_HEADS: gl.constexpr = SHAPE.KV_HEADS

@@ -13,17 +13,17 @@ ROWS, COLUMNS = gl.constexpr(16), gl.constexpr(1024)
 TOKENS, MAX_DIM = gl.constexpr(128), gl.constexpr(128)
 """Tokens and dimensions of a tile of K or V; also rows and columns of a tall tile of a matrix."""
 MIN_SPLIT_TILES = gl.constexpr(2)
-"""Minimum tiles per split of a sequence's KV; shorter sequences have fewer splits."""
+"""Minimum number of tiles per split of a sequence's KV; shorter sequences have fewer splits."""
 PARTS = gl.constexpr(16)
-"""Parts of 64 columns of a matrix tile. Warp w multiplies parts w and w + 8."""
+"""Number of parts of a matrix tile, 64 columns each. Warp w multiplies parts w and w + 8."""
 N = gl.constexpr(8)
 """Maximum sequences of a step: the n dimension of the MMA instruction."""
 REGISTER_COLUMNS = gl.constexpr(4 * COLUMNS.value)
-"""Columns of an input that the compute warps hold in registers."""
+"""Maximum columns of a matmul's input that the compute warps hold in registers at a time."""
 SHARED_COLUMNS = gl.constexpr(2 * COLUMNS.value)
-"""Columns of an input that shared memory holds, for tall tiles."""
+"""Maximum columns of a matmul's input that shared memory holds, for tall tiles."""
 MAX_MESSAGES = gl.constexpr(32)
-"""Maximum messages of an input that a thread polls together."""
+"""Maximum number of messages that a thread polls in one loop while it receives an input."""
 
 
 def _tile_bases(columns):
@@ -50,7 +50,7 @@ MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [8, 1, 1], [1, 16, 8]))
 LHS = gl.constexpr(gl.DotOperandLayout(0, MMA, 2))
 RHS = gl.constexpr(gl.DotOperandLayout(1, MMA, 2))
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
-"""Layout of one value per compute thread."""
+"""Layout of a vector with one element per compute thread."""
 INPUT = gl.constexpr(gl.BlockedLayout([1, 1, 1, 4], [1, 1, 1, 32], [1, 8, 1, 1], [3, 2, 1, 0]))
 """Layout of the messages of an input: `[tile, warp, sequence, 128]`."""
 QUERY = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
@@ -66,7 +66,7 @@ INPUT_CHUNK = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 
 @gluon.jit
 def index_along(n: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
-    """Return 0 … n - 1 along dimension ``dim`` of three; the other dimensions have size 1."""
+    """Return a 3-D tensor with 0 … n - 1 along ``dim``, and size 1 along the other dimensions."""
     first: gl.constexpr = 0 if dim > 0 else 1
     second: gl.constexpr = 1 if dim > 1 else 2
     line = gl.arange(0, n, gl.SliceLayout(first, gl.SliceLayout(second, layout)))
@@ -75,7 +75,7 @@ def index_along(n: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
 
 @gluon.constexpr_function
 def output_layout(rows):
-    """Return the layout of outputs `[rows, N]`, which is that of MMA accumulators.
+    """Return the layout of matmul outputs `[rows, N]`, the same as that of MMA accumulators.
 
     With 16 rows, every warp holds all of them. With 128 rows, each warp holds 16.
     """

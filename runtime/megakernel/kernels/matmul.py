@@ -74,9 +74,9 @@ def load_operands(
     """Load the operands of the epilogue of R rows, before the matmul is computed.
 
     Returns:
-        Three tensors, fp32 `[R, N]`: cosines, sines and biases for q, k and v; the residual stream,
-        the next norm's weights and biases for RESIDUAL; the gate's outputs, zeros and biases for
-        UP; zeros, zeros and biases for other opcodes.
+        Three tensors, fp32 `[R, N]`. The third has the biases. The first two depend on the opcode:
+        cosines and sines for q, k and v; the residual stream and the next norm's weights for
+        RESIDUAL; the gate's outputs and zeros for UP; zeros for other opcodes.
     """
     layout: gl.constexpr = output_layout(R)
     DIM: gl.constexpr = SHAPE.DIM
@@ -110,7 +110,7 @@ def run_epilogue(
     y, one, two, opcode, row, last, target, flag, batch, pages, messages, buffers, query_offset,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to output rows: RoPE and page write, SiLU or residual; send the result.
+    """Apply the epilogue of a pass to output rows, and store or send the result.
 
     Args:
         y: fp32 `[R, N]`, biases added.
@@ -118,7 +118,8 @@ def run_epilogue(
         target: offset of the output, see `schedule.Pass`.
 
     Returns:
-        fp32 `[N]`, the sum of squares of the new residual stream; 0 for other opcodes.
+        fp32 `[N]`. For RESIDUAL, the sum of squares of these rows of the new residual stream; 0 for
+        other opcodes.
     """
     R: gl.constexpr = y.shape[0]
     layout: gl.constexpr = y.type.layout

@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """Flagged messages between programs: a value and a flag, packed into one word and stored at once.
 
-This is the LL protocol of NCCL. The flag of a message is the launch's base flag plus the number of
+This is the LL protocol of NCCL. The flag of a message is the launch's base flag plus the index of
 the stage that wrote it. Inputs of matmuls are bf16, in 32-bit words with the lower 16 bits of the
-flag; these suffice, since no message is older than some hundred stages. Sums are fp32, in 64-bit
-words with the whole flag. A thread polls several messages together, until the flags of all of them
-match.
+flag; 16 bits suffice, because a message is at most a few hundred stages old. Sums are fp32, in
+64-bit words with the whole flag. A thread polls several messages together, until the flags of all
+of them match.
 
 Messages are written by plain stores. An aligned store of 4 or 8 bytes is not torn. With triton 3.6
 and 3.9, no store was observed to be delayed behind a polling loop.
@@ -148,7 +148,7 @@ def receive_fp32(pointer, flag, mask, COUNT: gl.constexpr):
 
 @gluon.jit
 def input_index(n: gl.constexpr, dim: gl.constexpr):
-    """Return 0 … n - 1 along dimension ``dim`` of the four of INPUT; the others have size 1."""
+    """Return a 4-D tensor of layout INPUT: 0 … n - 1 along ``dim``; other sizes are 1."""
     first: gl.constexpr = 0 if dim > 0 else 1
     second: gl.constexpr = 1 if dim > 1 else 2
     third: gl.constexpr = 2 if dim > 2 else 3
@@ -186,14 +186,14 @@ def receive_input(messages, source, width, flag, SHAPE: gl.constexpr, MAX_COLUMN
 
 @gluon.jit
 def mma_operand(tile):
-    """Convert one tile of an input, `[warp, N, 128]`, to a right operand `[PARTS, 64, N]`."""
+    """Convert one tile of an input, `[warp, N, 128]`, to a right MMA operand `[PARTS, 64, N]`."""
     parts = tile.reshape([WARPS, N, 2, 64]).permute([2, 0, 3, 1])
     return gl.convert_layout(parts.reshape([PARTS, 64, N]), RHS)
 
 
 @gluon.jit
 def mma_operands(found):
-    """Split an input of REGISTER_COLUMNS columns into four right operands."""
+    """Split an input of REGISTER_COLUMNS columns into four right MMA operands."""
     early, late = gl.split(found.reshape([2, 2, WARPS, N, MAX_DIM]).permute([1, 2, 3, 4, 0]))
     x0, x1 = gl.split(early.permute([1, 2, 3, 0]))
     x2, x3 = gl.split(late.permute([1, 2, 3, 0]))

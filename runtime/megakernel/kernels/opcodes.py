@@ -26,8 +26,9 @@ INNER, RESIDUAL, GATE, UP, LOGITS = (gl.constexpr(n) for n in range(4, 9))
 def rows_of_program(start, units, total, unit, pid, programs):
     """Return the begin and end of this program's rows of a matrix.
 
-    Passes that are divided together have ``total`` units of ``unit`` rows, distributed evenly among
-    the programs. This matrix has ``units`` of them, from number ``start`` on.
+    The matrices of passes that are divided together have ``total`` units of ``unit`` rows, which
+    are distributed evenly among the programs. The units ``start`` to ``start + units - 1`` are
+    those of this matrix.
     """
     first = gl.maximum(total * pid // programs - start, 0)
     last = gl.minimum(total * (pid + 1) // programs - start, units)
@@ -44,8 +45,8 @@ def past_tiles(item, lengths, KV_HEADS: gl.constexpr, SPLITS: gl.constexpr):
         item: `(sequence * KV_HEADS + kv_head) * SPLITS + split`.
 
     Returns:
-        Number of tokens before this step; number of splits in use; begin and end of the tiles of
-        this split, each of TOKENS tokens.
+        Number of tokens before this step; number of splits in use; begin and end (exclusive) of
+        this split's range of tiles, which have TOKENS tokens each.
     """
     past = gl.load(lengths + item // (KV_HEADS * SPLITS)) - 1
     tiles = (past + TOKENS - 1) // TOKENS

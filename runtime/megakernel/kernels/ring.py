@@ -6,7 +6,7 @@ compute warps, by as many tiles as the ring has slots, so that memory is busy wh
 for messages. The number of copies in flight is bounded: more would delay the messages behind them.
 
 There are three kinds of tiles: 16 rows and 1024 columns of a matrix; 128 rows and 128 columns of a
-matrix of which each program has many rows (a tall tile); and 128 tokens of K or V of one head. A
+matrix (a tall tile, used if each program has many rows); and 128 tokens of K or V of one head. A
 ring is a tuple: the tiles, bf16 `[SLOTS, PARTS, ROWS, 64]`, and the mbarriers ``full`` and
 ``empty`` `[SLOTS, 1]`.
 """
@@ -56,7 +56,7 @@ def as_wide_tile(slot):
 
 @gluon.jit
 def wait_empty(ring, tile, SLOTS: gl.constexpr):
-    """Wait until the slot of tile number ``tile`` may be overwritten; return it."""
+    """Wait until the slot of tile ``tile`` may be overwritten; return the slot."""
     tiles, _, empty = ring
     mbarrier.wait(empty.index(tile % SLOTS), (tile // SLOTS & 1) ^ 1)
     return tiles.index(tile % SLOTS)
@@ -64,7 +64,7 @@ def wait_empty(ring, tile, SLOTS: gl.constexpr):
 
 @gluon.jit
 def wait_full(ring, tile, SLOTS: gl.constexpr):
-    """Wait until the slot of tile number ``tile`` has been filled; return it."""
+    """Wait until the slot of tile ``tile`` has been filled; return the slot."""
     tiles, full, _ = ring
     mbarrier.wait(full.index(tile % SLOTS), tile // SLOTS & 1)
     return tiles.index(tile % SLOTS)
@@ -103,7 +103,7 @@ def copy_kv(
     ring, tile, offset, v_offset, pid, programs, batch, pages, SHAPE: gl.constexpr,
     RING: gl.constexpr,
 ):  # fmt: skip
-    """Copy the tiles of K and V of an attention pass; return the number of the next tile.
+    """Copy the tiles of K and V of an attention pass; return the index of the next tile.
 
     Args:
         offset, v_offset: offsets of the planes of K and V, in lines.

@@ -76,7 +76,8 @@ def embed(
 ):  # fmt: skip
     """Initialize this program's columns of the residual stream with the embedding of ``token``.
 
-    Sends the columns times the weights of the first norm, and their sum of squares.
+    Send the columns, multiplied by the weights of the first norm, and their sum of squares before
+    this multiplication.
 
     Args:
         token: token id of sequence ``b``.
@@ -208,7 +209,7 @@ def compute(
                 )
                 acc = gl.zeros([PARTS, ROWS, N], gl.float32, MMA)
                 for block in range(0, columns, REGISTER_COLUMNS):
-                    # An input of one block is received once, and stays in registers for all rows.
+                    # An input that fits in registers is received once, and kept there for all rows.
                     if (row == first) | (columns > REGISTER_COLUMNS):
                         found = receive_input(
                             messages, source * VECTOR + block, columns - block, base + after,

@@ -67,7 +67,7 @@ def random_checkpoint(
     bias: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Checkpoint:
-    """Return factor pairs of ``rank``, except for a dense gate and a k of rank 1."""
+    """Return random factor pairs of ``rank``, except that gate is dense and k has rank 1."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tiny GGUF files, and the packaged SmolLM2 compared with transformers."""
+"""Loading of tiny GGUF files, and of the packaged SmolLM2 compared with transformers."""
 
 import importlib.util
 import random
@@ -70,7 +70,7 @@ def write_gguf(
     quantize: Any = None,
     vocabulary: int = 0,
 ) -> None:
-    """Write a GGUF file; ``changes`` replaces, adds or (None) omits tensors by GGUF name."""
+    """Write a GGUF file; ``changes`` maps tensor names to new tensors, or to None to omit one."""
     changes = dict(changes or {})
     writer = gguf.GGUFWriter(path, architecture)
     config = model.config
@@ -199,7 +199,7 @@ def test_truncated_files_are_refused(length: int, tmp_path: Path) -> None:
 
 
 def test_damaged_headers_load_or_raise_checkpoint_error(tmp_path: Path) -> None:
-    """A changed byte gives a checkpoint or a `CheckpointError`, without a long delay."""
+    """Loading with a changed byte quickly returns a checkpoint or raises `CheckpointError`."""
     path = tmp_path / "tiny.gguf"
     write_gguf(tiny_model(tied=True), path, vocabulary=1500)
     whole = path.read_bytes()
@@ -267,5 +267,5 @@ def test_smollm2_agrees_with_transformers() -> None:
             expected = model(tokens).logits
         actual = forward(checkpoint, tokens)
         assert torch.equal(actual.argmax(-1), expected.argmax(-1))
-        # Both sides are fp32; sums are in another order over 30 layers.
+        # Both models compute in fp32, but add in different orders, over 30 layers.
         assert (actual - expected).abs().max() / expected.abs().max() < 1e-4

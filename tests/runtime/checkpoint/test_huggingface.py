@@ -1,4 +1,4 @@
-"""Tiny random models written by transformers: logits and configs after loading."""
+"""Logits and configs of tiny random models that transformers wrote."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_logits_equal_those_of_transformers(name: str, length: int, tmp_path: Pa
     with torch.no_grad():
         expected = model(tokens).logits
     actual = forward(load_checkpoint(tmp_path), tokens)
-    # Both sides are fp32; sums of up to 80 terms are in another order, over two layers.
+    # Both models compute in fp32, but add up to 80 terms in different orders, over two layers.
     torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
 
 
@@ -214,7 +214,7 @@ def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Fails the test when unpickled."""
+    """An object that fails the test when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return pytest.fail, ("a pickle was read",)

@@ -131,7 +131,7 @@ def test_moments_predict_the_loss_of_a_small_change() -> None:
     predicted = 0.5 * float(torch.trace(G @ change @ C @ change.t()))
     down = Dense(MODEL.layers[1].down.weight + change)
     layers = (MODEL.layers[0], replace(MODEL.layers[1], down=down))
-    # Kronecker factors ignore correlations of inputs and gradients; allow a factor of two.
+    # Kronecker factors ignore correlations between inputs and gradients; allow a factor of two.
     assert 0.5 < predicted / divergence(replace(MODEL, layers=layers)) < 2.0
 
 
@@ -139,7 +139,7 @@ def test_input_moments_are_means_over_linear_inputs() -> None:
     moments = collect_moments(MODEL, TOKENS, seed=0)
     x = rms_norm(MODEL.embedding[TOKENS], MODEL.layers[0].input_norm, 1e-6).flatten(0, 1)
     expected = x.t() @ x / TOKENS.numel()
-    # fp32 sums over 1,512 tokens are in another order.
+    # fp32 sums over 1,512 tokens are added in a different order.
     torch.testing.assert_close(moments[0].inputs["q"], expected, rtol=1e-4, atol=1e-5)
 
 

@@ -27,7 +27,7 @@ SHARED = ("q", "k", "v", "gate", "up")
 
 
 def inputs_of(checkpoint: Checkpoint) -> list[dict[str, Tensor]]:
-    """Return Σ x xᵀ over all tokens for each linear of each layer."""
+    """Return Σ x xᵀ for the inputs x of each linear of each layer, over all tokens."""
     sums: list[dict[str, Tensor]] = [{} for _ in checkpoint.layers]
     hidden = checkpoint.embedding[TOKENS]
     rope = rope_rows(checkpoint.config, TOKENS.shape[1], hidden)
@@ -87,7 +87,7 @@ def test_basis_sharing_matches_its_formula() -> None:
         assert isinstance(first, FactorPair)
         assert isinstance(second, FactorPair)
         assert isinstance(third, FactorPair)
-        # The third layer has no adjacent layer left to share with.
+        # Layers share in pairs, so the third layer has no partner.
         assert third.rank == int(out * inner * 0.6 / (out + inner))
         if projection not in SHARED:
             assert first.v is not second.v

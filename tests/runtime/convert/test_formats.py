@@ -75,7 +75,7 @@ def test_folders_are_converted_in_their_dtype(
 
 
 def test_biases_of_factor_pairs_are_converted(tmp_path: Path) -> None:
-    """SVD-LLM stores biases on U; Dobi-SVD on A, with uninitialized ones on B."""
+    """SVD-LLM stores biases with U, Dobi-SVD with A; biases of B are uninitialized."""
     expected = tiny_checkpoint(bias=True, ranks=EVEN)
     facts: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
 

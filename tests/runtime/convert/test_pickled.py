@@ -18,7 +18,7 @@ from tests.runtime.tiny import tiny_checkpoint
 
 
 class Bomb:
-    """Runs a command when unpickled by the standard library."""
+    """An object that runs a command when the standard library unpickles it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,7 +39,7 @@ def test_names_in_a_pickle_are_not_executed(tmp_path: Path) -> None:
 
 
 def rewrite(path: Path, change: Callable[[str, bytes], bytes | None]) -> None:
-    """Change members of a zip file; ``change`` returns the new content, or None to remove."""
+    """Change members of a zip file; ``change`` returns new content, or None to remove a member."""
     with zipfile.ZipFile(path) as archive:
         members = [(name, archive.read(name)) for name in archive.namelist()]
     with zipfile.ZipFile(path, "w") as archive:

@@ -42,7 +42,7 @@ def test_planes_of_different_dtype_or_dim_are_different_groups() -> None:
 
 
 def test_layers_with_different_dims_have_their_own_runs() -> None:
-    """For example, a format with another rank in each layer."""
+    """An example is a format that compresses each layer to a different rank."""
     narrow = plane("k", torch.bfloat16, 4)
     layout = CacheLayout(PAGE, HEADS, ((K,), (narrow,), (K,), (K,)))
     wide, small = layout.groups

@@ -56,7 +56,7 @@ SHARED = 227 * 1024
     ids=str,
 )  # fmt: skip
 def test_step_kernel_compiles_and_fits_shared_memory(shape: tuple[int, ...]) -> None:
-    """``shape`` is query heads, KV heads, head dimension, sequences and splits."""
+    """``shape``: query heads, KV heads, head dimension, number of sequences, maximum splits."""
     command = [sys.executable, "-c", _SCRIPT, *map(str, shape)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

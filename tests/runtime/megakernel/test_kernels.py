@@ -41,7 +41,7 @@ LARGE = replace(
 def test_step_matches_the_model(
     ranks: tuple[int | None, ...], bias: bool, positions: tuple[int, ...], tall: int
 ) -> None:
-    """Dense, factorized and mixed layers, with and without tall tiles."""
+    """Cover dense, factorized and mixed layers, with and without tall tiles."""
     programs = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     check_step(tiny_checkpoint(ranks=ranks, bias=bias), positions, programs, tall)
 
@@ -52,7 +52,7 @@ def test_step_matches_the_model(
 def test_large_step_of_few_programs_matches_the_model(
     ranks: tuple[int | None, ...], programs: int, positions: tuple[int, ...], tall: int
 ) -> None:
-    """Many tiles per program, inputs of several blocks, 16 query heads per KV head."""
+    """Cover many tiles per program, inputs too wide for registers, and 16 heads per KV head."""
     check_step(tiny_checkpoint(ranks=ranks, config=LARGE), positions, programs, tall)
 
 

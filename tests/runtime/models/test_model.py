@@ -57,7 +57,7 @@ def smollm2() -> Checkpoint:
 
 @pytest.mark.slow
 def test_smollm2_agrees_with_transformers_on_real_text(smollm2: Checkpoint) -> None:
-    """KV is bf16: top-1 agrees at 99 % of positions, and logits within 2 % of the largest."""
+    """Tolerances allow for bf16 KV: 99 % equal top-1 tokens; logits within 2 % of the maximum."""
     from runtime.bench.engine import peer_of
     from services.common.tokenizer import load_tokenizer
 
@@ -193,7 +193,7 @@ def quantized(kind: str, rows: int, columns: int) -> torch.Tensor:
 
 
 def few_rows_dtype(weight: torch.Tensor) -> str | None:
-    """Return the dtype in which `FewRowsLinear` stores a weight, None if it is not used."""
+    """Return the dtype in which `FewRowsLinear` stores a weight, or None if it is not used."""
     few = PackedLinear(weight, None)._few
     return None if few is None else f"{few._source[0].dtype}"
 

@@ -270,7 +270,7 @@ def test_forward_of_a_loaded_folder_matches_plain_torch(tmp_path: Path) -> None:
     tokens = list(range(3, 40))
     computed = forward(checkpoint, torch.tensor([tokens]))[0]
     expected = plain_logits(weights, tokens, torch.float32)
-    # Both sides are fp32; sums are in another order over three layers.
+    # Both sides compute in fp32, but add in different orders, over three layers.
     torch.testing.assert_close(computed, expected, rtol=2e-4, atol=2e-4)
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in weights.values())
 
