@@ -117,7 +117,7 @@ class DeadlineExceeded(ServiceError):
 
 
 class InternalFault(ServiceError):
-    """An error inside the service, which the client did not cause."""
+    """An internal error of the service, not caused by the client."""
 
 
 class SettingsError(Exception):

@@ -1,8 +1,11 @@
 """Read the metadata of a GGUF file in about 0.1 s. Parsing the whole file takes seconds.
 
-The layout is that of the GGUF specification, versions 2 and 3, little-endian: ``magic u32, version
-u32, tensors u64, entries u64``, then for each entry ``key string, type u32, value``; a string is
-``length u64`` and UTF-8 bytes, an array is ``item type u32, count u64`` and the items.
+Layout (GGUF specification, versions 2 and 3, little-endian)::
+
+    file:   magic u32, version u32, number of tensors u64, number of entries u64, entries
+    entry:  key string, type u32, value
+    string: length u64, UTF-8 bytes
+    array:  item type u32, count u64, items
 """
 
 import mmap
@@ -12,7 +15,7 @@ from typing import Any
 
 MAGIC = b"GGUF"
 
-_SCALARS = "BbHhIif?"  # format characters of `struct` for the types 0 to 7
+_SCALARS = "BbHhIif?"  # `struct` format characters of the GGUF value types 0 to 7
 _STRING, _ARRAY = 8, 9
 _WIDE = {10: "Q", 11: "q", 12: "d"}
 _LETTERS = dict(enumerate(_SCALARS)) | _WIDE
@@ -29,7 +32,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Return all metadata entries of a file: numbers, strings, and lists of them.
+    """Return all metadata entries by key. Values are numbers, strings, or lists of these.
 
     Raises:
         MetadataError: if the file is not GGUF 2 or 3, is truncated, or has invalid UTF-8.

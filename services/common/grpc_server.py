@@ -28,8 +28,8 @@ _OPTIONS = [
 
 _UNAUTHENTICATED_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
-Handler = Any  # grpc.RpcMethodHandler: generic in the stubs, a plain class at run time
-MessageStream = Any  # either side of a bidirectional call: the stubs lack read() and EOF
+Handler = Any  # grpc.RpcMethodHandler, which is generic in the type stubs only
+MessageStream = Any  # either side of a bidirectional call; the type stubs lack read() and EOF
 
 
 class TokenInterceptor(aio.ServerInterceptor):
@@ -53,7 +53,7 @@ class TokenInterceptor(aio.ServerInterceptor):
 
 
 def _reject(handler: Handler) -> Handler:
-    """Return a handler with the same arity that answers UNAUTHENTICATED."""
+    """Return a handler that answers UNAUTHENTICATED, for a method with the same streaming type."""
 
     async def abort(_request: object, context: aio.ServicerContext[object, object]) -> None:
         await context.abort(
@@ -132,7 +132,7 @@ class GrpcServer:
             await self._health.set(service, state)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting calls and cancel those that run longer than ``grace_s`` seconds."""
+        """Refuse new calls, and cancel calls that still run after ``grace_s`` seconds."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 

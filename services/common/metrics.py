@@ -19,7 +19,7 @@ class MetricFactory:
         return Gauge(f"headrace_{name}", text, labels, registry=self._registry)
 
     def seconds(self, name: str, text: str, *labels: str) -> Histogram:
-        """A histogram of durations; the suffix ``_seconds`` is added to the name."""
+        """Return a histogram of durations. The suffix ``_seconds`` is added to its name."""
         return Histogram(
             f"headrace_{name}_seconds", text, labels, registry=self._registry, buckets=SECONDS
         )

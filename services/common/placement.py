@@ -1,7 +1,7 @@
 """Messages of the router's HTTP API.
 
-All bodies are JSON. The table gives the class in this module of each request and response body. If
-a cluster token is configured, requests under ``/v1`` need
+All bodies are JSON. The table lists, for each route, the classes of the request body and of the
+response body. If a cluster token is configured, requests under ``/v1`` need
 ``Authorization: Bearer <cluster token>``.
 
 ==========================  ====================  =============================================
@@ -15,8 +15,8 @@ a cluster token is configured, requests under ``/v1`` need
 ``GET /health``, ``/ready``, ``/metrics``         no token needed
 ==========================  ====================  =============================================
 
-An error has a `RouterError` body; the message of a 400 names the invalid field. 429 and 503 have
-``Retry-After`` in seconds.
+The body of an error is a `RouterError`. If the status is 400, its message names the invalid field.
+Responses with status 429 or 503 have a ``Retry-After`` header in seconds.
 """
 
 from enum import StrEnum
@@ -24,9 +24,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_TOKENS = 1 << 31  # in one request or one queue
+MAX_TOKENS = 1 << 31  # maximum tokens of one request or one queue
 MAX_PAGES = 1 << 31
-MAX_ADMITTED = 8192  # placement ids in one heartbeat
+MAX_ADMITTED = 8192  # maximum placement ids in one heartbeat
 MAX_EXCLUDED = 64
 
 WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -39,7 +39,7 @@ Label = Annotated[str, Field(max_length=256)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
 Sequences = Annotated[int, Field(ge=0, le=1 << 20)]
-Count = Annotated[int, Field(ge=0)]  # without a maximum: the sum of bounded values
+Count = Annotated[int, Field(ge=0)]  # sum of bounded values, so it has no maximum of its own
 
 
 class _Message(BaseModel):
@@ -47,7 +47,7 @@ class _Message(BaseModel):
 
 
 class Role(StrEnum):
-    """Phases that a worker computes."""
+    """Phases that a worker computes: prefill, decode, or both (colocated)."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -77,17 +77,17 @@ class ErrorCode(StrEnum):
     INVALID = "invalid"  # 400
     UNAUTHENTICATED = "unauthenticated"  # 401
     UNKNOWN_MODEL = "unknown_model"  # 404
-    NOT_FOUND = "not_found"  # 404, 405: no such path or method
+    NOT_FOUND = "not_found"  # 404 or 405: no such path or method
     QUEUE_TIMEOUT = "queue_timeout"  # 408
     STALE_EPOCH = "stale_epoch"  # 409: the epoch has ended or was replaced
-    TOO_LARGE = "too_large"  # 413: fits no worker
+    TOO_LARGE = "too_large"  # 413: the request fits no worker, or the body is too long
     QUEUE_FULL = "queue_full"  # 429
     INTERNAL = "internal"  # 500
     NO_WORKERS = "no_workers"  # 503
 
 
 class ModelInfo(_Message):
-    """The model that a worker serves; ``context_length`` in tokens."""
+    """The model that a worker serves. ``context_length`` is in tokens."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     context_length: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
@@ -134,10 +134,10 @@ class Heartbeat(_Message):
     """Load of a worker at one instant.
 
     Attributes:
-        queue_tokens: for prefill, accepted prompt tokens that are not computed yet; for decode,
-            tokens resident in pages plus those of sequences that wait for pages.
-        running: occupied batch slots, one for each choice.
-        waiting: requests without a batch slot.
+        queue_tokens: on a prefill worker, number of accepted prompt tokens that are not computed
+            yet; on a decode worker, number of tokens of all sequences, with or without KV pages.
+        running: number of occupied batch slots; each choice occupies one.
+        waiting: number of requests without a batch slot.
         admitted: ids of the placements that this load includes for the first time. A worker repeats
             an id until the router answers a heartbeat that contains it.
         reason: why the worker is not ready.
@@ -155,13 +155,13 @@ class Heartbeat(_Message):
 
 
 class HeartbeatReply(_Message):
-    """Answer to a heartbeat. ``register_again``: the router does not know the worker."""
+    """Answer to a heartbeat. ``register_again`` is True if the worker is not registered."""
 
     register_again: bool = False
 
 
 class Deregistration(_Message):
-    """Deregistration of a worker: this epoch takes no more requests."""
+    """Deregistration of a worker. This epoch of the worker accepts no more requests."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -172,8 +172,8 @@ class PlaceRequest(_Message):
 
     Attributes:
         model: name of the model; None selects the only served model.
-        max_tokens: output tokens of each choice.
-        priority: larger values are placed first.
+        max_tokens: maximum output tokens of each choice.
+        priority: requests with larger values are placed first.
         exclude: ids of workers that must not be used.
         wait_s: maximum time in the router's queue, seconds; 0 means not to wait.
     """
@@ -191,7 +191,7 @@ class PlaceRequest(_Message):
 
 
 class WorkerAddress(_Message):
-    """An epoch of a worker and its address."""
+    """Id, epoch and address of a worker."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -207,7 +207,7 @@ class Placement(_Message):
 
 
 class Release(_Message):
-    """End of a placed request. ``blame`` is the worker of the placement that failed, if any."""
+    """End of a placed request. ``blame`` is the id of the worker that failed, if any."""
 
     placement_id: PlacementId
     outcome: Outcome
@@ -219,8 +219,9 @@ class WorkerView(_Message):
 
     Attributes:
         state: the reported state, or ``suspect`` or ``probation``.
-        promised_tokens: queue tokens of placements that the last heartbeat does not include.
-        promised_pages: KV pages of these placements.
+        promised_tokens: number of queued tokens of the promised placements, which the last
+            heartbeat does not include.
+        promised_pages: number of KV pages of the promised placements.
         silent_s: time since the last heartbeat, seconds.
     """
 

@@ -84,7 +84,7 @@ class ServiceSettings(BaseSettings):
         super().__pydantic_init_subclass__(**kwargs)
         for setting in cls.model_fields.values():
             bounds, description = _bounds(setting), setting.description or ""
-            if not description.endswith(bounds):  # a subclass inherits descriptions with bounds
+            if not description.endswith(bounds):  # inherited descriptions already have their bounds
                 setting.description = description + bounds
 
     @classmethod
@@ -133,7 +133,7 @@ class ServiceSettings(BaseSettings):
 
 
 def _bounds(setting: FieldInfo) -> str:
-    """Return the range of a number, as `headrace up --help` prints it, or an empty string."""
+    """Return the valid range of a numeric setting as help text; empty if it has no bounds."""
     found = {
         name: getattr(item, name)
         for item in setting.metadata
@@ -157,7 +157,7 @@ def is_loopback(host: str) -> bool:
     try:
         return _is_loopback_address(bare)
     except ValueError:
-        pass  # it is a name, not an address
+        pass  # the host is a name, not an address
     try:
         found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -4,8 +4,8 @@ A tokenizer is read from a GGUF file (vocabulary, merges and chat template in it
 a Hugging Face directory (``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja``).
 
 Decoding looks up the bytes of each token in a table and decodes the concatenated bytes as UTF-8.
-Both kinds of vocabulary of the Llama family have such a table: GPT-2's byte-level alphabet, and
-SentencePiece with byte fallback. Incremental and full decoding therefore give the same text.
+Two kinds of vocabulary are supported: byte-level with GPT-2's alphabet, and SentencePiece with byte
+fallback. Because both use the table, incremental and full decoding give the same text.
 """
 
 import codecs
@@ -41,7 +41,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the special tokens, and their texts by names such as ``bos_token``."""
+    """Ids of the BOS and EOS tokens, and texts of special tokens by names such as ``bos_token``."""
 
     bos: int | None
     eos: tuple[int, ...]
@@ -56,7 +56,7 @@ class Tokenizer:
 
     Attributes:
         pieces: bytes of each token.
-        visible_pieces: the same, but empty for special tokens.
+        visible_pieces: like ``pieces``, but with empty bytes for special tokens.
         context_length: context length of the model in tokens, if its files state it.
     """
 
@@ -156,7 +156,7 @@ class IncrementalDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """Return the characters that these ids complete; ids outside the vocabulary are skipped."""
+        """Append ids and return the new complete characters; skip ids outside the vocabulary."""
         pieces, size = self._pieces, len(self._pieces)
         return self._utf8.decode(b"".join([pieces[id] for id in ids if id < size]))
 
@@ -179,7 +179,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise TokenizerError(f"cannot read the tokenizer of {path}: {error}") from error
 
 
-# Pre-tokenizers by their names in GGUF files. The second and third are those of Llama 3 and Qwen2.
+# Pre-tokenizers by their names in GGUF files. `llama-bpe` is the pre-tokenizer of Llama 3.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -244,7 +244,7 @@ def _byte_level_backend(
         raise TokenizerError(f"the vocabulary and the merges are inconsistent: {error}") from error
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
-    backend.decoder = decoders.ByteLevel()  # for `save`; decoding here uses the table
+    backend.decoder = decoders.ByteLevel()  # only for `save`: `decode` uses the table
     added = [
         AddedToken(token, special=kind == _CONTROL, normalized=False)
         for token, kind in zip(tokens, types, strict=False)

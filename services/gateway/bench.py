@@ -1,8 +1,9 @@
 """Throughput of the gateway on one core, in tokens/s: ``python -m services.gateway.bench``.
 
 Three processes run: a synthetic decode worker with a minimal router, the real gateway pinned to one
-core, and this one with the clients. In each step the worker sends one token of every stream. The
-first run is unpaced; the second is paced at the goal, to measure the CPU time at that rate.
+core, and this process, which runs the clients. In each step, the worker sends one token of every
+stream. The first run has no rate limit and measures the maximum throughput. In the second run, the
+worker sends ``GOAL`` tokens/s, to measure the gateway's CPU usage at that rate.
 """
 
 import argparse
@@ -34,14 +35,19 @@ from services.common.tokenizer import load_tokenizer
 from services.gateway.service import loop_factory, serve
 from services.gateway.settings import GatewaySettings
 
-GOAL = 5_000.0  # tokens/s to 64 clients on one core
+GOAL = 5_000.0  # required throughput with 64 clients on one core, tokens/s
 
 _TEXT = "The headrace carries water from the reservoir to the turbine, day and night. Öl, 水, 😀!\n"
 _ADDRESS = "127.0.0.1"
 
 
 class SyntheticWorker(decode_pb2_grpc.DecodeServicer):
-    """Sends one token of every stream per step, at ``rate`` tokens/s in total; 0 is unpaced."""
+    """Sends one token of every stream per step.
+
+    Args:
+        tokens: token ids of the output; a longer output repeats them.
+        rate: tokens/s of all streams together; 0 means no limit.
+    """
 
     def __init__(self, tokens: list[int], rate: float) -> None:
         self._tokens = tokens
@@ -50,7 +56,7 @@ class SyntheticWorker(decode_pb2_grpc.DecodeServicer):
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
         self, commands: Any, context: Any
     ) -> None:
-        streams: dict[int, list[int]] = {}  # stream number to [sent, requested] tokens
+        streams: dict[int, list[int]] = {}  # by stream number: [sent tokens, requested tokens]
         wake = asyncio.Event()
 
         async def read() -> None:
@@ -136,10 +142,11 @@ class Result:
     """Results of one run.
 
     Attributes:
-        pace: tokens/s that the synthetic worker sends; 0 is unpaced.
-        tokens_per_event: output tokens per server-sent event. It is above 1 if a token completes no
-            character, or if the gateway is behind and merges tokens of a stream.
-        cpu: fraction of its core that the gateway used.
+        pace: rate limit of the synthetic worker, tokens/s; 0 means no limit.
+        tokens_per_event: average number of output tokens per server-sent event. It is above 1 if
+            some tokens end inside a character, or if the gateway is too slow and sends several
+            tokens of a stream in one event.
+        cpu: fraction of the core's time that the gateway process used.
     """
 
     pace: float
@@ -150,7 +157,7 @@ class Result:
 
 
 class Clients:
-    """``count`` clients, each with one request of ``length`` output tokens at a time."""
+    """``count`` clients. Each sends requests for ``length`` output tokens, one after another."""
 
     def __init__(self, port: int, count: int, length: int) -> None:
         self._port = port
@@ -205,7 +212,7 @@ async def _until_listening(*ports: int) -> None:
 
 
 def measure(rate: float, *, seconds: float, clients: int, length: int) -> Result:
-    """Run once with new processes: warm up, then count the received tokens."""
+    """Start new processes, warm up, and measure for ``seconds``. ``rate`` limits the worker."""
     cores = sorted(os.sched_getaffinity(0))
     port, grpc_port, worker_port, router_port = (_free_port() for _ in range(4))
     context = multiprocessing.get_context("spawn")

@@ -44,7 +44,7 @@ _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LONG_TEXT = 4096  # maximum characters tokenized on the event loop; longer texts use a thread
 _MAX_NAME_CHARS = 128  # an error message truncates the client's model name to this length
-_READY_CACHE_S = 0.5  # time for which a positive answer of the router is reused
+_READY_CACHE_S = 0.5  # time for which a positive result of `Gateway.ready` is reused
 _MERGE_QUEUE_SIZE = 32  # batches of deltas buffered for a request with several prompts
 _RETRY_AFTER_S = 5.0
 
@@ -80,7 +80,7 @@ class Gateway:
     Attributes:
         draining: whether new requests are refused.
         requires_key: whether requests need an API key.
-        builder: validates generation requests.
+        builder: builder that validates generation requests.
     """
 
     def __init__(
@@ -192,10 +192,11 @@ class Gateway:
     ) -> AsyncGenerator[list[TextDelta]]:
         """Yield the output of all requests as it arrives. Closing the generator cancels them.
 
-        Choices are numbered across requests: those of the first, then those of the second, etc.
+        Choice indices are consecutive across requests: the choices of the second request follow
+        those of the first.
 
         Raises:
-            ServiceError: if one request cannot be completed; the others are cancelled.
+            ServiceError: if a request cannot be completed. All other requests are then cancelled.
         """
         with self._admit(len(requests)):
             if len(requests) == 1:
@@ -218,7 +219,7 @@ class Gateway:
         return True
 
     async def drain(self, limit_s: float) -> None:
-        """Refuse new requests. Fail those that still run after ``limit_s`` seconds."""
+        """Refuse new requests. After ``limit_s`` seconds, fail all that are still running."""
         self.draining = True
         try:
             async with asyncio.timeout(limit_s):
@@ -253,7 +254,7 @@ class Gateway:
     async def _merge(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[list[TextDelta]]:
-        """Run several requests concurrently and yield their deltas with renumbered choices."""
+        """Run several requests concurrently. Choice indices are as in `generate`."""
         queue: asyncio.Queue[list[TextDelta] | ServiceError | None]
         queue = asyncio.Queue(_MERGE_QUEUE_SIZE)
 
@@ -274,7 +275,7 @@ class Gateway:
                         offset += request.options.n
             except* ServiceError as errors:
                 end = next(e for e in errors.exceptions if isinstance(e, ServiceError))
-            except* Exception as errors:  # the reader would block without an item
+            except* Exception as errors:  # otherwise the queue's reader would block
                 log.exception("unexpected error in a request with several prompts")
                 end = InternalFault(f"internal error: {errors.exceptions[0]!r}")
             await queue.put(end)
@@ -292,7 +293,10 @@ class Gateway:
 
 @asynccontextmanager
 async def enforce_deadline(deadline: float) -> AsyncGenerator[None]:
-    """Cancel the block at ``deadline``, in event-loop time, and raise `DeadlineExceeded`."""
+    """Cancel the body of the ``with`` block at ``deadline`` and raise `DeadlineExceeded`.
+
+    ``deadline`` is in event-loop time, seconds.
+    """
     try:
         async with asyncio.timeout_at(deadline):
             yield

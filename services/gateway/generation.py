@@ -34,7 +34,7 @@ from services.gateway.wire import start_stream_message
 
 log = structlog.get_logger()
 
-_BACKOFF_S = 0.05  # before the second attempt; doubled before each further one
+_BACKOFF_S = 0.05  # delay before the second attempt; doubles with each further attempt
 _MAX_BACKOFF_S = 1.0
 _REFUSALS = (error_pb2.ERROR_CODE_OVERLOADED, error_pb2.ERROR_CODE_DRAINING)
 _LOST_WORKER = (error_pb2.ERROR_CODE_UNSPECIFIED, error_pb2.ERROR_CODE_PREFILL_LOST)
@@ -190,7 +190,7 @@ class Generator:
             raise Unavailable(
                 f"{failure.message}; a request with n > 1 cannot continue on another worker"
             )
-        if lost >= self._settings.max_lost_workers:  # the request itself may crash workers
+        if lost >= self._settings.max_lost_workers:  # the request itself may be what crashes them
             raise Unavailable(f"{lost} workers were lost during this request: {failure.message}")
         if attempts >= self._settings.max_attempts:
             error = Overloaded if failure.code in _REFUSALS else Unavailable
@@ -220,7 +220,7 @@ class _LatencyRecorder:
 
 
 def _blamed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> str | None:
-    """Return the id of the blamed worker if it belongs to the placement, else None."""
+    """Return the id of the worker blamed for a failure, or None if it is not in the placement."""
     placement = routed.placement
     workers = {placement.decode.worker_id}
     if placement.prefill is not None:
@@ -229,7 +229,10 @@ def _blamed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> str | Non
 
 
 def _backoff_s(attempt: int) -> float:
-    """Return a random delay in seconds, so that requests of a lost worker do not retry at once."""
+    """Return the delay before the next attempt, in seconds.
+
+    It is random, so that the requests of a lost worker do not all retry at the same time.
+    """
     return float(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1))
 
 

@@ -12,7 +12,7 @@ _LINE = re.compile(r"^([0-9a-fA-F]{64})(?:\s+(\S{1,128}))?$")
 
 
 class ApiKeys:
-    """The accepted keys with their tenants.
+    """The accepted API keys and the tenant of each.
 
     Args:
         tenants: tenant of each key, by the SHA-256 digest of the key. If empty, no key is required.
@@ -53,9 +53,9 @@ class ApiKeys:
         return cls(tenants)
 
     def tenant(self, authorization: str | None) -> str | None:
-        """Return the tenant of the key in an ``Authorization`` header, or None without keys.
+        """Return the tenant of the key in an ``Authorization`` header; None if no key is required.
 
-        All digests are compared, so that the duration does not depend on the key.
+        Every stored digest is compared, so that the duration does not depend on the key.
 
         Raises:
             Unauthenticated: if the key is missing or unknown.

@@ -9,10 +9,10 @@ _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 
 
 class GatewayMetrics:
-    """Metrics of one gateway, in a registry of their own.
+    """Metrics of one gateway. Each instance has its own registry.
 
-    Label values are bounded: endpoints are routes, statuses are HTTP status codes, and reasons are
-    error codes of the protocol.
+    The set of label values is bounded: endpoints are routes, statuses are HTTP status codes, and
+    reasons are error codes of the protocol.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class GatewayMetrics:
         )
 
     def observe_routing(self, seconds: float) -> None:
-        """Record the duration of a place call, seconds."""
+        """Record the duration of a place call to the router, in seconds."""
         self._stages.labels("route").observe(seconds)
 
     def observe_stages(self, times: decode_pb2.StageTimes) -> None:

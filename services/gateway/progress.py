@@ -9,11 +9,11 @@ from services.gateway.text import FINISH_REASONS, FinishReason
 
 
 class Progress:
-    """Delivered tokens of each choice. A new attempt replays them after the prompt.
+    """Delivered tokens of one request. A new attempt replays them after the prompt.
 
     Attributes:
         delivered: token ids of each choice, in order.
-        unfinished: choices that the worker has not ended.
+        unfinished: indices of the choices that the worker has not ended.
     """
 
     def __init__(self, request: GenerationRequest, stop_token_ids: tuple[int, ...]) -> None:
@@ -29,11 +29,11 @@ class Progress:
 
     @property
     def replayed(self) -> Sequence[int]:
-        """Output tokens that the next attempt replays. Several choices are never replayed."""
+        """Output tokens that the next attempt replays. Requires a request with a single choice."""
         return self.delivered[0]
 
     def accept(self, deltas: Sequence[decode_pb2.StreamDelta], worker_id: str) -> None:
-        """Record tokens before they are delivered. On an error, none of them is recorded.
+        """Record tokens; call this before they are delivered. On an error, nothing is recorded.
 
         Raises:
             WorkerFailure: if a token is not the next one of its choice, or if a choice ends with an
@@ -55,7 +55,7 @@ class Progress:
             self.unfinished.difference_update(end.choice for end in delta.ended)
 
     def finish_reason(self) -> "FinishReason | None":
-        """Return the finish reason of a single choice if its delivered tokens are complete."""
+        """Return the finish reason if there is a single choice and its tokens are complete."""
         if len(self.delivered) > 1:
             return None
         delivered = self.delivered[0]

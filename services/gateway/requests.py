@@ -24,8 +24,8 @@ from services.common.errors import InvalidRequest
 from services.gateway.settings import GatewaySettings
 
 _SEED_BITS = 64
-_MIN_REPETITION_PENALTY = 0.01  # it divides logits, which must remain finite
-_MIN_TOP_P = 1e-6  # keeps one token, like smaller values, but does not underflow to 0
+_MIN_REPETITION_PENALTY = 0.01  # logits are divided by it and must remain finite
+_MIN_TOP_P = 1e-6  # small enough to keep one token only; smaller values could underflow to 0
 _MAX_LOGIT_BIAS = 100.0
 _MAX_NAME_CHARS = 128  # an error message truncates a field name to this length
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
@@ -44,18 +44,18 @@ class UnsupportedField(InvalidRequest):
 
 
 def _parse_logit_bias(bias: Any) -> dict[int, float]:
-    """Convert keys to token ids. Stop at the first error, as there may be 100,000 entries."""
+    """Convert the keys to token ids. Stop at the first error: there may be 100,000 entries."""
     if not isinstance(bias, Mapping):
         raise ValueError("must map token ids to numbers")
     parsed = {}
     for token, value in bias.items():
         if isinstance(token, str) and not _TOKEN_ID.fullmatch(
             token
-        ):  # int() accepts other texts, too
+        ):  # int() would accept more, such as signs and spaces
             raise ValueError("keys must be token ids")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError("values must be numbers")
-        if not -_MAX_LOGIT_BIAS <= value <= _MAX_LOGIT_BIAS:  # NaN is rejected, too
+        if not -_MAX_LOGIT_BIAS <= value <= _MAX_LOGIT_BIAS:  # also rejects NaN
             raise ValueError(f"values must be between -100 and 100, not {value}")
         parsed[int(token)] = value
     return parsed
@@ -160,8 +160,8 @@ class GenerationRequest:
         prompt: token ids.
         max_tokens: maximum output tokens of each choice.
         seed: the client's seed, or a random one; 64 bits.
-        options: all parameters as the client sent them. Use `max_tokens` and `seed` of this class
-            instead of those in ``options``, which may be None.
+        options: all parameters as the client sent them. ``options.max_tokens`` and
+            ``options.seed`` may be None; use the attributes of this class instead.
     """
 
     context: RequestContext
@@ -191,10 +191,10 @@ class RequestBuilder:
         """Return a validated request.
 
         Args:
-            fill_context: whether an absent ``max_tokens`` means as many tokens as fit the context
-                instead of ``default_max_tokens``.
-            names: mapping from fields of ``options`` to the client's names for them, where these
-                differ; used in error messages.
+            fill_context: default of an absent ``max_tokens``: if True, as many tokens as fit the
+                context; otherwise ``default_max_tokens`` of the settings.
+            names: mapping from fields of ``options`` to their names in the client's request, if
+                these differ. Error messages use the client's names.
 
         Raises:
             InvalidRequest: if a value is out of bounds; ``param`` names the field.

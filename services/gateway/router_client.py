@@ -36,20 +36,20 @@ _JSON = {"content-type": "application/json"}
 
 @dataclass(frozen=True)
 class RoutedPlacement:
-    """A placement and the URL of the router that made it, which must receive the release."""
+    """A placement and the URL of the router that made it. The release must go to that router."""
 
     placement: Placement
     router: str
 
 
 class RouterClient:
-    """Calls the routers one after another until one answers. The last one that did is tried first.
+    """Calls the routers in turn until one answers. The router that answered last is tried first.
 
     Args:
         routers: base URLs.
         token: cluster token, or None.
-        timeout_s: time to connect, and time to answer in addition to ``wait_s``, seconds.
-        transport: transport that replaces the network in tests.
+        timeout_s: maximum time in seconds to connect, and for an answer in addition to ``wait_s``.
+        transport: HTTP transport for tests; None uses the network.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802 - named by the schema
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
-        """Stream one response for each text delta of each choice; the last one has the usage."""
+        """Stream one response per text delta. The last response has the token usage."""
         request_id = valid_request_id(request.request_id)
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             await self._guard(
@@ -64,7 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, method: str, context: Context, answer: Callable[[], Awaitable[_T]]
     ) -> _T:
         """Count and log a call, and convert its exception to a status with details."""
-        endpoint, status = f"{SERVICE}/{method}", "499"  # the status if the client cancels
+        endpoint, status = f"{SERVICE}/{method}", "499"  # status if the client cancels the call
         try:
             result = await answer()
             status = "200"
@@ -134,7 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def _options(message: inference_pb2.GenerateRequest) -> GenerationOptions:
-    """Convert the fields that are set in a message, by name."""
+    """Return the options with the fields that are set in the message. Names are equal in both."""
     given = {
         field.name: value
         for field, value in message.ListFields()
@@ -147,7 +147,7 @@ def _options(message: inference_pb2.GenerateRequest) -> GenerationOptions:
 
 
 def _deadline(accepted: RequestContext, context: Context) -> float:
-    """Return the earlier of the gateway's deadline and the client's."""
+    """Return the gateway's or the client's deadline, whichever is earlier, in event-loop time."""
     remaining = context.time_remaining()
     if remaining is None:
         return accepted.deadline

@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 loop_factory = uvloop.new_event_loop
 
-_GRPC_GRACE_S = 2.0  # time to end the calls that outlast the drain
+_GRPC_GRACE_S = 2.0  # time after the drain until remaining calls are cancelled
 _HEALTH_PERIOD_S = 1.0
 
 
@@ -51,7 +51,7 @@ async def serve(settings: GatewaySettings) -> None:
         rpc = GrpcServer(
             f"{_bracketed(settings.host)}:{settings.grpc_port}",
             [SERVICE],
-            # Messages up to this size are parsed, so that the service can reject them with details.
+            # Twice the limit, so that the service can reject most larger bodies with details.
             max_message_bytes=2 * settings.max_body_bytes,
             max_rpcs=settings.max_connections,
         )

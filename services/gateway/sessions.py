@@ -35,7 +35,7 @@ class WorkerFailure(Exception):
 
     @property
     def reason(self) -> str:
-        """Metric label, one of a bounded set: the error code, or ``worker_lost``."""
+        """Metric label: the name of the error code, or ``worker_lost``."""
         if self.code == error_pb2.ERROR_CODE_UNSPECIFIED:
             return WORKER_LOST
         return error_pb2.ErrorCode.Name(self.code).removeprefix("ERROR_CODE_").lower()
@@ -57,7 +57,8 @@ class WorkerStream:
         """Return all deltas since the last call; wait until there is at least one.
 
         Raises:
-            WorkerFailure: if the worker or the connection failed. Earlier deltas come first.
+            WorkerFailure: if the worker or the connection failed, after all earlier deltas were
+                returned.
             ServiceError: if the gateway ended the stream.
         """
         while not self._buffer:
@@ -72,7 +73,7 @@ class WorkerStream:
         return deltas
 
     def deliver(self, delta: decode_pb2.StreamDelta) -> None:
-        """Buffer a delta for `next`, which raises an error in it after returning its tokens."""
+        """Buffer a delta for `next`. If it has an error, `next` raises it after all deltas."""
         if self._failure is not None:
             return
         self._buffered_tokens += len(delta.tokens)
@@ -110,7 +111,7 @@ def _failure_of(error: error_pb2.Error, worker_id: str) -> WorkerFailure:
 
 
 class WorkerSession:
-    """The bidirectional call to one epoch of one worker.
+    """A bidirectional call to one worker, for one epoch of that worker.
 
     Attributes:
         worker: id, epoch and address of the worker.
@@ -199,7 +200,7 @@ class WorkerSession:
         streams = self._streams
         for delta in step.deltas:
             stream = streams.get(delta.stream)
-            if stream is not None:  # else the stream was cancelled while the delta was in flight
+            if stream is not None:  # None if the stream was cancelled while the delta was in flight
                 stream.deliver(delta)
 
     async def _commands(self) -> AsyncIterator[decode_pb2.DecodeCommand]:
@@ -213,7 +214,7 @@ class SessionPool:
     Args:
         token: cluster token, or None.
         connect_timeout_s: time to connect to a worker, seconds.
-        max_buffered_tokens: tokens that one stream may buffer; a stream that exceeds it fails.
+        max_buffered_tokens: maximum tokens that one stream buffers; above it, the stream fails.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class SessionPool:
         self._by_worker: dict[str, WorkerSession] = {}
 
     def get(self, worker: WorkerAddress) -> WorkerSession:
-        """Return the session with this epoch of a worker. A session with another epoch is ended."""
+        """Return the session with a worker. A session with another epoch of the worker is ended."""
         session = self._by_worker.get(worker.worker_id)
         if session is not None and session.worker != worker:
             session.end(session.lost("the worker restarted with another epoch"))

@@ -81,7 +81,7 @@ class TextAssembler:
 
     @property
     def done(self) -> bool:
-        """Whether every choice is complete. A worker may still generate after a stop string."""
+        """Whether every choice is complete. The worker may still send tokens; they are dropped."""
         return self._unfinished == 0
 
     def push(

@@ -60,7 +60,7 @@ def create_app(
     """Return the app. While it serves, it advances the dispatcher every ``tick_s`` seconds.
 
     Args:
-        dispatcher: dispatcher to use; default: a new one from the settings.
+        dispatcher: dispatcher to use. By default, a new one is created from the settings.
         clock: monotonic clock, in seconds.
     """
     app = Quart(__name__)

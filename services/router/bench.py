@@ -1,8 +1,9 @@
 """Latency under each policy, and CPU time of a placement: ``python -m services.router.bench``.
 
 Simulates two prefill and three decode workers of unequal speed (`services.router.simulation`) with
-Poisson arrivals and the scaled lengths of FDC's Table 6. All policies get the same requests. The
-floor is the p99 latency if each request ran alone on the fastest workers.
+Poisson arrivals. Prompt and output lengths are those of FDC's Table 6, times ``--scale``. All
+policies get the same requests. The column ``floor`` is the p99 latency of the same requests if each
+of them ran alone on the fastest workers.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from services.router.simulation import (
     registration,
 )
 
-WARM_UP = 0.1  # fraction of the requests at the start that is not measured
+WARM_UP = 0.1  # the first requests are not measured; this is their fraction
 WORKLOADS = {name: [trace] for name, trace in FDC_TABLE_6.items()} | {
     "mix": list(FDC_TABLE_6.values())
 }
@@ -37,10 +38,11 @@ WORKLOADS = {name: [trace] for name, trace in FDC_TABLE_6.items()} | {
 
 @dataclass(frozen=True)
 class Row:
-    """Latency of one workload under one policy, in seconds: means over the seeds.
+    """Latency of one workload under one policy, in seconds. Values are means over the seeds.
 
-    ``to_random`` is the mean ratio of p99 to the p99 of the random policy with the same seed;
-    ``to_random_least`` and ``to_random_most`` are the minimum and maximum of this ratio.
+    ``to_random`` is the p99 latency divided by that of the random policy with the same seed.
+    ``to_random_least`` and ``to_random_most`` are the minimum and maximum of this ratio over the
+    seeds.
     """
 
     workload: str
@@ -122,9 +124,9 @@ def percentile(values: Sequence[float], rank: int) -> float:
 
 
 def decision_s(workers: int, calls: int = 500) -> float:
-    """Return the CPU time of one placement with its release, in seconds, without HTTP.
+    """Return the CPU time to place and release one request, in seconds, without HTTP.
 
-    Half of the ``workers`` are prefill workers. The result is the mean over ``calls``.
+    Half of the ``workers`` are prefill workers. The result is the mean over ``calls`` requests.
     """
     router = Dispatcher(
         Fleet(FleetLimits()),

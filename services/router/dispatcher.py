@@ -1,8 +1,8 @@
 """The dispatcher combines the fleet, the queue and the policy to place requests.
 
-Queued requests are answered in order. A request that cannot be placed reserves every worker that
-could take it, so that later requests cannot use the capacity that it waits for. Therefore large
-requests do not starve, and requests for other workers are not blocked.
+Queued requests are placed in order. If no worker has capacity for a request, it reserves every
+worker that could take it later, so that requests behind it in the queue cannot use that capacity.
+Therefore, large requests do not starve. Requests that other workers can take are not blocked.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ class Dispatcher:
         self._new_id = new_id
 
     def submit(self, request: PlaceRequest, now: float) -> PendingPlacement:
-        """Submit a place call, to be answered at once or, if queued, by its deadline."""
+        """Submit a place call. It is answered at once, or queued and answered by its deadline."""
         demand = Demand(
             prompt_tokens=request.prompt_tokens,
             max_tokens=request.max_tokens,
@@ -120,7 +120,7 @@ class Dispatcher:
         self._place_waiting(now)
 
     def advance(self, now: float) -> list[WorkerAddress]:
-        """Expire deadlines, promises and silent workers. To be called periodically.
+        """Expire overdue calls, promises and workers without heartbeats. Call it periodically.
 
         Returns:
             The workers that were removed.

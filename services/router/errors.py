@@ -17,7 +17,7 @@ from services.common.placement import ErrorCode
 
 
 class RouterException(Exception):
-    """Base of the errors that refuse a call. ``retry``: the same call may succeed later."""
+    """Base of the errors that refuse a call. If ``retry``, the same call may succeed later."""
 
     status: ClassVar[int]
     code: ClassVar[ErrorCode]

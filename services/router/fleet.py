@@ -1,8 +1,8 @@
-"""Registered workers: their epochs, load, health, and placements that they have not reported.
+"""Registered workers: their epochs, load, health, and promised placements.
 
-A placement is a promise on each of its workers. The promise counts as load until the worker's
-heartbeat lists it as admitted, the request is released, or ``placement_ttl_s`` has passed. The load
-of a worker is thus its last report plus exactly the placements that the report does not include.
+A new placement is a promise on each of its workers, until the worker's heartbeat lists it as
+admitted, the request is released, or ``placement_ttl_s`` has passed. The load of a worker is the
+load in its last heartbeat plus its promises. No placement is counted twice.
 
 There is no clock: methods take ``now``, in seconds of a monotonic clock.
 """
@@ -26,7 +26,7 @@ from services.common.placement import (
 from services.router.errors import QueueFull, StaleEpoch
 from services.router.policy import Demand, Pair, WorkerHealth, WorkerSnapshot
 
-MAX_RETIRED_EPOCHS = 4096  # maximum ended epochs kept, to reject a process that resumes
+MAX_RETIRED_EPOCHS = 4096  # ended epochs to remember, so that a process that resumes is rejected
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -158,13 +158,13 @@ class Fleet:
         return True
 
     def deregister(self, worker_id: str, epoch: str) -> None:
-        """Remove a worker, and reject its epoch from now on even if it is unknown."""
+        """Remove a worker. Its epoch is rejected from now on, even if it was never registered."""
         self._retire(worker_id, epoch)
         if self._find(worker_id, epoch) is not None:
             del self._workers[worker_id]
 
     def promise(self, pair: Pair, demand: Demand, placement_id: str, now: float) -> Placement:
-        """Create a placement on a pair from `snapshots`, and count the request against it."""
+        """Create a placement on a pair from `snapshots`, and add it to the load of its workers."""
         self._placements += 1
         placement = Placement(
             placement_id=placement_id,
@@ -181,10 +181,10 @@ class Fleet:
         return placement
 
     def release(self, release: Release, now: float) -> None:
-        """End a placement. A failure puts the blamed worker on probation; success ends its backoff.
+        """End a placement. Failure puts the blamed worker on probation; success resets its backoff.
 
-        Only failures of placements made after the last probation increase the backoff, so that
-        many requests that fail together count once.
+        Outcomes of placements made before the end of the last probation are ignored, so that many
+        requests that fail together count as one failure.
         """
         record = self._records.pop(release.placement_id, None)
         if record is None:
@@ -202,7 +202,7 @@ class Fleet:
                 worker.failures += 1
 
     def expire(self, now: float) -> list[WorkerAddress]:
-        """Drop expired promises, and remove and return workers without recent heartbeats."""
+        """Drop expired promises. Remove workers without a recent heartbeat and return them."""
         while self._expiries and self._expiries[0][0] <= now:
             _, placement_id = self._expiries.popleft()
             if record := self._records.get(placement_id):

@@ -10,7 +10,7 @@ PLACE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.25, 1, 2.5,
 
 
 class RouterMetrics:
-    """Metrics of one router, in a registry of its own. Settings bound the number of labels."""
+    """Metrics of one router, in its own registry. Settings limit the number of label values."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -46,7 +46,7 @@ class RouterMetrics:
         )
 
     def render(self, workers: list[WorkerView], waiting: int) -> bytes:
-        """Return the metrics as text. Gauges are updated, and removed workers have no series."""
+        """Update the gauges and return all metrics as text, without series of removed workers."""
         self._waiting.set(waiting)
         self._workers.clear()
         self._queue_tokens.clear()

@@ -1,7 +1,7 @@
 """Placement policies: pure functions of a request, the workers and a random generator.
 
-The default is the shortest queue, in tokens (FDC, §6.1 and §6.2). The queue of a worker is its last
-report plus the placements since then, as `services.router.fleet` computes it.
+The default policy chooses the worker with the fewest queued tokens (FDC, §6.1 and §6.2). Queued
+tokens are those of the last heartbeat plus those of promised placements (`services.router.fleet`).
 """
 
 from collections import defaultdict
@@ -45,7 +45,7 @@ class Demand:
 
     @property
     def choice_tokens(self) -> int:
-        """Tokens counted for one choice on a decode worker. The last token's KV is never stored."""
+        """KV tokens of one choice on a decode worker. KV of the last output token is not stored."""
         return self.prompt_tokens + min(self.max_tokens - 1, self.output_reserve)
 
     def tokens(self, role: Role) -> int:
@@ -64,7 +64,7 @@ class Demand:
         return shared + self.choices * (-(-self.choice_tokens // page_size) - shared)
 
     def min_pages(self, role: Role, page_size: int) -> int:
-        """Return the pages needed to finish: `pages`, or those of one full-length choice."""
+        """Return the larger of `pages` and the pages of one choice with ``max_tokens`` tokens."""
         if role is Role.PREFILL:
             return self.pages(role, page_size)
         whole = -(-(self.prompt_tokens + self.max_tokens - 1) // page_size)
@@ -76,11 +76,11 @@ class WorkerSnapshot:
     """State of a worker at one instant, including promised placements.
 
     Attributes:
-        queue_tokens: reported tokens plus promised ones.
+        queue_tokens: queued tokens: reported ones plus those of promised placements.
         pages_free: reported free pages minus promised ones; may be negative.
-        slots: batch slots of running, waiting and promised sequences.
+        slots: number of batch slots for running, waiting and promised sequences.
         max_slots: number of slots at which the worker counts as full.
-        last_placement: sequence number of its newest placement, 0 before the first.
+        last_placement: sequence number of the worker's newest placement; 0 if there is none.
     """
 
     worker_id: str
@@ -113,7 +113,7 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Workers of one request. A colocated worker is ``decode``, and ``prefill`` is None."""
+    """Workers of one request. For a colocated worker, ``decode`` is it and ``prefill`` is None."""
 
     prefill: WorkerSnapshot | None
     decode: WorkerSnapshot
@@ -132,7 +132,7 @@ class Reason(Enum):
     """Reason why a request is not placed. Waiting helps only if it is `BUSY`."""
 
     UNKNOWN_MODEL = auto()
-    AMBIGUOUS_MODEL = auto()  # several are served, and the request names none
+    AMBIGUOUS_MODEL = auto()  # several models are served and the request names none
     TOO_LARGE = auto()
     NO_WORKERS = auto()
     BUSY = auto()
@@ -140,14 +140,18 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NoPlacement:
-    """No pair was found. ``candidates``: workers (decode or colocated) that may take it later."""
+    """Result if no pair was found.
+
+    Attributes:
+        candidates: ids of the decode and colocated workers that may take the request later.
+    """
 
     reason: Reason
     candidates: frozenset[str] = frozenset()
 
 
 class Candidate(Protocol):
-    """A worker or a pair of workers, as a policy compares them."""
+    """A worker or a pair of workers: the properties that policies compare."""
 
     @property
     def queue_tokens(self) -> int: ...
@@ -217,7 +221,10 @@ Group = tuple[Sequence[WorkerSnapshot], Sequence[WorkerSnapshot]]
 
 
 def _compatible_groups(workers: Iterable[WorkerSnapshot]) -> list[Group]:
-    """Group workers by compatibility. A colocated worker is a group without prefill workers."""
+    """Group workers by compatibility, as (prefill workers, decode workers).
+
+    Each colocated worker is a group of its own: the only decode worker, without prefill workers.
+    """
     prefills: defaultdict[Compatibility, list[WorkerSnapshot]] = defaultdict(list)
     decodes: defaultdict[Compatibility, list[WorkerSnapshot]] = defaultdict(list)
     groups: list[Group] = []
@@ -252,7 +259,7 @@ def _shortest_queue(candidates: Sequence[C], rng: Random) -> C:
 
 
 def _round_robin(candidates: Sequence[C], rng: Random) -> C:
-    """Choose the least recently used candidate, which is fair when workers join or leave."""
+    """Choose the least recently used candidate. This is fair even if workers join or leave."""
     return _least(candidates, lambda c: c.last_placement, rng)
 
 

@@ -28,7 +28,7 @@ class PendingPlacement:
 
 
 class PlacementQueue:
-    """Queued place calls. The dispatcher keeps their number at or below ``max_waiting``."""
+    """Queued place calls. The dispatcher ensures that there are at most ``max_waiting``."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting

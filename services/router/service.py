@@ -15,12 +15,12 @@ from services.router.settings import RouterSettings
 
 log = structlog.get_logger()
 
-KEEP_ALIVE_S = 75.0  # longer than in clients, so that they close idle connections first
-GRACE_S = 3.0  # time to send the last responses; queued calls are refused before
+KEEP_ALIVE_S = 75.0  # longer than that of clients, so that the client closes idle connections
+GRACE_S = 3.0  # time to send the last responses, after queued calls were refused
 
 
 class _Bound(Config):
-    """Hypercorn configuration that binds its sockets at once, so that a used port fails early."""
+    """Hypercorn configuration that binds its sockets on creation, to detect a used port early."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__()

@@ -2,9 +2,9 @@
 
 Only the workers and the time are simulated. A prefill worker computes one prompt at a time, at a
 rate in tokens/s. A decode worker runs a continuous batch: each step produces one token of every
-sequence and takes ``(STEP_S + RESIDENT_S * resident tokens) / speed`` seconds. Heartbeats have one
-period and different phases. The rates are round figures, not measurements, since only policies are
-compared. Transfer, preemption and failures are not simulated.
+sequence and takes ``(STEP_S + RESIDENT_S * resident tokens) / speed`` seconds. All workers send
+heartbeats with the same period, at different times. The rates are assumed, not measured, because
+the simulation only compares policies. Transfer, preemption and failures are not simulated.
 """
 
 from collections import deque
@@ -36,9 +36,9 @@ from services.router.queue import PendingPlacement, PlacementQueue
 PREFILL_SPEEDS = (1.0, 0.75)
 DECODE_SPEEDS = (1.0, 0.9, 0.75)
 PREFILL_TOKENS_S = 600.0  # tokens/s of a prefill worker with speed 1
-STEP_S = 5e-3  # decode step without resident tokens, seconds
+STEP_S = 5e-3  # duration of a decode step without resident tokens, seconds
 RESIDENT_S = 1e-6  # additional step time per resident token, seconds
-MAX_RUNNING = 32  # sequences in a batch
+MAX_RUNNING = 32  # maximum sequences in the batch of a decode worker
 HEARTBEAT_S = 0.25
 PAGE_SIZE = 16  # tokens
 PAGES = 1 << 15  # per worker: enough that pages are never the limit
@@ -47,7 +47,7 @@ MAX_WAIT_S, EPOCH = 1e9, "1"
 
 @dataclass(frozen=True)
 class Trace:
-    """Token counts of a workload: (average, minimum, maximum) of inputs and of outputs."""
+    """Token counts per request of a workload. Each tuple is (average, minimum, maximum)."""
 
     inputs: tuple[float, float, float]
     outputs: tuple[float, float, float]
@@ -64,11 +64,11 @@ FDC_TABLE_6 = {
 
 @dataclass
 class Job:
-    """One request. Times in seconds since the start.
+    """One request. Times are in seconds since the start of the simulation.
 
     Attributes:
-        output: output tokens that it will produce, unknown to the router.
-        max_tokens: limit that the client sets, known to the router.
+        output: number of output tokens that the request produces; unknown to the router.
+        max_tokens: maximum output tokens that the client allows; known to the router.
     """
 
     arrival: float
@@ -82,10 +82,10 @@ class Job:
 def draw_jobs(
     traces: Sequence[Trace], number: int, *, utilization: float, scale: float, seed: int
 ) -> list[Job]:
-    """Return jobs with Poisson arrivals at ``utilization`` times `capacity`.
+    """Return jobs with Poisson arrivals, at a rate of ``utilization`` times `capacity`.
 
-    Each job follows one of the traces: its lengths are beta-distributed over the range of the
-    trace, with its average, multiplied by ``scale``.
+    Each job belongs to a random trace. Its lengths have a beta distribution with the minimum,
+    maximum and average of that trace, and are multiplied by ``scale``.
     """
     rng, now = Random(seed), 0.0
     rate = utilization * capacity(traces, scale)
@@ -99,11 +99,11 @@ def draw_jobs(
 
 
 def capacity(traces: Sequence[Trace], scale: float) -> float:
-    """Return the requests/s that the fleet sustains with all workers busy and all batches full."""
+    """Return the throughput in requests/s with all workers busy and all batches full."""
     prompts = [trace.inputs[0] * scale for trace in traces]
     outputs = [trace.outputs[0] * scale for trace in traces]
     prefill_s = sum(prompts) / len(traces) / PREFILL_TOKENS_S
-    # A sequence takes one step per output token; half of its output is resident on average.
+    # Mean over all steps: the prompt and, on average, half of the output are resident.
     resident = sum(o * (p + o / 2) for p, o in zip(prompts, outputs, strict=True)) / sum(outputs)
     step_s = STEP_S + RESIDENT_S * MAX_RUNNING * resident
     decode_s = sum(outputs) / len(traces) * step_s / MAX_RUNNING
@@ -111,7 +111,7 @@ def capacity(traces: Sequence[Trace], scale: float) -> float:
 
 
 def alone_s(job: Job) -> float:
-    """Return the latency of a job alone on the fastest workers, in seconds."""
+    """Return the latency of a job that runs alone on the fastest workers, in seconds."""
     steps_s = job.output * (STEP_S + RESIDENT_S * (job.prompt + job.output / 2))
     prefill_s = job.prompt / (PREFILL_TOKENS_S * max(PREFILL_SPEEDS))
     return prefill_s + steps_s / max(DECODE_SPEEDS)
@@ -125,7 +125,7 @@ def _draw(rng: Random, span: tuple[float, float, float], scale: float) -> int:
 
 
 class Simulation:
-    """A run of ``jobs`` under one policy, deterministic for a seed."""
+    """A run of ``jobs`` under one policy. Runs with the same seed are identical."""
 
     def __init__(self, jobs: Sequence[Job], policy: PolicyName, seed: int) -> None:
         ids = count(1)
@@ -148,7 +148,7 @@ class Simulation:
         self.decode = {f"d{i}": _Decode(self, s) for i, s in enumerate(DECODE_SPEEDS)}
 
     def run(self) -> None:
-        """Run until every job has finished, and set their ``done``."""
+        """Run until every job has finished, and set ``done`` of each."""
         workers: dict[str, _Worker] = {**self.prefill, **self.decode}
         for index, (name, worker) in enumerate(workers.items()):
             role = Role.PREFILL if name in self.prefill else Role.DECODE
@@ -179,7 +179,7 @@ class Simulation:
         self._pending[self.router.submit(request, self.now)] = job
 
     def _dispatch(self) -> None:
-        """Start the jobs that the last event placed."""
+        """Start the jobs that were placed during the last event."""
         for call in [call for call in self._pending if call.answer is not None]:
             job, placement = self._pending.pop(call), call.answer
             if not isinstance(placement, Placement) or placement.prefill is None:
@@ -244,14 +244,14 @@ class _Prefill(_Worker):
 
 
 class _Decode(_Worker):
-    """A decode worker. All sequences of its batch advance together; ``_clock`` counts steps."""
+    """A decode worker. Sequences advance together; ``_clock`` is the number of decode steps."""
 
     def __init__(self, simulation: Simulation, speed: float) -> None:
         super().__init__(simulation, speed)
         self._incoming: set[str] = set()
         self._incoming_tokens = 0
         self._waiting: deque[Job] = deque()
-        self._batch: list[tuple[float, int, Job]] = []  # heap ordered by the step of the last token
+        self._batch: list[tuple[float, int, Job]] = []  # heap, ordered by each job's last step
         self._entries = count()
         self._resident = 0.0
         self._clock = 0.0
@@ -264,7 +264,7 @@ class _Decode(_Worker):
         self._incoming_tokens += job.prompt
 
     def arrive(self, job: Job) -> None:
-        """Move a job whose KV has arrived to the batch or its queue."""
+        """Add a job, after its KV has arrived, to the batch or to the queue for the batch."""
         self._advance()
         self._incoming.remove(job.placement_id)
         self._incoming_tokens -= job.prompt
@@ -290,7 +290,7 @@ class _Decode(_Worker):
         self._updated = now
 
     def _refill(self) -> None:
-        """Fill the batch and schedule the next end, until which the step time is constant."""
+        """Fill the batch and schedule the next end of a job at the current step time."""
         while self._waiting and len(self._batch) < MAX_RUNNING:
             job = self._waiting.popleft()
             heappush(self._batch, (self._clock + job.output, next(self._entries), job))

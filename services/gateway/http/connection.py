@@ -1,13 +1,18 @@
 """A client connection: uvicorn's HTTP protocol with the limits that uvicorn lacks.
 
-Input and waiting time are bounded in every state. Limits apply to the bytes and seconds of a
-request head, the bytes of a body's framing, the seconds of a body (the middleware bounds its size),
-the number of pipelined requests, and the time in which a client reads nothing. Input that never
-becomes a request is counted, and answered in OpenAI's error format.
+Input and waiting time are limited in every state:
 
-After a response that precedes the end of its request, the connection lingers: it reads and discards
-input for a while. Closing a socket with unread input would send RST, and the client might lose the
-response.
+- request head: size, and time to receive it;
+- request body: size of the chunk framing, and time to receive it (the middleware limits the size of
+  the content);
+- number of pipelined requests;
+- time during which the client reads nothing.
+
+Invalid HTTP is counted as a request and answered in OpenAI's error format.
+
+If a response is complete before its request was received completely, the connection lingers: it
+reads and discards input for a while. Otherwise, closing the socket with unread input would send
+RST, and the client might lose the response.
 """
 
 import asyncio
@@ -32,7 +37,7 @@ log = structlog.get_logger()
 
 _LINGER_S = 5.0  # a lingering connection closes after this time without input
 _MAX_LINGER_S = 30.0  # a lingering connection closes after this time in any case
-_MAX_REJECTED = 256  # maximum connections above the limit that may linger
+_MAX_REJECTED = 256  # maximum lingering connections that max_connections refused
 _MAX_PIPELINED = 32  # maximum requests received while another is being answered
 
 
@@ -44,7 +49,7 @@ class HeadTooLarge(ServiceError):
 
 
 class _LingeringTransport:
-    """Transport for one response. `close` lingers until the rest of the request is received."""
+    """Transport of one response. `close` lingers if the request is incomplete."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
@@ -54,8 +59,8 @@ class Connection(HttpToolsProtocol):
     """The connection of one client, from accept to close.
 
     Args:
-        rejected: connections above ``max_connections`` that still linger. All connections share
-            this set.
+        rejected: lingering connections that were refused because of ``max_connections``. All
+            connections share this set.
     """
 
     def __init__(
@@ -65,8 +70,8 @@ class Connection(HttpToolsProtocol):
         self._gateway = gateway
         self._settings = gateway.settings
         self._rejected = rejected
-        self._parse_error: ServiceError | None = None  # raised by a callback of the parser
-        self._framing_bytes = 0  # bytes since the last body data or end of a request
+        self._parse_error: ServiceError | None = None  # error that a parser callback raised
+        self._framing_bytes = 0  # bytes since the last body data or request end
         self._in_head = False
         self._in_body = False
         # The request being answered. uvicorn's `cycle` is the newest one, which may be queued.
@@ -176,8 +181,8 @@ class Connection(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Feed the parser, and ignore an offer to upgrade to another protocol.
 
-        Some clients offer HTTP/2 this way, such as Java's by default. The parser does not parse the
-        body of such a request. Therefore a new parser gets the head again, without the offer.
+        Some clients offer HTTP/2 in this way, for example Java's by default. After such a head, the
+        parser would not parse the body. Therefore, a new parser gets the head without the offer.
         """
         try:
             self.parser.feed_data(data)
@@ -209,7 +214,7 @@ class Connection(HttpToolsProtocol):
         )
 
     def _refuse(self, error: ServiceError) -> None:
-        """Send an error unless it would corrupt another response, and close the connection."""
+        """Send an error, unless another response is in progress, and close the connection."""
         if self._half_closed or self.transport.is_closing():
             return
         if self._in_body and self.cycle.response_complete:  # the request was already answered
@@ -248,7 +253,7 @@ class Connection(HttpToolsProtocol):
             self._linger_deadline = now + _MAX_LINGER_S
         if now < self._linger_deadline:
             self._start_timer(min(_LINGER_S, self._linger_deadline - now))
-        else:  # every input restarts the timer, so the deadline bounds it
+        else:  # input restarts the timer, so only the deadline ends the linger of an active client
             self.transport.close()
 
     def _drop_requests(self) -> None:

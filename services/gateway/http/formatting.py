@@ -1,7 +1,7 @@
 """Text deltas in OpenAI's response format: whole responses, and server-sent events.
 
-The event of a plain token is assembled from parts that are encoded once per stream. Only its text
-is encoded for each event.
+Most parts of an event are the same throughout a stream and are encoded once. For an event without
+log probabilities, only the text is encoded anew.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ class EventWriter:
         self._after_text = after + b',"logprobs":null,"finish_reason":null}]' + end
 
     def write(self, deltas: Sequence[TextDelta]) -> bytes:
-        """Return the events of a batch of deltas, or empty bytes if it has no text to send yet."""
+        """Return the events of a batch of deltas; empty if there is nothing to send yet."""
         events = []
         for delta in deltas:
             self._completion_tokens += len(delta.tokens)

@@ -34,10 +34,10 @@ class RequestTimeout(ServiceError):
 
 
 class RequestMiddleware:
-    """ASGI middleware that gives each request an id, a log line and a count.
+    """ASGI middleware that assigns request ids, and logs and counts each request.
 
     Args:
-        count: callback that gets the route and the status of each request.
+        count: callback that is called with the route and the status of each request.
     """
 
     def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:

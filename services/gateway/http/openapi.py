@@ -13,7 +13,7 @@ from services.gateway.http.response_schemas import ErrorResponse
 from services.gateway.http.schemas import BODIES
 
 _SCHEMAS = "#/components/schemas/{model}"
-# Schema of one event, in the form that tools for event streams expect.
+# Schema of one server-sent event, in the form that OpenAPI tools expect.
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 _EVENTS = {"text/event-stream": {"schema": _EVENT}}
 _ERROR = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model=ErrorResponse.__name__)}}}
@@ -31,7 +31,7 @@ _DESCRIPTIONS = {
     503: "No worker is available, or the service is shutting down; see `Retry-After`.",
     504: "The deadline of the request passed.",
 }
-# The connection may answer any request with these before a route is called.
+# Statuses with which the connection may answer any request before a route is called.
 CONNECTION_ERRORS = (400, 408, 429, 431, 500)
 READ_ERRORS = (*CONNECTION_ERRORS, 401, 503)  # for routes that need a key and refuse during drain
 BODY_ERRORS = (*READ_ERRORS, 404, 413)
@@ -52,9 +52,9 @@ def document_responses(
     """Return the ``responses`` argument of a FastAPI route.
 
     Args:
-        success: body of status 200.
+        success: model of the body of status 200.
         errors: statuses with an `ErrorResponse` body.
-        streams: status 200 may be server-sent events instead.
+        streams: whether the response with status 200 may also be server-sent events.
     """
     responses: dict[int | str, dict[str, Any]] = {200: {"model": success}}
     if streams:
@@ -104,9 +104,8 @@ def build_document(app: FastAPI, gateway: Gateway) -> dict[str, Any]:
 
 
 def _complete_responses(responses: dict[str, Any]) -> None:
-    responses.pop(
-        "422", None
-    )  # FastAPI adds 422 to routes with parameters, but ours accept any text
+    # FastAPI adds 422 to every route with parameters, but the parameters here accept any text.
+    responses.pop("422", None)
     for status, response in responses.items():
         headers: dict[str, Any] = {"x-request-id": _REQUEST_ID}
         if status in ("429", "503"):

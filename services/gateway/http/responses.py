@@ -30,8 +30,8 @@ class GenerationResponse(Response):
     """Generates the output of one or several requests. A disconnect of the client cancels them.
 
     Raises:
-        ServiceError: if the generation fails before anything was sent. A later error is sent as
-            the last event.
+        ServiceError: if the generation fails before anything was sent. If a stream fails later,
+            the error is sent as its last event.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GenerationResponse(Response):
         async with aclosing(self._gateway.generate(self._requests)) as output:
             async for deltas in output:
                 if not self._started:
-                    # Sent with the first token, so that an earlier failure gets an error status.
+                    # Headers are sent with the first token: earlier failures get an error status.
                     self._started = True
                     start = {"status": 200, "headers": list(_EVENT_STREAM_HEADERS)}
                     await send({"type": "http.response.start", **start})

@@ -32,7 +32,7 @@ _UNSUPPORTED_IN_MESSAGE = frozenset(
     )
 )
 
-# Default values of unsupported fields. They are accepted, because some clients send all defaults.
+# Default values of unsupported fields. Each is accepted, since some clients send all defaults.
 _NEUTRAL: dict[str, Any] = {
     "echo": False,
     "metadata": {},
@@ -123,7 +123,7 @@ class _GenerationBody(_Body, GenerationFields):
 
     @property
     def names(self) -> dict[str, str]:
-        """Names in this body of `GenerationOptions` fields, where the names differ."""
+        """Names in this body by field of `GenerationOptions`, for names that differ."""
         return {}
 
     def options(self) -> GenerationOptions:
@@ -253,7 +253,7 @@ def parse_body(raw: bytes, body: type[_AnyBody], *, max_depth: int) -> _AnyBody:
         return body.model_validate(content)
     except ValidationError as error:
         invalid = _first_error(error.errors(include_url=False, include_input=False))
-    raise invalid  # outside of the block, since its exception would keep the whole body alive
+    raise invalid  # outside of `except`, whose error would keep the whole body in memory
 
 
 def _load_json(raw: bytes) -> Any:
@@ -261,7 +261,7 @@ def _load_json(raw: bytes) -> Any:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         invalid = InvalidRequest(f"the body is not valid JSON in UTF-8: {error}")
-    raise invalid  # outside of the block, as in `parse_body`
+    raise invalid  # outside of `except`, as in `parse_body`
 
 
 def _drop_nulls(fields: dict[str, Any], names: frozenset[str]) -> None:

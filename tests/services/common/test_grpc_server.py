@@ -1,4 +1,4 @@
-"""gRPC servers: limits that apply before a handler runs, and ports in use."""
+"""gRPC servers: limits that apply before a handler runs, and the error for a used port."""
 
 import asyncio
 import socket

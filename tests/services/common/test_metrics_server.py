@@ -1,4 +1,4 @@
-"""The metrics server: exposition, and a port in use."""
+"""The metrics server: served metrics, and the error for a used port."""
 
 import socket
 from urllib.request import urlopen

@@ -66,7 +66,7 @@ def test_ids_and_text_equal_those_of_transformers(
 
 
 def test_digits_are_split_individually(tokenizer: Tokenizer) -> None:
-    """The model was trained with split digits. The GGUF reader of transformers omits this."""
+    """No comparison: the reader for GGUF files in transformers does not split digits."""
     (two_spaces,) = tokenizer.encode("  ")
     assert tokenizer.encode("  1")[0] == two_spaces
     assert len(tokenizer.encode("1234567890")) == 10
@@ -111,7 +111,7 @@ def test_incremental_text_has_complete_characters(
 ) -> None:
     ids = tokenizer.encode(text, parse_special=False)
     pieces = in_pieces(tokenizer, ids, cuts)
-    # This vocabulary lacks some control bytes, which encoding drops.
+    # The vocabulary lacks some control bytes. Encoding drops them.
     known = {piece for piece in tokenizer.pieces if len(piece) == 1}
     kept = b"".join(byte for byte in map(int.to_bytes, text.encode()) if byte in known)
     assert "".join(pieces) == kept.decode("utf-8", "replace") == tokenizer.decode(ids)
@@ -123,7 +123,7 @@ def test_incremental_text_has_complete_characters(
 def test_incremental_and_full_decoding_are_equal(
     tokenizer: Tokenizer, reference: PreTrainedTokenizerBase, ids: list[int], cuts: list[int]
 ) -> None:
-    """Random ids contain incomplete characters and special tokens anywhere."""
+    """Random token ids contain incomplete characters, and special tokens at any position."""
     whole = tokenizer.decode(ids)
     assert "".join(in_pieces(tokenizer, ids, cuts)) == whole
     kept = tokenizer.decode(ids, skip_special=False)
@@ -142,7 +142,7 @@ def test_id_outside_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([49_152, 1 << 30]) == ""
 
 
-# A Hugging Face directory like that of Llama 2: SentencePiece with byte fallback.
+# Like the directory of Llama 2: a SentencePiece vocabulary with byte fallback.
 def write_sentencepiece(folder: Path) -> Path:
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["▁", "h", "i", "▁hi", "hi", "e", "y"]
@@ -268,7 +268,7 @@ def test_pre_tokenizers_split_numbers(tmp_path: Path, pre: str, count: int) -> N
     tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", pre))
     ids = tokenizer.encode("1212")
     assert ids[0] == 257
-    assert len(ids) - 1 == count  # llama-bpe splits after three digits: 12, 1 | 2
+    assert len(ids) - 1 == count  # llama-bpe splits 121 | 2; 12 is one token
     assert tokenizer.decode(ids) == "1212"
     assert tokenizer.encode("1212", add_special=False) == ids[1:]
 

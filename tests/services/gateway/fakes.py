@@ -72,7 +72,7 @@ async def hang(stream: FakeStream) -> None:
 
 
 def say(*ids: int, end: Any = STOP, pause_s: float = 0.0) -> Script:
-    """Return a script that sends the ids one by one, except those that were replayed."""
+    """Return a script that sends the token ids one by one, without those that are replayed."""
 
     async def script(stream: FakeStream) -> None:
         for id in ids[stream.replayed :]:
@@ -85,7 +85,7 @@ def say(*ids: int, end: Any = STOP, pause_s: float = 0.0) -> Script:
 
 
 class FakeWorker(decode_pb2_grpc.DecodeServicer):
-    """Decode worker that runs a script for each stream: queued scripts first, then ``script``."""
+    """Decode worker that runs a script per stream: the next of ``queued``, else ``script``."""
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id

@@ -1,4 +1,4 @@
-"""A raw TCP client that may violate HTTP."""
+"""A TCP client that can send invalid HTTP."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ def post(body: bytes, *headers: bytes, length: int | None = None) -> bytes:
 
 @contextmanager
 def allocations() -> Iterator[Callable[[], int]]:
-    """Trace Python's allocations; yield a function that returns their peak in bytes."""
+    """Trace Python's allocations. Yield a function that returns the peak size in bytes."""
     tracemalloc.start()
     try:
         yield lambda: tracemalloc.get_traced_memory()[1]

@@ -94,7 +94,7 @@ async def test_restarted_worker_gets_a_new_session(site: Site) -> None:
     site.worker.epoch = "another-life"
     site.worker.script = say(5)
     assert (await completion(site)).status_code == 200
-    assert (await held).status_code == 200  # its session ended, and the request was retried
+    assert (await held).status_code == 200  # the old session ended, and its request was retried
     assert site.worker.streams[-1].start.epoch == "another-life"
     assert len(site.worker.metadata) == 2
 

@@ -17,7 +17,7 @@ def client(site: Site, key: str = "none") -> openai.AsyncOpenAI:
 
 
 async def events(site: Site, path: str, body: dict[str, Any]) -> list[Any]:
-    """Return all parsed events of a stream; the end marker as text."""
+    """Return the parsed events of a stream, and its end marker as text."""
     async with site.http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -184,7 +184,7 @@ async def test_text_buffered_for_a_stop_string_is_returned_at_the_end(site: Site
 
 
 async def test_characters_are_not_split_between_events(site: Site) -> None:
-    """One token per byte, for characters of two, three and four bytes."""
+    """The output has one token per byte, and characters of two, three and four bytes."""
     text = "é日😀"
     by_byte = {piece: id for id, piece in enumerate(site.model.tokenizer.pieces)}
     site.worker.script = say(*(by_byte[bytes([byte])] for byte in text.encode()))

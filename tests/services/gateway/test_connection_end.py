@@ -34,7 +34,7 @@ async def test_client_that_still_writes_can_read_the_error(
 ) -> None:
     site: Site = await open_site(**SHORT_TIMEOUTS)
     raw = await Raw.to(site, sent)
-    for _ in range(3):  # without a linger, the second write would get RST
+    for _ in range(3):  # if the server did not linger, the second write would get RST
         await asyncio.sleep(0.05)
         await raw.send(b"a" * 1000)
     await check_refused(raw, status, code)

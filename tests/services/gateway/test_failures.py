@@ -41,7 +41,7 @@ async def test_prefill_worker_can_be_blamed(site: Site) -> None:
     lost = failing(error_pb2.ERROR_CODE_PREFILL_LOST, blame="prefill-0")
     site.worker.queued = [lost]
     site.worker.script = say(5)
-    # The only prefill worker is excluded first, and used again because no other is left.
+    # The retry first excludes the only prefill worker, then uses it again for lack of another.
     assert (await completion(site)).status_code == 200
     await site.router.settled()
     assert outcomes(site) == [("failed", "prefill-0"), ("ok", None)]

@@ -1,4 +1,4 @@
-"""Invalid requests get an error that names the field, and reach no worker."""
+"""Invalid requests: the error names the field, and the request reaches no worker."""
 
 import asyncio
 import hashlib
@@ -163,9 +163,8 @@ def test_validation_of_a_list_stops_at_the_first_error(
 ) -> None:
     with pytest.raises(ValidationError) as caught:
         body.model_validate(content)
-    assert (
-        caught.value.error_count() < 10
-    )  # each error costs a kilobyte, and time on the event loop
+    # Each error takes a kilobyte of memory and blocks the event loop for some time.
+    assert caught.value.error_count() < 10
 
 
 @pytest.mark.parametrize(

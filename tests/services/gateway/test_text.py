@@ -12,7 +12,7 @@ stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_siz
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Cut the text at the first stop string that is complete, the slow way."""
+    """Cut the text at the stop string that ends first (slow reference)."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -29,7 +29,7 @@ HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
 class Router:
-    """A running app, its client, its dispatcher and its clock."""
+    """A running app of the router, with an HTTP client, the dispatcher and the clock."""
 
     def __init__(self, app: Quart, dispatcher: Dispatcher, clock: "Clock") -> None:
         self.app, self.dispatcher, self.clock = app, dispatcher, clock

@@ -227,7 +227,10 @@ def test_workers_are_bounded_but_a_restart_is_accepted() -> None:
 
 
 class Accounting(RuleBasedStateMachine):
-    """Random placements, heartbeats, releases and restarts, compared with a simple model."""
+    """Stateful test: random placements, heartbeats, releases and restarts.
+
+    The load of each worker must equal that of its open placements.
+    """
 
     placements = Bundle("placements")
 

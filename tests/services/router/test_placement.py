@@ -1,4 +1,4 @@
-"""The models of the router's API."""
+"""Validation of the messages of the router's API."""
 
 import pytest
 from pydantic import ValidationError

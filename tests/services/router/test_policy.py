@@ -1,4 +1,4 @@
-"""Policies choose only eligible pairs, and `shortest_queue` the pair with the fewest tokens."""
+"""Policies choose eligible pairs only. `shortest_queue` chooses the one with fewest tokens."""
 
 from collections import Counter
 from dataclasses import replace
