@@ -23,6 +23,7 @@ HEADER = 96
 """Length of the header of a segment with two planes, in bytes."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16-top16-gaps", *LEVELS])
 def test_flipped_bit_is_detected_unless_it_is_padding(name: str) -> None:
     """Bits are flipped in every byte for the CPU backend, in every seventh for the reference."""

@@ -25,6 +25,8 @@ from tests.codec.samples import (
     random_patterns,
 )
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [
     # tokens, slots, dim
     (1, 1, 1), (15, 16, 64), (16, 16, 80), (17, 16, 128), (100, 16, 20), (31, 4, 3), (63, 5, 7),

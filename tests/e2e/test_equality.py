@@ -16,6 +16,7 @@ def cases() -> list[Case]:
     return make_cases(12, longest=700, max_tokens=24)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_dense_tokens_and_pages_equal_those_of_one_worker(cases: list[Case]) -> None:
     for row in run(cases, (), label="dense"):

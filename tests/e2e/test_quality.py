@@ -24,6 +24,7 @@ def test_agreement_counts_errors_and_equal_tokens() -> None:
     assert found.top1 == 0.75
 
 
+@pytest.mark.slow
 def test_cpu_output_differs_only_at_near_ties() -> None:
     """Only the KV is bf16, so logits are closer to fp32 than those of transformers in bf16."""
     found = measure("smollm2-135m", "cpu", 3)
