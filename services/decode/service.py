@@ -160,7 +160,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             stream.decoding_since = time.perf_counter()
 
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
-        """Send first tokens before the KV has moved; return True if they are the last ones."""
+        """Send the first tokens before the KV arrives; return True if all choices end with them."""
         with_logprobs = stream.request.sampling.logprobs is not None
         for wire_token in message.tokens:
             token = token_from_message(wire_token, with_logprobs=with_logprobs)
@@ -173,7 +173,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         return not stream.unfinished
 
     async def _digest(self, pages: tuple[int, ...], tokens: int, *, wanted: bool) -> str | None:
-        """Return the digest of a sequence's pages if the settings ask for it."""
+        """Return the digest of a sequence's pages, or None unless ``wanted`` and enabled."""
         if not (wanted and self._settings.kv_digest):
             return None
         return await self.engine.run(lambda engine: digest_pages(engine, pages, tokens))

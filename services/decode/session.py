@@ -63,7 +63,7 @@ class Stream:
 
 
 class DecodeSession:
-    """Applies a gateway's commands, and sends it the output of the steps.
+    """Executes one gateway's commands, and sends it the output of the engine's steps.
 
     Unsent output is merged into one delta per stream. The memory for a slow gateway is therefore
     bounded by the tokens of its own streams.

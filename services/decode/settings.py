@@ -7,7 +7,7 @@ from services.worker.settings import WorkerSettings
 
 
 class DecodeSettings(WorkerSettings):
-    """Settings of all workers and of the decode role; prefix ``HEADRACE_DECODE_``.
+    """Settings of a decode worker; environment prefix ``HEADRACE_DECODE_``.
 
     ``slots`` and ``slot_bytes`` are the sizes of the landing slab.
     """

@@ -97,7 +97,7 @@ def _workers(deployment: Deployment) -> Table:
     """Return a table of the workers that the router lists.
 
     Raises:
-        httpx.HTTPError, ValueError: if the router does not answer, or not with JSON.
+        httpx.HTTPError, ValueError: if the router does not answer, or its answer is not JSON.
     """
     answer = httpx.get(
         f"http://{deployment.host}:{deployment.router_port}/v1/workers",

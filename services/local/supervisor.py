@@ -17,9 +17,9 @@ log = structlog.get_logger()
 EXIT_SETTINGS_ERROR = 2
 """Exit code of a service with an error in its settings. Such a service is not restarted."""
 MAX_START_FAILURES = 3
-"""Number of exits of one service before the deployment is ready after which all are stopped."""
+"""All processes are stopped if one exits this many times before the deployment is ready."""
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0
-STABLE_S = 30.0  # a process that ran longer restarts with the first backoff again
+STABLE_S = 30.0  # a process that ran longer than this restarts after the first backoff
 GRACE_S = 35.0  # longer than a service's own `drain_s`, which is 30 s by default
 _PR_SET_PDEATHSIG = 1
 
@@ -99,7 +99,7 @@ class Supervisor:
         return {name: process.pid for name, process in self._processes.items()}
 
     def mark_ready(self) -> None:
-        """Record that the deployment is ready. Then only a settings error of a service ends it."""
+        """Record that the deployment is ready. From then on, only a settings error ends it."""
         self._ready = True
 
     async def run(self) -> None:

@@ -12,7 +12,7 @@ from codec.calibrate import Histogram
 
 MODES = {"top16": Mode.TOP16, "in-band": Mode.INBAND, "three-bit": Mode.THREE_BIT}
 PICKED = "calibrated"
-"""Name of the total in which calibration picks the mode of each plane."""
+"""Key in `KVStatistics.total`: each plane uses the mode that calibration picked."""
 _ELEMENT_BITS = 16
 
 Planes = Mapping[tuple[int, str], Tensor]
@@ -66,7 +66,7 @@ class KVStatistics:
         test_tokens: number of tokens of the test text, which does not overlap the calibration text.
         planes: statistics of each plane.
         entropy_ratio: order-0 bound of all planes, 16 / mean bits per element of the planes.
-        total: mode, or `PICKED`, → result of the segment with all planes.
+        total: mode (or `PICKED`) → result of one segment that contains all planes.
     """
 
     calibration_tokens: int

@@ -28,7 +28,7 @@ _BIAS = 127
 def draw(statistics: KVStatistics, path: Path) -> None:
     """Write an SVG of compression ratios (top) and exponents (bottom) of each layer's K and V.
 
-    Equal statistics give equal bytes.
+    The file is reproducible: equal statistics give bitwise identical files.
     """
     style = matplotlib.rc_context(
         {
@@ -93,7 +93,10 @@ def _draw_exponents(axes: Axes, planes: Sequence[PlaneStatistics]) -> None:
 
 
 def quantile(plane: PlaneStatistics, share: float) -> int:
-    """Return the smallest biased exponent that at least the fraction ``share`` does not exceed.
+    """Return a quantile of the biased exponents.
+
+    This is the smallest exponent for which at least the fraction ``share`` of the elements have
+    that exponent or a smaller one.
 
     Raises:
         ValueError: if ``share`` is above 1.

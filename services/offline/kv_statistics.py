@@ -58,8 +58,8 @@ def kv_statistics(model: str, tokenizer: str, out: Path, *, keep_kv: bool = Fals
 def tables(statistics: KVStatistics) -> str:
     """Return two Markdown tables: the totals, and a row for each layer.
 
-    The ratio of the mode that calibration picked is bold. Columns "escapes" have escapes / listed
-    escapes of the three-bit mode, in percent.
+    The ratio of the mode that calibration picked is bold. The columns "escapes" show
+    two percentages of the three-bit mode: all escapes / listed escapes.
     """
     lines = [
         "| all planes in one segment | ratio | escapes | listed |",

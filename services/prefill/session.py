@@ -29,7 +29,7 @@ class Job:
 
     Attributes:
         accepted: time of acceptance, in seconds of `time.perf_counter`.
-        computing_since: start of its first chunk, on the same clock; 0 before it.
+        computing_since: start time of the first chunk, on the same clock; 0 until then.
         pages: pages with computed KV.
         first: first tokens sampled so far, one per choice.
     """
@@ -43,13 +43,13 @@ class Job:
 
     @property
     def ends_at_once(self) -> bool:
-        """Whether ``max_tokens`` allows one more token only, so that no KV is sent."""
+        """Whether the next token is the last one by ``max_tokens``, so that no KV is sent."""
         delivered = len(self.request.tokens) - self.request.prompt_tokens
         return self.request.max_tokens - delivered <= 1
 
 
 class PrefillSession:
-    """Applies a decode worker's commands to engine and sender, and sends it their events."""
+    """Executes the commands of one decode worker, and sends it the resulting events."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from services.worker.settings import WorkerSettings
 
 
 class PrefillSettings(WorkerSettings):
-    """Settings of all workers and of the prefill role; prefix ``HEADRACE_PREFILL_``."""
+    """Settings of a prefill worker; environment prefix ``HEADRACE_PREFILL_``."""
 
     model_config = SettingsConfigDict(env_prefix="HEADRACE_PREFILL_")
 

@@ -1,8 +1,8 @@
 """The transfer agent: READs from peers through NIXL, on one thread.
 
 NIXL's agent is not thread-safe, and over shared memory it copies inside the call that starts a
-transfer, so it must not run on an event loop. Calls become commands to the owner thread. Results
-are `concurrent.futures.Future`.
+transfer, so it must not run on an event loop. Calls are queued as commands for
+the owner thread and return a `concurrent.futures.Future`.
 """
 
 import queue
@@ -25,12 +25,12 @@ __all__ = ["ReadDone", "TransferAgent"]
 
 log = structlog.get_logger()
 
-CLOSE_S = 10.0  # seconds for shutting NIXL down, after the grace period of READs
+CLOSE_S = 10.0  # maximum seconds to shut NIXL down, after the grace period
 
 
 @dataclass(frozen=True)
 class _Command:
-    """A call for the owner thread, which settles ``future`` at once or later."""
+    """A call that the owner thread executes; it completes ``future`` during the call or later."""
 
     run: "Callable[[Owner, Future[Any]], None]"
     future: "Future[Any]"
@@ -66,11 +66,12 @@ class TransferAgent:
         network: devices and ports that UCX may use; default: UCX chooses.
 
     Attributes:
-        fault: future that fails with the bug that ended the owner thread; never done otherwise.
+        fault: future that fails with the exception if a bug ends the owner thread. Otherwise it
+            never completes.
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
-        SettingsError: this machine does not have the interface of ``network``.
+        SettingsError: this machine has no interface with the name given in ``network``.
     """
 
     def __init__(

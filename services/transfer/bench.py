@@ -1,4 +1,4 @@
-"""Benchmark of READs between two processes of one machine against memcpy of the same size.
+"""Benchmark: READs between two processes on one machine, compared with memcpy.
 
     OMP_NUM_THREADS=1 python -m services.transfer.bench [--transports tcp,self] [--device cuda]
 
@@ -31,7 +31,7 @@ DEVICE_OF = {"DRAM": "cpu", "VRAM": "cuda"}
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of one length: latencies in seconds, bandwidths in bytes per second."""
+    """Measurements for one READ length: latencies in seconds, bandwidths in bytes per second."""
 
     length: int
     latency: float
@@ -64,12 +64,12 @@ def serve(device: str) -> None:
 
 
 def rounds_of(length: int) -> int:
-    """Return a number of rounds that takes about a second and suffices for a p99."""
+    """Return how often to time a READ of ``length`` bytes: about a second, enough for a p99."""
     return max(200, min(2000, (64 << 20) // length))
 
 
 def timed(call: Callable[[int], None], rounds: int) -> list[float]:
-    """Return the sorted seconds of ``rounds`` calls, after a tenth as many for warm-up."""
+    """Time ``rounds`` calls after ``rounds / 10`` warm-up calls; return the sorted seconds."""
     seconds = []
     for i in range(-rounds // 10, rounds):
         start = time.perf_counter()

@@ -17,8 +17,8 @@ _ENVIRONMENT = {
 def load_nixl(network: TransferNetwork) -> Any:
     """Return NIXL's bindings, after setting the environment variables of NIXL and UCX.
 
-    Both log fatal errors only, because NIXL reports errors as exceptions too. Variables that are
-    already set keep their values.
+    NIXL and UCX are set to log fatal errors only, because NIXL reports errors as exceptions too.
+    Variables that are already set keep their values.
 
     The bindings are used instead of NIXL's Python wrapper for two reasons. With the wrapper
     the progress thread never sleeps, so an idle process uses a whole core. The wrapper also keeps

@@ -1,4 +1,4 @@
-"""Codecs of segments: the planes and the codebooks of each segment."""
+"""Encoding and decoding of segments, with the planes and codebooks that each segment needs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -61,7 +61,7 @@ class SegmentCodecs:
         """Return the codec of a segment's layers, KV heads and plane group.
 
         Args:
-            planes: planes of the cache, the same ones at each call.
+            planes: all planes of the cache; every call must pass the same tensors.
             mode: mode for encoding; decoding uses the codebooks that the payload names.
         """
         key = (
@@ -83,7 +83,7 @@ class SegmentCodecs:
 
     @property
     def min_slot_bytes(self) -> int:
-        """Bytes of the smallest slot that holds one page of one layer, for every plane group."""
+        """Minimum slot size in bytes: one page of one layer of any plane group fits."""
         page_size, groups = self.layout.page_size, range(len(self.layout.groups))
         return max(self.max_frame_bytes(group, 1, page_size) for group in groups)
 
@@ -97,7 +97,7 @@ class SegmentCodecs:
         """Return the measured and the expected escapes of a segment.
 
         Args:
-            found: number of measured escapes.
+            found: number of escapes that the encoder counted.
         """
         books = [book for book in self._books_of(extent) if book is not None]
         dim = self.layout.groups[extent.plane_group].dim
@@ -124,7 +124,7 @@ class SegmentCodecs:
 def group_planes(
     planes: Sequence[Tensor], group: PlaneGroup, first_layer: int, num_layers: int
 ) -> list[Tensor]:
-    """Return a group's planes in some layers, in the form that the codec takes.
+    """Return views of a group's planes in a range of layers, in a dtype that the codec accepts.
 
     The codec has no integer element types, but its raw mode copies bits. Planes that are not
     encodable are therefore viewed as a float type of the codec, `[page, kv_head, slot, wire dim]`.
@@ -135,7 +135,7 @@ def group_planes(
 
 
 def _wire_shape(group: PlaneGroup) -> tuple[int, torch.dtype]:
-    """Return dim and dtype of a group's planes in the form that the codec takes."""
+    """Return the last dimension and the dtype of the views that `group_planes` returns."""
     if group.encodable:
         return group.dim, group.dtype
     row = group.dim * group.dtype.itemsize

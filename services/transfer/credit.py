@@ -7,9 +7,9 @@ from services.transfer.errors import CreditError
 
 @dataclass
 class _Account:
-    granted: int = 0  # unused credits
+    granted: int = 0  # credits granted and not used yet
     occupied: int = 0  # slots that hold a segment
-    member: bool = True  # may get further credits
+    member: bool = True  # False once the sequence has left: it gets no further credits
 
     @property
     def held(self) -> int:
@@ -20,12 +20,12 @@ class CreditPool:
     """Shares landing slots among sequences, oldest first. Pure bookkeeping; not thread-safe.
 
     A free slot goes to the oldest sequence that holds fewer than ``per_sequence``, so the oldest
-    always makes progress. Granted and occupied slots together never exceed ``slots``, so every
-    credit finds a slot when its segment arrives.
+    always makes progress. Granted and occupied slots together never exceed ``slots``, so a
+    slot is free for every segment that arrives against a credit.
 
     Args:
         slots: number of slots of the landing slab.
-        per_sequence: maximum for one sequence, granted and occupied together.
+        per_sequence: maximum number of slots of one sequence, granted plus occupied.
     """
 
     def __init__(self, slots: int, per_sequence: int) -> None:
@@ -56,7 +56,7 @@ class CreditPool:
         self._accounts[key] = _Account(occupied=occupied)
 
     def grants(self) -> list[tuple[str, int]]:
-        """Grant free slots; return (sequence, number of new credits) of each that got any."""
+        """Grant free slots; return (sequence, number of new credits) pairs, without zeros."""
         granted: list[tuple[str, int]] = []
         for key, account in self._accounts.items():
             if not self._free:

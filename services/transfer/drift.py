@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 _WINDOW = 1 << 24
-"""Elements in the moving averages, which decay as new elements are added."""
+"""Length of the moving averages in elements; older elements have decaying weights."""
 _FACTOR, _MARGIN = 2.0, 0.005
-"""A calibration is out of date when the rate exceeds ``_FACTOR * expected + _MARGIN``. Twice the
-escapes of a three-bit codebook cost about 2 % of its ratio."""
+"""Calibration is out of date if the measured rate exceeds ``_FACTOR * expected + _MARGIN``. With
+a three-bit codebook, twice the expected escapes reduce the compression ratio by about 2 %."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class EscapeDrift:
 
     @property
     def expected(self) -> float:
-        """Escapes per element in the calibration samples of the same planes."""
+        """Escapes per element that the calibration samples predict for the same planes."""
         return self._expected / self._elements if self._elements else 0.0
 
     @property

@@ -11,7 +11,7 @@ class Extent:
     """Tokens, layers, KV heads and plane group of a segment.
 
     Attributes:
-        first_token, num_tokens: tokens of the sequence; ``first_token`` starts a page.
+        first_token, num_tokens: token range in the sequence; ``first_token`` starts a page.
         first_layer, num_layers: layers of the model.
         first_kv_head, num_kv_heads: KV heads of the model, numbered over all ranks.
         plane_group: index into `runtime.kv.cache.CacheLayout.groups`.

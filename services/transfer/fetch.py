@@ -37,7 +37,7 @@ class Fetch:
         on_first: receives the first tokens; returns True if the sequence ends with them, so
             that no KV is needed.
         deadline_s: seconds from the start of the fetch.
-        closed: whether the pages may have been freed; nothing may be written to them then.
+        closed: True once the pages may have been freed; nothing may write to them after that.
     """
 
     key: str
@@ -51,7 +51,7 @@ class Fetch:
 
 @dataclass
 class FetchTimes:
-    """Seconds per stage of one fetch, summed over segments, and its sizes in bytes."""
+    """Duration of each stage of one fetch, in seconds, and the number and sizes of its segments."""
 
     queue: float = 0.0
     prefill: float = 0.0
@@ -62,7 +62,7 @@ class FetchTimes:
     raw_bytes: int = 0
 
     def add(self, segment: pb.Segment, read_s: float, decode_s: float) -> None:
-        """Add one segment."""
+        """Add the times and sizes of one segment."""
         self.segments += 1
         self.transfer += read_s
         self.decode_kv += decode_s
@@ -90,5 +90,5 @@ class FetchProgress:
 
     @property
     def complete(self) -> bool:
-        """Whether no further event is needed."""
+        """Whether all expected events have arrived: first tokens and segment announcements."""
         return self.ended or (self.started and self.expected == self.announced)

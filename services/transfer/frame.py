@@ -48,7 +48,7 @@ _CRC = slice(8, 12)
 
 @dataclass(frozen=True)
 class FrameHeader:
-    """Identity of one segment; see the module for the width of each unsigned field.
+    """Identity of one segment. Fields are unsigned; the module docstring gives their widths.
 
     Attributes:
         epoch: epoch of the sender, 16 bytes.

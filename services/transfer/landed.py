@@ -30,7 +30,8 @@ def start_decode(
 
     Raises:
         FrameError: the slot does not hold the announced segment.
-        CodecError: the payload is malformed. A checksum mismatch is raised by the result.
+        CodecError: the payload is malformed. A checksum mismatch is
+            raised later, when the caller takes the result.
     """
     frame = slab.view(slot.slot, segment.length)
     payload = frame[HEADER_BYTES:]

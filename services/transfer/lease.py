@@ -30,7 +30,7 @@ class LeaseTable:
         """Start a lease, or restart it.
 
         Raises:
-            LeasesExhausted: ``max_leases`` others are held.
+            LeasesExhausted: ``max_leases`` other leases are held.
         """
         if key not in self._ends and len(self._ends) >= self._max_leases:
             raise LeasesExhausted(f"all {self._max_leases} leases are in use")

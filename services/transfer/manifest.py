@@ -43,8 +43,8 @@ def plan_segments(
         first_token: a multiple of the page size.
         pages: pages of the chunk, in token order.
         capacity: bytes of a slot.
-        bound: function from (plane group, layers, tokens) to the largest frame in bytes.
-        first_kv_head: the first of the rank's KV heads.
+        bound: returns the maximum frame size in bytes for (plane group, layers, tokens).
+        first_kv_head: index of the rank's first KV head, counted over all ranks.
 
     Raises:
         ValueError: one page of one layer does not fit.

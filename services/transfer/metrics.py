@@ -98,7 +98,7 @@ class TransferMetrics:
         with suppress(KeyError):
             self._link_speed.remove(peer)
         for gauge, mode in product((self._wire_mode, self._decode_speed), WireMode):
-            with suppress(KeyError):  # never measured
+            with suppress(KeyError):  # the link was never measured
                 gauge.remove(peer, mode)
 
     def _count(self, raw_bytes: int, wire_bytes: int) -> None:

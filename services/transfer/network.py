@@ -22,7 +22,7 @@ class TransferNetwork:
 
     Attributes:
         loopback: whether all peers are on this machine.
-        interface: name of the only TCP interface, or None.
+        interface: name of the only TCP interface to use, or None for UCX's choice.
         ports: range of TCP ports to listen on, ``low-high``, or None for ephemeral ports.
     """
 

@@ -13,7 +13,7 @@ from services.transfer.slab import SlotRef
 
 @dataclass(frozen=True)
 class SentSegment:
-    """An encoded segment in its slot, with its figures for the link policy."""
+    """An encoded segment in its slot, with its sizes for the link policy."""
 
     ref: SlotRef
     mode: WireMode
@@ -27,7 +27,7 @@ class Outgoing:
 
     Attributes:
         key: the engine's id of the sequence.
-        reader: name of the session that reads it; slots are shared among sessions.
+        reader: name of the decode worker's session; `SharedSlots` limits the slots of each.
         peer: id of the decode worker; the link policy measures per peer.
         sequence: number of the sequence within the session.
         slot_bytes: bytes of a slot of the reader's landing slab.
@@ -36,7 +36,7 @@ class Outgoing:
         credits: credits granted and not used yet.
         planned: segments to encode.
         unacknowledged: encoded segments by index.
-        issued: number of segments that have an index.
+        issued: number of segments encoded so far, which is the index of the next one.
         encoding: number of segments that are being encoded.
         computed: whether all chunks of the prompt were added.
         closed: whether the sequence has ended.

@@ -21,10 +21,10 @@ from services.transfer.errors import (
 from services.transfer.network import TransferNetwork
 from services.transfer.slab import Slab
 
-_PROGRESS_TIMEOUT_US = 1000  # longest sleep of the progress thread; with 0 it spins
-_SPIN_S = 100e-6  # polling without a pause after an event; small READs end within this time
-_NAP_S = 150e-6  # pause between polls after that
-_DRAIN_NAP_S = 10e-3  # pause between polls when only READs past their deadlines are left
+_PROGRESS_TIMEOUT_US = 1000  # longest sleep of NIXL's progress thread; 0 makes it spin
+_SPIN_S = 100e-6  # seconds of polling without pauses after an event; covers small READs
+_NAP_S = 150e-6  # seconds between polls after the spin
+_DRAIN_NAP_S = 10e-3  # seconds between polls if only READs past their deadlines remain
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ReadDone:
 
     Attributes:
         seconds: time from its start to its end.
-        busy_s: time since its start or since the last end of a READ from this peer, whichever is
-            later. READs in flight share the link, so the sum is the link's busy time.
+        busy_s: time by which this READ extended the link's busy time: from its start, or from the
+            end of the previous READ from this peer if that is later, to its end.
     """
 
     seconds: float
@@ -225,7 +225,7 @@ class Owner:
         del self._nixl  # its destructor closes the connections and ends the READs
 
     def _fail_closed(self, read: _Read) -> None:
-        """Settle a READ that the shutdown has ended."""
+        """Settle the futures of a READ that the shutdown has ended."""
         if read.drained is not None:
             if not read.drained.done():
                 read.drained.set_result(None)
@@ -250,7 +250,7 @@ class Owner:
     def _remove_if_idle(self, name: str, peer: _Peer) -> None:
         """Remove a peer with pending removals once its READs have ended.
 
-        Only the handle of a READ shows when nothing can write to its landing slot any more.
+        Running READs need the peer: only their handles show when nothing can write to their slots.
         """
         if peer.removals and not peer.reads:
             del self._peers[name]

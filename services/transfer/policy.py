@@ -11,8 +11,8 @@ seconds. The first of n segments of b bytes fills the pipeline, so all of them t
 
     b (e + t + d + (n - 1) max(e, t, d)),
 
-which is the sequential sum for n = 1 and approaches the slowest stage for many. Raw segments are
-encoded and decoded too (gather or scatter, and checksum), with speeds of their own.
+which is the sum of the stages for n = 1; for large n the slowest stage dominates. Raw mode also
+has encode and decode stages (gather or scatter, and checksum), with separately measured speeds.
 
 This module is pure bookkeeping: no clock, no socket, no thread. Seconds are passed in, and ages are
 counted in segments.
@@ -24,12 +24,12 @@ from enum import StrEnum
 from statistics import median_high
 from typing import Self
 
-LINK_DECAY = 0.95  # weight of the past at each segment; READs in flight end in clusters
+LINK_DECAY = 0.95  # per segment; close to 1 because concurrent READs end in clusters
 RATIO_DECAY = 0.8
-CODEC_WINDOW = 15  # segments in the median of one mode
-SWITCH_BELOW = 0.95  # switch if the other mode takes less than this share: hysteresis
+CODEC_WINDOW = 15  # observations in the median speed of one mode
+SWITCH_BELOW = 0.95  # hysteresis: switch if the other mode takes less than this fraction
 PROBES = 2  # segments in each mode on a new link; the first one has cold caches
-EXPLORE_EVERY = 32  # minimum number of segments between two in the mode that is not chosen
+EXPLORE_EVERY = 32  # minimum number of segments from one exploration to the next
 EXPLORE_SHARE = 0.03  # maximum share of the time that is spent on exploring
 
 
@@ -41,7 +41,7 @@ class WireMode(StrEnum):
 
     @property
     def other(self) -> "WireMode":
-        """The other mode."""
+        """SplitZip for raw, raw for SplitZip."""
         return WireMode.SPLITZIP if self is WireMode.RAW else WireMode.RAW
 
 
@@ -66,7 +66,7 @@ class SegmentTiming:
 
 @dataclass(frozen=True)
 class ModeSpeed:
-    """Measurements of one mode on one link; None where there is none yet.
+    """Measurements of one mode on one link; None if not measured yet.
 
     Attributes:
         encode, decode: KV bytes per second.
@@ -79,7 +79,7 @@ class ModeSpeed:
 
     @property
     def measured(self) -> bool:
-        """Whether all values are known."""
+        """Whether all values have been measured."""
         return None not in (self.encode, self.decode, self.ratio)
 
 
@@ -89,7 +89,7 @@ class LinkView:
 
     Attributes:
         speeds: measurements of each mode.
-        choice: the mode that was measured to be faster.
+        choice: the mode with the smaller predicted time.
         bytes_per_second: wire bytes per second, None before the first segment.
     """
 
@@ -116,7 +116,7 @@ class _Rate:
 
 
 class _Speed:
-    """Median of the last observations, so that interrupted encodes and decodes do not count.
+    """Median of recent codec speeds, which ignores outliers such as interrupted encodes.
 
     The median of an even number of observations is the faster of the middle two, because the first
     observation of a process may be slow (cold caches).
@@ -143,8 +143,8 @@ class _Link:
     speed: _Rate = field(default_factory=lambda: _Rate(LINK_DECAY))
     decode: dict[WireMode, _Speed] = field(default_factory=_speeds)
     issued: dict[WireMode, int] = field(default_factory=lambda: dict.fromkeys(WireMode, 0))
-    since_other: int = 0  # segments since the last one in the mode that is not chosen
-    allowance_s: float = 0.0  # seconds that exploring may cost now
+    since_other: int = 0  # segments since the last one that used the other mode
+    allowance_s: float = 0.0  # extra seconds that the next exploration may take
 
 
 def transfer_seconds(speed: ModeSpeed, link: float, nbytes: int, segments: int) -> float:
@@ -186,7 +186,10 @@ class LinkPolicy:
 
     @classmethod
     def of(cls, setting: str, *, has_codebooks: bool) -> Self:
-        """Return the policy for a setting: "auto", "raw" or "splitzip"; raw without codebooks."""
+        """Return the policy for a setting: "auto", "raw" or "splitzip".
+
+        Without codebooks, the mode is always raw.
+        """
         if not has_codebooks:
             return cls(WireMode.RAW)
         return cls(None if setting == "auto" else WireMode(setting))
@@ -263,7 +266,7 @@ class LinkPolicy:
         return self._explore(link, seconds[link.choice], alone)
 
     def _await_probes(self, link: _Link) -> WireMode:
-        """Return the chosen mode, or rarely the other one, in case a probe was cancelled."""
+        """Return the chosen mode, or at intervals the other one, to replace cancelled probes."""
         link.since_other += 1
         if link.since_other < EXPLORE_EVERY:
             return link.choice

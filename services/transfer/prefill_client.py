@@ -1,4 +1,4 @@
-"""A decode worker's sessions with prefill workers: one per worker, carrying all its sequences."""
+"""A decode worker's sessions with prefill workers: one session for each worker."""
 
 import asyncio
 from collections.abc import Iterator
@@ -90,7 +90,7 @@ class PrefillClient:
 
     @contextmanager
     def subscribe(self, request: request_pb2.Request) -> Iterator[Subscription]:
-        """Number a sequence within this session, and receive its events until the block ends.
+        """Add a sequence to the session; it receives events until the block ends.
 
         Raises:
             FetchFailed: the session has ended.
@@ -159,7 +159,7 @@ class PrefillClients:
     """The sessions of one decode worker, opened on first use and dropped when they end.
 
     Args:
-        hello: identity and compatibility of the decode worker; the expected epoch is filled in.
+        hello: handshake message of the decode worker; `connect` fills in the expected epoch.
         handshake_s: deadline for connecting, the handshake and the exchange of NIXL metadata.
     """
 
@@ -174,7 +174,9 @@ class PrefillClients:
         self._runs: set[asyncio.Task[None]] = set()
 
     async def connect(self, worker: decode_pb2.WorkerAddress) -> PrefillClient:
-        """Return the open session with this epoch of a worker; callers share one attempt.
+        """Return the session with this epoch of a worker; open it if there is none.
+
+        Concurrent callers share one attempt.
 
         Raises:
             FetchFailed: INCOMPATIBLE if the handshake was refused, else PREFILL_LOST.
@@ -204,7 +206,7 @@ class PrefillClients:
 
     async def _open(self, worker: decode_pb2.WorkerAddress) -> PrefillClient:
         channel = open_channel(worker.address)
-        session: Any = PrefillStub(channel).Session  # without an iterator: `write` sends
+        session: Any = PrefillStub(channel).Session  # no request iterator: `write` sends requests
         call: MessageStream = session(metadata=self._metadata)
         welcome: pb.Welcome | None = None
         try:

@@ -224,7 +224,10 @@ class Receiver:
 
 
 def _first_failure(group: "ExceptionGroup[Exception]", worker_id: str) -> Exception:
-    """Return the error that ended a fetch as `FetchFailed`; other errors are bugs and unchanged."""
+    """Return the first error of a group. Expected errors are converted to `FetchFailed`.
+
+    Any other error is a bug and is returned unchanged.
+    """
     error: Exception = group
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]

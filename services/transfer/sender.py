@@ -176,7 +176,7 @@ class Sender:
         for outgoing in self._outgoing.values():
             while outgoing.planned and outgoing.credits:
                 ref = self._slots.acquire(outgoing.reader)
-                if ref is None:  # this reader has its share; others may still get a slot
+                if ref is None:  # this reader's share is used up; others may get a slot
                     break
                 outgoing.credits -= 1
                 outgoing.encoding += 1

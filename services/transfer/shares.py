@@ -8,15 +8,15 @@ _TIMES_FREE = 3  # a reader holds at most this multiple of the slots left free
 
 
 class SharedSlots:
-    """Slots for several readers, each of which may stop and keep its slots. Pure bookkeeping.
+    """Slots shared by readers that may stop without releasing them. Pure bookkeeping.
 
-    A reader's first slot may be the last free one. It gets a further slot only if it then holds at
-    most three times as many as are left free. These are the dynamic thresholds by which switches
-    share their buffers (Choudhury and Hahne, 1998). Consequently:
+    A reader without a slot gets any free slot. A reader with slots gets another one only if it then
+    holds at most three times the number of slots that remain free. This is the dynamic threshold
+    algorithm of shared-memory switches (Choudhury and Hahne, 1998). Consequently:
 
     - a single reader gets three quarters of the slots, rounded down;
     - each further reader gets up to three quarters of the remaining slots;
-    - with two slots or more, a second reader always finds one.
+    - if there are at least two slots, the first reader always leaves one for a second reader.
 
     A fixed share per reader would depend on the number of readers and waste slots if there are few.
     """

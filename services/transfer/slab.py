@@ -93,7 +93,7 @@ class SlotPool:
     """Free, held and quarantined slots. Pure bookkeeping; not thread-safe.
 
     A quarantined slot is neither held nor free: the transport may still touch it. The slot that has
-    been free the longest is used first, so a late reader or writer most likely meets a free slot.
+    been free the longest is used first, so a late access most likely hits a free slot.
     """
 
     def __init__(self, slots: int) -> None:

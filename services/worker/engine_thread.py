@@ -53,9 +53,9 @@ class EngineThread:
     """Runs the engine's steps, and codec jobs between them.
 
     Args:
-        on_output: called on the event loop with each non-empty output. A step has two: its plan
-            (reserved pages, refusals), before anything is computed, and its results. With
-            lookahead, the results are those of the previous step.
+        on_output: called on the event loop with each non-empty output. A step has two
+            outputs: its plan (reserved pages, refusals), before anything is computed, and its
+            results. With lookahead, the results are those of the previous step.
         on_fault: called on the event loop with an exception inside a step. That is a bug, and the
             process is expected to end, because the state of the pages is unknown.
     """
@@ -189,7 +189,7 @@ class EngineThread:
             self._post(self._deliver, output)
 
     def _deliver(self, output: StepOutput) -> None:
-        """Call ``on_output``; its exception is a fault, since lost output leaves requests open."""
+        """Call ``on_output``. Its exception is a fault, because the requests would never end."""
         try:
             self._on_output(output)
         except Exception as error:  # noqa: BLE001 - reported: the process ends on it

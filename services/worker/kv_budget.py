@@ -13,7 +13,7 @@ CPU_TOKENS = 16_384
 RESERVE = 5 << 28
 """Bytes (1.25 GiB) for CUDA's context, graphs and activations."""
 ROW_BYTES = 60
-"""Bytes for each row of a decode batch and vocabulary entry: sampling tables and workspace."""
+"""Bytes of sampling tables and workspace for each logit of a decode step."""
 _GIB = 1 << 30
 
 
@@ -56,8 +56,8 @@ def kv_tokens_for(
 
     Args:
         utilization: share of the whole device that this worker may allocate.
-        slab: bytes that the slab of the transfer will allocate.
-        logits: rows times vocabulary of a decode step; 0 without decode.
+        slab: bytes that the slab for KV transfers will allocate.
+        logits: number of logits of a decode step (rows * vocabulary size); 0 without decode.
 
     Raises:
         SettingsError: the memory does not hold a single page.

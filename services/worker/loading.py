@@ -126,9 +126,9 @@ def _device(name: str) -> str:
 def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str]:
     """Return the model on its device, and its hash.
 
-    The checkpoint is read into host memory; tensors of a safetensors file with the same dtype are
-    only mapped. Matrices move to the device one by one as the model packs them, so the device holds
-    at most one layer twice. No tensor of the checkpoint stays in memory.
+    The checkpoint is read into host memory, but safetensors tensors that already have the target
+    dtype are only memory-mapped. Matrices move to the device one by one as the model packs them, so
+    the device holds at most one layer twice. No tensor of the checkpoint stays in memory.
     """
     dtype = _dtype(settings.dtype, device)
     checkpoint = load_checkpoint(path, dtype=dtype)

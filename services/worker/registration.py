@@ -12,7 +12,8 @@ from services.worker.engine_thread import EngineThread
 log = structlog.get_logger()
 
 MAX_UNREPORTED = 4096
-"""Maximum placements kept for a router that does not answer; older ones expire there."""
+"""Maximum unreported placements kept for each router. Older ones are dropped; the router lets them
+expire."""
 
 
 class Registrar:

@@ -1,7 +1,7 @@
 """Speed of the complete service on one core compared with transformers, and of the gateway.
 
 ``python -m tests.e2e.bench`` measures transformers and the service one after the other, with the
-same fp32 weights and one thread for each worker. It prints four figures with their goals.
+same fp32 weights and one thread for each worker. It prints four measurements with their goals.
 ``--json FILE`` saves them.
 """
 

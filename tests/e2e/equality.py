@@ -31,7 +31,7 @@ from tests.e2e.deployment import Running, deployed
 if TYPE_CHECKING:  # defined in the type stubs only
     from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
 
-EPSILON = 0.05  # nats between the two best logits; fp32 compute over bf16 KV changes them by less
+EPSILON = 0.05  # nats; fp32 compute over bf16 KV changes the gap of two logits by less
 CONCURRENCY = 8
 
 
@@ -147,7 +147,7 @@ def digests(running: Running, process: str, event: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Row:
-    """One disaggregated deployment against its colocated reference."""
+    """Comparison of one disaggregated deployment with its colocated reference."""
 
     name: str
     comparison: Comparison

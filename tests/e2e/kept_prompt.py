@@ -2,7 +2,8 @@
 
 ``python -m tests.e2e.kept_prompt --codec auto --codebooks FILE`` computes a prompt of real text
 with the engine, then serves `headrace.v1.Prefill`. It answers every request with the KV of that
-prompt, chunk by chunk. It prints a line of JSON when it is ready, and one for each line on stdin.
+prompt, chunk by chunk. It prints a line of JSON when it is ready, and a
+report as a line of JSON for each line on stdin.
 """
 
 import argparse

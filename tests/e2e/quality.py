@@ -36,7 +36,7 @@ class Agreement:
     """Agreement of logits with the reference, accumulated over all positions of all texts.
 
     Attributes:
-        differences: sum of squared differences.
+        differences: sum of squared differences of the logits.
         sizes: sum of squares of the reference's logits.
         same: number of positions with the same best token.
         rows: relative error of each position.

@@ -1,10 +1,10 @@
 """Serving overhead of a decode step: ``python -m tests.e2e.rpc_delay [--device cuda] [--shape …]``.
 
-First an engine without a service steps 64 sequences. Then a colocated deployment streams 64
-sequences of the same lengths over gRPC, through gateway and worker. Both step times are averages
-while all sequences run. The step time under serving comes from the worker's metrics, because the
-worker does not wait for clients that read slowly. With a shape of `runtime.bench`, the model has
-random weights and SmolLM2's vocabulary.
+First, an engine without a service decodes 64 sequences in one batch. Then a colocated deployment
+streams 64 sequences of the same lengths over gRPC, through gateway and worker. Both step times are
+averages while all sequences run. The step time under serving comes from the worker's metrics,
+because the worker does not wait for clients that read slowly. With a shape of `runtime.bench`, the
+model has random weights and SmolLM2's vocabulary.
 """
 
 import argparse

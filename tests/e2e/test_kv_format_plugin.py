@@ -1,6 +1,6 @@
-"""A KV format that only this file knows is served, colocated and disaggregated.
+"""A KV format defined in this file is served, colocated and disaggregated.
 
-Nothing else is edited for it: the workers import it by ``--kv-format module:Class``.
+No other file mentions it: the workers import it through ``--kv-format module:Class``.
 """
 
 import asyncio
@@ -219,7 +219,7 @@ def test_handshake_refuses_another_kv_format(model: Path, disaggregated: Running
 
 
 async def refusal(running: Running, compatibility: Compatibility) -> str | None:
-    """Return why the prefill worker refuses a decode worker; None if it does not."""
+    """Return the prefill worker's reason to refuse this handshake, or None if it accepts it."""
     ready = running.records("prefill-0", "ready")[-1]
     hello = pb.Hello(
         worker_id="reader",

@@ -43,7 +43,7 @@ def statistics() -> KVStatistics:
 
 def test_payload_bytes_include_headers_and_padding(statistics: KVStatistics) -> None:
     k, v = statistics.planes
-    # Header 64, plane header 16, starts 4 x 9 padded to 48, codes 384 or 512, rests 1,024 bytes.
+    # Bytes: header 64, plane header 16, starts 4 x 9 padded to 48, codes 384 or 512, rests 1,024.
     assert {name: coding.payload_bytes for name, coding in k.codings.items()} == {
         "top16": 1664,
         "in-band": 1664,

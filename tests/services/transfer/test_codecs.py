@@ -1,4 +1,4 @@
-"""Segments of any plane group arrive bit for bit, encoded or raw."""
+"""Segments of any plane group are bitwise identical after decoding, in SplitZip and raw mode."""
 
 from collections.abc import Sequence
 

@@ -55,7 +55,7 @@ def test_pool_without_slots_is_refused(slots: int, per_sequence: int) -> None:
 
 
 class CreditMachine(RuleBasedStateMachine):
-    """Random calls, compared with simple counters."""
+    """Stateful test: random calls of a `CreditPool`, compared with simple counters."""
 
     SLOTS = 6
     PER_SEQUENCE = 3

@@ -13,7 +13,7 @@ from services.transfer.errors import PeerLost
 from services.transfer.fetch import FetchFailed
 from tests.services.workers import LIMIT_S, Decode, Prefill, Site, fetch_of, message_of, until
 
-TOKENS = 100  # four segments, two of which have a landing slot at a time
+TOKENS = 100  # four segments, through two landing slots
 
 
 class HeldReads(TransferAgent):

@@ -1,4 +1,4 @@
-"""Leases: limits, expiry, and random calls compared with a model."""
+"""Leases: limits, expiry, and a stateful (model-based) test."""
 
 import pytest
 from hypothesis import strategies as st
@@ -41,7 +41,7 @@ def test_invalid_limits_are_refused(lease_s: float, max_leases: int) -> None:
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Random calls at increasing times."""
+    """Stateful test: random calls of a `LeaseTable` at increasing times."""
 
     LEASE_S = 5
     MAX = 4

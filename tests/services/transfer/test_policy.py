@@ -68,8 +68,8 @@ def test_compression_pays_for_long_sequences(
 ) -> None:
     """SplitZip runs at 4 bytes/s in each direction, raw at 100, over a link of 1 byte/s.
 
-    A single byte takes 0.25 + 0.75 + 0.25 = 1.25 s instead of 1.02 s; in a long sequence 0.75 s
-    instead of 1 s.
+    A single byte takes 0.25 + 0.75 + 0.25 = 1.25 s with SplitZip and 1.02 s raw. In a long
+    sequence, each byte takes 0.75 s with SplitZip and 1 s raw.
     """
     policy = LinkPolicy()
     measured(policy, link, zip_codec=4.0, raw_codec=100.0)
@@ -135,7 +135,7 @@ def test_slow_first_segment_is_ignored() -> None:
 
 
 def test_link_speed_of_reads_that_end_in_clusters() -> None:
-    """Four READs share the link, and the first to end has all of its busy time."""
+    """Four READs share the link; all of its busy time is attributed to the first one that ends."""
     policy = LinkPolicy()
     for _ in range(40):
         for read_s in (4.0, 0.0, 0.0, 0.0):
@@ -155,7 +155,7 @@ def test_forgotten_peer_is_a_new_link() -> None:
 
 @dataclass
 class World:
-    """Bytes per second of each stage over time, measured with a relative error of ``noise``."""
+    """Simulated speeds of the stages, in bytes/s; ``noise`` is the relative measurement error."""
 
     link: Callable[[float], float]
     encode: dict[WireMode, float] = field(default_factory=lambda: {RAW: 8e9, ZIP: 6e9})

@@ -135,7 +135,7 @@ class Reader:
         ).result()
 
     def holds(self, whole: PagedCache) -> bool:
-        """Whether the pages of all tokens are equal to ``whole``, bit for bit."""
+        """Whether the KV of all tokens is bitwise identical to that in ``whole``."""
 
         def tokens(plane: torch.Tensor) -> torch.Tensor:
             return plane.transpose(1, 2).flatten(0, 1)[:TOKENS].contiguous().view(torch.uint8)

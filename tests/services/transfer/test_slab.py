@@ -1,4 +1,4 @@
-"""The layout of a slab, and the slot pool compared with a model."""
+"""The layout of a slab, and a stateful (model-based) test of the slot pool."""
 
 import pytest
 import torch

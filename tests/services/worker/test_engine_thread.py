@@ -80,7 +80,7 @@ async def test_pages_are_reserved_while_a_step_computes(
 
 
 async def test_exception_in_on_output_is_a_fault(start: Callable[..., EngineThread]) -> None:
-    """The requests of lost output would wait forever."""
+    """Otherwise, requests whose output was lost would wait forever."""
     fault: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     def lose(output: StepOutput) -> None:

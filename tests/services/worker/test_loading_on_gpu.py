@@ -77,8 +77,9 @@ def test_gpu_uses_fused_kernels_and_agrees_with_the_cpu(
 ) -> None:
     """Compare greedy tokens with the logits of the same weights in fp32 on the CPU.
 
-    The reference computes the logits after the GPU's tokens. The logit of each token must be the
-    best, or less by at most 0.08 of the largest magnitude: bf16 errs by 0.04 in each of two logits.
+    The reference computes the logits after the GPU's tokens. The gap between the best logit
+    and that of each token must be at most 0.08 of the largest magnitude of a logit. The bf16 error
+    of each of the two logits is up to 0.04.
     """
     kind, path, worker = loaded
     model = worker.engine.model
@@ -121,7 +122,7 @@ def test_warm_up_captures_every_graph(loaded: tuple[str, Path, Loaded]) -> None:
 
 
 def test_layer_graphs_equal_step_graphs(tmp_path: Path) -> None:
-    """Without the megakernel, both use the same kernels and must give the same tokens."""
+    """Without the megakernel, both kinds of graph run the same kernels and give the same tokens."""
     path = folder_of(CHECKPOINTS["head norms"], tmp_path)
     requests = [request_of(f"r{n}", 3 + 9 * n, 12, seed=n) for n in range(7)]
     outputs = []
@@ -189,7 +190,7 @@ def test_share_without_room_for_a_page_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("head_norms", [False, True])
 def test_loading_never_holds_the_weights_twice(head_norms: bool, tmp_path: Path) -> None:
-    """Only one of twelve layers may exist both as read and as packed."""
+    """At most one of the twelve layers is in memory both unpacked and packed."""
     config = replace(
         CONFIG, hidden_size=512, intermediate_size=2048, num_layers=12, num_heads=8, head_dim=64
     )
