@@ -199,7 +199,7 @@ class LaunchPlan:
             pages: int64 `[num_pages]` page ids.
             out: uint8, aligned to 16 bytes, of at least `layout.bound` bytes.
 
-        Results: length of the segment in bytes, checksum, escapes, entry words.
+        `results` then has: segment length in bytes, checksum, number of escapes and entry words.
 
         Raises:
             InvalidBuffer: the output is too short or not aligned.

@@ -284,7 +284,7 @@ class Scheduler:
             sequence.pages = full + self.pool.allocate(len(first.pages) - len(full))
 
     def _refuse_overflow(self) -> list[tuple[str, RuntimeFault]]:
-        """Refuse the latest groups submitted since the last plan until ``max_waiting`` remain."""
+        """Refuse groups submitted since the last plan, newest first, beyond ``max_waiting``."""
         refused: list[tuple[str, RuntimeFault]] = []
         for group in reversed(self._fresh):
             if len(self._waiting) <= self._limits.max_waiting:

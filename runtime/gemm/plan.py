@@ -31,7 +31,7 @@ class Tile:
 
     Attributes:
         tokens, rows, columns: block sizes BM, BN and BK.
-        splits: number of programs among which the columns of a block are split.
+        splits: split-K factor: number of programs that share the K dimension of one block.
         warps, stages: Triton's launch options ``num_warps`` and ``num_stages``.
     """
 
@@ -61,7 +61,7 @@ class LargeTile:
     Attributes:
         groups: consumer warp groups per program, each for 64 tokens.
         rows: weight rows per block.
-        splits: number of programs among which the columns of a block are split.
+        splits: split-K factor: number of programs that share the K dimension of one block.
     """
 
     groups: int

@@ -47,7 +47,10 @@ def warm_up_prefill(model: Model, cache: PagedCache, limits: Limits, progress: P
 
 
 def _small(sequences: int) -> Iterator[list[SequenceSlice]]:
-    """Yield prefill batches of two-token prompts, and decode batches of one token, in page 0."""
+    """Yield a prefill batch of two-token prompts and a decode batch for each page-table width.
+
+    A decode batch has one token per sequence. All page-table entries are page 0.
+    """
     for width in _WIDTHS:
         for tokens, first in (((0, 0), 0), ((0,), 2)):
             yield [SequenceSlice(tokens, first, (0,) * width)] * sequences

@@ -51,7 +51,7 @@ async def serve(settings: GatewaySettings) -> None:
         rpc = GrpcServer(
             f"{_bracketed(settings.host)}:{settings.grpc_port}",
             [SERVICE],
-            # Twice the limit, so that the service can reject most larger bodies with details.
+            # gRPC rejects larger messages; the service rejects smaller ones with details.
             max_message_bytes=2 * settings.max_body_bytes,
             max_rpcs=settings.max_connections,
         )
