@@ -37,19 +37,6 @@ from runtime.replay.prefill import PrefillReplay
 from runtime.replay.warm_up import Progress, silent, warm_up_prefill
 from runtime.sampling.reference import Draw, SamplingRow, sample
 
-__all__ = [
-    "Add",
-    "Arrived",
-    "Cancel",
-    "Command",
-    "Computed",
-    "Engine",
-    "Limits",
-    "Release",
-    "Reserve",
-    "StepOutput",
-]
-
 
 class Engine:
     """Continuous batching of one model over its own pool of KV pages.
