@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from runtime.core.request import FinishReason, Request, SampledToken
 from runtime.errors import RuntimeFault
 
@@ -65,12 +67,29 @@ class Computed:
     Attributes:
         first_token: position of the chunk's first token, a multiple of the page size.
         pages: ids of the pages that hold the chunk's KV.
+        ready: CUDA event after which the KV is in the pages; None on a CPU, where it is already.
     """
 
     id: str
     first_token: int
     num_tokens: int
     pages: tuple[int, ...]
+    ready: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Pages that were allocated for a request's tokens.
+
+    Attributes:
+        pages: page ids, in token order.
+        ready: CUDA event after which the engine's earlier work does not touch the pages; None on a
+            CPU.
+    """
+
+    id: str
+    pages: tuple[int, ...]
+    ready: torch.cuda.Event | None = None
 
 
 @dataclass
@@ -82,7 +101,7 @@ class StepOutput:
         finished: request id, choice and reason of each choice that ended. The last token of a
             choice is in ``tokens`` of the same step.
         computed: chunks whose KV was written. Chunks of a preempted sequence are reported again.
-        reserved: pairs of request id and the pages allocated for its tokens.
+        reserved: pages allocated for requests whose KV another worker will send.
         refused: pairs of request id and reason. A refused request has no pages.
         started: ids of requests whose first chunk is computed in this step. A preempted request
             is reported again when its prefill restarts.
@@ -93,7 +112,7 @@ class StepOutput:
     tokens: list[tuple[str, SampledToken]] = field(default_factory=list)
     finished: list[tuple[str, int, FinishReason]] = field(default_factory=list)
     computed: list[Computed] = field(default_factory=list)
-    reserved: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    reserved: list[Reserved] = field(default_factory=list)
     refused: list[tuple[str, RuntimeFault]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)

@@ -26,6 +26,7 @@ from runtime.engine.commands import (
     Computed,
     Release,
     Reserve,
+    Reserved,
     StepOutput,
 )
 from runtime.engine.scheduler import Scheduler
@@ -148,7 +149,12 @@ class Engine:
             self._in_flight = None
         plan = self._planned = self._scheduler.plan()
         output.refused += plan.refused
-        output.reserved += [(g.request.id, tuple(g.sequences[0].pages)) for g in plan.reserved]
+        if plan.reserved:
+            ready = self._record_event()
+            output.reserved += [
+                Reserved(group.request.id, tuple(group.sequences[0].pages), ready)
+                for group in plan.reserved
+            ]
         output.started += [chunk.group.request.id for chunk in plan.chunks if not chunk.first]
         return output
 
@@ -205,8 +211,9 @@ class Engine:
     def _prefill(self, chunks: list[Chunk], output: StepOutput) -> None:
         """Compute prompt chunks, and sample the first tokens of completed prompts."""
         logits = self._forward_chunks(chunks)
+        ready = self._record_event()
         for chunk in chunks:
-            self._report(chunk, output)
+            self._report(chunk, ready, output)
             self._scheduler.computed(chunk)
         complete = [chunk.group for chunk in chunks if chunk.completes]
         for group in complete:
@@ -239,12 +246,22 @@ class Engine:
             logits = self.model.forward(Batch.of(slices, self.model.device), self.cache)
         return logits
 
-    def _report(self, chunk: Chunk, output: StepOutput) -> None:
+    def _record_event(self) -> "torch.cuda.Event | None":
+        """Return an event that other CUDA streams can wait for; None on a CPU."""
+        if self.model.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _report(self, chunk: Chunk, ready: "torch.cuda.Event | None", output: StepOutput) -> None:
         """Add a chunk and its pages to ``output.computed``."""
         group, size = chunk.group, self.model.page_size
         end = chunk.first + chunk.count
         pages = group.sequences[0].pages[chunk.first // size : pages_for(end, size)]
-        output.computed.append(Computed(group.request.id, chunk.first, chunk.count, tuple(pages)))
+        output.computed.append(
+            Computed(group.request.id, chunk.first, chunk.count, tuple(pages), ready)
+        )
 
     def _decode(self, sequences: list[Sequence], output: StepOutput) -> None:
         """Launch a replayed step, or without replay compute a step and accept its tokens."""

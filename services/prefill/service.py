@@ -2,7 +2,6 @@
 
 import asyncio
 import uuid
-from typing import Any
 
 import grpc
 import structlog
@@ -46,7 +45,8 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self._min_slot_bytes = codecs.min_slot_bytes
         self._max_sequences = settings.max_running + settings.max_waiting
         self.sender = Sender(
-            self.engine,
+            agent,
+            loaded.engine.cache,
             slab,
             codecs,
             LinkPolicy.of(settings.codec, has_codebooks=codecs.has_codebooks),
@@ -102,12 +102,14 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             self.sender.forget_peer(peer)
 
     async def _shake_hands(self, context: MessageStream) -> pb.Hello:
-        command: Any = await next_message(context)
-        if command is None or command.WhichOneof("command") != "hello":
+        message: pb.PrefillCommands | None = await next_message(context)
+        commands = list(message.commands) if message is not None else []
+        if len(commands) != 1 or commands[0].WhichOneof("command") != "hello":
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, "the first command of a session must be hello"
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the first message of a session must be hello alone",
             )
-        hello: pb.Hello = command.hello
+        hello = commands[0].hello
         mine = self.identity.compatibility_message()
         differing = [
             f"{field.name}: decode worker has {getattr(hello.compatibility, field.name)!r}, "
@@ -137,7 +139,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             device=0,
             lease_s=self._settings.lease_s,
         )
-        await context.write(pb.PrefillEvent(welcome=welcome))
+        await context.write(pb.PrefillEvents(events=[pb.PrefillEvent(welcome=welcome)]))
         return hello
 
     def _session_of(self, key: str) -> PrefillSession:
@@ -155,9 +157,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             if job := self.jobs.get(chunk.id):
                 job.pages += chunk.pages
                 if not job.ends_at_once:
-                    self.sender.add_computed(
-                        chunk.id, chunk.first_token, chunk.num_tokens, chunk.pages
-                    )
+                    self.sender.add_computed(chunk)
         for key, token in output.tokens:
             if key in self.jobs:
                 self.metrics.generation_tokens.inc()

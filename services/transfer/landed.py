@@ -21,7 +21,7 @@ def start_decode(
     expected: FrameHeader,
     pages: Sequence[int],
 ) -> codec.Pending[codec.Decoded]:
-    """Verify the frame in a landing slot and launch its decode, on the device's thread.
+    """Verify the frame in a landing slot and launch its decode, on the transfer thread.
 
     Args:
         segment: the manifest entry, whose extent `Coverage` has accepted.

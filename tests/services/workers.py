@@ -183,7 +183,7 @@ def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
 
 
 @asynccontextmanager
-async def session_with(prefill: Prefill) -> AsyncIterator[MessageStream]:
+async def session_with(prefill: Prefill) -> AsyncIterator["ReaderSession"]:
     """Open a reader's session, after the handshake, for the test to drive."""
     hello = pb.Hello(
         worker_id="reader",
@@ -193,18 +193,32 @@ async def session_with(prefill: Prefill) -> AsyncIterator[MessageStream]:
         slot_bytes=SLOT_BYTES,
     )
     async with open_channel(prefill.address.address) as channel:
-        session: MessageStream = PrefillStub(channel).Session()
-        await session.write(pb.PrefillCommand(hello=hello))
-        assert (await event_of(session)).WhichOneof("event") == "welcome"
+        stream: MessageStream = PrefillStub(channel).Session()
+        session = ReaderSession(stream)
+        await session.send(pb.PrefillCommand(hello=hello))
+        assert (await session.event()).WhichOneof("event") == "welcome"
         yield session
-        session.cancel()
+        stream.cancel()
 
 
-async def event_of(session: MessageStream) -> pb.PrefillEvent:
-    """Return the next event of a session."""
-    event: pb.PrefillEvent | None = await asyncio.wait_for(next_message(session), LIMIT_S)
-    assert event is not None
-    return event
+class ReaderSession:
+    """A reader's side of a session, driven by a test."""
+
+    def __init__(self, stream: MessageStream) -> None:
+        self._stream = stream
+        self._events: list[pb.PrefillEvent] = []
+
+    async def send(self, *commands: pb.PrefillCommand) -> None:
+        """Send commands in one message."""
+        await self._stream.write(pb.PrefillCommands(commands=commands))
+
+    async def event(self) -> pb.PrefillEvent:
+        """Return the next event."""
+        while not self._events:
+            message = await asyncio.wait_for(next_message(self._stream), LIMIT_S)
+            assert message is not None
+            self._events += message.events
+        return self._events.pop(0)
 
 
 async def until(condition: Callable[[], bool]) -> None:

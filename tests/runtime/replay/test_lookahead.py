@@ -48,7 +48,7 @@ def test_pages_of_a_cancelled_request_are_not_free_while_its_step_is_in_flight(
             engine.step(commands)
         waiting = Reserve(request(2, 40, 2, 0, 1))
         assert engine.step([Cancel("r0"), waiting]).reserved == []
-        assert [name for name, _ in engine.step([]).reserved] == ["r2"]
+        assert [reserved.id for reserved in engine.step([]).reserved] == ["r2"]
 
 
 def test_reused_request_id_gets_no_token_of_the_cancelled_request(model: Model) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+import codec
 from headrace.v1 import prefill_pb2 as pb
+from runtime.engine import Computed
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import Plane
+from services.transfer.codec_calls import CodecCalls, Timed
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
@@ -32,15 +36,14 @@ TOKENS = 55  # the last page is not full
 EPOCHS = ("00" * 16, "11" * 16)
 
 
-class InlineJobs:
-    """Runs codec jobs immediately, on a given cache."""
+class InlineCodec:
+    """Runs codec calls immediately."""
 
-    def __init__(self, cache: PagedCache) -> None:
-        self._cache = cache
-
-    def run_on_cache(self, job: Callable[[PagedCache], T]) -> "asyncio.Future[T]":
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        future.set_result(job(self._cache))
+    def run_codec(self, launch: Callable[[], codec.Pending[T] | None]) -> "Future[Timed[T] | None]":
+        future: Future[Timed[T] | None] = Future()
+        calls = CodecCalls()
+        calls.start(launch, future)
+        calls.poll()
         return future
 
 
@@ -85,7 +88,8 @@ class Rank:
             plane.copy_(full[:, number * heads : (number + 1) * heads])
         rank = cls(number, Slab(8, 1 << 14))
         sender = Sender(
-            InlineJobs(cache),
+            InlineCodec(),
+            cache,
             rank.slab,
             SegmentCodecs(cache.layout, BOOKS, first_kv_head=number * heads),
             LinkPolicy.of("splitzip", has_codebooks=True),
@@ -106,7 +110,7 @@ class Rank:
 
         sequence = Outgoing("s", "reader", "peer", 1, "request", 0, 1 << 14, emit, fail, credits=8)
         sender.open(sequence)
-        sender.add_computed("s", 0, TOKENS, tuple(range(PAGES)))
+        sender.add_computed(Computed("s", 0, TOKENS, tuple(range(PAGES))))
         sender.finish_computing("s")
         async with asyncio.timeout(20):
             while sender._tasks:  # noqa: ASYNC110 - encodes end within a few loop iterations
