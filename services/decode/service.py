@@ -244,7 +244,7 @@ async def serve(settings: DecodeSettings) -> None:
         SettingsError: the worker cannot start with these settings.
     """
     loaded = await asyncio.to_thread(load_worker, settings, decodes=True)
-    landing = Slab(settings.slots, settings.slot_bytes, loaded.device)
+    landing = loaded.new_slab()
     agent = TransferAgent(
         f"decode-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
     )

@@ -10,7 +10,6 @@ import uvloop
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1 import prefill_pb2_grpc
 from runtime.engine import Engine, StepOutput
-from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer, MessageStream, next_message
 from services.common.placement import Role
 from services.prefill.session import Job, PrefillSession
@@ -43,7 +42,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self._slab = slab
         codecs = SegmentCodecs(loaded.engine.cache.layout, loaded.codebooks)
         self._min_slot_bytes = codecs.min_slot_bytes
-        self._max_sequences = settings.max_running + settings.max_waiting
+        self._max_sequences = loaded.sizes.max_running + settings.max_waiting
         self.sender = Sender(
             agent,
             loaded.engine.cache,
@@ -55,11 +54,6 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             max_sequences=self._max_sequences,
             metrics=TransferMetrics(self.metrics.registry),
         )
-        if settings.slot_bytes < self._min_slot_bytes:
-            raise SettingsError(
-                f"slot_bytes is {settings.slot_bytes}, but one page of one layer takes "
-                f"{self._min_slot_bytes}: set slot_bytes to at least that"
-            )
         self.jobs: dict[str, Job] = {}
         self._sessions: dict[str, PrefillSession] = {}
 
@@ -189,7 +183,7 @@ async def serve(settings: PrefillSettings) -> None:
         SettingsError: the worker cannot start with these settings.
     """
     loaded = await asyncio.to_thread(load_worker, settings, decodes=False)
-    slab = Slab(settings.slots, settings.slot_bytes, loaded.device)
+    slab = loaded.new_slab()
     agent = TransferAgent(
         f"prefill-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
     )

@@ -12,12 +12,12 @@ from runtime.kv.pages import pages_for
 from services.transfer.codecs import Books, SegmentCodecs
 from services.transfer.manifest import plan_segments
 from services.transfer.policy import WireMode
-from services.worker.settings import WorkerSettings
+from services.worker.sizes import WorkerSizes
 
 log = structlog.get_logger()
 
 
-def warm_up(engine: Engine, codebooks: Books, settings: WorkerSettings) -> None:
+def warm_up(engine: Engine, codebooks: Books, sizes: WorkerSizes) -> None:
     """Warm up the engine and the codec, and log how long each part took.
 
     Raises:
@@ -29,9 +29,9 @@ def warm_up(engine: Engine, codebooks: Books, settings: WorkerSettings) -> None:
         return
     progress = _progress_log()
     engine.warm_up(progress)
-    for tokens in (1, settings.chunk_tokens):
+    for tokens in (1, sizes.chunk_tokens):
         tokens = min(tokens, engine.pages_total * engine.cache.page_size)
-        progress("codec", warm_up_codec(engine, codebooks, tokens, settings.slot_bytes))
+        progress("codec", warm_up_codec(engine, codebooks, tokens, sizes.slot_bytes))
 
 
 @torch.inference_mode()

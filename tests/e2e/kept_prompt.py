@@ -26,7 +26,6 @@ from services.common.tokenizer import load_tokenizer
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.slab import Slab
 from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
 
 TOKENS = 4096
@@ -82,7 +81,7 @@ async def serve(settings: PrefillSettings) -> None:
     """Serve until stdin is closed."""
     loaded = load_worker(settings, decodes=False)
     engine = KeptPrompt(loaded.engine)
-    slab = Slab(settings.slots, settings.slot_bytes)
+    slab = loaded.new_slab()
     agent = TransferAgent(f"prefill-{loaded.identity.epoch}", network=settings.transfer_network)
     agent.register(slab)
     worker = PrefillWorker(settings, replace(loaded, engine=engine), agent, slab)

@@ -43,7 +43,6 @@ from services.decode.settings import DecodeSettings
 from services.offline.calibrate import calibrate
 from services.transfer.agent import TransferAgent
 from services.transfer.fetch import Fetch
-from services.transfer.slab import Slab
 from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
 from tests.e2e.kept_prompt import TOKENS, prompt
 
@@ -130,7 +129,7 @@ async def measure(codebooks: str, rounds: int) -> dict[str, Any]:
         {"codebooks": codebooks, "device": "cpu", "kv_tokens": TOKENS + PAGE_SIZE}
     )
     loaded = load_worker(settings, decodes=True)
-    landing = Slab(settings.slots, settings.slot_bytes)
+    landing = loaded.new_slab()
     agent = TransferAgent(f"decode-{loaded.identity.epoch}", network=settings.transfer_network)
     agent.register(landing)
     worker = DecodeWorker(settings, loaded, agent, landing)

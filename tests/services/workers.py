@@ -5,7 +5,7 @@ import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,9 +20,11 @@ from services.decode.settings import DecodeSettings
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
+from services.transfer.codecs import SegmentCodecs
 from services.transfer.fetch import Fetch
-from services.transfer.slab import Slab
 from services.worker.loading import PAGE_SIZE, Identity, Loaded
+from services.worker.settings import WorkerSettings
+from services.worker.sizes import WorkerSizes
 from tests.runtime.tiny import CONFIG, engine_of, prompt_of, tiny_model
 
 LIMIT_S = 20.0  # seconds, for operations that take milliseconds
@@ -58,7 +60,14 @@ def load(*, codebooks: bool = False, **limits: int) -> Loaded:
     identity = Identity(f"worker-{next(_numbers)}", uuid.uuid4().hex, model, compatibility)
     book = normal_codebook()
     books = {(layer, plane.name): book for layer, plane in engine.cache.layout.planes}
-    return Loaded(engine, books if codebooks else {}, identity, CONFIG, "cpu")
+    sizes = WorkerSizes(64, 512, 512, slots=2, slot_bytes=SLOT_BYTES)
+    return Loaded(engine, books if codebooks else {}, identity, CONFIG, "cpu", sizes)
+
+
+def sizes_of(loaded: Loaded, settings: WorkerSettings) -> WorkerSizes:
+    """Return the sizes that the settings ask for."""
+    codecs = SegmentCodecs(loaded.engine.cache.layout, {})
+    return WorkerSizes.of(settings, codecs, decodes=True, gpu_bytes=0)
 
 
 def normal_codebook() -> codec.Codebook:
@@ -112,7 +121,8 @@ class Site:
             {"codec": "raw", "slots": 4, "slot_bytes": SLOT_BYTES, **changes}
         )
         loaded = load(codebooks=settings.codec != "raw")
-        slab = Slab(settings.slots, settings.slot_bytes)
+        loaded = replace(loaded, sizes=sizes_of(loaded, settings))
+        slab = loaded.new_slab()
         agent = TransferAgent(f"prefill-{loaded.identity.epoch}")
         agent.register(slab)
         worker = PrefillWorker(settings, loaded, agent, slab)
@@ -136,7 +146,8 @@ class Site:
             {"codec": "raw", "slots": 2, "slot_bytes": SLOT_BYTES, **changes}
         )
         loaded = load(codebooks=settings.codec != "raw")
-        landing = Slab(settings.slots, settings.slot_bytes)
+        loaded = replace(loaded, sizes=sizes_of(loaded, settings))
+        landing = loaded.new_slab()
         agent = make_agent(f"decode-{loaded.identity.epoch}")
         agent.register(landing)
         worker = DecodeWorker(settings, loaded, agent, landing)

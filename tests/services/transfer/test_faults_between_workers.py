@@ -81,7 +81,7 @@ async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> N
             await asyncio.sleep(0)
         stream.session.end(stream)
         while await thread.run(lambda engine: engine.pages_free) < thread.pages_total:
-            await asyncio.sleep(0)
+            pass
         await thread.run(overwrite)  # as the next owner of these pages would
         agent.report_all()
         await wait_until_all_is_free(decode, prefill)
