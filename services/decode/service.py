@@ -23,6 +23,7 @@ from services.transfer.receiver import Receiver
 from services.transfer.slab import Slab
 from services.worker.lifecycle import Worker, live
 from services.worker.loading import Loaded, digest_pages, load_worker
+from services.worker.warm_up import warm_up_transfers
 from services.worker.wire import fault_to_code, token_from_message
 
 log = structlog.get_logger()
@@ -249,6 +250,7 @@ async def serve(settings: DecodeSettings) -> None:
         f"decode-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
     )
     agent.register(landing)
+    await warm_up_transfers(loaded, agent, landing)
     worker = DecodeWorker(settings, loaded, agent, landing)
     server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)
     decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.server)

@@ -22,6 +22,7 @@ from services.transfer.sender import Sender
 from services.transfer.slab import Slab
 from services.worker.lifecycle import Worker, live
 from services.worker.loading import Loaded, digest_pages, load_worker
+from services.worker.warm_up import warm_up_transfers
 
 log = structlog.get_logger()
 
@@ -188,6 +189,7 @@ async def serve(settings: PrefillSettings) -> None:
         f"prefill-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
     )
     agent.register(slab)
+    await warm_up_transfers(loaded, agent, slab)
     worker = PrefillWorker(settings, loaded, agent, slab)
     server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)
     prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)

@@ -14,15 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import structlog
 import torch
 
-import codec
-from services.transfer.codec_calls import CodecCalls, Timed
+from services.transfer.codec_calls import CodecCalls, CodecJob, Timed
 from services.transfer.errors import TransferClosed, TransferError
 from services.transfer.network import TransferNetwork
 from services.transfer.owner import Owner, ReadDone
@@ -92,7 +91,7 @@ class TransferAgent:
         self._device = device
         self._network = network or TransferNetwork()
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._codec_calls = CodecCalls()
+        self._codec_calls = CodecCalls(on_gpu=torch.device(device).type == "cuda")
         self._gate = threading.Lock()
         self._closed = False
         self._grace_s = 0.0
@@ -160,13 +159,28 @@ class TransferAgent:
             lambda owner, future: owner.read(peer, remote, kind, local, deadline, future)
         )
 
-    def run_codec(self, launch: Callable[[], codec.Pending[T] | None]) -> "Future[Timed[T] | None]":
-        """Launch a codec call on the owner thread; see `CodecRunner.run_codec`.
+    def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
+        """Run a codec job on the owner thread; see `CodecRunner.run_codec`.
 
         Raises (through the future):
             TransferClosed: the agent was closed.
         """
-        return self._call(lambda _owner, future: self._codec_calls.start(launch, future))
+        return self._call(lambda _owner, future: self._codec_calls.add(job, future))
+
+    def codec_idle(self) -> "Future[None]":
+        """Return a future that is settled once all earlier codec jobs have ended."""
+        return self._call(lambda _owner, future: self._codec_calls.add(None, future))
+
+    def run_on_codec_stream(self, call: Callable[[], T]) -> "Future[T]":
+        """Run ``call`` on the owner thread with the codec's CUDA stream; used at start-up."""
+
+        def run(_owner: Owner, future: "Future[T]") -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 - raised again where the future is read
+                future.set_exception(error)
+
+        return self._call(run)
 
     def close(self, grace_s: float = 1.0) -> None:
         """Wait up to ``grace_s`` for running READs, then shut down. Blocks. Idempotent.
@@ -222,19 +236,21 @@ class TransferAgent:
                     command.refuse(self.name)
 
     def _serve(self, owner: Owner) -> None:
-        last_event = time.monotonic()
+        calls, last_event = self._codec_calls, time.monotonic()
         while True:
-            busy = len(self._codec_calls) > 0 or owner.num_running > 0
+            busy = len(calls) > 0 or owner.num_running > 0
             delay = _poll_delay(time.monotonic() - last_event) if busy else owner.drain_delay
-            try:
+            active = False
+            with suppress(queue.Empty):
                 command = self._commands.get(timeout=delay)
-            except queue.Empty:
-                command = None
-            else:
-                if command is None:
-                    return
-                command.execute(owner)
-            if owner.poll() | self._codec_calls.poll() or command is not None:
+                while True:
+                    if command is None:
+                        return
+                    command.execute(owner)
+                    active = True
+                    command = self._commands.get_nowait()
+            calls.start_queued()
+            if owner.poll() | calls.poll() or active:
                 last_event = time.monotonic()
 
 
@@ -253,5 +269,7 @@ def _codec_stream(device: str) -> Iterator[None]:
         if torch.device(device).type != "cuda":
             yield
             return
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        # Its kernels are short, and should not wait for all blocks of the engine's kernels.
+        stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
             yield

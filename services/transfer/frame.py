@@ -121,13 +121,13 @@ class FrameHeader:
         buffer[:HEADER_BYTES].copy_(header, non_blocking=True)
 
     @classmethod
-    def unpack(cls, buffer: torch.Tensor) -> Self:
-        """Read the header of the frame in ``buffer``, ``[n]`` uint8 on any device.
+    def unpack(cls, frame: bytes) -> Self:
+        """Read the header of the frame that starts with these bytes.
 
         Raises:
             CorruptFrame: there is no header, or it has another version or is damaged.
         """
-        packed = bytearray(buffer[:HEADER_BYTES].cpu().numpy().tobytes())
+        packed = bytearray(frame[:HEADER_BYTES])
         if len(packed) < HEADER_BYTES:
             raise CorruptFrame(f"a frame of {len(packed)} bytes has no header")
         magic, version, header_bytes, crc, attempt, epoch, request, *numbers = _LAYOUT.unpack(

@@ -7,7 +7,6 @@ segment and acknowledges it. The pages join a page table only after all segments
 import asyncio
 import concurrent.futures
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.kv.cache import PagedCache
 from services.transfer.agent import ReadDone, TransferAgent
-from services.transfer.codec_calls import Timed
+from services.transfer.codec_calls import CodecJob, Timed
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.errors import (
     ForeignSegment,
@@ -28,7 +27,7 @@ from services.transfer.errors import (
 from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch, FetchFailed, FetchProgress, FetchTimes
 from services.transfer.frame import HEADER_BYTES, FrameHeader
-from services.transfer.landed import start_decode
+from services.transfer.landed import SegmentDecoder, verified
 from services.transfer.landing import LandingSlots
 from services.transfer.manifest import Coverage
 from services.transfer.metrics import TransferMetrics
@@ -73,7 +72,7 @@ class Receiver:
         metrics: TransferMetrics,
     ) -> None:
         self._agent = agent
-        self._cache = cache
+        self._decoder = SegmentDecoder(cache, codecs, landing)
         self.landing = LandingSlots(landing, credits_per_sequence, self._grant)
         self._clients = clients
         self._codecs = codecs
@@ -167,12 +166,9 @@ class Receiver:
 
     async def _stop_decodes(self, fetch: Fetch) -> None:
         """Close a fetch and wait for its decodes in progress. READs may continue."""
-        fetch.closed = True
-        # Calls settle in launch order: this one after all decodes launched so far. Later launches
-        # see that the fetch is closed.
-        last = self._agent.run_codec(_no_call)
+        fetch.closed = True  # from now on no decode is started
         with suppress(TransferClosed):
-            await asyncio.wrap_future(last)
+            await asyncio.wrap_future(self._agent.codec_idle())
 
     async def _pull(
         self,
@@ -191,8 +187,8 @@ class Receiver:
         slot = self.landing.land(fetch.key)
         user: asyncio.Future[Pulled] | None = None  # READ or decode that may touch the slot
         try:
-            launch = self._decode_of(segment, slot, pages, fetch, welcome)
-            user = asyncio.wrap_future(self._read_and_decode(segment, slot, welcome, launch))
+            decode = self._decode_of(segment, slot, pages, fetch, welcome)
+            user = asyncio.wrap_future(self._read_and_decode(segment, slot, welcome, decode))
             pulled = await asyncio.shield(user)
         except PeerLost:
             subscription.disconnect()
@@ -213,7 +209,7 @@ class Receiver:
         segment: pb.Segment,
         slot: SlotRef,
         welcome: pb.Welcome,
-        launch: Callable[[], codec.Pending[codec.Decoded] | None],
+        decode: CodecJob[codec.Decoded],
     ) -> "concurrent.futures.Future[Pulled]":
         """Start a READ whose end starts the decode, without a detour over the event loop.
 
@@ -223,7 +219,7 @@ class Receiver:
         """
         pulled: concurrent.futures.Future[Pulled] = concurrent.futures.Future()
 
-        def decode(reading: "concurrent.futures.Future[ReadDone]") -> None:
+        def start(reading: "concurrent.futures.Future[ReadDone]") -> None:
             if error := reading.exception():
                 pulled.set_exception(error)
                 return
@@ -237,9 +233,9 @@ class Receiver:
                 codec_s = 0.0 if decoded is None else decoded.seconds
                 pulled.set_result(Pulled(read, time.perf_counter() - began, codec_s))
 
-            self._agent.run_codec(launch).add_done_callback(settle)
+            self._agent.run_codec(decode).add_done_callback(settle)
 
-        self._read(segment, slot, welcome).add_done_callback(decode)
+        self._read(segment, slot, welcome).add_done_callback(start)
         return pulled
 
     def _read(
@@ -262,31 +258,30 @@ class Receiver:
         pages: range,
         fetch: Fetch,
         welcome: pb.Welcome,
-    ) -> Callable[[], codec.Pending[codec.Decoded] | None]:
-        """Return the launch of a segment's verification and decode, for the transfer thread."""
+    ) -> CodecJob[codec.Decoded]:
+        """Return the decode of a segment, which is verified when it has ended."""
         request = fetch.request
         expected = FrameHeader.of(
             segment, epoch=welcome.epoch, request_id=request.request_id, attempt=request.attempt
         )
-        page_ids = fetch.pages[pages.start : pages.stop]
 
-        def launch() -> codec.Pending[codec.Decoded] | None:
-            if fetch.closed:  # the pages may belong to another sequence
-                return None
+        def prepare() -> bool:
+            if fetch.closed:  # the pages may soon belong to another sequence
+                return False
             if fetch.pages_ready is not None:
                 fetch.pages_ready.wait()
-            return start_decode(
-                self._cache, self._codecs, self.landing.slab, slot, segment, expected, page_ids
-            )
+            return True
 
-        return launch
+        return CodecJob(
+            self._decoder.codec_of(segment),
+            self._decoder.decode,
+            self._decoder.payload_of(segment, slot, fetch.pages[pages.start : pages.stop]),
+            prepare,
+            lambda decoding: verified(decoding, expected),
+        )
 
     def _grant(self, key: str, segments: int) -> None:
         self._subscriptions[key].credit(segments)
-
-
-def _no_call() -> codec.Pending[None] | None:
-    return None
 
 
 def _first_failure(group: "ExceptionGroup[Exception]", worker_id: str) -> Exception:

@@ -7,7 +7,9 @@ when its session or its leases end; `SharedSlots` never gives all slots to one r
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
+from operator import methodcaller
 
 import structlog
 import torch
@@ -17,7 +19,7 @@ from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Computed
 from runtime.kv.cache import PagedCache
-from services.transfer.codec_calls import CodecRunner, Timed
+from services.transfer.codec_calls import CodecJob, CodecRunner, Timed
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.extent import Extent
 from services.transfer.frame import HEADER_BYTES, FrameHeader
@@ -192,28 +194,39 @@ class Sender:
         Encodes end in the order in which they are started, which is the order of their indices.
         """
         mode = self._mode_of(outgoing, plan)
-        segment = _unencoded(plan.extent, outgoing, ref)
+        segment = _unencoded(plan.extent, outgoing, ref, mode)
         outgoing.issued += 1
         header = FrameHeader.of(
             segment, epoch=self._epoch, request_id=outgoing.request_id, attempt=outgoing.attempt
         )
 
-        def launch() -> codec.Pending[codec.Encoded] | None:
+        def prepare() -> bool:
             if outgoing.closed:
-                return None
+                return False
             if ready is not None:
                 ready.wait()
-            frame = self._slab.view(ref.slot, self._slab.slot_bytes)
-            header.pack_into(frame)
-            encoder = self._codecs.of(self._cache.planes, plan.extent, mode)
-            return encoder.encode(plan.pages, plan.extent.num_tokens, frame[HEADER_BYTES:])
+            header.pack_into(self._slab.view(ref.slot, HEADER_BYTES))
+            return True
 
-        encoding = self._runner.run_codec(launch)
+        payload = codec.EncodeSegment(
+            plan.pages,
+            plan.extent.num_tokens,
+            self._slab.offset(ref.slot) + HEADER_BYTES,
+            self._slab.slot_bytes - HEADER_BYTES,
+        )
+        encoder = self._codecs.of(self._cache.planes, plan.extent, mode)
+        job = CodecJob(encoder, self._encode, payload, prepare, methodcaller("result"))
+        encoding = self._runner.run_codec(job)
         task = asyncio.create_task(
             self._announce(outgoing, plan.extent, segment, ref, mode, encoding)
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _encode(
+        self, encoder: codec.PagedCodec, payloads: Sequence[codec.EncodeSegment]
+    ) -> Sequence[codec.Pending[codec.Encoded]]:
+        return encoder.encode_batch(payloads, self._slab.buffer)
 
     def _mode_of(self, outgoing: Outgoing, plan: SegmentPlan) -> WireMode:
         if not self._codecs.is_coded(plan.extent.plane_group):
@@ -267,7 +280,7 @@ class Sender:
         outgoing.announce_if_complete()
 
 
-def _unencoded(extent: Extent, outgoing: Outgoing, ref: SlotRef) -> pb.Segment:
+def _unencoded(extent: Extent, outgoing: Outgoing, ref: SlotRef, mode: WireMode) -> pb.Segment:
     """Return the manifest entry of a sequence's next segment, without the encode's results."""
     return pb.Segment(
         sequence=outgoing.sequence,
@@ -282,4 +295,5 @@ def _unencoded(extent: Extent, outgoing: Outgoing, ref: SlotRef) -> pb.Segment:
         rank=extent.rank,
         slot=ref.slot,
         generation=ref.generation,
+        raw=mode is WireMode.RAW,
     )

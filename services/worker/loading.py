@@ -84,7 +84,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
         sizes = _sizes(model, settings, decodes=decodes)
         engine = _engine(model, settings, sizes, decodes=decodes)
         codebooks, codebook_id = _codebooks(settings, model)
-        warm_up(engine, codebooks, sizes)
+        warm_up(engine)
     except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
         raise SettingsError(f"cannot serve {settings.model}: {error}") from error
     _log_capacity(engine, device)
