@@ -143,7 +143,7 @@ class RunConfig:
     """Configuration of one run.
 
     Attributes:
-        target: ``http://host:port/v1`` or ``grpc://host:port``.
+        target: ``http://host:port/v1`` or ``grpc://host:port``, or several separated by commas.
         model: model name; None selects the first model listed by an HTTP target, or the only model
             of a gRPC target.
         tokenizer: tokenizer.json or its folder; if None, `/tokenize` of ``tokenizer_url`` is used.

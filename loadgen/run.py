@@ -28,7 +28,14 @@ from loadgen.schedule import ScheduledRequest, make_schedule
 from loadgen.server import ServerMetrics
 from loadgen.summary import Summary
 from loadgen.target.base import Options
-from loadgen.target.choice import auth_headers, is_rpc, listed_model, metrics_url, open_target
+from loadgen.target.choice import (
+    auth_headers,
+    first_of,
+    is_rpc,
+    listed_model,
+    metrics_url,
+    open_target,
+)
 from loadgen.workload.tokenizer import open_tokenizer
 
 
@@ -63,7 +70,7 @@ def prepare(config: RunConfig) -> tuple[list[ScheduledRequest], Options]:
         raise UsageError("only greedy answers can be checked: --temperature 0")
     headers = auth_headers(config.api_key)
     model = config.model or listed_model(config.target, headers)
-    base = config.tokenizer_url or (None if is_rpc(config.target) else config.target)
+    base = config.tokenizer_url or (None if is_rpc(config.target) else first_of(config.target))
     with open_tokenizer(config.tokenizer, base, model, headers) as tokenizer:
         schedule = make_schedule(
             config.arrivals.open(),
@@ -93,7 +100,7 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
     schedule, options = prepare(config)
     window = _window(config, schedule)
     reference_options = _reference_options(config, options)
-    faults = FaultInjector.for_target(config.faults, config.target, config.gateway_port)
+    faults = FaultInjector.for_target(config.faults, first_of(config.target), config.gateway_port)
     default_url = metrics_url(config.target)
     urls = config.metrics or ((default_url,) if default_url else ())
     metrics = ServerMetrics(urls, required=bool(config.metrics))
