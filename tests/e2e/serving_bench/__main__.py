@@ -32,7 +32,8 @@ def main() -> int:
         systems, cases = systems_of(own), cases_of(own)
     except (ValueError, SettingsError) as error:
         arguments.error(str(error))
-    # The end of a benchmark must be that of everything it started, so SIGTERM acts as Ctrl-C.
+    # Both signals end what was started. A shell ignores SIGINT for its background jobs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     for model in models_of(own):
         console.print(f"model {model.name}: {model.ensure()}")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import httpx
+
 from loadgen.errors import UsageError
 from loadgen.target.choice import listed_model
 from tests.e2e.deployment import deployed
@@ -176,7 +178,7 @@ class Peer:
             ]
             targets = [f"{url.rstrip('/')}/v1" for url in self.urls]
             deadline = time.monotonic() + (self.start_s if processes else _POLL_S)
-            models = [_wait_for_model(target, processes, deadline) for target in targets]
+            models = [_wait_until_ready(target, processes, deadline) for target in targets]
             yield Server(",".join(targets), models[0], self.tokenizer)
 
 
@@ -199,10 +201,10 @@ def _started(command: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
         process.wait()
 
 
-def _wait_for_model(
+def _wait_until_ready(
     target: str, processes: list["subprocess.Popen[bytes]"], deadline: float
 ) -> str:
-    """Wait until a server lists its model.
+    """Wait until a server answers a request, and return the name of its model.
 
     Raises:
         RuntimeError: if it does not in time, or if a command of its peer has failed.
@@ -212,8 +214,12 @@ def _wait_for_model(
         if failed:
             raise RuntimeError(f"a command of the peer ended with code {failed[0].returncode}")
         try:
-            return listed_model(target, {})
-        except UsageError as error:
+            model = listed_model(target, {})
+            body = {"model": model, "prompt": "Hello", "max_tokens": 1}
+            url = f"{target}/completions"
+            httpx.post(url, json=body, timeout=60, trust_env=False).raise_for_status()
+            return model
+        except (UsageError, httpx.HTTPError) as error:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{target} is not ready: {error}") from error
         time.sleep(_POLL_S)
