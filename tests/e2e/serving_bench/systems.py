@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
+import psutil
 
 from loadgen.errors import UsageError
 from loadgen.target.choice import listed_model
@@ -184,7 +185,7 @@ class Peer:
 
 @contextmanager
 def _started(command: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a shell command in a process group of its own, which is ended with the block."""
+    """Run a shell command until the block ends. Then all its descendants are ended."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             ["bash", "-c", command], stdout=output, stderr=output, start_new_session=True
@@ -192,13 +193,28 @@ def _started(command: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     try:
         yield process
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_S)
-        with suppress(ProcessLookupError):  # also processes that the command left behind
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process group and the descendants of its leader, which may be in other groups."""
+    left = []
+    with suppress(psutil.NoSuchProcess):
+        left = psutil.Process(process.pid).children(recursive=True)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    for each in left:
+        with suppress(psutil.NoSuchProcess):
+            each.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_S)
+    _, alive = psutil.wait_procs(left, timeout=_STOP_S)
+    for each in alive:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _wait_until_ready(
