@@ -16,6 +16,7 @@ from rich.console import Console
 from loadgen.check import Check, check
 from loadgen.clock import Clock
 from loadgen.config import RunConfig
+from loadgen.early_end import EarlyEnd
 from loadgen.errors import UsageError
 from loadgen.faults import FaultInjector
 from loadgen.files import write_run
@@ -48,6 +49,7 @@ class Outcome:
         document: content of ``summary.json``.
         stopped: whether the user interrupted the run.
         check: comparison with the reference; None if it was not requested or was interrupted.
+        gave_up: whether the run ended early, because `RunConfig.give_up` was out of reach.
     """
 
     records: list[Record]
@@ -55,6 +57,7 @@ class Outcome:
     document: dict[str, Any]
     stopped: bool
     check: Check | None
+    gave_up: bool = False
 
     def write(self, folder: Path) -> None:
         write_run(folder, self.records, self.document)
@@ -99,6 +102,7 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
     """
     schedule, options = prepare(config)
     window = _window(config, schedule)
+    early_end = EarlyEnd(config.give_up, window, config.objectives)
     reference_options = _reference_options(config, options)
     faults = FaultInjector.for_target(config.faults, first_of(config.target), config.gateway_port)
     default_url = metrics_url(config.target)
@@ -107,10 +111,11 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
     _raise_open_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         wall, cpu = time.monotonic(), time.process_time()
-        name, runner = loop.run(_send(config, schedule, options, faults, console))
+        name, runner = loop.run(_send(config, schedule, options, faults, early_end, console))
         generator = {"seconds": time.monotonic() - wall, "cpu": time.process_time() - cpu}
-        server, checked, stopped = metrics.collect(), None, runner.stopped.is_set()
-        if config.reference is not None and not stopped:
+        server, checked = metrics.collect(), None
+        stopped = runner.stopped.is_set() and not early_end.gave_up
+        if config.reference is not None and not runner.stopped.is_set():
             checked = loop.run(
                 _check(config, config.reference, runner.records, schedule, reference_options)
             )
@@ -119,6 +124,7 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
     document = {
         "manifest": manifest(name, options.model, config.seed, arguments),
         "stopped": stopped,
+        "gave_up": early_end.gave_up,
         **summary.as_json(),
         "objectives": {one.measure.name: one.seconds for one in config.objectives},
         "requirements": {
@@ -131,7 +137,7 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
         "faults": faults.log,
         "check": None if checked is None else checked.as_json(),
     }
-    return Outcome(runner.records, summary, document, stopped, checked)
+    return Outcome(runner.records, summary, document, stopped, checked, early_end.gave_up)
 
 
 async def _send(
@@ -139,13 +145,18 @@ async def _send(
     schedule: list[ScheduledRequest],
     options: Options,
     faults: FaultInjector,
+    early_end: EarlyEnd,
     console: Console,
 ) -> tuple[str, Runner]:
     target = open_target(config.target, options, config.endpoint, config.api_key)
     runner, clock = Runner(schedule, target), Clock()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, runner.stopped.set)
     try:
-        async with _in_background(follow(runner.records, clock, console), faults.run(clock)):
+        async with _in_background(
+            follow(runner.records, clock, console),
+            faults.run(clock),
+            early_end.watch(runner, clock),
+        ):
             await runner.run(clock)
     finally:
         await target.close()
