@@ -37,7 +37,7 @@ def _system(name: str, slower: float, rates: tuple[float, ...]) -> dict[str, Any
             "load": [_load(rate, int(24 / slower)) for rate in rates],
             "search": [
                 {"answer": 128, "rate": rate, "attainment": 0.95 if ok else 0.5}
-                | {"passed": passed, "failed": failed}
+                | {"passed": passed, "failed": failed, "gave_up": not ok}
                 for rate, ok in probes
             ],
             "interference": [

@@ -27,7 +27,7 @@ def test_ratios_compare_with_the_first_system_of_a_group() -> None:
 def test_search_shows_the_last_bracket_and_all_rates() -> None:
     groups = tables(results_of("one", "two", "none"))["Highest rate within objectives"].groups
     (rows,) = groups.values()
-    assert rows[0] == ["one", "11.3", "16", "", "8: 95.0, 16: 50.0, 11.3: 95.0"]
+    assert rows[0] == ["one", "11.3", "16", "", "8: 95.0, 16: 50.0 (ended early), 11.3: 95.0"]
     assert rows[1][3] == "1.00"
     assert rows[2][1:4] == ["–", "16", "–"]
 

@@ -101,7 +101,7 @@ def search(document: Document) -> Table:
             plain(row["passed"]),
             plain(row["failed"]),
             _ratio(row, base, lambda one: one["passed"]),
-            ", ".join(f"{rate:g}: {percent(share)}" for rate, share in row["probes"]),
+            ", ".join(row["probes"]),
         ]
 
     return Table(
@@ -204,7 +204,9 @@ def _searches(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         if "answer" in row:
             probes = found.get(row["answer"], {"probes": []})["probes"]
-            found[row["answer"]] = row | {"probes": [*probes, (row["rate"], row["attainment"])]}
+            early = " (ended early)" if row["gave_up"] else ""
+            probe = f"{row['rate']:g}: {percent(row['attainment'])}{early}"
+            found[row["answer"]] = row | {"probes": [*probes, probe]}
     return list(found.values())
 
 

@@ -35,12 +35,20 @@ class Traffic:
         return tuple(Objective(BY_NAME[name], seconds) for name, seconds in bounds.items())
 
 
-def run_at(context: Context, traffic: Traffic, rate: float, answer: int, seed: int) -> Row:
+def run_at(
+    context: Context,
+    traffic: Traffic,
+    rate: float,
+    answer: int,
+    seed: int,
+    give_up: float | None = None,
+) -> Row:
     """Run the load generator and return the row of one run.
 
     Args:
         rate: requests per second, over all replicas.
         answer: answer length in tokens.
+        give_up: attainment without which the run may end early.
 
     Raises:
         UsageError: if the server cannot be measured.
@@ -59,6 +67,7 @@ def run_at(context: Context, traffic: Traffic, rate: float, answer: int, seed: i
         ignore_eos=True,
         warm_up_s=traffic.warm_up_s,
         objectives=traffic.objectives,
+        give_up=give_up,
         max_lag_s=context.max_lag_s,
     )
     metrics = MetricsReader(context.server.metrics)
@@ -73,6 +82,7 @@ def run_at(context: Context, traffic: Traffic, rate: float, answer: int, seed: i
         "answer": answer,
         "rate": rate,
         "seed": seed,
+        "gave_up": outcome.gave_up,
         "summary": summary,
         "stages": stages(collected),
         "metrics": collected,

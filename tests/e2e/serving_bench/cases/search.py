@@ -1,12 +1,14 @@
 """Search for the highest rate at which enough requests meet their objectives."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tests.e2e.serving_bench.cases.base import Context, Row
 from tests.e2e.serving_bench.cases.load import Traffic, run_at
 
-_MAX_RATE, _MIN_RATE = 1e4, 1e-2
+_MAX_RATE, _MIN_RATE = 1e4, 0.1
+_SETTLE_S = 1.0
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Search:
     """Highest Poisson rate within objectives, by bisection over short runs.
 
     Every system and every rate gets the same seeds. A rate passes if the mean attainment over the
-    seeds is at least ``attain``.
+    seeds is at least ``attain``, and no run is so far below it that it ends early.
 
     Attributes:
         answers: answer lengths in tokens; one search for each.
@@ -95,14 +97,35 @@ class Search:
         measured: list[Row] = []
 
         def passes(rate: float) -> bool:
-            runs = [run_at(context, self.traffic, rate, answer, seed) for seed in self.seeds]
-            attained = sum(one["summary"]["goodput"]["attainment"] for one in runs) / len(runs)
-            measured.append({"answer": answer, "rate": rate, "attainment": attained, "runs": runs})
+            row = self._probe(context, rate, answer)
+            measured.append(row)
+            early = ", ended early" if row["gave_up"] else ""
             context.console.print(
                 f"  search, answers of {answer} tokens: {rate:g} requests/s, "
-                f"{attained:.1%} within objectives"
+                f"{row['attainment']:.1%} within objectives{early}"
             )
-            return bool(attained >= self.attain)
+            return not row["gave_up"] and bool(row["attainment"] >= self.attain)
 
         for _, bracket in search(passes, self.start, self.tolerance):
             yield measured[-1] | {"passed": bracket.passed, "failed": bracket.failed}
+
+    def _probe(self, context: Context, rate: float, answer: int) -> Row:
+        """Measure one rate. A run ends early if too many of its requests have missed.
+
+        The attainment of such a run is that of the requests sent until then.
+        """
+        runs = []
+        for seed in self.seeds:
+            runs.append(run_at(context, self.traffic, rate, answer, seed, give_up=self.attain))
+            if runs[-1]["gave_up"]:
+                time.sleep(_SETTLE_S)  # cancelled requests leave the server
+                break
+        attained = sum(one["summary"]["goodput"]["attainment"] for one in runs) / len(runs)
+        gave_up = any(one["gave_up"] for one in runs)
+        return {
+            "answer": answer,
+            "rate": rate,
+            "attainment": attained,
+            "gave_up": gave_up,
+            "runs": runs,
+        }
