@@ -5,7 +5,13 @@ from typing import Any
 from loadgen.measures import Window
 from tests.loadgen.made_runs import document_of, records_of
 
-STAGES = {"queue": 0.001, "prefill": 0.012, "kv_bytes": 2**28, "wire_bytes": 2**27, "segments": 32}
+STAGES = {
+    "queue": 0.001,
+    "prefill": 0.012,
+    "kv_bytes": 2**28,
+    "wire_bytes": 2**27,
+    "segments": {"raw": 32},
+}
 
 
 def results_of(*names: str, rates: tuple[float, ...] = (4.0, 12.0, 24.0)) -> dict[str, Any]:

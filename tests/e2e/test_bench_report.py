@@ -24,6 +24,12 @@ def test_ratios_compare_with_the_first_system_of_a_group() -> None:
     assert groups["32,000 tokens"][1] == ["two", *["–"] * 5, "too long"]
 
 
+def test_baseline_can_be_chosen() -> None:
+    document = results_of("one", "two") | {"baseline": "two"}
+    rows = tables(document)["Single requests"].groups["512 tokens"]
+    assert [row[4] for row in rows] == ["0.50", ""]
+
+
 def test_search_shows_the_last_bracket_and_all_rates() -> None:
     groups = tables(results_of("one", "two", "none"))["Highest rate within objectives"].groups
     (rows,) = groups.values()
@@ -36,7 +42,7 @@ def test_transfer_table_has_stages_and_compression() -> None:
     groups = tables(results_of("one"))["Stages and KV transfer"].groups
     (row,) = groups["2,048 tokens"]
     assert row[1:3] == ["1.00", "12.0"]
-    assert row[-3:] == ["32", "256 MiB", "2.000"]
+    assert row[-3:] == ["32 raw", "256 MiB", "2.000"]
 
 
 def test_document_without_rows_has_no_table() -> None:

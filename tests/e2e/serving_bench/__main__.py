@@ -24,20 +24,20 @@ def main() -> int:
     if not console.is_terminal:
         console.width = WIDTH
     if own.merge:
-        document = merged(own.merge)
+        document = merged(own.merge) | {"baseline": own.baseline}
         write_page(own.out / REPORT, page(document))
         print_tables(document, console)
         return 0
-    try:
-        systems, cases = systems_of(own), cases_of(own)
-    except (ValueError, SettingsError) as error:
-        arguments.error(str(error))
     # Both signals end what was started. A shell ignores SIGINT for its background jobs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    for model in models_of(own):
-        console.print(f"model {model.name}: {model.ensure()}")
-    results = Results(own.out / RESULTS, manifest(sys.argv[1:], own.commit))
+    try:
+        systems, cases = systems_of(own), cases_of(own)
+        for model in models_of(own):
+            console.print(f"model {model.name}: {model.ensure()}")
+    except (ValueError, SettingsError) as error:
+        arguments.error(str(error))
+    results = Results(own.out / RESULTS, manifest(sys.argv[1:], own.commit), own.baseline)
     limits = Limits(own.limit, own.total_limit, own.most_lag)
     Bench(results, cases, console, limits=limits, keep_records=own.keep_records).run(systems)
     print_tables(results.document, console)

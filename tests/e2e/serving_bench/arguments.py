@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--total-limit", type=float, help="seconds after which nothing else is started")
     add("--most-lag", type=float, default=0.01, help="p99 dispatch lag of a valid run, seconds")
     add("--keep-records", action="store_true", help="write the records of load requests")
+    add("--baseline", metavar="SYSTEM", help="system of the ratios; default: the first")
     add("--commit", help="commit of a copy without a Git repository")
     add("--merge", type=Path, nargs="+", metavar="RESULTS", help="compare earlier results only")
     return made
@@ -80,8 +81,8 @@ def listed(kind: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
 
 
 def models_of(own: argparse.Namespace) -> list[RandomModel]:
-    """Return the models of random weights that the systems need."""
-    if own.shape is None:
+    """Return the models of random weights that the systems or the peers' tokenizer need."""
+    if own.shape is None or (not own.systems and own.peer_tokenizer):
         return []
     return [RandomModel(own.shape, keep, own.tokenizer) for keep in own.keep]
 

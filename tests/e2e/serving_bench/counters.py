@@ -84,10 +84,10 @@ def mean(metrics: Mapping[str, Samples], name: str, role: str = "", **labels: st
 
 
 def stages(metrics: Mapping[str, Samples]) -> dict[str, Any]:
-    """Return the mean seconds of a request in each stage, and what is known of the KV transfer.
+    """Return the mean seconds of a request in each stage, and figures of the KV transfer.
 
-    Keys of the transfer are present only if KV moved: bytes of KV and bytes sent, segments, mean
-    seconds of one segment in the encoder, the READ and the decoder.
+    Figures of the transfer are present only if KV moved: bytes of KV and bytes sent, segments by
+    wire mode, and the mean seconds of one segment in the encoder, the READ and the decoder.
     """
     stage = "headrace_request_stage_seconds"
     names = ("route", "queue", "prefill", "transfer", "verify", "decode")
@@ -99,7 +99,11 @@ def stages(metrics: Mapping[str, Samples]) -> dict[str, Any]:
         found |= {
             "kv_bytes": raw,
             "wire_bytes": total(metrics, "headrace_kv_transfer_bytes_total", "decode", kind="wire"),
-            "segments": total(metrics, "headrace_kv_segments_total", "prefill"),
+            "segments": {
+                mode: count
+                for mode in ("raw", "splitzip")
+                if (count := total(metrics, "headrace_kv_segments_total", "prefill", mode=mode))
+            },
             "encode": mean(metrics, "headrace_kv_encode_seconds", "prefill"),
             "read": mean(metrics, "headrace_kv_transfer_seconds", "decode"),
             "decode_kv": mean(metrics, "headrace_kv_decode_seconds", "decode"),

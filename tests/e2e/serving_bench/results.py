@@ -27,12 +27,16 @@ class Results:
     Args:
         file: file that `save` replaces.
         manifest: environment of the run, see `manifest`.
+        baseline: name of the system with which ratios compare; None for the first.
     """
 
-    def __init__(self, file: Path, manifest: Mapping[str, Any]) -> None:
+    def __init__(
+        self, file: Path, manifest: Mapping[str, Any], baseline: str | None = None
+    ) -> None:
         self.file = file
         self.document: dict[str, Any] = {
             "manifest": dict(manifest),
+            "baseline": baseline,
             "systems": [],
             "stopped": False,
         }

@@ -1,7 +1,7 @@
 """Tables that compare the systems of a results document, for the terminal and the report.
 
-Rows of one group were measured with the same parameters. Ratios compare a row with the first system
-of its group, the baseline.
+Rows of one group were measured with the same parameters. Ratios compare a row with that of the
+document's ``baseline``, or of the first system of the group.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -148,19 +148,28 @@ def transfer(document: Document) -> Table:
 
     def cells(row: Row, base: Row) -> list[str]:
         stages = row["stages"]
-        seconds = ("queue", "prefill", "transfer", "verify", "encode", "read", "decode_kv")
+        seconds = (
+            "queue",
+            "prefill",
+            "transfer",
+            "verify",
+            "decode",
+            "encode",
+            "read",
+            "decode_kv",
+        )
         raw, wire = stages.get("kv_bytes"), stages.get("wire_bytes")
         return [
             *(ms(stages.get(name)) for name in seconds),
-            plain(stages.get("segments")),
+            ", ".join(f"{plain(n)} {mode}" for mode, n in stages.get("segments", {}).items()),
             size(raw),
             f"{raw / wire:.3f}" if raw and wire else "–",
         ]
 
     columns = [
         ("system", ""),
-        *((name, "ms, mean") for name in ("queue", "prefill", "transfer", "decode KV")),
-        *((name, "ms/segment") for name in ("encode", "read", "decode")),
+        *((name, "ms, mean") for name in ("queue", "prefill", "transfer", "decode KV", "decode")),
+        *((name, "ms/segment") for name in ("encode", "read", "decode KV")),
         ("segments", ""),
         ("KV", ""),
         ("raw / wire", ""),
@@ -181,8 +190,9 @@ def _groups(
     for name, row in _rows(document, case):
         if not needs or row.get(needs):
             found.setdefault(title(row), []).append((name, row))
+    baseline = document.get("baseline") or ""
     return {
-        group: [[name, *cells(row, rows[0][1])] for name, row in rows]
+        group: [[name, *cells(row, dict(rows).get(baseline, rows[0][1]))] for name, row in rows]
         for group, rows in found.items()
     }
 
