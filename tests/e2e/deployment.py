@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -95,6 +96,22 @@ class Running:
         )
         return {worker["worker_id"]: worker for worker in answer.json()["workers"]}
 
+    def wait_for_all_workers(self, limit_s: float) -> None:
+        """Wait until the router knows every worker; the gateway is ready with the first pair.
+
+        Raises:
+            RuntimeError: if a worker is not ready in time.
+        """
+        deadline = time.monotonic() + limit_s
+        expected = {name for name in self.state.pids if name.startswith(("prefill", "decode"))}
+        while missing := expected - self._ready_workers():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"workers are not ready: {', '.join(sorted(missing))}")
+            time.sleep(0.2)
+
+    def _ready_workers(self) -> set[str]:
+        return {name for name, worker in self.workers().items() if worker["state"] == "ready"}
+
     def wait_until_idle(self, limit_s: float = 30.0) -> None:
         """Wait until all workers are idle, without running, queued or promised requests."""
         deadline = time.monotonic() + limit_s
@@ -145,6 +162,7 @@ def deployed(
     environment: dict[str, str] | None = None,
     api_key: str = "none",
     start_s: float = START_S,
+    logs: Path | None = None,
 ) -> Iterator[Running]:
     """Run ``headrace up <flags>`` on free ports until the block ends.
 
@@ -153,6 +171,7 @@ def deployed(
         environment: variables added to those of this process.
         api_key: key for the request that asks for the model's name.
         start_s: time limit for the start, in seconds.
+        logs: folder to which the logs of all processes are copied at the end.
 
     Raises:
         RuntimeError: if the deployment is not ready in time, or leaves processes behind.
@@ -170,7 +189,11 @@ def deployed(
             model = _wait_until_ready(process, log, url, api_key, start_s)
             yield Running(url, f"127.0.0.1:{grpc_port}", port, model)
         finally:
-            _stop(process)
+            try:
+                _stop(process)
+            finally:
+                if logs is not None:
+                    _copy_logs(Deployment.folder(port) / "logs", log, logs)
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
@@ -192,6 +215,14 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
             child.kill()
     if left:
         raise RuntimeError(f"`headrace up` left processes behind: {left}")
+
+
+def _copy_logs(source: Path, log: IO[str], logs: Path) -> None:
+    """Copy the logs of the services, and write that of `headrace up` beside them."""
+    log.seek(0)
+    (logs / "up.log").write_text(log.read())
+    for file in source.glob("*.log"):
+        shutil.copy(file, logs)
 
 
 def _wait_until_ready(

@@ -133,12 +133,9 @@ class HeadraceSystem:
         folder = None if isinstance(self.model, str) else self.model.ensure()
         flags = (*self.layout.flags, *self._further_flags(), "--model", str(folder or self.model))
         environment = {**_JSON_LOGS, **self.settings}
-        with deployed(*flags, environment=environment, start_s=self.start_s) as up:
-            try:
-                yield Server(f"{up.url}/v1", up.model, folder, up.metrics_urls())
-            finally:
-                for file in up.logs.glob("*.log"):
-                    (logs / file.name).write_bytes(file.read_bytes())
+        with deployed(*flags, environment=environment, start_s=self.start_s, logs=logs) as running:
+            running.wait_for_all_workers(self.start_s)
+            yield Server(f"{running.url}/v1", running.model, folder, running.metrics_urls())
 
     def _further_flags(self) -> tuple[str, ...]:
         flags: tuple[str, ...] = ("--device", self.device)
