@@ -48,9 +48,13 @@ def test_transfer_table_has_stages_and_compression() -> None:
 def test_document_without_rows_has_no_table() -> None:
     document = results_of("one")
     document["systems"][0]["cases"] = {"single": [{"error": "failed"}]}
-    document["systems"][0]["error"] = "RuntimeError: no GPU"
+    document["systems"][0]["error"] = "RuntimeError: no [/GPU]"
     assert not tables(document)
-    assert "no GPU" in page(document)
+    assert "no [/GPU]" in page(document)
+    output = io.StringIO()
+    print_tables(document, Console(file=output, width=160))
+    assert "no [/GPU]" in output.getvalue()
+    assert "single: failed" in output.getvalue()
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from tests.e2e.serving_bench.arguments import cases_of, models_of, parser, syste
 from tests.e2e.serving_bench.bench import REPORT, Bench, Limits
 from tests.e2e.serving_bench.report import page, print_tables
 from tests.e2e.serving_bench.results import RESULTS, Results, manifest, merged
+from tests.e2e.serving_bench.tables import errors
 
 STOPPED, FAILED = 130, 1
 WIDTH = 160
@@ -44,7 +45,7 @@ def main() -> int:
     console.print(f"results in {results.file}, report in {own.out / REPORT}")
     if results.document["stopped"]:
         return STOPPED
-    return FAILED if any("error" in one for one in results.document["systems"]) else 0
+    return FAILED if any(map(errors, results.document["systems"])) else 0
 
 
 if __name__ == "__main__":

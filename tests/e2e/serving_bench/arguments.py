@@ -2,7 +2,7 @@
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     add("--codec", type=listed(str), default=(None,), help="of n+m systems: auto,raw,splitzip")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting; repeatable")
+    add("--label", help="added to the names of deployments, to tell settings apart")
     add("--peer", action="append", default=[], metavar="NAME=URL[,URL]", help="repeatable")
     add("--peer-command", action="append", default=[], metavar="NAME=COMMAND", help="repeatable")
     add("--peer-tokenizer", type=Path, help="tokenizer.json; default: that of --shape")
@@ -93,28 +94,35 @@ def systems_of(own: argparse.Namespace) -> list[System]:
     Raises:
         ValueError: if a setting or a peer has an invalid syntax.
     """
-    settings = dict(pair(text) for text in own.set)
-    found: list[System] = []
-    for keep in own.keep:
-        random = None if own.shape is None else RandomModel(own.shape, keep, own.tokenizer)
-        for layout in own.systems:
-            for codec in own.codec if layout.prefill else (None,):
-                parts = [random.name if random else own.model, str(layout), codec or ""]
-                if random is None and keep < 1:
-                    parts[0] += f"-keep{keep:g}"
-                found.append(
-                    HeadraceSystem(
-                        " ".join(filter(None, parts)),
-                        layout,
-                        random or own.model,
-                        keep if random is None and keep < 1 else None,
-                        codec,
-                        own.device,
-                        settings,
-                        own.start_limit,
-                    )
-                )
-    return found + _peers(own)
+    deployments = [
+        _deployment(own, keep, layout, codec)
+        for keep in own.keep
+        for layout in own.systems
+        for codec in (own.codec if layout.prefill else (None,))
+    ]
+    return [*deployments, *_peers(own)]
+
+
+def _deployment(
+    own: argparse.Namespace, keep: float, layout: Layout, codec: str | None
+) -> HeadraceSystem:
+    model: RandomModel | str = own.model
+    name, factorize = own.model, keep if keep < 1 else None
+    if own.shape is not None:
+        model = RandomModel(own.shape, keep, own.tokenizer)
+        name, factorize = model.name, None
+    elif factorize is not None:
+        name += f"-keep{keep:g}"
+    return HeadraceSystem(
+        " ".join(filter(None, (name, str(layout), codec, own.label))),
+        layout,
+        model,
+        keep=factorize,
+        codec=codec,
+        device=own.device,
+        settings=dict(map(pair, own.set)),
+        start_s=own.start_limit,
+    )
 
 
 def _peers(own: argparse.Namespace) -> list[System]:
@@ -170,7 +178,3 @@ def pair(text: str) -> tuple[str, str]:
     if not name or not equals:
         raise ValueError(f"{text}: expected NAME=VALUE")
     return name, value
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    return parser().parse_args(arguments)

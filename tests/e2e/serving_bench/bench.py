@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 
 from loadgen.errors import LoadgenError
 from loadgen.report import write_page
@@ -21,6 +22,8 @@ from tests.e2e.serving_bench.results import Results
 from tests.e2e.serving_bench.systems import Server, System
 
 REPORT = "report.html"
+_MAX_SHOWN = 2000
+"""Characters of an error that are printed."""
 _FAILURES = (
     RuntimeError,
     OSError,
@@ -110,7 +113,7 @@ class Bench:
                     self._run_case(case, context, entry)
         except _FAILURES as error:
             entry["error"] = f"{type(error).__name__}: {error}"
-            self._console.print(f"  [red]failed[/]: {entry['error'][-2000:]}", highlight=False)
+            self._print_failure("failed", entry["error"])
         self._save()
 
     def _run_case(self, case: Case, context: Context, entry: dict[str, Any]) -> None:
@@ -123,7 +126,7 @@ class Bench:
                 self._results.save()
         except _FAILURES as error:
             rows.append({"error": f"{type(error).__name__}: {error}"})
-            self._console.print(f"  [red]{case.name} failed[/]: {error}", highlight=False)
+            self._print_failure(f"{case.name} failed", rows[-1]["error"])
 
     def _warm(self, server: Server) -> None:
         """Send some requests at once, so that no case measures first-time work."""
@@ -142,6 +145,10 @@ class Bench:
 
         with event_loop() as loop, suppress(TimeoutError):
             loop.run(send())
+
+    def _print_failure(self, what: str, error: str) -> None:
+        shown = escape(error[-_MAX_SHOWN:])
+        self._console.print(f"  [red]{what}[/]: {shown}", highlight=False)
 
     def _save(self) -> None:
         self._results.save()

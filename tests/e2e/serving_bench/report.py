@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
 
 from loadgen.figures import Figure
@@ -11,9 +12,10 @@ from loadgen.report import Section, Table, document_page
 from loadgen.report.figure import figure_format
 from loadgen.report.plot import Plot
 from loadgen.report.rates import Line, Point, rate_plot
-from tests.e2e.serving_bench.tables import tables
+from tests.e2e.serving_bench.tables import errors, tables
 
 _COLOURS = ("blue", "orange", "green", "purple", "ochre", "slate", "red")
+_MAX_ERROR = 300
 _PLOTTED = ("ttft:p50", "ttft:p99", "itl:p99", "tpot:p50", "tpot:p99", "throughput", "attainment")
 
 
@@ -47,11 +49,12 @@ def print_tables(document: Mapping[str, Any], console: Console) -> None:
                 left = name in ("system", "remarks")
                 shown.add_column(heading, justify="left" if left else "right", no_wrap=not left)
             for row in rows:
-                shown.add_row(*row)
+                shown.add_row(*map(escape, row))
             console.print(shown)
     for system in document["systems"]:
-        if "error" in system:
-            console.print(f"[red]{system['name']} failed[/]: {system['error'][-300:]}")
+        for error in errors(system):
+            shown_error = escape(f"{system['name']}: {error[-_MAX_ERROR:]}")
+            console.print(f"[red]failed[/]: {shown_error}", highlight=False)
 
 
 def _systems(document: Mapping[str, Any]) -> Table:
@@ -61,7 +64,7 @@ def _systems(document: Mapping[str, Any]) -> Table:
             f"{system['ready_s']:.1f}" if "ready_s" in system else "–",
             " ".join(system.get("flags", ()) or system.get("urls", ())),
             ", ".join(f"{name}={value}" for name, value in system.get("settings", {}).items()),
-            system.get("error", "")[-300:],
+            "; ".join(error[-_MAX_ERROR:] for error in errors(system)),
         ]
         for system in document["systems"]
     ]

@@ -178,6 +178,14 @@ def transfer(document: Document) -> Table:
     return Table(columns, groups | _groups(document, "load", load_title, cells, "stages"))
 
 
+def errors(system: Mapping[str, Any]) -> list[str]:
+    """Return why a system, or cases of it, could not be measured."""
+    found = [system["error"]] if "error" in system else []
+    for name, rows in system["cases"].items():
+        found += [f"{name}: {row['error']}" for row in rows if row.keys() == {"error"}]
+    return found
+
+
 def _groups(
     document: Document, case: str, title: Callable[[Row], str], cells: Cells, needs: str = ""
 ) -> dict[str, list[list[str]]]:
