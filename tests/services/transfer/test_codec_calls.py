@@ -46,6 +46,9 @@ class Codec:
         return CodecJob(paged, self.start, segment, lambda: needed, Call.result)
 
 
+Result = Future[Timed[object] | None]
+
+
 def added(
     calls: CodecCalls, *jobs: CodecJob[object] | None
 ) -> list["Future[Timed[object] | None]"]:
