@@ -30,7 +30,8 @@ class Direction(Enum):
 class Call:
     """A call in flight, and its results once it has finished. Methods may run on any thread."""
 
-    def __init__(self, slot: "Slot") -> None:
+    def __init__(self, slot: "Slot", segments: Sequence[SegmentCall]) -> None:
+        self.segments = segments
         self._slot = slot
         self._lock = Lock()
         self._results: Words | None = None
@@ -49,12 +50,13 @@ class Call:
 
     def results(self) -> Words:
         """Wait for the call and return its results; see `Launch.results`."""
-        with self._lock:
-            if self._results is None:
-                self._slot.wait()
-                self._seconds = self._slot.seconds
-                self._results = self._slot.launch.results.copy()
-            return self._results
+        if self._results is None:
+            with self._lock:
+                if self._results is None:
+                    self._slot.wait()
+                    self._seconds = self._slot.seconds
+                    self._results = self._slot.launch.results.copy()
+        return self._results
 
 
 class Slot:
@@ -112,7 +114,7 @@ class Slot:
             self._started.record(self._stream)
             self._graph.replay()
             self._finished.record(self._stream)
-        self._call = Call(self)
+        self._call = Call(self, segments)
         return self._call
 
 
