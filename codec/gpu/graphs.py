@@ -35,6 +35,7 @@ class Call:
         self._slot = slot
         self._lock = Lock()
         self._results: Words | None = None
+        self._numbers: list[list[int]] | None = None
         self._seconds = 0.0
 
     @property
@@ -57,6 +58,12 @@ class Call:
                     self._seconds = self._slot.seconds
                     self._results = self._slot.launch.results.copy()
         return self._results
+
+    def numbers(self, segment: int) -> list[int]:
+        """Wait for the call and return the first four results of a segment."""
+        if self._numbers is None:
+            self._numbers = self.results()[:, :4].tolist()
+        return self._numbers[segment]
 
 
 class Slot:

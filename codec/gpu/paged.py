@@ -64,16 +64,12 @@ class _PendingSegment:
     def segment(self) -> SegmentCall:
         return self.call.segments[self.number]
 
-    def _words(self) -> Words:
-        words: Words = self.call.results()[self.number]
-        return words
-
 
 class _PendingEncode(_PendingSegment):
     __slots__ = ()
 
     def result(self) -> Encoded:
-        length, checksum, escapes = self._words()[:3].tolist()
+        length, checksum, escapes, _ = self.call.numbers(self.number)
         return Encoded(length, self.segment.template.raw_bytes, escapes, checksum & MASK64)
 
 
@@ -83,13 +79,13 @@ class _PendingDecode(_PendingSegment):
 
     @property
     def prefix(self) -> bytes:
-        return self._words()[_PREFIX:_HEADER].tobytes()[: self.segment.prefix_bytes]
+        words = self.call.results()[self.number, _PREFIX:_HEADER]
+        return words.tobytes()[: self.segment.prefix_bytes]
 
     def result(self) -> Decoded:
-        words = self._words()
-        _, checksum, announced, errors = words[:4].tolist()
+        _, checksum, announced, errors = self.call.numbers(self.number)
         if errors & 1:
-            self._check_header(words[_HEADER:].tobytes())
+            self._check_header(self.call.results()[self.number, _HEADER:].tobytes())
         check_errors(errors)
         check_checksum(announced & MASK64, self.segment.checksum)
         check_checksum(checksum & MASK64, self.segment.checksum)
