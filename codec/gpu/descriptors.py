@@ -42,7 +42,7 @@ def base_of(device: torch.device) -> Tensor:
     return _bases[device]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SegmentTemplate:
     """Descriptor of segments with a certain number of tokens, without their addresses.
 
