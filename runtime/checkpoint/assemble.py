@@ -30,7 +30,7 @@ def assemble(
     source: TensorSource,
     optional: frozenset[str],
     model_hash: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device | str,
 ) -> Checkpoint:
     """Read and check all tensors of a model.
@@ -38,7 +38,8 @@ def assemble(
     Args:
         optional: biases and optional vectors that each layer must have, by name within the layer.
             For formats whose config does not list them, use `optional_tensors_of`.
-        dtype, device: dtype and device of the returned tensors.
+        dtype: dtype of the returned tensors; None keeps the dtype of each tensor.
+        device: device of the returned tensors.
 
     Raises:
         CheckpointError: tensors are missing, misshapen, quantized or unexpected.
@@ -103,7 +104,7 @@ class _Reader:
         self,
         source: TensorSource,
         optional: frozenset[str],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
         self._source = source
@@ -129,7 +130,7 @@ class _Reader:
             )
         if not tensor.is_floating_point():
             raise CheckpointError(f"{name} is {tensor.dtype}: quantized weights are not supported")
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=self._dtype or tensor.dtype)
 
     def linear(self, prefix: str, entry: LinearTensor) -> Linear:
         """Read a linear, dense or factorized, and its bias if it has one."""

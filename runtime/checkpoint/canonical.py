@@ -1,10 +1,10 @@
-"""The canonical factorized checkpoint: a directory of ``model.safetensors`` and ``headrace.json``.
+"""The canonical factorized checkpoint: a directory of safetensors files and ``headrace.json``.
 
-The JSON has the config in Hugging Face's format, the rank of each factorized linear (others are
-dense), the fraction of parameters kept (``keep``), the model hash, the provenance of the
-factorization, and which linears share a V. A shared V is stored once, under the first linear's
-name. Tensors have Hugging Face's names; a factor pair is ``….u.weight`` ``[out, r]`` and
-``….v.weight`` ``[r, in]``.
+The tensors are in ``model.safetensors``, or in several shards with an index. The JSON has the
+config in Hugging Face's format, the rank of each factorized linear (others are dense), the fraction
+of parameters kept (``keep``), the model hash, the provenance of the factorization, and which
+linears share a V. A shared V is stored once, under the first linear's name. Tensors have Hugging
+Face's names; a factor pair is ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]``.
 """
 
 import json
@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from runtime.checkpoint.assemble import (
+    TensorSource,
     assemble,
     named_linears,
     named_tensors,
@@ -27,7 +26,7 @@ from runtime.checkpoint.assemble import (
 )
 from runtime.checkpoint.hashing import hash_tensors
 from runtime.checkpoint.huggingface_config import parse_config, to_huggingface
-from runtime.checkpoint.safetensors_file import SINGLE, SafetensorsDirectory, read_json
+from runtime.checkpoint.safetensors_file import SafetensorsDirectory, ShardWriter, read_json
 from runtime.checkpoint.sharing import AliasedSource, Groups, basis_groups, with_shared_bases
 from runtime.checkpoint.weights import Checkpoint, Factorization, FactorPair
 from runtime.config import ModelConfig
@@ -43,32 +42,35 @@ def canonical_hash(checkpoint: Checkpoint) -> str:
     return hash_tensors(_config_text(checkpoint.config), tensors)
 
 
-def write_checkpoint(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write ``checkpoint`` to ``directory``, in the dtypes of its tensors.
+def write_checkpoint(
+    checkpoint: Checkpoint, directory: Path, dtype: torch.dtype | None = None
+) -> None:
+    """Write ``checkpoint`` to ``directory``, one tensor after another.
 
     The write is atomic: files are written to a temporary directory beside the target, which is then
     renamed. If the target already is a canonical checkpoint, it is kept.
 
+    Beside the tensors of the checkpoint, which may be memory-mapped, it takes host memory for one
+    shard (`ShardWriter`).
+
+    Args:
+        dtype: dtype to write; None keeps the dtype of each tensor.
+
     Raises:
         CheckpointError: ``directory`` exists and is not a canonical checkpoint.
     """
-    checkpoint = replace(checkpoint, model_hash=canonical_hash(checkpoint))
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         groups = basis_groups(checkpoint)
         repeated = {f"{name}.v.weight" for _, *others in groups for name in others}
-        tensors: dict[str, Tensor] = {}
-        stored: set[int] = set()
-        for name, tensor in named_tensors(checkpoint):
-            if name not in repeated:
-                whole = tensor.contiguous()
-                # safetensors rejects tensors that share memory.
-                shared = whole.untyped_storage().data_ptr() in stored
-                tensors[name] = whole.clone() if shared else whole
-                stored.add(whole.untyped_storage().data_ptr())
-        save_file(tensors, scratch / SINGLE)
-        text = json.dumps(_metadata(checkpoint), indent=1)
+        with ShardWriter(scratch) as writer:
+            for name, tensor in named_tensors(checkpoint):
+                if name not in repeated:
+                    writer.add(name, tensor.to(dtype or tensor.dtype))
+        stored = AliasedSource.of(SafetensorsDirectory(scratch), groups)
+        model_hash = _stored_hash(checkpoint.config, stored)
+        text = json.dumps(_metadata(replace(checkpoint, model_hash=model_hash)), indent=1)
         (scratch / METADATA).write_text(text, encoding="utf-8")
         scratch.chmod(0o755)
         _publish(scratch, directory)
@@ -76,7 +78,9 @@ def write_checkpoint(checkpoint: Checkpoint, directory: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def load_canonical(directory: Path, dtype: torch.dtype, device: torch.device | str) -> Checkpoint:
+def load_canonical(
+    directory: Path, dtype: torch.dtype | None, device: torch.device | str
+) -> Checkpoint:
     """Read a directory that `write_checkpoint` wrote, and verify its ranks and its hash.
 
     Raises:
@@ -91,9 +95,7 @@ def load_canonical(directory: Path, dtype: torch.dtype, device: torch.device | s
     config = parse_config(_object(metadata, "config"), {})
     groups = _groups(metadata)
     source = AliasedSource.of(SafetensorsDirectory(directory), groups)
-    stored_hash = hash_tensors(
-        _config_text(config), ((name, source.read(name)) for name in sorted(source.names()))
-    )
+    stored_hash = _stored_hash(config, source)
     if stored_hash != metadata.get("model_hash"):
         raise CheckpointError(f"{directory} was altered: its content does not match its model_hash")
     optional = optional_tensors_of(config, source)
@@ -104,6 +106,12 @@ def load_canonical(directory: Path, dtype: torch.dtype, device: torch.device | s
     return replace(
         checkpoint, keep=float(metadata.get("keep", 1.0)), factorization=_factorization(metadata)
     )
+
+
+def _stored_hash(config: ModelConfig, source: TensorSource) -> str:
+    """Return the `canonical_hash` of a checkpoint with these tensors."""
+    tensors = ((name, source.read(name)) for name in sorted(source.names()))
+    return hash_tensors(_config_text(config), tensors)
 
 
 def _publish(scratch: Path, directory: Path) -> None:

@@ -27,8 +27,10 @@ MAGIC = b"GGUF"
 _FINAL_NORM_NAME = "output_norm.weight"
 
 
-def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str) -> Checkpoint:
+def load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Checkpoint:
     """Read a GGUF file, dequantized to ``dtype``, with q and k rows in rotate-half order.
+
+    None dequantizes to fp32.
 
     Raises:
         CheckpointError: the file is malformed, or no model family supports its architecture.

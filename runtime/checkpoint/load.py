@@ -13,14 +13,18 @@ from runtime.errors import CheckpointError
 
 
 def load_checkpoint(
-    path: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: Path, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
 ) -> Checkpoint:
     """Read a model as ``dtype`` on ``device``. Pickles are never read.
+
+    Tensors of safetensors files that keep their dtype on the CPU are memory-mapped: they are read
+    when they are used, and their memory can be reclaimed.
 
     Args:
         path: a GGUF file, a canonical checkpoint (a directory with ``headrace.json``), or a Hugging
             Face directory with ``config.json`` and safetensors. The format is detected from the
             content.
+        dtype: dtype of all tensors; None keeps the dtype in which each is stored.
 
     Raises:
         CheckpointError: a file or tensor is missing, malformed or not supported.
