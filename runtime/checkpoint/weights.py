@@ -5,9 +5,10 @@ any layer may be either, with any rank.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
@@ -126,6 +127,19 @@ def vectors_of(layer: Any) -> dict[str, Tensor]:
     """Return the norm weights and other plain tensors of a layer by field name."""
     values = {field.name: getattr(layer, field.name) for field in fields(layer)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def moved(weights: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return a tensor, linear or layer with all tensors on ``device`` as ``dtype``.
+
+    The dtype is converted on the target device.
+    """
+    if isinstance(weights, Tensor):
+        return weights.to(device).to(dtype)
+    if not is_dataclass(weights) or isinstance(weights, type):
+        return weights
+    values = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    return replace(weights, **{name: moved(value, device, dtype) for name, value in values.items()})
 
 
 def parameters_kept(checkpoint: Checkpoint) -> float:

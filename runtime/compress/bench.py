@@ -23,7 +23,8 @@ from torch import Tensor
 
 from runtime.checkpoint import Checkpoint, load_checkpoint, resolve_model
 from runtime.checkpoint.weights import parameters_kept
-from runtime.compress.factorize import decompose_model, ranks_of, truncate_model
+from runtime.compress.decomposed import decompose_model
+from runtime.compress.factorize import ranks_of, truncate_model
 from runtime.compress.methods import Allocation, Method
 from runtime.compress.perplexity import perplexity
 from runtime.compress.text import cut_rows, documentation
