@@ -20,15 +20,20 @@ import torch
 from runtime.checkpoint.assemble import (
     TensorSource,
     assemble,
-    named_linears,
     named_tensors,
     optional_tensors_of,
 )
 from runtime.checkpoint.hashing import hash_tensors
 from runtime.checkpoint.huggingface_config import parse_config, to_huggingface
 from runtime.checkpoint.safetensors_file import SafetensorsDirectory, ShardWriter, read_json
-from runtime.checkpoint.sharing import AliasedSource, Groups, basis_groups, with_shared_bases
-from runtime.checkpoint.weights import Checkpoint, Factorization, FactorPair
+from runtime.checkpoint.sharing import (
+    AliasedSource,
+    Groups,
+    factor_pairs,
+    groups_of,
+    with_shared_bases,
+)
+from runtime.checkpoint.weights import Checkpoint, Factorization
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 
@@ -62,15 +67,17 @@ def write_checkpoint(
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        groups = basis_groups(checkpoint)
+        pairs = factor_pairs(checkpoint)
+        groups = groups_of(pairs)
         repeated = {f"{name}.v.weight" for _, *others in groups for name in others}
         with ShardWriter(scratch) as writer:
             for name, tensor in named_tensors(checkpoint):
                 if name not in repeated:
                     writer.add(name, tensor.to(dtype or tensor.dtype))
         stored = AliasedSource.of(SafetensorsDirectory(scratch), groups)
+        ranks = {name: pair.rank for name, pair in pairs.items()}
         model_hash = _stored_hash(checkpoint.config, stored)
-        text = json.dumps(_metadata(replace(checkpoint, model_hash=model_hash)), indent=1)
+        text = json.dumps(_metadata(checkpoint, model_hash, ranks, groups), indent=1)
         (scratch / METADATA).write_text(text, encoding="utf-8")
         scratch.chmod(0o755)
         _publish(scratch, directory)
@@ -101,7 +108,8 @@ def load_canonical(
     optional = optional_tensors_of(config, source)
     checkpoint = assemble(config, source, optional, stored_hash, dtype, device)
     checkpoint = with_shared_bases(checkpoint, groups)
-    if _ranks(checkpoint) != metadata.get("ranks"):
+    ranks = {name: pair.rank for name, pair in factor_pairs(checkpoint).items()}
+    if ranks != metadata.get("ranks"):
         raise CheckpointError(f"the ranks in {directory / METADATA} do not match the tensors")
     return replace(
         checkpoint, keep=float(metadata.get("keep", 1.0)), factorization=_factorization(metadata)
@@ -126,24 +134,18 @@ def _config_text(config: ModelConfig) -> str:
     return json.dumps(to_huggingface(config), sort_keys=True)
 
 
-def _ranks(checkpoint: Checkpoint) -> dict[str, int]:
-    return {
-        name: linear.rank
-        for name, linear in named_linears(checkpoint)
-        if isinstance(linear, FactorPair)
-    }
-
-
-def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+def _metadata(
+    checkpoint: Checkpoint, model_hash: str, ranks: Mapping[str, int], groups: Groups
+) -> dict[str, Any]:
     factorization = checkpoint.factorization
     return {
         "format": FORMAT,
-        "model_hash": checkpoint.model_hash,
+        "model_hash": model_hash,
         "keep": checkpoint.keep,
         "factorization": None if factorization is None else asdict(factorization),
         "config": to_huggingface(checkpoint.config),
-        "ranks": _ranks(checkpoint),
-        "shared_bases": basis_groups(checkpoint),
+        "ranks": ranks,
+        "shared_bases": groups,
     }
 
 

@@ -17,14 +17,13 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Read a model as ``dtype`` on ``device``. Pickles are never read.
 
-    Tensors of safetensors files that keep their dtype on the CPU are memory-mapped: they are read
-    when they are used, and their memory can be reclaimed.
-
     Args:
         path: a GGUF file, a canonical checkpoint (a directory with ``headrace.json``), or a Hugging
             Face directory with ``config.json`` and safetensors. The format is detected from the
             content.
-        dtype: dtype of all tensors; None keeps the dtype in which each is stored.
+        dtype: dtype of all tensors. None keeps the dtype in which each is stored, on the CPU, and
+            does not read the whole model into memory: safetensors are memory-mapped, and layers of
+            GGUF files are dequantized to fp32 each time they are accessed.
 
     Raises:
         CheckpointError: a file or tensor is missing, malformed or not supported.

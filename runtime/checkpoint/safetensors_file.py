@@ -106,6 +106,7 @@ class ShardWriter:
     def _flush(self) -> None:
         shard = f"model-{len(self._shards) + 1:05}.safetensors"
         save_file(self._pending, self._directory / shard)
+        (self._directory / shard).chmod(0o644)  # safetensors creates files that only we can read
         self._shards[shard] = list(self._pending)
         self._pending, self._storages, self._bytes = {}, set(), 0
 

@@ -4,8 +4,9 @@ A linear layer is `Dense` (``y = W x + b``) or a `FactorPair` (``y = U (V x) + b
 any layer may be either, with any rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -80,6 +81,21 @@ class Factorization:
     calibration_tokens: int
 
 
+class LayersOnDemand(Sequence[Any]):
+    """Layers that are read when they are accessed. Only the last one read stays in memory."""
+
+    def __init__(self, read: Callable[[int], Any], count: int) -> None:
+        self._read, self._count = lru_cache(maxsize=1)(read), count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self[number] for number in range(*index.indices(self._count)))
+        return self._read(range(self._count)[index])
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A whole model. Rows of q and k are in Hugging Face's rotate-half order.
@@ -87,7 +103,7 @@ class Checkpoint:
     Attributes:
         config: shape of the model.
         embedding: token embedding ``[vocab, hidden]``.
-        layers: one instance of the family's ``layer_type`` per layer.
+        layers: one instance of the family's ``layer_type`` per layer, see also `LayersOnDemand`.
         final_norm: weight of the norm before the LM head, ``[hidden]``.
         lm_head: ``[vocab, hidden]``; the same tensor as ``embedding`` if embeddings are tied.
         model_hash: sha256 of config and weights. Workers that exchange KV must have the same one.
@@ -97,7 +113,7 @@ class Checkpoint:
 
     config: ModelConfig
     embedding: Tensor
-    layers: tuple[Any, ...]
+    layers: Sequence[Any]
     final_norm: Tensor
     lm_head: Tensor
     model_hash: str
