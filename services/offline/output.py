@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from runtime.checkpoint import Checkpoint, write_checkpoint
 from services.common.errors import SettingsError
 from services.common.tokenizer import Tokenizer
@@ -36,8 +38,13 @@ def refuse_existing(out: Path) -> None:
         raise SettingsError(f"{out} already exists: remove it, or choose another --out")
 
 
-def write_model(checkpoint: Checkpoint, tokenizer: Tokenizer, out: Path) -> None:
+def write_model(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, out: Path, dtype: torch.dtype | None = None
+) -> None:
     """Write a checkpoint and its tokenizer to the folder ``out``.
+
+    Args:
+        dtype: dtype to write; None keeps the dtype of each tensor.
 
     Raises:
         CheckpointError, OSError: if they cannot be written, or if ``out`` exists and is not an
@@ -45,7 +52,7 @@ def write_model(checkpoint: Checkpoint, tokenizer: Tokenizer, out: Path) -> None
     """
     draft = _draft_of(out)
     try:
-        write_checkpoint(checkpoint, draft)
+        write_checkpoint(checkpoint, draft, dtype)
         tokenizer.save(draft)
         draft.rename(out)
     finally:
