@@ -10,7 +10,7 @@ Face's names; a factor pair is ``….u.weight`` ``[out, r]`` and ``….v.weight`
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,10 @@ def canonical_hash(checkpoint: Checkpoint) -> str:
 
 
 def write_checkpoint(
-    checkpoint: Checkpoint, directory: Path, dtype: torch.dtype | None = None
+    checkpoint: Checkpoint,
+    directory: Path,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Write ``checkpoint`` to ``directory``, one tensor after another.
 
@@ -60,6 +63,7 @@ def write_checkpoint(
 
     Args:
         dtype: dtype to write; None keeps the dtype of each tensor.
+        progress: called with the bytes of each tensor.
 
     Raises:
         CheckpointError: ``directory`` exists and is not a canonical checkpoint.
@@ -73,7 +77,9 @@ def write_checkpoint(
         with ShardWriter(scratch) as writer:
             for name, tensor in named_tensors(checkpoint):
                 if name not in repeated:
-                    writer.add(name, tensor.to(dtype or tensor.dtype))
+                    stored_tensor = tensor.to(dtype or tensor.dtype)
+                    writer.add(name, stored_tensor)
+                    progress(stored_tensor.nbytes)
         stored = AliasedSource.of(SafetensorsDirectory(scratch), groups)
         ranks = {name: pair.rank for name, pair in pairs.items()}
         model_hash = _stored_hash(checkpoint.config, stored)

@@ -70,30 +70,30 @@ def compress(
         for text, count in zip(factorization.documentation(), (rows, rows // 2), strict=True)
     )
     key = artifact_key(dense.model_hash, keep, calibration, chosen_method, allocation)
-    with _reported_shortage(), Progress(console=console) as progress:
+    with _reported_shortage():
         with WorkFolder(work_folder(out), key) as work:
             if work.finished():
                 console.print(f"continuing from the finished layers in {work_folder(out)}")
-            factorized, report = factorization.compress(
-                dense,
-                calibration,
-                keep,
-                _progress_callback(progress, f"factorizing at keep {keep:g}"),
-                method=chosen_method,
-                allocation=allocation,
-                device=on,
-                work=work,
-            )
-            writing = progress.add_task(f"writing {out}", total=None)
+            with Progress(console=console) as progress:
+                factorized, report = factorization.compress(
+                    dense,
+                    calibration,
+                    keep,
+                    _progress_callback(progress, f"factorizing at keep {keep:g}"),
+                    method=chosen_method,
+                    allocation=allocation,
+                    device=on,
+                    work=work,
+                )
             write_model(factorized, tokenizer, out)
-            progress.update(writing, total=1.0, completed=1.0)
             work.remove()
-        before, after = (
-            factorization.perplexity(
-                checkpoint, held_out, _progress_callback(progress, f"perplexity, {name}"), on
+        with Progress(console=console) as progress:
+            before, after = (
+                factorization.perplexity(
+                    checkpoint, held_out, _progress_callback(progress, f"perplexity, {name}"), on
+                )
+                for name, checkpoint in (("dense", dense), ("factorized", factorized))
             )
-            for name, checkpoint in (("dense", dense), ("factorized", factorized))
-        )
     _print_report(report, held_out, before, after)
 
 

@@ -42,8 +42,7 @@ def convert(model: str, out: Path, tokenizer: str | None, dtype: str) -> None:
     console = Console(stderr=True)
     with console.status(f"reading {source.name}"):
         converted, original = read(source)
-    with console.status(f"writing {out}"):
-        write_model(converted, loaded_tokenizer, out, _DTYPES.get(dtype, original.dtype))
+    write_model(converted, loaded_tokenizer, out, _DTYPES.get(dtype, original.dtype))
     _print_report(read_json(out / METADATA), original, console)
 
 
