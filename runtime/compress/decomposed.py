@@ -93,8 +93,12 @@ def decompose_model(
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(model.device)
     blocks = method.blocks(checkpoint.config.num_layers)
-    found = {first: work.load(first) for first in work.finished()} if work else {}
-    for calibrated in _calibrate(model, calibration_tokens, method, blocks, work, report):
+    found = {first: work.load(first) for first in work.finished()} if work is not None else {}
+    carry = None
+    if work is not None and found:
+        carry = work.carry(min(found) if method.uses_gradients else max(found))
+    missing = [block for block in blocks if block.start not in found]
+    for calibrated in _calibrate(model, calibration_tokens, method, missing, carry, report):
         first = calibrated.layers.start
         with model.watch.measure("decomposing"):
             found[first] = [
@@ -130,25 +134,19 @@ def _calibrate(
     model: LayerwiseModel,
     tokens: Tensor,
     method: Method,
-    blocks: list[range],
-    work: WorkFolder | None,
+    missing: list[range],
+    carry: Tensor | None,
     report: Progress,
 ) -> Iterator[CalibratedLayers]:
-    """Yield the moments of the blocks that are not in the work folder."""
-    finished = work.finished() if work is not None else []
-    last_saved = min(finished, default=0) if method.uses_gradients else max(finished, default=0)
-    carry = work.carry(last_saved) if work is not None and finished else None
-    missing = [block for block in blocks if block.start not in finished]
+    """Yield the moments of missing blocks, in the order in which the method computes them."""
     if not method.uses_gradients:
         return forward_moments(model, tokens, missing, carry)
-    return backward_moments(
-        model,
-        tokens,
-        range(len(missing)),
-        _SEED,
-        carry,
-        lambda fraction: report("calibrating", _FORWARD_SHARE * fraction),
-    )
+    layers = range(len(missing))  # blocks of one layer; the last ones are finished first
+
+    def report_forward(fraction: float) -> None:
+        report("calibrating", _FORWARD_SHARE * fraction)
+
+    return backward_moments(model, tokens, layers, _SEED, carry, report_forward)
 
 
 def _decomposition(

@@ -97,7 +97,7 @@ class LayerwiseModel:
     def logits(self, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield ``(x, logits)`` for each row of the last layer's output.
 
-        Both are on the device: x ``[1, length, hidden]`` is a new leaf tensor, and the logits
+        Both are on the device: x ``[1, length, hidden]`` is a leaf tensor, and the logits
         ``[length, vocab]`` are computed from it, with gradients if these are enabled.
         """
         checkpoint = self.checkpoint
