@@ -1,7 +1,7 @@
 """Calibrate and decompose a model, block by block."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,23 +111,31 @@ def decompose_model(
                 found[first] = work.load(first)
         del calibrated
         report("factorizing", _FORWARD_SHARE + (1 - _FORWARD_SHARE) * len(found) / len(blocks))
-    parts = (
-        Part(members, decomposition)
-        for block in blocks
+    return DecomposedModel(
+        dense=checkpoint,
+        method=method,
+        parts=tuple(_parts(found, method, blocks, layout)),
+        calibration_hash=calibration_hash(calibration_tokens),
+        calibration_tokens=calibration_tokens.numel(),
+        seconds=model.watch.seconds,
+        peak_device_bytes=(
+            torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else 0
+        ),
+    )
+
+
+def _parts(
+    found: Mapping[int, Sequence[Decomposition]],
+    method: Method,
+    blocks: Sequence[range],
+    layout: LayerLayout,
+) -> Iterator[Part]:
+    """Yield the parts of all blocks in order, from the decompositions by first layer."""
+    for block in blocks:
         for members, decomposition in zip(
             method.groups(block, layout), found[block.start], strict=True
-        )
-    )
-    peak = torch.cuda.max_memory_allocated(model.device) if model.device.type == "cuda" else 0
-    return DecomposedModel(
-        checkpoint,
-        method,
-        tuple(parts),
-        calibration_hash(calibration_tokens),
-        calibration_tokens.numel(),
-        model.watch.seconds,
-        peak,
-    )
+        ):
+            yield Part(members, decomposition)
 
 
 def _calibrate(

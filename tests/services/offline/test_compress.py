@@ -18,6 +18,8 @@ from services.offline.convert import convert
 from tests.runtime.convert.samples import EVEN, renamed, save_folder, svd_llm_v2
 from tests.runtime.tiny import tiny_checkpoint
 
+pytestmark = pytest.mark.slow
+
 
 def save_tokenizer(folder: Path) -> None:
     """Write a tokenizer with one token per byte."""
