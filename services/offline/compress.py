@@ -13,11 +13,11 @@ from rich.table import Table
 from torch import Tensor
 
 from runtime import compress as factorization
-from runtime.checkpoint import load_checkpoint
+from runtime.checkpoint import Checkpoint, load_checkpoint
 from runtime.compress import Allocation, Method, WorkFolder, artifact_key
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
+from services.common.tokenizer import Tokenizer, load_tokenizer
 from services.offline.device import torch_device
 from services.offline.output import refuse_existing, write_model
 
@@ -65,10 +65,7 @@ def compress(
     with console.status(f"reading {source.name}"):
         tokenizer = load_tokenizer(source)
         dense = load_checkpoint(source, dtype=None)
-    calibration, held_out = (
-        factorization.cut_rows(tokenizer.encode(text), ROW_TOKENS, count)
-        for text, count in zip(factorization.documentation(), (rows, rows // 2), strict=True)
-    )
+    calibration, held_out = _texts(tokenizer, rows)
     key = artifact_key(dense.model_hash, keep, calibration, chosen_method, allocation)
     with _reported_shortage():
         with WorkFolder(work_folder(out), key) as work:
@@ -87,14 +84,30 @@ def compress(
                 )
             write_model(factorized, tokenizer, out)
             work.remove()
-        with Progress(console=console) as progress:
-            before, after = (
-                factorization.perplexity(
-                    checkpoint, held_out, _progress_callback(progress, f"perplexity, {name}"), on
-                )
-                for name, checkpoint in (("dense", dense), ("factorized", factorized))
-            )
+        before, after = _perplexities(dense, factorized, held_out, on, console)
     _print_report(report, held_out, before, after)
+
+
+def _texts(tokenizer: Tokenizer, rows: int) -> tuple[Tensor, Tensor]:
+    """Return ``rows`` rows of calibration text, and half as many of held-out text."""
+    calibration, held_out = (
+        factorization.cut_rows(tokenizer.encode(text), ROW_TOKENS, count)
+        for text, count in zip(factorization.documentation(), (rows, rows // 2), strict=True)
+    )
+    return calibration, held_out
+
+
+def _perplexities(
+    dense: Checkpoint, factorized: Checkpoint, tokens: Tensor, on: torch.device, console: Console
+) -> tuple[float, float]:
+    with Progress(console=console) as progress:
+        before, after = (
+            factorization.perplexity(
+                checkpoint, tokens, _progress_callback(progress, f"perplexity, {name}"), on
+            )
+            for name, checkpoint in (("dense", dense), ("factorized", factorized))
+        )
+    return before, after
 
 
 def work_folder(out: Path) -> Path:
