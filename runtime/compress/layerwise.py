@@ -101,16 +101,16 @@ class LayerwiseModel:
         ``[length, vocab]`` are computed from it, with gradients if these are enabled.
         """
         checkpoint = self.checkpoint
-        head = replace(
-            checkpoint,
-            final_norm=moved(checkpoint.final_norm, self.device, torch.float32),
-            lm_head=moved(checkpoint.lm_head, self.device, torch.float32),
-        )
+        with self.watch.measure("reading weights"):
+            final_norm, lm_head = (
+                moved(weight, self.device, torch.float32)
+                for weight in (checkpoint.final_norm, checkpoint.lm_head)
+            )
+            head = replace(checkpoint, final_norm=final_norm, lm_head=lm_head)
         for row in hidden:
-            x = self._on_device(row[None]).requires_grad_(torch.is_grad_enabled())
-            with self.watch.measure("head"):
-                scores = logits(head, x)[0]
-            yield x, scores
+            with self.watch.measure("head"):  # includes what the caller computes from the logits
+                x = self._on_device(row[None]).requires_grad_(torch.is_grad_enabled())
+                yield x, logits(head, x)[0]
 
     def _batches(self, activations: Tensor) -> Iterator[slice]:
         count, length, _ = activations.shape
