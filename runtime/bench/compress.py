@@ -9,6 +9,7 @@ does.
 import argparse
 import json
 import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -106,6 +107,7 @@ def _measure(
         with measured("writing"):
             write_checkpoint(made, dense.with_name(method.value))
         work.remove()
+        shutil.rmtree(dense.with_name(method.value))
     for name, one in (("dense", checkpoint), ("factorized", made)):
         with measured(f"perplexity, {name}"):
             perplexity(one, tokens[: len(tokens) // 2], device=device)
