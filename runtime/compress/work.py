@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -17,13 +16,14 @@ from runtime.compress.decompose import Decomposition
 from runtime.errors import CompressionError
 
 _STATE, _LOCK = "state.json", "lock"
+_OWN_FILES = ("layers-*", "carry-*", f"{_STATE}*")
 _LAYERS = re.compile(r"layers-(\d+)\.safetensors")
 
 
 class WorkFolder:
     """A folder with the decompositions of finished layers.
 
-    A file has its name only once it is complete and flushed to disk. Content for another ``key`` is
+    A file has its name only once it is complete and flushed to disk. Files for another ``key`` are
     deleted.
 
     Args:
@@ -44,8 +44,8 @@ class WorkFolder:
             self.close()
             raise CompressionError(f"another process uses {folder}") from error
         if self._stored_key() != key:
-            for path in folder.iterdir():
-                if path.name != _LOCK:
+            for pattern in _OWN_FILES:
+                for path in folder.glob(pattern):
                     path.unlink()
             draft = folder / f"{_STATE}.draft"
             draft.write_text(json.dumps({"key": key}), encoding="utf-8")
@@ -89,8 +89,12 @@ class WorkFolder:
         return _read(self._carry_file(first))["carry"].clone()
 
     def remove(self) -> None:
-        """Delete the folder. Tensors that `load` returned stay valid."""
-        shutil.rmtree(self._folder)
+        """Delete the files, and the folder if it is then empty. Tensors of `load` stay valid."""
+        for pattern in (*_OWN_FILES, _LOCK):
+            for path in self._folder.glob(pattern):
+                path.unlink()
+        if not any(self._folder.iterdir()):
+            self._folder.rmdir()
 
     def close(self) -> None:
         """Let other processes use the folder."""

@@ -117,13 +117,17 @@ def test_interrupted_compression_continues_where_it_stopped(
 
 def test_changed_options_start_again(tmp_path: Path) -> None:
     interrupted_after(2, tmp_path / "work", Method.FISHER)
+    (tmp_path / "work" / "notes.txt").write_text("mine")
     with WorkFolder(tmp_path / "work", key(Method.FISHER)) as work:
         assert work.finished() == [2, 3]
     changed = artifact_key(MODEL.model_hash, 0.7, TOKENS)
     with WorkFolder(tmp_path / "work", changed) as work:
         assert work.finished() == []
-    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["lock", "state.json"]
-    assert json.loads((tmp_path / "work" / "state.json").read_text()) == {"key": changed}
+        names = {path.name for path in (tmp_path / "work").iterdir()}
+        assert names == {"lock", "state.json", "notes.txt"}
+        assert json.loads((tmp_path / "work" / "state.json").read_text()) == {"key": changed}
+        work.remove()
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["notes.txt"]
 
 
 def test_work_folder_is_used_by_one_process(tmp_path: Path) -> None:
