@@ -16,7 +16,8 @@ from runtime.compress.decompose import Decomposition
 from runtime.errors import CompressionError
 
 _STATE, _LOCK = "state.json", "lock"
-_OWN_FILES = ("layers-*", "carry-*", f"{_STATE}*")
+_OWN_FILES = (f"{_STATE}*", "layers-*", "carry-*")
+"""Deleted in this order: without a state, a later call does not trust the remaining files."""
 _LAYERS = re.compile(r"layers-(\d+)\.safetensors")
 
 
