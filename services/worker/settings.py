@@ -113,7 +113,7 @@ class WorkerSettings(ServiceSettings):
         Field(
             "auto",
             description="bytes of a slot, which bound the encoded segments; auto: 4 MiB on the "
-            "CPU, 64 MiB of KV on a GPU, or less if all slots would use over 2 % of its memory",
+            "CPU, 256 MiB of KV on a GPU, or less if all slots would use over 3 % of its memory",
         )
     )
 
