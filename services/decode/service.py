@@ -10,6 +10,7 @@ import uvloop
 from headrace.v1 import decode_pb2_grpc, error_pb2, prefill_pb2
 from runtime.engine import Add, Arrived, Cancel, Reserve, StepOutput
 from runtime.errors import RuntimeFault
+from runtime.kv.pages import pages_for
 from services.common.grpc_server import GrpcServer, MessageStream
 from services.common.placement import Role
 from services.decode.session import DecodeSession, Stream
@@ -22,7 +23,7 @@ from services.transfer.prefill_client import PrefillClients
 from services.transfer.receiver import Receiver
 from services.transfer.slab import Slab
 from services.worker.lifecycle import Worker, live
-from services.worker.loading import Loaded, digest_pages, load_worker
+from services.worker.loading import PAGE_SIZE, Loaded, digest_pages, load_worker
 from services.worker.warm_up import warm_up_transfers
 from services.worker.wire import fault_to_code, token_from_message
 
@@ -141,20 +142,18 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             raise RuntimeError("the stream has no page reservation")
         began = time.perf_counter()
         try:
-            reserved = await stream.reserved
+            if not self._has_room(len(request.tokens)):
+                await stream.reserved  # a prompt is not computed before there are pages for it
             fetch = Fetch(
                 key=stream.key,
                 prefill=stream.start.prefill,
                 request=request,
-                pages=reserved.pages,
-                pages_ready=reserved.ready,
+                reserved=stream.reserved,
                 on_first=lambda first: self._take_first(stream, first),
                 deadline_s=deadline_s,
             )
             times = await self.receiver.fetch(fetch)
-            digest = await self._digest(
-                reserved.pages, len(request.tokens), wanted=times.segments > 0
-            )
+            digest = await self._digest(stream, wanted=times.segments > 0)
         except FetchFailed as failure:
             log.warning("fetch failed", request_id=request.request_id, reason=failure.message[:300])
             session.fail(stream, failure.code, failure.message, failure.worker_id)
@@ -164,10 +163,16 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             me = self.identity.worker_id
             session.fail(stream, error_pb2.ERROR_CODE_INTERNAL, f"fetch failed: {error!r}", me)
             return
-        self._record(stream, times, time.perf_counter() - began, digest)
         if stream.key in self.streams:
             self.engine.submit(Arrived(stream.key, tuple(stream.first)))
             stream.decoding_since = time.perf_counter()
+        self._record(stream, times, time.perf_counter() - began, digest)
+
+    def _has_room(self, tokens: int) -> bool:
+        """Return whether pages for a prompt will certainly be reserved in the next step."""
+        load = self.engine.load
+        free = load.waiting == 0 and load.running < self.sizes.max_running // 2
+        return free and 2 * pages_for(tokens, PAGE_SIZE) < load.pages_free
 
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
         """Send the first tokens before the KV arrives; return True if all choices end with them."""
@@ -182,10 +187,11 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
                 stream.session.finish(stream, token.choice, reason)
         return not stream.unfinished
 
-    async def _digest(self, pages: tuple[int, ...], tokens: int, *, wanted: bool) -> str | None:
-        """Return the digest of a sequence's pages, or None unless ``wanted`` and enabled."""
-        if not (wanted and self._settings.kv_digest):
+    async def _digest(self, stream: Stream, *, wanted: bool) -> str | None:
+        """Return the digest of a prompt's pages, or None unless ``wanted`` and enabled."""
+        if not (wanted and self._settings.kv_digest and stream.reserved):
             return None
+        pages, tokens = (await stream.reserved).pages, len(stream.start.request.tokens)
         return await self.engine.run(lambda engine: digest_pages(engine, pages, tokens))
 
     def _record(

@@ -1,12 +1,12 @@
 """State of one fetch: a sequence whose prompt another worker computes."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from headrace.v1 import decode_pb2, error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
+from runtime.engine import Reserved
 from services.transfer.manifest import Coverage
 
 
@@ -35,9 +35,8 @@ class Fetch:
         key: the engine's id of the sequence.
         prefill: the worker that computes the prompt.
         request: the request for the prefill worker.
-        pages: pages of the decode worker, into which the KV is decoded.
-        pages_ready: CUDA event after which the engine's earlier work does not touch the pages;
-            None on a CPU.
+        reserved: future of the decode worker's pages, into which the KV is decoded. Nothing is
+            read before it is done.
         on_first: receives the first tokens; returns True if the sequence ends with them, so
             that no KV is needed.
         deadline_s: seconds from the start of the fetch.
@@ -47,10 +46,9 @@ class Fetch:
     key: str
     prefill: decode_pb2.WorkerAddress
     request: request_pb2.Request
-    pages: tuple[int, ...]
+    reserved: asyncio.Future[Reserved]
     on_first: Callable[[pb.FirstTokens], bool]
     deadline_s: float
-    pages_ready: torch.cuda.Event | None = None
     closed: bool = False
 
 

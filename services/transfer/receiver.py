@@ -81,7 +81,7 @@ class Receiver:
         self._subscriptions: dict[str, Subscription] = {}
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
-        """Fetch a prompt's KV into ``fetch.pages``; return when all of it is verified.
+        """Fetch a prompt's KV into reserved pages; return when all of it is verified.
 
         Nothing writes to the pages once this has returned or raised.
 
@@ -113,6 +113,8 @@ class Receiver:
                 async with asyncio.TaskGroup() as pulls:
                     while not progress.complete:
                         event = await subscription.next_event()
+                        if event.HasField("computing"):
+                            await fetch.reserved
                         self._apply(event, fetch, subscription, progress, pulls)
             except BaseException:
                 await self._stop_decodes(fetch)
@@ -260,7 +262,7 @@ class Receiver:
         welcome: pb.Welcome,
     ) -> CodecJob[codec.Decoded]:
         """Return the decode of a segment, which is verified when it has ended."""
-        request = fetch.request
+        request, reserved = fetch.request, fetch.reserved.result()
         expected = FrameHeader.of(
             segment, epoch=welcome.epoch, request_id=request.request_id, attempt=request.attempt
         )
@@ -268,14 +270,14 @@ class Receiver:
         def prepare() -> bool:
             if fetch.closed:  # the pages may soon belong to another sequence
                 return False
-            if fetch.pages_ready is not None:
-                fetch.pages_ready.wait()
+            if reserved.ready is not None:
+                reserved.ready.wait()
             return True
 
         return CodecJob(
             self._decoder.codec_of(segment),
             self._decoder.decode,
-            self._decoder.payload_of(segment, slot, fetch.pages[pages.start : pages.stop]),
+            self._decoder.payload_of(segment, slot, reserved.pages[pages.start : pages.stop]),
             prepare,
             lambda decoding: verified(decoding, expected),
         )

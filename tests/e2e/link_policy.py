@@ -46,6 +46,7 @@ import codec
 from headrace.v1 import decode_pb2, request_pb2, sampling_pb2
 from runtime.bench.shapes import SHAPES, random_checkpoint
 from runtime.checkpoint.canonical import write_checkpoint
+from runtime.engine import Reserved
 from runtime.models.model import Model
 from services.common.logging import configure_logging
 from services.decode.service import DecodeWorker
@@ -176,7 +177,9 @@ async def measure(workload: Workload, file: Path, rounds: int) -> dict[str, Any]
                 await asyncio.gather(*map(worker.receiver.fetch, fetches))
                 seconds[codec].append(time.perf_counter() - begun)
                 for fetch in fetches:
-                    found = digest_pages(loaded.engine, fetch.pages, workload.tokens)
+                    found = digest_pages(
+                        loaded.engine, fetch.reserved.result().pages, workload.tokens
+                    )
                     if found != workers[codec].digest:
                         raise RuntimeError(f"{codec}: the received KV differs from the sent KV")
         reports = {codec: workers[codec].report() for codec in CODECS}
@@ -199,7 +202,9 @@ def fetch_of(workload: Workload, prefill: Prefill, name: str, index: int) -> Fet
     )
     count = workload.tokens // PAGE_SIZE
     pages = tuple(range(index * count, (index + 1) * count))
-    return Fetch(name, prefill.address, request, pages, lambda first: False, deadline_s=120.0)
+    reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+    reserved.set_result(Reserved(name, pages))
+    return Fetch(name, prefill.address, request, reserved, lambda first: False, deadline_s=120.0)
 
 
 def read_rate(link: Link) -> float:

@@ -13,6 +13,7 @@ import codec
 from headrace.v1 import decode_pb2, prefill_pb2_grpc, request_pb2, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
+from runtime.engine import Reserved
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
 from services.common.placement import Compatibility, ModelInfo
 from services.decode.service import DecodeWorker
@@ -183,11 +184,15 @@ def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPre
 
 def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
     """Return a fetch into consecutive pages from ``first_page``."""
+    key = f"sequence-{next(_numbers)}"
+    reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+    pages = tuple(range(first_page, first_page - (-tokens // PAGE_SIZE)))
+    reserved.set_result(Reserved(key, pages))
     return Fetch(
-        key=f"sequence-{next(_numbers)}",
+        key=key,
         prefill=prefill.address,
         request=message_of(tokens),
-        pages=tuple(range(first_page, first_page - (-tokens // PAGE_SIZE))),
+        reserved=reserved,
         on_first=lambda first: False,
         deadline_s=LIMIT_S,
     )
