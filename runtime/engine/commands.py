@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import torch
+
 from runtime.core.request import FinishReason, Request, SampledToken
 from runtime.errors import RuntimeFault
 
@@ -60,17 +62,20 @@ Command = Add | Reserve | Arrived | Cancel | Release
 
 @dataclass(frozen=True)
 class Computed:
-    """A prompt chunk whose KV has been written.
+    """A prompt chunk whose computation was launched.
 
     Attributes:
         first_token: position of the chunk's first token, a multiple of the page size.
         pages: ids of the pages that hold the chunk's KV.
+        ready: CUDA event recorded once the KV is in the pages. Other CUDA streams must wait for it.
+            None if the KV is in the pages already.
     """
 
     id: str
     first_token: int
     num_tokens: int
     pages: tuple[int, ...]
+    ready: torch.cuda.Event | None = None
 
 
 @dataclass
@@ -81,7 +86,8 @@ class StepOutput:
         tokens: pairs of request id and sampled token, in sampling order.
         finished: request id, choice and reason of each choice that ended. The last token of a
             choice is in ``tokens`` of the same step.
-        computed: chunks whose KV was written. Chunks of a preempted sequence are reported again.
+        computed: chunks whose computation was launched. Chunks of a preempted sequence are
+            reported again.
         reserved: pairs of request id and the pages allocated for its tokens.
         refused: pairs of request id and reason. A refused request has no pages.
         started: ids of requests whose first chunk is computed in this step. A preempted request

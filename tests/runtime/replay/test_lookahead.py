@@ -20,8 +20,8 @@ def test_step_is_read_after_the_next_one_is_launched(model: Model) -> None:
         for commands in ([Add(request(0, 5, 3, 0, 1))], [], [], []):
             tokens = [token.index for _, token in engine.step(commands).tokens]
             seen.append((tokens, watch.launches, engine.has_work))
-    # One token is sampled by prefill and two by steps; no step is launched after the last one.
-    assert seen == [([0], 0, True), ([], 1, True), ([1], 2, True), ([2], 2, False)]
+    # The prompt's step samples one token; no step is launched after that of the last token.
+    assert seen == [([], 1, True), ([0], 2, True), ([1], 3, True), ([2], 3, False)]
 
 
 def test_pages_of_an_in_flight_step_are_not_free(model: Model) -> None:
