@@ -132,12 +132,12 @@ class MixedReplay:
         return [SequenceSlice([0] * each, 0, pages)] * -(-self._max_rows // each)
 
     def _captured_shape(self, wanted: PassShape) -> PassShape | None:
-        fitting = (
-            shape
-            for shape in reversed(self._shapes)
-            if all(size >= need for size, need in zip(shape, wanted, strict=True))
-        )
-        return next(fitting, None)
+        """Return the smallest shape with a graph that is large enough; None if there is none."""
+        rows, decoded, sampled = wanted
+        for shape in reversed(self._shapes):
+            if shape.rows >= rows and shape.decoded >= decoded and shape.sampled >= sampled:
+                return shape
+        return None
 
     def _replay(self, shape: PassShape) -> None:
         if shape not in self._passes:
