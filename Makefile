@@ -9,11 +9,13 @@ GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/
 # Fraction of the projections' parameters to keep; 1 serves the dense model.
 KEEP   ?= 0.9
 UP     ?=
+# Arguments of the serving benchmark.
+SERVING ?=
 # Additional arguments of pytest, and its number of processes: more than two cores, since tests also wait.
 PYTEST ?=
 JOBS   ?= 3
 
-.PHONY: help up down fast test test-long test-gpu check equality bench speed link-policy install clean
+.PHONY: help up down fast test test-long test-gpu check equality bench serving speed link-policy install clean
 
 help:                     ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/' | expand -t 16
@@ -51,6 +53,9 @@ equality: $(VENV)/.ready-dev ## compare output of disaggregated and colocated wo
 
 bench: $(VENV)/.ready-dev ## load test, disaggregated and colocated: runs/bench/report.html
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.load_bench --out runs/bench
+
+serving: $(VENV)/.ready-dev ## serving benchmark, see tests/e2e/README.md: runs/serving/report.html
+	$(BIN)/python -m tests.e2e.serving_bench $(SERVING)
 
 speed: $(VENV)/.ready-dev ## speed on one core, compared with transformers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.bench

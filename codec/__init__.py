@@ -4,7 +4,15 @@
 decodes and verifies it. `encode` and `decode` do the same for a single tensor. See `README.md`.
 """
 
-from codec.backend import Decoded, Encoded, PagedCodec, Pending
+from codec.backend import (
+    Decoded,
+    DecodeSegment,
+    Encoded,
+    EncodeSegment,
+    PagedCodec,
+    Pending,
+    PendingDecode,
+)
 from codec.calibrate import calibrate, calibrate_model
 from codec.codebook import Codebook, Codebooks
 from codec.elements import element_of
@@ -49,7 +57,9 @@ __all__ = [
     "CodebookMissing",
     "Codebooks",
     "CodecError",
+    "DecodeSegment",
     "Decoded",
+    "EncodeSegment",
     "Encoded",
     "FormatError",
     "InvalidBuffer",
@@ -60,6 +70,7 @@ __all__ = [
     "PagedCodec",
     "PayloadError",
     "Pending",
+    "PendingDecode",
     "ShapeMismatch",
     "TruncatedPayload",
     "UnsupportedDtype",

@@ -1,6 +1,7 @@
 """Validation of arguments and headers, before anything is read or written."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from codec.errors import (
     InvalidCodebook,
     InvalidPages,
     InvalidPlanes,
+    TruncatedPayload,
 )
 from codec.format import (
+    ALIGNMENT,
     MAX_ENTRY_WORDS,
     WORD_BYTES,
     Geometry,
@@ -27,6 +30,8 @@ from codec.format import (
 )
 
 PageIds = Sequence[int] | Tensor
+MAX_PREFIX_BYTES = 128
+"""Maximum `prefix_bytes` of `PagedCodec.decode_batch`."""
 
 
 def check_planes(
@@ -70,22 +75,47 @@ def check_planes(
     return element, geometry
 
 
-def check_pages(page_ids: PageIds, pages_in_plane: int, geometry: Geometry) -> Tensor:
+def check_pages(page_ids: PageIds, pages_in_plane: int, num_tokens: int, page_slots: int) -> Tensor:
     """Validate page ids; return them as int64 `[num_pages]` on the CPU.
 
     Raises:
         InvalidPages: ids are out of range, repeated, or more or fewer than the tokens need.
     """
-    ids = page_ids.tolist() if isinstance(page_ids, Tensor) else list(page_ids)
-    if len(ids) != geometry.num_pages:
-        raise InvalidPages(
-            f"{geometry.num_tokens} tokens need {geometry.num_pages} page ids, got {ids}"
-        )
-    if any(not 0 <= page < pages_in_plane for page in ids):
-        raise InvalidPages(f"page ids must be in [0, {pages_in_plane}): {ids}")
+    ids = page_ids.tolist() if isinstance(page_ids, Tensor) else page_ids
+    needed = -(-num_tokens // page_slots)
+    if len(ids) != needed:
+        raise InvalidPages(f"{num_tokens} tokens need {needed} page ids, got {list(ids)}")
+    return _valid_pages(tuple(ids), pages_in_plane)
+
+
+@lru_cache(maxsize=1024)
+def _valid_pages(ids: tuple[int, ...], pages_in_plane: int) -> Tensor:
+    """Return page ids as int64. Cached, because all layer groups of a sequence use the same pages.
+
+    Raises `InvalidPages`.
+    """
+    if ids and not (min(ids) >= 0 and max(ids) < pages_in_plane):
+        raise InvalidPages(f"page ids must be in [0, {pages_in_plane}): {list(ids)}")
     if len(set(ids)) != len(ids):
-        raise InvalidPages(f"page ids are repeated: {ids}")
+        raise InvalidPages(f"page ids are repeated: {list(ids)}")
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def check_range(offset: int, length: int, size: int) -> None:
+    """Raise `InvalidBuffer` unless a segment lies within its buffer of `size` bytes."""
+    if not 0 <= offset <= offset + length <= size:
+        raise InvalidBuffer(
+            f"bytes {offset} to {offset + length} are not in the buffer of {size} bytes"
+        )
+
+
+def check_prefix(prefix_bytes: int, offset: int) -> None:
+    """Raise `InvalidBuffer` unless `prefix_bytes` bytes before `offset` can be returned."""
+    if prefix_bytes % 8 or not 0 <= prefix_bytes <= min(MAX_PREFIX_BYTES, offset):
+        raise InvalidBuffer(
+            f"a prefix has up to {MAX_PREFIX_BYTES} bytes, a multiple of 8, and lies in the "
+            f"buffer, not {prefix_bytes} bytes before byte {offset}"
+        )
 
 
 def check_bytes(payload: Tensor, device: torch.device) -> None:
@@ -95,14 +125,12 @@ def check_bytes(payload: Tensor, device: torch.device) -> None:
         raise InvalidBuffer(f"the buffer must be uint8, 1-D, contiguous and on {device}")
 
 
-def check_output(out: Tensor, layout: Layout) -> None:
-    """Raise an `ArgumentError` unless the output can hold any segment of this layout."""
+def check_output(size: int, layout: Layout) -> None:
+    """Raise an `ArgumentError` unless `size` bytes can hold any segment of this layout."""
     if layout.bound - layout.entries > WORD_BYTES * MAX_ENTRY_WORDS:
         raise InvalidPlanes("the segment is too large for 32-bit starts; split it")
-    if out.numel() < layout.bound:
-        raise BufferTooSmall(
-            f"the output has {out.numel()} bytes, the segment may need {layout.bound}"
-        )
+    if size < layout.bound:
+        raise BufferTooSmall(f"the output has {size} bytes, the segment may need {layout.bound}")
 
 
 def check_header(
@@ -123,10 +151,20 @@ def check_header(
     check_codebooks(header, codebooks)
 
 
-def check_checksum(found: int, header: SegmentHeader) -> None:
-    """Raise `ChecksumMismatch` unless the computed checksum equals the one in the header."""
-    if found != header.checksum:
-        raise ChecksumMismatch(f"the checksum is {found:016x}, expected {header.checksum:016x}")
+def check_length(length: int, layout: Layout) -> None:
+    """Raise a `FormatError` unless a segment of this layout can have this length."""
+    if length < layout.entries:
+        raise TruncatedPayload(f"the payload has {length} bytes, the segment {layout.entries}")
+    if length > layout.bound or length % ALIGNMENT:
+        raise FormatError(
+            f"invalid length of {length} bytes, expected {layout.entries} to {layout.bound}"
+        )
+
+
+def check_checksum(found: int, expected: int) -> None:
+    """Raise `ChecksumMismatch` unless a checksum equals the expected one."""
+    if found != expected:
+        raise ChecksumMismatch(f"the checksum is {found:016x}, expected {expected:016x}")
 
 
 def check_codebooks(header: SegmentHeader, codebooks: Sequence[Codebook | None]) -> None:

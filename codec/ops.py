@@ -65,14 +65,14 @@ def encode_pages(
         InvalidCodebook: a codebook has another dtype than the planes. Nothing was written.
     """
     element, geometry = check_planes(planes, codebooks, num_tokens)
-    pages = check_pages(page_ids, planes[0].shape[0], geometry)
+    pages = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
     check_bytes(out, planes[0].device)
     entries = [
         PlaneHeader(codebook.mode, codebook.number) if codebook else PlaneHeader(Mode.RAW, 0)
         for codebook in codebooks
     ]
     layout = Layout.of(geometry, element, [entry.mode for entry in entries])
-    check_output(out, layout)
+    check_output(out.numel(), layout)
     backend = backend or backend_for(out.device)
     entry_words, checksum, escapes = backend.encode_planes(
         planes, codebooks, pages, geometry, layout, out
@@ -117,13 +117,13 @@ def decode_pages(
         ChecksumMismatch: the decoded content differs from the encoded content.
     """
     element, geometry = check_planes(planes, codebooks, num_tokens)
-    pages = check_pages(page_ids, planes[0].shape[0], geometry)
+    pages = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
     check_bytes(payload, planes[0].device)
     header = header or read_header(payload)
     check_header(header, payload.numel(), element, geometry, codebooks)
     backend = backend or backend_for(payload.device)
     checksum = backend.decode_planes(payload, header, header.layout, planes, codebooks, pages)
-    check_checksum(checksum, header)
+    check_checksum(checksum, header.checksum)
     return Decoded(header.length, raw_bytes(planes, geometry), checksum)
 
 
@@ -140,7 +140,7 @@ def checksum_pages(
     page ids. The arguments are those of `encode_pages`.
     """
     _, geometry = check_planes(planes, [None] * len(planes), num_tokens)
-    pages = check_pages(page_ids, planes[0].shape[0], geometry)
+    pages = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
     backend = backend or backend_for(planes[0].device)
     return backend.checksum_planes(planes, pages, geometry)
 

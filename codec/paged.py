@@ -7,23 +7,29 @@ the work is finished when the call returns.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from codec.backend import Decoded, Encoded, PagedCodec, paged_codec_for
-from codec.checks import PageIds
+from codec.backend import (
+    Decoded,
+    DecodeSegment,
+    Encoded,
+    EncodeSegment,
+    Finished,
+    PagedCodec,
+    paged_codec_for,
+)
+from codec.checks import PageIds, check_checksum, check_prefix, check_range
 from codec.codebook import Codebook
+from codec.errors import FormatError, PayloadError
 from codec.format import SegmentHeader
-from codec.ops import decode_pages, encode_pages
-
-T = TypeVar("T")
+from codec.ops import decode_pages, encode_pages, read_header
 
 
 def paged(planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> PagedCodec:
     """Return a codec for planes `[page, kv_head, slot, dim]`, on their device.
 
-    All calls must come from one thread and, on a GPU, use one CUDA stream.
+    All calls must come from one thread. On a GPU each call uses the current CUDA stream.
 
     Args:
         planes: as for `encode_pages`.
@@ -35,18 +41,6 @@ def paged(planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> Pag
     """
     factory = paged_codec_for(planes[0].device) if planes else None
     return factory(planes, codebooks) if factory else _SynchronousCodec(planes, codebooks)
-
-
-@dataclass(frozen=True)
-class Finished(Generic[T]):
-    """Completed `Pending` result."""
-
-    value: T
-    seconds: float
-    done: bool = True
-
-    def result(self) -> T:
-        return self.value
 
 
 @dataclass(frozen=True)
@@ -67,3 +61,45 @@ class _SynchronousCodec:
             payload, self.planes, self.codebooks, page_ids, num_tokens, header=header
         )
         return Finished(decoded, time.perf_counter() - started)
+
+    def encode_batch(
+        self, segments: Sequence[EncodeSegment], buffer: Tensor
+    ) -> list[Finished[Encoded]]:
+        for _, _, offset, capacity in segments:
+            check_range(offset, capacity, len(buffer))
+        return [
+            self.encode(page_ids, num_tokens, buffer[offset : offset + capacity])
+            for page_ids, num_tokens, offset, capacity in segments
+        ]
+
+    def decode_batch(
+        self, segments: Sequence[DecodeSegment], buffer: Tensor, *, prefix_bytes: int = 0
+    ) -> list[Finished[Decoded]]:
+        for segment in segments:
+            check_range(segment.offset, segment.length, len(buffer))
+            check_prefix(prefix_bytes, segment.offset)
+        return [self._decoded(segment, buffer, prefix_bytes) for segment in segments]
+
+    def _decoded(
+        self, segment: DecodeSegment, buffer: Tensor, prefix_bytes: int
+    ) -> Finished[Decoded]:
+        """Decode one segment of a batch."""
+        page_ids, num_tokens, start, length, checksum, raw = segment
+        prefix = buffer[start - prefix_bytes : start].numpy().tobytes()
+        payload = buffer[start : start + length]
+        books = [None if raw else book for book in self.codebooks]
+        started = time.perf_counter()
+        try:
+            header = read_header(payload)
+            if any(
+                book and not plane.mode for book, plane in zip(books, header.planes, strict=False)
+            ):
+                raise FormatError("a plane is stored raw, although it has a codebook")
+            check_checksum(header.checksum, checksum)
+            decoded = decode_pages(payload, self.planes, books, page_ids, num_tokens, header=header)
+        except PayloadError as error:
+            return Finished(error, prefix=prefix)
+        return Finished(decoded, time.perf_counter() - started, prefix)
+
+    def warm_up(self, max_tokens: int, max_segments: int = 1) -> None:
+        """Do nothing; `codec.warm_up` compiles the CPU backend."""

@@ -143,7 +143,7 @@ class RunConfig:
     """Configuration of one run.
 
     Attributes:
-        target: ``http://host:port/v1`` or ``grpc://host:port``.
+        target: ``http://host:port/v1`` or ``grpc://host:port``, or several separated by commas.
         model: model name; None selects the first model listed by an HTTP target, or the only model
             of a gRPC target.
         tokenizer: tokenizer.json or its folder; if None, `/tokenize` of ``tokenizer_url`` is used.
@@ -152,6 +152,7 @@ class RunConfig:
             from the measures.
         cancel_fraction: fraction of requests cancelled by the client.
         objectives: per-request objectives, for goodput.
+        give_up: attainment without which the run may end early; None runs to the end.
         requirements: bounds on metrics of the whole run.
         max_lag_s: p99 dispatch lag above which the run is invalid.
         metrics: URLs of server metrics; if empty, the target's own metrics are read if it has any.
@@ -179,6 +180,7 @@ class RunConfig:
     speed: float = 1.0
     cancel_fraction: float = 0.0
     objectives: tuple[Objective, ...] = ()
+    give_up: float | None = None
     requirements: tuple[Requirement, ...] = ()
     max_lag_s: float = MAX_LAG_S
     metrics: tuple[str, ...] = ()

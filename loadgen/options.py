@@ -23,7 +23,10 @@ from loadgen.target.base import Endpoint
 
 
 def _target_options(
-    target: Annotated[str, typer.Argument(help="http://host:port/v1 or grpc://host:port")],
+    target: Annotated[
+        str,
+        typer.Argument(help="http://host:port/v1 or grpc://host:port; commas separate replicas"),
+    ],
     model: Annotated[str | None, typer.Option(help="default: the first model listed")] = None,
     endpoint: Annotated[Endpoint, typer.Option(help="HTTP endpoint")] = Endpoint.COMPLETIONS,
     api_key: Annotated[

@@ -16,6 +16,7 @@ from rich.console import Console
 from loadgen.check import Check, check
 from loadgen.clock import Clock
 from loadgen.config import RunConfig
+from loadgen.early_end import EarlyEnd
 from loadgen.errors import UsageError
 from loadgen.faults import FaultInjector
 from loadgen.files import write_run
@@ -28,7 +29,14 @@ from loadgen.schedule import ScheduledRequest, make_schedule
 from loadgen.server import ServerMetrics
 from loadgen.summary import Summary
 from loadgen.target.base import Options
-from loadgen.target.choice import auth_headers, is_rpc, listed_model, metrics_url, open_target
+from loadgen.target.choice import (
+    auth_headers,
+    first_of,
+    is_rpc,
+    listed_model,
+    metrics_url,
+    open_target,
+)
 from loadgen.workload.tokenizer import open_tokenizer
 
 
@@ -41,6 +49,7 @@ class Outcome:
         document: content of ``summary.json``.
         stopped: whether the user interrupted the run.
         check: comparison with the reference; None if it was not requested or was interrupted.
+        gave_up: whether the run ended early, because `RunConfig.give_up` was out of reach.
     """
 
     records: list[Record]
@@ -48,6 +57,7 @@ class Outcome:
     document: dict[str, Any]
     stopped: bool
     check: Check | None
+    gave_up: bool = False
 
     def write(self, folder: Path) -> None:
         write_run(folder, self.records, self.document)
@@ -63,7 +73,7 @@ def prepare(config: RunConfig) -> tuple[list[ScheduledRequest], Options]:
         raise UsageError("only greedy answers can be checked: --temperature 0")
     headers = auth_headers(config.api_key)
     model = config.model or listed_model(config.target, headers)
-    base = config.tokenizer_url or (None if is_rpc(config.target) else config.target)
+    base = config.tokenizer_url or (None if is_rpc(config.target) else first_of(config.target))
     with open_tokenizer(config.tokenizer, base, model, headers) as tokenizer:
         schedule = make_schedule(
             config.arrivals.open(),
@@ -92,18 +102,20 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
     """
     schedule, options = prepare(config)
     window = _window(config, schedule)
+    early_end = EarlyEnd(config.give_up, window, config.objectives)
     reference_options = _reference_options(config, options)
-    faults = FaultInjector.for_target(config.faults, config.target, config.gateway_port)
+    faults = FaultInjector.for_target(config.faults, first_of(config.target), config.gateway_port)
     default_url = metrics_url(config.target)
     urls = config.metrics or ((default_url,) if default_url else ())
     metrics = ServerMetrics(urls, required=bool(config.metrics))
     _raise_open_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         wall, cpu = time.monotonic(), time.process_time()
-        name, runner = loop.run(_send(config, schedule, options, faults, console))
+        name, runner = loop.run(_send(config, schedule, options, faults, early_end, console))
         generator = {"seconds": time.monotonic() - wall, "cpu": time.process_time() - cpu}
-        server, checked, stopped = metrics.collect(), None, runner.stopped.is_set()
-        if config.reference is not None and not stopped:
+        server, checked = metrics.collect(), None
+        stopped = runner.stopped.is_set() and not early_end.gave_up
+        if config.reference is not None and not runner.stopped.is_set():
             checked = loop.run(
                 _check(config, config.reference, runner.records, schedule, reference_options)
             )
@@ -112,6 +124,7 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
     document = {
         "manifest": manifest(name, options.model, config.seed, arguments),
         "stopped": stopped,
+        "gave_up": early_end.gave_up,
         **summary.as_json(),
         "objectives": {one.measure.name: one.seconds for one in config.objectives},
         "requirements": {
@@ -124,7 +137,7 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
         "faults": faults.log,
         "check": None if checked is None else checked.as_json(),
     }
-    return Outcome(runner.records, summary, document, stopped, checked)
+    return Outcome(runner.records, summary, document, stopped, checked, early_end.gave_up)
 
 
 async def _send(
@@ -132,13 +145,18 @@ async def _send(
     schedule: list[ScheduledRequest],
     options: Options,
     faults: FaultInjector,
+    early_end: EarlyEnd,
     console: Console,
 ) -> tuple[str, Runner]:
     target = open_target(config.target, options, config.endpoint, config.api_key)
     runner, clock = Runner(schedule, target), Clock()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, runner.stopped.set)
     try:
-        async with _in_background(follow(runner.records, clock, console), faults.run(clock)):
+        async with _in_background(
+            follow(runner.records, clock, console),
+            faults.run(clock),
+            early_end.watch(runner, clock),
+        ):
             await runner.run(clock)
     finally:
         await target.close()

@@ -36,7 +36,7 @@ class Runner:
             ExceptionGroup: on a bug in the load generator. Failures of the target are recorded.
         """
         in_flight: set[asyncio.Task[None]] = set()
-        with _gc_frozen(), open_timer() as timer:
+        with gc_frozen(), open_timer() as timer:
             clock.restart()
             async with asyncio.TaskGroup() as tasks:
                 canceller = tasks.create_task(self._cancel_when_stopped(in_flight, timer))
@@ -65,7 +65,7 @@ class Runner:
 
 
 @contextmanager
-def _gc_frozen() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Exclude existing objects from garbage collection.
 
     Scanning a long schedule again and again would delay requests.

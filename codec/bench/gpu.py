@@ -1,14 +1,14 @@
 """Benchmark of the codec on a GPU: `python -m codec.bench --device cuda --help`.
 
-A row measures one segment, or many segments in a CUDA graph. Calls are timed with CUDA events, and
-the L2 cache is flushed between runs. The floor is the time to move the raw bytes and the payload at
-the speed of a copy. With `--peer` the paper's public code, `codec_gpu.py`, runs on the same tensors
-in the same process.
+A row measures one segment. Calls are timed with CUDA events, and the L2 cache is flushed between
+runs. The floor is the time to move the raw bytes and the payload at the speed of a copy. `calls.py`
+measures small calls. With `--peer` the paper's public code, `codec_gpu.py`, runs on the same
+tensors in the same process.
 """
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from torch import Tensor
 from triton.testing import do_bench
 
 import codec
+from codec.bench.calls import CallRow, call_rows
 from codec.elements import BF16, FLOAT_TYPES, ElementType
-from codec.format import Geometry, Layout, Mode
-from codec.gpu.plan import LaunchPlan
+from codec.format import Mode
 
 MIB = 1 << 20
+LARGE = "flat bf16 top16 512 MiB"
+"""Name of the row that small calls are compared with."""
 _PEER_CLASS = "ChunkLocalSplitZipGPU"
 
 
@@ -95,59 +97,26 @@ class Bench:
             ids: page ids of the segment.
             against_peer: also measure the paper's code on the first plane.
         """
-        encoding, out = _plan(planes, books, tokens)
-        pages = torch.tensor(ids, device="cuda")
-        encoding.encode(pages, out)
-        length, checksum, escapes, _ = encoding.results().read()
-        payload = out[:length]
+        books = books if isinstance(books, list) else [books] * len(planes)
+        pages = tuple(ids)
+        encoder = codec.paged(planes, books)
+        out = torch.empty(_max_bytes(planes, books, tokens), dtype=torch.uint8, device="cuda")
+        encoded = encoder.encode(pages, tokens, out).result()
+        segment = codec.DecodeSegment(pages, tokens, 0, encoded.length, encoded.checksum)
         back = [torch.zeros_like(plane) for plane in planes]
-        decoding, _ = _plan(back, books, tokens)
-        decoding.decode(pages, payload)
-        _, found, announced, errors = decoding.results().read()
-        if errors or not checksum == found == announced or not _same(planes, back, ids):
+        decoder = codec.paged(back, books)
+        decoder.decode_batch([segment], out)[0].result()
+        if not _same(planes, back, ids):
             raise AssertionError(f"{name}: the decoded content differs from the input")
         _, heads, _, dim = planes[0].shape
         elements = len(planes) * heads * tokens * dim
-        raw = elements * planes[0].element_size()
-        encode = raw / _milliseconds(lambda: encoding.encode(pages, out)) / 1e6
-        decode = raw / _milliseconds(lambda: decoding.decode(pages, payload)) / 1e6
+        raw, length = encoded.raw_bytes, encoded.length
+        encode = raw / _milliseconds(lambda: encoder.encode(pages, tokens, out)) / 1e6
+        decode = raw / _milliseconds(lambda: decoder.decode_batch([segment], out)) / 1e6
         peer = self._peer(planes[0]) if against_peer and self.peer else (0.0, 0.0)
         floor = self.copied / (1 + length / raw)
-        return GpuRow(name, raw, raw / length, escapes / elements, encode, decode, floor, *peer)
-
-    def graph_row(self, name: str, segments: list[Tensor], book: codec.Codebook) -> GpuRow:
-        """Measure CUDA graphs that encode or decode many segments.
-
-        The plans use a tail stream; see `LaunchPlan`.
-        """
-        tail_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        page = torch.zeros(1, dtype=torch.int64, device="cuda")
-        plans = [_plan([_flat(x)], book, x.numel(), tail_stream) for x in segments]
-        back = [torch.zeros_like(x) for x in segments]
-        decodes = [_plan([_flat(x)], book, x.numel(), tail_stream)[0] for x in back]
-
-        def encode() -> None:
-            for plan, out in plans:
-                plan.encode(page, out)
-
-        encode()
-        results = [plan.results().read() for plan, _ in plans]
-        lengths = [length for length, *_ in results]
-        payloads = [out[:length] for (_, out), length in zip(plans, lengths, strict=True)]
-
-        def decode() -> None:
-            for plan, payload in zip(decodes, payloads, strict=True):
-                plan.decode(page, payload)
-
-        raw = sum(x.numel() * x.element_size() for x in segments)
-        speeds = [
-            raw / _milliseconds(_captured(f, tail_stream).replay) / 1e6 for f in (encode, decode)
-        ]
-        if not all(torch.equal(_bits(x), _bits(y)) for x, y in zip(segments, back, strict=True)):
-            raise AssertionError(f"{name}: the decoded content differs from the input")
-        floor = self.copied / (1 + sum(lengths) / raw)
-        escapes = sum(found for _, _, found, _ in results) / sum(x.numel() for x in segments)
-        return GpuRow(name, raw, raw / sum(lengths), escapes, speeds[0], speeds[1], floor)
+        escapes = encoded.escapes / elements
+        return GpuRow(name, raw, raw / length, escapes, encode, decode, floor, *peer)
 
     def _peer(self, plane: Tensor) -> tuple[float, float]:
         flat, coder = plane.view(-1), self.peer()
@@ -210,8 +179,6 @@ def rows(bench: Bench, kv: Kv | None) -> Iterator[GpuRow]:
         ids = torch.randperm(shape[0])[: tokens // 16].tolist()
         name = f"{layers} layers, {heads} heads of {dim}, {tokens} tokens, random pages"
         yield bench.row(name, planes, book, ids, tokens)
-    segments = [normal(8 * MIB) for _ in range(24)]
-    yield bench.graph_row("16 MiB, one of 24 in a graph", segments, book)
 
 
 def normal(count: int, outliers: float = 0.0) -> Tensor:
@@ -227,19 +194,11 @@ def _calibrated(mode: Mode, element: ElementType = BF16) -> codec.Codebook:
     return codec.calibrate(normal(1 << 22), element.dtype, mode)
 
 
-def _plan(
-    planes: list[Tensor],
-    books: codec.Codebook | list[codec.Codebook],
-    tokens: int,
-    tail_stream: torch.cuda.Stream | None = None,
-) -> tuple[LaunchPlan, Tensor]:
-    """Return a launch plan, and an output buffer that can hold any segment it encodes."""
+def _max_bytes(planes: list[Tensor], books: Sequence[codec.Codebook], tokens: int) -> int:
+    """Return the maximum length of a segment of these planes, in bytes."""
     _, heads, slots, dim = planes[0].shape
-    geometry = Geometry(heads, dim, tokens, slots)
-    books = books if isinstance(books, list) else [books] * len(planes)
-    layout = Layout.of(geometry, books[0].element, [book.mode for book in books])
-    plan = LaunchPlan(planes, books, geometry, layout, tail_stream=tail_stream)
-    return plan, torch.empty(layout.bound, dtype=torch.uint8, device="cuda")
+    element = books[0].element
+    return codec.max_segment_bytes(len(planes), heads, dim, tokens, slots, element)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -255,16 +214,6 @@ def _same(planes: list[Tensor], back: list[Tensor], ids: list[int]) -> bool:
         return all(torch.equal(_bits(a), _bits(b)) for a, b in zip(planes, back, strict=True))
     pairs = zip(planes, back, strict=True)
     return all(torch.equal(_bits(a)[ids], _bits(b)[ids]) for a, b in pairs)
-
-
-def _captured(call: Callable[[], None], tail_stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-        torch.cuda.current_stream().wait_stream(tail_stream)
-    return graph
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
@@ -283,7 +232,7 @@ def _load_peer(path: Path) -> Any:
     return getattr(module, _PEER_CLASS)
 
 
-def run(peer: Path | None, kv: Path | None) -> list[GpuRow]:
+def run(peer: Path | None, kv: Path | None) -> list[GpuRow | CallRow]:
     """Measure and print all rows."""
     values: Kv | None = torch.load(kv) if kv else None
     bench = Bench.start(peer)
@@ -292,8 +241,13 @@ def run(peer: Path | None, kv: Path | None) -> list[GpuRow]:
         f"{'GB/s of raw data':46} {'ratio':>7} {'escapes':>8} {'encode':>14} {'decode':>14}", end=""
     )
     print(f" {'floor':>7}" + (f" {'peer encode, decode':>15}" if peer else ""))
-    measured = []
+    measured: list[GpuRow | CallRow] = []
     for row in rows(bench, values):
         print(row, flush=True)
         measured.append(row)
+    large = next(row for row in measured if row.name == LARGE)
+    print(f"\n{CallRow.TITLE}")
+    for call_row in call_rows(bench.copied):
+        print(call_row.against(large.encode, large.decode), flush=True)
+        measured.append(call_row)
     return measured

@@ -1,18 +1,19 @@
 """GPU backend: Triton kernels that write the same bytes as the reference.
 
-`plan.py` launches the kernels. The functions here wait for the results; `paged.py` does not.
+`launch.py` launches the kernels. The functions here wait for the results; `paged.py` does not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from codec.codebook import Codebook
 from codec.elements import element_of
-from codec.errors import FormatError
+from codec.errors import FormatError, InvalidBuffer
 from codec.format import Geometry, Layout, Mode, SegmentHeader
-from codec.gpu.groups import used_codebooks
-from codec.gpu.plan import LaunchPlan
+from codec.gpu.descriptors import SegmentCall, SegmentTemplates
+from codec.gpu.launch import Launch, Workspace
 from codec.mix import MASK64
 
 _ERRORS = (
@@ -33,16 +34,15 @@ def encode_planes(
     if not geometry.num_tokens:
         out[layout.starts : layout.entries] = 0
         return 0, 0, 0
-    plan = LaunchPlan(planes, codebooks, geometry, layout)
-    plan.encode(pages, out)
-    _, checksum, escapes, entry_words = plan.results().read()
+    found = _run(Launch.encode, planes, codebooks, pages, geometry, out)
+    _, checksum, escapes, entry_words = found
     return entry_words, checksum & MASK64, escapes
 
 
 def decode_planes(
     payload: Tensor,
     header: SegmentHeader,
-    layout: Layout,
+    layout: Layout,  # noqa: ARG001 - part of the interface
     planes: Sequence[Tensor],
     codebooks: Sequence[Codebook | None],
     pages: Tensor,
@@ -53,9 +53,9 @@ def decode_planes(
     """
     if not header.geometry.num_tokens:
         return 0
-    plan = LaunchPlan(planes, used_codebooks(header, codebooks), header.geometry, layout)
-    plan.decode(pages, payload)
-    _, checksum, _, errors = plan.results().read()
+    used = used_codebooks(header, codebooks)
+    found = _run(Launch.decode, planes, used, pages, header.geometry, payload, len(payload))
+    _, checksum, _, errors = found
     check_errors(errors)
     return checksum & MASK64
 
@@ -64,11 +64,16 @@ def checksum_planes(planes: Sequence[Tensor], pages: Tensor, geometry: Geometry)
     """Compute the checksum of planes; see `codec.reference.backend.checksum_planes`."""
     if not geometry.num_tokens:
         return 0
-    element = element_of(planes[0].dtype)
-    layout = Layout.of(geometry, element, [Mode.RAW] * len(planes))
-    plan = LaunchPlan(planes, [None] * len(planes), geometry, layout)
-    plan.checksum(pages)
-    return plan.results().read()[1] & MASK64
+    found = _run(Launch.checksum, planes, [None] * len(planes), pages, geometry)
+    return found[1] & MASK64
+
+
+def used_codebooks(
+    header: SegmentHeader, codebooks: Sequence[Codebook | None]
+) -> list[Codebook | None]:
+    """Return the codebook of each plane of a segment, None for planes that are stored raw."""
+    pairs = zip(header.planes, codebooks, strict=True)
+    return [None if plane.mode is Mode.RAW else book for plane, book in pairs]
 
 
 def check_errors(errors: int) -> None:
@@ -76,3 +81,38 @@ def check_errors(errors: int) -> None:
     for bit, message in enumerate(_ERRORS):
         if errors >> bit & 1:
             raise FormatError(message)
+
+
+def check_alignment(address: int) -> None:
+    """Raise `InvalidBuffer` unless the address of a segment is a multiple of 16."""
+    if address % 16:
+        raise InvalidBuffer("a segment on a GPU must be aligned to 16 bytes")
+
+
+def _run(
+    start: Callable[[Launch], None],
+    planes: Sequence[Tensor],
+    codebooks: Sequence[Codebook | None],
+    pages: Tensor,
+    geometry: Geometry,
+    segment: Tensor | None = None,
+    length: int = 0,
+) -> tuple[int, int, int, int]:
+    """Launch the kernels for one segment, wait for them and return the first four results.
+
+    Args:
+        segment: the output or the payload; None to compute the checksum only.
+        length: length of the payload in bytes; 0 for an output.
+    """
+    templates = SegmentTemplates(planes, codebooks, element_of(planes[0].dtype), geometry)
+    device, address = planes[0].device, 0
+    if segment is not None:
+        check_alignment(address := segment.data_ptr())
+    launch = Launch(templates.shape, 1, geometry.num_pages, device, Workspace(device))
+    template = templates.of(geometry.num_tokens)
+    launch.describe([SegmentCall(template, pages.numpy(), address, length)])
+    start(launch)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    first, second, third, fourth = launch.results[0, :4].tolist()
+    return first, second, third, fourth

@@ -1,124 +1,176 @@
-"""Planes grouped by mode, with the device tensors that describe them to the kernels."""
+"""Properties of planes that kernels are compiled and CUDA graphs are captured for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from codec.checksum import KEYS
 from codec.codebook import Codebook
-from codec.format import WORD_BYTES, Geometry, Layout, Mode, SegmentHeader, overflow_words
-from codec.gpu import kernels
+from codec.elements import ElementType
+from codec.errors import InvalidPlanes
+from codec.format import (
+    CHUNK,
+    COLUMN,
+    COLUMNS,
+    MAX_LISTED,
+    MAX_NIBBLES,
+    WORD_BYTES,
+    Mode,
+    header_bytes,
+    overflow_words,
+)
 
-_PLANE_FIELDS = int(kernels.PLANE_FIELDS)
+_ESCAPE_SCRATCH_WORDS = MAX_NIBBLES // 4 + MAX_LISTED
+"""Scratch words of a chunk: a byte for each second-level code, a word for each listed escape."""
 
 
 @dataclass(frozen=True)
 class PlaneGroup:
-    """Planes of the same mode, which one launch processes.
+    """Planes of a segment that have the same mode, which one launch processes.
 
     Attributes:
-        planes: number of planes.
-        rows: int64 `[planes, PLANE_FIELDS]` on the device; see `kernels/parameters.py`.
-        start: offset of the first plane and, if evenly spaced, distance between planes, in
-            elements.
-        streams: offsets of the first plane's streams, and distance between blocks, in words.
-        evenly_spaced: whether the distances between consecutive planes, and between consecutive
-            blocks, are constant.
-        encoding: first- and second-level code tables, uint8 `[planes, 256]` each; empty if raw.
-        decoding: first- and second-level exponents, uint8 `[planes, 16]` each; empty if raw.
-        options: compile-time configuration of the kernels.
+        numbers: indices of the planes in the segment.
+        is_window: whether the codebooks' exponents are consecutive; True for raw planes.
     """
 
-    planes: int
-    rows: Tensor
-    start: tuple[int, int]
-    streams: tuple[int, ...]
-    evenly_spaced: bool
-    encoding: tuple[Tensor, ...] = ()
-    decoding: tuple[Tensor, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
+    element: ElementType
+    mode: Mode
+    is_window: bool
+    numbers: tuple[int, ...]
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Compile-time configuration of the kernels; empty for raw planes."""
+        if self.mode is Mode.RAW:
+            return {}
+        return {
+            "MANTISSA_BITS": self.element.mantissa_bits,
+            "EXPONENT_MASK": self.element.exponents - 1,
+            "REMAINDER_WIDTHS": self.element.remainder_widths,
+            "CODE_BITS": self.mode.code_bits,
+            "HAS_ESCAPE_CODE": self.mode.has_escape_code,
+            "IS_WINDOW": self.is_window,
+            "OVERFLOW_WORDS": overflow_words(self.element, self.mode),
+        }
+
+    @property
+    def scratch_words(self) -> int:
+        """Scratch words of a chunk."""
+        if self.mode is Mode.RAW:
+            return 0
+        listed = _ESCAPE_SCRATCH_WORDS if self.mode.has_escape_code else 0
+        return max(COLUMNS * overflow_words(self.element, self.mode), listed)
 
 
-def group_planes(
-    starts: Sequence[int],
-    codebooks: Sequence[Codebook | None],
-    geometry: Geometry,
-    layout: Layout,
-    device: torch.device,
-) -> list[PlaneGroup]:
-    """Group planes by mode and by whether their codes need a table.
+@dataclass(frozen=True)
+class PlaneShape:
+    """Everything that the launches depend on, except the number of segments and pages.
 
-    Args:
-        starts: offset of each plane from the base address, in elements.
+    Attributes:
+        page_stride, head_stride: strides in units of the element type.
+        run_elements: number of elements of a full run (one head in one page).
+        aligned: whether full chunks are aligned to eight elements, and planes to 16 bytes.
+        paged: whether the planes have several pages.
+        groups: planes by mode.
     """
-    rows: dict[tuple[Mode, bool], list[list[int]]] = {}
-    books: dict[tuple[Mode, bool], list[Codebook]] = {}
-    coded = 0
-    for number, (start, book) in enumerate(zip(starts, codebooks, strict=True)):
+
+    element: ElementType
+    kv_heads: int
+    page_stride: int
+    head_stride: int
+    run_elements: int
+    aligned: bool
+    paged: bool
+    groups: tuple[PlaneGroup, ...]
+
+    @classmethod
+    def of(
+        cls, planes: Sequence[Tensor], codebooks: Sequence[Codebook | None], element: ElementType
+    ) -> "PlaneShape":
+        """Return the shape of planes `[page, kv_head, slot, dim]`, viewed as stored units.
+
+        Raises:
+            InvalidPlanes: the planes have different strides.
+        """
+        _check_strides(planes)
+        pages, kv_heads, slots, dim = planes[0].shape
+        page_stride, head_stride, *_ = planes[0].stride()
+        return cls(
+            element,
+            kv_heads,
+            page_stride,
+            head_stride,
+            slots * dim,
+            _is_aligned(planes),
+            pages > 1,
+            _groups(codebooks, element),
+        )
+
+    @cached_property
+    def run_sizes(self) -> tuple[int, int, int]:
+        """Kernel arguments `run_chunks`, `run_elements` and `run_columns`."""
+        run = self.run_elements
+        return max(-(-run // CHUNK), 1), run, -(-run // COLUMN)
+
+    @property
+    def planes(self) -> int:
+        return sum(len(group.numbers) for group in self.groups)
+
+    @property
+    def coded_planes(self) -> int:
+        """Number of planes with codes."""
+        return sum(len(group.numbers) for group in self.groups if group.options)
+
+    @property
+    def header_words(self) -> int:
+        """Number of 32-bit words of the header of a segment."""
+        return header_bytes(self.planes) // WORD_BYTES
+
+    @cached_property
+    def scratch_stride(self) -> int:
+        """Scratch words of a chunk, for any mode of the planes."""
+        return max(group.scratch_words for group in self.groups)
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Compile-time configuration that all kernels of the planes share."""
+        return {
+            "ELEMENT_BYTES": self.element.size,
+            "ALIGNED": self.aligned,
+            "PAGED": self.paged,
+            "KEYS": KEYS,
+            "num_warps": 1,
+        }
+
+
+def _groups(codebooks: Sequence[Codebook | None], element: ElementType) -> tuple[PlaneGroup, ...]:
+    """Group planes by mode and by whether their codes need a table."""
+    numbers: dict[tuple[Mode, bool], list[int]] = {}
+    for number, book in enumerate(codebooks):
         key = (Mode.RAW, True) if book is None else (book.mode, book.is_window)
-        streams = [at // WORD_BYTES for at in layout.blocks[number].streams]
-        row = [start, 0, number * geometry.num_chunks, coded * geometry.num_chunks, *streams]
-        if book is not None:
-            row[1], coded = book.exponents[0], coded + 1
-            books.setdefault(key, []).append(book)
-        rows.setdefault(key, []).append(row)
-    return [_group(rows[key], books.get(key, []), device) for key in rows]
+        numbers.setdefault(key, []).append(number)
+    return tuple(PlaneGroup(element, *key, tuple(planes)) for key, planes in numbers.items())
 
 
-def used_codebooks(
-    header: SegmentHeader, codebooks: Sequence[Codebook | None]
-) -> list[Codebook | None]:
-    """Return the codebook of each plane of a segment, None for planes that are stored raw."""
-    pairs = zip(header.planes, codebooks, strict=True)
-    return [None if plane.mode is Mode.RAW else book for plane, book in pairs]
-
-
-def _group(rows: list[list[int]], books: list[Codebook], device: torch.device) -> PlaneGroup:
-    steps = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(rows)]
-    first, step = rows[0], steps[0] if steps else [0] * len(rows[0])
-    evenly_spaced = all(s[0] == step[0] and set(s[4:]) == {step[4]} for s in steps)
-    padded = [row + [0] * (_PLANE_FIELDS - len(row)) for row in rows]
-    group = PlaneGroup(
-        len(rows),
-        torch.tensor(padded).to(device),
-        (first[0], step[0]),
-        (*padded[0][4:7], step[4]),
-        evenly_spaced,
-    )
-    if not books:
-        return group
-    return replace(
-        group,
-        encoding=(
-            _bytes([book.code_table for book in books], 256, device),
-            _bytes([book.second_table for book in books], 256, device),
-        ),
-        decoding=(
-            _bytes([bytes(book.exponents) for book in books], 16, device),
-            _bytes([bytes(book.second) for book in books], 16, device),
-        ),
-        options=_options(books[0]),
-    )
-
-
-def _options(book: Codebook) -> dict[str, Any]:
-    """Return the kernels' compile-time configuration for the planes of this codebook's group."""
-    element, mode = book.element, book.mode
-    return {
-        "MANTISSA_BITS": element.mantissa_bits,
-        "EXPONENT_MASK": element.exponents - 1,
-        "REMAINDER_WIDTHS": element.remainder_widths,
-        "CODE_BITS": mode.code_bits,
-        "HAS_ESCAPE_CODE": mode.has_escape_code,
-        "IS_WINDOW": book.is_window,
-        "OVERFLOW_WORDS": overflow_words(element, mode),
+def _check_strides(planes: Sequence[Tensor]) -> None:
+    """Raise `InvalidPlanes` unless all planes have equal strides, as the kernels assume."""
+    shape = planes[0].shape
+    kinds = {
+        tuple(stride for stride, size in zip(plane.stride(), shape, strict=True) if size > 1)
+        for plane in planes
     }
+    if len(kinds) > 1:
+        raise InvalidPlanes(f"on a GPU all planes of a segment must have the same strides: {kinds}")
 
 
-def _bytes(tables: Sequence[bytes], size: int, device: torch.device) -> Tensor:
-    """Return uint8 `[tables, size]`, with short tables padded with zeros."""
-    data = bytearray(b"".join(table.ljust(size, b"\0") for table in tables))
-    return torch.frombuffer(data, dtype=torch.uint8).to(device)
+def _is_aligned(planes: Sequence[Tensor]) -> bool:
+    """Return whether full chunks are aligned to eight elements, and planes to 16 bytes."""
+    if any(plane.data_ptr() % 16 for plane in planes):
+        return False
+    shape, strides = planes[0].shape, planes[0].stride()
+    return all(
+        size == 1 or stride % 8 == 0 for size, stride in zip(shape[:2], strides[:2], strict=True)
+    )

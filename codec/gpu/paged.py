@@ -1,61 +1,110 @@
-"""Asynchronous paged codec on a GPU. It caches launch plans; its calls do not wait for kernels."""
+"""Asynchronous paged codec on a GPU. Its calls replay CUDA graphs and do not wait for kernels."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
-from codec.backend import Decoded, Encoded, raw_bytes
+from codec.backend import (
+    Decoded,
+    DecodeSegment,
+    Encoded,
+    EncodeSegment,
+    Finished,
+    Pending,
+    PendingDecode,
+)
 from codec.checks import (
     PageIds,
     check_bytes,
     check_checksum,
     check_header,
+    check_length,
     check_output,
     check_pages,
     check_planes,
+    check_prefix,
+    check_range,
 )
 from codec.codebook import Codebook
-from codec.errors import InvalidPages
-from codec.format import Geometry, Layout, Mode, SegmentHeader
-from codec.gpu.backend import check_errors
-from codec.gpu.groups import used_codebooks
-from codec.gpu.plan import LaunchPlan, Results, Workspace, record_event
+from codec.errors import FormatError, InvalidPages
+from codec.format import SegmentHeader, parse_header, peek_header_bytes
+from codec.gpu.backend import check_alignment, check_errors, used_codebooks
+from codec.gpu.descriptors import SegmentCall, SegmentTemplates, Words
+from codec.gpu.graphs import Call, Direction, Graphs, current_stream_of, graphs_of, sizes_up_to
+from codec.gpu.kernels import parameters
 from codec.mix import MASK64
 
-T = TypeVar("T")
-
-_MAX_PLANS = 16
-"""Maximum number of launch plans in the cache of a `PagedCodec`. Each combination of segment length
-and raw planes needs its own plan.
+_PREFIX, _HEADER = int(parameters.RESULT_PREFIX), int(parameters.RESULT_HEADER)
+_MAX_SEGMENTS = 64
+"""Maximum number of segments of a launch."""
+_MAX_LAUNCH_BYTES = 1 << 29
+"""Maximum raw bytes of a launch of several segments, each counted as the largest one. This bounds
+the scratch memory, which is 1/4 to 1/3 of it.
 """
 
 
-@dataclass(frozen=True)
-class PendingLaunch(Generic[T]):
-    """A `codec.backend.Pending` result of launched kernels."""
+@dataclass(eq=False, slots=True)
+class _PendingSegment:
+    """Results of one segment of a call, and its share of the call's duration."""
 
-    results: Results
-    started: torch.cuda.Event | None
-    finish: Callable[[tuple[int, int, int, int]], T]
+    call: Call
+    number: int
+    share: float
+    segment: SegmentCall
 
     @property
     def done(self) -> bool:
-        event = self.results.event
-        return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+        return self.call.done
 
     @property
     def seconds(self) -> float:
-        if self.started is None or self.results.event is None:
-            return 0.0
-        return float(self.started.elapsed_time(self.results.event)) / 1e3
+        return self.call.seconds * self.share
 
-    def result(self) -> T:
-        return self.finish(self.results.read())
+    def _words(self) -> Words:
+        words: Words = self.call.results()[self.number]
+        return words
+
+
+class _PendingEncode(_PendingSegment):
+    __slots__ = ()
+
+    def result(self) -> Encoded:
+        length, checksum, escapes = self._words()[:3].tolist()
+        return Encoded(length, self.segment.template.raw_bytes, escapes, checksum & MASK64)
+
+
+@dataclass(eq=False, slots=True)
+class _PendingDecode(_PendingSegment):
+    templates: SegmentTemplates
+
+    @property
+    def prefix(self) -> bytes:
+        return self._words()[_PREFIX:_HEADER].tobytes()[: self.segment.prefix_bytes]
+
+    def result(self) -> Decoded:
+        words = self._words()
+        _, checksum, announced, errors = words[:4].tolist()
+        if errors & 1:
+            self._check_header(words[_HEADER:].tobytes())
+        check_errors(errors)
+        check_checksum(announced & MASK64, self.segment.checksum)
+        check_checksum(checksum & MASK64, self.segment.checksum)
+        raw_bytes = self.segment.template.raw_bytes
+        return Decoded(self.segment.length, raw_bytes, self.segment.checksum)
+
+    def _check_header(self, header: bytes) -> None:
+        """Raise the `PayloadError` of a header that differs from the expected one."""
+        length, templates = self.segment.length, self.templates
+        if peek_header_bytes(header, length) != len(header):
+            raise FormatError(f"the segment does not hold {len(templates.headers)} planes")
+        check_header(
+            parse_header(header, length),
+            length,
+            templates.element,
+            self.segment.template.geometry,
+            templates.codebooks,
+        )
 
 
 class PagedCodec:
@@ -63,88 +112,145 @@ class PagedCodec:
 
     def __init__(self, planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> None:
         self._planes, self._codebooks = tuple(planes), tuple(codebooks)
-        self._element, self._empty = check_planes(planes, codebooks, 0)
-        self._workspace = _workspace_of(planes[0].device)
-        self._plans: OrderedDict[tuple[int, tuple[bool, ...]], tuple[LaunchPlan, Layout]] = (
-            OrderedDict()
-        )
+        self._element, self._geometry = check_planes(planes, codebooks, 0)
+        self._device = planes[0].device
+        self._templates: dict[tuple[Codebook | None, ...], SegmentTemplates] = {}
+        self._coded = self._templates_of(self._codebooks)
+        self._raw = self._templates_of((None,) * len(planes))
+        self._graphs: dict[tuple[SegmentTemplates, int], Graphs] = {}
 
-    def encode(self, page_ids: PageIds, num_tokens: int, out: Tensor) -> PendingLaunch[Encoded]:
+    def encode(self, page_ids: PageIds, num_tokens: int, out: Tensor) -> Pending[Encoded]:
         """See `codec.backend.PagedCodec`."""
-        geometry, pages = self._geometry_and_pages(page_ids, num_tokens)
-        check_bytes(out, self._planes[0].device)
-        plan, layout = self._plan(geometry, self._codebooks)
-        check_output(out, layout)
-        started = record_event() if out.is_cuda else None
-        with self._discard_plans_on_failure():
-            plan.encode(pages, out)
-            results = plan.results()
-        raw = raw_bytes(self._planes, geometry)
-
-        def finish(found: tuple[int, int, int, int]) -> Encoded:
-            length, checksum, escapes, _ = found
-            return Encoded(length, raw, escapes, checksum & MASK64)
-
-        return PendingLaunch(results, started, finish)
+        return self.encode_batch([EncodeSegment(page_ids, num_tokens, 0, out.numel())], out)[0]
 
     def decode(
         self, payload: Tensor, header: SegmentHeader, page_ids: PageIds, num_tokens: int
-    ) -> PendingLaunch[Decoded]:
+    ) -> PendingDecode:
         """See `codec.backend.PagedCodec`."""
-        geometry, pages = self._geometry_and_pages(page_ids, num_tokens)
-        check_bytes(payload, self._planes[0].device)
+        check_bytes(payload, self._device)
+        check_alignment(payload.data_ptr())
+        pages = self._pages(page_ids, num_tokens)
+        geometry = replace(self._geometry, num_tokens=num_tokens)
         check_header(header, len(payload), self._element, geometry, self._codebooks)
-        plan, _ = self._plan(geometry, used_codebooks(header, self._codebooks))
-        started = record_event() if payload.is_cuda else None
-        with self._discard_plans_on_failure():
-            plan.decode(pages, payload)
-            results = plan.results()
-        raw = raw_bytes(self._planes, geometry)
+        templates = self._templates_of(tuple(used_codebooks(header, self._codebooks)))
+        template = templates.of(num_tokens)
+        segment = SegmentCall(template, pages, payload.data_ptr(), len(payload), header.checksum)
+        return self._start_decode(templates, [segment])[0]
 
-        def finish(found: tuple[int, int, int, int]) -> Decoded:
-            _, checksum, _, errors = found
-            check_errors(errors)
-            check_checksum(checksum & MASK64, header)
-            return Decoded(header.length, raw, header.checksum)
+    def encode_batch(
+        self, segments: Sequence[EncodeSegment], buffer: Tensor
+    ) -> list[Pending[Encoded]]:
+        """See `codec.backend.PagedCodec`."""
+        check_bytes(buffer, self._device)
+        address, size = buffer.data_ptr(), len(buffer)
+        calls = []
+        for page_ids, num_tokens, offset, capacity in segments:
+            pages = self._pages(page_ids, num_tokens)
+            template = self._coded.of(num_tokens)
+            check_output(capacity, template.layout)
+            check_range(offset, capacity, size)
+            check_alignment(address + offset)
+            calls.append(SegmentCall(template, pages, address + offset))
+        return [
+            _PendingEncode(*started)
+            for started in self._start(Direction.ENCODE, self._coded, calls)
+        ]
 
-        return PendingLaunch(results, started, finish)
+    def decode_batch(
+        self, segments: Sequence[DecodeSegment], buffer: Tensor, *, prefix_bytes: int = 0
+    ) -> list[PendingDecode]:
+        """See `codec.backend.PagedCodec`."""
+        check_bytes(buffer, self._device)
+        address, size = buffer.data_ptr(), len(buffer)
+        results: list[PendingDecode | None] = []
+        calls: dict[SegmentTemplates, list[SegmentCall]] = {self._coded: [], self._raw: []}
+        for page_ids, num_tokens, offset, length, checksum, raw in segments:
+            pages = self._pages(page_ids, num_tokens)
+            check_range(offset, length, size)
+            check_alignment(address + offset)
+            check_prefix(prefix_bytes, offset)
+            templates = self._raw if raw else self._coded
+            template = templates.of(num_tokens)
+            try:
+                check_length(length, template.layout)
+            except FormatError as error:
+                results.append(Finished(error))
+                continue
+            results.append(None)
+            calls[templates].append(
+                SegmentCall(template, pages, address + offset, length, checksum, prefix_bytes)
+            )
+        started = {key: iter(self._start_decode(key, each)) for key, each in calls.items()}
+        return [
+            result or next(started[self._raw if segment.raw else self._coded])
+            for result, segment in zip(results, segments, strict=True)
+        ]
 
-    @contextmanager
-    def _discard_plans_on_failure(self) -> Iterator[None]:
-        """Discard all plans if a launch fails, because their accumulators may not be zero."""
-        try:
-            yield
-        except BaseException:
-            self._plans.clear()
-            raise
+    def warm_up(self, max_tokens: int, max_segments: int = 1) -> None:
+        """See `codec.backend.PagedCodec`."""
+        pages = -(-max_tokens // self._geometry.page_slots)
+        sizes = [
+            (segments, pages_of_each)
+            for segments in sizes_up_to(min(max_segments, _MAX_SEGMENTS))
+            for pages_of_each in sizes_up_to(min(pages, len(self._planes[0])))
+        ]
+        for segments, pages_of_each in sizes:
+            template = self._coded.of(pages_of_each * self._geometry.page_slots)
+            if segments > _segments_of_a_launch(template.raw_bytes):
+                continue
+            self._graphs_of(self._coded).prepare(Direction.ENCODE, segments, pages_of_each)
+            for templates in (self._coded, self._raw):
+                self._graphs_of(templates).prepare(Direction.DECODE, segments, pages_of_each)
 
-    def _geometry_and_pages(self, page_ids: PageIds, num_tokens: int) -> tuple[Geometry, Tensor]:
+    def _pages(self, page_ids: PageIds, num_tokens: int) -> Words:
+        """Return the page ids of a segment.
+
+        Raises:
+            InvalidPages: the page ids are invalid, or there are no tokens.
+        """
         if num_tokens < 1:
             raise InvalidPages(f"a segment needs at least one token, not {num_tokens}")
-        geometry = replace(self._empty, num_tokens=num_tokens)
-        return geometry, check_pages(page_ids, len(self._planes[0]), geometry)
+        slots = self._geometry.page_slots
+        return check_pages(page_ids, len(self._planes[0]), num_tokens, slots).numpy()
 
-    def _plan(
-        self, geometry: Geometry, codebooks: Sequence[Codebook | None]
-    ) -> tuple[LaunchPlan, Layout]:
-        key = geometry.num_tokens, tuple(book is None for book in codebooks)
-        if key not in self._plans:
-            modes = [Mode.RAW if book is None else book.mode for book in codebooks]
-            layout = Layout.of(geometry, self._element, modes)
-            plan = LaunchPlan(self._planes, codebooks, geometry, layout, workspace=self._workspace)
-            self._plans[key] = plan, layout
-        self._plans.move_to_end(key)
-        if len(self._plans) > _MAX_PLANS:
-            self._plans.popitem(last=False)
-        return self._plans[key]
+    def _start_decode(
+        self, templates: SegmentTemplates, segments: Sequence[SegmentCall]
+    ) -> list[PendingDecode]:
+        return [
+            _PendingDecode(*started, templates)
+            for started in self._start(Direction.DECODE, templates, segments)
+        ]
+
+    def _start(
+        self, direction: Direction, templates: SegmentTemplates, segments: Sequence[SegmentCall]
+    ) -> Iterator[tuple[Call, int, float, SegmentCall]]:
+        """Start the calls of segments; yield the arguments of each `_PendingSegment`."""
+        if not segments:
+            return
+        graphs = self._graphs_of(templates)
+        limit = _segments_of_a_launch(max([each.template.raw_bytes for each in segments]))
+        for first in range(0, len(segments), limit):
+            part = segments[first : first + limit]
+            call = graphs.start(direction, part)
+            raw_bytes = sum([segment.template.raw_bytes for segment in part])
+            for number, segment in enumerate(part):
+                yield call, number, segment.template.raw_bytes / raw_bytes, segment
+
+    def _graphs_of(self, templates: SegmentTemplates) -> Graphs:
+        """Return the graphs of the current CUDA stream."""
+        key = templates, current_stream_of(self._device)
+        if key not in self._graphs:
+            self._graphs[key] = graphs_of(self._device).of(templates.shape)
+        return self._graphs[key]
+
+    def _templates_of(self, codebooks: tuple[Codebook | None, ...]) -> SegmentTemplates:
+        if codebooks not in self._templates:
+            self._templates[codebooks] = SegmentTemplates(
+                self._planes, codebooks, self._element, self._geometry
+            )
+        return self._templates[codebooks]
 
 
-_workspaces: dict[torch.device, Workspace] = {}
-
-
-def _workspace_of(device: torch.device) -> Workspace:
-    """Return the scratch memory of a device.
-
-    All codecs share it, because they encode on the same CUDA stream.
-    """
-    return _workspaces.setdefault(device, Workspace(device))
+def _segments_of_a_launch(raw_bytes: int) -> int:
+    """Return the maximum number of segments of a launch, if each has at most `raw_bytes`."""
+    return max(1, min(_MAX_SEGMENTS, _MAX_LAUNCH_BYTES // raw_bytes))

@@ -7,9 +7,15 @@ import httpx
 
 from loadgen.errors import UsageError
 from loadgen.target.base import Endpoint, Options, Target
+from loadgen.target.replicas import Replicas
 from loadgen.target.rpc import RpcTarget
 
 _RPC = "grpc://"
+
+
+def first_of(url: str) -> str:
+    """Return the first of several URLs separated by commas."""
+    return url.split(",", 1)[0]
 
 
 def is_rpc(url: str) -> bool:
@@ -23,11 +29,14 @@ def open_target(
     """Open a target. Call this in a running event loop.
 
     Args:
-        url: ``http://host:port/v1`` or ``grpc://host:port``.
+        url: ``http://host:port/v1`` or ``grpc://host:port``, or several of them separated by
+            commas, for replicas that receive requests in turn.
 
     Raises:
-        UsageError: if the URL is neither.
+        UsageError: if a URL is neither.
     """
+    if len(urls := url.split(",")) > 1:
+        return Replicas([open_target(one, options, endpoint, key) for one in urls])
     if is_rpc(url):
         return RpcTarget(url.removeprefix(_RPC), options, api_key=key)
     from loadgen.target.http import HttpTarget  # aiohttp is in the loadgen extra
@@ -38,9 +47,12 @@ def open_target(
 def listed_model(url: str, headers: dict[str, str]) -> str:
     """Return the first model listed by an HTTP target; "" for gRPC, which serves only one.
 
+    Replicas serve the model of the first one.
+
     Raises:
         UsageError: if no model is listed.
     """
+    url = first_of(url)
     if is_rpc(url):
         return ""
     try:
@@ -54,6 +66,7 @@ def listed_model(url: str, headers: dict[str, str]) -> str:
 
 def metrics_url(url: str) -> str | None:
     """Return the conventional metrics URL of an HTTP target: ``/metrics`` beside its ``/v1``."""
+    url = first_of(url)
     if is_rpc(url):
         return None
     return url.rstrip("/").removesuffix("/v1") + "/metrics"

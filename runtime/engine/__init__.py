@@ -8,6 +8,7 @@ from runtime.engine.commands import (
     Computed,
     Release,
     Reserve,
+    Reserved,
     StepOutput,
 )
 from runtime.engine.engine import Engine
@@ -21,5 +22,6 @@ __all__ = [
     "Engine",
     "Release",
     "Reserve",
+    "Reserved",
     "StepOutput",
 ]

@@ -78,6 +78,21 @@ class Computed:
     ready: torch.cuda.Event | None = None
 
 
+@dataclass(frozen=True)
+class Reserved:
+    """Pages that were allocated for a request's tokens.
+
+    Attributes:
+        pages: page ids, in token order.
+        ready: CUDA event after which the engine's earlier work does not touch the pages; None on a
+            CPU.
+    """
+
+    id: str
+    pages: tuple[int, ...]
+    ready: torch.cuda.Event | None = None
+
+
 @dataclass
 class StepOutput:
     """Results of one step.
@@ -88,7 +103,7 @@ class StepOutput:
             choice is in ``tokens`` of the same step.
         computed: chunks whose computation was launched. Chunks of a preempted sequence are
             reported again.
-        reserved: pairs of request id and the pages allocated for its tokens.
+        reserved: pages allocated for requests whose KV another worker will send.
         refused: pairs of request id and reason. A refused request has no pages.
         started: ids of requests whose first chunk is computed in this step. A preempted request
             is reported again when its prefill restarts.
@@ -99,7 +114,7 @@ class StepOutput:
     tokens: list[tuple[str, SampledToken]] = field(default_factory=list)
     finished: list[tuple[str, int, FinishReason]] = field(default_factory=list)
     computed: list[Computed] = field(default_factory=list)
-    reserved: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    reserved: list[Reserved] = field(default_factory=list)
     refused: list[tuple[str, RuntimeFault]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)

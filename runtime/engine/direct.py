@@ -9,6 +9,7 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
 from runtime.core.sequence import Sequence
+from runtime.graphs.events import record_event
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
 from runtime.replay.step import slice_of
@@ -54,8 +55,7 @@ class DirectSteps:
         slices = [slice_of(chunk) for chunk in chunks]
         groups = [chunk.group.sequences for chunk in chunks if chunk.completes]
         first, first_draws = self._compute(slices, groups)
-        on_device = self._model.device.type == "cuda"
-        ready = torch.cuda.current_stream().record_event() if on_device else None
+        ready = record_event(self._model.device)
         return DirectStep(sequences + first, draws + first_draws, ready)
 
     def _compute(

@@ -23,12 +23,14 @@ from runtime.engine.commands import (
     Computed,
     Release,
     Reserve,
+    Reserved,
     StepOutput,
 )
 from runtime.engine.direct import DirectSteps
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.steps import LaunchedStep, StepRunner
 from runtime.errors import NotFinite, RuntimeFault
+from runtime.graphs.events import record_event
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
 from runtime.replay.step import UNRESOLVED, StepReplay
@@ -140,7 +142,12 @@ class Engine:
             self._in_flight = None
         plan = self._planned = self._scheduler.plan()
         output.refused += plan.refused
-        output.reserved += [(g.request.id, tuple(g.sequences[0].pages)) for g in plan.reserved]
+        if plan.reserved:
+            ready = record_event(self.model.device)
+            output.reserved += [
+                Reserved(group.request.id, tuple(group.sequences[0].pages), ready)
+                for group in plan.reserved
+            ]
         output.started += [chunk.group.request.id for chunk in plan.chunks if not chunk.first]
         return output
 

@@ -26,6 +26,7 @@ from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
 from runtime.core.sequence import Purpose
 from runtime.core.sequence import Sequence as Running
+from runtime.graphs.events import record_event
 from runtime.graphs.host_copy import HostCopy, to_device
 from runtime.kv.cache import PagedCache
 from runtime.kv.pages import pages_for
@@ -173,8 +174,7 @@ class StepReplay:
             self._mixed.run(pieces, assignment.slots[: len(decode)], last_tokens)
         else:
             self._decode.run(assignment.bucket)
-        ready = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
-        return self._sample(assignment, chunks, ready)
+        return self._sample(assignment, chunks, record_event(self._device))
 
     def collect(self, step: InFlightStep) -> list[Draw | None]:
         """Wait for the tokens of a step. At most one other step may have been launched after it.

@@ -1,8 +1,9 @@
 """gRPC servers and channels of the services: authentication, size limits, health, reflection."""
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from grpc import aio
@@ -12,6 +13,8 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
 from services.common.errors import SettingsError
+
+T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
@@ -151,3 +154,11 @@ async def next_message(stream: MessageStream) -> Any | None:
     """Return the next message of a bidirectional call, or None at its end."""
     message = await stream.read()
     return None if message is aio.EOF else message
+
+
+async def drain(queue: "asyncio.Queue[T]") -> list[T]:
+    """Wait for an item; return it and all others that are queued, in order."""
+    items = [await queue.get()]
+    while not queue.empty():
+        items.append(queue.get_nowait())
+    return items

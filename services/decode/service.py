@@ -23,6 +23,7 @@ from services.transfer.receiver import Receiver
 from services.transfer.slab import Slab
 from services.worker.lifecycle import Worker, live
 from services.worker.loading import Loaded, digest_pages, load_worker
+from services.worker.warm_up import warm_up_transfers
 from services.worker.wire import fault_to_code, token_from_message
 
 log = structlog.get_logger()
@@ -50,8 +51,8 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             agent, hello, token=settings.token, handshake_s=settings.handshake_s
         )
         self.receiver = Receiver(
-            self.engine,
             agent,
+            loaded.engine.cache,
             landing,
             self._clients,
             SegmentCodecs(loaded.engine.cache.layout, loaded.codebooks),
@@ -112,19 +113,26 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             stream.reserved = loop.create_future()
             self.engine.submit(Reserve(stream.request))
             stream.transfer = asyncio.create_task(self._fetch(stream, deadline_s))
+            stream.transfer.add_done_callback(lambda _: self._end_transfer(stream))
         self._admitted(request.placement_id)
 
     def _drop(self, stream: Stream) -> None:
         """Free everything that an ended stream holds."""
         if stream.expiry is not None:
             stream.expiry.cancel()
-        if stream.fetch is not None:
-            stream.fetch.closed = True  # nothing may write to its pages after they are freed
-        if stream.transfer is not None and stream.transfer is not asyncio.current_task():
-            stream.transfer.cancel()
-        if self.streams.pop(stream.key, None) is not None:
+        if self.streams.pop(stream.key, None) is None:
+            return
+        self.metrics.requests.labels("decode", "ended").inc()
+        if stream.transfer is None:
             self.engine.submit(Cancel(stream.key))
-            self.metrics.requests.labels("decode", "ended").inc()
+        elif stream.transfer is not asyncio.current_task():
+            stream.transfer.cancel()
+
+    def _end_transfer(self, stream: Stream) -> None:
+        """Free the pages of a stream that ended while its transfer might still write to them."""
+        stream.transfer = None
+        if stream.key not in self.streams:
+            self.engine.submit(Cancel(stream.key))
 
     async def _fetch(self, stream: Stream, deadline_s: float) -> None:
         """Fetch the prompt's KV into reserved pages, then add the sequence to the batch."""
@@ -133,18 +141,20 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             raise RuntimeError("the stream has no page reservation")
         began = time.perf_counter()
         try:
-            pages = await stream.reserved
+            reserved = await stream.reserved
             fetch = Fetch(
                 key=stream.key,
                 prefill=stream.start.prefill,
                 request=request,
-                pages=pages,
+                pages=reserved.pages,
+                pages_ready=reserved.ready,
                 on_first=lambda first: self._take_first(stream, first),
                 deadline_s=deadline_s,
             )
-            stream.fetch = fetch
             times = await self.receiver.fetch(fetch)
-            digest = await self._digest(pages, len(request.tokens), wanted=times.segments > 0)
+            digest = await self._digest(
+                reserved.pages, len(request.tokens), wanted=times.segments > 0
+            )
         except FetchFailed as failure:
             log.warning("fetch failed", request_id=request.request_id, reason=failure.message[:300])
             session.fail(stream, failure.code, failure.message, failure.worker_id)
@@ -199,10 +209,10 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
 
     def _deliver(self, output: StepOutput) -> None:
         """Pass a step's output to the streams that are still open."""
-        for key, pages in output.reserved:
-            stream = self.streams.get(key)
+        for reserved in output.reserved:
+            stream = self.streams.get(reserved.id)
             if stream and stream.reserved and not stream.reserved.done():
-                stream.reserved.set_result(pages)
+                stream.reserved.set_result(reserved)
         for key, fault in output.refused:
             if stream := self.streams.get(key):
                 self._refuse(stream, fault)
@@ -235,11 +245,12 @@ async def serve(settings: DecodeSettings) -> None:
         SettingsError: the worker cannot start with these settings.
     """
     loaded = await asyncio.to_thread(load_worker, settings, decodes=True)
-    landing = Slab(settings.slots, settings.slot_bytes, loaded.device)
+    landing = loaded.new_slab()
     agent = TransferAgent(
         f"decode-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
     )
     agent.register(landing)
+    await warm_up_transfers(loaded, agent, landing)
     worker = DecodeWorker(settings, loaded, agent, landing)
     server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)
     decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.server)

@@ -11,8 +11,8 @@ import structlog
 from headrace.v1 import decode_pb2 as pb
 from headrace.v1 import error_pb2
 from runtime.core.request import FinishReason, Request, SampledToken
+from runtime.engine import Reserved
 from services.common.grpc_server import MessageStream, next_message
-from services.transfer.fetch import Fetch
 from services.worker.wire import finish_to_message, request_from_message, token_to_message
 
 log = structlog.get_logger()
@@ -31,8 +31,7 @@ class Stream:
         first: first tokens from the prefill worker.
         stages: seconds per stage, sent with the last delta.
         reserved: future of the sequence's pages; None if this worker computes the prompt.
-        transfer: task that reserves pages and fetches the KV.
-        fetch: state of the fetch, once pages are reserved.
+        transfer: task that reserves pages and fetches the KV; None if there is nothing to fetch.
         expiry: timer that ends the stream at its deadline.
         decoding_since: start of decoding, in seconds of `time.perf_counter`.
     """
@@ -45,9 +44,8 @@ class Stream:
     unfinished: set[int]
     first: list[SampledToken] = field(default_factory=list)
     stages: pb.StageTimes = field(default_factory=pb.StageTimes)
-    reserved: "asyncio.Future[tuple[int, ...]] | None" = None
+    reserved: asyncio.Future[Reserved] | None = None
     transfer: asyncio.Task[None] | None = None
-    fetch: Fetch | None = None
     expiry: asyncio.TimerHandle | None = None
     decoding_since: float = 0.0
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import uuid
-from typing import Any
 
 import grpc
 import structlog
@@ -11,7 +10,6 @@ import uvloop
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1 import prefill_pb2_grpc
 from runtime.engine import Engine, StepOutput
-from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer, MessageStream, next_message
 from services.common.placement import Role
 from services.prefill.session import Job, PrefillSession
@@ -24,6 +22,7 @@ from services.transfer.sender import Sender
 from services.transfer.slab import Slab
 from services.worker.lifecycle import Worker, live
 from services.worker.loading import Loaded, digest_pages, load_worker
+from services.worker.warm_up import warm_up_transfers
 
 log = structlog.get_logger()
 
@@ -44,9 +43,10 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self._slab = slab
         codecs = SegmentCodecs(loaded.engine.cache.layout, loaded.codebooks)
         self._min_slot_bytes = codecs.min_slot_bytes
-        self._max_sequences = settings.max_running + settings.max_waiting
+        self._max_sequences = loaded.sizes.max_running + settings.max_waiting
         self.sender = Sender(
-            self.engine,
+            agent,
+            loaded.engine.cache,
             slab,
             codecs,
             LinkPolicy.of(settings.codec, has_codebooks=codecs.has_codebooks),
@@ -55,11 +55,6 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             max_sequences=self._max_sequences,
             metrics=TransferMetrics(self.metrics.registry),
         )
-        if settings.slot_bytes < self._min_slot_bytes:
-            raise SettingsError(
-                f"slot_bytes is {settings.slot_bytes}, but one page of one layer takes "
-                f"{self._min_slot_bytes}: set slot_bytes to at least that"
-            )
         self.jobs: dict[str, Job] = {}
         self._sessions: dict[str, PrefillSession] = {}
 
@@ -102,12 +97,14 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             self.sender.forget_peer(peer)
 
     async def _shake_hands(self, context: MessageStream) -> pb.Hello:
-        command: Any = await next_message(context)
-        if command is None or command.WhichOneof("command") != "hello":
+        message: pb.PrefillCommands | None = await next_message(context)
+        commands = list(message.commands) if message is not None else []
+        if len(commands) != 1 or commands[0].WhichOneof("command") != "hello":
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, "the first command of a session must be hello"
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the first message of a session must be hello alone",
             )
-        hello: pb.Hello = command.hello
+        hello = commands[0].hello
         mine = self.identity.compatibility_message()
         differing = [
             f"{field.name}: decode worker has {getattr(hello.compatibility, field.name)!r}, "
@@ -137,7 +134,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             device=0,
             lease_s=self._settings.lease_s,
         )
-        await context.write(pb.PrefillEvent(welcome=welcome))
+        await context.write(pb.PrefillEvents(events=[pb.PrefillEvent(welcome=welcome)]))
         return hello
 
     def _session_of(self, key: str) -> PrefillSession:
@@ -155,9 +152,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             if job := self.jobs.get(chunk.id):
                 job.pages += chunk.pages
                 if not job.ends_at_once:
-                    self.sender.add_computed(
-                        chunk.id, chunk.first_token, chunk.num_tokens, chunk.pages
-                    )
+                    self.sender.add_computed(chunk)
         for key, token in output.tokens:
             if key in self.jobs:
                 self.metrics.generation_tokens.inc()
@@ -189,11 +184,12 @@ async def serve(settings: PrefillSettings) -> None:
         SettingsError: the worker cannot start with these settings.
     """
     loaded = await asyncio.to_thread(load_worker, settings, decodes=False)
-    slab = Slab(settings.slots, settings.slot_bytes, loaded.device)
+    slab = loaded.new_slab()
     agent = TransferAgent(
         f"prefill-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
     )
     agent.register(slab)
+    await warm_up_transfers(loaded, agent, slab)
     worker = PrefillWorker(settings, loaded, agent, slab)
     server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)
     prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)

@@ -13,7 +13,7 @@ from headrace.v1 import prefill_pb2 as pb
 from runtime.core.request import Request, SampledToken
 from runtime.engine import Add, Cancel
 from runtime.errors import RuntimeFault
-from services.common.grpc_server import MessageStream, next_message
+from services.common.grpc_server import MessageStream, drain, next_message
 from services.transfer.outgoing import Outgoing
 from services.transfer.policy import SegmentTiming
 from services.transfer.sender import Sender
@@ -80,8 +80,9 @@ class PrefillSession:
         """Serve until the decode worker disconnects, then end its sequences."""
         writer = asyncio.create_task(self._write(commands))
         try:
-            while (command := await next_message(commands)) is not None:
-                await self._apply(command, commands)
+            while (message := await next_message(commands)) is not None:
+                for command in message.commands:
+                    await self._apply(command, commands)
         finally:
             writer.cancel()
             for key in list(self._own):
@@ -89,7 +90,7 @@ class PrefillSession:
 
     async def _write(self, stream: MessageStream) -> None:
         while True:
-            await stream.write(await self._outbox.get())
+            await stream.write(pb.PrefillEvents(events=await drain(self._outbox)))
 
     async def _apply(
         self,

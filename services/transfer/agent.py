@@ -1,21 +1,27 @@
-"""The transfer agent: READs from peers through NIXL, on one thread.
+"""The transfer agent: READs from peers through NIXL, and codec calls, on one thread.
 
 NIXL's agent is not thread-safe, and over shared memory it copies inside the call that starts a
 transfer, so it must not run on an event loop. Calls are queued as commands for
 the owner thread and return a `concurrent.futures.Future`.
+
+Callbacks of these futures run on the owner thread. A READ's callback can therefore start to decode
+what was read without waiting for another thread. On a GPU the owner thread launches codec kernels
+on a CUDA stream of its own, so they neither wait for the engine's kernels nor delay its launches.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import torch
 
+from services.transfer.codec_calls import CodecCalls, CodecJob, Timed
 from services.transfer.errors import TransferClosed, TransferError
 from services.transfer.network import TransferNetwork
 from services.transfer.owner import Owner, ReadDone
@@ -23,9 +29,12 @@ from services.transfer.slab import Slab
 
 __all__ = ["ReadDone", "TransferAgent"]
 
+T = TypeVar("T")
+
 log = structlog.get_logger()
 
 CLOSE_S = 10.0  # maximum seconds to shut NIXL down, after the grace period
+_MIN_NAP_S, _MAX_NAP_S = 20e-6, 150e-6  # seconds between polls
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,7 @@ class TransferAgent:
         self._device = device
         self._network = network or TransferNetwork()
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._codec_calls = CodecCalls(on_gpu=torch.device(device).type == "cuda")
         self._gate = threading.Lock()
         self._closed = False
         self._grace_s = 0.0
@@ -149,6 +159,29 @@ class TransferAgent:
             lambda owner, future: owner.read(peer, remote, kind, local, deadline, future)
         )
 
+    def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
+        """Run a codec job on the owner thread; see `CodecRunner.run_codec`.
+
+        Raises (through the future):
+            TransferClosed: the agent was closed.
+        """
+        return self._call(lambda _owner, future: self._codec_calls.add(job, future))
+
+    def codec_idle(self) -> "Future[None]":
+        """Return a future that is settled once all earlier codec jobs have ended."""
+        return self._call(lambda _owner, future: self._codec_calls.add(None, future))
+
+    def run_on_codec_stream(self, call: Callable[[], T]) -> "Future[T]":
+        """Run ``call`` on the owner thread with the codec's CUDA stream; used at start-up."""
+
+        def run(_owner: Owner, future: "Future[T]") -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 - raised again where the future is read
+                future.set_exception(error)
+
+        return self._call(run)
+
     def close(self, grace_s: float = 1.0) -> None:
         """Wait up to ``grace_s`` for running READs, then shut down. Blocks. Idempotent.
 
@@ -182,11 +215,12 @@ class TransferAgent:
             return
         started.set_result(None)
         fault: BaseException | None = None
-        for stage in (self._serve, self._end):
-            try:
-                stage(owner)
-            except BaseException as error:  # noqa: BLE001 - reported: the process ends on it
-                fault = fault or error
+        with _codec_stream(self._device):
+            for stage in (self._serve, self._end):
+                try:
+                    stage(owner)
+                except BaseException as error:  # noqa: BLE001 - reported: the process ends on it
+                    fault = fault or error
         if fault is not None:
             self.fault.set_exception(fault)
 
@@ -196,18 +230,46 @@ class TransferAgent:
         try:
             owner.close(self._grace_s)
         finally:
+            self._codec_calls.close()
             while not self._commands.empty():
                 if command := self._commands.get():
                     command.refuse(self.name)
 
     def _serve(self, owner: Owner) -> None:
+        calls, last_event = self._codec_calls, time.monotonic()
         while True:
-            try:
-                command = self._commands.get(timeout=owner.poll_delay())
-            except queue.Empty:
-                pass
-            else:
-                if command is None:
-                    return
-                command.execute(owner)
-            owner.poll()
+            busy = len(calls) > 0 or owner.num_running > 0
+            delay = _poll_delay(time.monotonic() - last_event) if busy else owner.drain_delay
+            active = False
+            with suppress(queue.Empty):
+                command = self._commands.get(timeout=delay)
+                while True:
+                    if command is None:
+                        return
+                    command.execute(owner)
+                    active = True
+                    command = self._commands.get_nowait()
+            calls.start_queued()
+            if owner.poll() | calls.poll() or active:
+                last_event = time.monotonic()
+
+
+def _poll_delay(since_s: float) -> float:
+    """Return the seconds until the next poll, given those since the last event.
+
+    Transfers end soon after the last event or much later, so the pauses grow with the wait.
+    """
+    return min(max(since_s / 8, _MIN_NAP_S), _MAX_NAP_S)
+
+
+@contextmanager
+def _codec_stream(device: str) -> Iterator[None]:
+    """Make a new CUDA stream current on this thread, if the device is a GPU."""
+    with torch.inference_mode():
+        if torch.device(device).type != "cuda":
+            yield
+            return
+        # Its kernels are short, and should not wait for all blocks of the engine's kernels.
+        stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            yield

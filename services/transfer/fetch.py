@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from headrace.v1 import decode_pb2, error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from services.transfer.manifest import Coverage
@@ -34,10 +36,12 @@ class Fetch:
         prefill: the worker that computes the prompt.
         request: the request for the prefill worker.
         pages: pages of the decode worker, into which the KV is decoded.
+        pages_ready: CUDA event after which the engine's earlier work does not touch the pages;
+            None on a CPU.
         on_first: receives the first tokens; returns True if the sequence ends with them, so
             that no KV is needed.
         deadline_s: seconds from the start of the fetch.
-        closed: True once the pages may have been freed; nothing may write to them after that.
+        closed: True once the fetch has failed or was cancelled; no decode is started after that.
     """
 
     key: str
@@ -46,6 +50,7 @@ class Fetch:
     pages: tuple[int, ...]
     on_first: Callable[[pb.FirstTokens], bool]
     deadline_s: float
+    pages_ready: torch.cuda.Event | None = None
     closed: bool = False
 
 

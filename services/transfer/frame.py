@@ -1,14 +1,15 @@
 """The frame: one segment in a slot, behind a header that identifies it.
 
 The manifest entry of a segment arrives over gRPC and its bytes over NIXL. The header lets the
-reader check that the two belong together. It is little-endian and 112 bytes long, so that the
-payload stays aligned to 16:
+reader check that the two belong together. Length and checksum are not part of it: they are in the
+manifest and in the payload's own header, and the sender knows them only after the encode. The
+header is little-endian and 96 bytes long, so that the payload stays aligned to 16:
 
 | offset | bytes | field                                                   |
 |-------:|------:|---------------------------------------------------------|
 |      0 |     4 | magic, "HRKV"                                           |
-|      4 |     2 | version, 2                                              |
-|      6 |     2 | header length, 112                                      |
+|      4 |     2 | version, 3                                              |
+|      6 |     2 | header length, 96                                       |
 |      8 |     4 | CRC-32 of the header with this field zero               |
 |     12 |     4 | attempt                                                 |
 |     16 |    16 | epoch of the sender, a UUID                             |
@@ -24,8 +25,6 @@ payload stays aligned to 16:
 |     80 |     4 | rank                                                    |
 |     84 |     4 | zero                                                    |
 |     88 |     8 | generation of the sender's slot                         |
-|     96 |     8 | length of the payload in bytes                          |
-|    104 |     8 | checksum of the payload, equal to that in its own header |
 """
 
 import hashlib
@@ -39,10 +38,10 @@ import torch
 from headrace.v1 import prefill_pb2 as pb
 from services.transfer.errors import CorruptFrame, ForeignSegment, FrameError, StaleSegment
 
-HEADER_BYTES = 112
-VERSION = 2
+HEADER_BYTES = 96
+VERSION = 3
 _MAGIC = b"HRKV"
-_LAYOUT = struct.Struct("<4sHHII16s16s10I3Q")
+_LAYOUT = struct.Struct("<4sHHII16s16s10IQ")
 _CRC = slice(8, 12)
 
 
@@ -53,7 +52,6 @@ class FrameHeader:
     Attributes:
         epoch: epoch of the sender, 16 bytes.
         request: first 16 bytes of the hash of the request's id.
-        length: bytes of the payload.
     """
 
     epoch: bytes
@@ -69,8 +67,6 @@ class FrameHeader:
     plane_group: int
     rank: int
     generation: int
-    length: int
-    checksum: int
 
     @classmethod
     def of(cls, segment: pb.Segment, *, epoch: str, request_id: str, attempt: int) -> Self:
@@ -96,12 +92,12 @@ class FrameHeader:
             plane_group=segment.plane_group,
             rank=segment.rank,
             generation=segment.generation,
-            length=segment.length - HEADER_BYTES,
-            checksum=segment.checksum,
         )
 
     def pack_into(self, buffer: torch.Tensor) -> None:
         """Write the header to the start of ``buffer``, ``[n]`` uint8 on any device.
+
+        On a GPU it is written in stream order.
 
         Raises:
             FrameError: the buffer is too short, or a field does not fit its width.
@@ -115,22 +111,23 @@ class FrameHeader:
                     *(self.index, self.first_token, self.num_tokens),
                     *(self.first_layer, self.num_layers, self.first_kv_head, self.num_kv_heads),
                     *(self.plane_group, self.rank, 0),
-                    *(self.generation, self.length, self.checksum),
+                    self.generation,
                 )
             )
         except struct.error as error:
             raise FrameError(f"{self} does not fit a header: {error}") from error
         packed[_CRC] = zlib.crc32(packed).to_bytes(4, "little")
-        buffer[:HEADER_BYTES].copy_(torch.frombuffer(packed, dtype=torch.uint8))
+        header = torch.frombuffer(packed, dtype=torch.uint8)
+        buffer[:HEADER_BYTES].copy_(header, non_blocking=True)
 
     @classmethod
-    def unpack(cls, buffer: torch.Tensor) -> Self:
-        """Read the header of the frame in ``buffer``, ``[n]`` uint8 on any device.
+    def unpack(cls, frame: bytes) -> Self:
+        """Read the header of the frame that starts with these bytes.
 
         Raises:
             CorruptFrame: there is no header, or it has another version or is damaged.
         """
-        packed = bytearray(buffer[:HEADER_BYTES].cpu().numpy().tobytes())
+        packed = bytearray(frame[:HEADER_BYTES])
         if len(packed) < HEADER_BYTES:
             raise CorruptFrame(f"a frame of {len(packed)} bytes has no header")
         magic, version, header_bytes, crc, attempt, epoch, request, *numbers = _LAYOUT.unpack(
@@ -153,7 +150,7 @@ class FrameHeader:
 _STALE = ("epoch", "generation", "attempt")
 _FOREIGN = (
     *("request", "index", "first_token", "num_tokens", "first_layer", "num_layers"),
-    *("first_kv_head", "num_kv_heads", "plane_group", "rank", "length", "checksum"),
+    *("first_kv_head", "num_kv_heads", "plane_group", "rank"),
 )
 
 

@@ -6,39 +6,58 @@ import codec
 from headrace.v1 import prefill_pb2 as pb
 from runtime.kv.cache import PagedCache
 from services.transfer.codecs import SegmentCodecs
-from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
 from services.transfer.frame import HEADER_BYTES, FrameHeader, verify
 from services.transfer.slab import Slab, SlotRef
 
 
-def start_decode(
-    cache: PagedCache,
-    codecs: SegmentCodecs,
-    slab: Slab,
-    slot: SlotRef,
-    segment: pb.Segment,
-    expected: FrameHeader,
-    pages: Sequence[int],
-) -> codec.Pending[codec.Decoded]:
-    """Verify the frame in a landing slot and launch its decode, on the device's thread.
+class SegmentDecoder:
+    """Decodes segments from the slots of a landing slab into the pages of a cache.
 
     Args:
-        segment: the manifest entry, whose extent `Coverage` has accepted.
-        expected: the header that the manifest entry announces.
-        pages: the reader's pages for the segment's tokens.
+        codecs: codecs of the cache.
+    """
+
+    def __init__(self, cache: PagedCache, codecs: SegmentCodecs, slab: Slab) -> None:
+        self._cache, self._codecs, self._slab = cache, codecs, slab
+
+    def codec_of(self, segment: pb.Segment) -> codec.PagedCodec:
+        """Return the codec of a segment's planes."""
+        return self._codecs.of(self._cache.planes, Extent.of(segment))
+
+    def payload_of(
+        self, segment: pb.Segment, slot: SlotRef, pages: Sequence[int]
+    ) -> codec.DecodeSegment:
+        """Return the decode of a segment from a slot.
+
+        Args:
+            segment: the manifest entry, whose extent `Coverage` has accepted.
+            pages: the reader's pages for the segment's tokens.
+        """
+        return codec.DecodeSegment(
+            tuple(pages),
+            segment.num_tokens,
+            self._slab.offset(slot.slot) + HEADER_BYTES,
+            segment.length - HEADER_BYTES,
+            segment.checksum,
+            segment.raw,
+        )
+
+    def decode(
+        self, decoder: codec.PagedCodec, payloads: Sequence[codec.DecodeSegment]
+    ) -> Sequence[codec.PendingDecode]:
+        """Start to decode segments, and to read the frame header before each payload."""
+        return decoder.decode_batch(payloads, self._slab.buffer, prefix_bytes=HEADER_BYTES)
+
+
+def verified(decoding: codec.PendingDecode, expected: FrameHeader) -> codec.Decoded:
+    """Return the result of a decode that has ended, if it decoded the announced segment.
+
+    The pages hold other content if this raises, and must not be attended to.
 
     Raises:
-        FrameError: the slot does not hold the announced segment.
-        CodecError: the payload is malformed. A checksum mismatch is
-            raised later, when the caller takes the result.
+        FrameError: the slot did not hold the announced segment.
+        CodecError: the payload is malformed, or its checksum differs from that in the manifest.
     """
-    frame = slab.view(slot.slot, segment.length)
-    payload = frame[HEADER_BYTES:]
-    with slab.aside():
-        verify(expected, FrameHeader.unpack(frame))
-        header = codec.read_header(payload)
-    if header.checksum != segment.checksum:
-        raise ForeignSegment("the checksum of the segment differs from that of the manifest")
-    decoder = codecs.of(cache.planes, Extent.of(segment))
-    return decoder.decode(payload, header, pages, segment.num_tokens)
+    verify(expected, FrameHeader.unpack(decoding.prefix))
+    return decoding.result()

@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from services.transfer.manifest import SegmentPlan
@@ -34,9 +36,9 @@ class Outgoing:
         emit: callback that sends an event to the reader.
         fail: callback that ends the sequence with an error.
         credits: credits granted and not used yet.
-        planned: segments to encode.
+        planned: segments to encode, each with the CUDA event after which its KV is in the pages.
         unacknowledged: encoded segments by index.
-        issued: number of segments encoded so far, which is the index of the next one.
+        issued: number of segments whose encode was started, which is the index of the next one.
         encoding: number of segments that are being encoded.
         computed: whether all chunks of the prompt were added.
         closed: whether the sequence has ended.
@@ -52,7 +54,7 @@ class Outgoing:
     emit: Callable[[pb.PrefillEvent], None]
     fail: Callable[["error_pb2.ErrorCode.ValueType", str], None]
     credits: int = 0
-    planned: deque[SegmentPlan] = field(default_factory=deque)
+    planned: deque[tuple[SegmentPlan, torch.cuda.Event | None]] = field(default_factory=deque)
     unacknowledged: dict[int, SentSegment] = field(default_factory=dict)
     issued: int = 0
     encoding: int = 0

@@ -22,8 +22,7 @@ from services.transfer.network import TransferNetwork
 from services.transfer.slab import Slab
 
 _PROGRESS_TIMEOUT_US = 1000  # longest sleep of NIXL's progress thread; 0 makes it spin
-_SPIN_S = 100e-6  # seconds of polling without pauses after an event; covers small READs
-_NAP_S = 150e-6  # seconds between polls after the spin
+_NAP_S = 150e-6  # seconds between polls while NIXL shuts down
 _DRAIN_NAP_S = 10e-3  # seconds between polls if only READs past their deadlines remain
 
 
@@ -93,7 +92,6 @@ class Owner:
         self._slabs: list[tuple[Slab, Any]] = []
         self._peers: dict[str, _Peer] = {}
         self._reads: list[_Read] = []
-        self._last_event = time.monotonic()
 
     def register(self, slab: Slab, future: "Future[None]") -> None:
         region = (slab.address, slab.nbytes, slab.device_index, "")
@@ -169,20 +167,25 @@ class Owner:
                 self._release(handle)
             raise self._explain(error, peer_name) from error
         peer.reads += 1
-        self._last_event = started
         self._reads.append(_Read(peer_name, handle, local, started, deadline, future))
 
-    def poll_delay(self) -> float | None:
-        """Return the seconds until the next poll is due, or None if there is nothing to poll."""
-        if not self._reads:
-            return None
-        if all(read.drained for read in self._reads):
-            return _DRAIN_NAP_S
-        return 0.0 if time.monotonic() - self._last_event < _SPIN_S else _NAP_S
+    @property
+    def num_running(self) -> int:
+        """Number of READs that have not exceeded their deadlines."""
+        return sum(read.drained is None for read in self._reads)
 
-    def poll(self) -> None:
-        """Settle the READs that have ended or exceeded their deadlines."""
-        running = []
+    @property
+    def drain_delay(self) -> float | None:
+        """Seconds until the next poll if only READs past their deadlines are left, or None."""
+        return _DRAIN_NAP_S if self._reads else None
+
+    def poll(self) -> bool:
+        """Settle the READs that have ended or exceeded their deadlines.
+
+        Returns:
+            Whether any READ has ended.
+        """
+        before, running = len(self._reads), []
         for read in self._reads:
             try:
                 state = self._nixl.getXferStatus(read.handle)
@@ -197,6 +200,7 @@ class Owner:
             else:
                 self._finish(read, ReadFailed(f"READ from {read.peer} ended with status {state}"))
         self._reads = running
+        return len(running) < before
 
     def close(self, grace_s: float) -> None:
         """Wait up to ``grace_s`` for READs, then shut NIXL down; remaining READs fail.
@@ -234,7 +238,7 @@ class Owner:
 
     def _finish(self, read: _Read, error: TransferError | None) -> None:
         self._release(read.handle)
-        self._last_event = now = time.monotonic()
+        now = time.monotonic()
         peer = self._peers[read.peer]
         busy_s = now - max(read.started, peer.last_end)
         peer.last_end = now

@@ -13,7 +13,13 @@ from grpc import aio
 from headrace.v1 import decode_pb2, error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
-from services.common.grpc_server import MessageStream, credentials, next_message, open_channel
+from services.common.grpc_server import (
+    MessageStream,
+    credentials,
+    drain,
+    next_message,
+    open_channel,
+)
 from services.transfer.agent import TransferAgent
 from services.transfer.errors import TransferError
 from services.transfer.fetch import FetchFailed
@@ -121,8 +127,9 @@ class PrefillClient:
         self._call = call
         writer = asyncio.create_task(self._write(call))
         try:
-            while (event := await next_message(call)) is not None:
-                self._dispatch(event)
+            while (events := await next_message(call)) is not None:
+                for event in events.events:
+                    self._dispatch(event)
         except aio.AioRpcError as error:
             log.info("prefill session ended", worker=self.worker.worker_id, reason=error.details())
         finally:
@@ -135,7 +142,7 @@ class PrefillClient:
     async def _write(self, call: MessageStream) -> None:
         try:
             while True:
-                await call.write(await self._outbox.get())
+                await call.write(pb.PrefillCommands(commands=await drain(self._outbox)))
         except (aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()  # the reader of events then ends the session
 
@@ -238,9 +245,10 @@ class PrefillClients:
         hello = pb.Hello()
         hello.CopyFrom(self._hello)
         hello.expected_epoch = worker.epoch
-        await call.write(pb.PrefillCommand(hello=hello))
-        event: pb.PrefillEvent | None = await next_message(call)
-        if event is None or event.WhichOneof("event") != "welcome":
+        await call.write(pb.PrefillCommands(commands=[pb.PrefillCommand(hello=hello)]))
+        events: pb.PrefillEvents | None = await next_message(call)
+        event = events.events[0] if events is not None and events.events else pb.PrefillEvent()
+        if event.WhichOneof("event") != "welcome":
             raise FetchFailed(
                 error_pb2.ERROR_CODE_PREFILL_LOST, "no answer to the handshake", worker.worker_id
             )

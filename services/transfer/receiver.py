@@ -7,33 +7,53 @@ segment and acknowledges it. The pages join a page table only after all segments
 import asyncio
 import concurrent.futures
 import time
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass
 
 import codec
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.kv.cache import PagedCache
 from services.transfer.agent import ReadDone, TransferAgent
+from services.transfer.codec_calls import CodecJob, Timed
 from services.transfer.codecs import SegmentCodecs
-from services.transfer.errors import ForeignSegment, FrameError, PeerLost, TransferError
+from services.transfer.errors import (
+    ForeignSegment,
+    FrameError,
+    PeerLost,
+    TransferClosed,
+    TransferError,
+)
 from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch, FetchFailed, FetchProgress, FetchTimes
 from services.transfer.frame import HEADER_BYTES, FrameHeader
-from services.transfer.jobs import CodecJobs
-from services.transfer.landed import start_decode
+from services.transfer.landed import SegmentDecoder, verified
 from services.transfer.landing import LandingSlots
 from services.transfer.manifest import Coverage
 from services.transfer.metrics import TransferMetrics
-from services.transfer.outcomes import outcome_of
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
 from services.transfer.slab import Slab, SlotRef
 
 
+@dataclass(frozen=True)
+class Pulled:
+    """A segment that was read, verified and decoded.
+
+    Attributes:
+        decode_s: seconds from the end of the READ to the end of the decode.
+        codec_s: seconds of the codec alone.
+    """
+
+    read: ReadDone
+    decode_s: float
+    codec_s: float
+
+
 class Receiver:
-    """Owns the landing slab and its credits. Decodes run on the device's thread.
+    """Owns the landing slab and its credits. READs and decodes run on the transfer thread.
 
     Args:
-        jobs: runs codec jobs on the cache.
+        cache: pages of the engine.
         codecs: codecs of that cache.
         credits_per_sequence: maximum number of segments of one sequence in flight.
         read_timeout_s: deadline of one segment's READ, in seconds.
@@ -41,8 +61,8 @@ class Receiver:
 
     def __init__(
         self,
-        jobs: CodecJobs,
         agent: TransferAgent,
+        cache: PagedCache,
         landing: Slab,
         clients: PrefillClients,
         codecs: SegmentCodecs,
@@ -51,8 +71,8 @@ class Receiver:
         read_timeout_s: float,
         metrics: TransferMetrics,
     ) -> None:
-        self._jobs = jobs
         self._agent = agent
+        self._decoder = SegmentDecoder(cache, codecs, landing)
         self.landing = LandingSlots(landing, credits_per_sequence, self._grant)
         self._clients = clients
         self._codecs = codecs
@@ -62,6 +82,8 @@ class Receiver:
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         """Fetch a prompt's KV into ``fetch.pages``; return when all of it is verified.
+
+        Nothing writes to the pages once this has returned or raised.
 
         Raises:
             FetchFailed: the KV did not arrive; the content of the pages is undefined.
@@ -76,8 +98,6 @@ class Receiver:
             ) from None
         except ExceptionGroup as group:
             raise _first_failure(group, fetch.prefill.worker_id) from group
-        finally:
-            fetch.closed = True
 
     def observe(self) -> None:
         """Set the gauges of the landing slots."""
@@ -94,8 +114,10 @@ class Receiver:
                     while not progress.complete:
                         event = await subscription.next_event()
                         self._apply(event, fetch, subscription, progress, pulls)
+            except BaseException:
+                await self._stop_decodes(fetch)
+                raise
             finally:
-                fetch.closed = True
                 self.landing.leave(fetch.key)
                 del self._subscriptions[fetch.key]
                 subscription.release()
@@ -142,6 +164,12 @@ class Receiver:
                 blamed = error.worker_id or fetch.prefill.worker_id
                 raise FetchFailed(error.code, error.message, blamed)
 
+    async def _stop_decodes(self, fetch: Fetch) -> None:
+        """Close a fetch and wait for its decodes in progress. READs may continue."""
+        fetch.closed = True  # from now on no decode is started
+        with suppress(TransferClosed):
+            await asyncio.wrap_future(self._agent.codec_idle())
+
     async def _pull(
         self,
         segment: pb.Segment,
@@ -157,15 +185,11 @@ class Receiver:
             raise ForeignSegment(f"slot {segment.slot} does not exist; there are {welcome.slots}")
         pages = progress.coverage.add(Extent.of(segment))
         slot = self.landing.land(fetch.key)
-        user: asyncio.Future[Any] | None = None  # READ or decode that may touch the slot
-        busy_s = codec_s = 0.0
-        start = time.perf_counter()
+        user: asyncio.Future[Pulled] | None = None  # READ or decode that may touch the slot
         try:
-            user = asyncio.wrap_future(self._read(segment, slot, welcome))
-            busy_s = (await asyncio.shield(user)).busy_s
-            read_s = time.perf_counter() - start
-            user = asyncio.ensure_future(self._decode(segment, slot, pages, fetch, welcome))
-            codec_s = await asyncio.shield(user)
+            decode = self._decode_of(segment, slot, pages, fetch, welcome)
+            user = asyncio.wrap_future(self._read_and_decode(segment, slot, welcome, decode))
+            pulled = await asyncio.shield(user)
         except PeerLost:
             subscription.disconnect()
             raise
@@ -174,10 +198,45 @@ class Receiver:
             raise
         finally:
             self.landing.free_after(slot, fetch.key, user)
-        subscription.acknowledge(segment.index, busy_s, codec_s)
-        decode_s = time.perf_counter() - start - read_s
-        progress.times.add(segment, read_s, decode_s)
-        self._metrics.received(segment.raw_bytes, segment.length, read_s, decode_s)
+        subscription.acknowledge(segment.index, pulled.read.busy_s, pulled.codec_s)
+        progress.times.add(segment, pulled.read.seconds, pulled.decode_s)
+        self._metrics.received(
+            segment.raw_bytes, segment.length, pulled.read.seconds, pulled.decode_s
+        )
+
+    def _read_and_decode(
+        self,
+        segment: pb.Segment,
+        slot: SlotRef,
+        welcome: pb.Welcome,
+        decode: CodecJob[codec.Decoded],
+    ) -> "concurrent.futures.Future[Pulled]":
+        """Start a READ whose end starts the decode, without a detour over the event loop.
+
+        Returns:
+            Future that settles when neither of them touches the landing slot, except after
+            `ReadTimeout`.
+        """
+        pulled: concurrent.futures.Future[Pulled] = concurrent.futures.Future()
+
+        def start(reading: "concurrent.futures.Future[ReadDone]") -> None:
+            if error := reading.exception():
+                pulled.set_exception(error)
+                return
+            read, began = reading.result(), time.perf_counter()
+
+            def settle(decoding: "concurrent.futures.Future[Timed[codec.Decoded] | None]") -> None:
+                if error := decoding.exception():
+                    pulled.set_exception(error)
+                    return
+                decoded = decoding.result()
+                codec_s = 0.0 if decoded is None else decoded.seconds
+                pulled.set_result(Pulled(read, time.perf_counter() - began, codec_s))
+
+            self._agent.run_codec(decode).add_done_callback(settle)
+
+        self._read(segment, slot, welcome).add_done_callback(start)
+        return pulled
 
     def _read(
         self, segment: pb.Segment, slot: SlotRef, welcome: pb.Welcome
@@ -192,32 +251,34 @@ class Receiver:
             deadline_s=self._read_timeout_s,
         )
 
-    async def _decode(
+    def _decode_of(
         self,
         segment: pb.Segment,
         slot: SlotRef,
         pages: range,
         fetch: Fetch,
         welcome: pb.Welcome,
-    ) -> float:
-        """Verify and decode a segment that was read; return the codec's seconds."""
+    ) -> CodecJob[codec.Decoded]:
+        """Return the decode of a segment, which is verified when it has ended."""
         request = fetch.request
         expected = FrameHeader.of(
             segment, epoch=welcome.epoch, request_id=request.request_id, attempt=request.attempt
         )
-        page_ids = fetch.pages[pages.start : pages.stop]
 
-        def start(cache: PagedCache) -> codec.Pending[codec.Decoded] | None:
-            if fetch.closed:  # the pages may belong to another sequence
-                return None
-            slab = self.landing.slab
-            return start_decode(cache, self._codecs, slab, slot, segment, expected, page_ids)
+        def prepare() -> bool:
+            if fetch.closed:  # the pages may soon belong to another sequence
+                return False
+            if fetch.pages_ready is not None:
+                fetch.pages_ready.wait()
+            return True
 
-        decoding = await self._jobs.run_on_cache(start)
-        if decoding is None:
-            return 0.0
-        await outcome_of(decoding)
-        return decoding.seconds
+        return CodecJob(
+            self._decoder.codec_of(segment),
+            self._decoder.decode,
+            self._decoder.payload_of(segment, slot, fetch.pages[pages.start : pages.stop]),
+            prepare,
+            lambda decoding: verified(decoding, expected),
+        )
 
     def _grant(self, key: str, segments: int) -> None:
         self._subscriptions[key].credit(segments)

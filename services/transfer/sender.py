@@ -7,20 +7,25 @@ when its session or its leases end; `SharedSlots` never gives all slots to one r
 
 import asyncio
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from operator import methodcaller
 
 import structlog
+import torch
 
 import codec
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
+from runtime.engine import Computed
 from runtime.kv.cache import PagedCache
+from services.transfer.codec_calls import CodecJob, CodecRunner, Timed
 from services.transfer.codecs import SegmentCodecs
+from services.transfer.extent import Extent
 from services.transfer.frame import HEADER_BYTES, FrameHeader
-from services.transfer.jobs import CodecJobs
 from services.transfer.lease import LeaseTable
 from services.transfer.manifest import SegmentPlan, plan_segments
 from services.transfer.metrics import TransferMetrics
-from services.transfer.outcomes import outcome_of
 from services.transfer.outgoing import Outgoing, SentSegment
 from services.transfer.policy import LinkPolicy, SegmentTiming, WireMode
 from services.transfer.shares import SharedSlots
@@ -30,10 +35,11 @@ log = structlog.get_logger()
 
 
 class Sender:
-    """Owns the slab's slots and the leases. Encodes run on the device's thread.
+    """Owns the slab's slots and the leases. Encodes run on the transfer thread.
 
     Args:
-        jobs: runs codec jobs on the cache.
+        runner: runs codec calls.
+        cache: pages of the engine.
         codecs: codecs of that cache.
         policy: chooses between raw and SplitZip.
         epoch: epoch of this worker, 32 hex digits; part of every frame.
@@ -45,7 +51,8 @@ class Sender:
 
     def __init__(
         self,
-        jobs: CodecJobs,
+        runner: CodecRunner,
+        cache: PagedCache,
         slab: Slab,
         codecs: SegmentCodecs,
         policy: LinkPolicy,
@@ -57,7 +64,8 @@ class Sender:
         rank: int = 0,
         first_kv_head: int = 0,
     ) -> None:
-        self._jobs = jobs
+        self._runner = runner
+        self._cache = cache
         self._slab = slab
         self._slots = SharedSlots(slab.slots)
         self._codecs = codecs
@@ -83,25 +91,20 @@ class Sender:
         """Register a sequence, before its chunks are added."""
         self._outgoing[outgoing.key] = outgoing
 
-    def add_computed(
-        self, key: str, first_token: int, num_tokens: int, pages: tuple[int, ...]
-    ) -> None:
-        """Plan the segments of a computed chunk and start to encode them.
-
-        Args:
-            pages: page ids of the chunk, in token order.
-        """
-        outgoing = self._outgoing.get(key)
+    def add_computed(self, chunk: Computed) -> None:
+        """Plan the segments of a chunk and start to encode them."""
+        outgoing = self._outgoing.get(chunk.id)
         if outgoing is None or outgoing.closed:
             return
         self._leases.grant(outgoing.key, time.monotonic())
         self._metrics.leases.set(self._leases.active)
         outgoing.planned.extend(
-            plan_segments(
+            (plan, chunk.ready)
+            for plan in plan_segments(
                 self._codecs.layout,
-                first_token=first_token,
-                num_tokens=num_tokens,
-                pages=pages,
+                first_token=chunk.first_token,
+                num_tokens=chunk.num_tokens,
+                pages=chunk.pages,
                 capacity=min(outgoing.slot_bytes, self._slab.slot_bytes),
                 bound=self._codecs.max_frame_bytes,
                 rank=self._rank,
@@ -180,12 +183,50 @@ class Sender:
                     break
                 outgoing.credits -= 1
                 outgoing.encoding += 1
-                plan = outgoing.planned.popleft()
-                task = asyncio.create_task(
-                    self._encode(outgoing, plan, ref, self._mode_of(outgoing, plan))
-                )
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                plan, ready = outgoing.planned.popleft()
+                self._start(outgoing, plan, ref, ready)
+
+    def _start(
+        self, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, ready: "torch.cuda.Event | None"
+    ) -> None:
+        """Start the encode of one segment.
+
+        Encodes end in the order in which they are started, which is the order of their indices.
+        """
+        mode = self._mode_of(outgoing, plan)
+        segment = _unencoded(plan.extent, outgoing, ref, mode)
+        outgoing.issued += 1
+        header = FrameHeader.of(
+            segment, epoch=self._epoch, request_id=outgoing.request_id, attempt=outgoing.attempt
+        )
+
+        def prepare() -> bool:
+            if outgoing.closed:
+                return False
+            if ready is not None:
+                ready.wait()
+            header.pack_into(self._slab.view(ref.slot, HEADER_BYTES))
+            return True
+
+        payload = codec.EncodeSegment(
+            plan.pages,
+            plan.extent.num_tokens,
+            self._slab.offset(ref.slot) + HEADER_BYTES,
+            self._slab.slot_bytes - HEADER_BYTES,
+        )
+        encoder = self._codecs.of(self._cache.planes, plan.extent, mode)
+        job = CodecJob(encoder, self._encode, payload, prepare, methodcaller("result"))
+        encoding = self._runner.run_codec(job)
+        task = asyncio.create_task(
+            self._announce(outgoing, plan.extent, segment, ref, mode, encoding)
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _encode(
+        self, encoder: codec.PagedCodec, payloads: Sequence[codec.EncodeSegment]
+    ) -> Sequence[codec.Pending[codec.Encoded]]:
+        return encoder.encode_batch(payloads, self._slab.buffer)
 
     def _mode_of(self, outgoing: Outgoing, plan: SegmentPlan) -> WireMode:
         if not self._codecs.is_coded(plan.extent.plane_group):
@@ -193,22 +234,19 @@ class Sender:
         raw_bytes = self._codecs.raw_bytes(plan.extent)
         return self.policy.choose(outgoing.peer, raw_bytes, outgoing.outstanding)
 
-    async def _encode(
-        self, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, mode: WireMode
+    async def _announce(
+        self,
+        outgoing: Outgoing,
+        extent: Extent,
+        segment: pb.Segment,
+        ref: SlotRef,
+        mode: WireMode,
+        encoding: "Future[Timed[codec.Encoded] | None]",
     ) -> None:
-        """Encode one segment into its slot and announce it."""
+        """Wait for the encode of a segment and announce it."""
         start = time.perf_counter()
         try:
-            encoding = await self._jobs.run_on_cache(
-                lambda cache: self._start(cache, outgoing, plan, ref, mode)
-            )
-            encoded = await outcome_of(encoding) if encoding else None
-            if outgoing.closed or encoding is None or encoded is None:
-                self._slots.release(ref)
-                self._pump()
-                return
-            segment = self._framed(outgoing, plan, ref, encoded)
-            codec_s = encoding.seconds
+            encoded = await asyncio.wrap_future(encoding)
         except Exception as error:
             log.exception("encoding a segment failed", request_id=outgoing.request_id)
             self._slots.release(ref)
@@ -218,67 +256,44 @@ class Sender:
             return
         finally:
             outgoing.encoding -= 1
+        if outgoing.closed or encoded is None:
+            self._slots.release(ref)
+            self._pump()
+            return
+        result = encoded.value
+        segment.length = HEADER_BYTES + result.length
+        segment.checksum = result.checksum
+        segment.raw_bytes = result.raw_bytes
         segment.encode_s = time.perf_counter() - start
-        raw_bytes, wire_bytes = segment.raw_bytes, segment.length
-        outgoing.unacknowledged[segment.index] = SentSegment(ref, mode, raw_bytes, wire_bytes)
-        self.policy.encoded(mode, raw_bytes, wire_bytes, codec_s)
-        escapes = self._codecs.escapes(plan.extent, encoded.escapes)
-        self._metrics.encoded(mode, raw_bytes, wire_bytes, escapes, segment.encode_s)
+        outgoing.unacknowledged[segment.index] = SentSegment(
+            ref, mode, segment.raw_bytes, segment.length
+        )
+        self.policy.encoded(mode, segment.raw_bytes, segment.length, encoded.seconds)
+        self._metrics.encoded(
+            mode,
+            segment.raw_bytes,
+            segment.length,
+            self._codecs.escapes(extent, result.escapes),
+            segment.encode_s,
+        )
         outgoing.emit(pb.PrefillEvent(segment=segment))
         outgoing.announce_if_complete()
 
-    def _start(
-        self,
-        cache: PagedCache,
-        outgoing: Outgoing,
-        plan: SegmentPlan,
-        ref: SlotRef,
-        mode: WireMode,
-    ) -> codec.Pending[codec.Encoded] | None:
-        """Launch the encode on the device's thread; return None for a closed sequence.
 
-        The pages belong to the sequence until it is closed. On a GPU the launch precedes, on the
-        engine's stream, any later work that writes to them.
-        """
-        if outgoing.closed:
-            return None
-        frame = self._slab.view(ref.slot, self._slab.slot_bytes)
-        encoder = self._codecs.of(cache.planes, plan.extent, mode)
-        return encoder.encode(plan.pages, plan.extent.num_tokens, frame[HEADER_BYTES:])
-
-    def _framed(
-        self, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, encoded: codec.Encoded
-    ) -> pb.Segment:
-        """Write the frame header before a payload and return the manifest entry.
-
-        Segments are numbered in the order in which they leave the codec; on a GPU several are in
-        flight.
-        """
-        index, outgoing.issued = outgoing.issued, outgoing.issued + 1
-        extent = plan.extent
-        segment = pb.Segment(
-            sequence=outgoing.sequence,
-            index=index,
-            first_token=extent.first_token,
-            num_tokens=extent.num_tokens,
-            first_layer=extent.first_layer,
-            num_layers=extent.num_layers,
-            first_kv_head=extent.first_kv_head,
-            num_kv_heads=extent.num_kv_heads,
-            plane_group=extent.plane_group,
-            rank=extent.rank,
-            slot=ref.slot,
-            generation=ref.generation,
-            length=HEADER_BYTES + encoded.length,
-            checksum=encoded.checksum,
-            raw_bytes=encoded.raw_bytes,
-        )
-        header = FrameHeader.of(
-            segment,
-            epoch=self._epoch,
-            request_id=outgoing.request_id,
-            attempt=outgoing.attempt,
-        )
-        with self._slab.aside():
-            header.pack_into(self._slab.view(ref.slot, HEADER_BYTES))
-        return segment
+def _unencoded(extent: Extent, outgoing: Outgoing, ref: SlotRef, mode: WireMode) -> pb.Segment:
+    """Return the manifest entry of a sequence's next segment, without the encode's results."""
+    return pb.Segment(
+        sequence=outgoing.sequence,
+        index=outgoing.issued,
+        first_token=extent.first_token,
+        num_tokens=extent.num_tokens,
+        first_layer=extent.first_layer,
+        num_layers=extent.num_layers,
+        first_kv_head=extent.first_kv_head,
+        num_kv_heads=extent.num_kv_heads,
+        plane_group=extent.plane_group,
+        rank=extent.rank,
+        slot=ref.slot,
+        generation=ref.generation,
+        raw=mode is WireMode.RAW,
+    )

@@ -1,8 +1,6 @@
 """A registered memory region of equal slots, and the bookkeeping of their use."""
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +21,9 @@ class Slab:
         slot_bytes: bytes of a slot, a multiple of 16 so that a frame's payload stays aligned.
         device: a torch device.
 
+    Attributes:
+        buffer: all slots, ``[nbytes]`` uint8.
+
     Raises:
         SlabError: the sizes are not positive, or a slot is not a multiple of 16 bytes.
     """
@@ -39,23 +40,26 @@ class Slab:
         # `zeros` would leave the memory unmapped, and first uses of slots would cause page faults.
         padded = torch.empty(self.nbytes + _ALIGNMENT, dtype=torch.uint8, device=device).zero_()
         start = -padded.data_ptr() % _ALIGNMENT
-        self._buffer = padded[start : start + self.nbytes]
-        self._aside = torch.cuda.Stream(padded.device) if padded.is_cuda else None  # type: ignore[no-untyped-call]
+        self.buffer = padded[start : start + self.nbytes]
 
     @property
     def address(self) -> int:
         """Address of the first byte; slot i starts ``i * slot_bytes`` after it."""
-        return self._buffer.data_ptr()
+        return self.buffer.data_ptr()
 
     @property
     def memory_kind(self) -> str:
         """NIXL's name of the memory: "DRAM" or "VRAM"."""
-        return "VRAM" if self._buffer.is_cuda else "DRAM"
+        return "VRAM" if self.buffer.is_cuda else "DRAM"
 
     @property
     def device_index(self) -> int:
         """Index of the GPU; 0 for host memory."""
-        return max(self._buffer.get_device(), 0)
+        return max(self.buffer.get_device(), 0)
+
+    def offset(self, slot: int) -> int:
+        """Return the offset of a slot in the buffer, in bytes."""
+        return slot * self.slot_bytes
 
     def view(self, slot: int, length: int) -> torch.Tensor:
         """Return the first ``length`` bytes of a slot, ``[length]`` uint8, without copying.
@@ -68,17 +72,7 @@ class Slab:
         if not 0 <= length <= self.slot_bytes:
             raise SlabError(f"{length} bytes do not fit a slot of {self.slot_bytes}")
         start = slot * self.slot_bytes
-        return self._buffer[start : start + length]
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Run copies on a side stream, independent of other GPU work; they are complete on exit."""
-        if self._aside is None:
-            yield
-            return
-        with torch.cuda.stream(self._aside):
-            yield
-        self._aside.synchronize()
+        return self.buffer[start : start + length]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import structlog
 import torch
 
 from runtime.engine import Command, Engine, StepOutput
-from runtime.kv.cache import PagedCache
 
 T = TypeVar("T")
 
@@ -50,7 +49,7 @@ class _Job:
 
 
 class EngineThread:
-    """Runs the engine's steps, and codec jobs between them.
+    """Runs the engine's steps, and other jobs between them.
 
     Args:
         on_output: called on the event loop with each non-empty output. A step has two
@@ -109,10 +108,6 @@ class EngineThread:
         self._inbox.put(_Job(call))
         return future
 
-    def run_on_cache(self, job: Callable[[PagedCache], T]) -> "asyncio.Future[T]":
-        """Run ``job`` with the KV cache between two steps; see `services.transfer.jobs`."""
-        return self.run(lambda engine: job(engine.cache))
-
     async def stop(self) -> None:
         """End the thread once it has processed all earlier submissions.
 
@@ -146,10 +141,7 @@ class EngineThread:
             self._post(self._on_fault, error)
 
     def _round(self) -> bool:
-        """Take incoming commands, run at most one job and one step; return False to end.
-
-        Jobs alternate with steps, so that segments and token streams do not stall each other.
-        """
+        """Take incoming commands, run at most one job and one step; return False to end."""
         commands: list[Command] = []
         block = not self._engine.has_work
         while True:

@@ -36,7 +36,7 @@ class Worker(ABC):
 
     def __init__(self, loaded: Loaded, agent: TransferAgent) -> None:
         loop = asyncio.get_running_loop()
-        self.identity = loaded.identity
+        self.identity, self.sizes = loaded.identity, loaded.sizes
         self.metrics = WorkerMetrics()
         model = loaded.engine.model
         self.metrics.info.labels(
@@ -174,7 +174,7 @@ def _registration(
         compatibility=identity.compatibility,
         page_size=PAGE_SIZE,
         pages_total=worker.engine.pages_total,
-        max_running=settings.max_running,
+        max_running=worker.sizes.max_running,
     )
 
 

@@ -1,7 +1,7 @@
 """Start-up of a worker: model, engine, codebooks, and the identity compared in handshakes."""
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,10 @@ from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.transfer.codecs import Books, SegmentCodecs, group_planes
+from services.transfer.slab import Slab
 from services.worker.kv_budget import CPU_TOKENS, DeviceMemory, kv_tokens_for
 from services.worker.settings import WorkerSettings
+from services.worker.sizes import WorkerSizes
 from services.worker.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -59,6 +61,11 @@ class Loaded:
     identity: Identity
     config: ModelConfig
     device: str
+    sizes: WorkerSizes
+
+    def new_slab(self) -> Slab:
+        """Allocate the slab for KV transfers on the device."""
+        return Slab(self.sizes.slots, self.sizes.slot_bytes, self.device)
 
 
 def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
@@ -74,10 +81,10 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     try:
         path = resolve_model(settings.model)
         model, model_hash = _load_model(path, settings, device)
-        SegmentCodecs(model.layout, {})  # raises if the codec does not support the planes
-        engine = _engine(model, settings, decodes=decodes)
+        sizes = _sizes(model, settings, decodes=decodes)
+        engine = _engine(model, settings, sizes, decodes=decodes)
         codebooks, codebook_id = _codebooks(settings, model)
-        warm_up(engine, codebooks, settings)
+        warm_up(engine)
     except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
         raise SettingsError(f"cannot serve {settings.model}: {error}") from error
     _log_capacity(engine, device)
@@ -104,7 +111,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             kernel_plan_hash=model.kernel_plan_hash,
         ),
     )
-    return Loaded(engine, codebooks, identity, config, device)
+    return Loaded(engine, codebooks, identity, config, device, sizes)
 
 
 def _device(name: str) -> str:
@@ -176,17 +183,37 @@ def _kernel_plan(path: Path | None, device: str) -> "KernelPlan | None":
     return plan
 
 
-def _engine(model: Model, settings: WorkerSettings, *, decodes: bool) -> Engine:
+def _sizes(model: Model, settings: WorkerSettings, *, decodes: bool) -> WorkerSizes:
+    """Return the sizes of the worker, and log them.
+
+    Raises:
+        CodecError: the codec does not support the planes of the cache.
+        SettingsError: a slot does not hold one page of a layer.
+    """
+    on_gpu = model.device.type == "cuda"
+    memory = torch.cuda.mem_get_info(model.device)[1] if on_gpu else 0
+    codecs = SegmentCodecs(model.layout, {})
+    sizes = WorkerSizes.of(settings, codecs, decodes=decodes, gpu_bytes=memory)
+    if sizes.slot_bytes < codecs.min_slot_bytes:
+        raise SettingsError(
+            f"slot_bytes is {sizes.slot_bytes}, but one page of one layer takes "
+            f"{codecs.min_slot_bytes}: set slot_bytes to at least that"
+        )
+    log.info("sizes", **asdict(sizes))
+    return sizes
+
+
+def _engine(model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decodes: bool) -> Engine:
     """Build the engine with as many pages as the settings or the memory allow.
 
     Raises:
         SettingsError: the memory beside the weights does not hold a single page.
     """
     limits = Limits(
-        max_running=settings.max_running,
+        max_running=sizes.max_running,
         max_waiting=settings.max_waiting,
-        step_tokens=settings.step_tokens,
-        chunk_tokens=settings.chunk_tokens,
+        step_tokens=sizes.step_tokens,
+        chunk_tokens=sizes.chunk_tokens,
     )
     tokens = settings.kv_tokens
     if tokens == "auto" and model.device.type == "cpu":
@@ -196,8 +223,8 @@ def _engine(model: Model, settings: WorkerSettings, *, decodes: bool) -> Engine:
         tokens = kv_tokens_for(
             DeviceMemory.now(model.device),
             utilization=settings.gpu_memory_utilization,
-            slab=settings.slots * settings.slot_bytes + model.replayable * PAGE_SIZE * per_token,
-            logits=settings.max_running * model.config.vocab_size if decodes else 0,
+            slab=sizes.slab_bytes + model.replayable * PAGE_SIZE * per_token,
+            logits=sizes.max_running * model.config.vocab_size if decodes else 0,
             bytes_per_token=per_token,
             page_size=PAGE_SIZE,
         )

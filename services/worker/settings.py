@@ -81,17 +81,21 @@ class WorkerSettings(ServiceSettings):
         description="share of the GPU's memory that this worker may use in total, if `kv_tokens` "
         "is auto; the shares of workers on one GPU must add up to at most 1",
     )
-    max_running: int = Field(
-        64, ge=1, le=4096, description="maximum number of sequences in one batch"
+    max_running: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
+        "auto",
+        description="maximum number of sequences in one batch; auto: 256 on a GPU, 64 on the CPU",
     )
     max_waiting: int = Field(
         256, ge=0, le=65536, description="maximum number of waiting sequences; more are refused"
     )
-    step_tokens: int = Field(
-        512, ge=16, le=1 << 20, description="maximum tokens of all sequences in a prefill step"
+    step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] | Literal["auto"] = Field(
+        "auto",
+        description="maximum prompt tokens of all sequences in a step; auto: 2,048 for a prefill "
+        "worker with a GPU, otherwise 512",
     )
-    chunk_tokens: int = Field(
-        512, ge=16, le=1 << 20, description="maximum tokens of one sequence in a prefill step"
+    chunk_tokens: Annotated[int, Field(ge=16, le=1 << 20)] | Literal["auto"] = Field(
+        "auto",
+        description="maximum prompt tokens of one sequence in a step; auto: `step_tokens`",
     )
     codec: Literal["auto", "raw", "splitzip"] = Field(
         "auto",
@@ -105,12 +109,12 @@ class WorkerSettings(ServiceSettings):
     )
     kv_digest: bool = Field(False, description="log a digest of each sequence's pages, for tests")
     slots: int = Field(16, ge=1, le=65536, description="number of slots in this worker's slab")
-    slot_bytes: int = Field(
-        4 << 20,
-        ge=1 << 14,
-        le=1 << 30,
-        multiple_of=16,
-        description="bytes of a slot, which bound the encoded segments",
+    slot_bytes: Annotated[int, Field(ge=1 << 14, le=1 << 30, multiple_of=16)] | Literal["auto"] = (
+        Field(
+            "auto",
+            description="bytes of a slot, which bound the encoded segments; auto: 4 MiB on the "
+            "CPU, 64 MiB of KV on a GPU, or less if all slots would use over 2 % of its memory",
+        )
     )
 
     @field_validator("transfer_ports")

@@ -1,70 +1,101 @@
 """Warm-up of a worker before it is ready: kernel compilation and graph capture."""
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import structlog
-import torch
 
 import codec
 from runtime.engine import Engine
 from runtime.kv.pages import pages_for
-from services.transfer.codecs import Books, SegmentCodecs
-from services.transfer.manifest import plan_segments
+from services.common.errors import SettingsError
+from services.transfer.agent import TransferAgent
+from services.transfer.codecs import SegmentCodecs
+from services.transfer.manifest import SegmentPlan, plan_segments
 from services.transfer.policy import WireMode
-from services.worker.settings import WorkerSettings
+from services.transfer.slab import Slab
+
+if TYPE_CHECKING:
+    from services.worker.loading import Loaded
 
 log = structlog.get_logger()
 
 
-def warm_up(engine: Engine, codebooks: Books, settings: WorkerSettings) -> None:
-    """Warm up the engine and the codec, and log how long each part took.
+def warm_up(engine: Engine) -> None:
+    """Warm up the engine, and on the CPU the codec; log how long each part took."""
+    if engine.model.device.type == "cpu":
+        codec.warm_up()
+    else:
+        engine.warm_up(_progress_log())
+
+
+async def warm_up_transfers(loaded: "Loaded", agent: TransferAgent, slab: Slab) -> None:
+    """Warm up the codec on the transfer thread. Does nothing on a CPU.
+
+    Raises:
+        SettingsError: the codec does not reproduce its input.
+    """
+    if loaded.device == "cpu":
+        return
+    progress = _progress_log()
+    try:
+        segments = await asyncio.wrap_future(
+            agent.run_on_codec_stream(lambda: warm_up_codec(loaded, slab))
+        )
+    except codec.CodecError as error:
+        raise SettingsError(f"the codec does not work with this model: {error}") from error
+    progress("codec", segments)
+
+
+def warm_up_codec(loaded: "Loaded", slab: Slab) -> int:
+    """Prepare the codec for all segments of a chunk, and check one segment of each kind.
+
+    The first pages of the cache are encoded into the slab and decoded into the same pages, raw and,
+    with codebooks, as SplitZip.
+
+    Returns:
+        Number of kinds of segments.
 
     Raises:
         CodecError: the codec does not reproduce its input.
-        ValueError: a slot of the slab does not hold one page of a layer.
     """
-    if engine.model.device.type == "cpu":
-        codec.warm_up()
-        return
-    progress = _progress_log()
-    engine.warm_up(progress)
-    for tokens in (1, settings.chunk_tokens):
-        tokens = min(tokens, engine.pages_total * engine.cache.page_size)
-        progress("codec", warm_up_codec(engine, codebooks, tokens, settings.slot_bytes))
+    planes = loaded.engine.cache.planes
+    codecs = SegmentCodecs(loaded.engine.cache.layout, loaded.codebooks)
+    modes = list(WireMode) if codecs.has_codebooks else [WireMode.RAW]
+    plans = list(_kinds_of_segments(loaded, codecs, slab.slot_bytes))
+    for plan in plans:
+        for mode in modes:
+            paged = codecs.of(planes, plan.extent, mode)
+            paged.warm_up(plan.extent.num_tokens)
+            tokens = plan.extent.num_tokens
+            encoded = paged.encode(plan.pages, tokens, slab.view(0, slab.slot_bytes)).result()
+            payload = slab.view(0, encoded.length)
+            paged.decode(payload, codec.read_header(payload), plan.pages, tokens).result()
+    return len(plans)
 
 
-@torch.inference_mode()
-def warm_up_codec(engine: Engine, codebooks: Books, num_tokens: int, slot_bytes: int) -> int:
-    """Encode the first pages and decode them into the same pages.
-
-    The pages are cut into the segments that a prefill worker makes of a chunk of ``num_tokens``
-    with slots of ``slot_bytes``. They are sent raw and, with codebooks, as SplitZip.
-
-    Returns:
-        Number of segments.
-    """
-    planes, layout = engine.cache.planes, engine.cache.layout
-    codecs = SegmentCodecs(layout, codebooks)
-    plans = list(
-        plan_segments(
+def _kinds_of_segments(
+    loaded: "Loaded", codecs: SegmentCodecs, slot_bytes: int
+) -> Iterator[SegmentPlan]:
+    """Yield the longest segment of each plane group and number of layers."""
+    layout, seen = loaded.engine.cache.layout, set()
+    tokens = min(loaded.sizes.chunk_tokens, loaded.engine.pages_total * layout.page_size)
+    while tokens > 0:
+        for plan in plan_segments(
             layout,
             first_token=0,
-            num_tokens=num_tokens,
-            pages=tuple(range(pages_for(num_tokens, layout.page_size))),
+            num_tokens=tokens,
+            pages=tuple(range(pages_for(tokens, layout.page_size))),
             capacity=slot_bytes,
             bound=codecs.max_frame_bytes,
-        )
-    )
-    slot = torch.empty(slot_bytes, dtype=torch.uint8, device=engine.model.device)
-    for mode in WireMode if codecs.has_codebooks else (WireMode.RAW,):
-        for plan in plans:
-            segment = codecs.of(planes, plan.extent, mode)
-            encoded = segment.encode(plan.pages, plan.extent.num_tokens, slot).result()
-            payload = slot[: encoded.length]
-            header = codec.read_header(payload)
-            segment.decode(payload, header, plan.pages, plan.extent.num_tokens).result()
-    return len(plans)
+        ):
+            kind = plan.extent.plane_group, plan.extent.num_layers
+            if kind not in seen:
+                seen.add(kind)
+                yield plan
+        tokens //= 2
 
 
 def _progress_log() -> Callable[[str, int], None]:

@@ -2,15 +2,18 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import grpc
 import httpx
@@ -74,6 +77,15 @@ class Running:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
+    def metrics_urls(self) -> dict[str, str]:
+        """Return the metrics URL of the gateway and of each worker, by process name."""
+        urls = {"gateway": f"{self.url}/metrics"}
+        for name in sorted(self.state.pids):
+            if name.startswith(("prefill", "decode")):
+                port = self.records(name, "ready")[-1]["metrics_port"]
+                urls[name] = f"http://127.0.0.1:{port}/metrics"
+        return urls
+
     def workers(self) -> dict[str, dict[str, object]]:
         """Return the router's view of each worker, by worker id."""
         state = self.state
@@ -83,6 +95,22 @@ class Running:
             trust_env=False,
         )
         return {worker["worker_id"]: worker for worker in answer.json()["workers"]}
+
+    def wait_for_all_workers(self, limit_s: float) -> None:
+        """Wait until the router knows every worker; the gateway is ready with the first pair.
+
+        Raises:
+            RuntimeError: if a worker is not ready in time.
+        """
+        deadline = time.monotonic() + limit_s
+        expected = {name for name in self.state.pids if name.startswith(("prefill", "decode"))}
+        while missing := expected - self._ready_workers():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"workers are not ready: {', '.join(sorted(missing))}")
+            time.sleep(0.2)
+
+    def _ready_workers(self) -> set[str]:
+        return {name for name, worker in self.workers().items() if worker["state"] == "ready"}
 
     def wait_until_idle(self, limit_s: float = 30.0) -> None:
         """Wait until all workers are idle, without running, queued or promised requests."""
@@ -130,7 +158,11 @@ def _listeners(name: str, pid: int) -> list[tuple[str, str, int]]:
 
 @contextmanager
 def deployed(
-    *flags: str, environment: dict[str, str] | None = None, api_key: str = "none"
+    *flags: str,
+    environment: dict[str, str] | None = None,
+    api_key: str = "none",
+    start_s: float = START_S,
+    logs: Path | None = None,
 ) -> Iterator[Running]:
     """Run ``headrace up <flags>`` on free ports until the block ends.
 
@@ -138,6 +170,8 @@ def deployed(
         flags: further flags of `headrace up`.
         environment: variables added to those of this process.
         api_key: key for the request that asks for the model's name.
+        start_s: time limit for the start, in seconds.
+        logs: folder to which the logs of all processes are copied at the end.
 
     Raises:
         RuntimeError: if the deployment is not ready in time, or leaves processes behind.
@@ -148,38 +182,59 @@ def deployed(
         *("--port", str(port), "--grpc-port", str(grpc_port), "--router-port", str(router_port)),
         *flags,
     ]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
-    )
     url = f"http://127.0.0.1:{port}"
-    try:
-        model = _wait_until_ready(process, url, api_key)
-        yield Running(url, f"127.0.0.1:{grpc_port}", port, model)
-    finally:
-        children = _children(process)
-        process.send_signal(signal.SIGINT)
+    with tempfile.TemporaryFile("w+") as log:  # a pipe that is not read would fill up
+        process = subprocess.Popen(command, stderr=log, env={**os.environ, **(environment or {})})
         try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+            model = _wait_until_ready(process, log, url, api_key, start_s)
+            yield Running(url, f"127.0.0.1:{grpc_port}", port, model)
         finally:
-            if process.stderr is not None:
-                process.stderr.close()
-            left = [child for child in children if child.is_running()]
-            for child in left:
-                child.kill()
-        if left:
-            raise RuntimeError(f"`headrace up` left processes behind: {left}")
+            try:
+                _stop(process)
+            finally:
+                if logs is not None:
+                    _copy_logs(Deployment.folder(port) / "logs", log, logs)
 
 
-def _wait_until_ready(process: "subprocess.Popen[str]", url: str, api_key: str) -> str:
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """Stop `headrace up`.
+
+    Raises:
+        RuntimeError: if it leaves processes behind. They are killed.
+    """
+    children = _children(process)
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    finally:
+        left = [child for child in children if child.is_running()]
+        for child in left:
+            child.kill()
+    if left:
+        raise RuntimeError(f"`headrace up` left processes behind: {left}")
+
+
+def _copy_logs(source: Path, log: IO[str], logs: Path) -> None:
+    """Copy the logs of the services, and write that of `headrace up` beside them."""
+    log.seek(0)
+    (logs / "up.log").write_text(log.read())
+    for file in source.glob("*.log"):
+        shutil.copy(file, logs)
+
+
+def _wait_until_ready(
+    process: "subprocess.Popen[bytes]", log: IO[str], url: str, api_key: str, start_s: float
+) -> str:
     """Wait until the gateway is ready and return the name of its model."""
     headers = {"authorization": f"Bearer {api_key}"}
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + start_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"`headrace up` ended: {process.stderr and process.stderr.read()}")
+            log.seek(0)
+            raise RuntimeError(f"`headrace up` ended: {log.read()}")
         try:
             if httpx.get(f"{url}/ready", trust_env=False).status_code == httpx.codes.OK:
                 models = httpx.get(f"{url}/v1/models", headers=headers, trust_env=False).json()
@@ -190,7 +245,7 @@ def _wait_until_ready(process: "subprocess.Popen[str]", url: str, api_key: str) 
     raise RuntimeError("`headrace up` was not ready in time")
 
 
-def _children(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+def _children(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:

@@ -1,9 +1,9 @@
 """A prefill worker with one precomputed prompt, so that only the transfer takes time.
 
-``python -m tests.e2e.kept_prompt --codec auto --codebooks FILE`` computes a prompt of real text
-with the engine, then serves `headrace.v1.Prefill`. It answers every request with the KV of that
-prompt, chunk by chunk. It prints a line of JSON when it is ready, and a
-report as a line of JSON for each line on stdin.
+``python -m tests.e2e.kept_prompt --workload FILE --codec auto`` computes a prompt with the engine,
+then serves `headrace.v1.Prefill`. It answers every request with the KV of that prompt, chunk by
+chunk. It prints a line of JSON when it is ready, and a report as a line of JSON for each line on
+stdin.
 """
 
 import argparse
@@ -11,7 +11,9 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -26,24 +28,56 @@ from services.common.tokenizer import load_tokenizer
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.slab import Slab
 from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
 
-TOKENS = 4096
-CHUNK = 512
+SMOLLM2 = "smollm2-135m"
 
 
-def prompt() -> tuple[int, ...]:
-    """Return the tokens of real text that calibration does not use."""
-    tokens = load_tokenizer(resolve_model("smollm2-135m")).encode(documentation()[1])
-    return tuple(tokens[:TOKENS])
+@dataclass(frozen=True)
+class Workload:
+    """KV to transfer: that of one prompt, once for each of several concurrent requests.
+
+    Attributes:
+        model: "smollm2-135m", or a checkpoint folder whose prompt is made of arbitrary tokens.
+        device: "cpu" or "cuda".
+        tokens: length of the prompt, a multiple of ``chunk``.
+        chunk: tokens of each chunk that the prefill worker announces as computed.
+        prompts: number of concurrent requests.
+        codebooks: file of codebooks for the model's KV.
+    """
+
+    model: str
+    device: str
+    tokens: int
+    chunk: int
+    prompts: int
+    codebooks: str
+
+    def prompt(self) -> tuple[int, ...]:
+        """Return the tokens; for SmolLM2, those of real text that calibration does not use."""
+        if self.model != SMOLLM2:
+            return tuple(100 + 31 * number % 397 for number in range(self.tokens))
+        tokens = load_tokenizer(resolve_model(SMOLLM2)).encode(documentation()[1])
+        return tuple(tokens[: self.tokens])
+
+    def settings(self, prompts: int) -> dict[str, Any]:
+        """Return the settings of a worker with pages for some prompts."""
+        return {
+            "model": self.model,
+            "codebooks": self.codebooks,
+            "device": self.device,
+            "kv_tokens": prompts * self.tokens + PAGE_SIZE,
+            "max_running": 1,
+            "step_tokens": self.chunk,
+        }
 
 
 class KeptPrompt(Engine):
     """Engine that computes one prompt at the start and answers every request with its pages."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, workload: Workload) -> None:
         vars(self).update(vars(engine))
+        self._workload = workload
         self._pending: list[str] = []
         self.pages = self._prefill_once()
 
@@ -58,19 +92,21 @@ class KeptPrompt(Engine):
 
     def compute(self) -> StepOutput:
         output, token = StepOutput(), SampledToken(choice=0, index=0, token=1)
+        chunk = self._workload.chunk
         for request_id in self._pending:
-            for first in range(0, TOKENS, CHUNK):
-                pages = self.pages[first // PAGE_SIZE : (first + CHUNK) // PAGE_SIZE]
-                output.computed.append(Computed(request_id, first, CHUNK, pages))
+            for first in range(0, self._workload.tokens, chunk):
+                pages = self.pages[first // PAGE_SIZE : (first + chunk) // PAGE_SIZE]
+                output.computed.append(Computed(request_id, first, chunk, pages))
             output.tokens.append((request_id, token))
         self._pending.clear()
         return output
 
     def _prefill_once(self) -> tuple[int, ...]:
-        request = Request("kept", prompt(), TOKENS, SamplingParams(), max_tokens=2)
+        tokens = self._workload.prompt()
+        request = Request("kept", tokens, len(tokens), SamplingParams(), max_tokens=2)
         pages: tuple[int, ...] = ()
         commands: list[Command] = [Add(request, hold=True)]
-        while len(pages) < TOKENS // PAGE_SIZE:
+        while len(pages) < len(tokens) // PAGE_SIZE:
             Engine.plan(self, commands)
             for chunk in Engine.compute(self).computed:
                 pages += chunk.pages
@@ -78,12 +114,17 @@ class KeptPrompt(Engine):
         return pages
 
 
-async def serve(settings: PrefillSettings) -> None:
+async def serve(workload: Workload, codec: str) -> None:
     """Serve until stdin is closed."""
+    settings = PrefillSettings.model_validate(
+        {**workload.settings(prompts=1), "codec": codec, "worker_id": f"prefill-{codec}"}
+    )
     loaded = load_worker(settings, decodes=False)
-    engine = KeptPrompt(loaded.engine)
-    slab = Slab(settings.slots, settings.slot_bytes)
-    agent = TransferAgent(f"prefill-{loaded.identity.epoch}", network=settings.transfer_network)
+    engine = KeptPrompt(loaded.engine, workload)
+    slab = loaded.new_slab()
+    agent = TransferAgent(
+        f"prefill-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
+    )
     agent.register(slab)
     worker = PrefillWorker(settings, replace(loaded, engine=engine), agent, slab)
     server = GrpcServer(settings.endpoint, [SERVICE])
@@ -94,7 +135,7 @@ async def serve(settings: PrefillSettings) -> None:
         "worker_id": loaded.identity.worker_id,
         "epoch": loaded.identity.epoch,
         "address": f"127.0.0.1:{server.port}",
-        "digest": digest_pages(engine, engine.pages, TOKENS),
+        "digest": digest_pages(engine, engine.pages, workload.tokens),
     }
     print(json.dumps(ready), flush=True)  # noqa: T201
     while await asyncio.to_thread(sys.stdin.readline):
@@ -119,20 +160,12 @@ def _report(worker: PrefillWorker) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--workload", type=Path, required=True)
     parser.add_argument("--codec", required=True)
-    parser.add_argument("--codebooks", required=True)
     arguments = parser.parse_args()
     configure_logging(f"prefill-{arguments.codec}", level="warning")
-    settings = PrefillSettings.model_validate(
-        {
-            "codec": arguments.codec,
-            "codebooks": arguments.codebooks,
-            "device": "cpu",
-            "kv_tokens": TOKENS + PAGE_SIZE,
-            "worker_id": f"prefill-{arguments.codec}",
-        }
-    )
-    uvloop.run(serve(settings))
+    workload = Workload(**json.loads(arguments.workload.read_text()))
+    uvloop.run(serve(workload, arguments.codec))
 
 
 if __name__ == "__main__":

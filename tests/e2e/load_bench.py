@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.deployment import Running, deployed
+from tests.e2e.deployment import deployed
 
 SIDES = {"colocated": ("--colocated",), "disaggregated": ()}
 MAX_LAG_S = 0.1
@@ -28,20 +28,10 @@ def measure(name: str, rates: str, seeds: int, seconds: float, out: Path) -> Non
             *("--ignore-eos", "--duration", str(seconds)),
             *("--most-lag", str(MAX_LAG_S)),
             *("--warm-up", str(seconds / 5), "--objective", "ttft=1", "--objective", "tpot=0.1"),
-            *(part for url in _metrics(running) for part in ("--metrics", url)),
+            *(part for url in running.metrics_urls().values() for part in ("--metrics", url)),
             *("--out", str(out / name)),
         ]
         subprocess.run(command, check=True)
-
-
-def _metrics(running: Running) -> list[str]:
-    """Return the metrics URLs of the gateway and of every worker."""
-    urls = [f"{running.url}/metrics"]
-    for name in running.state.pids:
-        if name.startswith(("prefill", "decode")):
-            port = running.records(name, "ready")[-1]["metrics_port"]
-            urls.append(f"http://127.0.0.1:{port}/metrics")
-    return urls
 
 
 def main() -> None:

@@ -232,12 +232,12 @@ async def refusal(running: Running, compatibility: Compatibility) -> str | None:
         session: MessageStream = PrefillStub(channel).Session(
             metadata=credentials(running.state.cluster_token)
         )
-        await session.write(pb.PrefillCommand(hello=hello))
+        await session.write(pb.PrefillCommands(commands=[pb.PrefillCommand(hello=hello)]))
         try:
-            event = await asyncio.wait_for(next_message(session), 20)
+            message = await asyncio.wait_for(next_message(session), 20)
         except grpc.aio.AioRpcError as error:
             return error.details()
-        assert event is not None
-        assert event.WhichOneof("event") == "welcome"
+        assert message is not None
+        assert message.events[0].WhichOneof("event") == "welcome"
         session.cancel()
         return None

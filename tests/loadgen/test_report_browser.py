@@ -9,6 +9,8 @@ import pytest
 
 from loadgen.measures import Window
 from loadgen.report import compare_page, run_page, sweep_page
+from tests.e2e.bench_documents import results_of
+from tests.e2e.serving_bench.report import page as serving_page
 from tests.loadgen.browser import (
     RenderError,
     View,
@@ -63,6 +65,10 @@ def a_comparison() -> str:
     return compare_page(comparison)
 
 
+def a_serving_bench() -> str:
+    return serving_page(results_of("colocated", "1+1 splitzip", "z" * 80))
+
+
 @pytest.fixture(
     params=[(chromium, look_by_chromium), (kaleido, look_by_kaleido)], ids=["own", "kaleido"]
 )
@@ -79,7 +85,14 @@ def look(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], list
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "drawings"),
-    [(a_run, 4), (a_run_of_one, 4), (a_saturated_run, 4), (a_sweep, 6), (a_comparison, 15)],
+    [
+        (a_run, 4),
+        (a_run_of_one, 4),
+        (a_saturated_run, 4),
+        (a_sweep, 6),
+        (a_comparison, 15),
+        (a_serving_bench, 7),
+    ],
 )
 def test_pages_fit_without_overlapping_text(
     look: Callable[[str], list[dict[str, Any]]], page: Callable[[], str], drawings: int

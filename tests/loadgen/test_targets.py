@@ -11,6 +11,7 @@ from loadgen.errors import UsageError
 from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
 from loadgen.target.base import Endpoint, Options, Target
+from loadgen.target.choice import open_target
 from loadgen.target.http import HttpTarget
 from loadgen.target.rpc import RpcTarget
 from loadgen.workload.base import RequestSpec
@@ -174,6 +175,16 @@ async def test_prompts_of_token_ids() -> None:
         async with opened(TARGETS["chat"], server) as target:
             with pytest.raises(UsageError, match="chat"):
                 await send(target, scheduled)
+
+
+async def test_replicas_receive_requests_in_turn() -> None:
+    with serving(Behaviour()) as one, serving(Behaviour()) as other:
+        target = open_target(f"{one.url}/v1,{other.url}/v1", OPTIONS)
+        for number in range(5):
+            record = await send(target, request_of(), number)
+            assert record.succeeded
+        await target.close()
+        assert [len(one.log()), len(other.log())] == [3, 2]
 
 
 async def test_options_are_sent_with_the_request() -> None:

@@ -146,8 +146,8 @@ class Record:
         for name, fault in output.refused:
             assert name not in self.refused, "a request must be refused once"
             self.refused[name] = fault
-        for name, pages in output.reserved:
-            self.reserved[name] = pages
+        for reserved in output.reserved:
+            self.reserved[reserved.id] = reserved.pages
         for name in output.ended:
             assert name not in self.ended, "a request must end once"
             self.ended.append(name)

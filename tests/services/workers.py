@@ -5,7 +5,7 @@ import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,9 +20,11 @@ from services.decode.settings import DecodeSettings
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
+from services.transfer.codecs import SegmentCodecs
 from services.transfer.fetch import Fetch
-from services.transfer.slab import Slab
 from services.worker.loading import PAGE_SIZE, Identity, Loaded
+from services.worker.settings import WorkerSettings
+from services.worker.sizes import WorkerSizes
 from tests.runtime.tiny import CONFIG, engine_of, prompt_of, tiny_model
 
 LIMIT_S = 20.0  # seconds, for operations that take milliseconds
@@ -58,7 +60,14 @@ def load(*, codebooks: bool = False, **limits: int) -> Loaded:
     identity = Identity(f"worker-{next(_numbers)}", uuid.uuid4().hex, model, compatibility)
     book = normal_codebook()
     books = {(layer, plane.name): book for layer, plane in engine.cache.layout.planes}
-    return Loaded(engine, books if codebooks else {}, identity, CONFIG, "cpu")
+    sizes = WorkerSizes(64, 512, 512, slots=2, slot_bytes=SLOT_BYTES)
+    return Loaded(engine, books if codebooks else {}, identity, CONFIG, "cpu", sizes)
+
+
+def sizes_of(loaded: Loaded, settings: WorkerSettings) -> WorkerSizes:
+    """Return the sizes that the settings ask for."""
+    codecs = SegmentCodecs(loaded.engine.cache.layout, {})
+    return WorkerSizes.of(settings, codecs, decodes=True, gpu_bytes=0)
 
 
 def normal_codebook() -> codec.Codebook:
@@ -112,7 +121,8 @@ class Site:
             {"codec": "raw", "slots": 4, "slot_bytes": SLOT_BYTES, **changes}
         )
         loaded = load(codebooks=settings.codec != "raw")
-        slab = Slab(settings.slots, settings.slot_bytes)
+        loaded = replace(loaded, sizes=sizes_of(loaded, settings))
+        slab = loaded.new_slab()
         agent = TransferAgent(f"prefill-{loaded.identity.epoch}")
         agent.register(slab)
         worker = PrefillWorker(settings, loaded, agent, slab)
@@ -136,7 +146,8 @@ class Site:
             {"codec": "raw", "slots": 2, "slot_bytes": SLOT_BYTES, **changes}
         )
         loaded = load(codebooks=settings.codec != "raw")
-        landing = Slab(settings.slots, settings.slot_bytes)
+        loaded = replace(loaded, sizes=sizes_of(loaded, settings))
+        landing = loaded.new_slab()
         agent = make_agent(f"decode-{loaded.identity.epoch}")
         agent.register(landing)
         worker = DecodeWorker(settings, loaded, agent, landing)
@@ -183,7 +194,7 @@ def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
 
 
 @asynccontextmanager
-async def session_with(prefill: Prefill) -> AsyncIterator[MessageStream]:
+async def session_with(prefill: Prefill) -> AsyncIterator["ReaderSession"]:
     """Open a reader's session, after the handshake, for the test to drive."""
     hello = pb.Hello(
         worker_id="reader",
@@ -193,18 +204,32 @@ async def session_with(prefill: Prefill) -> AsyncIterator[MessageStream]:
         slot_bytes=SLOT_BYTES,
     )
     async with open_channel(prefill.address.address) as channel:
-        session: MessageStream = PrefillStub(channel).Session()
-        await session.write(pb.PrefillCommand(hello=hello))
-        assert (await event_of(session)).WhichOneof("event") == "welcome"
+        stream: MessageStream = PrefillStub(channel).Session()
+        session = ReaderSession(stream)
+        await session.send(pb.PrefillCommand(hello=hello))
+        assert (await session.event()).WhichOneof("event") == "welcome"
         yield session
-        session.cancel()
+        stream.cancel()
 
 
-async def event_of(session: MessageStream) -> pb.PrefillEvent:
-    """Return the next event of a session."""
-    event: pb.PrefillEvent | None = await asyncio.wait_for(next_message(session), LIMIT_S)
-    assert event is not None
-    return event
+class ReaderSession:
+    """A reader's side of a session, driven by a test."""
+
+    def __init__(self, stream: MessageStream) -> None:
+        self._stream = stream
+        self._events: list[pb.PrefillEvent] = []
+
+    async def send(self, *commands: pb.PrefillCommand) -> None:
+        """Send commands in one message."""
+        await self._stream.write(pb.PrefillCommands(commands=commands))
+
+    async def event(self) -> pb.PrefillEvent:
+        """Return the next event."""
+        while not self._events:
+            message = await asyncio.wait_for(next_message(self._stream), LIMIT_S)
+            assert message is not None
+            self._events += message.events
+        return self._events.pop(0)
 
 
 async def until(condition: Callable[[], bool]) -> None:

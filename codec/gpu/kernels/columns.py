@@ -9,14 +9,14 @@ words. This fixes which values each thread holds, independently of the compiler'
 import triton
 import triton.language as tl
 
+from codec.gpu.kernels.parameters import FIRST_PAGE, FULL_PAGES, LAST_RUN, PLANE_START
 from codec.gpu.kernels.words import LANES
 
 
 @triton.jit
 def locate_chunk(
-    i, head, run_chunks, full_pages, run_elements, last_run_elements, run_columns, head_columns,
-    PAGED: tl.constexpr,
-):  # fmt: skip
+    i, head, full_pages, last_run, run_chunks, run_elements, run_columns, PAGED: tl.constexpr
+):
     """Locate a chunk of a head.
 
     Returns its page index, its first element within the run, its number of elements, and the index
@@ -24,30 +24,27 @@ def locate_chunk(
     """
     page = tl.minimum(i // run_chunks, full_pages) if PAGED else 0 * i
     start = (i - page * run_chunks).to(tl.int64) * 1024
-    length = tl.minimum(
-        1024, tl.where(page == full_pages, last_run_elements, run_elements) - start
-    ).to(tl.int32)
+    run = tl.where(page == full_pages, last_run, run_elements)
+    length = tl.minimum(1024, run - start).to(tl.int32)
+    head_columns = full_pages.to(tl.int64) * run_columns + (last_run + 31) // 32
     first_column = head.to(tl.int64) * head_columns + page.to(tl.int64) * run_columns + start // 32
     return page, start, length, first_column
 
 
 @triton.jit
-def plane_value(row, NUMBER: tl.constexpr, plane, first, step, EVENLY_SPACED: tl.constexpr):
-    """Return field NUMBER of a plane. For evenly spaced planes it is computed without a load."""
-    if EVENLY_SPACED:
-        value = first + plane.to(tl.int64) * step
-    else:
-        value = tl.load(row + NUMBER)
-    return value
+def load_geometry(row, run_chunks):
+    """Return the full pages, the elements of the last run, and the chunks of a head."""
+    full_pages = tl.load(row + FULL_PAGES).to(tl.int32)
+    last_run = tl.load(row + LAST_RUN)
+    return full_pages, last_run, full_pages * run_chunks + ((last_run + 1023) // 1024).to(tl.int32)
 
 
 @triton.jit
-def page_offset(page_ids, page, page_stride, PAGED: tl.constexpr):
-    """Return the element offset of a page; 0 if the plane has a single page."""
+def run_offset(row, page_ids, page, page_stride, head, head_stride, PAGED: tl.constexpr):
+    """Return the offset of a head of a page from the base address, in elements."""
+    start = tl.load(row + PLANE_START) + head.to(tl.int64) * head_stride
     if PAGED:
-        start = tl.load(page_ids + page).to(tl.int64) * page_stride
-    else:
-        start = tl.zeros((), tl.int64)
+        start += tl.load(page_ids + tl.load(row + FIRST_PAGE) + page) * page_stride
     return start
 
 

@@ -8,10 +8,10 @@ import triton.language as tl
 from codec.gpu.kernels.columns import (
     element_index,
     first_word,
+    load_geometry,
     load_stream,
     locate_chunk,
-    page_offset,
-    plane_value,
+    run_offset,
     store_columns,
 )
 from codec.gpu.kernels.fields import (
@@ -22,6 +22,9 @@ from codec.gpu.kernels.fields import (
 )
 from codec.gpu.kernels.parameters import (
     CODES_STREAM,
+    ENTRIES,
+    ENTRY_WORDS,
+    EXPONENTS,
     FIRST_CHUNK,
     FIRST_CODED_CHUNK,
     HIGH_STREAM,
@@ -29,10 +32,14 @@ from codec.gpu.kernels.parameters import (
     LOWEST_EXPONENT,
     MAX_NIBBLES,
     NOT_SPECIALIZED,
+    NUMBER,
     PLANE_FIELDS,
-    PLANE_START,
+    SECOND_EXPONENTS,
+    SEGMENT,
+    TABLES,
 )
 from codec.gpu.kernels.words import (
+    ACCUMULATORS,
     ERROR_FLAGS,
     LANES,
     NUM_SUMS,
@@ -132,70 +139,68 @@ def valid_places(lane, num_columns, length, ELEMENT_BYTES: tl.constexpr):
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def decode_kernel(
-    # pages, planes and their streams
-    target_elements, target_words, plane_rows, plane_start, plane_step,
-    codes_start, low_start, high_start, block_step,
-    # codebooks
-    exponent_tables, second_exponents,
-    # page table and geometry
-    page_ids, page_stride, head_stride,
-    run_chunks, full_pages, run_elements, last_run_elements, run_columns, head_columns,
-    # segment and working memory
-    in8, in32, starts_offset, entries_offset, total_entry_words, accumulators,
+    # pages, planes, segments and codebooks
+    base, base8, base32, plane_rows, page_ids,
+    # geometry
+    page_stride, head_stride, run_chunks, run_elements, run_columns, header_words,
+    # working memory
+    accumulators,
     # compile-time configuration
     ELEMENT_BYTES: tl.constexpr, MANTISSA_BITS: tl.constexpr, EXPONENT_MASK: tl.constexpr,
     REMAINDER_WIDTHS: tl.constexpr, CODE_BITS: tl.constexpr, HAS_ESCAPE_CODE: tl.constexpr,
-    IS_WINDOW: tl.constexpr, ALIGNED: tl.constexpr, EVENLY_SPACED: tl.constexpr,
-    PAGED: tl.constexpr, OVERFLOW_WORDS: tl.constexpr, KEYS: tl.constexpr,
+    IS_WINDOW: tl.constexpr, ALIGNED: tl.constexpr, PAGED: tl.constexpr,
+    OVERFLOW_WORDS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Decode one chunk into its page and add its checksum terms to `accumulators`.
 
     For any payload, the kernel reads nothing outside the payload and writes nothing outside the
     chunk.
 
-    Grid: `[chunks of a head, kv_heads, planes]`, one warp each. See `kernels/__init__.py` for the
-    parameters.
+    Grid: `[chunks of a head, kv_heads, plane rows]`, one warp each. See `kernels/__init__.py` for
+    the parameters.
     """
-    chunk_in_head, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = plane_rows + PLANE_FIELDS * plane
+    chunk_in_head, head = tl.program_id(0), tl.program_id(1)
+    row = plane_rows + PLANE_FIELDS * tl.program_id(2)
+    full_pages, last_run, head_chunks = load_geometry(row, run_chunks)
+    if chunk_in_head >= head_chunks:
+        return
     lane = tl.arange(0, LANES)
     page, start, length, first_column = locate_chunk(
-        chunk_in_head, head, run_chunks, full_pages, run_elements, last_run_elements, run_columns,
-        head_columns, PAGED,
-    )  # fmt: skip
-    chunk = head * tl.num_programs(0) + chunk_in_head
-    coded_chunk = tl.load(row + FIRST_CODED_CHUNK) + chunk
+        chunk_in_head, head, full_pages, last_run, run_chunks, run_elements, run_columns, PAGED
+    )
+    chunk = head * head_chunks + chunk_in_head
+    segment = tl.load(row + SEGMENT)
+    starts = base32 + segment + header_words + tl.load(row + FIRST_CODED_CHUNK) + chunk
     num_columns = (length + 31) // 32
-    begin = unsigned(tl.load(in32 + starts_offset + coded_chunk))
-    entry_words = (unsigned(tl.load(in32 + starts_offset + coded_chunk + 1)) - begin).to(tl.int32)
+    begin = unsigned(tl.load(starts))
+    entry_words = (unsigned(tl.load(starts + 1)) - begin).to(tl.int32)
     G: tl.constexpr = 1 if CODE_BITS == 3 else 4
-    p = plane_value(row, CODES_STREAM, plane, codes_start, block_step, EVENLY_SPACED)
+    p = segment + tl.load(row + CODES_STREAM)
     streams = load_stream(
-        in32 + first_word(p, first_column, CODE_BITS, G), num_columns, CODE_BITS, G
+        base32 + first_word(p, first_column, CODE_BITS, G), num_columns, CODE_BITS, G
     )
     R: tl.constexpr = 1 if REMAINDER_WIDTHS[0] == 3 else 4
-    p = plane_value(row, LOW_STREAM, plane, low_start, block_step, EVENLY_SPACED)
-    p = in32 + first_word(p, first_column, REMAINDER_WIDTHS[0], R)
+    p = segment + tl.load(row + LOW_STREAM)
+    p = base32 + first_word(p, first_column, REMAINDER_WIDTHS[0], R)
     streams = streams + load_stream(p, num_columns, REMAINDER_WIDTHS[0], R)
     if len(REMAINDER_WIDTHS) == 2:
-        p = plane_value(row, HIGH_STREAM, plane, high_start, block_step, EVENLY_SPACED)
-        streams = streams + load_stream(in32 + first_word(p, first_column, 3, 1), num_columns, 3, 1)
+        p = segment + tl.load(row + HIGH_STREAM)
+        p = base32 + first_word(p, first_column, 3, 1)
+        streams = streams + load_stream(p, num_columns, 3, 1)
     lowest = tl.load(row + LOWEST_EXPONENT).to(tl.int32)
-    at = plane_value(row, PLANE_START, plane, plane_start, plane_step, EVENLY_SPACED)
-    at += page_offset(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
-    exponents = exponents_of(
-        code_quads(streams, CODE_BITS), lowest, exponent_tables + plane * 16, IS_WINDOW
-    )
+    at = run_offset(row, page_ids, page, page_stride, head, head_stride, PAGED) + start
+    tables = base8 + tl.load(row + TABLES)
+    exponents = exponents_of(code_quads(streams, CODE_BITS), lowest, tables + EXPONENTS, IS_WINDOW)
 
     # Check the entry count before entries are read: nothing outside the payload may be accessed.
     max_entry_words = OVERFLOW_WORDS * num_columns
     wrong = (
         (entry_words < 0)
         | (entry_words > max_entry_words)
-        | (begin + entry_words > total_entry_words)
+        | (begin + entry_words > tl.load(row + ENTRY_WORDS))
     )
     listed = tl.where(wrong | (entry_words == max_entry_words), 0, entry_words)
-    entries = in32 + entries_offset + begin
+    entries = base32 + segment + tl.load(row + ENTRIES) + begin
     chunk_number = tl.load(row + FIRST_CHUNK) + chunk
     hash_sum = tl.zeros((LANES,), tl.int64)
 
@@ -217,10 +222,8 @@ def decode_kernel(
             else:
                 escape = lowest + ((1 << CODE_BITS) - 1)
                 if not IS_WINDOW:
-                    escape = tl.load(exponent_tables + plane * 16 + ((1 << CODE_BITS) - 1)).to(
-                        tl.int32
-                    )
-                offsets = tl.load(second_exponents + plane * 16 + (lane & 15)).to(tl.int32) - escape
+                    escape = tl.load(tables + EXPONENTS + ((1 << CODE_BITS) - 1)).to(tl.int32)
+                offsets = tl.load(tables + SECOND_EXPONENTS + (lane & 15)).to(tl.int32) - escape
                 word = tl.load(entries + lane, mask=lane < packed, other=0)
                 hash_sum += unsigned(word) * entry_key(chunk_number, lane)
                 max_per_column = tl.max(counts, axis=0)
@@ -248,14 +251,13 @@ def decode_kernel(
     hash_sum += tl.where(
         lane < num_columns, column_hash(digest, chunk_number, lane, entry_words), 0
     )
-    store_columns(
-        target_elements, target_words, at, words, num_columns, length, ELEMENT_BYTES, ALIGNED
-    )
+    store_columns(base, base32, at, words, num_columns, length, ELEMENT_BYTES, ALIGNED)
 
     if listed > 0:
         # Listed escapes are patched in memory, after all lanes have stored their columns.
         tl.debug_barrier()
-        remainders8 = in8 + 4 * (tl.load(row + LOW_STREAM) + first_column * REMAINDER_WIDTHS[0])
+        remainders8 = tl.load(row + LOW_STREAM) + first_column * REMAINDER_WIDTHS[0]
+        remainders8 = base8 + 4 * (segment + remainders8)
         entries += entry_words - listed
         for first in range(0, listed, LANES):
             here = first + lane < listed
@@ -273,11 +275,12 @@ def decode_kernel(
                 wrong = True
             here = here & inside
             x = element_without_exponent(
-                target_elements, at, remainders8, place, column, num_columns, here,
+                base, at, remainders8, place, column, num_columns, here,
                 ELEMENT_BYTES, MANTISSA_BITS, EXPONENT_MASK,
             )  # fmt: skip
             x |= (word >> 16) << MANTISSA_BITS
-            store_element(target_elements, at, place, column, num_columns, x, here, ELEMENT_BYTES)
+            store_element(base, at, place, column, num_columns, x, here, ELEMENT_BYTES)
+    accumulators += tl.load(row + NUMBER) * ACCUMULATORS
     if wrong:
         tl.atomic_or(accumulators + ERROR_FLAGS, 2, sem="relaxed")
     tl.atomic_add(accumulators + chunk_number % NUM_SUMS, tl.sum(hash_sum, axis=0), sem="relaxed")
@@ -285,31 +288,28 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def raw_decode_kernel(
-    target_elements, target_words, plane_rows, plane_start, plane_step, codes_start, block_step,
-    page_ids, page_stride, head_stride,
-    run_chunks, full_pages, run_elements, last_run_elements, run_columns, head_columns,
-    in32, accumulators,
-    ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, EVENLY_SPACED: tl.constexpr,
-    PAGED: tl.constexpr, KEYS: tl.constexpr,
+    base, base32, plane_rows, page_ids, page_stride, head_stride, run_chunks, run_elements,
+    run_columns, accumulators,
+    ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, PAGED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Copy one chunk of a raw plane into its page and add its checksum terms."""
-    chunk_in_head, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = plane_rows + PLANE_FIELDS * plane
+    chunk_in_head, head = tl.program_id(0), tl.program_id(1)
+    row = plane_rows + PLANE_FIELDS * tl.program_id(2)
+    full_pages, last_run, head_chunks = load_geometry(row, run_chunks)
+    if chunk_in_head >= head_chunks:
+        return
     lane = tl.arange(0, LANES)
     page, start, length, first_column = locate_chunk(
-        chunk_in_head, head, run_chunks, full_pages, run_elements, last_run_elements, run_columns,
-        head_columns, PAGED,
-    )  # fmt: skip
-    num_columns = (length + 31) // 32
-    at = plane_value(row, PLANE_START, plane, plane_start, plane_step, EVENLY_SPACED)
-    at += page_offset(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
-    p = plane_value(row, CODES_STREAM, plane, codes_start, block_step, EVENLY_SPACED)
-    p = in32 + first_word(p, first_column, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
-    words = load_stream(p, num_columns, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
-    store_columns(
-        target_elements, target_words, at, words, num_columns, length, ELEMENT_BYTES, ALIGNED
+        chunk_in_head, head, full_pages, last_run, run_chunks, run_elements, run_columns, PAGED
     )
-    chunk_number = tl.load(row + FIRST_CHUNK) + head * tl.num_programs(0) + chunk_in_head
+    num_columns = (length + 31) // 32
+    at = run_offset(row, page_ids, page, page_stride, head, head_stride, PAGED) + start
+    p = tl.load(row + SEGMENT) + tl.load(row + CODES_STREAM)
+    p = base32 + first_word(p, first_column, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
+    words = load_stream(p, num_columns, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
+    store_columns(base, base32, at, words, num_columns, length, ELEMENT_BYTES, ALIGNED)
+    accumulators += tl.load(row + NUMBER) * ACCUMULATORS
+    chunk_number = tl.load(row + FIRST_CHUNK) + head * head_chunks + chunk_in_head
     hash_sum = column_hash(column_digest(words, KEYS, 0), chunk_number, lane, 0)
     hash_sum = tl.where(lane < num_columns, hash_sum, 0)
     tl.atomic_add(accumulators + chunk_number % NUM_SUMS, tl.sum(hash_sum, axis=0), sem="relaxed")

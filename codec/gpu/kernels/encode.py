@@ -9,9 +9,9 @@ from codec.gpu.kernels.columns import (
     element_index,
     first_word,
     load_columns,
+    load_geometry,
     locate_chunk,
-    page_offset,
-    plane_value,
+    run_offset,
     store_stream,
 )
 from codec.gpu.kernels.fields import (
@@ -25,19 +25,25 @@ from codec.gpu.kernels.fields import (
     remainder_words,
 )
 from codec.gpu.kernels.parameters import (
+    CODE_TABLE,
     CODES_STREAM,
     FIRST_CHUNK,
     FIRST_CODED_CHUNK,
+    FIRST_SCRATCH,
     HIGH_STREAM,
     LOW_STREAM,
     LOWEST_EXPONENT,
     MAX_LISTED,
     MAX_NIBBLES,
     NOT_SPECIALIZED,
+    NUMBER,
     PLANE_FIELDS,
-    PLANE_START,
+    SECOND_TABLE,
+    SEGMENT,
+    TABLES,
 )
 from codec.gpu.kernels.words import (
+    ACCUMULATORS,
     ESCAPE_COUNTS,
     LANES,
     NUM_SUMS,
@@ -79,51 +85,49 @@ def pad_to_16_bytes(p, words):
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def encode_kernel(
-    # pages and planes
-    source, source_words, plane_rows, plane_start, plane_step,
-    # codebooks
-    code_tables, second_tables,
-    # page table and geometry
-    page_ids, page_stride, head_stride,
-    run_chunks, full_pages, run_elements, last_run_elements, run_columns, head_columns,
-    # segment and working memory
-    out32, chunk_sizes, scratch8, scratch32, accumulators,
+    # pages, planes, segments and codebooks
+    base, base8, base32, plane_rows, page_ids,
+    # geometry
+    page_stride, head_stride, run_chunks, run_elements, run_columns,
+    # working memory
+    chunk_sizes, scratch8, scratch32, accumulators,
     # compile-time configuration
     ELEMENT_BYTES: tl.constexpr, MANTISSA_BITS: tl.constexpr, EXPONENT_MASK: tl.constexpr,
     REMAINDER_WIDTHS: tl.constexpr, CODE_BITS: tl.constexpr, HAS_ESCAPE_CODE: tl.constexpr,
-    IS_WINDOW: tl.constexpr, ALIGNED: tl.constexpr, EVENLY_SPACED: tl.constexpr,
-    PAGED: tl.constexpr, OVERFLOW_WORDS: tl.constexpr, SCRATCH_STRIDE: tl.constexpr,
-    KEYS: tl.constexpr,
+    IS_WINDOW: tl.constexpr, ALIGNED: tl.constexpr, PAGED: tl.constexpr,
+    OVERFLOW_WORDS: tl.constexpr, SCRATCH_STRIDE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Encode one chunk: write its streams, its unpacked entries, and its size in `chunk_sizes`.
 
     A chunk whose entries would take too much space is stored uncoded. The chunk's checksum terms
     and number of escapes are added to `accumulators`.
 
-    Grid: `[chunks of a head, kv_heads, planes]`, one warp each. See `kernels/__init__.py` for the
-    parameters.
+    Grid: `[chunks of a head, kv_heads, plane rows]`, one warp each. See `kernels/__init__.py` for
+    the parameters.
     """
-    chunk_in_head, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = plane_rows + PLANE_FIELDS * plane
+    chunk_in_head, head = tl.program_id(0), tl.program_id(1)
+    row = plane_rows + PLANE_FIELDS * tl.program_id(2)
+    full_pages, last_run, head_chunks = load_geometry(row, run_chunks)
+    if chunk_in_head >= head_chunks:
+        return
     lane = tl.arange(0, LANES)
     page, start, length, first_column = locate_chunk(
-        chunk_in_head, head, run_chunks, full_pages, run_elements, last_run_elements, run_columns,
-        head_columns, PAGED,
-    )  # fmt: skip
+        chunk_in_head, head, full_pages, last_run, run_chunks, run_elements, run_columns, PAGED
+    )
     lowest = tl.load(row + LOWEST_EXPONENT).to(tl.int32)
     num_columns = (length + 31) // 32
-    at = plane_value(row, PLANE_START, plane, plane_start, plane_step, EVENLY_SPACED)
-    at += page_offset(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
+    at = run_offset(row, page_ids, page, page_stride, head, head_stride, PAGED) + start
     words = load_columns(
-        source, source_words, at, num_columns, length, lowest << MANTISSA_BITS,
-        ELEMENT_BYTES, ALIGNED,
-    )  # fmt: skip
+        base, base32, at, num_columns, length, lowest << MANTISSA_BITS, ELEMENT_BYTES, ALIGNED
+    )
     pairs = pairs_of_words(words, ELEMENT_BYTES)  # 16 x [32]
-    chunk = head * tl.num_programs(0) + chunk_in_head
-    coded_chunk = tl.load(row + FIRST_CODED_CHUNK) + chunk
+    chunk = head * head_chunks + chunk_in_head
+    coded_chunk = tl.load(row + FIRST_SCRATCH) + tl.load(row + FIRST_CODED_CHUNK) + chunk
+    accumulators += tl.load(row + NUMBER) * ACCUMULATORS
+    tables = base8 + tl.load(row + TABLES)
     NUM_CODES: tl.constexpr = (1 << CODE_BITS) - HAS_ESCAPE_CODE
     distances = code_distances(
-        pairs, lowest, code_tables + plane * 256, MANTISSA_BITS, EXPONENT_MASK, IS_WINDOW
+        pairs, lowest, tables + CODE_TABLE, MANTISSA_BITS, EXPONENT_MASK, IS_WINDOW
     )
 
     # Codes and remainders, packed: one register for each word of the streams.
@@ -159,11 +163,11 @@ def encode_kernel(
             uncoded = (num_escapes > MAX_NIBBLES) | (entry_words >= max_entry_words)
             if not uncoded:
                 # Each round stores the second-level code of one escape of every lane.
-                second = second_tables + plane * 256
+                second = tables + SECOND_TABLE
                 listed_mask = tl.zeros((LANES,), tl.int32)
                 for _ in range(max_per_column):
                     here, _, e = exponent_at(
-                        source, at, mask, lane, num_columns, ELEMENT_BYTES, MANTISSA_BITS,
+                        base, at, mask, lane, num_columns, ELEMENT_BYTES, MANTISSA_BITS,
                         EXPONENT_MASK,
                     )  # fmt: skip
                     code = tl.load(second + e, mask=here, other=0)
@@ -199,7 +203,7 @@ def encode_kernel(
         else:
             for _ in range(max_per_column):
                 here, place, e = exponent_at(
-                    source, at, mask, lane, num_columns, ELEMENT_BYTES, MANTISSA_BITS, EXPONENT_MASK
+                    base, at, mask, lane, num_columns, ELEMENT_BYTES, MANTISSA_BITS, EXPONENT_MASK
                 )
                 word = (lane << 5) | place | (e << 16)
                 tl.store(scratch32 + scratch_start + rank, word, mask=here)
@@ -216,34 +220,35 @@ def encode_kernel(
     tl.store(chunk_sizes + coded_chunk, size)
 
     # Streams. Three-word columns are stored word by word and need padding after the last chunk.
-    last = chunk == tl.num_programs(0) * tl.num_programs(1) - 1
-    p = tl.load(row + CODES_STREAM)
+    last = chunk == head_chunks * tl.num_programs(1) - 1
+    segment = tl.load(row + SEGMENT)
+    p = segment + tl.load(row + CODES_STREAM)
     G: tl.constexpr = 1 if CODE_BITS == 3 else 4
     store_stream(
-        out32 + first_word(p, first_column, CODE_BITS, G), num_columns, streams[0:CODE_BITS], G
+        base32 + first_word(p, first_column, CODE_BITS, G), num_columns, streams[0:CODE_BITS], G
     )
     if CODE_BITS == 3:
         if last:
-            pad_to_16_bytes(out32 + p, (first_column + num_columns) * 3)
+            pad_to_16_bytes(base32 + p, (first_column + num_columns) * 3)
     FIRST: tl.constexpr = CODE_BITS + REMAINDER_WIDTHS[0]
     R: tl.constexpr = 1 if REMAINDER_WIDTHS[0] == 3 else 4
-    p = tl.load(row + LOW_STREAM)
+    p = segment + tl.load(row + LOW_STREAM)
     store_stream(
-        out32 + first_word(p, first_column, REMAINDER_WIDTHS[0], R),
+        base32 + first_word(p, first_column, REMAINDER_WIDTHS[0], R),
         num_columns,
         streams[CODE_BITS:FIRST],
         R,
     )
     if REMAINDER_WIDTHS[0] == 3:
         if last:
-            pad_to_16_bytes(out32 + p, (first_column + num_columns) * 3)
+            pad_to_16_bytes(base32 + p, (first_column + num_columns) * 3)
     if len(REMAINDER_WIDTHS) == 2:
-        p = tl.load(row + HIGH_STREAM)
+        p = segment + tl.load(row + HIGH_STREAM)
         store_stream(
-            out32 + first_word(p, first_column, 3, 1), num_columns, streams[FIRST : FIRST + 3], 1
+            base32 + first_word(p, first_column, 3, 1), num_columns, streams[FIRST : FIRST + 3], 1
         )
         if last:
-            pad_to_16_bytes(out32 + p, (first_column + num_columns) * 3)
+            pad_to_16_bytes(base32 + p, (first_column + num_columns) * 3)
     hash_sum += tl.where(
         lane < num_columns, column_hash(digest, chunk_number, lane, size & 0xFF), 0
     )
@@ -252,31 +257,30 @@ def encode_kernel(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def raw_kernel(
-    source, source_words, plane_rows, plane_start, plane_step,
-    page_ids, page_stride, head_stride,
-    run_chunks, full_pages, run_elements, last_run_elements, run_columns, head_columns,
-    out32, accumulators,
-    ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, EVENLY_SPACED: tl.constexpr,
-    PAGED: tl.constexpr, STORE: tl.constexpr, KEYS: tl.constexpr,
+    base, base32, plane_rows, page_ids, page_stride, head_stride, run_chunks, run_elements,
+    run_columns, accumulators,
+    ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, PAGED: tl.constexpr, STORE: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Copy one chunk of a raw plane to the segment, if STORE, and add its checksum terms."""
-    chunk_in_head, head, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = plane_rows + PLANE_FIELDS * plane
+    chunk_in_head, head = tl.program_id(0), tl.program_id(1)
+    row = plane_rows + PLANE_FIELDS * tl.program_id(2)
+    full_pages, last_run, head_chunks = load_geometry(row, run_chunks)
+    if chunk_in_head >= head_chunks:
+        return
     lane = tl.arange(0, LANES)
     page, start, length, first_column = locate_chunk(
-        chunk_in_head, head, run_chunks, full_pages, run_elements, last_run_elements, run_columns,
-        head_columns, PAGED,
-    )  # fmt: skip
+        chunk_in_head, head, full_pages, last_run, run_chunks, run_elements, run_columns, PAGED
+    )
     num_columns = (length + 31) // 32
-    at = plane_value(row, PLANE_START, plane, plane_start, plane_step, EVENLY_SPACED)
-    at += page_offset(page_ids, page, page_stride, PAGED) + head.to(tl.int64) * head_stride + start
-    words = load_columns(source, source_words, at, num_columns, length, 0, ELEMENT_BYTES, ALIGNED)
+    at = run_offset(row, page_ids, page, page_stride, head, head_stride, PAGED) + start
+    words = load_columns(base, base32, at, num_columns, length, 0, ELEMENT_BYTES, ALIGNED)
     if STORE:
-        p = out32 + first_word(
-            tl.load(row + CODES_STREAM), first_column, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES
-        )
+        p = tl.load(row + SEGMENT) + tl.load(row + CODES_STREAM)
+        p = base32 + first_word(p, first_column, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
         store_stream(p, num_columns, words, 2 * ELEMENT_BYTES)
-    chunk_number = tl.load(row + FIRST_CHUNK) + head * tl.num_programs(0) + chunk_in_head
+    accumulators += tl.load(row + NUMBER) * ACCUMULATORS
+    chunk_number = tl.load(row + FIRST_CHUNK) + head * head_chunks + chunk_in_head
     hash_sum = column_hash(column_digest(words, KEYS, 0), chunk_number, lane, 0)
     hash_sum = tl.where(lane < num_columns, hash_sum, 0)
     tl.atomic_add(accumulators + chunk_number % NUM_SUMS, tl.sum(hash_sum, axis=0), sem="relaxed")

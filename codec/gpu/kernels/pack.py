@@ -1,20 +1,53 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
-"""Last step of encoding: pack the entries, write their starts and complete the header."""
+"""First step of a call, and last step of encoding: fetch descriptors; pack entries."""
 
 import triton
 import triton.language as tl
 
-from codec.gpu.kernels.parameters import MAX_NIBBLES, NOT_SPECIALIZED, PACK_CHUNKS
-from codec.gpu.kernels.words import ESCAPE_COUNTS, NUM_SUMS, seal_of, shift_right, unsigned
+from codec.gpu.kernels.parameters import (
+    CODED_CHUNKS,
+    ENTRIES,
+    FIRST_SCRATCH,
+    MAX_NIBBLES,
+    NOT_SPECIALIZED,
+    PACK_CHUNKS,
+    RESULT_CHECKSUM,
+    RESULT_FOURTH,
+    RESULT_LENGTH,
+    RESULT_THIRD,
+    SEGMENT,
+    SEGMENT_FIELDS,
+)
+from codec.gpu.kernels.words import (
+    ACCUMULATORS,
+    ESCAPE_COUNTS,
+    NUM_SUMS,
+    seal_of,
+    shift_right,
+    unsigned,
+)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def sum_kernel(chunk_sizes, sums, chunks):
-    """Write the total entry words of the PACK_CHUNKS chunks of a `pack_kernel` program."""
+def fetch_kernel(host, device, words):
+    """Copy `words` int64 words from pinned host memory to device memory."""
+    i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    tl.store(device + i, tl.load(host + i, mask=i < words, other=0), mask=i < words)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def sum_kernel(chunk_sizes, segment_rows, row_words, sums, sums_of_segment):
+    """Write the total entry words of the PACK_CHUNKS chunks of a `pack_kernel` program.
+
+    Grid: as for `pack_kernel`.
+    """
+    row = segment_rows + tl.program_id(1) * row_words
     chunk = tl.program_id(0) * PACK_CHUNKS + tl.arange(0, PACK_CHUNKS)
-    entry_words = tl.load(chunk_sizes + chunk, mask=chunk < chunks, other=0) & 0xFF
-    tl.store(sums + tl.program_id(0), tl.sum(entry_words, axis=0))
+    here = chunk < tl.load(row + CODED_CHUNKS)
+    size = tl.load(chunk_sizes + tl.load(row + FIRST_SCRATCH) + chunk, mask=here, other=0)
+    at = sums + tl.program_id(1) * sums_of_segment + tl.program_id(0)
+    tl.store(at, tl.sum(size & 0xFF, axis=0))
 
 
 @triton.jit
@@ -56,86 +89,99 @@ def move_entries(
 
 
 @triton.jit
-def write_header_end(
-    out32, out64, starts_offset, entries_offset, chunks, entry_words, checksum, crc, results
-):
-    """Write the last entry start, padding, and the header fields that depend on the data."""
+def write_header_end(segment32, header_words, entries_offset, chunks, entry_words, checksum, crc):
+    """Write the last entry start, padding, and the header fields that depend on the data.
+
+    Returns the length of the segment in bytes.
+    """
     four = tl.arange(0, 4)
     zeros = tl.zeros((4,), tl.int32)
     if chunks > 0:
-        p = out32 + starts_offset + chunks
+        p = segment32 + header_words + chunks
         tl.store(p, entry_words.to(tl.int32))
         tl.store(p + 1 + four, zeros, mask=four < 3 - chunks % 4)
-    end = entries_offset.to(tl.int64) + entry_words
-    tl.store(out32 + end + four, zeros, mask=four < (4 - end % 4) % 4)
+    end = entries_offset + entry_words
+    tl.store(segment32 + end + four, zeros, mask=four < (4 - end % 4) % 4)
     length = (end + 3) // 4 * 16
+    out64 = segment32.to(tl.pointer_type(tl.int64))
     tl.store(out64 + 5, length)
     tl.store(out64 + 6, checksum)
     tl.store(out64 + 7, seal_of(length, checksum, unsigned(crc)))
-    tl.store(results, length)
-    tl.store(results + 1, checksum)
-    tl.store(results + 3, entry_words)
+    return length
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def pack_kernel(
-    chunk_sizes, partials, each, keep, scratch32, out32, out64, starts_offset, entries_offset,
-    chunks, header, header_words, accumulators, results, SCRATCH_STRIDE: tl.constexpr,
+    base32, segment_rows, row_words, header_words, chunk_sizes, partials, sums_of_segment,
+    scratch32, accumulators, results, result_words,
+    SUMMED: tl.constexpr, SCRATCH_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Pack the entries of PACK_CHUNKS chunks; the last program completes the segment.
+    """Pack the entries of PACK_CHUNKS chunks; the last program of a segment completes it.
 
     All loads are issued before the first reduction, as in `verify_kernel`, to overlap their
-    latency.
+    latency. The results are: length in bytes, checksum, escapes, entry words.
+
+    Grid: `[largest number of chunks with codes / PACK_CHUNKS, segments]`. See
+    `kernels/__init__.py` for the other parameters.
 
     Args:
-        chunk_sizes: int32 `[chunks]`; see `kernels/__init__.py`.
-        partials: int32; `partials[i] & keep` is the number of entry words of `each` consecutive
-            chunks. It is `chunk_sizes` itself or the output of `sum_kernel`.
-        each, keep: see `partials`.
-        scratch32: int32 `[chunks, SCRATCH_STRIDE]`, unpacked entries.
-        out32, out64: the segment.
-        starts_offset, entries_offset: offsets of the entry starts and of the entries, in words.
-        chunks: number of chunks with codes.
-        header, header_words: int32 header from `pack_static`, and its length.
-        accumulators: int64 `[ACCUMULATORS]`; zeroed at the end.
-        results: int64 `[4]` output: length in bytes, checksum, escapes, entry words.
+        partials: `chunk_sizes`, or the sums of `sum_kernel` if SUMMED.
+        sums_of_segment: number of sums of a segment.
     """
-    g = tl.program_id(0)
-    last = g == tl.num_programs(0) - 1
+    g, number = tl.program_id(0), tl.program_id(1)
+    row = segment_rows + number * row_words
+    chunks = tl.load(row + CODED_CHUNKS)
+    last_program = tl.maximum((chunks + PACK_CHUNKS - 1) // PACK_CHUNKS, 1) - 1
+    header = (row + SEGMENT_FIELDS).to(tl.pointer_type(tl.int32))
+    if (tl.load(header) == 0) | (g > last_program):  # the header of an unused row is zero
+        return
+    last = g == last_program
+    first = tl.load(row + FIRST_SCRATCH)
+    segment32 = base32 + tl.load(row + SEGMENT)
+    accumulators += number * ACCUMULATORS
+    results += number * result_words
     chunk = g * PACK_CHUNKS + tl.arange(0, PACK_CHUNKS)
     i = tl.arange(0, NUM_SUMS)
-    size = tl.load(chunk_sizes + chunk, mask=chunk < chunks, other=0)
+    size = tl.load(chunk_sizes + first + chunk, mask=chunk < chunks, other=0)
     own = i < tl.where(last, NUM_SUMS, 0)
     sums = tl.load(accumulators + i, mask=own, other=0)
     escapes = tl.load(accumulators + ESCAPE_COUNTS + i, mask=own, other=0)
     crc = tl.load(header + 5)
-    before = sum_of_first(partials, g * (PACK_CHUNKS // each), keep)
+    if SUMMED:
+        before = sum_of_first(partials + number * sums_of_segment, g, -1)
+    else:
+        before = sum_of_first(partials + first, g * PACK_CHUNKS, 0xFF)
     entry_words = size & 0xFF
     nibbles = size >> 8
     upto = tl.cumsum(entry_words, axis=0)
     at = before + (upto - entry_words)
     max_entry_words = tl.max(entry_words, axis=0)
-    tl.store(out32 + starts_offset + chunk, at.to(tl.int32), mask=chunk < chunks)
-    entries = out32 + entries_offset
+    tl.store(segment32 + header_words + chunk, at.to(tl.int32), mask=chunk < chunks)
+    entries_offset = tl.load(row + ENTRIES)
+    entries = segment32 + entries_offset
     if last:
         total_words = before + tl.max(upto, axis=0)
         checksum = tl.sum(sums, axis=0)
-        write_header_end(
-            out32, out64, starts_offset, entries_offset, chunks, total_words, checksum, crc, results
+        length = write_header_end(
+            segment32, header_words, entries_offset, chunks, total_words, checksum, crc
         )
-        tl.store(results + 2, tl.sum(escapes, axis=0))
+        tl.store(results + RESULT_LENGTH, length)
+        tl.store(results + RESULT_CHECKSUM, checksum)
+        tl.store(results + RESULT_THIRD, tl.sum(escapes, axis=0))
+        tl.store(results + RESULT_FOURTH, total_words)
         tl.store(accumulators + i, tl.zeros((NUM_SUMS,), tl.int64))
         tl.store(accumulators + ESCAPE_COUNTS + i, tl.zeros((NUM_SUMS,), tl.int64))
     if g == 0:
         for word in range(0, header_words, 256):
             j = word + tl.arange(0, 256)
             here = (j < header_words) & ((j < 10) | (j > 15))
-            tl.store(out32 + j, tl.load(header + j, mask=here, other=0), mask=here)
+            tl.store(segment32 + j, tl.load(header + j, mask=here, other=0), mask=here)
     if max_entry_words > 0:
+        scratch32 += first * SCRATCH_STRIDE
         if max_entry_words <= 4:
             move_entries(scratch32, chunk, entry_words, nibbles, at, 0, entries, SCRATCH_STRIDE, 4)
         else:
-            for first in range(0, max_entry_words, 8):
+            for j in range(0, max_entry_words, 8):
                 move_entries(
-                    scratch32, chunk, entry_words, nibbles, at, first, entries, SCRATCH_STRIDE, 8
+                    scratch32, chunk, entry_words, nibbles, at, j, entries, SCRATCH_STRIDE, 8
                 )

@@ -5,57 +5,83 @@
 import triton
 import triton.language as tl
 
-from codec.gpu.kernels.parameters import NOT_SPECIALIZED
-from codec.gpu.kernels.words import ERROR_FLAGS, NUM_SUMS, seal_of, unsigned
+from codec.gpu.kernels.parameters import (
+    CODED_CHUNKS,
+    ENTRY_WORDS,
+    LENGTH,
+    MAX_PREFIX,
+    NOT_SPECIALIZED,
+    PREFIX,
+    RESULT_CHECKSUM,
+    RESULT_FOURTH,
+    RESULT_HEADER,
+    RESULT_LENGTH,
+    RESULT_PREFIX,
+    RESULT_THIRD,
+    SEGMENT,
+    SEGMENT_FIELDS,
+)
+from codec.gpu.kernels.words import ACCUMULATORS, ERROR_FLAGS, NUM_SUMS, seal_of, unsigned
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def verify_kernel(
-    in32, in64, starts_offset, chunks, total_entry_words, payload_bytes, header, header_words,
-    accumulators, results,
-):  # fmt: skip
-    """Reduce the checksum and compare the header with the expected one, in a single program.
+    base32, segment_rows, row_words, header_words, accumulators, results, result_words
+):
+    """Reduce the checksum of a segment and compare its header with the expected one.
 
-    All loads are issued before the first reduction, because their latency dominates. Without a
-    payload (`payload_bytes` of 0) only the checksum is meaningful, and `in32` may be any memory.
+    All loads are issued before the first reduction, because their latency dominates. If the
+    segment's `LENGTH` is 0, there is no payload and only the checksum is meaningful.
 
-    Args:
-        in32, in64: the segment.
-        starts_offset: offset of the table of entry starts, in words.
-        chunks: number of chunks with codes.
-        total_entry_words: words from the start of the entries to the end of the segment.
-        payload_bytes: length of the segment in bytes; 0 without a payload.
-        header, header_words: expected int32 header from `pack_static`, and its length.
-        accumulators: int64 `[ACCUMULATORS]`; zeroed at the end.
-        results: int64 `[4]` output: length, computed checksum, checksum in the header, error flags
-            (1: invalid header, 2: invalid entry starts or entries).
+    The results are: length in the header, computed checksum, checksum in the header, error flags
+    (1: invalid header, 2: invalid entry starts or entries); the words before the segment; and, if
+    the header is invalid, as many bytes as the expected header has.
+
+    Grid: `[segments]`. See `kernels/__init__.py` for the parameters.
     """
+    number = tl.program_id(0)
+    row = segment_rows + number * row_words
+    accumulators += number * ACCUMULATORS
+    results += number * result_words
     i = tl.arange(0, NUM_SUMS)
     sums = tl.load(accumulators + i)
     errors = tl.load(accumulators + ERROR_FLAGS)
-    length = tl.load(in64 + 5)
-    announced = tl.load(in64 + 6)
-    seal = tl.load(in64 + 7)
-    crc = tl.load(in32 + 5)
-    first = tl.load(in32 + starts_offset)
-    end = unsigned(tl.load(in32 + starts_offset + chunks))
-    differing = tl.zeros((256,), tl.int32)
-    for word in range(0, header_words, 256):
-        j = word + tl.arange(0, 256)
-        known = (j < header_words) & ((j < 10) | (j > 15))
-        theirs = tl.load(in32 + j, mask=known, other=0)
-        differing |= (theirs != tl.load(header + j, mask=known, other=0)).to(tl.int32)
-    checksum = tl.sum(sums, axis=0)
-    if payload_bytes > 0:
-        wrong = (length != payload_bytes) | (seal != seal_of(length, announced, unsigned(crc)))
+    expected_length = tl.load(row + LENGTH)
+    chunks = tl.load(row + CODED_CHUNKS)
+    header = (row + SEGMENT_FIELDS).to(tl.pointer_type(tl.int32))
+    in32 = base32 + tl.load(row + SEGMENT)
+    in64 = in32.to(tl.pointer_type(tl.int64))
+    if expected_length > 0:
+        length = tl.load(in64 + 5)
+        announced = tl.load(in64 + 6)
+        seal = tl.load(in64 + 7)
+        crc = tl.load(in32 + 5)
+        first = tl.load(in32 + header_words)
+        end = unsigned(tl.load(in32 + header_words + chunks))
+        prefix = tl.load(row + PREFIX)
+        word = tl.arange(0, MAX_PREFIX)
+        before = tl.load(in64 - prefix + word, mask=word < prefix, other=0)
+        differing = tl.zeros((256,), tl.int32)
+        for start in range(0, header_words, 256):
+            j = start + tl.arange(0, 256)
+            known = (j < header_words) & ((j < 10) | (j > 15))
+            theirs = tl.load(in32 + j, mask=known, other=0)
+            differing |= (theirs != tl.load(header + j, mask=known, other=0)).to(tl.int32)
+        wrong = (length != expected_length) | (seal != seal_of(length, announced, unsigned(crc)))
         if wrong | (tl.max(differing, axis=0) > 0):
             errors |= 1
+            theirs = (results + RESULT_HEADER).to(tl.pointer_type(tl.int32))
+            for start in range(0, header_words, 256):
+                j = start + tl.arange(0, 256)
+                here = j < header_words
+                tl.store(theirs + j, tl.load(in32 + j, mask=here, other=0), mask=here)
         if chunks > 0:
-            if (first != 0) | ((end + 3) // 4 * 4 != total_entry_words):
+            if (first != 0) | ((end + 3) // 4 * 4 != tl.load(row + ENTRY_WORDS)):
                 errors |= 2
-    tl.store(results, length)
-    tl.store(results + 1, checksum)
-    tl.store(results + 2, announced)
-    tl.store(results + 3, errors)
+        tl.store(results + RESULT_LENGTH, length)
+        tl.store(results + RESULT_THIRD, announced)
+        tl.store(results + RESULT_FOURTH, errors)
+        tl.store(results + RESULT_PREFIX + word, before, mask=word < prefix)
+    tl.store(results + RESULT_CHECKSUM, tl.sum(sums, axis=0))
     tl.store(accumulators + i, tl.zeros((NUM_SUMS,), tl.int64))
     tl.store(accumulators + ERROR_FLAGS, tl.zeros((), tl.int64))

@@ -96,7 +96,7 @@ def test_plan_reports_decisions_before_compute(model: Model) -> None:
     held, reserved = request_of("held", 75), request_of("reserved", 20)
     planned = engine.plan([Add(held, hold=True), Reserve(reserved), Reserve(request_of("no", 300))])
     assert planned.started == ["held"]
-    assert [name for name, _ in planned.reserved] == ["reserved"]
+    assert [reserved.id for reserved in planned.reserved] == ["reserved"]
     assert [name for name, _ in planned.refused] == ["no"]
     assert planned == replace(planned, computed=[], tokens=[], finished=[], ended=[])
     computed = engine.compute()

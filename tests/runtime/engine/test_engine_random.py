@@ -76,7 +76,7 @@ class Driver:
         assert 0 <= engine.pages_free <= engine.pages_total
         reported = {name for name, _ in output.tokens} | {chunk.id for chunk in output.computed}
         assert not reported & self.gone, "no output for cancelled requests"
-        self.arriving += [name for name, _ in output.reserved]
+        self.arriving += [reserved.id for reserved in output.reserved]
         ended = [*output.ended, *(name for name, _ in output.refused)]
         for name in ended:
             if name in self.gone:  # refused and cancelled at the same time

@@ -64,11 +64,11 @@ def play(engine: Engine, script: list[list[Command]]) -> Record:
     while steps < len(script) or engine.has_work or arriving:
         commands = arriving + (script[steps] if steps < len(script) else [])
         output = engine.step(commands)
-        for name, pages in output.reserved:
-            fill(engine, sent[name], list(pages))
+        for reserved in output.reserved:
+            fill(engine, sent[reserved.id], list(reserved.pages))
         arriving = [
-            Arrived(name, tuple(SampledToken(choice, 0, 7 + choice) for choice in range(2)))
-            for name, _ in output.reserved
+            Arrived(reserved.id, tuple(SampledToken(choice, 0, 7 + choice) for choice in range(2)))
+            for reserved in output.reserved
         ]
         arriving += [Release(name) for name, _ in output.tokens if name in held]
         record.add(output)

@@ -44,7 +44,7 @@ def test_pages_of_a_cancelled_prompt_are_not_free_while_its_chunk_is_in_flight(
     with Watch().over(engine):
         engine.step([Add(request(0, 40, 10, 0, 1))])
         assert engine.step([Cancel("r0"), Reserve(request(2, 40, 2, 0, 1))]).reserved == []
-        assert [name for name, _ in engine.step([]).reserved] == ["r2"]
+        assert [reserved.id for reserved in engine.step([]).reserved] == ["r2"]
 
 
 def test_pages_of_an_in_flight_step_are_not_free(model: Model) -> None:
@@ -71,7 +71,7 @@ def test_pages_of_a_cancelled_request_are_not_free_while_its_step_is_in_flight(
             engine.step(commands)
         waiting = Reserve(request(2, 40, 2, 0, 1))
         assert engine.step([Cancel("r0"), waiting]).reserved == []
-        assert [name for name, _ in engine.step([]).reserved] == ["r2"]
+        assert [reserved.id for reserved in engine.step([]).reserved] == ["r2"]
 
 
 def test_reused_request_id_gets_no_token_of_the_cancelled_request(model: Model) -> None:

@@ -8,7 +8,6 @@ from headrace.v1 import prefill_pb2 as pb
 from tests.services.workers import (
     LIMIT_S,
     Site,
-    event_of,
     fetch_of,
     session_with,
     start_of,
@@ -46,8 +45,8 @@ async def test_computing_is_sent_only_if_kv_will_follow(
 ) -> None:
     prefill = await site.prefill()
     async with session_with(prefill) as session:
-        await session.write(pb.PrefillCommand(start=start_of(20, max_tokens, sequence=1)))
-        events = [await event_of(session) for _ in range(2)]
+        await session.send(pb.PrefillCommand(start=start_of(20, max_tokens, sequence=1)))
+        events = [await session.event() for _ in range(2)]
     assert [event.WhichOneof("event") for event in events] == expected
     first = next(e.first_tokens for e in events if e.WhichOneof("event") == "first_tokens")
     assert first.prefill_s > 0
@@ -71,9 +70,9 @@ async def test_stopped_reader_does_not_block_another_reader(site: Site) -> None:
     """The stopped reader has granted credits and sends no acknowledgement."""
     prefill, decode = await site.prefill(slots=4), await site.decode()
     async with session_with(prefill) as stopped:
-        await stopped.write(pb.PrefillCommand(start=start_of(150, sequence=1)))
-        await stopped.write(pb.PrefillCommand(credit=pb.Credit(sequence=1, segments=100)))
-        while (await event_of(stopped)).WhichOneof("event") != "first_tokens":
+        await stopped.send(pb.PrefillCommand(start=start_of(150, sequence=1)))
+        await stopped.send(pb.PrefillCommand(credit=pb.Credit(sequence=1, segments=100)))
+        while (await stopped.event()).WhichOneof("event") != "first_tokens":
             pass
         await until(lambda: prefill.worker.sender.slots_in_use == 3)
         times = await decode.worker.receiver.fetch(fetch_of(prefill, TOKENS))

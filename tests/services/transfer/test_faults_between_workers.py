@@ -68,6 +68,7 @@ async def wait_until_all_is_free(decode: Decode, prefill: Prefill) -> None:
 async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> None:
     """The stream is dropped at each point between a READ's end and the segment's decode."""
     prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=2)
+    thread = decode.worker.engine
 
     def overwrite(engine: Engine) -> None:
         for plane in engine.cache.planes:
@@ -79,7 +80,9 @@ async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> N
         for _ in range(steps):
             await asyncio.sleep(0)
         stream.session.end(stream)
-        await decode.worker.engine.run(overwrite)  # as the next owner of these pages would
+        while await thread.run(lambda engine: engine.pages_free) < thread.pages_total:
+            pass
+        await thread.run(overwrite)  # as the next owner of these pages would
         agent.report_all()
         await wait_until_all_is_free(decode, prefill)
         assert all(bool((plane == 7).all()) for plane in decode.planes()), steps

@@ -30,8 +30,6 @@ headers = st.builds(
     plane_group=u32,
     rank=u32,
     generation=u64,
-    length=u64,
-    checksum=u64,
 )
 FIELDS = [field.name for field in dataclasses.fields(FrameHeader)]
 STALE = {"epoch", "generation", "attempt"}
@@ -43,12 +41,16 @@ def packed(header: FrameHeader, room: int = HEADER_BYTES) -> torch.Tensor:
     return buffer
 
 
+def bytes_of(buffer: torch.Tensor) -> bytes:
+    return bytes(buffer.numpy())
+
+
 @given(headers)
 def test_header_round_trip(header: FrameHeader) -> None:
     buffer = packed(header, HEADER_BYTES + 17)
-    assert FrameHeader.unpack(buffer) == header
+    assert FrameHeader.unpack(bytes_of(buffer)) == header
     assert (buffer[HEADER_BYTES:] == 0xA5).all()
-    verify(header, FrameHeader.unpack(buffer))
+    verify(header, FrameHeader.unpack(bytes_of(buffer)))
 
 
 @given(headers, st.integers(0, 8 * HEADER_BYTES - 1))
@@ -56,13 +58,13 @@ def test_flipped_bit_is_detected(header: FrameHeader, bit: int) -> None:
     buffer = packed(header)
     buffer[bit // 8] ^= 1 << (bit % 8)
     with pytest.raises(CorruptFrame):
-        FrameHeader.unpack(buffer)
+        FrameHeader.unpack(bytes_of(buffer))
 
 
 @given(st.binary(max_size=3 * HEADER_BYTES))
 def test_random_bytes_are_refused(noise: bytes) -> None:
     with pytest.raises(CorruptFrame):
-        FrameHeader.unpack(torch.tensor(list(noise), dtype=torch.uint8))
+        FrameHeader.unpack(noise)
 
 
 @given(headers, headers, st.sampled_from(FIELDS))
@@ -99,23 +101,19 @@ def describe(epoch: str = "00112233445566778899aabbccddeeff") -> FrameHeader:
         plane_group=1,
         rank=5,
         generation=9,
-        length=HEADER_BYTES + 1000,
-        checksum=2**64 - 1,
     )
     return FrameHeader.of(segment, epoch=epoch, request_id="req-ü", attempt=1)
 
 
 def test_header_has_the_documented_bytes() -> None:
-    raw = bytes(packed(describe()).tolist())
-    assert raw[:8] == b"HRKV\x02\x00\x70\x00"
+    raw = bytes_of(packed(describe()))
+    assert raw[:8] == b"HRKV\x03\x00\x60\x00"
     assert raw[12:16] == (1).to_bytes(4, "little")
     assert raw[16:32] == bytes.fromhex("00112233445566778899aabbccddeeff")
     assert raw[32:48] == hashlib.sha256("req-ü".encode()).digest()[:16]
     numbers = [int.from_bytes(raw[at : at + 4], "little") for at in range(48, 88, 4)]
     assert numbers == [2, 48, 17, 6, 3, 4, 2, 1, 5, 0]
     assert raw[88:96] == (9).to_bytes(8, "little")
-    assert raw[96:104] == (1000).to_bytes(8, "little")
-    assert raw[104:] == b"\xff" * 8
 
 
 @pytest.mark.parametrize("epoch", ["", "00", "zz" * 16, "00" * 17])
@@ -124,7 +122,7 @@ def test_malformed_epoch_is_refused(epoch: str) -> None:
         describe(epoch=epoch)
 
 
-@pytest.mark.parametrize("change", [{"index": -1}, {"attempt": 2**32}, {"checksum": 2**64}])
+@pytest.mark.parametrize("change", [{"index": -1}, {"attempt": 2**32}, {"generation": 2**64}])
 def test_field_wider_than_its_slot_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(FrameError):
         packed(dataclasses.replace(describe(), **change))

@@ -7,7 +7,6 @@ from tests.services.workers import (
     Decode,
     Prefill,
     Site,
-    event_of,
     fetch_of,
     session_with,
     start_of,
@@ -73,12 +72,12 @@ async def test_acknowledgement_without_timing_frees_the_slot(site: Site) -> None
     """Earlier versions of the decode worker send no timing."""
     prefill = await site.prefill(codec="auto")
     async with session_with(prefill) as session:
-        await session.write(pb.PrefillCommand(start=start_of(20, sequence=1)))
-        await session.write(pb.PrefillCommand(credit=pb.Credit(sequence=1, segments=1)))
-        while (await event_of(session)).WhichOneof("event") != "segment":
+        await session.send(pb.PrefillCommand(start=start_of(20, sequence=1)))
+        await session.send(pb.PrefillCommand(credit=pb.Credit(sequence=1, segments=1)))
+        while (await session.event()).WhichOneof("event") != "segment":
             pass
         assert prefill.worker.sender.slots_in_use == 1
-        await session.write(pb.PrefillCommand(acknowledge=pb.Acknowledge(sequence=1, index=0)))
+        await session.send(pb.PrefillCommand(acknowledge=pb.Acknowledge(sequence=1, index=0)))
         await until(lambda: prefill.worker.sender.slots_in_use == 0)
         assert "headrace_kv_link_bytes_per_second" not in link_metrics(prefill)
 

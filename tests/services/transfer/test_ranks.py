@@ -1,7 +1,7 @@
 """A decode worker assembles one sequence from the segments of two tensor-parallel ranks."""
 
 import asyncio
-from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -10,13 +10,15 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from headrace.v1 import prefill_pb2 as pb
+from runtime.engine import Computed
 from runtime.kv.cache import CacheLayout, PagedCache
 from runtime.kv.format import Plane
+from services.transfer.codec_calls import CodecCalls, CodecJob, Timed
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
 from services.transfer.frame import FrameHeader
-from services.transfer.landed import start_decode
+from services.transfer.landed import SegmentDecoder, verified
 from services.transfer.manifest import Coverage
 from services.transfer.metrics import TransferMetrics
 from services.transfer.outgoing import Outgoing
@@ -32,15 +34,15 @@ TOKENS = 55  # the last page is not full
 EPOCHS = ("00" * 16, "11" * 16)
 
 
-class InlineJobs:
-    """Runs codec jobs immediately, on a given cache."""
+class InlineCodec:
+    """Runs codec calls immediately."""
 
-    def __init__(self, cache: PagedCache) -> None:
-        self._cache = cache
-
-    def run_on_cache(self, job: Callable[[PagedCache], T]) -> "asyncio.Future[T]":
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        future.set_result(job(self._cache))
+    def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
+        future: Future[Timed[T] | None] = Future()
+        calls = CodecCalls(on_gpu=False)
+        calls.add(job, future)
+        calls.start_queued()
+        calls.poll()
         return future
 
 
@@ -85,7 +87,8 @@ class Rank:
             plane.copy_(full[:, number * heads : (number + 1) * heads])
         rank = cls(number, Slab(8, 1 << 14))
         sender = Sender(
-            InlineJobs(cache),
+            InlineCodec(),
+            cache,
             rank.slab,
             SegmentCodecs(cache.layout, BOOKS, first_kv_head=number * heads),
             LinkPolicy.of("splitzip", has_codebooks=True),
@@ -106,7 +109,7 @@ class Rank:
 
         sequence = Outgoing("s", "reader", "peer", 1, "request", 0, 1 << 14, emit, fail, credits=8)
         sender.open(sequence)
-        sender.add_computed("s", 0, TOKENS, tuple(range(PAGES)))
+        sender.add_computed(Computed("s", 0, TOKENS, tuple(range(PAGES))))
         sender.finish_computing("s")
         async with asyncio.timeout(20):
             while sender._tasks:  # noqa: ASYNC110 - encodes end within a few loop iterations
@@ -120,8 +123,9 @@ class Reader:
     def __init__(self) -> None:
         self.cache = PagedCache(layout_of(HEADS), num_pages=PAGES)
         self.coverage = Coverage(TOKENS, self.cache.layout, ranks=2)
-        self._codecs = SegmentCodecs(self.cache.layout, BOOKS)
         self._landing = Slab(1, 1 << 14)
+        codecs = SegmentCodecs(self.cache.layout, BOOKS)
+        self._decoder = SegmentDecoder(self.cache, codecs, self._landing)
 
     def pull(self, rank: Rank, segment: pb.Segment) -> None:
         pages = self.coverage.add(Extent.of(segment))
@@ -130,9 +134,9 @@ class Reader:
         expected = FrameHeader.of(
             segment, epoch=EPOCHS[rank.number], request_id="request", attempt=0
         )
-        start_decode(
-            self.cache, self._codecs, self._landing, SlotRef(0, 1), segment, expected, pages
-        ).result()
+        payload = self._decoder.payload_of(segment, SlotRef(0, 1), pages)
+        (decoding,) = self._decoder.decode(self._decoder.codec_of(segment), [payload])
+        verified(decoding, expected)
 
     def holds(self, whole: PagedCache) -> bool:
         """Whether the KV of all tokens is bitwise identical to that in ``whole``."""

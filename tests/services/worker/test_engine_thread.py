@@ -73,7 +73,7 @@ async def test_pages_are_reserved_while_a_step_computes(
     thread.submit(Add(request_of("running", 20)), Reserve(request_of("waiting", 20)))
     planned = await outputs.next()
     assert planned.started == ["running"]
-    assert [name for name, _ in planned.reserved] == ["waiting"]
+    assert [reserved.id for reserved in planned.reserved] == ["waiting"]
     assert not gate.open.is_set()
     gate.open.set()
     assert (await outputs.next()).computed

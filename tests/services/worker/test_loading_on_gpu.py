@@ -21,9 +21,11 @@ from runtime.replay.mixed import pass_shapes
 from runtime.replay.sampling import CAPTURED_FEATURES
 from runtime.replay.step import StepReplay
 from services.common.errors import SettingsError
+from services.transfer.agent import TransferAgent
 from services.worker.kv_budget import RESERVE, ROW_BYTES
 from services.worker.loading import Loaded, _load_model, load_worker
 from services.worker.settings import WorkerSettings
+from services.worker.warm_up import warm_up_transfers
 from tests.runtime.tiny import CONFIG, drive, request_of, tiny_checkpoint
 
 pytestmark = [
@@ -162,7 +164,7 @@ def test_fp32_uses_the_torch_backend(tmp_path: Path) -> None:
     assert len(drive(worker.engine, Add(request_of("r", 20))).output("r")) == 8
 
 
-def test_codec_is_warmed_up_with_the_workers_codebooks(tmp_path: Path) -> None:
+async def test_codec_is_warmed_up_with_the_workers_codebooks(tmp_path: Path) -> None:
     """Warm-up decodes its own segments; a worker that cannot do so does not start."""
     path = folder_of(CHECKPOINTS["dense"], tmp_path)
     generator = torch.Generator().manual_seed(0)
@@ -174,6 +176,11 @@ def test_codec_is_warmed_up_with_the_workers_codebooks(tmp_path: Path) -> None:
     settings = settings_of(path, codec="splitzip", codebooks=str(tmp_path / "codebooks.json"))
     worker = load_worker(settings, decodes=False)
     assert worker.identity.compatibility.codebook_id == books.id
+    agent = TransferAgent("warm-up", worker.device)
+    try:
+        await warm_up_transfers(worker, agent, worker.new_slab())
+    finally:
+        agent.close()
 
 
 def test_pages_fill_the_workers_share(tmp_path: Path) -> None:
@@ -184,8 +191,8 @@ def test_pages_fill_the_workers_share(tmp_path: Path) -> None:
     share = (had + 3 * GIB) / total
     settings = settings_of(path, kv_tokens="auto", gpu_memory_utilization=share)
     worker = load_worker(settings, decodes=True)
-    logits = settings.max_running * CONFIG.vocab_size
-    left = 3 * GIB - RESERVE - ROW_BYTES * logits - settings.slots * settings.slot_bytes
+    logits = worker.sizes.max_running * CONFIG.vocab_size
+    left = 3 * GIB - RESERVE - ROW_BYTES * logits - worker.sizes.slab_bytes
     assert 0.95 * left < sum(plane.nbytes for plane in worker.engine.cache.planes) <= left
     assert torch.cuda.memory_reserved() - had <= 3 * GIB
 

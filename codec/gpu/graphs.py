@@ -1,0 +1,215 @@
+"""CUDA graphs of codec calls, and the results of calls in flight.
+
+A graph holds the launches of one call for any segments up to a number and a size. To replay it
+takes less time on the host than to launch its kernels. Graphs are captured when they are first
+needed, and shared by all planes of one shape. Under Triton's interpreter there are no graphs.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from enum import Enum
+from threading import Lock
+
+import torch
+
+from codec.gpu.descriptors import SegmentCall, Words
+from codec.gpu.groups import PlaneShape
+from codec.gpu.launch import Launch, Workspace
+
+MAX_IN_FLIGHT = 8
+"""Maximum number of calls of one size in flight; the next one waits for the oldest."""
+
+
+class Direction(Enum):
+    """Kind of a call."""
+
+    ENCODE = "encode"
+    DECODE = "decode"
+
+
+class Call:
+    """A call in flight, and its results once it has finished. Methods may run on any thread."""
+
+    def __init__(self, slot: "Slot") -> None:
+        self._slot = slot
+        self._lock = Lock()
+        self._results: Words | None = None
+        self._seconds = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether the call has finished; does not block."""
+        return self._results is not None or self._slot.done
+
+    @property
+    def seconds(self) -> float:
+        """Duration on the device in seconds, valid once `done`."""
+        self.results()
+        return self._seconds
+
+    def results(self) -> Words:
+        """Wait for the call and return its results; see `Launch.results`."""
+        with self._lock:
+            if self._results is None:
+                self._slot.wait()
+                self._seconds = self._slot.seconds
+                self._results = self._slot.launch.results.copy()
+            return self._results
+
+
+class Slot:
+    """A launch with its CUDA graph, for one call at a time on one stream.
+
+    Args:
+        stream: stream of the calls; None on a CPU.
+    """
+
+    def __init__(
+        self, launch: Launch, direction: Direction, stream: "torch.cuda.Stream | None"
+    ) -> None:
+        self.launch, self._stream = launch, stream
+        self._run = launch.encode if direction is Direction.ENCODE else launch.decode
+        self._call: Call | None = None
+        if stream is None:
+            return
+        self._started, self._finished = (
+            torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        self._run()  # compiles the kernels; there are no segments yet, so nothing is written
+        self._graph = _captured(self._run, stream.device)
+
+    @property
+    def done(self) -> bool:
+        """Whether the last call has finished."""
+        return self._stream is None or bool(self._finished.query())  # type: ignore[no-untyped-call]
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the last call, which has finished, in seconds."""
+        if self._stream is None:
+            return 0.0
+        return float(self._started.elapsed_time(self._finished)) / 1e3
+
+    @property
+    def idle(self) -> bool:
+        """Whether a new call would not wait."""
+        return self._call is None or self._call.done
+
+    def wait(self) -> None:
+        """Wait for the last call."""
+        if self._stream is not None:
+            self._finished.synchronize()
+
+    def start(self, segments: Sequence[SegmentCall]) -> Call:
+        """Start a call, once the last one has finished and its results are saved."""
+        if self._call is not None:
+            self._call.results()
+        self.launch.describe(segments)
+        if self._stream is None:
+            self._run()
+        else:
+            self._started.record(self._stream)
+            self._graph.replay()
+            self._finished.record(self._stream)
+        self._call = Call(self)
+        return self._call
+
+
+class Graphs:
+    """Slots for calls on planes of one shape, on one CUDA stream."""
+
+    def __init__(
+        self,
+        shape: PlaneShape,
+        device: torch.device,
+        workspace: Workspace,
+        stream: "torch.cuda.Stream | None",
+    ) -> None:
+        self._shape, self._device, self._stream = shape, device, stream
+        self._workspace = workspace
+        self._slots: defaultdict[tuple[Direction, int, int], deque[Slot]] = defaultdict(deque)
+
+    def start(self, direction: Direction, segments: Sequence[SegmentCall]) -> Call:
+        """Start a call on the current CUDA stream."""
+        pages = max([len(segment.pages) for segment in segments])
+        key = (direction, *self._size(len(segments), pages))
+        slots = self._slots[key]  # the one that was used last is the last
+        if len(slots) < MAX_IN_FLIGHT and not (slots and slots[0].idle):
+            slots.appendleft(self._new_slot(*key))
+        slots.rotate(-1)
+        return slots[-1].start(segments)
+
+    def prepare(self, direction: Direction, segments: int, pages: int) -> None:
+        """Compile and capture what a call of this size needs."""
+        key = (direction, *self._size(segments, pages))
+        if not self._slots[key]:
+            self._slots[key].append(self._new_slot(*key))
+
+    def _size(self, segments: int, pages: int) -> tuple[int, int]:
+        """Return the size of the graph that serves a call."""
+        if self._stream is None:  # the interpreter takes milliseconds for an unused program
+            return segments, pages
+        return rounded(segments), rounded(pages)
+
+    def _new_slot(self, direction: Direction, segments: int, pages: int) -> Slot:
+        launch = Launch(self._shape, segments, pages, self._device, self._workspace)
+        return Slot(launch, direction, self._stream)
+
+
+class StreamGraphs:
+    """Graphs and working memory of one CUDA stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if on_gpu else None
+        self._workspace = Workspace(device)
+        self._graphs: dict[PlaneShape, Graphs] = {}
+
+    def of(self, shape: PlaneShape) -> Graphs:
+        """Return the graphs for planes of a shape."""
+        found = self._graphs.get(shape)
+        if found is None:
+            found = Graphs(shape, self._device, self._workspace, self._stream)
+            self._graphs[shape] = found
+        return found
+
+
+def _captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    """Capture launches. Other threads may use the device meanwhile."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            run()
+        finally:
+            graph.capture_end()
+    return graph
+
+
+def rounded(count: int) -> int:
+    """Round a positive number up to a power of two, or to one and a half times one."""
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if count <= power * 3 // 4 else power
+
+
+def sizes_up_to(count: int) -> list[int]:
+    """Return the distinct values of `rounded` for 1 to `count`."""
+    return sorted({rounded(each) for each in range(1, count + 1)})
+
+
+_streams: dict[tuple[torch.device, int], StreamGraphs] = {}
+
+
+def current_stream_of(device: torch.device) -> int:
+    """Return the handle of the current CUDA stream of a device, 0 for a CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index or 0) if device.type == "cuda" else 0
+
+
+def graphs_of(device: torch.device) -> StreamGraphs:
+    """Return the graphs of the current CUDA stream."""
+    key = device, current_stream_of(device)
+    if key not in _streams:
+        _streams[key] = StreamGraphs(device)
+    return _streams[key]

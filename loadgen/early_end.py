@@ -1,0 +1,54 @@
+"""Early end of a run in which a required attainment is out of reach."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadgen.clock import Clock
+from loadgen.measures import TTFT, Objective, Window
+from loadgen.record import Record
+from loadgen.runner import Runner
+
+_PERIOD_S = 0.2
+
+
+@dataclass
+class EarlyEnd:
+    """Ends a run once so many requests have missed an objective that no others can make up for it.
+
+    Attributes:
+        attainment: required fraction of requests that meet all objectives; None never ends a run.
+        window: measured part of the run.
+        gave_up: whether the run was ended.
+    """
+
+    attainment: float | None
+    window: Window
+    objectives: Sequence[Objective]
+    gave_up: bool = False
+
+    async def watch(self, runner: Runner, clock: Clock) -> None:
+        """Check the records periodically until cancelled, and stop the runner if necessary."""
+        while self.attainment is not None and not self.gave_up:
+            await asyncio.sleep(_PERIOD_S)
+            if not runner.stopped.is_set() and self.is_out_of_reach(runner.records, clock()):
+                self.gave_up = True
+                runner.stopped.set()
+
+    def is_out_of_reach(self, records: Sequence[Record], now: float) -> bool:
+        """Return whether the attainment is below the required one however the run continues."""
+        if self.attainment is None:
+            return False
+        measured = [record for record in records if self.window.has(record.due)]
+        missed = sum(self._has_missed(record, now) for record in measured)
+        return bool(measured) and (len(measured) - missed) / len(measured) < self.attainment
+
+    def _has_missed(self, record: Record, now: float) -> bool:
+        if record.sent is None or record.cancelled:
+            return False
+        if record.failure is not None:
+            return True
+        if record.first is None:  # waiting
+            bounds = [one.seconds for one in self.objectives if one.measure is TTFT]
+            return any(now - record.due > seconds for seconds in bounds)
+        return not all(objective.met_by(record) for objective in self.objectives)

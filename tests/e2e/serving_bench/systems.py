@@ -1,0 +1,238 @@
+"""Systems under test: deployments of `headrace up`, and peers with OpenAI's API."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import psutil
+
+from loadgen.errors import UsageError
+from loadgen.target.choice import listed_model
+from tests.e2e.deployment import deployed
+from tests.e2e.serving_bench.models import RandomModel
+
+_JSON_LOGS = {f"HEADRACE_{role}_LOG_FORMAT": "json" for role in ("PREFILL", "DECODE")}
+_STOP_S = 30.0
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Server:
+    """A system that is ready.
+
+    Attributes:
+        target: URL of the API with ``/v1``; several, separated by commas, for replicas.
+        model: name of the served model.
+        tokenizer: folder or file of the tokenizer; None to use the server's ``/tokenize``.
+        metrics: URLs of Prometheus metrics, by process name.
+    """
+
+    target: str
+    model: str
+    tokenizer: Path | None = None
+    metrics: dict[str, str] = field(default_factory=dict)
+
+
+class System(Protocol):
+    """A system under test."""
+
+    @property
+    def name(self) -> str:
+        """Name in the results."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the results say about the system: flags, settings or commands."""
+        ...
+
+    def running(self, logs: Path) -> AbstractContextManager[Server]:
+        """Return a context manager that runs the system and yields its `Server`.
+
+        Args:
+            logs: existing folder for the logs of what it starts.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Workers of a deployment.
+
+    Attributes:
+        prefill: number of prefill workers; 0 for colocated workers.
+        decode: number of decode workers, or of colocated ones.
+    """
+
+    prefill: int
+    decode: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """Parse ``colocated``, ``colocated:2`` or ``1+1`` (prefill + decode workers).
+
+        Raises:
+            ValueError: if it is none of them.
+        """
+        kind, _, count = text.partition(":")
+        parts = ["0", count or "1"] if kind == "colocated" else text.split("+")
+        if len(parts) != 2 or not all(part.isdigit() for part in parts) or int(parts[1]) < 1:
+            raise ValueError(f"{text}: expected colocated, colocated:2 or 1+1")
+        return cls(int(parts[0]), int(parts[1]))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        workers = ("--decode", str(self.decode))
+        return (
+            ("--prefill", str(self.prefill), *workers)
+            if self.prefill
+            else ("--colocated", *workers)
+        )
+
+    def __str__(self) -> str:
+        if self.prefill:
+            return f"{self.prefill}+{self.decode}"
+        return "colocated" if self.decode == 1 else f"colocated:{self.decode}"
+
+
+@dataclass(frozen=True)
+class HeadraceSystem:
+    """A deployment of `headrace up`.
+
+    Attributes:
+        name: name in the results.
+        model: model of random weights, or name or path of a checkpoint.
+        keep: ``--keep`` for a checkpoint; a model of random weights has its own.
+        codec: ``--codec``; None for the default.
+        settings: environment variables of the deployment.
+        start_s: time limit for the start, in seconds.
+    """
+
+    name: str
+    layout: Layout
+    model: RandomModel | str
+    keep: float | None = None
+    codec: str | None = None
+    device: str = "auto"
+    settings: Mapping[str, str] = field(default_factory=dict)
+    start_s: float = 900.0
+
+    def describe(self) -> dict[str, Any]:
+        flags = self.layout.flags + self._further_flags()
+        name = self.model if isinstance(self.model, str) else self.model.name
+        return {"model": name, "flags": list(flags), "settings": dict(self.settings)}
+
+    @contextmanager
+    def running(self, logs: Path) -> Iterator[Server]:
+        folder = None if isinstance(self.model, str) else self.model.ensure()
+        flags = (*self.layout.flags, *self._further_flags(), "--model", str(folder or self.model))
+        environment = {**_JSON_LOGS, **self.settings}
+        with deployed(*flags, environment=environment, start_s=self.start_s, logs=logs) as running:
+            running.wait_for_all_workers(self.start_s)
+            yield Server(f"{running.url}/v1", running.model, folder, running.metrics_urls())
+
+    def _further_flags(self) -> tuple[str, ...]:
+        flags: tuple[str, ...] = ("--device", self.device)
+        if self.codec is not None:
+            flags += ("--codec", self.codec)
+        if self.keep is not None:
+            flags += ("--keep", f"{self.keep:g}")
+        return flags
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A server with OpenAI's API, or several replicas of it.
+
+    Attributes:
+        name: name in the results.
+        urls: base URL of each replica, without ``/v1``.
+        commands: shell commands that start the replicas; empty if they already run.
+        tokenizer: folder or file of the tokenizer; None to use the server's ``/tokenize``.
+        start_s: time limit for the start, in seconds.
+    """
+
+    name: str
+    urls: tuple[str, ...]
+    commands: tuple[str, ...] = ()
+    tokenizer: Path | None = None
+    start_s: float = 900.0
+
+    def describe(self) -> dict[str, Any]:
+        return {"urls": list(self.urls), "commands": list(self.commands)}
+
+    @contextmanager
+    def running(self, logs: Path) -> Iterator[Server]:
+        with ExitStack() as stack:
+            processes = [
+                stack.enter_context(_started(command, logs / f"peer-{number}.log"))
+                for number, command in enumerate(self.commands)
+            ]
+            targets = [f"{url.rstrip('/')}/v1" for url in self.urls]
+            deadline = time.monotonic() + (self.start_s if processes else _POLL_S)
+            models = [_wait_until_ready(target, processes, deadline) for target in targets]
+            yield Server(",".join(targets), models[0], self.tokenizer)
+
+
+@contextmanager
+def _started(command: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a shell command until the block ends. Then all its descendants are ended."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", command], stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process group and the descendants of its leader, which may be in other groups."""
+    left = []
+    with suppress(psutil.NoSuchProcess):
+        left = psutil.Process(process.pid).children(recursive=True)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    for each in left:
+        with suppress(psutil.NoSuchProcess):
+            each.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_S)
+    _, alive = psutil.wait_procs(left, timeout=_STOP_S)
+    for each in alive:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _wait_until_ready(
+    target: str, processes: list["subprocess.Popen[bytes]"], deadline: float
+) -> str:
+    """Wait until a server answers a request, and return the name of its model.
+
+    Raises:
+        RuntimeError: if it does not in time, or if a command of its peer has failed.
+    """
+    while True:
+        failed = [process for process in processes if process.poll()]
+        if failed:
+            raise RuntimeError(f"a command of the peer ended with code {failed[0].returncode}")
+        try:
+            model = listed_model(target, {})
+            body = {"model": model, "prompt": "Hello", "max_tokens": 1}
+            url = f"{target}/completions"
+            httpx.post(url, json=body, timeout=60, trust_env=False).raise_for_status()
+            return model
+        except (UsageError, httpx.HTTPError) as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{target} is not ready: {error}") from error
+        time.sleep(_POLL_S)

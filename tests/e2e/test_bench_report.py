@@ -1,0 +1,90 @@
+"""Tables and report of the serving benchmark."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.e2e.bench_documents import results_of
+from tests.e2e.serving_bench.report import page, print_tables
+from tests.e2e.serving_bench.results import merged
+from tests.e2e.serving_bench.tables import tables
+from tests.loadgen.made_runs import HOSTILE
+from tests.loadgen.page_content import Content
+
+
+def test_ratios_compare_with_the_first_system_of_a_group() -> None:
+    groups = tables(results_of("one", "two"))["Single requests"].groups
+    assert groups["512 tokens"] == [
+        ["one", "5.12", "10.2", "4.00", "", "", ""],
+        ["two", "10.2", "20.5", "8.00", "2.00", "2.00", ""],
+    ]
+    assert groups["32,000 tokens"][1] == ["two", *["–"] * 5, "too long"]
+
+
+def test_baseline_can_be_chosen() -> None:
+    document = results_of("one", "two") | {"baseline": "two"}
+    rows = tables(document)["Single requests"].groups["512 tokens"]
+    assert [row[4] for row in rows] == ["0.50", ""]
+
+
+def test_search_shows_the_last_bracket_and_all_rates() -> None:
+    groups = tables(results_of("one", "two", "none"))["Highest rate within objectives"].groups
+    (rows,) = groups.values()
+    assert rows[0] == ["one", "11.3", "16", "", "8: 95.0, 16: 50.0 (ended early), 11.3: 95.0"]
+    assert rows[1][3] == "1.00"
+    assert rows[2][1:4] == ["–", "16", "–"]
+
+
+def test_transfer_table_has_stages_and_compression() -> None:
+    groups = tables(results_of("one"))["Stages and KV transfer"].groups
+    (row,) = groups["2,048 tokens"]
+    assert row[1:3] == ["1.00", "12.0"]
+    assert row[-3:] == ["32 raw", "256 MiB", "2.000"]
+
+
+def test_document_without_rows_has_no_table() -> None:
+    document = results_of("one")
+    document["systems"][0]["cases"] = {"single": [{"error": "failed"}]}
+    document["systems"][0]["error"] = "RuntimeError: no [/GPU]"
+    assert not tables(document)
+    assert "no [/GPU]" in page(document)
+    output = io.StringIO()
+    print_tables(document, Console(file=output, width=160))
+    assert "no [/GPU]" in output.getvalue()
+    assert "single: failed" in output.getvalue()
+
+
+@pytest.mark.slow
+def test_report_is_self_contained_and_escaped() -> None:
+    written = page(results_of("one", HOSTILE))
+    content = Content(written)
+    assert content.tags["script"] == content.tags["img"] == 0
+    assert [link for link in content.links if not link.startswith(("#", "data:"))] == []
+    assert len(content.ids) == len(set(content.ids))
+    assert content.row("one")[0] == "one"
+    assert "TTFT, p99, answers of 128 tokens" in written.replace("Time to first token", "TTFT")
+
+
+def test_merged_documents_keep_their_environments(tmp_path: Path) -> None:
+    files = []
+    for number, names in enumerate([("one", "two"), ("one",)]):
+        document = results_of(*names, rates=(4.0,))
+        document["manifest"]["commit"] = f"commit {number}"
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(json.dumps(document))
+    systems = merged(files)["systems"]
+    assert [system["name"] for system in systems] == ["one", "two", "one (2)"]
+    assert [system["manifest"]["commit"] for system in systems] == [
+        "commit 0",
+        "commit 0",
+        "commit 1",
+    ]
+
+
+def test_printed_tables_have_every_system() -> None:
+    output = io.StringIO()
+    print_tables(results_of("one", "two"), Console(file=output, width=160))
+    assert output.getvalue().count("two ") >= 6

@@ -1,0 +1,38 @@
+"""The serving benchmark on a deployment of the packaged model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def test_colocated_deployment_is_measured(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "tests.e2e.serving_bench", "--systems", "colocated"),
+        *("--cases", "single,load", "--lengths", "32", "--repeats", "2", "--device", "cpu"),
+        *("--rates", "2", "--answers", "4", "--input", "fixed:16", "--seconds", "3"),
+        *("--warm-up", "0", "--most-lag", "60", "--out", str(tmp_path), "--keep-records"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "results.json").read_text())
+    (system,) = document["systems"]
+    (single,), (load,) = system["cases"]["single"], system["cases"]["load"]
+    assert 0 < single["first"] < single["second"]
+    assert load["summary"]["outcomes"]["succeeded"] > 0
+    assert load["metrics"]["decode-0"]["headrace_generation_tokens_total"] > 0
+    assert load["stages"]["decode"] > 0
+    assert "Poisson load" in (tmp_path / "report.html").read_text()
+    assert list(tmp_path.glob("*/records/*/requests.jsonl"))
+    assert list(tmp_path.glob("*/decode-0.log"))
+    left = [one.pid for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in _line(one)]
+    assert not left
+
+
+def _line(process: psutil.Process) -> str:
+    return " ".join(process.info["cmdline"] or ())
