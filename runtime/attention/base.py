@@ -153,8 +153,7 @@ class MixedBatch(Batch):
     prefill attention all others.
 
     Attributes:
-        chunks: all rows, but only the sequences of the prompt chunks. Attention over this batch
-            leaves the decode rows undefined.
+        chunks: all rows, but only the sequences of the prompt chunks, which come first.
         decode: the last `d` rows as a decode batch.
         decoding: bool `[d, 1]`, which of the last `d` rows are decode rows.
     """
@@ -206,6 +205,6 @@ class DenseAttention(Protocol):
             k_pages, v_pages: bf16 `[page, kv_head, slot, dim]`.
 
         Returns:
-            `[n, heads * dim]`, in the dtype of ``q``.
+            `[n, heads * dim]`, in the dtype of ``q``. Rows beyond the last sequence are undefined.
         """
         ...

@@ -213,8 +213,10 @@ class Scheduler:
 
     def expects_token(self, sequence: Sequence) -> bool:
         """Return whether a token sampled for a sequence is used: it is running or held."""
+        if sequence.running:
+            return True
         group = self._held.get(sequence.request.id)
-        return sequence.running or (group is not None and sequence in group.sequences)
+        return group is not None and sequence in group.sequences
 
     def _grow(self, sequences: Iterable[Sequence]) -> list[tuple[str, RuntimeFault]]:
         """Allocate a page to each sequence whose next token needs one, the oldest sequence first.

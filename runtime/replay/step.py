@@ -124,7 +124,7 @@ class StepReplay:
         self._sampler = SlotSampler(self._slots, model.config.vocab_size, pool)
         passes = model, cache, self._slots, self._sampler.logits, pool
         self._decode = DecodeReplay(*passes, by_layer=by_layer)
-        rows = max(limits.step_tokens, limits.max_running + model.page_size)
+        rows = max(limits.step_tokens, limits.max_running + model.page_size)  # one page of prompts
         self._mixed = MixedReplay(*passes, max_rows=rows, decodes=decodes)
         self._host_copies = cycle(HostCopy(self._sampler.results) for _ in range(2))
         self._assignment = _NOTHING_SAMPLED
@@ -158,7 +158,7 @@ class StepReplay:
 
         It samples the next token of each decoded sequence, then the first tokens of all choices of
         completed prompts. A sequence with a token in flight must have been part of the previous
-        step that samples.
+        step.
         """
         completed = [
             (sequence, index)
