@@ -6,7 +6,7 @@ the decode batch until it ends. Admission is first come, first served.
 
 Every step decodes all running sequences. The rest of ``step_tokens`` is filled with prompt chunks,
 in order of admission. A chunk has at most ``chunk_tokens`` tokens, so that a long prompt leaves
-tokens to later ones. The last chunk of a step is cut at the end of a page if it does not fit.
+tokens to later ones. A chunk that does not fit into the step is cut at the end of a page.
 
 A step is in flight from its launch until its tokens are read. The tokens that it samples
 count in the lengths of its sequences. Pages released in the meantime become free only when the step
