@@ -211,7 +211,7 @@ class PagedCodec(Protocol):
             call, divided among its segments by their raw bytes.
 
         Raises:
-            ArgumentError: an argument is invalid. Nothing was started.
+            ArgumentError: an argument is invalid. On a GPU nothing was started.
         """
         ...
 
@@ -230,7 +230,7 @@ class PagedCodec(Protocol):
                 a multiple of 8, at most 128.
 
         Raises:
-            ArgumentError: an argument is invalid. Nothing was started.
+            ArgumentError: an argument is invalid. On a GPU nothing was started.
         """
         ...
 

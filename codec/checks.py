@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from codec.codebook import Codebook
@@ -75,22 +77,24 @@ def check_planes(
     return element, geometry
 
 
-def check_pages(page_ids: PageIds, pages_in_plane: int, num_tokens: int, page_slots: int) -> Tensor:
-    """Validate page ids; return them as int64 `[num_pages]` on the CPU.
+def check_pages(
+    page_ids: PageIds, pages_in_plane: int, num_tokens: int, page_slots: int
+) -> NDArray[np.int64]:
+    """Validate page ids; return them as an array `[num_pages]`, which must not be changed.
 
     Raises:
         InvalidPages: ids are out of range, repeated, or more or fewer than the tokens need.
     """
-    ids = page_ids.tolist() if isinstance(page_ids, Tensor) else page_ids
+    ids = tuple(page_ids.tolist() if isinstance(page_ids, Tensor) else page_ids)
     needed = -(-num_tokens // page_slots)
     if len(ids) != needed:
         raise InvalidPages(f"{num_tokens} tokens need {needed} page ids, got {list(ids)}")
-    return _valid_pages(tuple(ids), pages_in_plane)
+    return _valid_pages(ids, pages_in_plane)
 
 
 @lru_cache(maxsize=1024)
-def _valid_pages(ids: tuple[int, ...], pages_in_plane: int) -> Tensor:
-    """Return page ids as int64. Cached, because all layer groups of a sequence use the same pages.
+def _valid_pages(ids: tuple[int, ...], pages_in_plane: int) -> NDArray[np.int64]:
+    """Return page ids as an array. Cached, because the layers of a sequence use the same pages.
 
     Raises `InvalidPages`.
     """
@@ -98,7 +102,7 @@ def _valid_pages(ids: tuple[int, ...], pages_in_plane: int) -> Tensor:
         raise InvalidPages(f"page ids must be in [0, {pages_in_plane}): {list(ids)}")
     if len(set(ids)) != len(ids):
         raise InvalidPages(f"page ids are repeated: {list(ids)}")
-    return torch.tensor(ids, dtype=torch.int64)
+    return np.array(ids, dtype=np.int64)
 
 
 def check_range(offset: int, length: int, size: int) -> None:

@@ -346,4 +346,13 @@ def max_segment_bytes(
     """
     geometry = Geometry(kv_heads, dim * element.units, num_tokens, page_slots)
     modes = (mode for mode in Mode if mode.supports(element))
-    return max(Layout.of(geometry, element, [mode] * num_planes).bound for mode in modes)
+    return max(_bound(num_planes, geometry, element, mode) for mode in modes)
+
+
+def _bound(num_planes: int, geometry: Geometry, element: ElementType, mode: Mode) -> int:
+    """Return `Layout.bound` for planes that all have the same mode, in constant time."""
+    coded = num_planes * geometry.num_chunks if mode is not Mode.RAW else 0
+    table = align(WORD_BYTES * (coded + 1)) if coded else 0
+    end = header_bytes(num_planes) + table + num_planes * Block.of(0, geometry, element, mode).end
+    overflow = num_planes * overflow_words(element, mode) * geometry.num_columns
+    return align(end + WORD_BYTES * overflow)

@@ -65,7 +65,8 @@ def encode_pages(
         InvalidCodebook: a codebook has another dtype than the planes. Nothing was written.
     """
     element, geometry = check_planes(planes, codebooks, num_tokens)
-    pages = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
+    ids = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
+    pages = torch.from_numpy(ids)
     check_bytes(out, planes[0].device)
     entries = [
         PlaneHeader(codebook.mode, codebook.number) if codebook else PlaneHeader(Mode.RAW, 0)
@@ -117,7 +118,8 @@ def decode_pages(
         ChecksumMismatch: the decoded content differs from the encoded content.
     """
     element, geometry = check_planes(planes, codebooks, num_tokens)
-    pages = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
+    ids = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
+    pages = torch.from_numpy(ids)
     check_bytes(payload, planes[0].device)
     header = header or read_header(payload)
     check_header(header, payload.numel(), element, geometry, codebooks)
@@ -140,7 +142,8 @@ def checksum_pages(
     page ids. The arguments are those of `encode_pages`.
     """
     _, geometry = check_planes(planes, [None] * len(planes), num_tokens)
-    pages = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
+    ids = check_pages(page_ids, planes[0].shape[0], num_tokens, geometry.page_slots)
+    pages = torch.from_numpy(ids)
     backend = backend or backend_for(planes[0].device)
     return backend.checksum_planes(planes, pages, geometry)
 

@@ -36,6 +36,9 @@ Port = Annotated[int, typer.Option(help="HTTP port of the gateway of the deploym
 Model = Annotated[
     str, typer.Option(help="smollm2-135m, or path of a GGUF file or checkpoint folder")
 ]
+Device = Annotated[
+    str, typer.Option(help="device of the computation: auto (a GPU if there is one), cpu or cuda")
+]
 KVFormat = Annotated[str, typer.Option(help="KV format: a built-in name or module:Class")]
 TokenizerSource = Annotated[
     str | None,
@@ -178,12 +181,13 @@ def calibrate(
     model: Model = "smollm2-135m",
     tokenizer: TokenizerSource = None,
     kv_format: KVFormat = "dense",
+    device: Device = "auto",
 ) -> None:
     """Calibrate the codec's codebooks on the KV of a model."""
     from services.offline.calibrate import calibrate as run
 
     with _reported_errors("calibrate"):
-        run(model, tokenizer or model, out, kv_format=kv_format)
+        run(model, tokenizer or model, out, kv_format=kv_format, device=device)
 
 
 @app.command()
@@ -204,12 +208,13 @@ def kv_statistics(
     model: Model = "smollm2-135m",
     tokenizer: TokenizerSource = None,
     keep_kv: Annotated[bool, typer.Option(help="also write the KV, to kv.pt")] = False,
+    device: Device = "auto",
 ) -> None:
     """Measure the exponents and compression ratios of a model's KV, layer by layer."""
     from services.offline.kv_statistics import kv_statistics as run
 
     with _reported_errors("kv-statistics"):
-        run(model, tokenizer or model, out, keep_kv=keep_kv)
+        run(model, tokenizer or model, out, keep_kv=keep_kv, device=device)
 
 
 @app.command()
@@ -232,12 +237,16 @@ def compress(
         int,
         typer.Option(min=2, help="calibration rows of 512 tokens; perplexity uses half as many"),
     ] = 32,
+    device: Device = "auto",
 ) -> None:
-    """Factorize a model by truncation-aware SVD, and report its perplexity before and after."""
+    """Factorize a model by truncation-aware SVD, and report its perplexity before and after.
+
+    An interrupted command continues from its finished layers when it is run again.
+    """
     from services.offline.compress import compress as run
 
     with _reported_errors("compress"):
-        run(model, keep, out, method, ranks, rows)
+        run(model, keep, out, method, ranks, rows, device)
 
 
 @app.command()

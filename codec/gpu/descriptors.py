@@ -6,7 +6,7 @@ ids, to pinned memory. `kernels/parameters.py` defines the fields.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ def base_of(device: torch.device) -> Tensor:
     return _bases[device]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SegmentTemplate:
     """Descriptor of segments with a certain number of tokens, without their addresses.
 
@@ -165,13 +165,12 @@ class Descriptors:
     """
 
     def __init__(self, shape: PlaneShape, segments: int, pages: int, device: torch.device) -> None:
-        self._pages = pages
         self.row_words = _SEGMENT_FIELDS + shape.header_words // 2
         groups = [len(group.numbers) for group in shape.groups]
         shapes = [
             (segments, self.row_words),
             *((segments, planes, _PLANE_FIELDS) for planes in groups),
-            (segments, pages),
+            (segments * pages,),
         ]
         sizes = [int(np.prod(each)) for each in shapes]
         on_gpu = device.type == "cuda"
@@ -190,18 +189,21 @@ class Descriptors:
 
     def write(self, calls: Sequence[SegmentCall]) -> None:
         """Describe the segments of a call, at most `segments`."""
-        addresses, lengths, chunks, count = [], [], 0, len(calls)
+        base, count = self._base, len(calls)
+        addresses, lengths, first_page, chunks = [], [], 0, 0
         for number, (template, pages, address, length, _, prefix_bytes) in enumerate(calls):
             layout = template.layout
-            self._segment_rows[number, _ADDRESSES:] = template.segment_row
-            for rows, fields in zip(self._plane_rows, template.plane_rows, strict=True):
-                rows[number, :, _ADDRESSES:] = fields
-            self._page_ids[number, : len(pages)] = pages
-            word = (address - self._base) // WORD_BYTES
+            word = (address - base) // WORD_BYTES
             entry_words = (length - layout.entries) // WORD_BYTES
-            addresses.append((word, number, number * self._pages, chunks, entry_words))
+            addresses.append((word, number, first_page, chunks, entry_words))
             lengths.append((length, prefix_bytes // 8))
+            first_page += len(pages)
             chunks += layout.coded_chunks
+        self._page_ids[:first_page] = np.concatenate([call.pages for call in calls])
+        for template, numbers in _runs(calls):
+            self._segment_rows[numbers, _ADDRESSES:] = template.segment_row
+            for rows, fields in zip(self._plane_rows, template.plane_rows, strict=True):
+                rows[numbers, :, _ADDRESSES:] = fields
         own = np.array(addresses, dtype=np.int64)
         self._segment_rows[:count, :_ADDRESSES] = own
         self._segment_rows[:count, _LENGTH : _LENGTH + 2] = lengths
@@ -210,6 +212,15 @@ class Descriptors:
         if count < len(self._segment_rows):
             for rows in (self._segment_rows, *self._plane_rows):
                 rows[count:] = 0
+
+
+def _runs(calls: Sequence[SegmentCall]) -> Iterator[tuple[SegmentTemplate, slice]]:
+    """Yield each run of consecutive segments with the same template."""
+    first = 0
+    for last in range(1, len(calls) + 1):
+        if last == len(calls) or calls[last].template is not calls[first].template:
+            yield calls[first].template, slice(first, last)
+            first = last
 
 
 def _tables(book: Codebook | None) -> bytes:

@@ -30,10 +30,12 @@ class Direction(Enum):
 class Call:
     """A call in flight, and its results once it has finished. Methods may run on any thread."""
 
-    def __init__(self, slot: "Slot") -> None:
+    def __init__(self, slot: "Slot", segments: Sequence[SegmentCall]) -> None:
+        self.segments = segments
         self._slot = slot
         self._lock = Lock()
         self._results: Words | None = None
+        self._numbers: list[list[int]] | None = None
         self._seconds = 0.0
 
     @property
@@ -49,12 +51,19 @@ class Call:
 
     def results(self) -> Words:
         """Wait for the call and return its results; see `Launch.results`."""
-        with self._lock:
-            if self._results is None:
-                self._slot.wait()
-                self._seconds = self._slot.seconds
-                self._results = self._slot.launch.results.copy()
-            return self._results
+        if self._results is None:
+            with self._lock:
+                if self._results is None:
+                    self._slot.wait()
+                    self._seconds = self._slot.seconds
+                    self._results = self._slot.launch.results.copy()
+        return self._results
+
+    def numbers(self, segment: int) -> list[int]:
+        """Wait for the call and return the first four results of a segment."""
+        if self._numbers is None:
+            self._numbers = self.results()[:, :4].tolist()
+        return self._numbers[segment]
 
 
 class Slot:
@@ -112,7 +121,7 @@ class Slot:
             self._started.record(self._stream)
             self._graph.replay()
             self._finished.record(self._stream)
-        self._call = Call(self)
+        self._call = Call(self, segments)
         return self._call
 
 

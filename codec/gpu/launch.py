@@ -58,6 +58,10 @@ class Launch:
         device: device of the planes.
         workspace: scratch memory of the CUDA stream.
 
+    Attributes:
+        results: int64 `[segments, words]`, valid once the kernels have finished. The words are
+            described by `pack_kernel` and `verify_kernel`.
+
     Raises:
         InvalidPlanes: there are too many segments and planes for one launch.
     """
@@ -91,14 +95,7 @@ class Launch:
             dtype=torch.int64,
             pin_memory=device.type == "cuda",
         )
-
-    @property
-    def results(self) -> Words:
-        """Results of the segments, int64 `[segments, words]`, valid once the kernels have finished.
-
-        The first four words are described by `pack_kernel` and `verify_kernel`.
-        """
-        return self._results.numpy()
+        self.results: Words = self._results.numpy()
 
     def describe(self, calls: Sequence[SegmentCall]) -> None:
         """Write the descriptors of the next call. The previous call must have finished."""

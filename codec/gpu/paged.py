@@ -1,6 +1,6 @@
 """Asynchronous paged codec on a GPU. Its calls replay CUDA graphs and do not wait for kernels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -46,12 +46,10 @@ the scratch memory, which is 1/4 to 1/3 of it.
 
 @dataclass(eq=False, slots=True)
 class _PendingSegment:
-    """Results of one segment of a call, and its share of the call's duration."""
+    """Results of one segment of a call."""
 
     call: Call
     number: int
-    share: float
-    segment: SegmentCall
 
     @property
     def done(self) -> bool:
@@ -59,18 +57,19 @@ class _PendingSegment:
 
     @property
     def seconds(self) -> float:
-        return self.call.seconds * self.share
+        raw_bytes = sum(segment.template.raw_bytes for segment in self.call.segments)
+        return self.call.seconds * self.segment.template.raw_bytes / raw_bytes
 
-    def _words(self) -> Words:
-        words: Words = self.call.results()[self.number]
-        return words
+    @property
+    def segment(self) -> SegmentCall:
+        return self.call.segments[self.number]
 
 
 class _PendingEncode(_PendingSegment):
     __slots__ = ()
 
     def result(self) -> Encoded:
-        length, checksum, escapes = self._words()[:3].tolist()
+        length, checksum, escapes, _ = self.call.numbers(self.number)
         return Encoded(length, self.segment.template.raw_bytes, escapes, checksum & MASK64)
 
 
@@ -80,13 +79,13 @@ class _PendingDecode(_PendingSegment):
 
     @property
     def prefix(self) -> bytes:
-        return self._words()[_PREFIX:_HEADER].tobytes()[: self.segment.prefix_bytes]
+        words = self.call.results()[self.number, _PREFIX:_HEADER]
+        return words.tobytes()[: self.segment.prefix_bytes]
 
     def result(self) -> Decoded:
-        words = self._words()
-        _, checksum, announced, errors = words[:4].tolist()
+        _, checksum, announced, errors = self.call.numbers(self.number)
         if errors & 1:
-            self._check_header(words[_HEADER:].tobytes())
+            self._check_header(self.call.results()[self.number, _HEADER:].tobytes())
         check_errors(errors)
         check_checksum(announced & MASK64, self.segment.checksum)
         check_checksum(checksum & MASK64, self.segment.checksum)
@@ -113,7 +112,7 @@ class PagedCodec:
     def __init__(self, planes: Sequence[Tensor], codebooks: Sequence[Codebook | None]) -> None:
         self._planes, self._codebooks = tuple(planes), tuple(codebooks)
         self._element, self._geometry = check_planes(planes, codebooks, 0)
-        self._device = planes[0].device
+        self._device, self._num_pages = planes[0].device, len(planes[0])
         self._templates: dict[tuple[Codebook | None, ...], SegmentTemplates] = {}
         self._coded = self._templates_of(self._codebooks)
         self._raw = self._templates_of((None,) * len(planes))
@@ -192,7 +191,7 @@ class PagedCodec:
         sizes = [
             (segments, pages_of_each)
             for segments in sizes_up_to(min(max_segments, _MAX_SEGMENTS))
-            for pages_of_each in sizes_up_to(min(pages, len(self._planes[0])))
+            for pages_of_each in sizes_up_to(min(pages, self._num_pages))
         ]
         for segments, pages_of_each in sizes:
             template = self._coded.of(pages_of_each * self._geometry.page_slots)
@@ -210,31 +209,25 @@ class PagedCodec:
         """
         if num_tokens < 1:
             raise InvalidPages(f"a segment needs at least one token, not {num_tokens}")
-        slots = self._geometry.page_slots
-        return check_pages(page_ids, len(self._planes[0]), num_tokens, slots).numpy()
+        return check_pages(page_ids, self._num_pages, num_tokens, self._geometry.page_slots)
 
     def _start_decode(
         self, templates: SegmentTemplates, segments: Sequence[SegmentCall]
     ) -> list[PendingDecode]:
-        return [
-            _PendingDecode(*started, templates)
-            for started in self._start(Direction.DECODE, templates, segments)
-        ]
+        started = self._start(Direction.DECODE, templates, segments)
+        return [_PendingDecode(*each, templates) for each in started]
 
     def _start(
         self, direction: Direction, templates: SegmentTemplates, segments: Sequence[SegmentCall]
-    ) -> Iterator[tuple[Call, int, float, SegmentCall]]:
-        """Start the calls of segments; yield the arguments of each `_PendingSegment`."""
+    ) -> list[tuple[Call, int]]:
+        """Start calls; return the call of each segment, and the segment's number in the call."""
         if not segments:
-            return
+            return []
         graphs = self._graphs_of(templates)
         limit = _segments_of_a_launch(max([each.template.raw_bytes for each in segments]))
-        for first in range(0, len(segments), limit):
-            part = segments[first : first + limit]
-            call = graphs.start(direction, part)
-            raw_bytes = sum([segment.template.raw_bytes for segment in part])
-            for number, segment in enumerate(part):
-                yield call, number, segment.template.raw_bytes / raw_bytes, segment
+        parts = [segments[first : first + limit] for first in range(0, len(segments), limit)]
+        calls = [graphs.start(direction, part) for part in parts]
+        return [(call, number) for call in calls for number in range(len(call.segments))]
 
     def _graphs_of(self, templates: SegmentTemplates) -> Graphs:
         """Return the graphs of the current CUDA stream."""

@@ -16,6 +16,10 @@ SHAPES = {
         "LlamaForCausalLM", 128_256, 4096, 14_336, 32, 32, 8, 128, 36_864, 1e-5, False,
         RopeConfig(theta=500_000.0),
     ),
+    "llama-3-70b": ModelConfig(
+        "LlamaForCausalLM", 128_256, 8192, 28_672, 80, 64, 8, 128, 36_864, 1e-5, False,
+        RopeConfig(theta=500_000.0),
+    ),
     "qwen3-8b": ModelConfig(
         "Qwen3ForCausalLM", 151_936, 4096, 12_288, 36, 32, 8, 128, 36_864, 1e-6, False,
         RopeConfig(theta=1_000_000.0),

@@ -6,13 +6,21 @@ has ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]`` instead of ``
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from runtime.checkpoint.family import CheckpointFamily, LinearTensor, family_of
-from runtime.checkpoint.weights import Checkpoint, Dense, FactorPair, Linear, linears_of
+from runtime.checkpoint.weights import (
+    Checkpoint,
+    Dense,
+    FactorPair,
+    LayersOnDemand,
+    Linear,
+    linears_of,
+)
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 
@@ -25,12 +33,18 @@ class TensorSource(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
+class MeasuredSource(TensorSource, Protocol):
+    """A source that knows the shapes of its tensors without reading them."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+
 def assemble(
     config: ModelConfig,
     source: TensorSource,
     optional: frozenset[str],
     model_hash: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device | str,
 ) -> Checkpoint:
     """Read and check all tensors of a model.
@@ -38,7 +52,8 @@ def assemble(
     Args:
         optional: biases and optional vectors that each layer must have, by name within the layer.
             For formats whose config does not list them, use `optional_tensors_of`.
-        dtype, device: dtype and device of the returned tensors.
+        dtype: dtype of the returned tensors; None keeps the dtype of each tensor.
+        device: device of the returned tensors.
 
     Raises:
         CheckpointError: tensors are missing, misshapen, quantized or unexpected.
@@ -52,6 +67,31 @@ def assemble(
     final_norm = reader.tensor(names.final_norm, (config.hidden_size,))
     reader.refuse_unread({names.lm_head} if config.tied_embeddings else set())
     return Checkpoint(config, embedding, layers, final_norm, lm_head, model_hash)
+
+
+def assemble_on_demand(
+    config: ModelConfig, source: MeasuredSource, optional: frozenset[str], model_hash: str
+) -> Checkpoint:
+    """Check all tensors of a model, and read its layers whenever they are accessed.
+
+    Tensors keep their dtype and are on the CPU. Other arguments and errors are those of `assemble`.
+    """
+    assemble(config, _Shapes(source), optional, model_hash, None, "meta")
+    family, cpu = family_of(config.architecture), torch.device("cpu")
+    names = family.tensor_names
+
+    def read_layer(index: int) -> Any:
+        return _Reader(source, optional, None, cpu).layer(family, config, index)
+
+    embedding = source.read(names.embedding)
+    return Checkpoint(
+        config,
+        embedding,
+        LayersOnDemand(read_layer, config.num_layers),
+        source.read(names.final_norm),
+        embedding if config.tied_embeddings else source.read(names.lm_head),
+        model_hash,
+    )
 
 
 def optional_tensors_of(config: ModelConfig, source: TensorSource) -> frozenset[str]:
@@ -96,6 +136,19 @@ def named_linears(checkpoint: Checkpoint) -> Iterator[tuple[str, Linear]]:
             yield prefix + layout.linears[field].name, linear
 
 
+@dataclass(frozen=True)
+class _Shapes:
+    """A `TensorSource` of tensors without content."""
+
+    source: MeasuredSource
+
+    def names(self) -> frozenset[str]:
+        return self.source.names()
+
+    def read(self, name: str) -> Tensor:
+        return torch.empty(self.source.shape(name), device="meta")
+
+
 class _Reader:
     """Reads tensors and records which have not been read."""
 
@@ -103,7 +156,7 @@ class _Reader:
         self,
         source: TensorSource,
         optional: frozenset[str],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
         self._source = source
@@ -129,7 +182,7 @@ class _Reader:
             )
         if not tensor.is_floating_point():
             raise CheckpointError(f"{name} is {tensor.dtype}: quantized weights are not supported")
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=self._dtype or tensor.dtype)
 
     def linear(self, prefix: str, entry: LinearTensor) -> Linear:
         """Read a linear, dense or factorized, and its bias if it has one."""

@@ -1,35 +1,39 @@
-"""The canonical factorized checkpoint: a directory of ``model.safetensors`` and ``headrace.json``.
+"""The canonical factorized checkpoint: a directory of safetensors files and ``headrace.json``.
 
-The JSON has the config in Hugging Face's format, the rank of each factorized linear (others are
-dense), the fraction of parameters kept (``keep``), the model hash, the provenance of the
-factorization, and which linears share a V. A shared V is stored once, under the first linear's
-name. Tensors have Hugging Face's names; a factor pair is ``….u.weight`` ``[out, r]`` and
-``….v.weight`` ``[r, in]``.
+The tensors are in ``model.safetensors``, or in several shards with an index. The JSON has the
+config in Hugging Face's format, the rank of each factorized linear (others are dense), the fraction
+of parameters kept (``keep``), the model hash, the provenance of the factorization, and which
+linears share a V. A shared V is stored once, under the first linear's name. Tensors have Hugging
+Face's names; a factor pair is ``….u.weight`` ``[out, r]`` and ``….v.weight`` ``[r, in]``.
 """
 
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from runtime.checkpoint.assemble import (
+    TensorSource,
     assemble,
-    named_linears,
     named_tensors,
     optional_tensors_of,
 )
 from runtime.checkpoint.hashing import hash_tensors
 from runtime.checkpoint.huggingface_config import parse_config, to_huggingface
-from runtime.checkpoint.safetensors_file import SINGLE, SafetensorsDirectory, read_json
-from runtime.checkpoint.sharing import AliasedSource, Groups, basis_groups, with_shared_bases
-from runtime.checkpoint.weights import Checkpoint, Factorization, FactorPair
+from runtime.checkpoint.safetensors_file import SafetensorsDirectory, ShardWriter, read_json
+from runtime.checkpoint.sharing import (
+    AliasedSource,
+    Groups,
+    factor_pairs,
+    groups_of,
+    with_shared_bases,
+)
+from runtime.checkpoint.weights import Checkpoint, Factorization
 from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 
@@ -43,32 +47,43 @@ def canonical_hash(checkpoint: Checkpoint) -> str:
     return hash_tensors(_config_text(checkpoint.config), tensors)
 
 
-def write_checkpoint(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write ``checkpoint`` to ``directory``, in the dtypes of its tensors.
+def write_checkpoint(
+    checkpoint: Checkpoint,
+    directory: Path,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Write ``checkpoint`` to ``directory``, one tensor after another.
 
     The write is atomic: files are written to a temporary directory beside the target, which is then
     renamed. If the target already is a canonical checkpoint, it is kept.
 
+    Beside the tensors of the checkpoint, which may be memory-mapped, it takes host memory for one
+    shard (`ShardWriter`).
+
+    Args:
+        dtype: dtype to write; None keeps the dtype of each tensor.
+        progress: called with the bytes of each tensor.
+
     Raises:
         CheckpointError: ``directory`` exists and is not a canonical checkpoint.
     """
-    checkpoint = replace(checkpoint, model_hash=canonical_hash(checkpoint))
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        groups = basis_groups(checkpoint)
+        pairs = factor_pairs(checkpoint)
+        groups = groups_of(pairs)
         repeated = {f"{name}.v.weight" for _, *others in groups for name in others}
-        tensors: dict[str, Tensor] = {}
-        stored: set[int] = set()
-        for name, tensor in named_tensors(checkpoint):
-            if name not in repeated:
-                whole = tensor.contiguous()
-                # safetensors rejects tensors that share memory.
-                shared = whole.untyped_storage().data_ptr() in stored
-                tensors[name] = whole.clone() if shared else whole
-                stored.add(whole.untyped_storage().data_ptr())
-        save_file(tensors, scratch / SINGLE)
-        text = json.dumps(_metadata(checkpoint), indent=1)
+        with ShardWriter(scratch) as writer:
+            for name, tensor in named_tensors(checkpoint):
+                if name not in repeated:
+                    stored_tensor = tensor.to(dtype or tensor.dtype)
+                    writer.add(name, stored_tensor)
+                    progress(stored_tensor.nbytes)
+        stored = AliasedSource.of(SafetensorsDirectory(scratch), groups)
+        ranks = {name: pair.rank for name, pair in pairs.items()}
+        model_hash = _stored_hash(checkpoint.config, stored)
+        text = json.dumps(_metadata(checkpoint, model_hash, ranks, groups), indent=1)
         (scratch / METADATA).write_text(text, encoding="utf-8")
         scratch.chmod(0o755)
         _publish(scratch, directory)
@@ -76,7 +91,9 @@ def write_checkpoint(checkpoint: Checkpoint, directory: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def load_canonical(directory: Path, dtype: torch.dtype, device: torch.device | str) -> Checkpoint:
+def load_canonical(
+    directory: Path, dtype: torch.dtype | None, device: torch.device | str
+) -> Checkpoint:
     """Read a directory that `write_checkpoint` wrote, and verify its ranks and its hash.
 
     Raises:
@@ -91,19 +108,24 @@ def load_canonical(directory: Path, dtype: torch.dtype, device: torch.device | s
     config = parse_config(_object(metadata, "config"), {})
     groups = _groups(metadata)
     source = AliasedSource.of(SafetensorsDirectory(directory), groups)
-    stored_hash = hash_tensors(
-        _config_text(config), ((name, source.read(name)) for name in sorted(source.names()))
-    )
+    stored_hash = _stored_hash(config, source)
     if stored_hash != metadata.get("model_hash"):
         raise CheckpointError(f"{directory} was altered: its content does not match its model_hash")
     optional = optional_tensors_of(config, source)
     checkpoint = assemble(config, source, optional, stored_hash, dtype, device)
     checkpoint = with_shared_bases(checkpoint, groups)
-    if _ranks(checkpoint) != metadata.get("ranks"):
+    ranks = {name: pair.rank for name, pair in factor_pairs(checkpoint).items()}
+    if ranks != metadata.get("ranks"):
         raise CheckpointError(f"the ranks in {directory / METADATA} do not match the tensors")
     return replace(
         checkpoint, keep=float(metadata.get("keep", 1.0)), factorization=_factorization(metadata)
     )
+
+
+def _stored_hash(config: ModelConfig, source: TensorSource) -> str:
+    """Return the `canonical_hash` of a checkpoint with these tensors."""
+    tensors = ((name, source.read(name)) for name in sorted(source.names()))
+    return hash_tensors(_config_text(config), tensors)
 
 
 def _publish(scratch: Path, directory: Path) -> None:
@@ -118,24 +140,18 @@ def _config_text(config: ModelConfig) -> str:
     return json.dumps(to_huggingface(config), sort_keys=True)
 
 
-def _ranks(checkpoint: Checkpoint) -> dict[str, int]:
-    return {
-        name: linear.rank
-        for name, linear in named_linears(checkpoint)
-        if isinstance(linear, FactorPair)
-    }
-
-
-def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+def _metadata(
+    checkpoint: Checkpoint, model_hash: str, ranks: Mapping[str, int], groups: Groups
+) -> dict[str, Any]:
     factorization = checkpoint.factorization
     return {
         "format": FORMAT,
-        "model_hash": checkpoint.model_hash,
+        "model_hash": model_hash,
         "keep": checkpoint.keep,
         "factorization": None if factorization is None else asdict(factorization),
         "config": to_huggingface(checkpoint.config),
-        "ranks": _ranks(checkpoint),
-        "shared_bases": basis_groups(checkpoint),
+        "ranks": ranks,
+        "shared_bases": groups,
     }
 
 

@@ -9,7 +9,7 @@ import torch
 from gguf import GGUFReader, GGUFValueType, ReaderTensor, dequantize
 from torch import Tensor
 
-from runtime.checkpoint.assemble import assemble, optional_tensors_of
+from runtime.checkpoint.assemble import assemble, assemble_on_demand, optional_tensors_of
 from runtime.checkpoint.family import CheckpointFamily, GGUFFormat
 from runtime.checkpoint.gguf_config import (
     EMBEDDING_NAME,
@@ -27,8 +27,10 @@ MAGIC = b"GGUF"
 _FINAL_NORM_NAME = "output_norm.weight"
 
 
-def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str) -> Checkpoint:
+def load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Checkpoint:
     """Read a GGUF file, dequantized to ``dtype``, with q and k rows in rotate-half order.
+
+    With None, layers are dequantized to fp32 each time they are accessed.
 
     Raises:
         CheckpointError: the file is malformed, or no model family supports its architecture.
@@ -43,7 +45,10 @@ def load_gguf(path: Path, dtype: torch.dtype, device: torch.device | str) -> Che
     config = read_config(file, tensors, family.gguf)
     source = _GGUFTensors(tensors, config, family, family.gguf)
     optional = optional_tensors_of(config, source)
-    return assemble(config, source, optional, hash_files([path]), dtype, device)
+    model_hash = hash_files([path])
+    if dtype is None:
+        return assemble_on_demand(config, source, optional, model_hash)
+    return assemble(config, source, optional, model_hash, dtype, device)
 
 
 class _HeaderReader(GGUFReader):  # type: ignore[misc]
@@ -116,6 +121,10 @@ class _GGUFTensors:
 
     def names(self) -> frozenset[str]:
         return frozenset(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        # GGUF lists the innermost dimension first.
+        return tuple(int(size) for size in reversed(self._tensors[self._names[name]].shape))
 
     def read(self, name: str) -> Tensor:
         own = self._names[name]

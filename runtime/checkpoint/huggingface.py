@@ -16,7 +16,9 @@ CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 
 
-def load_huggingface(directory: Path, dtype: torch.dtype, device: torch.device | str) -> Checkpoint:
+def load_huggingface(
+    directory: Path, dtype: torch.dtype | None, device: torch.device | str
+) -> Checkpoint:
     """Read a directory with ``config.json`` and safetensors weights.
 
     Raises:

@@ -13,7 +13,7 @@ from runtime.errors import CheckpointError
 
 
 def load_checkpoint(
-    path: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: Path, dtype: torch.dtype | None = torch.float32, device: torch.device | str = "cpu"
 ) -> Checkpoint:
     """Read a model as ``dtype`` on ``device``. Pickles are never read.
 
@@ -21,6 +21,9 @@ def load_checkpoint(
         path: a GGUF file, a canonical checkpoint (a directory with ``headrace.json``), or a Hugging
             Face directory with ``config.json`` and safetensors. The format is detected from the
             content.
+        dtype: dtype of all tensors. None keeps the dtype in which each is stored, on the CPU, and
+            does not read the whole model into memory: safetensors are memory-mapped, and layers of
+            GGUF files are dequantized to fp32 each time they are accessed.
 
     Raises:
         CheckpointError: a file or tensor is missing, malformed or not supported.

@@ -1,16 +1,19 @@
-"""Read safetensors files, single or sharded, and JSON objects."""
+"""Read and write safetensors files, single or sharded, and read JSON objects."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from runtime.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 2 << 30
+"""Size at which `ShardWriter` starts a new file."""
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -55,6 +58,57 @@ class SafetensorsDirectory:
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._opened[name].get_tensor(name)
         return tensor
+
+
+class ShardWriter:
+    """Writes tensors to ``model.safetensors``, or to several shards and an index.
+
+    At most one shard is held in memory. Use it as a context manager: on success, leaving it writes
+    the last shard and the index. The tensors must not change before that.
+    """
+
+    def __init__(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self._directory, self._shard_bytes = directory, shard_bytes
+        self._shards: dict[str, list[str]] = {}
+        self._pending: dict[str, Tensor] = {}
+        self._storages: set[int] = set()
+        self._bytes = self._total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor of any layout, on any device."""
+        if self._pending and self._bytes + tensor.nbytes > self._shard_bytes:
+            self._flush()
+        whole = tensor.cpu().contiguous()
+        # safetensors rejects tensors that share memory.
+        if whole.untyped_storage().data_ptr() in self._storages:
+            whole = whole.clone()
+        self._storages.add(whole.untyped_storage().data_ptr())
+        self._pending[name] = whole
+        self._bytes += whole.nbytes
+        self._total_bytes += whole.nbytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
+        self._flush()
+        if len(self._shards) == 1:
+            (self._directory / next(iter(self._shards))).rename(self._directory / SINGLE)
+            return
+        index = {
+            "metadata": {"total_size": self._total_bytes},
+            "weight_map": {name: shard for shard, names in self._shards.items() for name in names},
+        }
+        (self._directory / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+    def _flush(self) -> None:
+        shard = f"model-{len(self._shards) + 1:05}.safetensors"
+        save_file(self._pending, self._directory / shard)
+        (self._directory / shard).chmod(0o644)  # safetensors creates files that only we can read
+        self._shards[shard] = list(self._pending)
+        self._pending, self._storages, self._bytes = {}, set(), 0
 
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:

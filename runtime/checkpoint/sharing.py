@@ -18,10 +18,19 @@ Groups = tuple[tuple[str, ...], ...]
 
 def basis_groups(checkpoint: Checkpoint) -> Groups:
     """Return the groups of linears whose V is the same tensor object, in the order of layers."""
+    return groups_of(factor_pairs(checkpoint))
+
+
+def factor_pairs(checkpoint: Checkpoint) -> dict[str, FactorPair]:
+    """Return all factor pairs by the name of the linear."""
+    return {n: one for n, one in named_linears(checkpoint) if isinstance(one, FactorPair)}
+
+
+def groups_of(pairs: Mapping[str, FactorPair]) -> Groups:
+    """Return `basis_groups` of named factor pairs."""
     owners: dict[int, list[str]] = {}
-    for name, linear in named_linears(checkpoint):
-        if isinstance(linear, FactorPair):
-            owners.setdefault(id(linear.v), []).append(name)
+    for name, pair in pairs.items():
+        owners.setdefault(id(pair.v), []).append(name)
     return tuple(tuple(names) for names in owners.values() if len(names) > 1)
 
 
@@ -31,9 +40,11 @@ def with_shared_bases(checkpoint: Checkpoint, groups: Iterable[Sequence[str]]) -
     Raises:
         CheckpointError: the linears of a group have different V.
     """
-    pairs = {n: one for n, one in named_linears(checkpoint) if isinstance(one, FactorPair)}
+    if not (shared := tuple(groups)):
+        return checkpoint
+    pairs = factor_pairs(checkpoint)
     basis_of: dict[int, Tensor] = {}
-    for first, *others in groups:
+    for first, *others in shared:
         for name in others:
             if first not in pairs or name not in pairs or not pairs[name].v.equal(pairs[first].v):
                 raise CheckpointError(f"{name} and {first} do not have the same basis")

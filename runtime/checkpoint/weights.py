@@ -4,10 +4,12 @@ A linear layer is `Dense` (``y = W x + b``) or a `FactorPair` (``y = U (V x) + b
 any layer may be either, with any rank.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
@@ -79,6 +81,21 @@ class Factorization:
     calibration_tokens: int
 
 
+class LayersOnDemand(Sequence[Any]):
+    """Layers that are read when they are accessed. Only the last one read stays in memory."""
+
+    def __init__(self, read: Callable[[int], Any], count: int) -> None:
+        self._read, self._count = lru_cache(maxsize=1)(read), count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self[number] for number in range(*index.indices(self._count)))
+        return self._read(range(self._count)[index])
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A whole model. Rows of q and k are in Hugging Face's rotate-half order.
@@ -86,7 +103,7 @@ class Checkpoint:
     Attributes:
         config: shape of the model.
         embedding: token embedding ``[vocab, hidden]``.
-        layers: one instance of the family's ``layer_type`` per layer.
+        layers: one instance of the family's ``layer_type`` per layer, see also `LayersOnDemand`.
         final_norm: weight of the norm before the LM head, ``[hidden]``.
         lm_head: ``[vocab, hidden]``; the same tensor as ``embedding`` if embeddings are tied.
         model_hash: sha256 of config and weights. Workers that exchange KV must have the same one.
@@ -96,7 +113,7 @@ class Checkpoint:
 
     config: ModelConfig
     embedding: Tensor
-    layers: tuple[Any, ...]
+    layers: Sequence[Any]
     final_norm: Tensor
     lm_head: Tensor
     model_hash: str
@@ -126,6 +143,19 @@ def vectors_of(layer: Any) -> dict[str, Tensor]:
     """Return the norm weights and other plain tensors of a layer by field name."""
     values = {field.name: getattr(layer, field.name) for field in fields(layer)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def moved(weights: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return a tensor, linear or layer with all tensors on ``device`` as ``dtype``.
+
+    The dtype is converted on the target device.
+    """
+    if isinstance(weights, Tensor):
+        return weights.to(device).to(dtype)
+    if not is_dataclass(weights) or isinstance(weights, type):
+        return weights
+    values = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    return replace(weights, **{name: moved(value, device, dtype) for name, value in values.items()})
 
 
 def parameters_kept(checkpoint: Checkpoint) -> float:

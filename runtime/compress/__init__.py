@@ -1,17 +1,17 @@
 """Factorize checkpoints and measure their perplexity."""
 
 from runtime.checkpoint.weights import parameters_kept
+from runtime.compress.decomposed import DecomposedModel, decompose_model
 from runtime.compress.factorize import (
     CompressionReport,
-    DecomposedModel,
     artifact_key,
     compress,
-    decompose_model,
     truncate_model,
 )
 from runtime.compress.methods import Allocation, Method
 from runtime.compress.perplexity import Progress, perplexity
 from runtime.compress.text import cut_rows, documentation
+from runtime.compress.work import WorkFolder
 
 __all__ = [
     "Allocation",
@@ -19,6 +19,7 @@ __all__ = [
     "DecomposedModel",
     "Method",
     "Progress",
+    "WorkFolder",
     "artifact_key",
     "compress",
     "cut_rows",

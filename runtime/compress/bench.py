@@ -23,7 +23,8 @@ from torch import Tensor
 
 from runtime.checkpoint import Checkpoint, load_checkpoint, resolve_model
 from runtime.checkpoint.weights import parameters_kept
-from runtime.compress.factorize import decompose_model, ranks_of, truncate_model
+from runtime.compress.decomposed import decompose_model
+from runtime.compress.factorize import ranks_of, truncate_model
 from runtime.compress.methods import Allocation, Method
 from runtime.compress.perplexity import perplexity
 from runtime.compress.text import cut_rows, documentation
@@ -65,7 +66,7 @@ class Row:
 def main() -> None:
     arguments = _arguments()
     path = resolve_model(arguments.model)
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_checkpoint(path, dtype=None)
     tokenizer = _tokenizer(path)
     calibration_text, held_out_text = documentation()
     calibration = cut_rows(tokenizer.encode(calibration_text).ids, 512, arguments.rows)
@@ -73,14 +74,16 @@ def main() -> None:
         cut_rows(tokenizer.encode(text).ids, 1024, 8) for text in (held_out_text, _docstrings())
     ]
     print(
-        f"{path.name}: {torch.get_num_threads()} thread(s) on {os.cpu_count()} CPUs, calibration "
+        f"{path.name}: {arguments.device}, {torch.get_num_threads()} thread(s) on "
+        f"{os.cpu_count()} CPUs, calibration "
         f"{calibration.numel()} tokens, perplexity on {texts[0].numel()} and {texts[1].numel()}"
     )
-    rows = [Row("dense", 1.0, 1.0, 0, *_perplexities(checkpoint, texts), 0.0)]
+    device = arguments.device
+    rows = [Row("dense", 1.0, 1.0, 0, *_perplexities(checkpoint, texts, device), 0.0)]
     _show(rows[0], rows[0])
     for method in arguments.method:
         started = time.process_time()
-        model = decompose_model(checkpoint, calibration, method=method)
+        model = decompose_model(checkpoint, calibration, method=method, device=device)
         decomposing = time.process_time() - started
         for keep, allocation in itertools.product(arguments.keep, arguments.ranks or [None]):
             started = time.process_time()
@@ -89,7 +92,7 @@ def main() -> None:
             ranks = [r for layer in ranks_of(made) for r in layer.values() if r is not None]
             label = method.label(allocation or method.allocation)
             kept = parameters_kept(made)
-            row = Row(label, keep, kept, len(ranks), *_perplexities(made, texts), seconds)
+            row = Row(label, keep, kept, len(ranks), *_perplexities(made, texts, device), seconds)
             rows.append(row)
             _show(row, rows[0])
     if arguments.csv is not None:
@@ -114,12 +117,13 @@ def _arguments() -> argparse.Namespace:
         help="allocation of ranks; default: the method's own",
     )
     parser.add_argument("--rows", type=int, default=32, help="calibration rows of 512 tokens")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--csv", type=Path, help="write the table to this CSV file")
     return parser.parse_args()
 
 
-def _perplexities(checkpoint: Checkpoint, texts: list[Tensor]) -> tuple[float, float]:
-    held_out, docstrings = (perplexity(checkpoint, tokens) for tokens in texts)
+def _perplexities(checkpoint: Checkpoint, texts: list[Tensor], device: str) -> tuple[float, float]:
+    held_out, docstrings = (perplexity(checkpoint, tokens, device=device) for tokens in texts)
     return held_out, docstrings
 
 

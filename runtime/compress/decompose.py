@@ -9,6 +9,9 @@ The truncated SVD projects M on its leading singular vectors, so no factor is di
 values: ``M ≈ P Pᵀ M`` gives ``U = R⁻ᵀ P`` and ``V = Pᵀ Rᵀ W``, and ``M ≈ M Q Qᵀ`` gives ``U = W L
 Q`` and ``V = Qᵀ L⁻¹``. The smaller side is used, through the eigenvectors of its Gram matrix. A
 pair of rank r consists of the first r columns of U and the first r rows of V.
+
+All of it is computed in fp64 on the device of the weight. After whitening, singular values span so
+many decades that the small ones are lost in fp32.
 """
 
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.checkpoint.weights import Dense, FactorPair, Linear
+from runtime.checkpoint.weights import FactorPair
 from runtime.errors import CompressionError
 
 INPUT_DAMPING = 1e-3
@@ -37,33 +40,24 @@ class Decomposition:
     """The rank-one terms of one linear.
 
     Attributes:
-        dense: the original linear.
         u, v: ``[out, k]`` and ``[k, in]``, with k the largest rank at which a factor pair is
             smaller than the dense weight.
         loss: fp64 ``[min(in, out)]``, the loss increase from dropping each term, in descending
             order.
     """
 
-    dense: Dense
     u: Tensor
     v: Tensor
     loss: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
-        out, inner = self.dense.weight.shape
-        return out, inner
+        """Shape ``(out, in)`` of the linear's weight."""
+        return self.u.shape[0], self.v.shape[1]
 
-    def truncate(self, rank: int | None) -> Linear:
-        """Return the factor pair of the first ``rank`` terms; for None, return the dense linear."""
-        if rank is None:
-            return self.dense
-        # A slice would keep the memory of all terms alive.
-        u, v = (
-            factor.clone(memory_format=torch.contiguous_format)
-            for factor in (self.u[:, :rank], self.v[:rank])
-        )
-        return FactorPair(u, v, self.dense.bias)
+    def truncate(self, rank: int) -> FactorPair:
+        """Return the factor pair of the first ``rank`` terms. Its factors are views."""
+        return FactorPair(self.u[:, :rank], self.v[:rank])
 
 
 def largest_rank(out: int, inner: int) -> int:
@@ -72,9 +66,9 @@ def largest_rank(out: int, inner: int) -> int:
 
 
 def decompose(
-    dense: Dense, inputs: Tensor, gradients: Tensor | None, damping: float = INPUT_DAMPING
+    weight: Tensor, inputs: Tensor, gradients: Tensor | None, damping: float = INPUT_DAMPING
 ) -> Decomposition:
-    """Decompose a dense linear with weight ``[out, in]`` in fp64.
+    """Decompose the weight ``[out, in]`` of a dense linear.
 
     Args:
         inputs: moment C ``[in, in]``.
@@ -84,7 +78,7 @@ def decompose(
     Raises:
         CompressionError: weights or moments are not finite.
     """
-    W = dense.weight.double()
+    W = weight.double()
     known = [W, inputs] if gradients is None else [W, inputs, gradients]
     if not all(bool(matrix.isfinite().all()) for matrix in known):
         raise CompressionError("a linear's weights or activations are not finite")
@@ -104,8 +98,8 @@ def decompose(
         u = W @ (L @ Q)
         v = torch.linalg.solve_triangular(L.t(), Q, upper=True).t()
     scale = _balance(u, v)
-    dtype = dense.weight.dtype
-    return Decomposition(dense, (u * scale).to(dtype), (v / scale[:, None]).to(dtype), loss)
+    dtype = weight.dtype
+    return Decomposition((u * scale).to(dtype), (v / scale[:, None]).to(dtype), loss)
 
 
 def _root(moment: Tensor, damping: float) -> Tensor:
@@ -114,16 +108,18 @@ def _root(moment: Tensor, damping: float) -> Tensor:
     Moments are summed in fp32, and rounding can make them slightly indefinite. The diagonal is then
     also raised by the magnitude of the most negative eigenvalue.
     """
-    matrix = moment.double()
+    matrix = moment.to(torch.float64, copy=True)
+    mean = matrix.diagonal().mean()
     # The minimum keeps an all-zero moment positive definite.
-    ridge = damping * matrix.diagonal().mean().clamp_min(1e-30)
-    diagonal = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    ridge = damping * mean.clamp_min(1e-30)
+    matrix.diagonal().add_(ridge)
     root: Tensor
-    root, failed = torch.linalg.cholesky_ex(matrix + ridge * diagonal)
+    root, failed = torch.linalg.cholesky_ex(matrix)
     if failed:
-        lowest = torch.linalg.eigvalsh(matrix)[0].clamp_max(0.0)
-        minimum = (_MIN_DAMPING * matrix.diagonal().mean()).clamp_min(1e-30)
-        root = torch.linalg.cholesky(matrix + (ridge.clamp_min(minimum) - lowest) * diagonal)
+        lowest = torch.linalg.eigvalsh(moment.double())[0].clamp_max(0.0)
+        minimum = (_MIN_DAMPING * mean).clamp_min(1e-30)
+        matrix.diagonal().add_(ridge.clamp_min(minimum) - lowest - ridge)
+        root = torch.linalg.cholesky(matrix)
     return root
 
 

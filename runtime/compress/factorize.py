@@ -2,13 +2,13 @@
 
 import hashlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from runtime.checkpoint.canonical import canonical_hash
-from runtime.checkpoint.family import LayerLayout
 from runtime.checkpoint.weights import (
     Checkpoint,
     Dense,
@@ -18,19 +18,17 @@ from runtime.checkpoint.weights import (
     linears_of,
     parameters_kept,
 )
-from runtime.compress.decompose import Decomposition, decompose
+from runtime.compress.decomposed import DecomposedModel, Part, calibration_hash, decompose_model
 from runtime.compress.methods import Allocation, Method
-from runtime.compress.moments import LayerMoments, collect_moments
 from runtime.compress.perplexity import Progress
 from runtime.compress.ranks import Choice, allocate_ranks, log_loss_ranks, uniform_ranks
+from runtime.compress.work import WorkFolder
 from runtime.errors import CompressionError
-from runtime.models.registry import model_family
 
 RANK_MULTIPLE = 8
 """By default, ranks are multiples of this. Rows of U in bf16 then start at multiples of 16
 bytes."""
 
-_SEED = 0
 _TINY = 1e-300
 
 
@@ -44,12 +42,16 @@ class CompressionReport:
         ranks: one mapping per layer, from the field of each linear to its rank, or to None if the
             linear is dense.
         seconds: elapsed time in seconds.
+        seconds_by_part: elapsed seconds of the parts of calibration and decomposition.
+        peak_device_bytes: largest memory of tensors on the GPU; 0 on the CPU.
     """
 
     keep: float
     parameters_kept: float
     ranks: tuple[dict[str, int | None], ...]
     seconds: float
+    seconds_by_part: Mapping[str, float]
+    peak_device_bytes: int
 
     @property
     def factorized(self) -> int:
@@ -57,47 +59,15 @@ class CompressionReport:
         return sum(rank is not None for layer in self.ranks for rank in layer.values())
 
 
-@dataclass(frozen=True)
-class Part:
-    """Linears that are factorized together.
-
-    Attributes:
-        members: (layer, field) of each linear.
-        decomposition: rank-one terms of one matrix, the weights of all members stacked by rows.
-    """
-
-    members: tuple[tuple[int, str], ...]
-    decomposition: Decomposition
-
-
-@dataclass(frozen=True)
-class DecomposedModel:
-    """A decomposed model, which `truncate_model` turns into a checkpoint for any ``keep``.
-
-    Attributes:
-        dense: the original checkpoint.
-        calibration_hash: see `calibration_hash`.
-        calibration_tokens: number of calibration tokens.
-    """
-
-    dense: Checkpoint
-    method: Method
-    parts: tuple[Part, ...]
-    calibration_hash: str
-    calibration_tokens: int
-
-
-def calibration_hash(tokens: Tensor) -> str:
-    """Return the sha256 of calibration tokens `[n, length]`, shape included."""
-    text = f"{list(tokens.shape)} {tokens.flatten().tolist()}"
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def artifact_key(
-    model_hash: str, keep: float, calibration_tokens: Tensor, method: Method = Method.FISHER
+    model_hash: str,
+    keep: float,
+    calibration_tokens: Tensor,
+    method: Method = Method.FISHER,
+    allocation: Allocation | None = None,
 ) -> str:
     """Return 32 hex digits that identify the result of `compress` before it is computed."""
-    label = method.label(method.allocation)
+    label = method.label(allocation or method.allocation)
     text = f"{label} {model_hash} {float(keep)!r} {calibration_hash(calibration_tokens)}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -111,64 +81,44 @@ def compress(
     *,
     method: Method = Method.FISHER,
     allocation: Allocation | None = None,
+    device: torch.device | str = "cpu",
+    work: WorkFolder | None = None,
 ) -> tuple[Checkpoint, CompressionReport]:
-    """Factorize the linears of a dense fp32 checkpoint to at most ``keep`` of their parameters.
+    """Factorize the linears of a dense checkpoint to at most ``keep`` of their parameters.
 
     Args:
-        checkpoint: dense checkpoint; its device is used for the computation.
+        checkpoint: dense checkpoint in host memory, of any dtype; it may be memory-mapped.
         calibration_tokens: int64 ``[n, length]``; each row is a separate piece of real text.
         keep: fraction of the linears' parameters to keep; 1.0 returns ``checkpoint``.
         progress: called with "calibrating" or "factorizing" and the overall fraction done.
         rank_multiple: number of which all ranks are multiples.
         allocation: how ranks are distributed; None for the method's default.
+        device: device of the computation. It holds one layer at a time.
+        work: folder that keeps finished layers; an interrupted call with an equal `artifact_key`
+            continues from them. None keeps them in host memory.
+
+    Returns:
+        The factorized checkpoint, whose factors are views of the decomposition, and a report.
 
     Raises:
         CompressionError: ``keep`` is not in (0, 1] or cannot be reached, the checkpoint is already
-            factorized, or tokens are outside its vocabulary.
+            factorized, tokens are outside its vocabulary, or the work folder is damaged.
     """
     started = time.monotonic()
     _check_keep(keep)
-    if keep == 1.0:
-        return checkpoint, _report(checkpoint, keep, started)
-    model = decompose_model(checkpoint, calibration_tokens, progress, method=method)
-    made = truncate_model(model, keep, rank_multiple, allocation=allocation)
-    return made, _report(made, keep, started)
-
-
-@torch.no_grad()
-def decompose_model(
-    checkpoint: Checkpoint,
-    calibration_tokens: Tensor,
-    progress: Progress | None = None,
-    *,
-    method: Method = Method.FISHER,
-) -> DecomposedModel:
-    """Calibrate and decompose; the first step of `compress`.
-
-    The decomposition takes about twice the memory of the linears.
-    """
-    _check_model(checkpoint, calibration_tokens)
-    report = progress or (lambda _stage, _fraction: None)
-    layout = model_family(checkpoint.config).layout(checkpoint.config)
-    moments = collect_moments(
-        checkpoint,
-        calibration_tokens,
-        _SEED,
-        lambda stage, done: report(stage, 0.8 * done),
-        gradients=method.uses_gradients,
-    )
-    groups = list(method.groups(len(moments), layout))
-    parts: list[Part] = []
-    for members in groups:
-        decomposition = _decomposition(checkpoint, moments, members, method, layout)
-        parts.append(Part(members, decomposition))
-        report("factorizing", 0.8 + 0.2 * len(parts) / len(groups))
-    return DecomposedModel(
-        checkpoint,
-        method,
-        tuple(parts),
-        calibration_hash(calibration_tokens),
-        calibration_tokens.numel(),
+    made, model = checkpoint, None
+    if keep < 1.0:
+        model = decompose_model(
+            checkpoint, calibration_tokens, progress, method=method, device=device, work=work
+        )
+        made = truncate_model(model, keep, rank_multiple, allocation=allocation)
+    return made, CompressionReport(
+        keep=keep,
+        parameters_kept=parameters_kept(made),
+        ranks=ranks_of(made),
+        seconds=time.monotonic() - started,
+        seconds_by_part=model.seconds if model else {},
+        peak_device_bytes=model.peak_device_bytes if model else 0,
     )
 
 
@@ -181,7 +131,7 @@ def truncate_model(
 ) -> Checkpoint:
     """Return the factorized checkpoint for ``keep``; the second step of `compress`.
 
-    Arguments and errors are those of `compress`.
+    The factors are views of the decomposition. Arguments and errors are those of `compress`.
     """
     _check_keep(keep)
     checkpoint, allocation = model.dense, allocation or model.method.allocation
@@ -226,61 +176,28 @@ def _ranks(
 def _truncated(
     checkpoint: Checkpoint, part: Part, rank: int | None
 ) -> dict[tuple[int, str], Linear]:
-    """Return the linears of a part by (layer, field); its factor pairs share one V.
-
-    Factors are rounded to bf16 for any dtype of the checkpoint, so that kernels can store them in
-    bf16 without loss.
-    """
+    """Return the linears of a part by (layer, field); its factor pairs share one V."""
     dense = {member: _dense(checkpoint, *member) for member in part.members}
-    pair = part.decomposition.truncate(rank)
-    if isinstance(pair, Dense):
+    if rank is None:
         return dict(dense)
-    u, v = (factor.bfloat16().to(factor.dtype) for factor in (pair.u, pair.v))
+    pair = part.decomposition.truncate(rank)
     pairs: dict[tuple[int, str], Linear] = {}
     end = 0
     for member, linear in dense.items():
         start, end = end, end + len(linear.weight)
-        pairs[member] = FactorPair(u[start:end].clone(), v, linear.bias)
+        pairs[member] = FactorPair(pair.u[start:end], pair.v, linear.bias)
     return pairs
-
-
-def _decomposition(
-    checkpoint: Checkpoint,
-    moments: tuple[LayerMoments, ...],
-    members: tuple[tuple[int, str], ...],
-    method: Method,
-    layout: LayerLayout,
-) -> Decomposition:
-    """Decompose the stacked weights of linears, using the sum of their input moments."""
-    inputs = [moments[index].inputs[layout.input_of(field)] for index, field in members]
-    first, field = members[0]
-    weights = [_dense(checkpoint, *member).weight for member in members]
-    return decompose(
-        Dense(weights[0] if len(weights) == 1 else torch.cat(weights)),
-        inputs[0] if len(inputs) == 1 else torch.stack(inputs).sum(0),
-        moments[first].gradients[field] if method.uses_gradients else None,
-        method.input_damping,
-    )
 
 
 def _dense(checkpoint: Checkpoint, index: int, field: str) -> Dense:
     linear = getattr(checkpoint.layers[index], field)
-    assert isinstance(linear, Dense)  # checked by `_check_model`
+    assert isinstance(linear, Dense)  # checked by `decompose_model`
     return linear
 
 
 def _check_keep(keep: float) -> None:
     if not 0.0 < keep <= 1.0:
         raise CompressionError(f"keep must be a fraction in (0, 1], not {keep}")
-
-
-def _check_model(checkpoint: Checkpoint, tokens: Tensor) -> None:
-    if any(rank is not None for layer in ranks_of(checkpoint) for rank in layer.values()):
-        raise CompressionError("the checkpoint is already factorized: start from the dense one")
-    if tokens.ndim != 2 or tokens.numel() == 0:
-        raise CompressionError(f"calibration needs [n, length] tokens, not {list(tokens.shape)}")
-    if int(tokens.min()) < 0 or int(tokens.max()) >= checkpoint.config.vocab_size:
-        raise CompressionError("calibration tokens are outside the model's vocabulary")
 
 
 def ranks_of(checkpoint: Checkpoint) -> tuple[dict[str, int | None], ...]:
@@ -291,13 +208,4 @@ def ranks_of(checkpoint: Checkpoint) -> tuple[dict[str, int | None], ...]:
             for field, linear in linears_of(layer)
         }
         for layer in checkpoint.layers
-    )
-
-
-def _report(checkpoint: Checkpoint, keep: float, started: float) -> CompressionReport:
-    return CompressionReport(
-        keep=keep,
-        parameters_kept=parameters_kept(checkpoint),
-        ranks=ranks_of(checkpoint),
-        seconds=time.monotonic() - started,
     )

@@ -71,16 +71,19 @@ class Method(StrEnum):
         ranks = "" if allocation is self.allocation else f", ranks by {allocation}"
         return f"{self}-svd-{_PROPERTIES[self].version}{ranks}"
 
-    def groups(self, num_layers: int, layout: LayerLayout) -> Iterator[tuple[tuple[int, str], ...]]:
-        """Yield the (layer, field) pairs of linears that are factorized together."""
-        for first in range(0, num_layers, _PROPERTIES[self].layers):
-            layers = range(first, min(first + _PROPERTIES[self].layers, num_layers))
-            for field, linear in layout.linears.items():
-                members = tuple((layer, field) for layer in layers)
-                if linear.writes_residual:
-                    yield from ((member,) for member in members)
-                else:
-                    yield members
+    def blocks(self, num_layers: int) -> list[range]:
+        """Return the layers that are factorized together, in order."""
+        size = _PROPERTIES[self].layers
+        return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]
+
+    def groups(self, block: range, layout: LayerLayout) -> Iterator[tuple[tuple[int, str], ...]]:
+        """Yield the (layer, field) pairs of linears in ``block`` that are factorized together."""
+        for field, linear in layout.linears.items():
+            members = tuple((layer, field) for layer in block)
+            if linear.writes_residual:
+                yield from ((member,) for member in members)
+            else:
+                yield members
 
 
 _PROPERTIES = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.checkpoint.weights import Checkpoint
-from runtime.compress.forward import forward
+from runtime.compress.layerwise import LayerwiseModel
 from runtime.errors import CompressionError
 
 Progress = Callable[[str, float], None]
@@ -16,22 +16,36 @@ Progress = Callable[[str, float], None]
 
 
 @torch.inference_mode()
-def perplexity(checkpoint: Checkpoint, tokens: Tensor, progress: Progress | None = None) -> float:
+def perplexity(
+    checkpoint: Checkpoint,
+    tokens: Tensor,
+    progress: Progress | None = None,
+    device: torch.device | str = "cpu",
+) -> float:
     """Return the exponential of the mean negative log-likelihood (in nats) per token.
+
+    Layers are computed one after another for all rows, in fp32.
 
     Args:
         tokens: int64 ``[n, length]``. Each row is a separate text; every token but its first is
             predicted.
+        device: device of the computation. It holds one layer at a time.
 
     Raises:
         CompressionError: there is no token to predict.
     """
     if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
         raise CompressionError(f"perplexity needs [n, length ≥ 2] tokens, not {list(tokens.shape)}")
-    total = 0.0
-    for done, row in enumerate(tokens.to(checkpoint.embedding.device)):
-        predicted = forward(checkpoint, row[None])[0, :-1].float()
-        total += functional.cross_entropy(predicted, row[1:], reduction="sum").item()
+    model = LayerwiseModel(checkpoint, device)
+    hidden = model.embed(tokens)
+    steps = checkpoint.config.num_layers + 1
+    for index in range(checkpoint.config.num_layers):
+        model.forward(model.layer(index), hidden, hidden)
         if progress is not None:
-            progress("perplexity", (done + 1) / tokens.shape[0])
+            progress("perplexity", (index + 1) / steps)
+    total = 0.0
+    for row, (_, scores) in zip(tokens.to(model.device), model.logits(hidden), strict=True):
+        total += functional.cross_entropy(scores[:-1], row[1:], reduction="sum").item()
+    if progress is not None:
+        progress("perplexity", 1.0)
     return math.exp(total / tokens[:, 1:].numel())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint.assemble import assemble, optional_tensors_of
-from runtime.checkpoint.canonical import METADATA, canonical_hash
+from runtime.checkpoint.canonical import METADATA
 from runtime.checkpoint.family import architectures
 from runtime.checkpoint.hashing import hash_tensors
 from runtime.checkpoint.huggingface import CONFIG, read_generation
@@ -35,39 +35,44 @@ _PREFIXES = ("ASVD", "Share")
 
 @dataclass(frozen=True)
 class Source:
-    """The detected format of a checkpoint, and the dtype of its weights."""
+    """The detected format of a checkpoint, and the dtype in which to write its weights.
+
+    Attributes:
+        dtype: dtype of all weights; fp32 if they are stored in several dtypes.
+    """
 
     format: SourceFormat
     dtype: torch.dtype
 
 
-def convert(path: Path, dtype: torch.dtype | None = None) -> tuple[Checkpoint, Source]:
+def convert(path: Path) -> tuple[Checkpoint, Source]:
     """Read a factorized or dense checkpoint of any supported format.
 
-    Classes and functions named in a pickle are never imported or called.
+    Classes and functions named in a pickle are never imported or called. Tensors keep the dtype in
+    which they are stored (fp32 for GGUF files) and are memory-mapped or read on demand, so the
+    model is not held in memory. `write_checkpoint` computes the model hash, which is empty.
 
     Args:
         path: a pickled model of SVD-LLM or Dobi-SVD; a directory of SVD-LLM v2, ASVD, Basis Sharing
             or Hugging Face with safetensors or pickled weights; or a GGUF file.
-        dtype: dtype of the result; None keeps the stored dtype (fp32 for GGUF files).
 
     Raises:
         CheckpointError: the checkpoint is malformed, already canonical, or not supported.
     """
     if not path.is_dir() and not is_pickle(path):
-        found = load_checkpoint(path, dtype or torch.float32)
-        return found, Source(SourceFormat.DENSE, torch.float32)
+        found = load_checkpoint(path, dtype=None)
+        return replace(found, model_hash=""), Source(SourceFormat.DENSE, torch.float32)
     if (path / METADATA).is_file():
         raise CheckpointError(f"{path} is already a canonical checkpoint")
     try:
-        return _convert(path, dtype)
+        return _convert(path)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is malformed: {type(error).__name__}") from error
     except RuntimeError as error:  # includes torch's errors and RecursionError
         raise CheckpointError(f"{path} is malformed: {type(error).__name__}") from error
 
 
-def _convert(path: Path, dtype: torch.dtype | None) -> tuple[Checkpoint, Source]:
+def _convert(path: Path) -> tuple[Checkpoint, Source]:
     hf_config, generation, tensors = _read_directory(path) if path.is_dir() else _read_model(path)
     named = to_canonical(tensors)
     stored = _stored_dtype(named.tensors)
@@ -76,10 +81,10 @@ def _convert(path: Path, dtype: torch.dtype | None) -> tuple[Checkpoint, Source]
         config = replace(config, tied_embeddings=False)
     source = _TensorsInMemory(named.tensors)
     optional = optional_tensors_of(config, source)
-    made = assemble(config, source, optional, "", dtype or stored, "cpu")
+    made = assemble(config, source, optional, "", None, "cpu")
     made = with_shared_bases(made, _basis_groups(named.tensors, named.format))
     made = replace(made, keep=round(parameters_kept(made), 4))
-    return replace(made, model_hash=canonical_hash(made)), Source(named.format, stored)
+    return made, Source(named.format, stored)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,18 @@
 
 A pickle is a program that can call any function. This reader resolves only the few names needed to
 build tensors. Objects of any other class become a `Stub`, which records their state. Models of
-unknown classes can therefore be read without importing them.
+unknown classes can therefore be read without importing them. Tensors are memory-mapped.
 """
 
 import pickle
+import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,8 +45,8 @@ _MAX_NUMBER = 1 << 48
 def read_pickled(path: Path) -> Any:
     """Return the object that `torch.save` wrote to ``path``.
 
-    Tensors are on the CPU, and those that shared memory share it again. Objects of unknown classes
-    are `Stub` instances.
+    Tensors are on the CPU and memory-mapped, and those that shared memory share it again. Objects
+    of unknown classes are `Stub` instances.
 
     Raises:
         CheckpointError: the file is damaged, or is not a zip file as written by torch 1.6 and
@@ -55,7 +58,7 @@ def read_pickled(path: Path) -> Any:
             if archive.getinfo(f"{root}/data.pkl").file_size > _MAX_PICKLE_BYTES:
                 raise CheckpointError(f"{path} has a pickle of more than {_MAX_PICKLE_BYTES} bytes")
             with archive.open(f"{root}/data.pkl") as file:
-                return _Reader(file, archive, root).load()
+                return _Reader(file, archive, root, path).load()
     except zipfile.BadZipFile as error:
         raise CheckpointError(
             f"{path} is not a zip file: save it again with torch 1.6 or later"
@@ -94,9 +97,9 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]
     It calls only known functions, sets the state of stubs only, and accepts only plain keys.
     """
 
-    def __init__(self, file: IO[bytes], archive: zipfile.ZipFile, root: str) -> None:
+    def __init__(self, file: IO[bytes], archive: zipfile.ZipFile, root: str, path: Path) -> None:
         super().__init__(file, encoding="utf-8")
-        self._archive, self._root = archive, root
+        self._archive, self._root, self._path = archive, root, path
         self._storages: dict[str, _Storage] = {}
         self._stubs: dict[tuple[str, str], type[Stub]] = {}
 
@@ -127,10 +130,33 @@ class _Reader(_PythonUnpickler):  # type: ignore[misc]
                 member.file_size != count * dtype.itemsize
             ):
                 raise CheckpointError(f"storage {key[:40]} does not have {count} elements")
-            data = bytearray(self._archive.read(member))
-            empty = torch.empty(0, dtype=dtype)
-            self._storages[key] = _Storage(torch.frombuffer(data, dtype=dtype) if data else empty)
+            self._storages[key] = _Storage(_mapped(self._path, member).view(dtype))
         return self._storages[key]
+
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+"""Header before a member's name and content: signature, length of the name and of extra fields."""
+
+
+def _mapped(path: Path, member: zipfile.ZipInfo) -> Tensor:
+    """Return the bytes of an uncompressed member ``[file_size]``, memory-mapped.
+
+    Raises:
+        CheckpointError: its checksum does not match.
+    """
+    if not member.file_size:
+        return torch.empty(0, dtype=torch.uint8)
+    with path.open("rb") as file:
+        file.seek(member.header_offset)
+        signature, *lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    if signature != b"PK\x03\x04":
+        raise CheckpointError(f"{path} has no header of {member.filename}")
+    start = member.header_offset + _LOCAL_HEADER.size + sum(lengths)
+    # Mode "c" is copy-on-write: the file never changes, and torch does not warn.
+    content = np.memmap(path, np.uint8, mode="c", offset=start, shape=(member.file_size,))
+    if zlib.crc32(content.data) != member.CRC:
+        raise CheckpointError(f"{path} is damaged: {member.filename} has another checksum")
+    return torch.from_numpy(content)
 
 
 def _build(reader: Any) -> None:

@@ -89,7 +89,7 @@ def _prepare_in(
             console.print(f"factorizing {source.name} at keep {options.keep} (once)")
             _make(
                 *("compress", "--model", str(source), "--keep", str(options.keep)),
-                *("--out", str(checkpoint)),
+                *("--out", str(checkpoint), "--device", options.device),
             )
             seal(checkpoint)
     if options.codec != "raw":
@@ -99,6 +99,7 @@ def _prepare_in(
             _make(
                 *("calibrate", "--model", str(checkpoint), "--tokenizer", str(source)),
                 *("--out", str(codebooks), "--kv-format", options.kv_format),
+                *("--device", options.device),
             )
             seal(codebooks)
     return Artifacts(checkpoint, source, codebooks, served_name)

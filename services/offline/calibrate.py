@@ -5,19 +5,17 @@ from pathlib import Path
 from rich.console import Console
 
 import codec
-from runtime.checkpoint import load_checkpoint
 from runtime.compress import documentation
-from runtime.models.model import Model
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
+from services.offline.device import torch_device
 from services.offline.output import atomic_file
-from services.offline.real_kv import prefill_sample
-from services.worker.loading import PAGE_SIZE
+from services.offline.real_kv import load_model, prefill_sample
 
 
 def calibrate(
-    model: str, tokenizer: str, out: Path, *, kv_format: str = "dense"
+    model: str, tokenizer: str, out: Path, *, kv_format: str = "dense", device: str = "auto"
 ) -> codec.Codebooks:
     """Prefill real text, calibrate a codebook for each encodable plane, and write them to ``out``.
 
@@ -26,18 +24,18 @@ def calibrate(
         tokenizer: name or path of the model that has the tokenizer.
         out: file to write.
         kv_format: a name or ``module:Class``.
+        device: auto, cpu or cuda.
 
     Raises:
         SettingsError, CheckpointError: if the model or the tokenizer cannot be read, or the KV
             format has no encodable planes, or planes of several element types.
     """
+    on = torch_device(device)
     console = Console(stderr=True)
     with console.status("loading the model, compiling the codec"):
         codec.warm_up()  # compile once here; workers load the functions from the cache
         tokens = load_tokenizer(resolve_model(tokenizer)).encode(documentation()[0])
-        runtime_model = Model(
-            load_checkpoint(resolve_model(model)), page_size=PAGE_SIZE, kv_format=kv_format
-        )
+        runtime_model = load_model(resolve_model(model), on, kv_format)
     samples = prefill_sample(runtime_model, tokens, console)
     if not samples:
         raise SettingsError(f"KV format {kv_format} has no planes to encode: use --codec raw")

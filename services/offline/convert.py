@@ -1,15 +1,15 @@
 """`headrace convert`: convert a checkpoint of another project to Headrace's format."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from runtime.checkpoint import Checkpoint, FactorPair
-from runtime.checkpoint.safetensors_file import is_pickle
-from runtime.checkpoint.sharing import basis_groups
-from runtime.checkpoint.weights import linears_of
+from runtime.checkpoint.canonical import METADATA
+from runtime.checkpoint.safetensors_file import is_pickle, read_json
 from runtime.convert import Source
 from runtime.convert import convert as read
 from services.common.model_source import resolve_model
@@ -21,6 +21,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def convert(model: str, out: Path, tokenizer: str | None, dtype: str) -> None:
     """Convert a checkpoint of any supported family and write it to ``out`` with its tokenizer.
+
+    Tensors are read, converted and written one after another.
 
     Args:
         model: file or folder of the checkpoint.
@@ -37,25 +39,22 @@ def convert(model: str, out: Path, tokenizer: str | None, dtype: str) -> None:
     source = resolve_model(model)
     folder = source.parent if is_pickle(source) else source
     loaded_tokenizer = load_tokenizer(resolve_model(tokenizer) if tokenizer else folder)
-    converted, original = read(source, _DTYPES.get(dtype))
-    write_model(converted, loaded_tokenizer, out)
-    _print_report(converted, original)
+    console = Console(stderr=True)
+    with console.status(f"reading {source.name}"):
+        converted, original = read(source)
+    write_model(converted, loaded_tokenizer, out, _DTYPES.get(dtype, original.dtype))
+    _print_report(read_json(out / METADATA), original, console)
 
 
-def _print_report(converted: Checkpoint, original: Source) -> None:
-    ranks = [
-        linear.rank
-        for layer in converted.layers
-        for _, linear in linears_of(layer)
-        if isinstance(linear, FactorPair)
-    ]
+def _print_report(metadata: Mapping[str, Any], original: Source, console: Console) -> None:
+    ranks = metadata["ranks"].values()
     table = Table("family", "stored in", "parameters kept", "factor pairs", "ranks", "shared bases")
     table.add_row(
         original.format,
         str(original.dtype).removeprefix("torch."),
-        f"{converted.keep:.3f}",
+        f"{metadata['keep']:.3f}",
         str(len(ranks)),
         f"{min(ranks)} to {max(ranks)}" if ranks else "-",
-        str(len(basis_groups(converted))),
+        str(len(metadata["shared_bases"])),
     )
-    Console(stderr=True).print(table)
+    console.print(table)

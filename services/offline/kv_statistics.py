@@ -8,17 +8,17 @@ import torch
 from rich.console import Console
 
 import codec
-from runtime.checkpoint import load_checkpoint
 from runtime.compress import documentation
-from runtime.models.model import Model
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
+from services.offline.device import torch_device
 from services.offline.kv_measure import MODES, KVStatistics, PlaneStatistics, measure, rounded
-from services.offline.real_kv import prefill_sample
-from services.worker.loading import PAGE_SIZE
+from services.offline.real_kv import load_model, prefill_sample
 
 
-def kv_statistics(model: str, tokenizer: str, out: Path, *, keep_kv: bool = False) -> KVStatistics:
+def kv_statistics(
+    model: str, tokenizer: str, out: Path, *, keep_kv: bool = False, device: str = "auto"
+) -> KVStatistics:
     """Calibrate codebooks on one text and measure them on another.
 
     Writes ``statistics.json``, ``table.md`` and ``kv_ratio.svg``.
@@ -28,6 +28,7 @@ def kv_statistics(model: str, tokenizer: str, out: Path, *, keep_kv: bool = Fals
         tokenizer: name or path of the model that has the tokenizer.
         out: folder to write to.
         keep_kv: whether to write the planes in bf16 to ``kv.pt``, for the codec's benchmark.
+        device: auto, cpu or cuda; the codec is measured on the CPU.
 
     Raises:
         SettingsError: if matplotlib is missing, before anything is computed.
@@ -35,11 +36,12 @@ def kv_statistics(model: str, tokenizer: str, out: Path, *, keep_kv: bool = Fals
     """
     from services.offline.kv_plot import draw  # matplotlib is an optional dependency
 
+    on = torch_device(device)
     console = Console(stderr=True)
     with console.status("loading the model, compiling the codec"):
         codec.warm_up()
         encoder = load_tokenizer(resolve_model(tokenizer))
-        runtime_model = Model(load_checkpoint(resolve_model(model)), page_size=PAGE_SIZE)
+        runtime_model = load_model(resolve_model(model), on)
     calibration, test = (
         prefill_sample(runtime_model, encoder.encode(text), console) for text in documentation()
     )

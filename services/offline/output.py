@@ -4,7 +4,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import FileSizeColumn, Progress, SpinnerColumn, TextColumn
 
 from runtime.checkpoint import Checkpoint, write_checkpoint
 from services.common.errors import SettingsError
@@ -36,16 +41,24 @@ def refuse_existing(out: Path) -> None:
         raise SettingsError(f"{out} already exists: remove it, or choose another --out")
 
 
-def write_model(checkpoint: Checkpoint, tokenizer: Tokenizer, out: Path) -> None:
-    """Write a checkpoint and its tokenizer to the folder ``out``.
+def write_model(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, out: Path, dtype: torch.dtype | None = None
+) -> None:
+    """Write a checkpoint and its tokenizer to the folder ``out``, and show the bytes written.
+
+    Args:
+        dtype: dtype to write; None keeps the dtype of each tensor.
 
     Raises:
         CheckpointError, OSError: if they cannot be written, or if ``out`` exists and is not an
             empty folder.
     """
     draft = _draft_of(out)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), FileSizeColumn()
     try:
-        write_checkpoint(checkpoint, draft)
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task(f"writing {out}", total=None)
+            write_checkpoint(checkpoint, draft, dtype, partial(progress.advance, task))
         tokenizer.save(draft)
         draft.rename(out)
     finally:

@@ -1,17 +1,38 @@
 """KV of a model on real text, in the pages of its cache."""
 
+from pathlib import Path
+
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from runtime.checkpoint import load_checkpoint
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine, StepOutput
-from runtime.models.model import Model
+from runtime.models.model import Model, unsupported_by_gemm
 from services.worker.loading import PAGE_SIZE
 
 SAMPLE_PROMPTS, SAMPLE_TOKENS = 4, 512
+
+
+def load_model(path: Path, device: torch.device, kv_format: str = "dense") -> Model:
+    """Load a model in the dtype and with the kernels that a worker uses on this device.
+
+    Raises:
+        CheckpointError: if the model cannot be read.
+    """
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    checkpoint = load_checkpoint(path, dtype=dtype)
+    return Model(
+        checkpoint,
+        device=device,
+        dtype=dtype,
+        page_size=PAGE_SIZE,
+        backend="torch" if unsupported_by_gemm(checkpoint, device, dtype) else "gemm",
+        kv_format=kv_format,
+    )
 
 
 def prefill_sample(
@@ -26,9 +47,9 @@ def prefill_sample(
         console: console for the progress bar.
 
     Returns:
-        Mapping (layer, plane name) → ``[page, kv_head, slot, dim]`` in the cache's dtype. It has
-        full pages only, in the order of the cache. Planes that the codec does not encode are left
-        out.
+        Mapping (layer, plane name) → ``[page, kv_head, slot, dim]`` in the cache's dtype, on the
+        CPU. It has full pages only, in the order of the cache. Planes that the codec does not
+        encode are left out.
     """
     engine = Engine(
         model,
@@ -39,7 +60,7 @@ def prefill_sample(
     prompts = [tokens[at * stride :][:SAMPLE_TOKENS] for at in range(SAMPLE_PROMPTS)]
     pages = _prefill(engine, prompts, console)
     return {
-        (layer, plane.name): tensor[pages]
+        (layer, plane.name): tensor[pages.to(tensor.device)].cpu()
         for (layer, plane), tensor in zip(model.layout.planes, engine.cache.planes, strict=True)
         if plane.encodable
     }

@@ -148,16 +148,21 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         for key in output.started:
             if key in self.jobs:
                 self._session_of(key).computing(key)
+        complete = []
+        for key, token in output.tokens:  # sent before the encodes are planned
+            if key in self.jobs:
+                self.metrics.generation_tokens.inc()
+                if self._session_of(key).sampled(key, token):
+                    complete.append(key)
         for chunk in output.computed:
             if job := self.jobs.get(chunk.id):
                 job.pages += chunk.pages
                 if not job.ends_at_once:
                     self.sender.add_computed(chunk)
-        for key, token in output.tokens:
-            if key in self.jobs:
-                self.metrics.generation_tokens.inc()
-                if self._session_of(key).sampled(key, token):
-                    self._log_computed(self.jobs[key])
+        for key in complete:
+            if job := self.jobs.get(key):
+                self.sender.finish_computing(key)
+                self._log_computed(job)
 
     def _log_computed(self, job: Job) -> None:
         if not self._settings.kv_digest:

@@ -169,7 +169,6 @@ class PrefillSession:
             prefill_s=time.perf_counter() - job.computing_since,
         )
         self._outbox.put_nowait(pb.PrefillEvent(first_tokens=first))
-        self._sender.finish_computing(key)
         return True
 
     def fail(self, key: str, code: "error_pb2.ErrorCode.ValueType", message: str) -> None:

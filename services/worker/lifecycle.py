@@ -99,13 +99,18 @@ SWITCH_S = 5e-5
 step, which the engine thread must launch while the event loop serves many streams."""
 
 
+def share_interpreter() -> None:
+    """Let the threads of a worker take turns at the interval `SWITCH_S`."""
+    sys.setswitchinterval(SWITCH_S)
+
+
 async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role) -> None:
     """Run a worker until SIGTERM or SIGINT, then let running work finish within ``drain_s``.
 
     Raises:
         BaseException: the error that ended the engine or transfer thread, after the shutdown.
     """
-    sys.setswitchinterval(SWITCH_S)
+    share_interpreter()
     freeze_loaded()
     stop = stop_on_signals()
     registrar, metrics_server = await _start(worker, server, settings, role)

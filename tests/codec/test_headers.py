@@ -8,7 +8,7 @@ import torch
 import codec
 from codec.backend import Backend
 from codec.errors import PayloadError
-from codec.format import Mode
+from codec.format import Geometry, Layout, Mode
 from tests.codec.payloads import decode_error, signed
 from tests.codec.samples import BACKENDS, BOOKS, Pages
 
@@ -112,3 +112,19 @@ def test_other_codebook_raises_codebook_mismatch(
     for books in ([other, other], [codebook, other], [codebook, None], [another_mode] * 2):
         with pytest.raises(codec.CodebookMismatch):
             codec.decode_pages(payload, source.planes, books, source.ids, 17)
+
+
+@pytest.mark.parametrize("planes", [1, 3, 64])
+@pytest.mark.parametrize("tokens", [0, 1, 17, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int32])
+def test_largest_segment_is_the_largest_bound_of_all_modes(
+    planes: int, tokens: int, dtype: torch.dtype
+) -> None:
+    element = codec.element_of(dtype)
+    geometry = Geometry(2, 24 * element.units, tokens, 16)
+    bounds = [
+        Layout.of(geometry, element, [mode] * planes).bound
+        for mode in Mode
+        if mode.supports(element)
+    ]
+    assert codec.max_segment_bytes(planes, 2, 24, tokens, 16, element) == max(bounds)

@@ -28,7 +28,9 @@ from services.common.tokenizer import load_tokenizer
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
+from services.worker.lifecycle import share_interpreter
 from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
+from services.worker.warm_up import warm_up_transfers
 
 SMOLLM2 = "smollm2-135m"
 
@@ -129,6 +131,8 @@ async def serve(workload: Workload, codec: str) -> None:
     worker = PrefillWorker(settings, replace(loaded, engine=engine), agent, slab)
     server = GrpcServer(settings.endpoint, [SERVICE])
     prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
+    await warm_up_transfers(loaded, agent, slab)
+    share_interpreter()
     worker.engine.start()
     await server.start()
     ready = {

@@ -9,7 +9,14 @@ words. This fixes which values each thread holds, independently of the compiler'
 import triton
 import triton.language as tl
 
-from codec.gpu.kernels.parameters import FIRST_PAGE, FULL_PAGES, LAST_RUN, PLANE_START
+from codec.gpu.kernels.parameters import (
+    CODES_STREAM,
+    FIRST_PAGE,
+    FULL_PAGES,
+    LAST_RUN,
+    PLANE_START,
+    SEGMENT,
+)
 from codec.gpu.kernels.words import LANES
 
 
@@ -32,19 +39,30 @@ def locate_chunk(
 
 
 @triton.jit
-def load_geometry(row, run_chunks):
-    """Return the full pages, the elements of the last run, and the chunks of a head."""
+def load_row(row, run_chunks):
+    """Load the fields of a plane row that every program needs at once, to overlap their latency.
+
+    Returns the segment's offset, the offset of the plane's first stream, the plane's offset, the
+    index of the first page id, the full pages, the elements of the last run, and the chunks of a
+    head.
+    """
+    segment = tl.load(row + SEGMENT)
+    codes_start = segment + tl.load(row + CODES_STREAM)
+    plane_start = tl.load(row + PLANE_START)
+    first_page = tl.load(row + FIRST_PAGE)
     full_pages = tl.load(row + FULL_PAGES).to(tl.int32)
     last_run = tl.load(row + LAST_RUN)
-    return full_pages, last_run, full_pages * run_chunks + ((last_run + 1023) // 1024).to(tl.int32)
+    head_chunks = full_pages * run_chunks + ((last_run + 1023) // 1024).to(tl.int32)
+    return segment, codes_start, plane_start, first_page, full_pages, last_run, head_chunks
 
 
 @triton.jit
-def run_offset(row, page_ids, page, page_stride, head, head_stride, PAGED: tl.constexpr):
-    """Return the offset of a head of a page from the base address, in elements."""
-    start = tl.load(row + PLANE_START) + head.to(tl.int64) * head_stride
+def page_offset(page_ids, page, page_stride, PAGED: tl.constexpr):
+    """Return the element offset of a page; 0 if the plane has a single page."""
     if PAGED:
-        start += tl.load(page_ids + tl.load(row + FIRST_PAGE) + page) * page_stride
+        start = tl.load(page_ids + page) * page_stride
+    else:
+        start = tl.zeros((), tl.int64)
     return start
 
 

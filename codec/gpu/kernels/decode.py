@@ -8,10 +8,10 @@ import triton.language as tl
 from codec.gpu.kernels.columns import (
     element_index,
     first_word,
-    load_geometry,
+    load_row,
     load_stream,
     locate_chunk,
-    run_offset,
+    page_offset,
     store_columns,
 )
 from codec.gpu.kernels.fields import (
@@ -21,7 +21,6 @@ from codec.gpu.kernels.fields import (
     words_of_pairs,
 )
 from codec.gpu.kernels.parameters import (
-    CODES_STREAM,
     ENTRIES,
     ENTRY_WORDS,
     EXPONENTS,
@@ -35,7 +34,6 @@ from codec.gpu.kernels.parameters import (
     NUMBER,
     PLANE_FIELDS,
     SECOND_EXPONENTS,
-    SEGMENT,
     TABLES,
 )
 from codec.gpu.kernels.words import (
@@ -161,7 +159,9 @@ def decode_kernel(
     """
     chunk_in_head, head = tl.program_id(0), tl.program_id(1)
     row = plane_rows + PLANE_FIELDS * tl.program_id(2)
-    full_pages, last_run, head_chunks = load_geometry(row, run_chunks)
+    segment, codes_start, plane_start, first_page, full_pages, last_run, head_chunks = load_row(
+        row, run_chunks
+    )
     if chunk_in_head >= head_chunks:
         return
     lane = tl.arange(0, LANES)
@@ -169,15 +169,13 @@ def decode_kernel(
         chunk_in_head, head, full_pages, last_run, run_chunks, run_elements, run_columns, PAGED
     )
     chunk = head * head_chunks + chunk_in_head
-    segment = tl.load(row + SEGMENT)
     starts = base32 + segment + header_words + tl.load(row + FIRST_CODED_CHUNK) + chunk
     num_columns = (length + 31) // 32
     begin = unsigned(tl.load(starts))
     entry_words = (unsigned(tl.load(starts + 1)) - begin).to(tl.int32)
     G: tl.constexpr = 1 if CODE_BITS == 3 else 4
-    p = segment + tl.load(row + CODES_STREAM)
     streams = load_stream(
-        base32 + first_word(p, first_column, CODE_BITS, G), num_columns, CODE_BITS, G
+        base32 + first_word(codes_start, first_column, CODE_BITS, G), num_columns, CODE_BITS, G
     )
     R: tl.constexpr = 1 if REMAINDER_WIDTHS[0] == 3 else 4
     p = segment + tl.load(row + LOW_STREAM)
@@ -188,7 +186,8 @@ def decode_kernel(
         p = base32 + first_word(p, first_column, 3, 1)
         streams = streams + load_stream(p, num_columns, 3, 1)
     lowest = tl.load(row + LOWEST_EXPONENT).to(tl.int32)
-    at = run_offset(row, page_ids, page, page_stride, head, head_stride, PAGED) + start
+    at = plane_start + head.to(tl.int64) * head_stride + start
+    at += page_offset(page_ids, first_page + page, page_stride, PAGED)
     tables = base8 + tl.load(row + TABLES)
     exponents = exponents_of(code_quads(streams, CODE_BITS), lowest, tables + EXPONENTS, IS_WINDOW)
 
@@ -295,7 +294,9 @@ def raw_decode_kernel(
     """Copy one chunk of a raw plane into its page and add its checksum terms."""
     chunk_in_head, head = tl.program_id(0), tl.program_id(1)
     row = plane_rows + PLANE_FIELDS * tl.program_id(2)
-    full_pages, last_run, head_chunks = load_geometry(row, run_chunks)
+    _, codes_start, plane_start, first_page, full_pages, last_run, head_chunks = load_row(
+        row, run_chunks
+    )
     if chunk_in_head >= head_chunks:
         return
     lane = tl.arange(0, LANES)
@@ -303,9 +304,9 @@ def raw_decode_kernel(
         chunk_in_head, head, full_pages, last_run, run_chunks, run_elements, run_columns, PAGED
     )
     num_columns = (length + 31) // 32
-    at = run_offset(row, page_ids, page, page_stride, head, head_stride, PAGED) + start
-    p = tl.load(row + SEGMENT) + tl.load(row + CODES_STREAM)
-    p = base32 + first_word(p, first_column, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
+    at = plane_start + head.to(tl.int64) * head_stride + start
+    at += page_offset(page_ids, first_page + page, page_stride, PAGED)
+    p = base32 + first_word(codes_start, first_column, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
     words = load_stream(p, num_columns, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
     store_columns(base, base32, at, words, num_columns, length, ELEMENT_BYTES, ALIGNED)
     accumulators += tl.load(row + NUMBER) * ACCUMULATORS

@@ -9,9 +9,9 @@ from codec.gpu.kernels.columns import (
     element_index,
     first_word,
     load_columns,
-    load_geometry,
+    load_row,
     locate_chunk,
-    run_offset,
+    page_offset,
     store_stream,
 )
 from codec.gpu.kernels.fields import (
@@ -26,7 +26,6 @@ from codec.gpu.kernels.fields import (
 )
 from codec.gpu.kernels.parameters import (
     CODE_TABLE,
-    CODES_STREAM,
     FIRST_CHUNK,
     FIRST_CODED_CHUNK,
     FIRST_SCRATCH,
@@ -39,7 +38,6 @@ from codec.gpu.kernels.parameters import (
     NUMBER,
     PLANE_FIELDS,
     SECOND_TABLE,
-    SEGMENT,
     TABLES,
 )
 from codec.gpu.kernels.words import (
@@ -107,7 +105,9 @@ def encode_kernel(
     """
     chunk_in_head, head = tl.program_id(0), tl.program_id(1)
     row = plane_rows + PLANE_FIELDS * tl.program_id(2)
-    full_pages, last_run, head_chunks = load_geometry(row, run_chunks)
+    segment, codes_start, plane_start, first_page, full_pages, last_run, head_chunks = load_row(
+        row, run_chunks
+    )
     if chunk_in_head >= head_chunks:
         return
     lane = tl.arange(0, LANES)
@@ -116,7 +116,8 @@ def encode_kernel(
     )
     lowest = tl.load(row + LOWEST_EXPONENT).to(tl.int32)
     num_columns = (length + 31) // 32
-    at = run_offset(row, page_ids, page, page_stride, head, head_stride, PAGED) + start
+    at = plane_start + head.to(tl.int64) * head_stride + start
+    at += page_offset(page_ids, first_page + page, page_stride, PAGED)
     words = load_columns(
         base, base32, at, num_columns, length, lowest << MANTISSA_BITS, ELEMENT_BYTES, ALIGNED
     )
@@ -221,15 +222,16 @@ def encode_kernel(
 
     # Streams. Three-word columns are stored word by word and need padding after the last chunk.
     last = chunk == head_chunks * tl.num_programs(1) - 1
-    segment = tl.load(row + SEGMENT)
-    p = segment + tl.load(row + CODES_STREAM)
     G: tl.constexpr = 1 if CODE_BITS == 3 else 4
     store_stream(
-        base32 + first_word(p, first_column, CODE_BITS, G), num_columns, streams[0:CODE_BITS], G
+        base32 + first_word(codes_start, first_column, CODE_BITS, G),
+        num_columns,
+        streams[0:CODE_BITS],
+        G,
     )
     if CODE_BITS == 3:
         if last:
-            pad_to_16_bytes(base32 + p, (first_column + num_columns) * 3)
+            pad_to_16_bytes(base32 + codes_start, (first_column + num_columns) * 3)
     FIRST: tl.constexpr = CODE_BITS + REMAINDER_WIDTHS[0]
     R: tl.constexpr = 1 if REMAINDER_WIDTHS[0] == 3 else 4
     p = segment + tl.load(row + LOW_STREAM)
@@ -265,7 +267,9 @@ def raw_kernel(
     """Copy one chunk of a raw plane to the segment, if STORE, and add its checksum terms."""
     chunk_in_head, head = tl.program_id(0), tl.program_id(1)
     row = plane_rows + PLANE_FIELDS * tl.program_id(2)
-    full_pages, last_run, head_chunks = load_geometry(row, run_chunks)
+    _, codes_start, plane_start, first_page, full_pages, last_run, head_chunks = load_row(
+        row, run_chunks
+    )
     if chunk_in_head >= head_chunks:
         return
     lane = tl.arange(0, LANES)
@@ -273,11 +277,11 @@ def raw_kernel(
         chunk_in_head, head, full_pages, last_run, run_chunks, run_elements, run_columns, PAGED
     )
     num_columns = (length + 31) // 32
-    at = run_offset(row, page_ids, page, page_stride, head, head_stride, PAGED) + start
+    at = plane_start + head.to(tl.int64) * head_stride + start
+    at += page_offset(page_ids, first_page + page, page_stride, PAGED)
     words = load_columns(base, base32, at, num_columns, length, 0, ELEMENT_BYTES, ALIGNED)
     if STORE:
-        p = tl.load(row + SEGMENT) + tl.load(row + CODES_STREAM)
-        p = base32 + first_word(p, first_column, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
+        p = base32 + first_word(codes_start, first_column, 8 * ELEMENT_BYTES, 2 * ELEMENT_BYTES)
         store_stream(p, num_columns, words, 2 * ELEMENT_BYTES)
     accumulators += tl.load(row + NUMBER) * ACCUMULATORS
     chunk_number = tl.load(row + FIRST_CHUNK) + head * head_chunks + chunk_in_head

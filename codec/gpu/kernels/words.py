@@ -16,8 +16,8 @@ NUM_SUMS = tl.constexpr(1024)
 """Number of partial checksums; atomic adds to a single one would serialize."""
 ESCAPE_COUNTS, ERROR_FLAGS = tl.constexpr(1024), tl.constexpr(2048)
 """Offsets of the partial escape counts and of the error flags in the accumulators."""
-ACCUMULATORS = tl.constexpr(2049)
-"""Length of the accumulators of a segment, int64 `[ACCUMULATORS]`."""
+ACCUMULATORS = tl.constexpr(2064)
+"""Length of the accumulators of a segment, int64 `[ACCUMULATORS]`, a multiple of 128 bytes."""
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from codec.backend import Backend
 from codec.codebook import Codebook
 from codec.elements import BY_NAME, INTEGER_TYPES
 from codec.gpu import backend as gpu
+from codec.gpu import launch
 from codec.gpu.paged import PagedCodec
 from codec.reference import backend as reference
 from tests.codec.samples import BOOKS, Pages, bits, from_bits, make_pages
@@ -108,6 +109,20 @@ def test_column_with_more_than_eight_escapes() -> None:
     chunk[0, 0, column, 0] = torch.tensor([*book.second, 3] * 2) << 7
     source = Pages([from_bits(chunk)], [0], 1024, torch.Generator())
     check(source, [book])
+
+
+@pytest.mark.parametrize("max_direct_chunks", [0, 8192])
+def test_entries_of_more_chunks_than_a_program_packs(
+    max_direct_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A segment has 258 chunks of one element; a program packs the entries of 256."""
+    monkeypatch.setattr(launch, "_MAX_DIRECT_CHUNKS", max_direct_chunks)
+    book = BOOKS["bf16-top16-window"]
+    source = make_pages(258, num_planes=1, kv_heads=1, slots=1, dim=1, kind="random")
+    _, payload = encode(source, reference, [book])
+    encoded, written = encode(on_device(source), gpu, [book])
+    assert encoded.escapes > 0
+    assert torch.equal(written.cpu(), payload)
 
 
 def test_unaligned_segment_is_rejected() -> None:

@@ -66,3 +66,26 @@ def test_host_benchmark_runs(tmp_path: Path) -> None:
     figures = json.loads(target.read_text())
     assert [figure["streams"] for figure in figures] == [1, 5]
     assert all(figure["step_us"] > 0 and figure["join_us"] > 0 for figure in figures)
+
+
+def test_compress_benchmark_runs(tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    command = [
+        sys.executable,
+        "-m",
+        "runtime.bench",
+        "compress",
+        "--shape",
+        "tiny",
+        "--layers",
+        "1",
+    ]
+    command += ["--rows", "2", "--length", "20", "--device", "cpu", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--json", str(target)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    fisher, svd_llm = json.loads(target.read_text())
+    assert set(fisher["seconds"]) - set(svd_llm["seconds"]) == {"backward", "head"}
+    assert fisher["total_seconds"] > sum(fisher["seconds"].values())  # of two layers
+    assert list(tmp_path.iterdir()) == [target]

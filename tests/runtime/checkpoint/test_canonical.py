@@ -20,6 +20,7 @@ from runtime.checkpoint import (
 )
 from runtime.checkpoint.assemble import named_tensors
 from runtime.checkpoint.canonical import canonical_hash
+from runtime.checkpoint.safetensors_file import SafetensorsDirectory, ShardWriter
 from runtime.config import ModelConfig, RopeConfig
 from runtime.errors import CheckpointError
 from runtime.models.llama import PROJECTIONS
@@ -189,10 +190,48 @@ def test_failed_write_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monkey
     def fail(*_arguments: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("runtime.checkpoint.canonical.save_file", fail)
+    monkeypatch.setattr("runtime.checkpoint.safetensors_file.save_file", fail)
     with pytest.raises(OSError, match="no space"):
         write_checkpoint(random_checkpoint(), tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoint_is_written_in_another_dtype(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint()
+    write_checkpoint(checkpoint, tmp_path / "model", torch.bfloat16)
+    read = load_checkpoint(tmp_path / "model", dtype=None)
+    assert {tensor.dtype for _, tensor in named_tensors(read)} == {torch.bfloat16}
+    for (_, ours), (_, theirs) in zip(named_tensors(read), named_tensors(checkpoint), strict=True):
+        assert torch.equal(ours, theirs.bfloat16())
+
+
+def test_tensors_keep_their_dtypes_on_request(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint()
+    mixed = replace(checkpoint, final_norm=checkpoint.final_norm.half())
+    write_checkpoint(mixed, tmp_path / "model")
+    dtypes = {
+        name: tensor.dtype
+        for name, tensor in named_tensors(load_checkpoint(tmp_path / "model", dtype=None))
+    }
+    assert dtypes.pop("model.norm.weight") == torch.float16
+    assert set(dtypes.values()) == {torch.float32}
+
+
+@pytest.mark.parametrize(("shard_bytes", "shards"), [(1, 3), (200, 2), (1000, 1)])
+def test_shards_and_their_index_are_read_back(
+    shard_bytes: int, shards: int, tmp_path: Path
+) -> None:
+    base = torch.arange(40.0).view(8, 5)
+    # 80 bytes each; the first two share memory, and the second is not contiguous.
+    tensors = {"a": base[:4], "b": base.t()[:, :4], "c": torch.ones(20)}
+    with ShardWriter(tmp_path, shard_bytes) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+    assert len(list(tmp_path.glob("*.safetensors"))) == shards
+    assert (tmp_path / "model.safetensors").exists() == (shards == 1)
+    source = SafetensorsDirectory(tmp_path)
+    assert source.names() == tensors.keys()
+    assert all(torch.equal(source.read(name), tensor) for name, tensor in tensors.items())
 
 
 def test_existing_directories_are_not_overwritten(tmp_path: Path) -> None:

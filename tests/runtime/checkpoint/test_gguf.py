@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime.checkpoint import load_checkpoint, resolve_model
 from runtime.checkpoint.assemble import named_tensors
+from runtime.checkpoint.weights import LayersOnDemand
 from runtime.compress.forward import forward
 from runtime.errors import CheckpointError
 
@@ -143,6 +144,24 @@ def test_quantized_files_are_dequantized(kind: Any, tolerance: float, tmp_path: 
         assert error < tolerance, name
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_layers_are_read_on_demand(tied: bool, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny_model(tied), path, quantize=gguf.GGMLQuantizationType.Q8_0)
+    expected, made = load_checkpoint(path), load_checkpoint(path, dtype=None)
+    assert isinstance(made.layers, LayersOnDemand)
+    first = made.layers[0]
+    assert made.layers[-1] is made.layers[1]
+    assert made.layers[0] is not first
+    assert len(made.layers[:2]) == 2
+    with pytest.raises(IndexError):
+        made.layers[2]
+    assert made.model_hash == expected.model_hash
+    for ours, theirs in zip(named_tensors(made), named_tensors(expected), strict=True):
+        assert ours[0] == theirs[0]
+        assert torch.equal(ours[1], theirs[1])
+
+
 def test_long_vocabulary_is_skipped(tmp_path: Path) -> None:
     model = tiny_model(tied=True)
     write_gguf(model, tmp_path / "short.gguf", vocabulary=1000)
@@ -181,6 +200,8 @@ def test_error_names_the_inconsistent_tensor(
     write_gguf(tiny_model(tied=True), tmp_path / "tiny.gguf", changes)
     with pytest.raises(CheckpointError, match=complaint):
         load_checkpoint(tmp_path / "tiny.gguf")
+    with pytest.raises(CheckpointError):
+        load_checkpoint(tmp_path / "tiny.gguf", dtype=None)
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:

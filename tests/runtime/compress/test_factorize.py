@@ -22,7 +22,8 @@ from runtime.compress import (
     truncate_model,
 )
 from runtime.compress.forward import forward
-from runtime.compress.moments import collect_moments
+from runtime.compress.layerwise import LayerwiseModel
+from runtime.compress.moments import LayerMoments, backward_moments
 from runtime.config import ModelConfig
 from runtime.errors import CompressionError
 from runtime.models.family import rms_norm
@@ -124,8 +125,14 @@ def test_compress_beats_plain_svd_with_uniform_ranks() -> None:
     assert divergence(made) < 0.8 * divergence(replace(MODEL, layers=layers))
 
 
+def moments_of(checkpoint: Checkpoint, tokens: torch.Tensor, seed: int) -> list[LayerMoments]:
+    layers = range(checkpoint.config.num_layers)
+    found = backward_moments(LayerwiseModel(checkpoint), tokens, layers, seed)
+    return [layer.moments[0] for layer in found][::-1]
+
+
 def test_moments_predict_the_loss_of_a_small_change() -> None:
-    moments = collect_moments(MODEL, TOKENS.repeat(4, 1), seed=1)
+    moments = moments_of(MODEL, TOKENS.repeat(4, 1), seed=1)
     change = torch.randn(48, 96, generator=torch.Generator().manual_seed(8)) * 2e-2
     C, G = moments[1].inputs["down"], moments[1].gradients["down"]
     predicted = 0.5 * float(torch.trace(G @ change @ C @ change.t()))
@@ -136,7 +143,7 @@ def test_moments_predict_the_loss_of_a_small_change() -> None:
 
 
 def test_input_moments_are_means_over_linear_inputs() -> None:
-    moments = collect_moments(MODEL, TOKENS, seed=0)
+    moments = moments_of(MODEL, TOKENS, seed=0)
     x = rms_norm(MODEL.embedding[TOKENS], MODEL.layers[0].input_norm, 1e-6).flatten(0, 1)
     expected = x.t() @ x / TOKENS.numel()
     # fp32 sums over 1,512 tokens are added in a different order.

@@ -125,6 +125,35 @@ def test_compressed_or_expanded_storages_are_refused(tmp_path: Path) -> None:
         read_pickled(tmp_path / "packed.pt")
 
 
+def test_tensors_are_memory_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "m.bin"
+    weights = [torch.full((1 << 22,), float(number)) for number in range(4)]
+    torch.save({"weights": weights, "again": weights[1][5:9]}, path)
+    before = anonymous_bytes()
+    content = read_pickled(path)
+    assert [float(weight.sum()) for weight in content["weights"]] == [0, 1 << 22, 1 << 23, 3 << 22]
+    assert anonymous_bytes() - before < 16 << 20  # the weights have 64 MiB
+    content["weights"][1][6] = 7.0
+    assert content["again"].tolist() == [1, 7, 1, 1]
+    assert read_pickled(path)["again"].tolist() == [1, 1, 1, 1]
+
+
+def anonymous_bytes() -> int:
+    """Return the memory of this process that is not backed by files."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def test_storage_with_another_checksum_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.bin"
+    torch.save({"x": torch.full((100,), 3.0)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.full((100,), 3.0).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="another checksum"):
+        read_pickled(path)
+
+
 def test_module_that_contains_itself_is_refused(tmp_path: Path) -> None:
     model = Node()
     model.add_module("inner", model)

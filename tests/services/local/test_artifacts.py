@@ -39,8 +39,9 @@ def test_model_is_factorized_and_calibrated_once(
 ) -> None:
     model = tmp_path / "model.gguf"
     model.write_text("weights")
-    options = UpOptions(model=str(model), keep=0.8)
+    options = UpOptions(model=str(model), keep=0.8, device="cpu")
     found = prepare(options, Console(quiet=True))
+    assert {one["--device"] for one in commands} == {"cpu"}
     assert [(one["command"], one["--model"]) for one in commands] == [
         ("compress", str(model)),
         ("calibrate", str(found.checkpoint)),

@@ -1,0 +1,93 @@
+"""`headrace compress` and `headrace convert`: their results, and a run after an interruption."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from runtime import compress as factorization
+from runtime.checkpoint import load_checkpoint
+from runtime.checkpoint.assemble import named_tensors
+from runtime.errors import CheckpointError
+from services.common.errors import SettingsError
+from services.offline.compress import compress, work_folder
+from services.offline.convert import convert
+from tests.runtime.convert.samples import EVEN, renamed, save_folder, svd_llm_v2
+from tests.runtime.tiny import tiny_checkpoint
+
+pytestmark = pytest.mark.slow
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a tokenizer with one token per byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:200]
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    checkpoint = tiny_checkpoint()
+    save_folder(checkpoint, named_tensors(checkpoint), tmp_path / "dense")
+    save_tokenizer(tmp_path / "dense")
+    return tmp_path / "dense"
+
+
+def test_interrupted_command_continues_and_leaves_only_the_result(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    compress(str(dense), 0.7, whole, rows=2, device="cpu")
+
+    run = factorization.compress
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        model, tokens, keep, progress, *others = arguments
+        assert callable(progress)
+        run(model, tokens, keep, stop_after(progress), *others, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(factorization, "compress", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compress(str(dense), 0.7, out, rows=2, device="cpu")
+    assert not out.exists()
+    assert [path.name for path in work_folder(out).glob("layers-*")] == ["layers-00001.safetensors"]
+
+    monkeypatch.setattr(factorization, "compress", run)
+    compress(str(dense), 0.7, out, rows=2, device="cpu")
+    assert "continuing" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "whole", "out"}
+    assert load_checkpoint(out).model_hash == load_checkpoint(whole).model_hash
+    with pytest.raises(SettingsError, match="already exists"):
+        compress(str(dense), 0.7, out, rows=2)
+
+
+def stop_after(progress: Callable[[str, float], None]) -> Callable[[str, float], None]:
+    """Return a callback that interrupts when the first layer is finished."""
+
+    def update(stage: str, fraction: float) -> None:
+        progress(stage, fraction)
+        if stage == "factorizing":
+            raise KeyboardInterrupt
+
+    return update
+
+
+def test_converted_folder_is_loaded(tmp_path: Path) -> None:
+    expected = tiny_checkpoint(ranks=EVEN)
+    save_folder(expected, renamed(expected, svd_llm_v2), tmp_path / "theirs")
+    save_tokenizer(tmp_path / "theirs")
+    convert(str(tmp_path / "theirs"), tmp_path / "ours", None, "bfloat16")
+    made = load_checkpoint(tmp_path / "ours", dtype=None)
+    for (_, ours), (_, theirs) in zip(named_tensors(made), named_tensors(expected), strict=True):
+        assert torch.equal(ours, theirs.bfloat16())
+    assert set(json.loads((tmp_path / "ours" / "headrace.json").read_text())["ranks"].values()) == {
+        6
+    }
+    assert (tmp_path / "ours" / "tokenizer.json").is_file()
+    with pytest.raises(CheckpointError, match="already a canonical"):
+        convert(str(tmp_path / "ours"), tmp_path / "again", None, "auto")
