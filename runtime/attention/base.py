@@ -145,6 +145,24 @@ class Batch:
         )
 
 
+@dataclass(frozen=True)
+class MixedBatch(Batch):
+    """Batch of prompt chunks, some of whose last `d` rows are decode rows.
+
+    A decode row is the only token of its sequence. Decode attention computes these rows, and
+    prefill attention all others.
+
+    Attributes:
+        chunks: all rows, but only the sequences of the prompt chunks, which come first.
+        decode: the last `d` rows as a decode batch.
+        decoding: bool `[d, 1]`, which of the last `d` rows are decode rows.
+    """
+
+    chunks: Batch
+    decode: Batch
+    decoding: Tensor
+
+
 class DenseAttention(Protocol):
     """Interface of the attention kernels for KV format `dense`: causal, over paged K and V.
 
@@ -187,6 +205,6 @@ class DenseAttention(Protocol):
             k_pages, v_pages: bf16 `[page, kv_head, slot, dim]`.
 
         Returns:
-            `[n, heads * dim]`, in the dtype of ``q``.
+            `[n, heads * dim]`, in the dtype of ``q``. Rows beyond the last sequence are undefined.
         """
         ...

@@ -66,7 +66,7 @@ class CompiledAttention:
         return q
 
     def attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:
-        one_each = len(batch.lengths) == len(q) and LANES % k_pages.shape[2] == 0
+        one_each = batch.single and LANES % k_pages.shape[2] == 0
         return (self._attend_one if one_each else self._attend)(q, k_pages, v_pages, batch)
 
     def _attend(self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch) -> Tensor:

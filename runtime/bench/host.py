@@ -22,6 +22,7 @@ from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.engine import Engine
 from runtime.engine.commands import Arrived, Cancel, Command, Reserve
 from runtime.models.model import Backend, Model
+from runtime.replay.step import StepReplay
 from runtime.sampling.on_device import SamplingFeatures
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 4096
@@ -48,14 +49,18 @@ class HostBench:
         limits = Limits(max_running=streams, max_waiting=streams)
         pages = -(-(PROMPT_TOKENS + OUTPUT_TOKENS) // model.page_size)
         self._engine = Engine(model, num_pages=streams * pages, limits=limits, replay=True)
-        replay = self._engine._replay
-        assert replay is not None
-        sampled = replay._sampler.sampled
+        steps = self._engine._steps
+        assert isinstance(steps, StepReplay)
+        sampled = steps._sampler.results[0]
 
-        def run(bucket: int, features: SamplingFeatures) -> None:  # noqa: ARG001 - replaces a step
+        def run(bucket: int) -> None:  # noqa: ARG001 - replaces a pass
             sampled.fill_(1)
 
-        replay._run = run  # type: ignore[method-assign]
+        def sample(bucket: int, features: SamplingFeatures) -> None:
+            """Sample nothing."""
+
+        steps._decode.run = run  # type: ignore[method-assign]
+        steps._sampler.run = sample  # type: ignore[method-assign]
         self._names = [self._join(number) for number in range(streams)]
         self._engine.step([])
 

@@ -26,7 +26,8 @@ from runtime.layers.rope import cos_sin_table
 from runtime.models.decoder import ServingBuilder
 from runtime.models.llama import LLAMA
 from runtime.models.model import Model
-from runtime.replay.prefill import TOKEN_BUCKETS, PrefillReplay
+from runtime.replay.mixed import ROWS, MixedReplay
+from runtime.replay.slots import BatchSlots
 
 
 class Materialized:
@@ -131,9 +132,12 @@ def figures(
 
 def _engine_prefill(model: Model, cache: PagedCache, piece: SequenceSlice) -> Callable[[], object]:
     """Return a function that computes one prompt as an engine does."""
-    if len(piece.tokens) <= TOKEN_BUCKETS[-1]:
-        return partial(PrefillReplay(model, cache, TOKEN_BUCKETS[-1]).forward, [piece])
-    return partial(model.forward, Batch.of([piece], model.device), cache)
+    rows = min(len(piece.tokens), ROWS[-1])
+    slots = BatchSlots(1, len(piece.pages), len(cache.planes[0]) - 1, model.device)
+    logits = torch.zeros(1, model.config.vocab_size, device=model.device)
+    pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
+    replay = MixedReplay(model, cache, slots, logits, pool, max_rows=rows)
+    return partial(replay.run, [piece], completed=[(0, 0)])
 
 
 def main() -> None:

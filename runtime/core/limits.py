@@ -8,10 +8,10 @@ class Limits:
     """Limits of one engine.
 
     Attributes:
-        max_running: number of batch slots. Each choice of a request takes one slot. A prompt that
-            is prefilled for another worker takes one slot, whatever its number of choices.
+        max_running: number of batch slots. Each choice of a request takes one slot.
         max_waiting: maximum number of requests that wait for batch slots or pages.
-        step_tokens: maximum number of prompt tokens computed in one step.
+        step_tokens: maximum number of tokens computed in one step: one for each running sequence,
+            and prompt tokens. A step computes at least one page of prompt tokens if any wait.
         chunk_tokens: maximum number of prompt tokens of one sequence computed in one step, a
             multiple of the page size.
     """

@@ -80,4 +80,4 @@ class SequenceGroup:
     @property
     def slots(self) -> int:
         """Number of batch slots the group needs."""
-        return 1 if self.purpose is Purpose.HOLD else len(self.sequences)
+        return len(self.sequences)

@@ -62,12 +62,13 @@ Command = Add | Reserve | Arrived | Cancel | Release
 
 @dataclass(frozen=True)
 class Computed:
-    """A prompt chunk whose KV has been written.
+    """A prompt chunk whose computation was launched.
 
     Attributes:
         first_token: position of the chunk's first token, a multiple of the page size.
         pages: ids of the pages that hold the chunk's KV.
-        ready: CUDA event after which the KV is in the pages; None on a CPU, where it is already.
+        ready: CUDA event recorded once the KV is in the pages. Other CUDA streams must wait for it.
+            None if the KV is in the pages already.
     """
 
     id: str
@@ -100,7 +101,8 @@ class StepOutput:
         tokens: pairs of request id and sampled token, in sampling order.
         finished: request id, choice and reason of each choice that ended. The last token of a
             choice is in ``tokens`` of the same step.
-        computed: chunks whose KV was written. Chunks of a preempted sequence are reported again.
+        computed: chunks whose computation was launched. Chunks of a preempted sequence are
+            reported again.
         reserved: pages allocated for requests whose KV another worker will send.
         refused: pairs of request id and reason. A refused request has no pages.
         started: ids of requests whose first chunk is computed in this step. A preempted request

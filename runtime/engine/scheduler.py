@@ -2,10 +2,13 @@
 
 A `SequenceGroup` waits until it is admitted. Admission allocates pages for all of its tokens. It is
 then prefilled chunk by chunk, or receives its KV from another worker. Then each sequence runs in
-the decode batch until it ends. Admission is first come, first served. Chunks of a sequence end at
-multiples of ``chunk_tokens``, regardless of other sequences.
+the decode batch until it ends. Admission is first come, first served.
 
-A decode step is in flight from its launch until its tokens are read. The tokens that it samples
+Every step decodes all running sequences. The rest of ``step_tokens`` is filled with prompt chunks,
+in order of admission. A chunk has at most ``chunk_tokens`` tokens, so that a long prompt leaves
+tokens to later ones. A chunk that does not fit into the step is cut at the end of a page.
+
+A step is in flight from its launch until its tokens are read. The tokens that it samples
 count in the lengths of its sequences. Pages released in the meantime become free only when the step
 has completed, because the step and work launched before it may still write to them. CUDA stream
 order does not protect these pages, because KV from another worker is written outside of the stream.
@@ -17,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from runtime.core.limits import Limits
-from runtime.core.plan import Chunk, StepPlan
+from runtime.core.plan import Chunk, StepPlan, choose_chunks
 from runtime.core.request import Request
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
 from runtime.errors import InvalidRequest, OutOfPages, QueueFull, RuntimeFault
@@ -160,7 +163,8 @@ class Scheduler:
         reserved = self._admit()
         refused += self._refuse_overflow()
         decode = [sequence for sequence in decode if sequence.running]
-        return StepPlan(self._choose_chunks(), decode, reserved, refused)
+        chunks = choose_chunks(self._prefilling, len(decode), self._limits, self._page_size)
+        return StepPlan(chunks, decode, reserved, refused)
 
     def computed(self, chunk: Chunk) -> None:
         """Record a computed chunk. A group leaves the prefill queue after its last chunk."""
@@ -207,9 +211,12 @@ class Scheduler:
             del self._unfinished[request_id]
         return True
 
-    def discard(self, sequence: Sequence) -> None:
-        """Release pages that `drop` missed because the sequence was in no queue at that time."""
-        self._release([sequence])
+    def expects_token(self, sequence: Sequence) -> bool:
+        """Return whether a token sampled for a sequence is used: it is running or held."""
+        if sequence.running:
+            return True
+        group = self._held.get(sequence.request.id)
+        return group is not None and sequence in group.sequences
 
     def _grow(self, sequences: Iterable[Sequence]) -> list[tuple[str, RuntimeFault]]:
         """Allocate a page to each sequence whose next token needs one, the oldest sequence first.
@@ -295,17 +302,6 @@ class Scheduler:
                 refused.append((group.request.id, fault))
         self._fresh.clear()
         return refused
-
-    def _choose_chunks(self) -> list[Chunk]:
-        """Choose the next chunk of each prefilling group, in order, within ``step_tokens``."""
-        chunks, budget = [], self._limits.step_tokens
-        for group in self._prefilling:
-            count = min(self._limits.chunk_tokens, len(group.tokens) - group.computed)
-            if count > budget:
-                break
-            chunks.append(Chunk(group, group.computed, count))
-            budget -= count
-        return chunks
 
     def _admissible(self, group: SequenceGroup) -> bool:
         slots = self.num_running + group.slots

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.errors import KVFormatError
+from runtime.graphs.host_copy import to_device
 from runtime.kv.format import KVFormat, Plane
 
 
@@ -137,6 +139,7 @@ class PagedCache:
         return self._layers[index]
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy page ``sources[i]`` to page ``targets[i]`` in every plane."""
+        """Copy page ``sources[i]`` to page ``targets[i]`` in every plane, in stream order."""
+        read, written = to_device(np.array([sources, targets], np.int64), self.planes[0].device)
         for plane in self.planes:
-            plane[list(targets)] = plane[list(sources)]
+            plane[written] = plane[read]

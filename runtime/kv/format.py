@@ -47,7 +47,10 @@ class LayerKV(Protocol):
         ...
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
-        """Return the causal attention of a batch's tokens, `[n, heads * dim]`."""
+        """Return the causal attention of a batch's tokens, `[n, heads * dim]`.
+
+        Rows of ``q`` beyond the batch's last sequence have any value in the result.
+        """
         ...
 
     def decode_dense(

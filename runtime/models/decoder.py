@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.attention.base import Batch
+from runtime.attention.base import Batch, MixedBatch
 from runtime.checkpoint.weights import FactorPair, linears_of
 from runtime.config import ModelConfig
 from runtime.kv.format import LayerKV
@@ -121,9 +121,11 @@ class DecoderLayer:
             ``[n, hidden]``, or ``[m, hidden]`` for the ``m`` logit rows of the last layer.
         """
         parts = self.parts
-        some = last and len(batch.logit_rows) < len(hidden)
+        every = batch.single and len(batch.logit_rows) == len(hidden)
+        some = last and not every
         x, carried = self._before(parts, hidden)
-        if parts.prefill is not None and not (some or batch.single):
+        mixed = isinstance(batch, MixedBatch)
+        if parts.prefill is not None and not (some or mixed or batch.single):
             attended = parts.prefill(x, rope, planes, batch)
         else:
             append = parts.append or kv.append
@@ -134,7 +136,7 @@ class DecoderLayer:
                     return hidden[:0]
                 q, carried = q[rows], tuple(tensor[rows] for tensor in carried)
                 batch = batch.where_logits()
-            attended = kv.attend(q, planes, batch)
+            attended = _attend(kv, q, planes, batch)
         return self._after(parts, attended, *carried)
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:
@@ -148,3 +150,15 @@ class DecoderLayer:
         q, k = q.contiguous(), k.contiguous()
         normed = (norm_q(q), norm_k(k), v)
         return torch.cat(normed, dim=1).flatten(1)
+
+
+def _attend(kv: LayerKV, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
+    """Return the attention of a batch, `[n, heads * dim]`; for a `MixedBatch` in two parts."""
+    if not isinstance(batch, MixedBatch):
+        return kv.attend(q, planes, batch)
+    attended = kv.attend(q, planes, batch.chunks)
+    count = len(batch.decoding)
+    last = attended[-count:]
+    decoded = kv.attend(q[-count:], planes, batch.decode)
+    torch.where(batch.decoding, decoded, last, out=last)
+    return attended

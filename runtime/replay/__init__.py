@@ -1,1 +1,1 @@
-"""Prefill batches and decode steps that replay CUDA graphs."""
+"""Engine steps that replay CUDA graphs."""

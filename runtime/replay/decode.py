@@ -1,220 +1,77 @@
-"""Decode steps over static tensors, replayed as CUDA graphs.
+"""Decode passes over the leading batch slots, replayed as CUDA graphs.
 
-A running sequence holds a batch slot. A step prepares the input of the next step on the device: the
-sampled token becomes the slot's input token, and its position advances. The next step can therefore
-be launched before the host has read the sampled tokens (lookahead). `DecodeReplay.launch` writes
-only changes, such as joined sequences and new page-table entries. `DecodeReplay.collect` waits for
-the tokens. A graph is captured for each batch size in `BUCKETS` and each set of sampling features,
-at first use or by `DecodeReplay.warm_up`. On the CPU the same step runs without a graph.
-
-If the device cannot draw a slot's token (`DeviceSampler.resolved` is 0), the slot does not advance.
-A step that was launched in the meantime computes the slot again. The host completes the sampling of
-the latest step only, because only its logits are still available.
+A graph is captured for each number of slots, at first use or by `DecodeReplay.warm_up`. On the CPU
+the same pass runs without a graph.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import cycle
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
-from runtime.core.request import MAX_LOGPROBS
-from runtime.core.sequence import Sequence as Running
 from runtime.graphs.capture import capture
-from runtime.graphs.host_copy import HostCopy
 from runtime.kv.cache import PagedCache
-from runtime.kv.pages import pages_for
 from runtime.models.model import Model
 from runtime.replay.slots import BatchSlots
-from runtime.sampling.on_device import ALL_FEATURES, DeviceSampler, SamplingFeatures
-from runtime.sampling.reference import Draw, SamplingRow
-
-BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Batch sizes, in slots, for which graphs are captured. Beyond 256 they grow by a factor of 1.5."""
-CAPTURED_FEATURES = (
-    SamplingFeatures(random=False, processing=False, logprobs=False),
-    SamplingFeatures(random=True, processing=False, logprobs=False),
-    ALL_FEATURES,
-)
-"""Sampling features for which graphs are captured: greedy, random without bias or penalties, and
-all features (used for every other combination)."""
-UNRESOLVED = Draw(-1)
-"""Placeholder for a slot that did not advance. The next launched step samples its token again."""
-
-
-@dataclass(frozen=True)
-class SlotAssignment:
-    """Batch slots of a step's sequences. Consecutive steps often share an assignment.
-
-    Attributes:
-        slots: the slot of each sequence.
-        bucket: number of leading slots that the step computes.
-        features: sampling features of the graph.
-    """
-
-    sequences: list[Running]
-    slots: list[int]
-    bucket: int
-    features: SamplingFeatures
-
-
-@dataclass(frozen=True)
-class InFlightStep:
-    """A launched step whose results the host has not read yet."""
-
-    replay: "DecodeReplay"
-    assignment: SlotAssignment
-    results: HostCopy
-
-    @property
-    def sequences(self) -> list[Running]:
-        return self.assignment.sequences
 
 
 class DecodeReplay:
-    """Replayed decode steps of one model over one cache.
+    """Replayed decode passes of one model over one cache.
 
     Args:
-        cache: KV pages. The last page must be the null page, which is allocated to no sequence;
-            unassigned slots write to it.
-        max_sequences: maximum number of sequences in a step: the number of batch slots.
+        logits: fp32 `[max_slots, vocab]`, where a pass writes the logits of each slot.
+        pool: memory pool of the graphs; None on the CPU.
         by_layer: whether to capture a graph for each layer, as FlashSVD v1.5 does, instead of one
-            for the whole step. The decode megakernel is then not used.
-
-    Raises:
-        ValueError: the model's attention reads lengths on the host, which a graph cannot capture.
+            for the whole pass. The decode megakernel is then not used.
     """
 
     def __init__(
-        self, model: Model, cache: PagedCache, max_sequences: int, *, by_layer: bool = False
+        self,
+        model: Model,
+        cache: PagedCache,
+        slots: BatchSlots,
+        logits: Tensor,
+        pool: Any,
+        *,
+        by_layer: bool = False,
     ) -> None:
-        if model.device.type == "cuda" and not model.kv_format.graph_safe:
-            raise ValueError(f"KV format {model.kv_format.name} cannot run in a CUDA graph")
         self._model, self._cache, self._by_layer = model, cache, by_layer
-        device, pages = model.device, len(cache.planes[0])
-        buckets = list(BUCKETS)
-        while buckets[-1] < max_sequences:
-            buckets.append(buckets[-1] * 3 // 2)
-        self._buckets = [bucket for bucket in buckets if bucket < max_sequences] + [max_sequences]
-        max_pages = pages_for(model.context_length, model.page_size)
-        self._slots = BatchSlots(max_sequences, max_pages, pages - 1, device)
-        self._order = torch.arange(max_sequences + 1, device=device)
-        vocab = model.config.vocab_size
-        self._sampler = DeviceSampler(max_sequences, vocab, device, top=MAX_LOGPROBS)
-        self._logits = torch.zeros(max_sequences, vocab, dtype=torch.float32, device=device)
-        sampler = self._sampler
-        self._results = [
-            sampler.sampled, sampler.logprobs, sampler.top_logprobs, sampler.top_tokens
-        ]  # fmt: skip
-        self._host_copies = cycle(HostCopy(self._results) for _ in range(2))
-        self._steps: dict[tuple[int, SamplingFeatures], Callable[[], object]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._assignment = SlotAssignment([], [], 0, SamplingFeatures.of([]))
-        self._latest: InFlightStep | None = None
+        self._slots, self._logits, self._pool = slots, logits, pool
+        self._order = torch.arange(len(logits) + 1, device=model.device)
+        self._passes: dict[int, Callable[[], object]] = {}
 
-    def can_launch_ahead(self, sequences: list[Running]) -> bool:
-        """Return whether a step of these sequences may be launched before the last one is read.
+    def run(self, bucket: int) -> None:
+        """Compute the KV of the last tokens and the logits of the first ``bucket`` slots."""
+        if bucket not in self._passes:
+            self._passes[bucket] = self._captured(bucket)
+        self._passes[bucket]()
 
-        Return False if sequences should first move to lower slots so that a smaller bucket
-        suffices. To move a sequence, the host must have read all of its tokens.
-        """
-        smallest = self._bucket_of(len(sequences))
-        if sequences == self._assignment.sequences:
-            return self._assignment.bucket <= smallest
-        return self._bucket_of(self._slots.extent(sequences)) <= smallest
-
-    def launch(self, sequences: list[Running]) -> InFlightStep:
-        """Launch a step that samples the next token of each sequence.
-
-        A sequence with a token in flight must have been part of the previous step.
-        """
-        assignment = self._assignment
-        bucket = self._bucket_of(len(sequences))
-        if sequences != assignment.sequences or assignment.bucket > bucket:
-            assignment = self._assignment = self._assign(sequences)
-        if joined := self._slots.update(sequences):
-            self._sampler.load(
-                list(joined), [SamplingRow.of(sequence) for sequence in joined.values()]
-            )
-        self._run(assignment.bucket, assignment.features)
-        self._latest = InFlightStep(self, assignment, next(self._host_copies))
-        self._start_copy(self._latest)
-        return self._latest
-
-    def collect(self, step: InFlightStep) -> list[Draw | None]:
-        """Wait for the tokens of a step. At most one other step may have been launched after it.
-
-        Returns:
-            One item per sequence: its draw, None if its logits are not finite, or `UNRESOLVED` if
-            its slot did not advance.
-        """
-        assignment = step.assignment
-        results = step.results.wait()
-        sampled = results[0][: assignment.bucket].tolist()
-        missing = [slot for slot in assignment.slots if sampled[slot][1] and not sampled[slot][2]]
-        if missing and step is self._latest:
-            self._sampler.resolve(self._logits, missing)
-            self._slots.advance(missing, self._sampler.tokens)
-            self._start_copy(step)
-            sampled = step.results.wait()[0][: assignment.bucket].tolist()
-        return self._draws(assignment, sampled, results)
-
-    def warm_up(self, progress: Callable[[int], None]) -> None:
-        """Capture all graphs, the largest bucket first, so that the others reuse its memory.
-
-        Call it before the first `launch`.
-
-        Args:
-            progress: called with the size of each captured bucket.
-        """
-        for bucket in reversed(self._buckets):
-            for features in CAPTURED_FEATURES:
-                self._run(bucket, features)
+    def warm_up(self, buckets: Iterable[int], progress: Callable[[int], None]) -> None:
+        """Capture the graphs of the given numbers of slots, and report each to ``progress``."""
+        for bucket in buckets:
+            self.run(bucket)
             progress(bucket)
 
-    def _bucket_of(self, slots: int) -> int:
-        return self._buckets[bisect_left(self._buckets, slots)]
-
-    def _assign(self, sequences: list[Running]) -> SlotAssignment:
-        slots = self._slots.assign(sequences, self._bucket_of(len(sequences)))
-        features = SamplingFeatures.of(sequence.request.sampling for sequence in sequences)
-        features = features if features in CAPTURED_FEATURES else ALL_FEATURES
-        return SlotAssignment(sequences, slots, self._bucket_of(max(slots) + 1), features)
-
-    def _run(self, bucket: int, features: SamplingFeatures) -> None:
-        key = bucket, features
-        if key not in self._steps:
-            self._steps[key] = self._captured(bucket, features)
-        self._steps[key]()
-
-    def _captured(self, bucket: int, features: SamplingFeatures) -> Callable[[], object]:
-        """Capture a step as one graph or several.
-
-        The step runs once before the capture, and its effects on the state are undone.
-        """
-        parts = self._parts(bucket, features)
+    def _captured(self, bucket: int) -> Callable[[], object]:
+        """Capture a pass as one graph or several. The pass runs once before the capture."""
+        parts = self._parts(bucket)
 
         def run() -> None:
             for part in parts:
                 part()
 
-        if self._model.device.type != "cuda":
+        if self._pool is None:
             return run
-        state = [self._slots.state, *self._sampler.state]
-        saved = [tensor.clone() for tensor in state]
         run()
-        for tensor, before in zip(state, saved, strict=True):
-            tensor.copy_(before)
         if not self._by_layer:
             return capture(run, self._pool)
         parts = [capture(part, self._pool) for part in parts]
         return run
 
-    def _parts(self, bucket: int, features: SamplingFeatures) -> Sequence[Callable[[], object]]:
-        """Return the parts of a step, in order. With ``by_layer``, each is captured separately."""
+    def _parts(self, bucket: int) -> Sequence[Callable[[], object]]:
+        """Return the parts of a pass, in order. With ``by_layer``, each is captured separately."""
         leading, slots = slice(bucket), self._slots
         batch = self._batch(bucket)
         if self._by_layer:
@@ -224,7 +81,7 @@ class DecodeReplay:
         return [
             lambda: torch.add(slots.positions[leading], 1, out=slots.lengths[leading]),
             *stages,
-            lambda: self._sample(bucket, features, logits_of()),
+            lambda: self._logits[leading].copy_(logits_of()),
         ]
 
     def _batch(self, bucket: int) -> Batch:
@@ -240,40 +97,3 @@ class DecodeReplay:
             logit_rows=self._order[leading],
             single=True,
         )
-
-    def _sample(self, bucket: int, features: SamplingFeatures, logits: Tensor) -> None:
-        """Sample from logits ``[bucket, vocab]``, and advance the slots whose tokens were drawn."""
-        leading, slots, sampler = slice(bucket), self._slots, self._sampler
-        if features.random:
-            self._logits[leading] = logits
-        sampler(logits, features)
-        advanced = slots.active[leading] * sampler.resolved[leading]
-        slots.tokens[leading] = torch.where(
-            advanced > 0, sampler.tokens[leading], slots.tokens[leading]
-        )
-        slots.positions[leading] += advanced
-
-    def _start_copy(self, step: InFlightStep) -> None:
-        assignment = step.assignment
-        tensors = self._results[: None if assignment.features.logprobs else 1]
-        step.results.start(tensors, assignment.bucket)
-
-    def _draws(
-        self, assignment: SlotAssignment, sampled: list[list[int]], results: list[Tensor]
-    ) -> list[Draw | None]:
-        draws: list[Draw | None] = []
-        for sequence, slot in zip(assignment.sequences, assignment.slots, strict=True):
-            token, finite, resolved = sampled[slot]
-            num_top = sequence.request.sampling.logprobs
-            if not finite:
-                draws.append(None)
-            elif not resolved:
-                self._slots.did_not_advance(sequence)
-                draws.append(UNRESOLVED)
-            elif num_top is None:
-                draws.append(Draw(token))
-            else:
-                logprob, values, tokens = (result[slot].tolist() for result in results[1:])
-                top = tuple(zip(tokens[:num_top], values[:num_top], strict=True))
-                draws.append(Draw(token, logprob[0], top))
-        return draws

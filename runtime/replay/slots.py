@@ -5,6 +5,7 @@ sequence joins or leaves, and page-table entries when a sequence gets pages. The
 are written together. The state takes one copy and one kernel launch, and so does the page table.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +52,7 @@ class BatchSlots:
         self, max_slots: int, max_pages: int, null_page: int, device: torch.device
     ) -> None:
         self._max_slots, self._max_pages = max_slots, max_pages
-        self._null_page, self._device = null_page, device
+        self.null_page, self._device = null_page, device
         self.state = torch.zeros(3, max_slots, dtype=torch.int64, device=device)
         self.tokens, self.positions, self.active = self.state
         self.lengths = torch.ones(max_slots, dtype=torch.int32, device=device)
@@ -88,8 +89,13 @@ class BatchSlots:
                 self._states[sequence] = _SlotState(next(free), 0, 0)
         return [self._states[sequence].slot for sequence in sequences]
 
-    def update(self, sequences: list[Sequence]) -> dict[int, Sequence]:
+    def update(
+        self, sequences: list[Sequence], *, rewritten: Collection[Sequence] = ()
+    ) -> dict[int, Sequence]:
         """Write the changes needed before a step that samples a token for each of these sequences.
+
+        Args:
+            rewritten: those of the sequences whose pages may all have changed.
 
         Returns:
             Mapping from slot to sequence for the slots whose whole state was rewritten, because the
@@ -98,6 +104,8 @@ class BatchSlots:
         joined: dict[int, Sequence] = {}
         entries: list[int] = []  # flat indices into the page table
         pages: list[int] = []
+        for sequence in rewritten:
+            self._states[sequence].tokens = 0
         for sequence in sequences:
             state, length, num_pages = self._states[sequence], sequence.length, len(sequence.pages)
             if state.tokens != length:
@@ -113,7 +121,7 @@ class BatchSlots:
             empty = sorted(self._vacated.difference(state.slot for state in self._states.values()))
             self._vacated.clear()
             entries += [slot * self._max_pages for slot in empty]
-            pages += [self._null_page] * len(empty)
+            pages += [self.null_page] * len(empty)
             self._write_state(joined, empty)
         if entries:
             words = to_device(np.array([entries, pages], np.int64), self._device)

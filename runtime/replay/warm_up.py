@@ -1,4 +1,4 @@
-"""Prefill warm-up: compile all kernel variants before the first request.
+"""Warm-up without replay: compile all kernel variants before the first request.
 
 Triton compiles separate kernels for integer arguments equal to 1, for multiples of 16, and for all
 other values. The launch of decode attention also depends on the number of sequences. One batch with
@@ -18,8 +18,8 @@ from runtime.sampling.reference import SamplingRow, sample
 Progress = Callable[[str, int], None]
 """Callback ``(stage, size)``, called after each part of a warm-up.
 
-The size is a number of sequences in stage "prefill", of tokens in stage "prompts" (prefill graphs),
-and of batch slots in stage "decode" (decode graphs).
+The size is a number of sequences in stage "prefill", of tokens in stage "prompts" (graphs of mixed
+passes), and of batch slots in stage "decode" (graphs of decode passes).
 """
 
 SAMPLED = (SamplingParams(), SamplingParams(temperature=1.0))

@@ -40,6 +40,21 @@ def test_decode_and_prefill_benchmarks_run(
     assert all(figure["ms"] > 0 and figure["floor_ms"] > 0 for figure in figures)
 
 
+def test_mixed_benchmark_runs(tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "runtime.bench", "mixed", "--shape", "tiny", "--keep", "0.5"]
+    command += ["--device", "cpu", "--runs", "1", "--cases", "5+2", "--context", "5"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "--json", str(target)],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (figure,) = json.loads(target.read_text())
+    assert "5+2" in figure["name"]
+    assert all(figure[f"{part}_ms"] > 0 for part in ("mixed", "chunk", "decode", "floor"))
+
+
 def test_host_benchmark_runs(tmp_path: Path) -> None:
     target = tmp_path / "figures.json"
     command = [sys.executable, "-m", "runtime.bench", "host", "--device", "cpu", "--runs", "3"]

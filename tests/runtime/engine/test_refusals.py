@@ -7,10 +7,11 @@ import torch
 
 from runtime.core.plan import Chunk, StepPlan
 from runtime.core.request import SamplingParams
-from runtime.core.sequence import Purpose, Sequence, SequenceGroup
-from runtime.engine import Add, Reserve, StepOutput
+from runtime.core.sequence import Purpose, SequenceGroup
+from runtime.engine import Add, Reserve
 from runtime.errors import InvalidRequest, NotFinite, OutOfPages, QueueFull
 from runtime.models.model import Model
+from runtime.sampling.reference import Draw, SamplingRow
 from tests.runtime.tiny import Record, drive, engine_of, prompt_of, request_of, tiny_checkpoint
 
 
@@ -45,8 +46,6 @@ def test_invalid_request_is_refused_without_using_pages(
     engine = engine_of(model)
     request = replace(request_of("bad", 20), **changes)  # type: ignore[arg-type]
     for command in (Add(request), Add(request, hold=True), Reserve(request)):
-        if "batch slots" in match and command == Add(request, hold=True):
-            continue  # a held prompt takes one slot
         record = drive(engine, command)
         assert isinstance(record.refused["bad"], InvalidRequest)
         assert match in str(record.refused["bad"])
@@ -94,47 +93,39 @@ def test_non_finite_logits_end_only_their_own_request() -> None:
     assert engine.pages_free == pages
 
 
-def test_choice_is_not_decoded_after_its_sibling_was_refused_in_the_same_step() -> None:
-    """One choice is planned to decode while the other, which was preempted, is prefilled again.
+def test_request_is_refused_once_if_choices_are_decoded_and_prefilled_in_one_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One choice is decoded while the other, which was preempted, is prefilled again.
 
-    The prefill has non-finite logits, so the request is dropped before the decode.
+    The logits of both are not finite.
     """
-    checkpoint = tiny_checkpoint()
-    model = Model(checkpoint)
-    engine = engine_of(model, pages=24)
+    engine = engine_of(Model(tiny_checkpoint()), pages=24)
     bystander = request_of("z", 20, 60)
-    pair = request_of(
-        "r", 20, 60, choices=2, sampling=SamplingParams(temperature=1.0, seed=5), seed=1
-    )
+    pair = request_of("r", 20, 60, choices=2, seed=1)
     record = Record()
-    record.add(engine.step([Add(bystander), Add(pair)]))
-    for _ in range(6):
-        record.add(engine.step([]))
+    for commands in ([Add(bystander), Add(pair)], [], []):
+        record.add(engine.step(commands))
     scheduler = engine._scheduler
-    running = [s for s in scheduler._running if s.request.id == "r"]
+    preempted = next(s for s in scheduler._running if s.request.id == "r")
     planned = scheduler.plan
 
     def plan() -> StepPlan:
         """Return a plan in which the first choice was preempted and is prefilled again."""
         found = planned()
-        again = SequenceGroup(Purpose.GENERATE, [running[0]])
-        chunk = Chunk(again, 0, len(running[0].tokens))
-        rest = [s for s in found.decode if s is not running[0]]
+        again = SequenceGroup(Purpose.GENERATE, [preempted])
+        chunk = Chunk(again, 0, len(preempted.tokens))
+        rest = [s for s in found.decode if s is not preempted]
+        scheduler._stop(preempted)
+        scheduler._prefilling.append(again)
         return replace(found, chunks=[chunk], decode=rest)
 
-    seen: list[str] = []
-    decode = engine._decode
+    def sample_only_z(logits: torch.Tensor, rows: list[SamplingRow]) -> list[Draw | None]:
+        return [Draw(3) if row.tokens[0] == bystander.tokens[0] else None for row in rows]
 
-    def watched(sequences: list[Sequence], output: StepOutput) -> None:
-        seen.extend(sequence.request.id for sequence in sequences)
-        decode(sequences, output)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "plan", plan)
-        patch.setattr(engine, "_decode", watched)
-        patch.setattr("runtime.engine.engine.sample", lambda logits, rows: [None] * len(rows))
-        patch.setattr(scheduler, "computed", lambda chunk: None)
-        engine.plan([])
-        output = engine.compute()
-    assert output.refused[0][0] == "r"
-    assert seen == ["z"]
+    monkeypatch.setattr(scheduler, "plan", plan)
+    monkeypatch.setattr("runtime.engine.direct.sample", sample_only_z)
+    output = engine.step([])
+    assert [(name, type(fault)) for name, fault in output.refused] == [("r", NotFinite)]
+    assert [name for name, _ in output.tokens] == ["z"]
+    assert [sequence.request.id for sequence in scheduler._running] == ["z"]

@@ -8,11 +8,12 @@ import pytest
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.limits import Limits
+from runtime.core.plan import Chunk
 from runtime.core.request import MAX_LOGPROBS, Request, SampledToken, SamplingParams
 from runtime.core.sequence import Sequence
 from runtime.engine import Add, Arrived, Command, Engine, Release, Reserve
 from runtime.models.model import Model
-from runtime.replay.decode import UNRESOLVED, InFlightStep
+from runtime.replay.step import UNRESOLVED, InFlightStep, StepReplay
 from runtime.sampling.reference import Draw
 from tests.runtime.tiny import Record, prompt_of
 
@@ -33,6 +34,11 @@ STOPS = frozenset(range(9, 1300, 50))  # frequent enough that some sequences end
 def engine_of(model: Model, pages: int, running: int, *, replay: bool) -> Engine:
     limits = Limits(max_running=running, max_waiting=64, step_tokens=64, chunk_tokens=32)
     return Engine(model, num_pages=pages, limits=limits, replay=replay)
+
+
+def replay_of(engine: Engine) -> StepReplay:
+    assert isinstance(engine._steps, StepReplay)
+    return engine._steps
 
 
 def fill(engine: Engine, request: Request, pages: list[int]) -> None:
@@ -93,28 +99,29 @@ class Watch:
     """Check that pages used by in-flight steps are not allocated again.
 
     Attributes:
-        in_flight: launched steps, each with the pages that it uses or that prompt chunks computed
-            before it use.
+        in_flight: launched steps, each with the pages that it uses.
         launches: number of launched steps.
+        mixed: number of launched steps with prompt chunks and decoded sequences.
         unresolved: number of draws that were `UNRESOLVED`.
     """
 
     in_flight: list[tuple[InFlightStep, set[int]]] = field(default_factory=list)
     launches: int = 0
+    mixed: int = 0
     unresolved: int = 0
 
     @contextmanager
     def over(self, engine: Engine) -> Iterator["Watch"]:
-        replay, pool = engine._replay, engine._scheduler.pool
-        assert replay is not None
+        replay, pool = replay_of(engine), engine._scheduler.pool
         launch, collect, allocate = replay.launch, replay.collect, pool.allocate
 
-        def launched(sequences: list[Sequence]) -> InFlightStep:
-            step = launch(sequences)
-            chunks = [s for group in engine._scheduler._prefilling for s in group.sequences]
-            pages = {page for sequence in sequences + chunks for page in sequence.pages}
+        def launched(decode: list[Sequence], chunks: list[Chunk]) -> InFlightStep:
+            step = launch(decode, chunks)
+            prompts = [s for chunk in chunks for s in chunk.group.sequences]
+            pages = {page for sequence in decode + prompts for page in sequence.pages}
             self.in_flight.append((step, pages))
             self.launches += 1
+            self.mixed += bool(decode and chunks)
             return step
 
         def collected(step: InFlightStep) -> list[Draw | None]:

@@ -11,10 +11,16 @@ from runtime.core.request import Request, SamplingParams
 from runtime.core.sequence import Sequence
 from runtime.engine import Add, Cancel, Command, Engine, Reserve
 from runtime.models.model import Model
-from runtime.replay.decode import DecodeReplay
 from runtime.replay.slots import BatchSlots
-from runtime.sampling.on_device import SamplingFeatures
-from tests.runtime.replay.scripts import SAMPLINGS, Watch, compare, engine_of, play, request
+from tests.runtime.replay.scripts import (
+    SAMPLINGS,
+    Watch,
+    compare,
+    engine_of,
+    play,
+    replay_of,
+    request,
+)
 from tests.runtime.tiny import CONFIG, tiny_model
 
 Sent = st.tuples(
@@ -59,14 +65,14 @@ def test_slots_move_to_a_smaller_bucket_when_sequences_leave(
     engine = engine_of(model, 64, 9, replay=True)
     requests = [request(n, 5 + n, 60 if n in (3, 8) else 4 + n, 0, 1) for n in range(9)]
     buckets: list[int] = []
-    assert engine._replay is not None
-    run = engine._replay._run
+    decode = replay_of(engine)._decode
+    run = decode.run
 
-    def watched(bucket: int, features: SamplingFeatures) -> None:
+    def watched(bucket: int) -> None:
         buckets.append(bucket)
-        run(bucket, features)
+        run(bucket)
 
-    monkeypatch.setattr(engine._replay, "_run", watched)
+    monkeypatch.setattr(decode, "run", watched)
     found = play(engine, [[Add(r) for r in requests]])
     plain = play(engine_of(model, 64, 9, replay=False), [[Add(r) for r in requests]])
     compare(found, plain, set())
@@ -78,11 +84,13 @@ def test_slots_move_to_a_smaller_bucket_when_sequences_leave(
 
 def test_warm_up_does_not_change_output(model: Model) -> None:
     engine = engine_of(model, 16, 4, replay=True)
-    replay = engine._replay
-    assert isinstance(replay, DecodeReplay)
-    progress: list[int] = []
-    replay.warm_up(progress.append)
-    assert progress == [4, 2, 1]
+    replay = replay_of(engine)
+    progress: list[tuple[str, int]] = []
+    replay.warm_up(lambda stage, size: progress.append((stage, size)))
+    assert progress == [
+        *(("prompts", size) for size in (64, 32, 16)),
+        *(("decode", size) for size in (4, 2, 1)),
+    ]
     script: list[list[Command]] = [[Add(request(1, 20, 30, 2, 2))]]
     plain = play(engine_of(model, 16, 4, replay=False), script)
     compare(play(engine, script), plain, set())
@@ -125,8 +133,10 @@ def test_slot_that_did_not_advance_is_not_rewritten(monkeypatch: pytest.MonkeyPa
     joined: list[int] = []
     update = BatchSlots.update
 
-    def counted(self: BatchSlots, sequences: list[Sequence]) -> dict[int, Sequence]:
-        slots = update(self, sequences)
+    def counted(
+        self: BatchSlots, sequences: list[Sequence], *, rewritten: list[Sequence]
+    ) -> dict[int, Sequence]:
+        slots = update(self, sequences, rewritten=rewritten)
         joined.extend(slots)
         return slots
 

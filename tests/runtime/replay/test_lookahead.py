@@ -20,8 +20,31 @@ def test_step_is_read_after_the_next_one_is_launched(model: Model) -> None:
         for commands in ([Add(request(0, 5, 3, 0, 1))], [], [], []):
             tokens = [token.index for _, token in engine.step(commands).tokens]
             seen.append((tokens, watch.launches, engine.has_work))
-    # One token is sampled by prefill and two by steps; no step is launched after the last one.
-    assert seen == [([0], 0, True), ([], 1, True), ([1], 2, True), ([2], 2, False)]
+    # The prompt's step samples one token; no step is launched after that of the last token.
+    assert seen == [([], 1, True), ([0], 2, True), ([1], 3, True), ([2], 3, False)]
+
+
+def test_tokens_of_a_held_prompt_are_reported_without_another_launch(model: Model) -> None:
+    engine = engine_of(model, 16, 4, replay=True)
+    with Watch().over(engine) as watch:
+        launched = engine.step([Add(request(0, 40, 3, 0, 2), hold=True)])
+        assert ([chunk.num_tokens for chunk in launched.computed], launched.tokens) == ([32], [])
+        assert len(engine.step([]).computed) == 1
+        assert engine.has_work
+        assert [token.choice for _, token in engine.step([]).tokens] == [0, 1]
+        assert watch.launches == 2
+        assert not engine.has_work
+    assert engine.pages_free == 13, "the prompt's pages are held"
+
+
+def test_pages_of_a_cancelled_prompt_are_not_free_while_its_chunk_is_in_flight(
+    model: Model,
+) -> None:
+    engine = engine_of(model, 3, 4, replay=True)
+    with Watch().over(engine):
+        engine.step([Add(request(0, 40, 10, 0, 1))])
+        assert engine.step([Cancel("r0"), Reserve(request(2, 40, 2, 0, 1))]).reserved == []
+        assert [reserved.id for reserved in engine.step([]).reserved] == ["r2"]
 
 
 def test_pages_of_an_in_flight_step_are_not_free(model: Model) -> None:

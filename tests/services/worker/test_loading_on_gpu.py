@@ -17,7 +17,9 @@ from runtime.engine import Add, Engine
 from runtime.graphs.capture import Captured
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
-from runtime.replay.decode import CAPTURED_FEATURES, DecodeReplay
+from runtime.replay.mixed import pass_shapes
+from runtime.replay.sampling import CAPTURED_FEATURES
+from runtime.replay.step import StepReplay
 from services.common.errors import SettingsError
 from services.transfer.agent import TransferAgent
 from services.worker.kv_budget import RESERVE, ROW_BYTES
@@ -61,9 +63,9 @@ def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, L
     return request.param, path, load_worker(settings_of(path), decodes=True)
 
 
-def replay_of(engine: Engine) -> DecodeReplay:
-    assert engine._replay is not None
-    return engine._replay
+def replay_of(engine: Engine) -> StepReplay:
+    assert isinstance(engine._steps, StepReplay)
+    return engine._steps
 
 
 def reference_logits(model: Model, tokens: Sequence[int]) -> Tensor:
@@ -110,17 +112,22 @@ def test_gpu_uses_fused_kernels_and_agrees_with_the_cpu(
 def test_warm_up_captures_every_graph(loaded: tuple[str, Path, Loaded]) -> None:
     _, _, worker = loaded
     replay = replay_of(worker.engine)
-    captured = dict(replay._steps)
-    assert set(captured) == {
-        (bucket, features) for bucket in (1, 2, 4, 8, 12) for features in CAPTURED_FEATURES
-    }
-    assert all(isinstance(step, Captured) for step in captured.values())
+    buckets = (1, 2, 4, 8, 12)
+    captured: list[dict[Any, Any]]
+    captured = [replay._decode._passes, replay._sampler._runs, replay._mixed._passes]
+    expected: list[set[Any]] = [
+        set(buckets),
+        {(bucket, features) for bucket in buckets for features in CAPTURED_FEATURES},
+        set(pass_shapes(64, 12, decodes=True)),
+    ]
+    assert [set(graphs) for graphs in captured] == expected
+    assert all(isinstance(graph, Captured) for graphs in captured for graph in graphs.values())
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
     for sampling in (SamplingParams(), sampled, replace(sampled, presence_penalty=0.3, logprobs=4)):
         requests = [request_of(f"r{n}", 5 + n, 4 + n, sampling=sampling) for n in range(12)]
         record = drive(worker.engine, *map(Add, requests))
         assert len(record.ended) == 12
-    assert replay._steps == captured
+    assert [set(graphs) for graphs in captured] == expected
 
 
 def test_layer_graphs_equal_step_graphs(tmp_path: Path) -> None:
@@ -140,7 +147,9 @@ def test_prefill_worker_is_compatible_and_has_no_decode_graphs(
 ) -> None:
     _, path, decode = loaded
     prefill = load_worker(settings_of(path), decodes=False)
-    assert prefill.engine._replay is None
+    replay = replay_of(prefill.engine)
+    assert not replay._decode._passes
+    assert all(shape.decoded == 0 for shape in replay._mixed._passes)
     assert prefill.identity.compatibility == decode.identity.compatibility
     request = request_of("r", 40, max_tokens=2)
     held = drive(prefill.engine, Add(request, hold=True))

@@ -1,0 +1,73 @@
+"""Steps that call the model directly, without CUDA graphs and without lookahead."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.core.limits import Limits
+from runtime.core.plan import Chunk
+from runtime.core.sequence import Sequence
+from runtime.graphs.events import record_event
+from runtime.kv.cache import PagedCache
+from runtime.models.model import Model
+from runtime.replay.step import slice_of
+from runtime.replay.warm_up import Progress, warm_up_prefill
+from runtime.sampling.reference import Draw, SamplingRow, sample
+
+
+@dataclass(frozen=True)
+class DirectStep:
+    """A computed step, with a draw for each sequence."""
+
+    sequences: list[Sequence]
+    draws: list[Draw | None]
+    ready: torch.cuda.Event | None
+
+    def read(self) -> list[Draw | None]:
+        return self.draws
+
+
+class DirectSteps:
+    """Computes a step as two forward passes: one over prompt chunks, one over running sequences."""
+
+    lookahead = False
+
+    def __init__(self, model: Model, cache: PagedCache, limits: Limits) -> None:
+        self._model, self._cache, self._limits = model, cache, limits
+
+    def warm_up(self, progress: Progress) -> None:
+        """Compile kernels; see `warm_up_prefill`."""
+        warm_up_prefill(self._model, self._cache, self._limits, progress)
+
+    def can_launch_ahead(self, sequences: list[Sequence]) -> bool:  # noqa: ARG002 - an interface
+        return False
+
+    def launch(self, decode: list[Sequence], chunks: Items[Chunk]) -> DirectStep:
+        """Compute and sample a step; see `StepRunner.launch`."""
+        slices = [
+            SequenceSlice(sequence.tokens[-1:], len(sequence.tokens) - 1, sequence.pages)
+            for sequence in decode
+        ]
+        groups = [[sequence] for sequence in decode]
+        sequences, draws = self._compute(slices, groups)
+        slices = [slice_of(chunk) for chunk in chunks]
+        groups = [chunk.group.sequences for chunk in chunks if chunk.completes]
+        first, first_draws = self._compute(slices, groups)
+        ready = record_event(self._model.device)
+        return DirectStep(sequences + first, draws + first_draws, ready)
+
+    def _compute(
+        self, slices: list[SequenceSlice], groups: list[list[Sequence]]
+    ) -> tuple[list[Sequence], list[Draw | None]]:
+        """Compute a batch, and sample for the sequences of each of its rows of logits."""
+        sequences = [sequence for group in groups for sequence in group]
+        if not slices:
+            return [], []
+        logits = self._model.forward(Batch.of(slices, self._model.device), self._cache)
+        if not sequences:
+            return [], []
+        each = torch.tensor([len(group) for group in groups], device=logits.device)
+        rows = [SamplingRow.of(sequence) for sequence in sequences]
+        return sequences, sample(logits.repeat_interleave(each, dim=0), rows)

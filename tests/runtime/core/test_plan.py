@@ -1,0 +1,89 @@
+"""Choice of prompt chunks: budget, page boundaries and order."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.core.limits import Limits
+from runtime.core.plan import MAX_CHUNKS, Chunk, choose_chunks
+from runtime.core.sequence import Purpose, Sequence, SequenceGroup
+from tests.runtime.tiny import request_of
+
+PAGE = 16
+
+
+def group_of(tokens: int, computed: int = 0) -> SequenceGroup:
+    request = request_of("r", tokens)
+    sequence = Sequence(request, 0, 0, list(request.tokens), tokens + 8)
+    return SequenceGroup(Purpose.GENERATE, [sequence], computed)
+
+
+def chosen(
+    groups: list[SequenceGroup], decoded: int, *, step_tokens: int, chunk_tokens: int
+) -> list[tuple[int, int]]:
+    """Return the index of each chunk's group and the chunk's number of tokens."""
+    limits = Limits(8, 8, step_tokens=step_tokens, chunk_tokens=chunk_tokens)
+    chunks = choose_chunks(groups, decoded, limits, PAGE)
+    return [(groups.index(chunk.group), chunk.count) for chunk in chunks]
+
+
+def test_last_chunk_is_cut_at_a_page_to_fill_the_budget() -> None:
+    groups = [group_of(100), group_of(300), group_of(50)]
+    assert chosen(groups, 40, step_tokens=256, chunk_tokens=128) == [(0, 100), (1, 112)]
+    assert chosen(groups, 0, step_tokens=256, chunk_tokens=128) == [(0, 100), (1, 128), (2, 16)]
+    assert chosen(groups, 0, step_tokens=512, chunk_tokens=128) == [(0, 100), (1, 128), (2, 50)]
+
+
+def test_prompt_that_fits_into_the_rest_of_a_page_is_not_delayed() -> None:
+    assert chosen([group_of(34), group_of(1)], 15, step_tokens=32, chunk_tokens=32) == [
+        (0, PAGE),
+        (1, 1),
+    ]
+    groups = [group_of(50), group_of(9)]
+    assert chosen(groups, 5, step_tokens=64, chunk_tokens=64) == [(0, 50), (1, 9)]
+
+
+def test_long_prompt_leaves_tokens_to_later_ones() -> None:
+    groups = [group_of(5000, computed=1600), group_of(30)]
+    assert chosen(groups, 0, step_tokens=256, chunk_tokens=128) == [(0, 128), (1, 30)]
+
+
+def test_prompts_are_computed_even_if_the_decode_batch_fills_the_step() -> None:
+    for decoded in (60, 64, 200):
+        assert chosen([group_of(100)], decoded, step_tokens=64, chunk_tokens=64) == [(0, PAGE)]
+
+
+def test_number_of_chunks_is_limited() -> None:
+    groups = [group_of(3) for _ in range(MAX_CHUNKS + 4)]
+    assert len(chosen(groups, 0, step_tokens=512, chunk_tokens=512)) == MAX_CHUNKS
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), max_size=8),
+    decoded=st.integers(0, 300),
+    pages=st.integers(1, 8),
+    rest=st.integers(0, 100),
+)
+def test_chunks_fill_the_budget_in_order(
+    lengths: list[int], decoded: int, pages: int, rest: int
+) -> None:
+    limits = Limits(8, 8, step_tokens=pages * PAGE + rest, chunk_tokens=pages * PAGE)
+    groups = [group_of(length, computed=length // 2 // PAGE * PAGE) for length in lengths]
+    chunks = choose_chunks(groups, decoded, limits, PAGE)
+    assert [chunk.group for chunk in chunks] == groups[: len(chunks)]
+    budget = max(limits.step_tokens - decoded, PAGE)
+    left = budget - sum(chunk.count for chunk in chunks)
+    assert left >= 0
+    for chunk in chunks:
+        assert chunk.first == chunk.group.computed
+        assert 0 < chunk.count <= limits.chunk_tokens
+        assert chunk.completes or (chunk.first + chunk.count) % PAGE == 0
+    full = [is_full(chunk, limits) for chunk in chunks]
+    if False in full:
+        after = chunks[full.index(False) + 1 :]
+        assert sum(chunk.count for chunk in after) < PAGE, "only what fits into a cut page"
+        assert left < PAGE
+    assert left < PAGE or len(chunks) == len(groups)
+
+
+def is_full(chunk: Chunk, limits: Limits) -> bool:
+    return chunk.completes or chunk.count == limits.chunk_tokens
