@@ -34,13 +34,15 @@ from codec.errors import (
     TruncatedPayload,
     UnsupportedDtype,
 )
-from codec.format import WIRE_VERSION, Mode, max_payload_bytes, max_segment_bytes
+from codec.format import WIRE_VERSION, Mode
 from codec.ops import (
     checksum_pages,
     decode,
     decode_pages,
     encode,
     encode_pages,
+    max_payload_bytes,
+    max_segment_bytes,
     read_header,
     warm_up,
 )

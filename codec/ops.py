@@ -17,17 +17,20 @@ from codec.checks import (
     check_planes,
 )
 from codec.codebook import Codebook
-from codec.elements import element_of
+from codec.elements import BF16, ElementType, element_of
 from codec.errors import FormatError, InvalidBuffer, ShapeMismatch
 from codec.format import (
     SEGMENT_HEADER_BYTES,
+    WORD_BYTES,
+    Block,
     Geometry,
     Layout,
     Mode,
     PlaneHeader,
     SegmentHeader,
+    align,
     header_bytes,
-    max_payload_bytes,
+    overflow_words,
     pack_static,
     parse_header,
     peek_header_bytes,
@@ -224,6 +227,37 @@ def read_header(payload: Tensor) -> SegmentHeader:
     if length > len(start):
         start = bytes(payload[:length].cpu().numpy())
     return parse_header(start[:length], size)
+
+
+def max_payload_bytes(num_elements: int, element: ElementType = BF16) -> int:
+    """Return the maximum length in bytes of a result of `codec.encode`, for any data."""
+    return max_segment_bytes(1, 1, 1, num_elements, max(num_elements, 1), element)
+
+
+def max_segment_bytes(
+    num_planes: int,
+    kv_heads: int,
+    dim: int,
+    num_tokens: int,
+    page_slots: int,
+    element: ElementType = BF16,
+) -> int:
+    """Return the maximum length in bytes of a segment of `codec.encode_pages`, for any data.
+
+    `dim` is the head dimension in elements; `element` is the result of `codec.element_of`.
+    """
+    geometry = Geometry(kv_heads, dim * element.units, num_tokens, page_slots)
+    modes = (mode for mode in Mode if mode.supports(element))
+    return max(_bound(num_planes, geometry, element, mode) for mode in modes)
+
+
+def _bound(num_planes: int, geometry: Geometry, element: ElementType, mode: Mode) -> int:
+    """Return `Layout.bound` for planes that all have the same mode, in constant time."""
+    coded = num_planes * geometry.num_chunks if mode is not Mode.RAW else 0
+    table = align(WORD_BYTES * (coded + 1)) if coded else 0
+    end = header_bytes(num_planes) + table + num_planes * Block.of(0, geometry, element, mode).end
+    overflow = num_planes * overflow_words(element, mode) * geometry.num_columns
+    return align(end + WORD_BYTES * overflow)
 
 
 def warm_up() -> None:

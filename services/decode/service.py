@@ -22,9 +22,9 @@ from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClients
 from services.transfer.receiver import Receiver
 from services.transfer.slab import Slab
+from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.lifecycle import Worker, live
 from services.worker.loading import PAGE_SIZE, Loaded, digest_pages, load_worker
-from services.worker.warm_up import warm_up_transfers
 from services.worker.wire import fault_to_code, token_from_message
 
 log = structlog.get_logger()

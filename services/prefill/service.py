@@ -20,9 +20,9 @@ from services.transfer.metrics import TransferMetrics
 from services.transfer.policy import LinkPolicy
 from services.transfer.sender import Sender
 from services.transfer.slab import Slab
+from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.lifecycle import Worker, live
 from services.worker.loading import Loaded, digest_pages, load_worker
-from services.worker.warm_up import warm_up_transfers
 
 log = structlog.get_logger()
 

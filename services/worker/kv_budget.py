@@ -57,7 +57,7 @@ def kv_tokens_for(
     Args:
         utilization: share of the whole device that this worker may allocate.
         slab: bytes that the slab for KV transfers will allocate.
-        logits: number of logits of a decode step (rows * vocabulary size); 0 without decode.
+        logits: number of logits of a step, batch slots times vocabulary size.
 
     Raises:
         SettingsError: the memory does not hold a single page.

@@ -224,7 +224,7 @@ def _engine(model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decod
             DeviceMemory.now(model.device),
             utilization=settings.gpu_memory_utilization,
             slab=sizes.slab_bytes + model.replayable * PAGE_SIZE * per_token,
-            logits=sizes.max_running * model.config.vocab_size if decodes else 0,
+            logits=sizes.max_running * model.config.vocab_size,
             bytes_per_token=per_token,
             page_size=PAGE_SIZE,
         )

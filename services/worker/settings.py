@@ -83,19 +83,22 @@ class WorkerSettings(ServiceSettings):
     )
     max_running: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
         "auto",
-        description="maximum number of sequences in one batch; auto: 256 on a GPU, 64 on the CPU",
+        description="maximum number of sequences in one batch; auto: 256 for a worker that decodes "
+        "on a GPU, otherwise 64",
     )
     max_waiting: int = Field(
         256, ge=0, le=65536, description="maximum number of waiting sequences; more are refused"
     )
     step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] | Literal["auto"] = Field(
         "auto",
-        description="maximum prompt tokens of all sequences in a step; auto: 2,048 for a prefill "
-        "worker with a GPU, otherwise 512",
+        description="maximum tokens of a step, those of running sequences included; auto: 512 on "
+        "the CPU, on a GPU 1,024 for a prefill worker and 640 otherwise",
     )
     chunk_tokens: Annotated[int, Field(ge=16, le=1 << 20)] | Literal["auto"] = Field(
         "auto",
-        description="maximum prompt tokens of one sequence in a step; auto: `step_tokens`",
+        description="maximum prompt tokens of one sequence in a step, a multiple of 16; auto: 512, "
+        "or `step_tokens` if that is less; the same for all workers, or results may differ in "
+        "rounding",
     )
     codec: Literal["auto", "raw", "splitzip"] = Field(
         "auto",

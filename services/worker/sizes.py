@@ -19,7 +19,7 @@ class WorkerSizes:
 
     Attributes:
         max_running: maximum number of sequences in a batch.
-        step_tokens: maximum prompt tokens of a step.
+        step_tokens: maximum tokens of a step, running sequences included.
         chunk_tokens: maximum prompt tokens of one sequence in a step.
         slots: number of slots of the slab.
         slot_bytes: bytes of a slot.
@@ -42,8 +42,9 @@ class WorkerSizes:
     ) -> Self:
         """Return the sizes for a worker.
 
-        A worker that decodes computes prompts in small chunks, since its other sequences wait for
-        each step. A prefill worker needs fewer steps with large ones.
+        The steps of a worker that decodes are small, because its running sequences wait for each of
+        them. On a GPU they have room for a whole chunk beside running sequences. Chunks have the
+        same size for all roles: another size changes the rounding of results.
 
         Args:
             gpu_bytes: memory of the GPU; 0 on a CPU.
@@ -51,13 +52,13 @@ class WorkerSizes:
         slots = settings.slots
         running, step, slot = 64, 512, 4 << 20
         if gpu_bytes:
-            running, slot = 256, _slot_bytes(codecs, slots, gpu_bytes)
-            step = 512 if decodes else 2048
+            slot = _slot_bytes(codecs, slots, gpu_bytes)
+            running, step = (256, 640) if decodes else (64, 1024)
         step = _given(settings.step_tokens, step)
         return cls(
             max_running=_given(settings.max_running, running),
             step_tokens=step,
-            chunk_tokens=_given(settings.chunk_tokens, step),
+            chunk_tokens=_given(settings.chunk_tokens, min(step, 512) // 16 * 16),
             slots=slots,
             slot_bytes=_given(settings.slot_bytes, slot),
         )

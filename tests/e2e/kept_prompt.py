@@ -28,9 +28,9 @@ from services.common.tokenizer import load_tokenizer
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
+from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.lifecycle import share_interpreter
 from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
-from services.worker.warm_up import warm_up_transfers
 
 SMOLLM2 = "smollm2-135m"
 

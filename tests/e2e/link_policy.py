@@ -55,9 +55,9 @@ from services.offline.calibrate import calibrate
 from services.offline.real_kv import prefill_sample
 from services.transfer.agent import TransferAgent
 from services.transfer.fetch import Fetch
+from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.lifecycle import share_interpreter
 from services.worker.loading import PAGE_SIZE, digest_pages, load_worker
-from services.worker.warm_up import warm_up_transfers
 from tests.e2e.kept_prompt import SMOLLM2, Workload
 
 CODECS = ("raw", "splitzip", "auto")

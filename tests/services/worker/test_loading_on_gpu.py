@@ -22,10 +22,10 @@ from runtime.replay.sampling import CAPTURED_FEATURES
 from runtime.replay.step import StepReplay
 from services.common.errors import SettingsError
 from services.transfer.agent import TransferAgent
+from services.worker.codec_warm_up import warm_up_transfers
 from services.worker.kv_budget import RESERVE, ROW_BYTES
 from services.worker.loading import Loaded, _load_model, load_worker
 from services.worker.settings import WorkerSettings
-from services.worker.warm_up import warm_up_transfers
 from tests.runtime.tiny import CONFIG, drive, request_of, tiny_checkpoint
 
 pytestmark = [

@@ -8,7 +8,7 @@ import torch
 import codec
 from services.transfer.policy import WireMode
 from services.transfer.slab import Slab
-from services.worker.warm_up import warm_up_codec
+from services.worker.codec_warm_up import warm_up_codec
 from tests.runtime.tiny import CONFIG
 from tests.services.workers import CHUNK, SLOT_BYTES, load
 
