@@ -91,8 +91,8 @@ class WorkerSettings(ServiceSettings):
     )
     step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] | Literal["auto"] = Field(
         "auto",
-        description="maximum tokens of a step, those of running sequences included; auto: 512 on "
-        "the CPU, on a GPU 1,024 for a prefill worker and 640 otherwise",
+        description="maximum tokens of a step, those of running sequences included; auto: 1,024 "
+        "for a prefill worker with a GPU, otherwise 512",
     )
     chunk_tokens: Annotated[int, Field(ge=16, le=1 << 20)] | Literal["auto"] = Field(
         "auto",
