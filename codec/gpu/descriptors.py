@@ -8,6 +8,7 @@ ids, to pinned memory. `kernels/parameters.py` defines the fields.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +90,8 @@ class SegmentTemplates:
             PlaneHeader(Mode.RAW, 0) if book is None else PlaneHeader(book.mode, book.number)
             for book in codebooks
         )
+        coded = [header.mode is not Mode.RAW for header in self.headers]
+        self._coded_before = list(accumulate(coded, initial=0))
         tables = b"".join(_tables(book) for book in codebooks)
         self._tables = torch.frombuffer(bytearray(tables), dtype=torch.uint8).to(self.device)
         self._first_table = self._tables.data_ptr() - base
@@ -121,12 +124,12 @@ class SegmentTemplates:
     def _plane_rows(self, group: PlaneGroup, geometry: Geometry, layout: Layout) -> Words:
         rows = []
         for number in group.numbers:
-            coded = sum(header.mode is not Mode.RAW for header in self.headers[:number])
             streams = [at // WORD_BYTES for at in layout.blocks[number].streams]
             rows.append(
                 [
                     *(layout.entries // WORD_BYTES, self._starts[number], self._lowest[number]),
-                    *(number * geometry.num_chunks, coded * geometry.num_chunks),
+                    number * geometry.num_chunks,
+                    self._coded_before[number] * geometry.num_chunks,
                     *[*streams, 0, 0][:3],
                     self._first_table + number * _TABLE_BYTES,
                     *(geometry.full_pages, geometry.rest_slots * geometry.dim),

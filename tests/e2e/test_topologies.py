@@ -1,0 +1,54 @@
+"""Several prefill and decode workers: every request's KV arrives unchanged, on every worker."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.deployment import Running, deployed
+from tests.e2e.equality import digests
+from tests.e2e.serving_bench.models import RandomModel
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+REQUESTS = 24
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return RandomModel("tiny").ensure()
+
+
+def ask(running: Running, number: int) -> int:
+    """Send a request whose length and tokens depend on its number; return its output tokens."""
+    prompt = [100 + (7919 * number + 31 * index) % 4000 for index in range(40 + 61 * number)]
+    answer = httpx.post(
+        f"{running.url}/v1/completions",
+        json={"model": running.model, "prompt": prompt, "max_tokens": 6, "ignore_eos": True},
+        timeout=60,
+        trust_env=False,
+    ).json()
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    return int(answer["usage"]["completion_tokens"])
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 3)])
+def test_kv_arrives_unchanged_on_all_workers(model: Path, prefill: int, decode: int) -> None:
+    flags = ("--model", str(model), "--prefill", str(prefill), "--decode", str(decode))
+    environment = {"HEADRACE_PREFILL_KV_DIGEST": "true", "HEADRACE_DECODE_KV_DIGEST": "true"}
+    environment |= {"HEADRACE_ROUTER_POLICY": "round_robin"}
+    with deployed(*flags, environment=environment) as running:
+        running.wait_for_all_workers(60)
+        with ThreadPoolExecutor(8) as pool:
+            counts = list(pool.map(lambda number: ask(running, number), range(REQUESTS)))
+        running.wait_until_idle()
+        sent = [digests(running, f"prefill-{n}", "kv computed") for n in range(prefill)]
+        landed = [digests(running, f"decode-{n}", "kv arrived") for n in range(decode)]
+    assert counts == [6] * REQUESTS
+    assert all(sent), "a prefill worker had no request"
+    assert all(landed), "a decode worker had no request"
+    computed = {request: digest for each in sent for request, digest in each.items()}
+    arrived = {request: digest for each in landed for request, digest in each.items()}
+    assert len(arrived) == REQUESTS
+    assert arrived == computed
