@@ -167,10 +167,15 @@ class Receiver:
                 raise FetchFailed(error.code, error.message, blamed)
 
     async def _stop_decodes(self, fetch: Fetch) -> None:
-        """Close a fetch and wait for its decodes in progress. READs may continue."""
+        """Close a fetch and wait for its decodes in progress, even if cancelled again.
+
+        READs may continue, since they do not touch the pages.
+        """
         fetch.closed = True  # from now on no decode is started
-        with suppress(TransferClosed):
-            await asyncio.wrap_future(self._agent.codec_idle())
+        idle = asyncio.wrap_future(self._agent.codec_idle())
+        while not idle.done():
+            with suppress(asyncio.CancelledError, TransferClosed):
+                await asyncio.shield(idle)
 
     async def _pull(
         self,

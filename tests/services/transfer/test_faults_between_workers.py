@@ -88,6 +88,23 @@ async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> N
         assert all(bool((plane == 7).all()) for plane in decode.planes()), steps
 
 
+async def test_pages_wait_for_decodes_of_a_fetch_that_is_cancelled_twice(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = await site.prefill(started=False), await site.decode()
+    idle: Future[None] = Future()
+    monkeypatch.setattr(decode.agent, "codec_idle", lambda: idle)
+    fetching = asyncio.create_task(decode.worker.receiver.fetch(fetch_of(prefill, TOKENS)))
+    await until(lambda: prefill.worker.sender.active == 1)
+    for _ in range(2):
+        fetching.cancel()
+        await asyncio.sleep(0.01)
+        assert not fetching.done()
+    idle.set_result(None)
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+
+
 async def test_dropped_streams_landing_slots_wait_for_its_reads(site: Site) -> None:
     prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=2)
     stream, agent = await reading(decode, prefill, 1)
