@@ -63,7 +63,7 @@ def prepare(options: UpOptions, console: Console) -> Artifacts:
     factorized = options.keep is not None and options.keep < 1.0
     name = model_name(source)
     served_name = f"{name}-keep{options.keep:g}" if factorized else name
-    if not factorized and options.codec == "raw":
+    if not factorized and options.wire_codec == "raw":
         return Artifacts(source, source, None, served_name)
     folder = artifact_folder(source, options.keep if factorized else None)
     lock = folder.with_name(f"{folder.name}.lock")
@@ -92,7 +92,7 @@ def _prepare_in(
                 *("--out", str(checkpoint), "--device", options.device),
             )
             seal(checkpoint)
-    if options.codec != "raw":
+    if options.wire_codec != "raw":
         codebooks = folder / _codebooks_name(options.kv_format)
         if _needs_making(codebooks, console):
             console.print(f"calibrating the codec for {source.name} (once)")

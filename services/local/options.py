@@ -37,6 +37,11 @@ class UpOptions:
     device: str = "auto"
     kv_format: str = "dense"
 
+    @property
+    def wire_codec(self) -> str:
+        """Encoding of KV transfers: ``codec``, but raw if there are no transfers."""
+        return "raw" if self.colocated else self.codec
+
     def check(self) -> None:
         """Validate the options.
 

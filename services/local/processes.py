@@ -73,7 +73,7 @@ def _worker(
         *("--model", str(artifacts.checkpoint)),
         *("--served-model-name", artifacts.served_name),
         *("--device", options.device),
-        *("--codec", options.codec),
+        *("--codec", options.wire_codec),
         *("--kv-format", options.kv_format),
     )
     if artifacts.codebooks is not None:

@@ -68,6 +68,16 @@ def test_unchanged_model_with_raw_codec_needs_no_artifacts(
     assert not commands
 
 
+def test_colocated_workers_need_no_codebooks(
+    commands: list[dict[str, str]], tmp_path: Path
+) -> None:
+    model = tmp_path / "model.gguf"
+    model.touch()
+    found = prepare(UpOptions(model=str(model), colocated=True), Console(quiet=True))
+    assert found.codebooks is None
+    assert not commands
+
+
 def test_failed_command_is_a_settings_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
