@@ -9,9 +9,9 @@ from runtime.compress import documentation
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
-from services.offline.device import torch_device
 from services.offline.output import atomic_file
 from services.offline.real_kv import load_model, prefill_sample
+from services.worker.device import torch_device
 
 
 def calibrate(

@@ -18,8 +18,8 @@ from runtime.compress import Allocation, Method, WorkFolder, artifact_key
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.tokenizer import Tokenizer, load_tokenizer
-from services.offline.device import torch_device
 from services.offline.output import refuse_existing, write_model
+from services.worker.device import torch_device
 
 Choice = TypeVar("Choice", bound=StrEnum)
 

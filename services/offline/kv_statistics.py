@@ -11,9 +11,9 @@ import codec
 from runtime.compress import documentation
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
-from services.offline.device import torch_device
 from services.offline.kv_measure import MODES, KVStatistics, PlaneStatistics, measure, rounded
 from services.offline.real_kv import load_model, prefill_sample
+from services.worker.device import torch_device
 
 
 def kv_statistics(

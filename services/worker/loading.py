@@ -21,6 +21,7 @@ from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.transfer.codecs import Books, SegmentCodecs, group_planes
 from services.transfer.slab import Slab
+from services.worker.device import torch_device
 from services.worker.kv_budget import CPU_TOKENS, DeviceMemory, kv_tokens_for
 from services.worker.settings import WorkerSettings
 from services.worker.sizes import WorkerSizes
@@ -77,7 +78,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     Raises:
         SettingsError: the model cannot be served; the message says why.
     """
-    device = _device(settings.device)
+    device = str(torch_device(settings.device))
     try:
         path = resolve_model(settings.model)
         model, model_hash = _load_model(path, settings, device)
@@ -112,22 +113,6 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
         ),
     )
     return Loaded(engine, codebooks, identity, config, device, sizes)
-
-
-def _device(name: str) -> str:
-    """Return the torch device of a setting; a worker sees at most one GPU.
-
-    Raises:
-        SettingsError: a GPU is required and torch sees none.
-    """
-    if name == "cpu":
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda:0"
-    if name == "auto":
-        return "cpu"
-    build = f"torch {torch.__version__}, built for {torch.version.cuda or 'the CPU only'}"
-    raise SettingsError(f"device cuda: {build}, sees no GPU here; set device to auto or cpu")
 
 
 def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str]:

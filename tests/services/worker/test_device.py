@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.common.errors import SettingsError
-from services.offline.device import torch_device
+from services.worker.device import torch_device
 
 
 def test_auto_uses_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +17,7 @@ def test_auto_uses_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_missing_gpu_and_unknown_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match="finds no GPU"):
+    with pytest.raises(SettingsError, match="sees no GPU"):
         torch_device("cuda")
     with pytest.raises(SettingsError, match="must be auto, cpu or cuda"):
         torch_device("tpu")
