@@ -3,8 +3,8 @@
 Exit codes: 0 success; 1 a requirement is not met or an answer differs from the reference; 2 usage
 error; 3 the run is invalid; 130 interrupted by the user.
 
-The ``loadgen`` extra (aiohttp, scipy, matplotlib) is imported only by the commands that need it, so
-that ``--help`` works without it and starts quickly.
+The ``loadgen`` extra (scipy, matplotlib) is imported only by the commands that need it, so that
+``--help`` works without it and starts quickly.
 """
 
 import sys

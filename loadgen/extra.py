@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from loadgen.errors import UsageError
 
-_PACKAGES = ("aiohttp", "matplotlib", "scipy")
+_PACKAGES = ("matplotlib", "scipy")
 
 
 def require_extra() -> None:

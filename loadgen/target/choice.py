@@ -7,6 +7,7 @@ import httpx
 
 from loadgen.errors import UsageError
 from loadgen.target.base import Endpoint, Options, Target
+from loadgen.target.http import HttpTarget
 from loadgen.target.replicas import Replicas
 from loadgen.target.rpc import RpcTarget
 
@@ -39,8 +40,6 @@ def open_target(
         return Replicas([open_target(one, options, endpoint, key) for one in urls])
     if is_rpc(url):
         return RpcTarget(url.removeprefix(_RPC), options, api_key=key)
-    from loadgen.target.http import HttpTarget  # aiohttp is in the loadgen extra
-
     return HttpTarget(url, options, endpoint=endpoint, api_key=key)
 
 

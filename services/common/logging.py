@@ -49,5 +49,5 @@ def configure_logging(service: str, *, format: str = "auto", level: str = "info"
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpcore", "hypercorn.access", "hypercorn.error", "uvicorn.access"):
+    for noisy in ("httpx", "httpcore", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

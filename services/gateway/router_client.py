@@ -2,9 +2,10 @@
 
 import asyncio
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import NoReturn
 
-import httpx
+import aiohttp
 import structlog
 from pydantic import ValidationError
 
@@ -31,7 +32,8 @@ log = structlog.get_logger()
 
 _RETRY_AFTER_S = 1.0
 _RELEASE_ATTEMPTS = 3
-_JSON = {"content-type": "application/json"}
+_JSON = {"Content-Type": "application/json"}
+_KEEP_ALIVE_S = 60.0  # shorter than the router's, so that this client closes idle connections
 
 
 @dataclass(frozen=True)
@@ -45,29 +47,21 @@ class RoutedPlacement:
 class RouterClient:
     """Calls the routers in turn until one answers. The router that answered last is tried first.
 
+    Must be created inside a running event loop.
+
     Args:
         routers: base URLs.
         token: cluster token, or None.
         timeout_s: maximum time in seconds to connect, and for an answer in addition to ``wait_s``.
-        transport: HTTP transport for tests; None uses the network.
     """
 
-    def __init__(
-        self,
-        routers: list[str],
-        *,
-        token: str | None,
-        timeout_s: float,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
+    def __init__(self, routers: list[str], *, token: str | None, timeout_s: float) -> None:
         self._routers = [url.rstrip("/") for url in routers]
         self._timeout_s = timeout_s
-        self._http = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {token}"} if token else {},
-            timeout=timeout_s,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,
-            transport=transport,
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Authorization": f"Bearer {token}"} if token else {},
         )
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -85,7 +79,7 @@ class RouterClient:
         for router in tuple(self._routers):
             try:
                 placement = await self._place(router, body, request.wait_s)
-            except httpx.TransportError as error:
+            except aiohttp.ClientError as error:
                 log.warning("router does not answer", router=router, error=repr(error))
             except Unavailable as error:
                 refusal = error
@@ -105,10 +99,10 @@ class RouterClient:
         """Return whether any router has ready workers for a model."""
         for router in tuple(self._routers):
             try:
-                response = await self._http.get(f"{router}/v1/workers")
+                response, body = await self._request("GET", f"{router}/v1/workers")
                 response.raise_for_status()
-                known = WorkerList.model_validate_json(response.content)
-            except (httpx.HTTPError, ValidationError) as error:
+                known = WorkerList.model_validate_json(body)
+            except (aiohttp.ClientError, ValidationError) as error:
                 log.debug("router does not list workers", router=router, error=repr(error))
                 continue
             roles = {w.role for w in known.workers if w.model == model and w.state == "ready"}
@@ -120,7 +114,7 @@ class RouterClient:
     async def close(self) -> None:
         """Send the outstanding releases, then close the connections."""
         await asyncio.gather(*self._releases, return_exceptions=True)
-        await self._http.aclose()
+        await self._http.close()
 
     def _prefer(self, router: str) -> None:
         if self._routers[0] != router:
@@ -130,11 +124,9 @@ class RouterClient:
     async def _release(self, router: str, body: bytes) -> None:
         for attempt in range(_RELEASE_ATTEMPTS):
             try:
-                response = await self._http.post(
-                    f"{router}/v1/release", content=body, headers=_JSON
-                )
+                response, _ = await self._post(f"{router}/v1/release", body)
                 response.raise_for_status()
-            except httpx.HTTPError as error:
+            except aiohttp.ClientError as error:
                 # A lost release only makes the router's load less accurate until the placement
                 # expires.
                 log.warning("release failed", router=router, error=repr(error))
@@ -143,26 +135,50 @@ class RouterClient:
                 return
 
     async def _place(self, router: str, body: bytes, wait_s: float) -> Placement:
-        response = await self._http.post(
-            f"{router}/v1/place",
-            content=body,
-            headers=_JSON,
-            timeout=httpx.Timeout(self._timeout_s, read=self._timeout_s + wait_s),
-        )
-        if response.status_code != httpx.codes.OK:
-            _raise_refusal(response)
+        response, answer = await self._post(f"{router}/v1/place", body, wait_s=wait_s)
+        if response.status != HTTPStatus.OK:
+            _raise_refusal(response, answer)
         try:
-            return Placement.model_validate_json(response.content)
+            return Placement.model_validate_json(answer)
         except ValidationError as error:
             raise InternalFault(f"invalid placement from a router: {error}") from error
 
+    async def _post(
+        self, url: str, body: bytes, *, wait_s: float = 0.0
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Call a router, a second time if the connection was closed before the answer.
 
-def _raise_refusal(response: httpx.Response) -> NoReturn:
+        A router that stops closes its idle connections, and may do so while a call is sent on one.
+        Whether it executed the call is unknown. A repetition is harmless: an unused placement
+        expires, and a second release has no effect.
+        """
+        try:
+            return await self._request("POST", url, body, wait_s=wait_s)
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            log.debug("router closed a connection", url=url, error=repr(error))
+            return await self._request("POST", url, body, wait_s=wait_s)
+
+    async def _request(
+        self, method: str, url: str, body: bytes | None = None, *, wait_s: float = 0.0
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Return the response and its body."""
+        timeout = aiohttp.ClientTimeout(
+            total=None, connect=self._timeout_s, sock_read=self._timeout_s + wait_s
+        )
+        async with self._http.request(
+            method, url, data=body, headers=_JSON, timeout=timeout, allow_redirects=False
+        ) as response:
+            return response, await response.read()
+
+
+def _raise_refusal(response: aiohttp.ClientResponse, body: bytes) -> NoReturn:
     try:
-        detail = RouterError.model_validate_json(response.content).error
+        detail = RouterError.model_validate_json(body).error
     except ValidationError:
         raise Unavailable(
-            f"a router answered with HTTP status {response.status_code}",
+            f"a router answered with HTTP status {response.status}",
             retry_after_s=_RETRY_AFTER_S,
         ) from None
     retry_after_s = _retry_after(response)
@@ -179,8 +195,8 @@ def _raise_refusal(response: httpx.Response) -> NoReturn:
             raise InternalFault(f"the router refused: {detail.message}")
 
 
-def _retry_after(response: httpx.Response) -> float:
+def _retry_after(response: aiohttp.ClientResponse) -> float:
     try:
-        return float(response.headers.get("retry-after", _RETRY_AFTER_S))
+        return float(response.headers.get("Retry-After", _RETRY_AFTER_S))
     except ValueError:
         return _RETRY_AFTER_S

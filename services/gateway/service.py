@@ -2,20 +2,18 @@
 
 import asyncio
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import structlog
-import uvicorn
 import uvloop
 
 from headrace.v1 import inference_pb2_grpc
 from services.common.collector import freeze_loaded
 from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer
+from services.common.http_server import HttpServer
 from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.http.routes import build_app
-from services.gateway.http.server import http_config, listen
+from services.gateway.http.server import http_config, listen_for_clients
 from services.gateway.keys import ApiKeys
 from services.gateway.rpc import SERVICE, InferenceServicer
 from services.gateway.settings import GatewaySettings
@@ -28,14 +26,6 @@ _GRPC_GRACE_S = 2.0  # time after the drain until remaining calls are cancelled
 _HEALTH_PERIOD_S = 1.0
 
 
-class _HttpServer(uvicorn.Server):
-    """HTTP server without signal handlers: `serve` handles signals, to drain the gateway first."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def serve(settings: GatewaySettings) -> None:
     """Run a gateway until SIGTERM or SIGINT, then drain it.
 
@@ -44,10 +34,12 @@ async def serve(settings: GatewaySettings) -> None:
     """
     keys = ApiKeys.load(settings.api_keys_file)
     model = await asyncio.to_thread(ServedModel.load, settings)
+    listener = listen_for_clients(
+        settings.host, settings.port, write_timeout_s=settings.write_timeout_s
+    )
     gateway = Gateway(settings, model, keys)
-    listener = listen(settings.host, settings.port, write_timeout_s=settings.write_timeout_s)
     try:
-        http = _HttpServer(http_config(build_app(gateway), gateway))
+        http = HttpServer(http_config(build_app(gateway), gateway))
         rpc = GrpcServer(
             f"{_bracketed(settings.host)}:{settings.grpc_port}",
             [SERVICE],

@@ -1,42 +1,20 @@
 """The router process: HTTP server, signals and shutdown."""
 
 import asyncio
-import logging
 import signal
 
 import structlog
-from hypercorn.asyncio import serve as serve_http
-from hypercorn.config import Config, Sockets
+import uvloop
 
 from services.common.collector import freeze_loaded
-from services.common.errors import SettingsError
+from services.common.http_server import HttpServer, listen
 from services.router.app import build_dispatcher, create_app
+from services.router.server import http_config
 from services.router.settings import RouterSettings
 
 log = structlog.get_logger()
 
-KEEP_ALIVE_S = 75.0  # longer than that of clients, so that the client closes idle connections
-GRACE_S = 3.0  # time to send the last responses, after queued calls were refused
-
-
-class _Bound(Config):
-    """Hypercorn configuration that binds its sockets on creation, to detect a used port early."""
-
-    def __init__(self, host: str, port: int) -> None:
-        super().__init__()
-        self.bind = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
-        self.accesslog = None
-        self.errorlog = logging.getLogger("hypercorn.error")
-        self.keep_alive_timeout = KEEP_ALIVE_S
-        self.graceful_timeout = GRACE_S
-        self._bound = super().create_sockets()
-
-    @property
-    def port(self) -> int:
-        return int(self._bound.insecure_sockets[0].getsockname()[1])
-
-    def create_sockets(self) -> Sockets:
-        return self._bound
+loop_factory = uvloop.new_event_loop
 
 
 async def serve(settings: RouterSettings) -> None:
@@ -46,21 +24,18 @@ async def serve(settings: RouterSettings) -> None:
         SettingsError: if the address is invalid or the port is in use.
     """
     dispatcher = build_dispatcher(settings)
-    app = create_app(settings, dispatcher)
-    try:
-        config = _Bound(settings.host, settings.port)
-    except OSError as error:
-        raise SettingsError(f"cannot listen on {settings.host}:{settings.port}: {error}") from None
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    server = HttpServer(http_config(create_app(settings, dispatcher)))
+    listener = listen(settings.host, settings.port)
 
-    async def until_stopped() -> None:
-        await stop.wait()
+    def stop() -> None:
         log.info("stopping", waiting=len(dispatcher.queue))
         dispatcher.close()
+        server.should_exit = True
 
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
     freeze_loaded()
-    log.info("ready", host=settings.host, port=config.port, policy=settings.policy.value)
-    await serve_http(app, config, shutdown_trigger=until_stopped)
+    port = listener.getsockname()[1]
+    log.info("ready", host=settings.host, port=port, policy=settings.policy.value)
+    await server.serve([listener])

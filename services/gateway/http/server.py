@@ -11,10 +11,10 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.common.errors import SettingsError
+from services.common.http_server import listen
 from services.gateway.gateway import Gateway
 from services.gateway.http.connection import Connection
 
-_BACKLOG = 2048
 _SHUTDOWN_GRACE_S = 2  # time to write the remaining responses after the drain
 
 # Methods of uvicorn's protocol that `Connection` overrides; some are private.
@@ -25,7 +25,7 @@ _HOOKS = (
 )
 
 
-def listen(host: str, port: int, *, write_timeout_s: float) -> socket.socket:
+def listen_for_clients(host: str, port: int, *, write_timeout_s: float) -> socket.socket:
     """Return a listening socket; port 0 selects a free port.
 
     Args:
@@ -35,11 +35,7 @@ def listen(host: str, port: int, *, write_timeout_s: float) -> socket.socket:
     Raises:
         SettingsError: if the address is invalid or the port is in use.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise SettingsError(f"cannot listen on {host}:{port}: {error}") from error
+    listener = listen(host, port)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted sockets inherit it
         listener.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(write_timeout_s * 1000)

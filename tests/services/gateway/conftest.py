@@ -15,7 +15,7 @@ from headrace.v1 import inference_pb2_grpc
 from services.common.grpc_server import GrpcServer
 from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.http.routes import build_app
-from services.gateway.http.server import http_config, listen
+from services.gateway.http.server import http_config, listen_for_clients
 from services.gateway.keys import ApiKeys
 from services.gateway.router_client import RouterClient
 from services.gateway.rpc import SERVICE, InferenceServicer
@@ -79,19 +79,14 @@ async def _site(
     )
     workers = [FakeWorker(f"decode-{i}") for i in range(count)]
     router = FakeRouter(workers, model.name)
-    client = RouterClient(
-        ["http://router"],
-        token=settings.token,
-        timeout_s=2,
-        transport=httpx.MockTransport(router.handle),
-    )
-    gateway = Gateway(settings, model, keys or ApiKeys(), client)
-    rpc = GrpcServer("127.0.0.1:0", [SERVICE])
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), rpc.server)
-    listener = listen("127.0.0.1", 0, write_timeout_s=settings.write_timeout_s)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(http_config(build_app(gateway), gateway))
-    async with running(*workers):
+    async with running(router, *workers):
+        client = RouterClient([router.url], token=settings.token, timeout_s=2)
+        gateway = Gateway(settings, model, keys or ApiKeys(), client)
+        rpc = GrpcServer("127.0.0.1:0", [SERVICE])
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), rpc.server)
+        listener = listen_for_clients("127.0.0.1", 0, write_timeout_s=settings.write_timeout_s)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = uvicorn.Server(http_config(build_app(gateway), gateway))
         await rpc.start()
         serving = asyncio.create_task(server._serve([listener]))
         async with (

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+from aiohttp import web
 from grpc import aio
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2, sampling_pb2
@@ -145,19 +145,34 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer):
 
 @dataclass
 class FakeRouter:
-    """Places requests on ``workers`` in order, without a socket, and records the calls."""
+    """HTTP server that places requests on ``workers`` in order, and records the calls.
+
+    Attributes:
+        refusals: status and error code of the next answers to place calls.
+        drops: number of place calls after which the connection is closed without an answer.
+        hold: if True, place calls block until their client disconnects.
+        abandoned: number of clients that disconnected from a blocked place call.
+        peers: address and port of every client connection that was used.
+    """
 
     workers: list[FakeWorker]
     model: str
     places: list[PlaceRequest] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
     refusals: list[tuple[int, str]] = field(default_factory=list)
-    down: bool = False
-    hold: bool = False  # place calls block until their client disconnects
+    drops: int = 0
+    hold: bool = False
     abandoned: int = 0
     prefill: str | None = "prefill-0"
     authorizations: set[str | None] = field(default_factory=set)
+    peers: set[Any] = field(default_factory=set)
     placed: int = 0
+    _port: int = 0
+    _runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
 
     @property
     def outstanding(self) -> int:
@@ -171,20 +186,59 @@ class FakeRouter:
         """Wait until every placement was released."""
         await until(lambda: not self.outstanding)
 
-    async def handle(self, request: httpx.Request) -> httpx.Response:
-        if self.down:
-            raise httpx.ConnectError("down")
-        self.authorizations.add(request.headers.get("authorization"))
-        match request.url.path:
-            case "/v1/place":
-                await self._block()
-                return self._place(PlaceRequest.model_validate_json(request.content))
-            case "/v1/release":
-                self.releases.append(Release.model_validate_json(request.content))
-                return httpx.Response(200, json={})
-            case "/v1/workers":
-                return httpx.Response(200, json={"workers": [self._view(w) for w in self.workers]})
-        return httpx.Response(404)
+    async def start(self) -> None:
+        """Listen on the port of the last start, or on a free port."""
+        app = web.Application()
+        app.on_response_prepare.append(self._record)
+        app.router.add_post("/v1/place", self._place)
+        app.router.add_post("/v1/release", self._release)
+        app.router.add_get("/v1/workers", self._list)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Close the listening socket and all connections."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _record(self, http: web.Request, _: web.StreamResponse) -> None:
+        self.authorizations.add(http.headers.get("Authorization"))
+        if http.transport is not None:
+            self.peers.add(http.transport.get_extra_info("peername"))
+
+    async def _place(self, http: web.Request) -> web.Response:
+        call = PlaceRequest.model_validate_json(await http.read())
+        await self._block()
+        self.places.append(call)
+        if self.drops:
+            self.drops -= 1
+            assert http.transport is not None
+            http.transport.abort()
+            return web.Response()
+        if self.refusals:
+            status, code = self.refusals.pop(0)
+            return _refuse(status, code)
+        free = [w for w in self.workers if w.worker_id not in call.exclude]
+        if not free or (self.prefill and self.prefill in call.exclude):
+            return _refuse(503, "no_workers")
+        self.placed += 1
+        prefill = {"worker_id": self.prefill, "epoch": "e", "address": "127.0.0.1:1"}
+        return web.json_response(
+            {
+                "placement_id": f"p{self.placed}",
+                "prefill": prefill if self.prefill else None,
+                "decode": free[0].address,
+            }
+        )
+
+    async def _release(self, http: web.Request) -> web.Response:
+        self.releases.append(Release.model_validate_json(await http.read()))
+        return web.json_response({})
+
+    async def _list(self, http: web.Request) -> web.Response:
+        return web.json_response({"workers": [self._view(w) for w in self.workers]})
 
     async def _block(self) -> None:
         try:
@@ -193,25 +247,6 @@ class FakeRouter:
         except asyncio.CancelledError:
             self.abandoned += 1
             raise
-
-    def _place(self, request: PlaceRequest) -> httpx.Response:
-        self.places.append(request)
-        if self.refusals:
-            status, code = self.refusals.pop(0)
-            return _refuse(status, code)
-        free = [w for w in self.workers if w.worker_id not in request.exclude]
-        if not free or (self.prefill and self.prefill in request.exclude):
-            return _refuse(503, "no_workers")
-        self.placed += 1
-        prefill = {"worker_id": self.prefill, "epoch": "e", "address": "127.0.0.1:1"}
-        return httpx.Response(
-            200,
-            json={
-                "placement_id": f"p{self.placed}",
-                "prefill": prefill if self.prefill else None,
-                "decode": free[0].address,
-            },
-        )
 
     def _view(self, worker: FakeWorker) -> dict[str, Any]:
         counts = (
@@ -235,17 +270,18 @@ async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
             await asyncio.sleep(0.005)
 
 
-def _refuse(status: int, code: str) -> httpx.Response:
+def _refuse(status: int, code: str) -> web.Response:
     body = {"error": {"code": code, "message": f"refused: {code}"}}
-    return httpx.Response(status, json=body, headers={"retry-after": "3"})
+    return web.json_response(body, status=status, headers={"Retry-After": "3"})
 
 
 @asynccontextmanager
-async def running(*workers: FakeWorker) -> AsyncIterator[None]:
-    for worker in workers:
-        await worker.start()
+async def running(*servers: FakeWorker | FakeRouter) -> AsyncIterator[None]:
+    """Start the servers, and stop them at the end."""
+    for server in servers:
+        await server.start()
     try:
         yield
     finally:
-        for worker in workers:
-            await worker.stop()
+        for server in servers:
+            await server.stop()

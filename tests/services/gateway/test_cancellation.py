@@ -1,20 +1,14 @@
-"""Disconnects, deadlines, drain, slow readers, and unreachable routers."""
+"""Disconnects, deadlines, drain and slow readers."""
 
 import asyncio
 
-import httpx
 import pytest
 
 from headrace.v1 import error_pb2
-from services.common.placement import Outcome, PlaceRequest
-from services.gateway.gateway import ServedModel
-from services.gateway.router_client import RouterClient
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.failures import completion, failing, outcomes
 from tests.services.gateway.fakes import (
-    FakeRouter,
     FakeStream,
-    FakeWorker,
     hang,
     say,
     until,
@@ -145,28 +139,3 @@ async def test_requests_that_outlast_the_drain_fail(site: Site) -> None:
     await site.gateway.drain(0.05)
     assert (await running).status_code == 503
     await site.router.settled()
-
-
-async def test_second_router_places_if_the_first_is_down(model: ServedModel) -> None:
-    up, down = FakeRouter([FakeWorker("decode-0")], model.name), FakeRouter([], model.name)
-    down.down = True
-    asked: list[str] = []
-
-    async def handle(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.host)
-        return await (up if request.url.host == "up" else down).handle(request)
-
-    client = RouterClient(
-        ["http://down", "http://up/"],
-        token=None,
-        timeout_s=1,
-        transport=httpx.MockTransport(handle),
-    )
-    request = PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
-    placed = await client.place(request)
-    assert placed.router == "http://up"
-    await client.place(request)
-    client.release(placed, Outcome.OK)
-    await client.close()
-    assert asked == ["down", "up", "up", "up"]
-    assert up.releases[0].placement_id == placed.placement.placement_id

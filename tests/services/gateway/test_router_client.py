@@ -1,0 +1,151 @@
+"""The client of the routers: failover, stale connections, timeouts, errors."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+
+import pytest
+
+from services.common.errors import (
+    InternalFault,
+    Overloaded,
+    QueueTimeout,
+    ServiceError,
+    TooLarge,
+    Unavailable,
+)
+from services.common.placement import Outcome, PlaceRequest
+from services.gateway.router_client import RouterClient
+from tests.services.gateway.fakes import FakeRouter, FakeWorker, running, until
+
+REQUEST = PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
+OpenClient = Callable[..., RouterClient]
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[FakeRouter]:
+    router = FakeRouter([FakeWorker("decode-0")], "small")
+    async with running(router):
+        yield router
+
+
+@pytest.fixture
+async def open_client() -> AsyncIterator[OpenClient]:
+    async with AsyncExitStack() as stack:
+
+        def open_(*urls: str, timeout_s: float = 2.0) -> RouterClient:
+            client = RouterClient(list(urls), token="between-us", timeout_s=timeout_s)
+            stack.push_async_callback(client.close)
+            return client
+
+        yield open_
+
+
+@pytest.fixture
+def unused() -> str:
+    """URL of a port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+async def test_second_router_places_if_the_first_is_down(
+    router: FakeRouter, open_client: OpenClient, unused: str
+) -> None:
+    client = open_client(unused, f"{router.url}/")
+    placed = await client.place(REQUEST)
+    assert placed.router == router.url
+    assert client._routers == [router.url, unused], "the router that answered is tried first"
+    client.release(placed, Outcome.OK)
+    await until(lambda: bool(router.releases))
+    assert router.releases[0].placement_id == placed.placement.placement_id
+    assert router.authorizations == {"Bearer between-us"}
+
+
+async def test_no_reachable_router_is_unavailable(open_client: OpenClient, unused: str) -> None:
+    client = open_client(unused)
+    with pytest.raises(Unavailable, match="no router is reachable"):
+        await client.place(REQUEST)
+    assert not await client.can_place("small")
+
+
+async def test_calls_use_one_connection(router: FakeRouter, open_client: OpenClient) -> None:
+    client = open_client(router.url)
+    for _ in range(3):
+        await client.place(REQUEST)
+        assert await client.can_place("small")
+    assert len(router.peers) == 1
+
+
+async def test_connection_closed_by_an_idle_router_does_not_fail_a_call(
+    router: FakeRouter, open_client: OpenClient
+) -> None:
+    client = open_client(router.url)
+    placed = await client.place(REQUEST)
+    await router.stop()
+    await router.start()
+    client.release(placed, Outcome.OK)
+    await client.place(REQUEST)
+    await until(lambda: router.outstanding == 1)
+
+
+async def test_call_is_repeated_once_if_its_connection_is_dropped(
+    router: FakeRouter, open_client: OpenClient
+) -> None:
+    client = open_client(router.url)
+    await client.place(REQUEST)
+    router.drops = 1
+    assert (await client.place(REQUEST)).placement.placement_id == "p2"
+    assert len(router.places) == 3
+    router.drops = 2
+    with pytest.raises(Unavailable, match="no router is reachable"):
+        await client.place(REQUEST)
+    assert (len(router.places), router.drops) == (5, 0)
+
+
+async def test_answer_may_take_the_timeout_and_the_wait(
+    router: FakeRouter, open_client: OpenClient
+) -> None:
+    client = open_client(router.url, timeout_s=0.2)
+    router.hold = True
+    with pytest.raises(Unavailable):
+        await client.place(REQUEST)
+    await until(lambda: router.abandoned == 1)
+    placing = asyncio.create_task(client.place(REQUEST.model_copy(update={"wait_s": 5.0})))
+    await asyncio.sleep(0.4)
+    router.hold = False
+    await placing
+
+
+async def test_proxy_of_the_environment_is_not_used(
+    router: FakeRouter, open_client: OpenClient, unused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", unused)
+    monkeypatch.setenv("http_proxy", unused)
+    await open_client(router.url).place(REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error", "retry_after_s"),
+    [
+        (408, "queue_timeout", QueueTimeout, None),
+        (429, "queue_full", Overloaded, 3.0),
+        (413, "too_large", TooLarge, None),
+        (503, "no_workers", Unavailable, 3.0),
+        (500, "internal", Unavailable, 3.0),
+        (400, "invalid", InternalFault, None),
+        (302, "not a code", Unavailable, 1.0),
+    ],
+)
+async def test_refusal_of_a_router_is_a_typed_error(
+    router: FakeRouter,
+    open_client: OpenClient,
+    status: int,
+    code: str,
+    error: type[ServiceError],
+    retry_after_s: float | None,
+) -> None:
+    router.refusals = [(status, code)]
+    with pytest.raises(error) as caught:
+        await open_client(router.url).place(REQUEST)
+    assert caught.value.retry_after_s == retry_after_s

@@ -1,0 +1,121 @@
+"""The router process: settings errors, limits of connections, shutdown."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from services.common.errors import SettingsError
+from services.common.placement import ErrorCode, Role, RouterError
+from services.router.server import MAX_HEAD_BYTES
+from services.router.service import serve
+from services.router.settings import RouterSettings
+from tests.services.router.samples import beat, place_request, registration
+
+CHUNKED = b"POST /v1/place HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
+    """Run a router and stop it with SIGTERM. Yield a client and the port."""
+    port = free_port()
+    task = asyncio.create_task(serve(RouterSettings.model_validate({"port": port})))
+    url = f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
+        await asyncio.sleep(0)
+        yield http, port
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(5):
+            await task
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def queue_calls(http: httpx.AsyncClient, count: int) -> list[asyncio.Task[httpx.Response]]:
+    """Register a full worker and send place calls, until all of them are queued."""
+    full = beat("c0", pages_free=0)
+    for path, body in (("register", registration("c0", Role.COLOCATED)), ("heartbeat", full)):
+        await http.post(f"/v1/{path}", content=body.model_dump_json())
+    call = place_request(wait_s=30).model_dump_json()
+    calls = [asyncio.create_task(http.post("/v1/place", content=call)) for _ in range(count)]
+    await until_metric(http, f"headrace_num_requests_waiting {count}.0")
+    return calls
+
+
+async def until_metric(http: httpx.AsyncClient, line: str) -> None:
+    async with asyncio.timeout(5):
+        while line not in (await http.get("/metrics")).text:  # noqa: ASYNC110 - polls a server
+            await asyncio.sleep(0.01)
+
+
+async def test_sigterm_refuses_queued_calls() -> None:
+    async with serving() as (http, _):
+        queued = await queue_calls(http, 3)
+    for response in await asyncio.gather(*queued):
+        assert response.status_code == 503
+        assert RouterError.model_validate_json(response.content).error.code is ErrorCode.NO_WORKERS
+
+
+async def test_disconnected_caller_is_removed_from_the_queue() -> None:
+    async with serving() as (http, _):
+        (queued,) = await queue_calls(http, 1)
+        queued.cancel()
+        await until_metric(http, 'headrace_placements_total{outcome="abandoned"} 1.0')
+
+
+async def test_sigterm_closes_idle_connections() -> None:
+    async with serving() as (http, port):
+        assert (await http.get("/ready")).status_code == 200
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await http.get("/ready")
+    async with asyncio.timeout(1):
+        assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"GET /" + b"a" * MAX_HEAD_BYTES],
+        [b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"a" * MAX_HEAD_BYTES],
+        [CHUNKED, b"0\r\na: " + b"a" * MAX_HEAD_BYTES],
+    ],
+    ids=["target", "header", "trailer"],
+)
+async def test_request_head_is_limited(parts: list[bytes]) -> None:
+    async with serving() as (http, port):
+        await http.get("/ready")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0.05)
+        async with asyncio.timeout(5):
+            assert b"HTTP/1.1 400 Bad Request\r\n" in await reader.read()
+        writer.close()
+
+
+async def test_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.router.server.KEEP_ALIVE_S", 0.05)
+    async with serving() as (http, port):
+        await http.get("/ready")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_port_in_use_is_a_settings_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await serve(RouterSettings.model_validate({"port": port}))
