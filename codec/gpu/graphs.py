@@ -5,6 +5,7 @@ takes less time on the host than to launch its kernels. Graphs are captured when
 needed, and shared by all planes of one shape. Under Triton's interpreter there are no graphs.
 """
 
+import gc
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -85,7 +86,8 @@ class Slot:
             torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
-        self._run()  # compiles the kernels; there are no segments yet, so nothing is written
+        self._run()  # compiles the kernels; there are no segments, so nothing is written
+        self._finished.record(stream)
         self._graph = _captured(self._run, stream.device)
 
     @property
@@ -111,9 +113,14 @@ class Slot:
             self._finished.synchronize()
 
     def start(self, segments: Sequence[SegmentCall]) -> Call:
-        """Start a call, once the last one has finished and its results are saved."""
+        """Start a call, once the last one has finished and its results are saved.
+
+        The first call waits for the run that compiled the kernels, which also reads descriptors.
+        """
         if self._call is not None:
             self._call.results()
+        else:
+            self.wait()
         self.launch.describe(segments)
         if self._stream is None:
             self._run()
@@ -188,12 +195,18 @@ class StreamGraphs:
 def _captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
     """Capture launches. Other threads may use the device meanwhile."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            run()
-        finally:
-            graph.capture_end()
+    collecting = gc.isenabled()
+    gc.disable()  # destroying another graph would invalidate the capture
+    try:
+        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+    finally:
+        if collecting:
+            gc.enable()
     return graph
 
 

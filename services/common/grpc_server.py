@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
@@ -14,9 +15,10 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common.errors import SettingsError
 
-T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+_MAX_DRAINED_BYTES = 1024 * 1024
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -156,9 +158,14 @@ async def next_message(stream: MessageStream) -> Any | None:
     return None if message is aio.EOF else message
 
 
-async def drain(queue: "asyncio.Queue[T]") -> list[T]:
-    """Wait for an item; return it and all others that are queued, in order."""
+async def drain(queue: "asyncio.Queue[M]") -> list[M]:
+    """Wait for a message; return it and others that are queued, in order.
+
+    At most one message is added after `_MAX_DRAINED_BYTES`, so that they fit into one message.
+    """
     items = [await queue.get()]
-    while not queue.empty():
+    size = items[0].ByteSize()
+    while not queue.empty() and size < _MAX_DRAINED_BYTES:
         items.append(queue.get_nowait())
+        size += items[-1].ByteSize()
     return items

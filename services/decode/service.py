@@ -142,7 +142,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             raise RuntimeError("the stream has no page reservation")
         began = time.perf_counter()
         try:
-            if not self._has_room(len(request.tokens)):
+            if not self._has_room():
                 await stream.reserved  # a prompt is not computed before there are pages for it
             fetch = Fetch(
                 key=stream.key,
@@ -168,11 +168,16 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             stream.decoding_since = time.perf_counter()
         self._record(stream, times, time.perf_counter() - began, digest)
 
-    def _has_room(self, tokens: int) -> bool:
-        """Return whether pages for a prompt will certainly be reserved in the next step."""
+    def _has_room(self) -> bool:
+        """Return whether the next step will reserve the pages of all streams that wait for them.
+
+        Half of the pages and of the batch are left for running sequences.
+        """
         load = self.engine.load
-        free = load.waiting == 0 and load.running < self.sizes.max_running // 2
-        return free and 2 * pages_for(tokens, PAGE_SIZE) < load.pages_free
+        waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]
+        pages = sum(pages_for(len(s.start.request.tokens), PAGE_SIZE) for s in waiting)
+        fits = 2 * (load.running + len(waiting)) <= self.sizes.max_running
+        return fits and load.waiting == 0 and 2 * pages < load.pages_free
 
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
         """Send the first tokens before the KV arrives; return True if all choices end with them."""

@@ -196,6 +196,8 @@ class TransferAgent:
         self._thread.join(grace_s + CLOSE_S)
         if self._thread.is_alive():
             log.error("transfer thread did not end", waited_s=grace_s + CLOSE_S)
+            self._refuse_commands()
+            self._codec_calls.close()
 
     def _call(self, run: "Callable[[Owner, Future[Any]], None]") -> "Future[Any]":
         future: Future[Any] = Future()
@@ -228,11 +230,17 @@ class TransferAgent:
         with self._gate:
             self._closed = True
         try:
+            if torch.device(self._device).type == "cuda":
+                torch.cuda.current_stream().synchronize()  # nothing writes to pages after this
             owner.close(self._grace_s)
         finally:
             self._codec_calls.close()
-            while not self._commands.empty():
-                if command := self._commands.get():
+            self._refuse_commands()
+
+    def _refuse_commands(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                if command := self._commands.get_nowait():
                     command.refuse(self.name)
 
     def _serve(self, owner: Owner) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+
 import codec
 from services.transfer.errors import TransferClosed
 
@@ -128,6 +130,8 @@ class CodecCalls:
         try:
             calls = job.start(job.paged, [job.segment for job, _ in needed])
         except Exception as error:  # noqa: BLE001 - raised again where the future is read
+            if torch.cuda.is_initialized():  # part of the call may have been launched
+                torch.cuda.current_stream().synchronize()
             if len(needed) == 1:
                 future.set_exception(error)
                 return

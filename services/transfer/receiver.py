@@ -113,8 +113,6 @@ class Receiver:
                 async with asyncio.TaskGroup() as pulls:
                     while not progress.complete:
                         event = await subscription.next_event()
-                        if event.HasField("computing"):
-                            await fetch.reserved
                         self._apply(event, fetch, subscription, progress, pulls)
             except BaseException:
                 await self._stop_decodes(fetch)
@@ -141,7 +139,7 @@ class Receiver:
     ) -> None:
         match event.WhichOneof("event"):
             case "computing":  # a prompt that is only queued must not hold landing slots
-                self.landing.join(fetch.key)
+                fetch.reserved.add_done_callback(lambda _: self._join(fetch))
             case "first_tokens":
                 progress.times.queue = event.first_tokens.queue_s
                 progress.times.prefill = event.first_tokens.prefill_s
@@ -165,6 +163,11 @@ class Receiver:
                 error = event.failed.error
                 blamed = error.worker_id or fetch.prefill.worker_id
                 raise FetchFailed(error.code, error.message, blamed)
+
+    def _join(self, fetch: Fetch) -> None:
+        """Ask for landing slots, now that there are pages for a sequence that is computed."""
+        if fetch.key in self._subscriptions and not fetch.reserved.cancelled():
+            self.landing.join(fetch.key)
 
     async def _stop_decodes(self, fetch: Fetch) -> None:
         """Close a fetch and wait for its decodes in progress, even if cancelled again.

@@ -1,4 +1,4 @@
-"""gRPC servers: limits that apply before a handler runs, and the error for a used port."""
+"""gRPC servers: limits that apply before a handler runs, the error for a used port, batching."""
 
 import asyncio
 import socket
@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from services.common.errors import SettingsError
-from services.common.grpc_server import GrpcServer
+from services.common.grpc_server import GrpcServer, drain
 
 
 async def code_of(call: aio.UnaryUnaryCall[object, object]) -> grpc.StatusCode:
@@ -55,3 +55,15 @@ async def test_port_in_use_is_a_settings_error() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(SettingsError, match=f"cannot listen on {address} for gRPC"):
             GrpcServer(address, [])
+
+
+async def test_queued_messages_are_drained_in_order_up_to_a_size() -> None:
+    queue: asyncio.Queue[health_pb2.HealthCheckRequest] = asyncio.Queue()
+    sent = [health_pb2.HealthCheckRequest(service=str(n) + "x" * 400_000) for n in range(5)]
+    for message in sent:
+        queue.put_nowait(message)
+    batches = []
+    while not queue.empty():
+        batches.append(await drain(queue))
+    assert [message for batch in batches for message in batch] == sent
+    assert [len(batch) for batch in batches] == [3, 2]

@@ -72,6 +72,28 @@ def test_bug_on_the_owner_thread_settles_every_future(
     peer.close()
 
 
+def test_agent_whose_thread_hangs_is_abandoned_and_refuses_what_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent, hanging, end = TransferAgent("hanging"), threading.Event(), threading.Event()
+
+    def hang(_owner: Owner, _name: str, future: "Future[None]") -> None:
+        hanging.set()
+        end.wait(LIMIT_S)
+        future.set_result(None)
+
+    monkeypatch.setattr(Owner, "remove_peer", hang)
+    monkeypatch.setattr("services.transfer.agent.CLOSE_S", 0.1)
+    agent.remove_peer("anyone")
+    assert hanging.wait(LIMIT_S)
+    idle = agent.codec_idle()
+    agent.close(grace_s=0)
+    with pytest.raises(TransferClosed):
+        idle.result(0)
+    end.set()
+    agent._thread.join(LIMIT_S)
+
+
 async def test_worker_ends_when_its_transfer_fails(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
