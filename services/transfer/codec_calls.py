@@ -130,8 +130,7 @@ class CodecCalls:
         try:
             calls = job.start(job.paged, [job.segment for job, _ in needed])
         except Exception as error:  # noqa: BLE001 - raised again where the future is read
-            if torch.cuda.is_initialized():  # part of the call may have been launched
-                torch.cuda.current_stream().synchronize()
+            _wait_for_launches()  # part of the call may have been started
             if len(needed) == 1:
                 future.set_exception(error)
                 return
@@ -144,3 +143,9 @@ class CodecCalls:
 def _kind(entry: _Entry) -> object:
     job, _ = entry
     return job and (id(job.paged), job.start)
+
+
+def _wait_for_launches() -> None:
+    """Wait for everything on the current CUDA stream, if this process uses CUDA."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
