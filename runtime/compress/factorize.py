@@ -26,8 +26,7 @@ from runtime.compress.work import WorkFolder
 from runtime.errors import CompressionError
 
 RANK_MULTIPLE = 8
-"""By default, ranks are multiples of this. Rows of U in bf16 then start at multiples of 16
-bytes."""
+"""Default multiple to which ranks are rounded. It aligns the rows of U in bf16 to 16 bytes."""
 
 _TINY = 1e-300
 

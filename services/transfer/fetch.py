@@ -80,6 +80,7 @@ class FetchProgress:
     Attributes:
         expected: total number of segments, once it is known.
         announced: segments announced so far.
+        computing: whether the start of the computation was announced.
         started: whether the first tokens have arrived.
         ended: whether the sequence ended with its first tokens.
     """
@@ -88,6 +89,7 @@ class FetchProgress:
     times: FetchTimes = field(default_factory=FetchTimes)
     expected: int | None = None
     announced: int = 0
+    computing: bool = False
     started: bool = False
     ended: bool = False
 

@@ -139,6 +139,9 @@ class Receiver:
     ) -> None:
         match event.WhichOneof("event"):
             case "computing":  # a prompt that is only queued must not hold landing slots
+                if progress.computing:
+                    raise ForeignSegment("the start of the computation was announced twice")
+                progress.computing = True
                 fetch.reserved.add_done_callback(lambda _: self._join(fetch))
             case "first_tokens":
                 progress.times.queue = event.first_tokens.queue_s

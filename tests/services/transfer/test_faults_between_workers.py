@@ -11,6 +11,7 @@ from services.decode.session import DecodeSession, Stream
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.errors import PeerLost
 from services.transfer.fetch import FetchFailed
+from services.worker.loading import PAGE_SIZE
 from tests.services.workers import LIMIT_S, Decode, Prefill, Site, fetch_of, message_of, until
 
 TOKENS = 100  # four segments, through two landing slots
@@ -86,6 +87,31 @@ async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> N
         agent.report_all()
         await wait_until_all_is_free(decode, prefill)
         assert all(bool((plane == 7).all()) for plane in decode.planes()), steps
+
+
+async def test_prefill_is_requested_early_only_if_pages_are_certain(site: Site) -> None:
+    """Reservations that are not made yet count as well as those of running sequences."""
+    prefill, decode = await site.prefill(started=False), await site.decode(slots=2)
+    worker, loop = decode.worker, asyncio.get_running_loop()
+    assert worker._has_room()
+    stream = open_stream(decode, prefill, 1)
+    await until(lambda: stream.reserved is not None and stream.reserved.done())
+    assert worker._has_room()
+    stream.reserved = loop.create_future()  # as before the engine's next step
+    stream.start.request.tokens.extend([1] * (worker.engine.load.pages_free // 2 * PAGE_SIZE))
+    assert not worker._has_room()
+    stream.session.end(stream)
+
+
+async def test_computation_announced_twice_fails_the_fetch(site: Site) -> None:
+    prefill, decode = await site.prefill(started=False), await site.decode()
+    fetching = asyncio.create_task(decode.worker.receiver.fetch(fetch_of(prefill, TOKENS)))
+    await until(lambda: prefill.worker.sender.active == 1)
+    (key,) = prefill.worker.jobs
+    for _ in range(2):
+        prefill.worker._session_of(key).computing(key)
+    with pytest.raises(FetchFailed, match="announced twice"):
+        await asyncio.wait_for(fetching, LIMIT_S)
 
 
 async def test_pages_wait_for_decodes_of_a_fetch_that_is_cancelled_twice(

@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Context:
-    """What a case needs besides its own parameters.
+    """Environment in which a case runs.
 
     Attributes:
         server: system under test.
