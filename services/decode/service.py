@@ -47,6 +47,8 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             epoch=loaded.identity.epoch,
             compatibility=loaded.identity.compatibility_message(),
             slot_bytes=landing.slot_bytes,
+            agent_name=agent.name,
+            agent_metadata=agent.metadata,
         )
         self._clients = PrefillClients(
             agent, hello, token=settings.token, handshake_s=settings.handshake_s
@@ -141,6 +143,15 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         if stream.reserved is None:
             raise RuntimeError("the stream has no page reservation")
         began = time.perf_counter()
+        digest: asyncio.Future[str] | None = None
+
+        def start_decoding() -> None:
+            nonlocal digest
+            if stream.key in self.streams:
+                digest = self._digest(stream)  # runs before the next step
+                self.engine.submit(Arrived(stream.key, tuple(stream.first)))
+                stream.decoding_since = time.perf_counter()
+
         try:
             if not self._has_room():
                 await stream.reserved  # a prompt is not computed before there are pages for it
@@ -150,10 +161,11 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
                 request=request,
                 reserved=stream.reserved,
                 on_first=lambda first: self._take_first(stream, first),
+                on_verified=start_decoding,
                 deadline_s=deadline_s,
             )
             times = await self.receiver.fetch(fetch)
-            digest = await self._digest(stream, wanted=times.segments > 0)
+            found = None if digest is None else await digest
         except FetchFailed as failure:
             log.warning("fetch failed", request_id=request.request_id, reason=failure.message[:300])
             session.fail(stream, failure.code, failure.message, failure.worker_id)
@@ -163,10 +175,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             me = self.identity.worker_id
             session.fail(stream, error_pb2.ERROR_CODE_INTERNAL, f"fetch failed: {error!r}", me)
             return
-        if stream.key in self.streams:
-            self.engine.submit(Arrived(stream.key, tuple(stream.first)))
-            stream.decoding_since = time.perf_counter()
-        self._record(stream, times, time.perf_counter() - began, digest)
+        self._record(stream, times, time.perf_counter() - began, found)
 
     def _has_room(self) -> bool:
         """Return whether the next step will reserve the pages of all streams that wait for them.
@@ -192,12 +201,12 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
                 stream.session.finish(stream, token.choice, reason)
         return not stream.unfinished
 
-    async def _digest(self, stream: Stream, *, wanted: bool) -> str | None:
-        """Return the digest of a prompt's pages, or None unless ``wanted`` and enabled."""
-        if not (wanted and self._settings.kv_digest and stream.reserved):
+    def _digest(self, stream: Stream) -> "asyncio.Future[str] | None":
+        """Start to compute the digest of a prompt's pages, if that is enabled."""
+        if not self._settings.kv_digest or stream.reserved is None:
             return None
-        pages, tokens = (await stream.reserved).pages, len(stream.start.request.tokens)
-        return await self.engine.run(lambda engine: digest_pages(engine, pages, tokens))
+        pages, tokens = stream.reserved.result().pages, len(stream.start.request.tokens)
+        return self.engine.run(lambda engine: digest_pages(engine, pages, tokens))
 
     def _record(
         self, stream: Stream, times: FetchTimes, total_s: float, digest: str | None

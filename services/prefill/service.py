@@ -16,6 +16,7 @@ from services.prefill.session import Job, PrefillSession
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
 from services.transfer.codecs import SegmentCodecs
+from services.transfer.errors import TransferError
 from services.transfer.metrics import TransferMetrics
 from services.transfer.policy import LinkPolicy
 from services.transfer.sender import Sender
@@ -39,7 +40,8 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     ) -> None:
         super().__init__(loaded, agent)
         self._settings = settings
-        self._agent_name, self._agent_metadata = agent.name, agent.metadata
+        self._agent = agent
+        self._agent_metadata = agent.metadata
         self._slab = slab
         codecs = SegmentCodecs(loaded.engine.cache.layout, loaded.codebooks)
         self._min_slot_bytes = codecs.min_slot_bytes
@@ -74,6 +76,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         session = PrefillSession(
             name,
             hello.worker_id,
+            hello.agent_name,
             self.engine,
             self.sender,
             self.jobs,
@@ -88,6 +91,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             await session.run(context)
         finally:
             del self._sessions[name]
+            self._agent.remove_peer(hello.agent_name)
             self._forget_link(hello.worker_id)
             log.info("decode session ended", worker=hello.worker_id, epoch=hello.epoch)
 
@@ -125,7 +129,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             worker_id=self.identity.worker_id,
             epoch=self.identity.epoch,
             compatibility=mine,
-            agent_name=self._agent_name,
+            agent_name=self._agent.name,
             agent_metadata=self._agent_metadata,
             slab_address=self._slab.address,
             slot_bytes=self._slab.slot_bytes,
@@ -135,7 +139,16 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             lease_s=self._settings.lease_s,
         )
         await context.write(pb.PrefillEvents(events=[pb.PrefillEvent(welcome=welcome)]))
+        await self._add_peer(hello)
         return hello
+
+    async def _add_peer(self, hello: pb.Hello) -> None:
+        """Connect to the decode worker's agent. Without it, there are no notifications."""
+        adding = self._agent.add_peer(hello.agent_name, hello.agent_metadata)
+        try:
+            await asyncio.wrap_future(adding)
+        except TransferError as error:
+            log.warning("no notifications", worker=hello.worker_id, reason=str(error))
 
     def _session_of(self, key: str) -> PrefillSession:
         return self._sessions[key.partition("/")[0]]

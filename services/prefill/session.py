@@ -49,12 +49,18 @@ class Job:
 
 
 class PrefillSession:
-    """Executes the commands of one decode worker, and sends it the resulting events."""
+    """Executes the commands of one decode worker, and sends it the resulting events.
+
+    Args:
+        peer: id of the decode worker.
+        agent: name of its NIXL agent.
+    """
 
     def __init__(
         self,
         name: str,
         peer: str,
+        agent: str,
         engine: EngineThread,
         sender: Sender,
         jobs: dict[str, Job],
@@ -66,6 +72,7 @@ class PrefillSession:
     ) -> None:
         self._name = name
         self.peer = peer  # the decode worker's id
+        self._agent = agent
         self._engine = engine
         self._sender = sender
         self._jobs = jobs  # sequences of all sessions, by engine id
@@ -136,6 +143,7 @@ class PrefillSession:
             sequence=start.sequence,
             request_id=message.request_id,
             attempt=message.attempt,
+            agent=self._agent,
             slot_bytes=self._slot_bytes,
             emit=self._outbox.put_nowait,
             fail=lambda code, message: self.fail(key, code, message),

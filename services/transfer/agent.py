@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import structlog
 import torch
@@ -35,6 +35,20 @@ log = structlog.get_logger()
 
 CLOSE_S = 10.0  # maximum seconds to shut NIXL down, after the grace period
 _MIN_NAP_S, _MAX_NAP_S = 20e-6, 150e-6  # seconds between polls
+_NOTIFICATION_NAP_S = 250e-6  # the same if only notifications are expected
+
+
+class NotificationListener(Protocol):
+    """Receives the notifications of peers."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether to poll for notifications. Read on the owner thread."""
+        ...
+
+    def notified(self, peer: str, message: bytes) -> None:
+        """Take a notification, which may have any content. Called on the owner thread."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,7 @@ class TransferAgent:
         self._network = network or TransferNetwork()
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._codec_calls = CodecCalls(on_gpu=torch.device(device).type == "cuda")
+        self._listener: NotificationListener | None = None
         self._gate = threading.Lock()
         self._closed = False
         self._grace_s = 0.0
@@ -158,6 +173,23 @@ class TransferAgent:
         return self._call(
             lambda owner, future: owner.read(peer, remote, kind, local, deadline, future)
         )
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Send a short message to a peer; see `CodecRunner.notify`."""
+
+        def run(owner: Owner, future: "Future[None]") -> None:
+            owner.notify(peer, message)
+            future.set_result(None)
+
+        self._call(run)
+
+    def listen(self, listener: NotificationListener) -> None:
+        """Deliver notifications to ``listener``; after it starts to wait, call `wake`."""
+        self._listener = listener
+
+    def wake(self) -> None:
+        """Make the owner thread read `NotificationListener.waiting` again."""
+        self._call(lambda _owner, future: future.set_result(None))
 
     def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
         """Run a codec job on the owner thread; see `CodecRunner.run_codec`.
@@ -246,8 +278,13 @@ class TransferAgent:
     def _serve(self, owner: Owner) -> None:
         calls, last_event = self._codec_calls, time.monotonic()
         while True:
-            busy = len(calls) > 0 or owner.num_running > 0
-            delay = _poll_delay(time.monotonic() - last_event) if busy else owner.drain_delay
+            listener = self._listener
+            if len(calls) > 0 or owner.num_running > 0:
+                delay: float | None = _poll_delay(time.monotonic() - last_event)
+            elif listener is not None and listener.waiting:
+                delay = _NOTIFICATION_NAP_S
+            else:
+                delay = owner.drain_delay
             active = False
             with suppress(queue.Empty):
                 command = self._commands.get(timeout=delay)
@@ -257,6 +294,9 @@ class TransferAgent:
                     command.execute(owner)
                     active = True
                     command = self._commands.get_nowait()
+            if listener is not None and listener.waiting:
+                for notification in owner.notifications():
+                    listener.notified(*notification)
             calls.start_queued()
             if owner.poll() | calls.poll() or active:
                 last_event = time.monotonic()

@@ -46,7 +46,7 @@ class CodecJob(Generic[T]):
 
 
 class CodecRunner(Protocol):
-    """Runs codec jobs; `services.transfer.agent.TransferAgent` implements it."""
+    """Runs codec jobs and sends notifications; `TransferAgent` implements it."""
 
     def run_codec(self, job: CodecJob[T]) -> "Future[Timed[T] | None]":
         """Run a job on the transfer thread. Jobs are started in the order of these requests.
@@ -55,6 +55,10 @@ class CodecRunner(Protocol):
             Future of the result, None if ``job.prepare`` returned False. Futures are settled in the
             order of the requests, except those of jobs that could not be started.
         """
+        ...
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Send a message to the agent of a peer. It is lost if the peer cannot be reached."""
         ...
 
 

@@ -39,6 +39,8 @@ class Fetch:
             read before it is done.
         on_first: receives the first tokens; returns True if the sequence ends with them, so
             that no KV is needed.
+        on_verified: called once all KV is verified and in the pages, before bookkeeping that the
+            sequence need not wait for.
         deadline_s: seconds from the start of the fetch.
         closed: True once the fetch has failed or was cancelled; no decode is started after that.
     """
@@ -48,6 +50,7 @@ class Fetch:
     request: request_pb2.Request
     reserved: asyncio.Future[Reserved]
     on_first: Callable[[pb.FirstTokens], bool]
+    on_verified: Callable[[], None]
     deadline_s: float
     closed: bool = False
 
@@ -64,13 +67,13 @@ class FetchTimes:
     wire_bytes: int = 0
     raw_bytes: int = 0
 
-    def add(self, segment: pb.Segment, read_s: float, decode_s: float) -> None:
+    def add(self, ready: pb.SegmentReady, read_s: float, decode_s: float) -> None:
         """Add the times and sizes of one segment."""
         self.segments += 1
         self.transfer += read_s
         self.decode_kv += decode_s
-        self.wire_bytes += segment.length
-        self.raw_bytes += segment.raw_bytes
+        self.wire_bytes += ready.length
+        self.raw_bytes += ready.raw_bytes
 
 
 @dataclass
@@ -80,6 +83,7 @@ class FetchProgress:
     Attributes:
         expected: total number of segments, once it is known.
         announced: segments announced so far.
+        verified: segments that were read, verified and decoded.
         computing: whether the start of the computation was announced.
         started: whether the first tokens have arrived.
         ended: whether the sequence ended with its first tokens.
@@ -89,11 +93,12 @@ class FetchProgress:
     times: FetchTimes = field(default_factory=FetchTimes)
     expected: int | None = None
     announced: int = 0
+    verified: int = 0
     computing: bool = False
     started: bool = False
     ended: bool = False
 
     @property
     def complete(self) -> bool:
-        """Whether all expected events have arrived: first tokens and segment announcements."""
-        return self.ended or (self.started and self.expected == self.announced)
+        """Whether the first tokens have arrived, and all segments unless none is needed."""
+        return self.ended or (self.started and self.expected == self.verified)

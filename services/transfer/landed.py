@@ -26,7 +26,7 @@ class SegmentDecoder:
         return self._codecs.of(self._cache.planes, Extent.of(segment))
 
     def payload_of(
-        self, segment: pb.Segment, slot: SlotRef, pages: Sequence[int]
+        self, segment: pb.Segment, ready: pb.SegmentReady, slot: SlotRef, pages: Sequence[int]
     ) -> codec.DecodeSegment:
         """Return the decode of a segment from a slot.
 
@@ -38,8 +38,8 @@ class SegmentDecoder:
             tuple(pages),
             segment.num_tokens,
             self._slab.offset(slot.slot) + HEADER_BYTES,
-            segment.length - HEADER_BYTES,
-            segment.checksum,
+            ready.length - HEADER_BYTES,
+            ready.checksum,
             segment.raw,
         )
 

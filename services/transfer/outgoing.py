@@ -13,14 +13,19 @@ from services.transfer.policy import WireMode
 from services.transfer.slab import SlotRef
 
 
-@dataclass(frozen=True)
+@dataclass
 class SentSegment:
-    """An encoded segment in its slot, with its sizes for the link policy."""
+    """A segment in its slot, from the start of its encode to its acknowledgement.
+
+    Attributes:
+        ready: what the reader is told once the segment is encoded; None until then.
+        encoding: whether the end of the encode has not been processed on the event loop.
+    """
 
     ref: SlotRef
     mode: WireMode
-    raw_bytes: int
-    wire_bytes: int
+    ready: pb.SegmentReady | None = None
+    encoding: bool = True
 
 
 @dataclass
@@ -32,14 +37,14 @@ class Outgoing:
         reader: name of the decode worker's session; `SharedSlots` limits the slots of each.
         peer: id of the decode worker; the link policy measures per peer.
         sequence: number of the sequence within the session.
+        agent: name of the reader's agent, which receives notifications.
         slot_bytes: bytes of a slot of the reader's landing slab.
         emit: callback that sends an event to the reader.
         fail: callback that ends the sequence with an error.
         credits: credits granted and not used yet.
         planned: segments to encode, each with the CUDA event after which its KV is in the pages.
-        unacknowledged: encoded segments by index.
+        unacknowledged: segments whose encode was started, by index.
         issued: number of segments whose encode was started, which is the index of the next one.
-        encoding: number of segments that are being encoded.
         computed: whether all chunks of the prompt were added.
         closed: whether the sequence has ended.
     """
@@ -50,6 +55,7 @@ class Outgoing:
     sequence: int
     request_id: str
     attempt: int
+    agent: str
     slot_bytes: int
     emit: Callable[[pb.PrefillEvent], None]
     fail: Callable[["error_pb2.ErrorCode.ValueType", str], None]
@@ -57,17 +63,16 @@ class Outgoing:
     planned: deque[tuple[SegmentPlan, torch.cuda.Event | None]] = field(default_factory=deque)
     unacknowledged: dict[int, SentSegment] = field(default_factory=dict)
     issued: int = 0
-    encoding: int = 0
     computed: bool = False
     closed: bool = False
 
     @property
     def outstanding(self) -> int:
         """Planned segments that are not acknowledged yet."""
-        return len(self.planned) + self.encoding + len(self.unacknowledged)
+        return len(self.planned) + len(self.unacknowledged)
 
     def announce_if_complete(self) -> None:
         """Emit the number of segments once the last of them has been announced."""
-        if self.computed and not self.planned and not self.encoding:
+        if self.computed and not self.planned:
             done = pb.PrefillDone(sequence=self.sequence, segments=self.issued)
             self.emit(pb.PrefillEvent(done=done))

@@ -169,6 +169,24 @@ class Owner:
         peer.reads += 1
         self._reads.append(_Read(peer_name, handle, local, started, deadline, future))
 
+    def notify(self, peer_name: str, message: bytes) -> None:
+        """Send a notification, which is lost if the peer is not known or does not answer."""
+        peer = self._peers.get(peer_name)
+        if peer is None or peer.removals:
+            return
+        try:
+            self._nixl.genNotif(peer_name, message, self._ucx)
+        except self._faults:
+            return
+
+    def notifications(self) -> list[tuple[str, bytes]]:
+        """Return the received notifications, each with the name of its sender."""
+        try:
+            received = self._nixl.getNotifs({}, self._ucx)
+        except self._faults:
+            return []
+        return [(peer, message) for peer, messages in received.items() for message in messages]
+
     @property
     def num_running(self) -> int:
         """Number of READs that have not exceeded their deadlines."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import grpc
@@ -36,7 +37,7 @@ class Subscription:
         self._client = client
         self._sequence = sequence
         self._request = request
-        self.events: asyncio.Queue[pb.PrefillEvent | FetchFailed] = asyncio.Queue()
+        self._events: asyncio.Queue[pb.PrefillEvent | FetchFailed | None] = asyncio.Queue()
         self.welcome = client.welcome
 
     def send_start(self) -> None:
@@ -64,13 +65,17 @@ class Subscription:
         """End the whole session; see `PrefillClient.disconnect`."""
         self._client.disconnect()
 
-    async def next_event(self) -> pb.PrefillEvent:
-        """Wait for the sequence's next event.
+    def put(self, event: pb.PrefillEvent | FetchFailed | None) -> None:
+        """Queue an event, or None to wake the reader of events."""
+        self._events.put_nowait(event)
+
+    async def next_event(self) -> pb.PrefillEvent | None:
+        """Wait for the sequence's next event; return None if something else woke this up.
 
         Raises:
             FetchFailed: the session has ended.
         """
-        event = await self.events.get()
+        event = await self._events.get()
         if isinstance(event, FetchFailed):
             raise event
         return event
@@ -79,18 +84,24 @@ class Subscription:
 class PrefillClient:
     """An open session with one epoch of one prefill worker.
 
+    Args:
+        sequences: numbers for the sequences of all sessions of this process, without repetition,
+            so that a late notification is not taken for that of another sequence.
+
     Attributes:
         alive: whether new sequences can be subscribed.
         ended: event set after the session's cleanup; another session may be opened then.
     """
 
-    def __init__(self, worker: decode_pb2.WorkerAddress, welcome: pb.Welcome) -> None:
+    def __init__(
+        self, worker: decode_pb2.WorkerAddress, welcome: pb.Welcome, sequences: Iterator[int]
+    ) -> None:
         self.worker = worker
         self.welcome = welcome
         self.alive = True
         self.ended = asyncio.Event()
         self._subscriptions: dict[int, Subscription] = {}
-        self._next_sequence = 1
+        self._sequences = sequences
         self._outbox: asyncio.Queue[pb.PrefillCommand] = asyncio.Queue()
         self._call: MessageStream | None = None
 
@@ -103,8 +114,7 @@ class PrefillClient:
         """
         if not self.alive:
             raise self._lost()
-        sequence = self._next_sequence
-        self._next_sequence += 1
+        sequence = next(self._sequences)
         subscription = self._subscriptions[sequence] = Subscription(self, sequence, request)
         try:
             yield subscription
@@ -137,7 +147,7 @@ class PrefillClient:
             writer.cancel()
             call.cancel()
             for subscription in self._subscriptions.values():
-                subscription.events.put_nowait(self._lost())
+                subscription.put(self._lost())
 
     async def _write(self, call: MessageStream) -> None:
         try:
@@ -152,7 +162,7 @@ class PrefillClient:
             return
         subscription = self._subscriptions.get(getattr(event, kind).sequence)
         if subscription is not None:  # else the sequence was released before the event arrived
-            subscription.events.put_nowait(event)
+            subscription.put(event)
 
     def _lost(self) -> FetchFailed:
         return FetchFailed(
@@ -178,6 +188,7 @@ class PrefillClients:
         self._metadata = credentials(token)
         self._handshake_s = handshake_s
         self._clients: dict[tuple[str, str], asyncio.Task[PrefillClient]] = {}
+        self._sequences = count(1)
         self._runs: set[asyncio.Task[None]] = set()
 
     async def connect(self, worker: decode_pb2.WorkerAddress) -> PrefillClient:
@@ -230,7 +241,7 @@ class PrefillClients:
             if isinstance(error, aio.AioRpcError | TransferError | TimeoutError):
                 raise _handshake_failure(error, worker.worker_id) from error
             raise
-        client = PrefillClient(worker, welcome)
+        client = PrefillClient(worker, welcome, self._sequences)
         run = asyncio.create_task(self._run(client, call, channel))
         self._runs.add(run)
         run.add_done_callback(self._runs.discard)

@@ -1,21 +1,19 @@
 """The decode worker's half of a transfer: request a prefill, READ its segments, verify, decode.
 
-The reader drives the transfer. It grants credits for free landing slots, reads each announced
-segment and acknowledges it. The pages join a page table only after all segments have verified.
+The reader drives the transfer. It grants credits for free landing slots, prepares a pull for each
+announced segment, which is read as soon as it is ready, and acknowledges it. The pages join a page
+table only after all segments have verified.
 """
 
 import asyncio
-import concurrent.futures
-import time
 from contextlib import suppress
-from dataclasses import dataclass
 
 import codec
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.kv.cache import PagedCache
-from services.transfer.agent import ReadDone, TransferAgent
-from services.transfer.codec_calls import CodecJob, Timed
+from services.transfer.agent import TransferAgent
+from services.transfer.announced import AnnouncedSegments
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.errors import (
     ForeignSegment,
@@ -26,27 +24,13 @@ from services.transfer.errors import (
 )
 from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch, FetchFailed, FetchProgress, FetchTimes
-from services.transfer.frame import HEADER_BYTES, FrameHeader
-from services.transfer.landed import SegmentDecoder, verified
+from services.transfer.landed import SegmentDecoder
 from services.transfer.landing import LandingSlots
 from services.transfer.manifest import Coverage
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
-from services.transfer.slab import Slab, SlotRef
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """A segment that was read, verified and decoded.
-
-    Attributes:
-        decode_s: seconds from the end of the READ to the end of the decode.
-        codec_s: seconds of the codec alone.
-    """
-
-    read: ReadDone
-    decode_s: float
-    codec_s: float
+from services.transfer.pulls import Pull, Pulls
+from services.transfer.slab import Slab
 
 
 class Receiver:
@@ -72,13 +56,15 @@ class Receiver:
         metrics: TransferMetrics,
     ) -> None:
         self._agent = agent
-        self._decoder = SegmentDecoder(cache, codecs, landing)
         self.landing = LandingSlots(landing, credits_per_sequence, self._grant)
         self._clients = clients
         self._codecs = codecs
-        self._read_timeout_s = read_timeout_s
         self._metrics = metrics
         self._subscriptions: dict[str, Subscription] = {}
+        announced = AnnouncedSegments(on_waiting=agent.wake)
+        agent.listen(announced)
+        decoder = SegmentDecoder(cache, codecs, landing)
+        self._pulls = Pulls(agent, decoder, landing, read_timeout_s, announced)
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         """Fetch a prompt's KV into reserved pages; return when all of it is verified.
@@ -111,9 +97,9 @@ class Receiver:
             try:
                 subscription.send_start()
                 async with asyncio.TaskGroup() as pulls:
-                    while not progress.complete:
-                        event = await subscription.next_event()
-                        self._apply(event, fetch, subscription, progress, pulls)
+                    await self._follow(fetch, subscription, progress, pulls)
+                if progress.ended:
+                    await self._stop_decodes(fetch)
             except BaseException:
                 await self._stop_decodes(fetch)
                 raise
@@ -129,13 +115,48 @@ class Receiver:
             )
         return progress.times
 
+    async def _follow(
+        self,
+        fetch: Fetch,
+        subscription: Subscription,
+        progress: FetchProgress,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """Process events, and pull segments in tasks of ``group``, until the fetch is complete."""
+        pulls: list[asyncio.Task[None]] = []
+        while not progress.complete:
+            try:
+                event = await subscription.next_event()
+            except FetchFailed:
+                if not progress.complete:
+                    raise
+                return
+            if event is None:
+                continue
+            if event.WhichOneof("event") == "segment":
+                self._check_announced(event.segment, fetch, progress)
+                pulls.append(self._start_pull(event.segment, fetch, subscription, progress, group))
+            else:
+                self._apply(event, fetch, subscription, progress)
+        if progress.ended:
+            for task in pulls:
+                task.cancel()
+
+    def _check_announced(self, segment: pb.Segment, fetch: Fetch, progress: FetchProgress) -> None:
+        if segment.index != progress.announced or segment.index == progress.expected:
+            raise FetchFailed(
+                error_pb2.ERROR_CODE_INTEGRITY,
+                f"segment {segment.index} announced after {progress.announced} segments",
+                fetch.prefill.worker_id,
+            )
+        progress.announced += 1
+
     def _apply(
         self,
         event: pb.PrefillEvent,
         fetch: Fetch,
         subscription: Subscription,
         progress: FetchProgress,
-        pulls: asyncio.TaskGroup,
     ) -> None:
         match event.WhichOneof("event"):
             case "computing":  # a prompt that is only queued must not hold landing slots
@@ -151,17 +172,14 @@ class Receiver:
                     raise ForeignSegment(f"unexpected first tokens, of choices {choices}")
                 progress.started = True
                 progress.ended = fetch.on_first(event.first_tokens)
-            case "segment":
-                if event.segment.index != progress.announced:
-                    raise FetchFailed(
-                        error_pb2.ERROR_CODE_INTEGRITY,
-                        f"segment {event.segment.index} announced, expected {progress.announced}",
-                        fetch.prefill.worker_id,
-                    )
-                progress.announced += 1
-                pulls.create_task(self._pull(event.segment, fetch, subscription, progress))
+                self._check_verified(fetch, progress)
+            case "ready":
+                self._pulls.announced.ready(subscription.welcome.agent_name, event.ready)
             case "done":
+                if event.done.segments < progress.announced:
+                    raise ForeignSegment(f"{progress.announced} segments were announced before")
                 progress.expected = event.done.segments
+                self._check_verified(fetch, progress)
             case "failed":
                 error = event.failed.error
                 blamed = error.worker_id or fetch.prefill.worker_id
@@ -183,115 +201,55 @@ class Receiver:
             with suppress(asyncio.CancelledError, TransferClosed):
                 await asyncio.shield(idle)
 
-    async def _pull(
+    def _start_pull(
         self,
         segment: pb.Segment,
         fetch: Fetch,
         subscription: Subscription,
         progress: FetchProgress,
-    ) -> None:
-        """READ one segment into a landing slot, verify it, decode it into pages, acknowledge it."""
+        group: asyncio.TaskGroup,
+    ) -> "asyncio.Task[None]":
+        """Land an announced segment, which is read as soon as it is ready."""
         welcome = subscription.welcome
-        if not HEADER_BYTES < segment.length <= self.landing.slab.slot_bytes:
-            raise ForeignSegment(f"a segment of {segment.length} bytes does not fit a slot")
         if segment.slot >= welcome.slots:
             raise ForeignSegment(f"slot {segment.slot} does not exist; there are {welcome.slots}")
         pages = progress.coverage.add(Extent.of(segment))
+        reserved = fetch.reserved.result().pages[pages.start : pages.stop]
+        pull = Pull(self._pulls, segment, reserved, fetch, welcome)
         slot = self.landing.land(fetch.key)
-        user: asyncio.Future[Pulled] | None = None  # READ or decode that may touch the slot
+        pull.start(slot)
+
+        def free(_: "asyncio.Task[None]") -> None:
+            self.landing.free_after(slot, fetch.key, None if pull.cancel() else pull.done)
+
+        task = group.create_task(self._pull(pull, fetch, subscription, progress))
+        task.add_done_callback(free)
+        return task
+
+    async def _pull(
+        self, pull: Pull, fetch: Fetch, subscription: Subscription, progress: FetchProgress
+    ) -> None:
+        """Wait until a segment is verified and in the pages, then acknowledge it."""
         try:
-            decode = self._decode_of(segment, slot, pages, fetch, welcome)
-            user = asyncio.wrap_future(self._read_and_decode(segment, slot, welcome, decode))
-            pulled = await asyncio.shield(user)
+            pulled = await asyncio.shield(pull.done)
         except PeerLost:
             subscription.disconnect()
             raise
         except (codec.CodecError, FrameError):
             self._metrics.integrity_failures.inc()
             raise
-        finally:
-            self.landing.free_after(slot, fetch.key, user)
-        subscription.acknowledge(segment.index, pulled.read.busy_s, pulled.codec_s)
-        progress.times.add(segment, pulled.read.seconds, pulled.decode_s)
-        self._metrics.received(
-            segment.raw_bytes, segment.length, pulled.read.seconds, pulled.decode_s
-        )
+        progress.verified += 1
+        self._check_verified(fetch, progress)
+        ready, read = pulled.ready, pulled.read
+        subscription.acknowledge(ready.index, read.busy_s, pulled.codec_s)
+        subscription.put(None)
+        progress.times.add(ready, read.seconds, pulled.decode_s)
+        self._metrics.received(ready.raw_bytes, ready.length, read.seconds, pulled.decode_s)
 
-    def _read_and_decode(
-        self,
-        segment: pb.Segment,
-        slot: SlotRef,
-        welcome: pb.Welcome,
-        decode: CodecJob[codec.Decoded],
-    ) -> "concurrent.futures.Future[Pulled]":
-        """Start a READ whose end starts the decode, without a detour over the event loop.
-
-        Returns:
-            Future that settles when neither of them touches the landing slot, except after
-            `ReadTimeout`.
-        """
-        pulled: concurrent.futures.Future[Pulled] = concurrent.futures.Future()
-
-        def start(reading: "concurrent.futures.Future[ReadDone]") -> None:
-            if error := reading.exception():
-                pulled.set_exception(error)
-                return
-            read, began = reading.result(), time.perf_counter()
-
-            def settle(decoding: "concurrent.futures.Future[Timed[codec.Decoded] | None]") -> None:
-                if error := decoding.exception():
-                    pulled.set_exception(error)
-                    return
-                decoded = decoding.result()
-                codec_s = 0.0 if decoded is None else decoded.seconds
-                pulled.set_result(Pulled(read, time.perf_counter() - began, codec_s))
-
-            self._agent.run_codec(decode).add_done_callback(settle)
-
-        self._read(segment, slot, welcome).add_done_callback(start)
-        return pulled
-
-    def _read(
-        self, segment: pb.Segment, slot: SlotRef, welcome: pb.Welcome
-    ) -> "concurrent.futures.Future[ReadDone]":
-        return self._agent.read(
-            welcome.agent_name,
-            welcome.slab_address + segment.slot * welcome.slot_bytes,
-            segment.length,
-            self.landing.slab.view(slot.slot, segment.length),
-            kind=welcome.memory_kind,
-            device=welcome.device,
-            deadline_s=self._read_timeout_s,
-        )
-
-    def _decode_of(
-        self,
-        segment: pb.Segment,
-        slot: SlotRef,
-        pages: range,
-        fetch: Fetch,
-        welcome: pb.Welcome,
-    ) -> CodecJob[codec.Decoded]:
-        """Return the decode of a segment, which is verified when it has ended."""
-        request, reserved = fetch.request, fetch.reserved.result()
-        expected = FrameHeader.of(
-            segment, epoch=welcome.epoch, request_id=request.request_id, attempt=request.attempt
-        )
-
-        def prepare() -> bool:
-            if fetch.closed:  # the pages may soon belong to another sequence
-                return False
-            if reserved.ready is not None:
-                reserved.ready.wait()
-            return True
-
-        return CodecJob(
-            self._decoder.codec_of(segment),
-            self._decoder.decode,
-            self._decoder.payload_of(segment, slot, reserved.pages[pages.start : pages.stop]),
-            prepare,
-            lambda decoding: verified(decoding, expected),
-        )
+    def _check_verified(self, fetch: Fetch, progress: FetchProgress) -> None:
+        """Report that the KV is complete, as soon as it is."""
+        if progress.complete and progress.coverage.complete and not progress.ended:
+            fetch.on_verified()
 
     def _grant(self, key: str, segments: int) -> None:
         self._subscriptions[key].credit(segments)

@@ -1,15 +1,15 @@
 """The prefill worker's half of a transfer: encode computed KV into the slab, segment by segment.
 
-A segment is encoded only against a credit of its reader. Every slot in use therefore has landing
-space reserved and becomes free once it is read. The slots of a reader that has stopped become free
-when its session or its leases end; `SharedSlots` never gives all slots to one reader.
+A segment is announced when its encode is started, so that the reader has prepared everything when
+it is ready. It is encoded only against a credit of its reader. Every slot in use therefore has
+landing space reserved and becomes free once it is read. The slots of a reader that has stopped
+become free when its session or its leases end; `SharedSlots` never gives all slots to one reader.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from operator import methodcaller
 
 import structlog
 import torch
@@ -129,12 +129,14 @@ class Sender:
     def acknowledge(self, key: str, index: int, timing: SegmentTiming | None = None) -> None:
         """Free the slot of a segment that the reader has decoded."""
         outgoing = self._outgoing.get(key)
-        sent = outgoing.unacknowledged.pop(index, None) if outgoing else None
-        if outgoing is None or sent is None:
+        sent = outgoing.unacknowledged.get(index) if outgoing else None
+        if outgoing is None or sent is None or sent.ready is None:
             log.warning("acknowledgement of an unknown segment", key=key, index=index)
             return
+        del outgoing.unacknowledged[index]
         if timing is not None:
-            self.policy.arrived(outgoing.peer, sent.mode, sent.raw_bytes, sent.wire_bytes, timing)
+            sizes = sent.ready.raw_bytes, sent.ready.length
+            self.policy.arrived(outgoing.peer, sent.mode, *sizes, timing)
         self._slots.release(sent.ref)
         self._leases.renew(key, time.monotonic())
         self._pump()
@@ -147,8 +149,11 @@ class Sender:
         outgoing.closed = True
         outgoing.planned.clear()
         for sent in outgoing.unacknowledged.values():
-            self._slots.release(sent.ref)
-        outgoing.unacknowledged.clear()
+            if not sent.encoding:  # else `_settle` releases the slot
+                self._slots.release(sent.ref)
+        outgoing.unacknowledged = {
+            index: sent for index, sent in outgoing.unacknowledged.items() if sent.encoding
+        }
         self._leases.release(key)
         self._metrics.leases.set(self._leases.active)
         self._pump()
@@ -182,19 +187,20 @@ class Sender:
                 if ref is None:  # this reader's share is used up; others may get a slot
                     break
                 outgoing.credits -= 1
-                outgoing.encoding += 1
                 plan, ready = outgoing.planned.popleft()
                 self._start(outgoing, plan, ref, ready)
 
     def _start(
         self, outgoing: Outgoing, plan: SegmentPlan, ref: SlotRef, ready: "torch.cuda.Event | None"
     ) -> None:
-        """Start the encode of one segment.
+        """Announce one segment and start its encode.
 
         Encodes end in the order in which they are started, which is the order of their indices.
         """
+        start = time.perf_counter()
         mode = self._mode_of(outgoing, plan)
-        segment = _unencoded(plan.extent, outgoing, ref, mode)
+        segment = _manifest_entry(plan.extent, outgoing, ref, mode)
+        sent = outgoing.unacknowledged[segment.index] = SentSegment(ref, mode)
         outgoing.issued += 1
         header = FrameHeader.of(
             segment, epoch=self._epoch, request_id=outgoing.request_id, attempt=outgoing.attempt
@@ -214,11 +220,26 @@ class Sender:
             self._slab.offset(ref.slot) + HEADER_BYTES,
             self._slab.slot_bytes - HEADER_BYTES,
         )
+
+        def finish(pending: codec.Pending[codec.Encoded]) -> codec.Encoded:
+            encoded = pending.result()
+            sent.ready = pb.SegmentReady(
+                sequence=segment.sequence,
+                index=segment.index,
+                length=HEADER_BYTES + encoded.length,
+                checksum=encoded.checksum,
+                raw_bytes=encoded.raw_bytes,
+                encode_s=time.perf_counter() - start,
+            )
+            self._runner.notify(outgoing.agent, sent.ready.SerializeToString())
+            return encoded
+
         encoder = self._codecs.of(self._cache.planes, plan.extent, mode)
-        job = CodecJob(encoder, self._encode, payload, prepare, methodcaller("result"))
-        encoding = self._runner.run_codec(job)
+        encoding = self._runner.run_codec(CodecJob(encoder, self._encode, payload, prepare, finish))
+        outgoing.emit(pb.PrefillEvent(segment=segment))
+        outgoing.announce_if_complete()
         task = asyncio.create_task(
-            self._announce(outgoing, plan.extent, segment, ref, mode, encoding)
+            self._settle(outgoing, segment.index, sent, plan.extent, encoding)
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -232,56 +253,47 @@ class Sender:
         if not self._codecs.is_coded(plan.extent.plane_group):
             return WireMode.RAW
         raw_bytes = self._codecs.raw_bytes(plan.extent)
-        return self.policy.choose(outgoing.peer, raw_bytes, outgoing.outstanding)
+        return self.policy.choose(outgoing.peer, raw_bytes, outgoing.outstanding + 1)
 
-    async def _announce(
+    async def _settle(
         self,
         outgoing: Outgoing,
+        index: int,
+        sent: SentSegment,
         extent: Extent,
-        segment: pb.Segment,
-        ref: SlotRef,
-        mode: WireMode,
         encoding: "Future[Timed[codec.Encoded] | None]",
     ) -> None:
-        """Wait for the encode of a segment and announce it."""
-        start = time.perf_counter()
+        """Wait for the encode of a segment and tell the reader, unless a notification has."""
+        encoded = error = None
         try:
             encoded = await asyncio.wrap_future(encoding)
-        except Exception as error:
+        except Exception as raised:
             log.exception("encoding a segment failed", request_id=outgoing.request_id)
-            self._slots.release(ref)
-            self._pump()
+            error = raised
+        sent.encoding = False
+        if encoded is not None and sent.ready is not None:
+            ready = sent.ready
+            self.policy.encoded(sent.mode, ready.raw_bytes, ready.length, encoded.seconds)
+            self._metrics.encoded(
+                sent.mode,
+                ready.raw_bytes,
+                ready.length,
+                self._codecs.escapes(extent, encoded.value.escapes),
+                ready.encode_s,
+            )
             if not outgoing.closed:
-                outgoing.fail(error_pb2.ERROR_CODE_INTERNAL, f"KV could not be encoded: {error}")
-            return
-        finally:
-            outgoing.encoding -= 1
-        if outgoing.closed or encoded is None:
-            self._slots.release(ref)
+                if index in outgoing.unacknowledged:  # else the notification was faster
+                    outgoing.emit(pb.PrefillEvent(ready=ready))
+                return
+        if outgoing.unacknowledged.pop(index, None) is not None:
+            self._slots.release(sent.ref)
             self._pump()
-            return
-        result = encoded.value
-        segment.length = HEADER_BYTES + result.length
-        segment.checksum = result.checksum
-        segment.raw_bytes = result.raw_bytes
-        segment.encode_s = time.perf_counter() - start
-        outgoing.unacknowledged[segment.index] = SentSegment(
-            ref, mode, segment.raw_bytes, segment.length
-        )
-        self.policy.encoded(mode, segment.raw_bytes, segment.length, encoded.seconds)
-        self._metrics.encoded(
-            mode,
-            segment.raw_bytes,
-            segment.length,
-            self._codecs.escapes(extent, result.escapes),
-            segment.encode_s,
-        )
-        outgoing.emit(pb.PrefillEvent(segment=segment))
-        outgoing.announce_if_complete()
+        if error is not None and not outgoing.closed:
+            outgoing.fail(error_pb2.ERROR_CODE_INTERNAL, f"KV could not be encoded: {error}")
 
 
-def _unencoded(extent: Extent, outgoing: Outgoing, ref: SlotRef, mode: WireMode) -> pb.Segment:
-    """Return the manifest entry of a sequence's next segment, without the encode's results."""
+def _manifest_entry(extent: Extent, outgoing: Outgoing, ref: SlotRef, mode: WireMode) -> pb.Segment:
+    """Return the manifest entry of a sequence's next segment."""
     return pb.Segment(
         sequence=outgoing.sequence,
         index=outgoing.issued,

@@ -204,7 +204,15 @@ def fetch_of(workload: Workload, prefill: Prefill, name: str, index: int) -> Fet
     pages = tuple(range(index * count, (index + 1) * count))
     reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
     reserved.set_result(Reserved(name, pages))
-    return Fetch(name, prefill.address, request, reserved, lambda first: False, deadline_s=120.0)
+    return Fetch(
+        key=name,
+        prefill=prefill.address,
+        request=request,
+        reserved=reserved,
+        on_first=lambda first: False,
+        on_verified=lambda: None,
+        deadline_s=120.0,
+    )
 
 
 def read_rate(link: Link) -> float:

@@ -45,6 +45,9 @@ class InlineCodec:
         calls.poll()
         return future
 
+    def notify(self, peer: str, message: bytes) -> None:
+        pass
+
 
 def layout_of(heads: int) -> CacheLayout:
     """Two plane groups: encodable K, and V as codes with a scale per head and token."""
@@ -78,6 +81,7 @@ class Rank:
     number: int
     slab: Slab
     segments: list[pb.Segment] = field(default_factory=list)
+    ready: dict[int, pb.SegmentReady] = field(default_factory=dict)
 
     @classmethod
     async def sending(cls, number: int, whole: PagedCache) -> "Rank":
@@ -103,11 +107,15 @@ class Rank:
         def emit(event: pb.PrefillEvent) -> None:
             if event.WhichOneof("event") == "segment":
                 rank.segments.append(event.segment)
+            if event.WhichOneof("event") == "ready":
+                rank.ready[event.ready.index] = event.ready
 
         def fail(code: object, message: str) -> None:
             raise AssertionError(message)
 
-        sequence = Outgoing("s", "reader", "peer", 1, "request", 0, 1 << 14, emit, fail, credits=8)
+        sequence = Outgoing(
+            "s", "reader", "peer", 1, "request", 0, "agent", 1 << 14, emit, fail, credits=8
+        )
         sender.open(sequence)
         sender.add_computed(Computed("s", 0, TOKENS, tuple(range(PAGES))))
         sender.finish_computing("s")
@@ -129,12 +137,13 @@ class Reader:
 
     def pull(self, rank: Rank, segment: pb.Segment) -> None:
         pages = self.coverage.add(Extent.of(segment))
-        frame = rank.slab.view(segment.slot, segment.length)
-        self._landing.view(0, segment.length).copy_(frame)
+        ready = rank.ready[segment.index]
+        frame = rank.slab.view(segment.slot, ready.length)
+        self._landing.view(0, ready.length).copy_(frame)
         expected = FrameHeader.of(
             segment, epoch=EPOCHS[rank.number], request_id="request", attempt=0
         )
-        payload = self._decoder.payload_of(segment, SlotRef(0, 1), pages)
+        payload = self._decoder.payload_of(segment, ready, SlotRef(0, 1), pages)
         (decoding,) = self._decoder.decode(self._decoder.codec_of(segment), [payload])
         verified(decoding, expected)
 

@@ -1,0 +1,151 @@
+"""READs of announced segments, each followed by verification and a decode into pages."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import codec
+from headrace.v1 import prefill_pb2 as pb
+from services.transfer.agent import ReadDone, TransferAgent
+from services.transfer.announced import AnnouncedSegments
+from services.transfer.codec_calls import CodecJob, Timed
+from services.transfer.errors import ForeignSegment
+from services.transfer.fetch import Fetch
+from services.transfer.frame import HEADER_BYTES, FrameHeader
+from services.transfer.landed import SegmentDecoder, verified
+from services.transfer.slab import Slab, SlotRef
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A segment that was read, verified and decoded.
+
+    Attributes:
+        decode_s: seconds from the end of the READ to the end of the decode.
+        codec_s: seconds of the codec alone.
+    """
+
+    ready: pb.SegmentReady
+    read: ReadDone
+    decode_s: float
+    codec_s: float
+
+
+class Pull:
+    """One announced segment on its way from the sender's slab to the pages.
+
+    The READ is started on the thread that learns that the segment is ready. Its end starts the
+    decode on the transfer thread, without a detour over the event loop.
+
+    Args:
+        pages: the reader's pages for the segment's tokens.
+
+    Attributes:
+        done: settles when neither a READ nor a decode touches the landing slot any more, except
+            after `ReadTimeout`.
+
+    Raises:
+        FrameError: the sender's epoch is malformed.
+    """
+
+    def __init__(
+        self,
+        pulls: "Pulls",
+        segment: pb.Segment,
+        pages: Sequence[int],
+        fetch: Fetch,
+        welcome: pb.Welcome,
+    ) -> None:
+        self._pulls, self._segment = pulls, segment
+        self._pages, self._fetch, self._welcome = pages, fetch, welcome
+        self._expected = FrameHeader.of(
+            segment,
+            epoch=welcome.epoch,
+            request_id=fetch.request.request_id,
+            attempt=fetch.request.attempt,
+        )
+        self._pulled: Future[Pulled] = Future()
+        self.done = asyncio.wrap_future(self._pulled)
+
+    def start(self, slot: SlotRef) -> None:
+        """READ the segment into a landing slot once it is ready."""
+
+        def read(ready: pb.SegmentReady) -> None:
+            self._read(ready, slot)
+
+        self._pulls.announced.add(self._welcome.agent_name, self._segment, read)
+
+    def cancel(self) -> bool:
+        """Give up a segment that is not ready; return False if its READ was started already."""
+        return self._pulls.announced.discard(self._welcome.agent_name, self._segment)
+
+    def _read(self, ready: pb.SegmentReady, slot: SlotRef) -> None:
+        pulls, welcome = self._pulls, self._welcome
+        if not HEADER_BYTES < ready.length <= pulls.landing.slot_bytes:
+            message = f"a segment of {ready.length} bytes does not fit a slot"
+            self._pulled.set_exception(ForeignSegment(message))
+            return
+        reading = pulls.agent.read(
+            welcome.agent_name,
+            welcome.slab_address + self._segment.slot * welcome.slot_bytes,
+            ready.length,
+            pulls.landing.view(slot.slot, ready.length),
+            kind=welcome.memory_kind,
+            device=welcome.device,
+            deadline_s=pulls.read_timeout_s,
+        )
+        reading.add_done_callback(lambda reading: self._decode(ready, slot, reading))
+
+    def _decode(self, ready: pb.SegmentReady, slot: SlotRef, reading: "Future[ReadDone]") -> None:
+        if error := reading.exception():
+            self._pulled.set_exception(error)
+            return
+        read, began = reading.result(), time.perf_counter()
+
+        def settle(decoding: "Future[Timed[codec.Decoded] | None]") -> None:
+            if error := decoding.exception():
+                self._pulled.set_exception(error)
+                return
+            decoded = decoding.result()
+            codec_s = 0.0 if decoded is None else decoded.seconds
+            self._pulled.set_result(Pulled(ready, read, time.perf_counter() - began, codec_s))
+
+        self._pulls.agent.run_codec(self._job(ready, slot)).add_done_callback(settle)
+
+    def _job(self, ready: pb.SegmentReady, slot: SlotRef) -> CodecJob[codec.Decoded]:
+        """Return the decode of the segment, which is verified when it has ended."""
+        fetch, decoder, expected = self._fetch, self._pulls.decoder, self._expected
+
+        def prepare() -> bool:
+            if fetch.closed:  # the pages may soon belong to another sequence
+                return False
+            pages_free = fetch.reserved.result().ready
+            if pages_free is not None:
+                pages_free.wait()
+            return True
+
+        return CodecJob(
+            decoder.codec_of(self._segment),
+            decoder.decode,
+            decoder.payload_of(self._segment, ready, slot, self._pages),
+            prepare,
+            lambda decoding: verified(decoding, expected),
+        )
+
+
+@dataclass(frozen=True)
+class Pulls:
+    """What all pulls of a receiver share.
+
+    Attributes:
+        landing: slab that segments are read into.
+        read_timeout_s: deadline of one segment's READ, in seconds.
+    """
+
+    agent: TransferAgent
+    decoder: SegmentDecoder
+    landing: Slab
+    read_timeout_s: float
+    announced: AnnouncedSegments
