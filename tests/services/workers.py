@@ -117,14 +117,20 @@ class Site:
         self._prefills: list[Prefill] = []
         self._decodes: list[Decode] = []
 
-    async def prefill(self, *, started: bool = True, **changes: object) -> Prefill:
+    async def prefill(
+        self,
+        make_agent: Callable[[str], TransferAgent] = TransferAgent,
+        *,
+        started: bool = True,
+        **changes: object,
+    ) -> Prefill:
         settings = PrefillSettings.model_validate(
             {"codec": "raw", "slots": 4, "slot_bytes": SLOT_BYTES, **changes}
         )
         loaded = load(codebooks=settings.codec != "raw")
         loaded = replace(loaded, sizes=sizes_of(loaded, settings))
         slab = loaded.new_slab()
-        agent = TransferAgent(f"prefill-{loaded.identity.epoch}")
+        agent = make_agent(f"prefill-{loaded.identity.epoch}")
         agent.register(slab)
         worker = PrefillWorker(settings, loaded, agent, slab)
         server = GrpcServer("127.0.0.1:0", [SERVICE])
