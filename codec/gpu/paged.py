@@ -81,9 +81,10 @@ class _PendingDecode(_PendingSegment):
     def result(self) -> Decoded:
         _, checksum, announced, errors = self.call.numbers(self.number)
         segment = self.segment
-        if errors & 1:
-            self._check_header(self.call.results()[self.number, _HEADER:].tobytes())
-        check_errors(errors)
+        if errors:
+            if errors & 1:
+                self._check_header(self.call.results()[self.number, _HEADER:].tobytes())
+            check_errors(errors)
         check_checksum(announced & MASK64, segment.checksum)
         check_checksum(checksum & MASK64, segment.checksum)
         return Decoded(segment.length, segment.template.raw_bytes, segment.checksum)
@@ -158,6 +159,7 @@ class PagedCodec:
         """See `codec.backend.PagedCodec`."""
         check_bytes(buffer, self._device)
         address, size = buffer.data_ptr(), buffer.numel()
+        check_prefix(prefix_bytes, min([each.offset for each in segments], default=prefix_bytes))
         results: list[PendingDecode | None] = []
         calls: dict[SegmentTemplates, list[SegmentCall]] = {self._coded: [], self._raw: []}
         for page_ids, num_tokens, offset, length, checksum, raw in segments:
@@ -166,7 +168,6 @@ class PagedCodec:
             pages = self._pages(page_ids, num_tokens)
             check_range(offset, length, size)
             check_alignment(address + offset)
-            check_prefix(prefix_bytes, offset)
             try:
                 check_length(length, template.layout)
             except FormatError as error:
