@@ -26,8 +26,7 @@ _REFERENCE = "codec.reference.backend"
 _PAGED_CODECS = {"cuda": "codec.gpu.paged"}
 
 
-@dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """Result of encoding one segment.
 
     Attributes:
@@ -44,8 +43,7 @@ class Encoded:
     checksum: int
 
 
-@dataclass(frozen=True)
-class Decoded:
+class Decoded(NamedTuple):
     """Result of decoding one verified segment; fields as in `Encoded`."""
 
     length: int

@@ -85,7 +85,10 @@ def check_pages(
     Raises:
         InvalidPages: ids are out of range, repeated, or more or fewer than the tokens need.
     """
-    ids = tuple(page_ids.tolist() if isinstance(page_ids, Tensor) else page_ids)
+    if type(page_ids) is tuple:
+        ids = page_ids
+    else:
+        ids = tuple(page_ids.tolist() if isinstance(page_ids, Tensor) else page_ids)
     needed = -(-num_tokens // page_slots)
     if len(ids) != needed:
         raise InvalidPages(f"{num_tokens} tokens need {needed} page ids, got {list(ids)}")

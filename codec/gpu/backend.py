@@ -111,6 +111,7 @@ def _run(
     launch = Launch(templates.shape, 1, geometry.num_pages, device, Workspace(device))
     template = templates.of(geometry.num_tokens)
     launch.describe([SegmentCall(template, pages.numpy(), address, length)])
+    launch.fetch()
     start(launch)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

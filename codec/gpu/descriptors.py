@@ -6,7 +6,7 @@ ids, to pinned memory. `kernels/parameters.py` defines the fields.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from codec.codebook import Codebook
 from codec.elements import ElementType, unit_view
+from codec.errors import InvalidPages
 from codec.format import WORD_BYTES, Geometry, Layout, Mode, PlaneHeader, pack_static
 from codec.gpu.groups import PlaneGroup, PlaneShape
 from codec.gpu.kernels import parameters
@@ -26,9 +27,8 @@ Words = NDArray[np.int64]
 
 _PLANE_FIELDS = int(parameters.PLANE_FIELDS)
 _SEGMENT_FIELDS = int(parameters.SEGMENT_FIELDS)
-_ADDRESSES = int(parameters.ENTRIES)
-"""Number of leading fields that differ between calls, in plane rows and in segment rows."""
-_LENGTH = int(parameters.LENGTH)
+_OWN_PLANE_FIELDS = int(parameters.OWN_PLANE_FIELDS)
+_OWN_SEGMENT_FIELDS = int(parameters.OWN_SEGMENT_FIELDS)
 _TABLE_BYTES = int(parameters.TABLE_BYTES)
 _MAX_TEMPLATES = 256
 """Maximum number of numbers of tokens in the cache of a `SegmentTemplates`."""
@@ -45,19 +45,18 @@ def base_of(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SegmentTemplate:
-    """Descriptor of segments with a certain number of tokens, without their addresses.
+    """Descriptor of segments with a certain number of tokens.
 
     Attributes:
         raw_bytes: size of the encoded slots in the pages, in bytes.
-        segment_row: fields of the segment row from `ENTRIES` on.
-        plane_rows: for each group, the fields of the plane rows from `ENTRIES` on.
+        rows: the segment row, and for each group its plane rows; the fields that differ between
+            calls are zero.
     """
 
     geometry: Geometry
     layout: Layout
     raw_bytes: int
-    segment_row: Words
-    plane_rows: tuple[Words, ...]
+    rows: tuple[Words, ...]
 
 
 class SegmentTemplates:
@@ -100,9 +99,15 @@ class SegmentTemplates:
         self._templates: OrderedDict[int, SegmentTemplate] = OrderedDict()
 
     def of(self, num_tokens: int) -> SegmentTemplate:
-        """Return the template of segments with `num_tokens` tokens, at least one."""
+        """Return the template of segments with `num_tokens` tokens.
+
+        Raises:
+            InvalidPages: there are no tokens.
+        """
         found = self._templates.get(num_tokens)
         if found is None:
+            if num_tokens < 1:
+                raise InvalidPages(f"a segment needs at least one token, not {num_tokens}")
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.popitem(last=False)
             found = self._templates[num_tokens] = self._new(num_tokens)
@@ -112,13 +117,13 @@ class SegmentTemplates:
         geometry = replace(self._geometry, num_tokens=num_tokens)
         layout = Layout.of(geometry, self.element, [header.mode for header in self.headers])
         header = np.frombuffer(pack_static(geometry, self.element, self.headers), dtype=np.int64)
-        fields = [layout.entries // WORD_BYTES, layout.coded_chunks, 0, 0, 0]
+        fields = [0] * _OWN_SEGMENT_FIELDS + [layout.entries // WORD_BYTES, layout.coded_chunks, 0]
+        groups = (self._plane_rows(group, geometry, layout) for group in self.shape.groups)
         return SegmentTemplate(
             geometry,
             layout,
             len(self.headers) * geometry.elements * self.element.size,
-            np.concatenate([np.array(fields), header]),
-            tuple(self._plane_rows(group, geometry, layout) for group in self.shape.groups),
+            (np.concatenate([np.array(fields), header]), *groups),
         )
 
     def _plane_rows(self, group: PlaneGroup, geometry: Geometry, layout: Layout) -> Words:
@@ -127,6 +132,7 @@ class SegmentTemplates:
             streams = [at // WORD_BYTES for at in layout.blocks[number].streams]
             rows.append(
                 [
+                    *[0] * _OWN_PLANE_FIELDS,
                     *(layout.entries // WORD_BYTES, self._starts[number], self._lowest[number]),
                     number * geometry.num_chunks,
                     self._coded_before[number] * geometry.num_chunks,
@@ -185,45 +191,38 @@ class Descriptors:
                 np.split(self.host.numpy(), np.cumsum(sizes)[:-1]), shapes, strict=True
             )
         ]
-        self._segment_rows, *self._plane_rows, self._page_ids = views
+        *self._rows, self._page_ids = views
+        self._described = 0
         self._base = base_of(device).data_ptr()
         self.segment_rows, *plane_rows, self.page_ids = torch.split(self.device, sizes)
         self.plane_rows = tuple(plane_rows)
 
     def write(self, calls: Sequence[SegmentCall]) -> None:
-        """Describe the segments of a call, at most `segments`."""
-        base, count = self._base, len(calls)
-        addresses, lengths, first_page, chunks = [], [], 0, 0
+        """Describe the segments of a call, at least one and at most `segments`."""
+        base, count, first = self._base, len(calls), calls[0].template
+        for rows, row in zip(self._rows, first.rows, strict=True):
+            rows[:count] = row
+        fields: list[int] = []
+        first_page = chunks = 0
         for number, (template, pages, address, length, _, prefix_bytes) in enumerate(calls):
             layout = template.layout
-            word = (address - base) // WORD_BYTES
             entry_words = (length - layout.entries) // WORD_BYTES
-            addresses.append((word, number, first_page, chunks, entry_words))
-            lengths.append((length, prefix_bytes // 8))
+            fields += ((address - base) // WORD_BYTES, number, first_page, chunks, entry_words)
+            fields += (length, prefix_bytes // 8)
             first_page += len(pages)
             chunks += layout.coded_chunks
-        self._page_ids[:first_page] = np.concatenate([call.pages for call in calls])
-        for template, numbers in _runs(calls):
-            self._segment_rows[numbers, _ADDRESSES:] = template.segment_row
-            for rows, fields in zip(self._plane_rows, template.plane_rows, strict=True):
-                rows[numbers, :, _ADDRESSES:] = fields
-        own = np.array(addresses, dtype=np.int64)
-        self._segment_rows[:count, :_ADDRESSES] = own
-        self._segment_rows[:count, _LENGTH : _LENGTH + 2] = lengths
-        for rows in self._plane_rows:
-            rows[:count, :, :_ADDRESSES] = own[:, None]
-        if count < len(self._segment_rows):
-            for rows in (self._segment_rows, *self._plane_rows):
-                rows[count:] = 0
-
-
-def _runs(calls: Sequence[SegmentCall]) -> Iterator[tuple[SegmentTemplate, slice]]:
-    """Yield each run of consecutive segments with the same template."""
-    first = 0
-    for last in range(1, len(calls) + 1):
-        if last == len(calls) or calls[last].template is not calls[first].template:
-            yield calls[first].template, slice(first, last)
-            first = last
+            if template is not first:
+                for rows, row in zip(self._rows, template.rows, strict=True):
+                    rows[number] = row
+        np.concatenate([call.pages for call in calls], out=self._page_ids[:first_page])
+        own = np.array(fields, dtype=np.int64).reshape(count, _OWN_SEGMENT_FIELDS)
+        segment_rows, *groups = self._rows
+        segment_rows[:count, :_OWN_SEGMENT_FIELDS] = own
+        for rows in groups:
+            rows[:count, :, :_OWN_PLANE_FIELDS] = own[:, None, :_OWN_PLANE_FIELDS]
+        for rows in self._rows if count < self._described else ():
+            rows[count:] = 0
+        self._described = count
 
 
 def _tables(book: Codebook | None) -> bytes:

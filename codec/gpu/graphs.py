@@ -8,20 +8,23 @@ needed, and shared by all planes of one shape. Under Triton's interpreter there 
 import gc
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from enum import Enum
+from enum import StrEnum
+from functools import cache
 from threading import Lock
 
 import torch
 
 from codec.gpu.descriptors import SegmentCall, Words
 from codec.gpu.groups import PlaneShape
+from codec.gpu.kernels import parameters
 from codec.gpu.launch import Launch, Workspace
 
 MAX_IN_FLIGHT = 8
 """Maximum number of calls of one size in flight; the next one waits for the oldest."""
+_NANOSECONDS = int(parameters.RESULT_NANOSECONDS)
 
 
-class Direction(Enum):
+class Direction(StrEnum):
     """Kind of a call."""
 
     ENCODE = "encode"
@@ -35,29 +38,26 @@ class Call:
         self.segments = segments
         self._slot = slot
         self._lock = Lock()
+        self._ended = False
         self._results: Words | None = None
         self._numbers: list[list[int]] | None = None
-        self._seconds = 0.0
+        self._seconds: list[float] | None = None
 
     @property
     def done(self) -> bool:
         """Whether the call has finished; does not block."""
-        return self._results is not None or self._slot.done
-
-    @property
-    def seconds(self) -> float:
-        """Duration on the device in seconds, valid once `done`."""
-        self.results()
-        return self._seconds
+        if not self._ended:  # a later call of the slot starts only when the results are saved
+            self._ended = self._slot.done or self._results is not None
+        return self._ended
 
     def results(self) -> Words:
-        """Wait for the call and return its results; see `Launch.results`."""
+        """Wait for the call and return the results of its segments; see `Launch.results`."""
         if self._results is None:
             with self._lock:
                 if self._results is None:
-                    self._slot.wait()
-                    self._seconds = self._slot.seconds
-                    self._results = self._slot.launch.results.copy()
+                    if not self.done:
+                        self._slot.wait()
+                    self._results = self._slot.launch.results[: len(self.segments)].copy()
         return self._results
 
     def numbers(self, segment: int) -> list[int]:
@@ -65,6 +65,14 @@ class Call:
         if self._numbers is None:
             self._numbers = self.results()[:, :4].tolist()
         return self._numbers[segment]
+
+    def seconds(self, segment: int) -> float:
+        """Wait for the call and return the share of a segment in its duration on the device."""
+        if self._seconds is None:
+            each = [call.template.raw_bytes for call in self.segments]
+            speed = int(self.results()[:, _NANOSECONDS].max()) / 1e9 / sum(each)
+            self._seconds = [raw_bytes * speed for raw_bytes in each]
+        return self._seconds[segment]
 
 
 class Slot:
@@ -78,14 +86,11 @@ class Slot:
         self, launch: Launch, direction: Direction, stream: "torch.cuda.Stream | None"
     ) -> None:
         self.launch, self._stream = launch, stream
-        self._run = launch.encode if direction is Direction.ENCODE else launch.decode
+        self._kernels = launch.encode if direction is Direction.ENCODE else launch.decode
         self._call: Call | None = None
         if stream is None:
             return
-        self._started, self._finished = (
-            torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
+        self._finished = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._run()  # compiles the kernels; there are no segments, so nothing is written
         self._finished.record(stream)
         self._graph = _captured(self._run, stream.device)
@@ -94,13 +99,6 @@ class Slot:
     def done(self) -> bool:
         """Whether the last call has finished."""
         return self._stream is None or bool(self._finished.query())  # type: ignore[no-untyped-call]
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the last call, which has finished, in seconds."""
-        if self._stream is None:
-            return 0.0
-        return float(self._started.elapsed_time(self._finished)) / 1e3
 
     @property
     def idle(self) -> bool:
@@ -125,11 +123,14 @@ class Slot:
         if self._stream is None:
             self._run()
         else:
-            self._started.record(self._stream)
             self._graph.replay()
             self._finished.record(self._stream)
         self._call = Call(self, segments)
         return self._call
+
+    def _run(self) -> None:
+        self.launch.fetch()
+        self._kernels()
 
 
 class Graphs:
@@ -210,6 +211,7 @@ def _captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAG
     return graph
 
 
+@cache
 def rounded(count: int) -> int:
     """Round a positive number up to a power of two, or to one and a half times one."""
     power = 1 << (count - 1).bit_length()

@@ -5,6 +5,7 @@ current CUDA stream of the planes' device, so a CUDA graph can capture them.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ _DECODE_REGISTERS, _ENCODE_REGISTERS, _ESCAPE_CODE_REGISTERS = 48, 64, 56
 64 allow an SM's maximum number of one-warp programs; with fewer, the next launch starts earlier.
 """
 _MAX_GRID_Z = 65_535
+_DEPENDENT_LAUNCH_CAPABILITY = (9, 0)
+"""Lowest compute capability with programmatic dependent launch."""
 
 
 class Workspace:
@@ -77,6 +80,10 @@ class Launch:
         if segments * shape.planes > _MAX_GRID_Z:
             raise InvalidPlanes(f"{segments} segments of {shape.planes} planes are too many")
         self._shape, self._segments = shape, segments
+        self._on_gpu = device.type == "cuda"
+        self._dependent = self._on_gpu and (
+            torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH_CAPABILITY
+        )
         self._descriptors = Descriptors(shape, segments, pages, device)
         base = base_of(device)
         element = torch.int16 if shape.element.size == 2 else torch.int8
@@ -93,7 +100,7 @@ class Launch:
         self._results = torch.zeros(
             (segments, _RESULT_WORDS + shape.header_words // 2),
             dtype=torch.int64,
-            pin_memory=device.type == "cuda",
+            pin_memory=self._on_gpu,
         )
         self.results: Words = self._results.numpy()
 
@@ -101,15 +108,20 @@ class Launch:
         """Write the descriptors of the next call. The previous call must have finished."""
         self._descriptors.write(calls)
 
+    def fetch(self) -> None:
+        """Launch the copy of the descriptors to the device, which precedes all other kernels."""
+        host, device = self._descriptors.host, self._descriptors.device
+        if device is not host:
+            kernels.fetch_kernel[(-(-len(host) // 1024),)](host, device, len(host), num_warps=4)
+
     def encode(self) -> None:
         """Launch the kernels that encode the described segments."""
-        self._fetch()
         sizes, sums, scratch = self._scratch
-        for group, rows, grid in self._groups():
+        for group, rows, grid, options in self._groups():
             if not group.options:
                 kernels.raw_kernel[grid](
                     self._base, self._base32, rows, *self._page_args, self._accumulators,
-                    STORE=True, **self._shape.options,
+                    STORE=True, **options,
                 )  # fmt: skip
                 continue
             has_escape_code = group.mode.has_escape_code
@@ -118,59 +130,61 @@ class Launch:
                 sizes, scratch.view(torch.uint8), scratch, self._accumulators,
                 SCRATCH_STRIDE=self._shape.scratch_stride,
                 maxnreg=_ESCAPE_CODE_REGISTERS if has_escape_code else _ENCODE_REGISTERS,
-                **group.options, **self._shape.options,
+                **group.options, **options,
             )  # fmt: skip
         programs, summed = (self._sums_of_segment, self._segments), False
         if self._chunks > _MAX_DIRECT_CHUNKS:
             summed = True
             kernels.sum_kernel[programs](
-                sizes, *self._segment_args, sums, self._sums_of_segment, num_warps=4
+                sizes, *self._segment_args, sums, self._sums_of_segment, **self._tail_options
             )
         kernels.pack_kernel[programs](
             self._base32, *self._segment_args, self._shape.header_words, sizes,
             sums if summed else sizes, self._sums_of_segment, scratch, self._accumulators,
             self._results, self._results.stride(0),
-            SUMMED=summed, SCRATCH_STRIDE=self._shape.scratch_stride, num_warps=4,
+            SUMMED=summed, SCRATCH_STRIDE=self._shape.scratch_stride, TIMED=self._on_gpu,
+            **self._tail_options,
         )  # fmt: skip
 
     def decode(self) -> None:
         """Launch the kernels that decode the described segments."""
-        self._fetch()
-        for group, rows, grid in self._groups():
+        for group, rows, grid, options in self._groups():
             if not group.options:
                 kernels.raw_decode_kernel[grid](
                     self._base, self._base32, rows, *self._page_args, self._accumulators,
-                    **self._shape.options,
+                    **options,
                 )  # fmt: skip
                 continue
             kernels.decode_kernel[grid](
                 self._base, self._base8, self._base32, rows, *self._page_args,
                 self._shape.header_words, self._accumulators,
-                maxnreg=_DECODE_REGISTERS, **group.options, **self._shape.options,
+                maxnreg=_DECODE_REGISTERS, **group.options, **options,
             )  # fmt: skip
         self._verify()
 
     def checksum(self) -> None:
         """Launch the kernels that compute the pages' checksums; all planes must be raw."""
-        self._fetch()
-        for _, rows, grid in self._groups():
+        for _, rows, grid, options in self._groups():
             kernels.raw_kernel[grid](
                 self._base, self._base32, rows, *self._page_args, self._accumulators,
-                STORE=False, **self._shape.options,
+                STORE=False, **options,
             )  # fmt: skip
         self._verify()
-
-    def _fetch(self) -> None:
-        """Launch the copy of the descriptors to the device."""
-        host, device = self._descriptors.host, self._descriptors.device
-        if device is not host:
-            kernels.fetch_kernel[(-(-len(host) // 1024),)](host, device, len(host), num_warps=4)
 
     def _verify(self) -> None:
         kernels.verify_kernel[(self._segments,)](
             self._base32, *self._segment_args, self._shape.header_words, self._accumulators,
-            self._results, self._results.stride(0), num_warps=4,
+            self._results, self._results.stride(0), TIMED=self._on_gpu, **self._tail_options,
         )  # fmt: skip
+
+    @property
+    def _tail_options(self) -> dict[str, Any]:
+        """Options of the kernels after those of the chunks.
+
+        On a GPU that supports it, each one is launched before the previous kernel ends.
+        """
+        dependent = self._dependent
+        return {"DEPENDENT": dependent, "launch_pdl": dependent, "num_warps": 4}
 
     @property
     def _page_args(self) -> tuple[Tensor | int, ...]:
@@ -182,8 +196,13 @@ class Launch:
     def _segment_args(self) -> tuple[Tensor, int]:
         return self._descriptors.segment_rows, self._descriptors.row_words
 
-    def _groups(self) -> Iterator[tuple[PlaneGroup, Tensor, tuple[int, int, int]]]:
-        """Yield each group of planes, its plane rows and the grid of its kernels."""
+    def _groups(
+        self,
+    ) -> Iterator[tuple[PlaneGroup, Tensor, tuple[int, int, int], dict[str, Any]]]:
+        """Yield each group of planes, its plane rows, and the grid and options of its kernel."""
+        timed = self._on_gpu  # the first kernel records the start of the call
         for group, rows in zip(self._shape.groups, self._descriptors.plane_rows, strict=True):
             planes = self._segments * len(group.numbers)
-            yield group, rows, (self._head_chunks, self._shape.kv_heads, planes)
+            grid = self._head_chunks, self._shape.kv_heads, planes
+            yield group, rows, grid, {**self._shape.options, "TIMED": timed}
+            timed = False

@@ -27,7 +27,7 @@ from codec.checks import (
     check_range,
 )
 from codec.codebook import Codebook
-from codec.errors import FormatError, InvalidPages
+from codec.errors import FormatError
 from codec.format import SegmentHeader, parse_header, peek_header_bytes
 from codec.gpu.backend import check_alignment, check_errors, used_codebooks
 from codec.gpu.descriptors import SegmentCall, SegmentTemplates, Words
@@ -50,6 +50,7 @@ class _PendingSegment:
 
     call: Call
     number: int
+    segment: SegmentCall
 
     @property
     def done(self) -> bool:
@@ -57,12 +58,7 @@ class _PendingSegment:
 
     @property
     def seconds(self) -> float:
-        raw_bytes = sum(segment.template.raw_bytes for segment in self.call.segments)
-        return self.call.seconds * self.segment.template.raw_bytes / raw_bytes
-
-    @property
-    def segment(self) -> SegmentCall:
-        return self.call.segments[self.number]
+        return self.call.seconds(self.number)
 
 
 class _PendingEncode(_PendingSegment):
@@ -84,13 +80,14 @@ class _PendingDecode(_PendingSegment):
 
     def result(self) -> Decoded:
         _, checksum, announced, errors = self.call.numbers(self.number)
-        if errors & 1:
-            self._check_header(self.call.results()[self.number, _HEADER:].tobytes())
-        check_errors(errors)
-        check_checksum(announced & MASK64, self.segment.checksum)
-        check_checksum(checksum & MASK64, self.segment.checksum)
-        raw_bytes = self.segment.template.raw_bytes
-        return Decoded(self.segment.length, raw_bytes, self.segment.checksum)
+        segment = self.segment
+        if errors:
+            if errors & 1:
+                self._check_header(self.call.results()[self.number, _HEADER:].tobytes())
+            check_errors(errors)
+        check_checksum(announced & MASK64, segment.checksum)
+        check_checksum(checksum & MASK64, segment.checksum)
+        return Decoded(segment.length, segment.template.raw_bytes, segment.checksum)
 
     def _check_header(self, header: bytes) -> None:
         """Raise the `PayloadError` of a header that differs from the expected one."""
@@ -141,18 +138,19 @@ class PagedCodec:
     ) -> list[Pending[Encoded]]:
         """See `codec.backend.PagedCodec`."""
         check_bytes(buffer, self._device)
-        address, size = buffer.data_ptr(), len(buffer)
+        address, size = buffer.data_ptr(), buffer.numel()
         calls = []
         for page_ids, num_tokens, offset, capacity in segments:
-            pages = self._pages(page_ids, num_tokens)
             template = self._coded.of(num_tokens)
+            pages = self._pages(page_ids, num_tokens)
             check_output(capacity, template.layout)
             check_range(offset, capacity, size)
             check_alignment(address + offset)
             calls.append(SegmentCall(template, pages, address + offset))
         return [
-            _PendingEncode(*started)
-            for started in self._start(Direction.ENCODE, self._coded, calls)
+            _PendingEncode(call, number, segment)
+            for call in self._start(Direction.ENCODE, self._coded, calls)
+            for number, segment in enumerate(call.segments)
         ]
 
     def decode_batch(
@@ -160,16 +158,16 @@ class PagedCodec:
     ) -> list[PendingDecode]:
         """See `codec.backend.PagedCodec`."""
         check_bytes(buffer, self._device)
-        address, size = buffer.data_ptr(), len(buffer)
+        address, size = buffer.data_ptr(), buffer.numel()
+        check_prefix(prefix_bytes, min([each.offset for each in segments], default=prefix_bytes))
         results: list[PendingDecode | None] = []
         calls: dict[SegmentTemplates, list[SegmentCall]] = {self._coded: [], self._raw: []}
         for page_ids, num_tokens, offset, length, checksum, raw in segments:
+            templates = self._raw if raw else self._coded
+            template = templates.of(num_tokens)
             pages = self._pages(page_ids, num_tokens)
             check_range(offset, length, size)
             check_alignment(address + offset)
-            check_prefix(prefix_bytes, offset)
-            templates = self._raw if raw else self._coded
-            template = templates.of(num_tokens)
             try:
                 check_length(length, template.layout)
             except FormatError as error:
@@ -202,32 +200,31 @@ class PagedCodec:
                 self._graphs_of(templates).prepare(Direction.DECODE, segments, pages_of_each)
 
     def _pages(self, page_ids: PageIds, num_tokens: int) -> Words:
-        """Return the page ids of a segment.
-
-        Raises:
-            InvalidPages: the page ids are invalid, or there are no tokens.
-        """
-        if num_tokens < 1:
-            raise InvalidPages(f"a segment needs at least one token, not {num_tokens}")
+        """Return the page ids of a segment, once they are validated."""
         return check_pages(page_ids, self._num_pages, num_tokens, self._geometry.page_slots)
 
     def _start_decode(
         self, templates: SegmentTemplates, segments: Sequence[SegmentCall]
     ) -> list[PendingDecode]:
         started = self._start(Direction.DECODE, templates, segments)
-        return [_PendingDecode(*each, templates) for each in started]
+        return [
+            _PendingDecode(call, number, segment, templates)
+            for call in started
+            for number, segment in enumerate(call.segments)
+        ]
 
     def _start(
         self, direction: Direction, templates: SegmentTemplates, segments: Sequence[SegmentCall]
-    ) -> list[tuple[Call, int]]:
-        """Start calls; return the call of each segment, and the segment's number in the call."""
+    ) -> list[Call]:
+        """Start the calls that the segments need, with as many segments as possible in each."""
         if not segments:
             return []
         graphs = self._graphs_of(templates)
         limit = _segments_of_a_launch(max([each.template.raw_bytes for each in segments]))
-        parts = [segments[first : first + limit] for first in range(0, len(segments), limit)]
-        calls = [graphs.start(direction, part) for part in parts]
-        return [(call, number) for call in calls for number in range(len(call.segments))]
+        if len(segments) <= limit:
+            return [graphs.start(direction, segments)]
+        firsts = range(0, len(segments), limit)
+        return [graphs.start(direction, segments[first : first + limit]) for first in firsts]
 
     def _graphs_of(self, templates: SegmentTemplates) -> Graphs:
         """Return the graphs of the current CUDA stream."""

@@ -47,6 +47,7 @@ from codec.gpu.kernels.words import (
     entry_key,
     exclusive_sum,
     popcount,
+    record_start,
     shift_right,
     unsigned,
 )
@@ -147,7 +148,7 @@ def decode_kernel(
     ELEMENT_BYTES: tl.constexpr, MANTISSA_BITS: tl.constexpr, EXPONENT_MASK: tl.constexpr,
     REMAINDER_WIDTHS: tl.constexpr, CODE_BITS: tl.constexpr, HAS_ESCAPE_CODE: tl.constexpr,
     IS_WINDOW: tl.constexpr, ALIGNED: tl.constexpr, PAGED: tl.constexpr,
-    OVERFLOW_WORDS: tl.constexpr, KEYS: tl.constexpr,
+    OVERFLOW_WORDS: tl.constexpr, KEYS: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     """Decode one chunk into its page and add its checksum terms to `accumulators`.
 
@@ -157,6 +158,8 @@ def decode_kernel(
     Grid: `[chunks of a head, kv_heads, plane rows]`, one warp each. See `kernels/__init__.py` for
     the parameters.
     """
+    if TIMED:
+        record_start(accumulators)
     chunk_in_head, head = tl.program_id(0), tl.program_id(1)
     row = plane_rows + PLANE_FIELDS * tl.program_id(2)
     segment, codes_start, plane_start, first_page, full_pages, last_run, head_chunks = load_row(
@@ -290,8 +293,11 @@ def raw_decode_kernel(
     base, base32, plane_rows, page_ids, page_stride, head_stride, run_chunks, run_elements,
     run_columns, accumulators,
     ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, PAGED: tl.constexpr, KEYS: tl.constexpr,
+    TIMED: tl.constexpr,
 ):  # fmt: skip
     """Copy one chunk of a raw plane into its page and add its checksum terms."""
+    if TIMED:
+        record_start(accumulators)
     chunk_in_head, head = tl.program_id(0), tl.program_id(1)
     row = plane_rows + PLANE_FIELDS * tl.program_id(2)
     _, codes_start, plane_start, first_page, full_pages, last_run, head_chunks = load_row(

@@ -52,6 +52,7 @@ from codec.gpu.kernels.words import (
     exclusive_sum,
     lowest_bit,
     popcount,
+    record_start,
     unsigned,
 )
 
@@ -94,6 +95,7 @@ def encode_kernel(
     REMAINDER_WIDTHS: tl.constexpr, CODE_BITS: tl.constexpr, HAS_ESCAPE_CODE: tl.constexpr,
     IS_WINDOW: tl.constexpr, ALIGNED: tl.constexpr, PAGED: tl.constexpr,
     OVERFLOW_WORDS: tl.constexpr, SCRATCH_STRIDE: tl.constexpr, KEYS: tl.constexpr,
+    TIMED: tl.constexpr,
 ):  # fmt: skip
     """Encode one chunk: write its streams, its unpacked entries, and its size in `chunk_sizes`.
 
@@ -103,6 +105,8 @@ def encode_kernel(
     Grid: `[chunks of a head, kv_heads, plane rows]`, one warp each. See `kernels/__init__.py` for
     the parameters.
     """
+    if TIMED:
+        record_start(accumulators)
     chunk_in_head, head = tl.program_id(0), tl.program_id(1)
     row = plane_rows + PLANE_FIELDS * tl.program_id(2)
     segment, codes_start, plane_start, first_page, full_pages, last_run, head_chunks = load_row(
@@ -262,9 +266,11 @@ def raw_kernel(
     base, base32, plane_rows, page_ids, page_stride, head_stride, run_chunks, run_elements,
     run_columns, accumulators,
     ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, PAGED: tl.constexpr, STORE: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     """Copy one chunk of a raw plane to the segment, if STORE, and add its checksum terms."""
+    if TIMED:
+        record_start(accumulators)
     chunk_in_head, head = tl.program_id(0), tl.program_id(1)
     row = plane_rows + PLANE_FIELDS * tl.program_id(2)
     _, codes_start, plane_start, first_page, full_pages, last_run, head_chunks = load_row(

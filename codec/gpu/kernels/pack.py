@@ -7,7 +7,6 @@ import triton.language as tl
 
 from codec.gpu.kernels.parameters import (
     CODED_CHUNKS,
-    ENTRIES,
     FIRST_SCRATCH,
     MAX_NIBBLES,
     NOT_SPECIALIZED,
@@ -15,14 +14,18 @@ from codec.gpu.kernels.parameters import (
     RESULT_CHECKSUM,
     RESULT_FOURTH,
     RESULT_LENGTH,
+    RESULT_NANOSECONDS,
     RESULT_THIRD,
     SEGMENT,
+    SEGMENT_ENTRIES,
     SEGMENT_FIELDS,
 )
 from codec.gpu.kernels.words import (
     ACCUMULATORS,
     ESCAPE_COUNTS,
     NUM_SUMS,
+    START,
+    nanoseconds_since,
     seal_of,
     shift_right,
     unsigned,
@@ -37,7 +40,9 @@ def fetch_kernel(host, device, words):
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
-def sum_kernel(chunk_sizes, segment_rows, row_words, sums, sums_of_segment):
+def sum_kernel(
+    chunk_sizes, segment_rows, row_words, sums, sums_of_segment, DEPENDENT: tl.constexpr
+):
     """Write the total entry words of the PACK_CHUNKS chunks of a `pack_kernel` program.
 
     Grid: as for `pack_kernel`.
@@ -45,7 +50,10 @@ def sum_kernel(chunk_sizes, segment_rows, row_words, sums, sums_of_segment):
     row = segment_rows + tl.program_id(1) * row_words
     chunk = tl.program_id(0) * PACK_CHUNKS + tl.arange(0, PACK_CHUNKS)
     here = chunk < tl.load(row + CODED_CHUNKS)
-    size = tl.load(chunk_sizes + tl.load(row + FIRST_SCRATCH) + chunk, mask=here, other=0)
+    first = tl.load(row + FIRST_SCRATCH)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    size = tl.load(chunk_sizes + first + chunk, mask=here, other=0)
     at = sums + tl.program_id(1) * sums_of_segment + tl.program_id(0)
     tl.store(at, tl.sum(size & 0xFF, axis=0))
 
@@ -114,12 +122,14 @@ def write_header_end(segment32, header_words, entries_offset, chunks, entry_word
 def pack_kernel(
     base32, segment_rows, row_words, header_words, chunk_sizes, partials, sums_of_segment,
     scratch32, accumulators, results, result_words,
-    SUMMED: tl.constexpr, SCRATCH_STRIDE: tl.constexpr,
+    SUMMED: tl.constexpr, SCRATCH_STRIDE: tl.constexpr, TIMED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Pack the entries of PACK_CHUNKS chunks; the last program of a segment completes it.
 
-    All loads are issued before the first reduction, as in `verify_kernel`, to overlap their
-    latency. The results are: length in bytes, checksum, escapes, entry words.
+    Descriptors are read before the wait for the previous kernel, and all loads are issued before
+    the first reduction, to overlap their latency. The results are: length in bytes, checksum,
+    escapes, entry words.
 
     Grid: `[largest number of chunks with codes / PACK_CHUNKS, segments]`. See
     `kernels/__init__.py` for the other parameters.
@@ -138,6 +148,11 @@ def pack_kernel(
     last = g == last_program
     first = tl.load(row + FIRST_SCRATCH)
     segment32 = base32 + tl.load(row + SEGMENT)
+    entries_offset = tl.load(row + SEGMENT_ENTRIES)
+    crc = tl.load(header + 5)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    start = tl.load(accumulators + START)
     accumulators += number * ACCUMULATORS
     results += number * result_words
     chunk = g * PACK_CHUNKS + tl.arange(0, PACK_CHUNKS)
@@ -146,7 +161,6 @@ def pack_kernel(
     own = i < tl.where(last, NUM_SUMS, 0)
     sums = tl.load(accumulators + i, mask=own, other=0)
     escapes = tl.load(accumulators + ESCAPE_COUNTS + i, mask=own, other=0)
-    crc = tl.load(header + 5)
     if SUMMED:
         before = sum_of_first(partials + number * sums_of_segment, g, -1)
     else:
@@ -157,7 +171,6 @@ def pack_kernel(
     at = before + (upto - entry_words)
     max_entry_words = tl.max(entry_words, axis=0)
     tl.store(segment32 + header_words + chunk, at.to(tl.int32), mask=chunk < chunks)
-    entries_offset = tl.load(row + ENTRIES)
     entries = segment32 + entries_offset
     if last:
         total_words = before + tl.max(upto, axis=0)
@@ -169,6 +182,7 @@ def pack_kernel(
         tl.store(results + RESULT_CHECKSUM, checksum)
         tl.store(results + RESULT_THIRD, tl.sum(escapes, axis=0))
         tl.store(results + RESULT_FOURTH, total_words)
+        tl.store(results + RESULT_NANOSECONDS, nanoseconds_since(start, TIMED))
         tl.store(accumulators + i, tl.zeros((NUM_SUMS,), tl.int64))
         tl.store(accumulators + ESCAPE_COUNTS + i, tl.zeros((NUM_SUMS,), tl.int64))
     if g == 0:

@@ -14,6 +14,8 @@ FIRST_SCRATCH, ENTRY_WORDS = tl.constexpr(3), tl.constexpr(4)
 address; index of the segment in the call; index of its first page id; index of its first chunk with
 codes among those of the call; number of words from the start of its entries to its end (decode).
 """
+OWN_PLANE_FIELDS, OWN_SEGMENT_FIELDS = tl.constexpr(5), tl.constexpr(7)
+"""Number of leading fields that differ between calls, in plane rows and in segment rows."""
 
 PLANE_FIELDS = tl.constexpr(16)
 """Number of int64 fields of a plane row. The first ones are those above."""
@@ -28,11 +30,13 @@ offset of its codebook's tables from the base address, in bytes; number of pages
 used; number of elements of a head in the last, partly used page.
 """
 
-CODED_CHUNKS, LENGTH, PREFIX = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
+LENGTH, PREFIX = tl.constexpr(5), tl.constexpr(6)
+SEGMENT_ENTRIES, CODED_CHUNKS = tl.constexpr(7), tl.constexpr(8)
 SEGMENT_FIELDS = tl.constexpr(10)
-"""Further fields of a segment row, after `ENTRIES`: number of chunks with codes; length of the
-segment in bytes (decode; else 0); number of 64-bit words before the segment to copy to the results
-(decode); unused. The fields are followed by the static header, see `codec.format.pack_static`.
+"""Further fields of a segment row: length of the segment in bytes (decode; else 0); number of
+64-bit words before the segment to copy to the results (decode); word offset of the entries in the
+segment; number of chunks with codes; unused. The fields are followed by the static header, see
+`codec.format.pack_static`.
 """
 
 CODE_TABLE, SECOND_TABLE = tl.constexpr(0), tl.constexpr(256)
@@ -45,10 +49,12 @@ and exponent of each first- and second-level code, `[16]`.
 RESULT_LENGTH, RESULT_CHECKSUM, RESULT_THIRD, RESULT_FOURTH = (
     tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3),
 )  # fmt: skip
+RESULT_NANOSECONDS = tl.constexpr(4)
 MAX_PREFIX = tl.constexpr(16)
-RESULT_PREFIX, RESULT_HEADER = tl.constexpr(4), tl.constexpr(20)
+RESULT_PREFIX, RESULT_HEADER = tl.constexpr(5), tl.constexpr(21)
 """Fields of the int64 results of a segment: four numbers (see `pack_kernel` and `verify_kernel`),
-up to `MAX_PREFIX` words before the segment, and its header if that is not the expected one.
+time from the start of the call to the end of the segment, up to `MAX_PREFIX` words before the
+segment, and its header if that is not the expected one.
 """
 
 NOT_SPECIALIZED = [

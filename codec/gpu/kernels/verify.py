@@ -16,21 +16,31 @@ from codec.gpu.kernels.parameters import (
     RESULT_FOURTH,
     RESULT_HEADER,
     RESULT_LENGTH,
+    RESULT_NANOSECONDS,
     RESULT_PREFIX,
     RESULT_THIRD,
     SEGMENT,
     SEGMENT_FIELDS,
 )
-from codec.gpu.kernels.words import ACCUMULATORS, ERROR_FLAGS, NUM_SUMS, seal_of, unsigned
+from codec.gpu.kernels.words import (
+    ACCUMULATORS,
+    ERROR_FLAGS,
+    NUM_SUMS,
+    START,
+    nanoseconds_since,
+    seal_of,
+    unsigned,
+)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def verify_kernel(
-    base32, segment_rows, row_words, header_words, accumulators, results, result_words
-):
+    base32, segment_rows, row_words, header_words, accumulators, results, result_words,
+    TIMED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Reduce the checksum of a segment and compare its header with the expected one.
 
-    All loads are issued before the first reduction, because their latency dominates. If the
+    The payload and the descriptors are read before the wait for the previous kernel. If the
     segment's `LENGTH` is 0, there is no payload and only the checksum is meaningful.
 
     The results are: length in the header, computed checksum, checksum in the header, error flags
@@ -41,16 +51,13 @@ def verify_kernel(
     """
     number = tl.program_id(0)
     row = segment_rows + number * row_words
-    accumulators += number * ACCUMULATORS
     results += number * result_words
-    i = tl.arange(0, NUM_SUMS)
-    sums = tl.load(accumulators + i)
-    errors = tl.load(accumulators + ERROR_FLAGS)
     expected_length = tl.load(row + LENGTH)
     chunks = tl.load(row + CODED_CHUNKS)
     header = (row + SEGMENT_FIELDS).to(tl.pointer_type(tl.int32))
     in32 = base32 + tl.load(row + SEGMENT)
     in64 = in32.to(tl.pointer_type(tl.int64))
+    errors = tl.zeros((), tl.int64)
     if expected_length > 0:
         length = tl.load(in64 + 5)
         announced = tl.load(in64 + 6)
@@ -62,8 +69,8 @@ def verify_kernel(
         word = tl.arange(0, MAX_PREFIX)
         before = tl.load(in64 - prefix + word, mask=word < prefix, other=0)
         differing = tl.zeros((256,), tl.int32)
-        for start in range(0, header_words, 256):
-            j = start + tl.arange(0, 256)
+        for block in range(0, header_words, 256):
+            j = block + tl.arange(0, 256)
             known = (j < header_words) & ((j < 10) | (j > 15))
             theirs = tl.load(in32 + j, mask=known, other=0)
             differing |= (theirs != tl.load(header + j, mask=known, other=0)).to(tl.int32)
@@ -71,8 +78,8 @@ def verify_kernel(
         if wrong | (tl.max(differing, axis=0) > 0):
             errors |= 1
             theirs = (results + RESULT_HEADER).to(tl.pointer_type(tl.int32))
-            for start in range(0, header_words, 256):
-                j = start + tl.arange(0, 256)
+            for block in range(0, header_words, 256):
+                j = block + tl.arange(0, 256)
                 here = j < header_words
                 tl.store(theirs + j, tl.load(in32 + j, mask=here, other=0), mask=here)
         if chunks > 0:
@@ -80,8 +87,16 @@ def verify_kernel(
                 errors |= 2
         tl.store(results + RESULT_LENGTH, length)
         tl.store(results + RESULT_THIRD, announced)
-        tl.store(results + RESULT_FOURTH, errors)
         tl.store(results + RESULT_PREFIX + word, before, mask=word < prefix)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    start = tl.load(accumulators + START)
+    accumulators += number * ACCUMULATORS
+    i = tl.arange(0, NUM_SUMS)
+    sums = tl.load(accumulators + i)
+    errors |= tl.load(accumulators + ERROR_FLAGS)
     tl.store(results + RESULT_CHECKSUM, tl.sum(sums, axis=0))
+    tl.store(results + RESULT_FOURTH, errors)
+    tl.store(results + RESULT_NANOSECONDS, nanoseconds_since(start, TIMED))
     tl.store(accumulators + i, tl.zeros((NUM_SUMS,), tl.int64))
     tl.store(accumulators + ERROR_FLAGS, tl.zeros((), tl.int64))

@@ -14,8 +14,8 @@ LANES = tl.constexpr(32)
 _GOLDEN = tl.constexpr(GOLDEN - (1 << 64))
 NUM_SUMS = tl.constexpr(1024)
 """Number of partial checksums; atomic adds to a single one would serialize."""
-ESCAPE_COUNTS, ERROR_FLAGS = tl.constexpr(1024), tl.constexpr(2048)
-"""Offsets of the partial escape counts and of the error flags in the accumulators."""
+ESCAPE_COUNTS, ERROR_FLAGS, START = tl.constexpr(1024), tl.constexpr(2048), tl.constexpr(2049)
+"""Offsets in the accumulators: partial escape counts; error flags; start of the call, segment 0."""
 ACCUMULATORS = tl.constexpr(2064)
 """Length of the accumulators of a segment, int64 `[ACCUMULATORS]`, a multiple of 128 bytes."""
 
@@ -72,6 +72,23 @@ def column_digest(words, KEYS: tl.constexpr, FIRST: tl.constexpr):
     for k in tl.static_range(1, len(words)):
         digest += unsigned(words[k]) * KEYS[FIRST + k]
     return digest
+
+
+@triton.jit
+def record_start(accumulators):
+    """Store the time at which the first program of a grid starts in the accumulators of a call."""
+    if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
+        tl.store(accumulators + START, tl.extra.cuda.globaltimer())
+
+
+@triton.jit
+def nanoseconds_since(start, TIMED: tl.constexpr):
+    """Return the time since `record_start`, 0 unless TIMED."""
+    if TIMED:
+        elapsed = tl.extra.cuda.globaltimer() - start
+    else:
+        elapsed = start * 0
+    return elapsed
 
 
 @triton.jit

@@ -2,11 +2,14 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 import codec
 from codec.gpu import graphs
+from codec.gpu.descriptors import Descriptors, SegmentCall
+from codec.gpu.kernels import parameters
 from codec.gpu.paged import PagedCodec
 from tests.codec.batches import aligned
 from tests.codec.samples import BOOKS, bits, make_pages
@@ -27,6 +30,43 @@ def test_sizes_up_to_a_count_include_the_size_of_each_smaller_count() -> None:
     sizes = graphs.sizes_up_to(100)
     assert {graphs.rounded(count) for count in range(1, 101)} == set(sizes)
     assert all(second <= 2 * first for first, second in pairwise(sizes))
+
+
+def _calls(coder: PagedCodec, *tokens: int) -> list[SegmentCall]:
+    """Return calls of segments with these numbers of tokens, all in pages 5, 6 and so on."""
+    return [
+        SegmentCall(coder._coded.of(count), np.arange(5, 5 + -(-count // 16)), 1 << 12, 1 << 10)
+        for count in tokens
+    ]
+
+
+def test_descriptors_of_a_call_do_not_depend_on_the_previous_call() -> None:
+    planes = make_pages(40, num_planes=2, kv_heads=1).planes
+    coder = PagedCodec(planes, [BOOK, None])
+    shape, cpu = coder._coded.shape, torch.device("cpu")
+    used, fresh = (Descriptors(shape, 3, 3, cpu) for _ in range(2))
+    used.write(_calls(coder, 48, 48, 17))
+    for tokens in ((16, 40), (33, 33, 33), (1,)):
+        used.write(_calls(coder, *tokens))
+        fresh.host.zero_()
+        fresh.write(_calls(coder, *tokens))
+        for mine, theirs in zip(
+            (used.segment_rows, *used.plane_rows),
+            (fresh.segment_rows, *fresh.plane_rows),
+            strict=True,
+        ):
+            assert torch.equal(mine, theirs)
+        pages = sum(-(-count // 16) for count in tokens)
+        assert torch.equal(used.page_ids[:pages], fresh.page_ids[:pages])
+
+
+def test_seconds_of_a_call_are_divided_by_raw_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    coder = PagedCodec(make_pages(40, num_planes=1, kv_heads=1).planes, [BOOK])
+    results = np.zeros((2, int(parameters.RESULT_HEADER)), dtype=np.int64)
+    results[:, int(parameters.RESULT_NANOSECONDS)] = 1000, 4000  # until the end of each segment
+    call = graphs.Call(None, _calls(coder, 30, 10))  # type: ignore[arg-type]
+    monkeypatch.setattr(call, "results", lambda: results)
+    assert [call.seconds(number) for number in range(2)] == pytest.approx([3e-6, 1e-6])
 
 
 @pytest.mark.triton
