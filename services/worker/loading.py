@@ -1,6 +1,8 @@
 """Start-up of a worker: model, engine, codebooks, and the identity compared in handshakes."""
 
+import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,11 +123,16 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
     """Return the model on its device, and its hash.
 
     The checkpoint is read into host memory, but safetensors tensors that already have the target
-    dtype are only memory-mapped. Matrices move to the device one by one as the model packs them, so
-    the device holds at most one layer twice. No tensor of the checkpoint stays in memory.
+    dtype are only memory-mapped. The CUDA context is created meanwhile. Matrices move to the device
+    one by one as the model packs them, so the device holds at most one layer twice. No tensor of
+    the checkpoint stays in memory.
     """
-    dtype = _dtype(settings.dtype, device)
-    checkpoint = load_checkpoint(path, dtype=dtype)
+    dtype, started = _dtype(settings.dtype, device), time.perf_counter()
+    with ThreadPoolExecutor(1) as pool:
+        context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context
+        checkpoint = load_checkpoint(path, dtype=dtype)
+        context.result()
+    log.info("checkpoint read", model=str(path), seconds=_seconds_since(started))
     unsupported = unsupported_by_gemm(checkpoint, device, dtype)
     if unsupported is not None and settings.kernel_plan_file is not None:
         raise SettingsError(f"kernel_plan_file needs the GEMM backend: {unsupported}")
@@ -142,6 +149,7 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
     log.info(
         "model loaded",
         model=str(path),
+        seconds=_seconds_since(started),
         device="cpu" if device == "cpu" else torch.cuda.get_device_name(device),
         dtype=str(model.dtype).removeprefix("torch."),
         weight_bytes=checkpoint.nbytes,
@@ -157,6 +165,10 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
         plan_multiplied_out=plan and sorted(plan.dense),
     )
     return model, checkpoint.model_hash
+
+
+def _seconds_since(started: float) -> float:
+    return round(time.perf_counter() - started, 2)
 
 
 def _kernel_plan(path: Path | None, device: str) -> "KernelPlan | None":
