@@ -23,7 +23,7 @@ from typing import Self
 from runtime.kernels.launches import KernelSource
 
 MAX_PROCESSES = 16
-KERNEL_LIMIT_S = 120.0
+KERNEL_LIMIT_S = 60.0
 """Time limit for one kernel, after which its process is killed."""
 _PROCESS_BYTES = 1 << 30
 """Free host memory that each process requires."""

@@ -128,11 +128,12 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
     the checkpoint stays in memory.
     """
     dtype, started = _dtype(settings.dtype, device), time.perf_counter()
+    log.info("reading checkpoint", model=str(path))
     with ThreadPoolExecutor(1) as pool:
         context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context
         checkpoint = load_checkpoint(path, dtype=dtype)
         context.result()
-    log.info("checkpoint read", model=str(path), seconds=_seconds_since(started))
+    log.info("checkpoint read", seconds=_seconds_since(started))
     unsupported = unsupported_by_gemm(checkpoint, device, dtype)
     if unsupported is not None and settings.kernel_plan_file is not None:
         raise SettingsError(f"kernel_plan_file needs the GEMM backend: {unsupported}")

@@ -1,7 +1,5 @@
 """Copies of tensors to the device: contents, and reuse of buffers and device memory."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -9,11 +7,7 @@ from runtime.graphs.upload import Uploader
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
-
-def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that needs a GPU."""
-    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    return pytest.mark.gpu(skip(test))
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def test_tensors_on_the_cpu_are_not_copied() -> None:
@@ -22,7 +16,8 @@ def test_tensors_on_the_cpu_are_not_copied() -> None:
         assert upload(tensor) is tensor
 
 
-@on_gpu
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("elements", [0, 1, 1000, 4 << 20, (4 << 20) + 1, 33_000_001])
 def test_contents_are_equal_on_the_device(elements: int) -> None:
     values = torch.randint(-(1 << 15), 1 << 15, (elements,), dtype=torch.int16).view(torch.bfloat16)
@@ -32,7 +27,8 @@ def test_contents_are_equal_on_the_device(elements: int) -> None:
     assert torch.equal(found.cpu().view(torch.int16), values.view(torch.int16))
 
 
-@on_gpu
+@pytest.mark.gpu
+@needs_gpu
 def test_strided_tensors_and_tensors_on_the_device_are_supported() -> None:
     strided = torch.randn(3000, 3000).t()
     with Uploader(GPU) as upload:
@@ -41,7 +37,8 @@ def test_strided_tensors_and_tensors_on_the_device_are_supported() -> None:
     assert torch.equal(found.cpu(), strided)
 
 
-@on_gpu
+@pytest.mark.gpu
+@needs_gpu
 def test_device_memory_in_use_is_not_overwritten_and_results_can_be_used_at_once() -> None:
     """Each round frees a tensor while kernels that read it still run."""
     sources = [torch.full((2 << 20, 8), number, dtype=torch.float32) for number in range(6)]
