@@ -16,6 +16,9 @@ class KernelSource:
     Attributes:
         module, name: module of the kernel function, and its name in the module.
         gluon: whether the kernel is written in Gluon.
+        function_key: Triton's cache key of the function. Triton computes it when the function is
+            first needed, and it depends on which functions the process needed before. A process
+            that compiles for another one must therefore take over its key.
         signature, constants, attributes: arguments of `triton.compiler.ASTSource`: types of the
             arguments, compile-time constants, and properties such as divisibility by 16.
         target: target GPU, a `triton.backends.compiler.GPUTarget`.
@@ -25,6 +28,7 @@ class KernelSource:
     module: str
     name: str
     gluon: bool
+    function_key: str
     signature: dict[str, Any]
     constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], Any]
@@ -40,6 +44,7 @@ class KernelSource:
         kernel: Any = import_module(self.module)
         for part in self.name.split("."):
             kernel = getattr(kernel, part)
+        kernel.hash = self.function_key
         source = (GluonASTSource if self.gluon else ASTSource)(
             kernel, self.signature, self.constants, self.attributes
         )
@@ -51,7 +56,8 @@ def launches_skipped(on_kernel: Callable[[KernelSource], None]) -> Iterator[None
     """Skip launches of kernels that are not compiled in this process, on all threads.
 
     Outputs of these kernels are not written. Kernels that this process has compiled or loaded are
-    launched as usual.
+    launched as usual. Later processes find the kernels in Triton's cache only if they need them in
+    the same order (see `KernelSource.function_key`).
 
     Args:
         on_kernel: called once for each different kernel that is skipped.
@@ -74,8 +80,8 @@ def launches_skipped(on_kernel: Callable[[KernelSource], None]) -> Iterator[None
         function, target = kernel.fn, kernel.device_caches[device][2]
         on_kernel(
             KernelSource(
-                function.__module__, function.__qualname__, kernel.is_gluon(), signature,
-                constants, attributes, target, dict(options.__dict__),
+                function.__module__, function.__qualname__, kernel.is_gluon(), kernel.cache_key,
+                signature, constants, attributes, target, dict(options.__dict__),
             )
         )  # fmt: skip
 

@@ -139,20 +139,21 @@ class StepReplay:
         Args:
             progress: called with a stage and a size, see `runtime.replay.warm_up.Progress`.
         """
-        self._mixed.warm_up(lambda rows: progress("prompts", rows))
-        buckets = self._buckets[::-1]  # the largest first, so that the others reuse its memory
-        if self._decodes:
-            self._decode.warm_up(buckets, lambda bucket: progress("decode", bucket))
-        self._sampler.warm_up(buckets)
+        self._warm_up_passes(progress)
+        self._sampler.warm_up(self._buckets[::-1])
 
     def launch_passes(self) -> None:
-        """Launch all passes that `warm_up` captures, those of the megakernel first.
+        """Launch all passes that `warm_up` captures, in the same order.
 
         The passes are computed with zeros for tokens and positions, over the null page.
         """
+        self._warm_up_passes(lambda _stage, _size: None)
+
+    def _warm_up_passes(self, progress: Callable[[str, int], None]) -> None:
+        """Run all passes, the largest first, so that the others reuse its memory."""
+        self._mixed.warm_up(lambda rows: progress("prompts", rows))
         if self._decodes:
-            self._decode.warm_up(self._buckets, lambda _: None)
-        self._mixed.warm_up(lambda _: None)
+            self._decode.warm_up(self._buckets[::-1], lambda bucket: progress("decode", bucket))
 
     def can_launch_ahead(self, sequences: list[Running]) -> bool:
         """Return whether a step that decodes ``sequences`` may be launched before the last is read.

@@ -46,7 +46,7 @@ def all_processes_end(tmp_path: Path) -> Iterator[None]:
 
 
 def kernel(name: str) -> KernelSource:
-    return KernelSource("module", name, False, {}, {}, {}, None, {})
+    return KernelSource("module", name, False, "", {}, {}, {}, None, {})
 
 
 def run(names: list[str], command: list[str], processes: int, limit_s: float) -> PoolStatus:
@@ -111,7 +111,7 @@ def test_missing_program_is_an_error_of_the_pool_only() -> None:
 
 def test_kernel_that_cannot_be_pickled_is_an_error(command: list[str]) -> None:
     with CompilePool(1, command=command) as pool:
-        pool.submit(KernelSource("module", "local", False, {"x": lambda: 0}, {}, {}, None, {}))
+        pool.submit(KernelSource("module", "local", False, "", {"x": lambda: 0}, {}, {}, None, {}))
         pool.submit(kernel("a"))
         status = pool.wait()
     assert (status.done, len(status.errors)) == (2, 1)

@@ -25,18 +25,23 @@ driver.set_active(Driver())
 from runtime.kernels.compile_pool import CompilePool
 from runtime.kernels.launches import launches_skipped
 from runtime.layers.gpu import TritonRmsNorm, triton_silu_mul
-from runtime.gemm.kernels import small_m
+from ordered_kernels import first, second
 
 def launch():
     for width in (64, 128, 64, 100):
         norm = TritonRmsNorm(torch.ones(width), 1e-5)
         y = norm(torch.ones(3, width, dtype=torch.bfloat16))
         triton_silu_mul(y)
+    first[(1,)](y)
+    second[(1,)](y)
 
+found = []
+with launches_skipped(found.append):
+    launch()
+    launch()
 with CompilePool(2) as pool:
-    with launches_skipped(pool.submit):
-        launch()
-        launch()
+    for source in reversed(found):
+        pool.submit(source)
     status = pool.wait()
 assert not status.errors, status.errors
 
@@ -53,10 +58,34 @@ assert all(hits), list(zip(compiled, hits))
 print(status.submitted, len(hits))
 """
 
+_KERNELS = """
+import triton
+import triton.language as tl
+
+THREE = tl.constexpr(3)
+
+@triton.jit
+def shared(x):
+    return x + THREE
+
+@triton.jit
+def first(x):
+    tl.store(x, shared(tl.load(x)))
+
+@triton.jit
+def second(x):
+    tl.store(x, shared(tl.load(x)) + 1)
+"""
+"""The cache key of ``second`` depends on whether ``shared`` was used before, by ``first``. The
+pool compiles ``second`` first."""
+
 
 def test_launches_find_their_kernels_in_the_cache(tmp_path: Path) -> None:
     """Widths of 64 and 128 select different constants; 100 is no multiple of 16."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    (tmp_path / "ordered_kernels.py").write_text(_KERNELS)
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    cache = str(tmp_path / "cache")
+    environment = {**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONPATH": paths}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=300,
@@ -64,4 +93,4 @@ def test_launches_find_their_kernels_in_the_cache(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     submitted, launched = map(int, done.stdout.split())
-    assert submitted == launched >= 4
+    assert submitted == launched >= 6

@@ -76,7 +76,7 @@ def test_kernels_that_were_not_compiled_are_tried_again_at_the_next_start(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def with_kernel(*_: object, **__: object) -> None:
-        pool.submit(KernelSource("m", "k", False, {}, {}, {}, None, {}))
+        pool.submit(KernelSource("m", "k", False, "", {}, {}, {}, None, {}))
 
     with CompilePool(1, command=[sys.executable, "-c", ""]) as pool:
         monkeypatch.setattr(compile_pool, "CompilePool", lambda: pool)
