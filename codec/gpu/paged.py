@@ -1,6 +1,6 @@
 """Asynchronous paged codec on a GPU. Its calls replay CUDA graphs and do not wait for kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -33,6 +33,7 @@ from codec.gpu.backend import check_alignment, check_errors, used_codebooks
 from codec.gpu.descriptors import SegmentCall, SegmentTemplates, Words
 from codec.gpu.graphs import Call, Direction, Graphs, current_stream_of, graphs_of, sizes_up_to
 from codec.gpu.kernels import parameters
+from codec.gpu.launch import Launch, Workspace
 from codec.mix import MASK64
 
 _PREFIX, _HEADER = int(parameters.RESULT_PREFIX), int(parameters.RESULT_HEADER)
@@ -185,6 +186,20 @@ class PagedCodec:
 
     def warm_up(self, max_tokens: int, max_segments: int = 1) -> None:
         """See `codec.backend.PagedCodec`."""
+        for templates, direction, segments, pages in self._calls(max_tokens, max_segments):
+            self._graphs_of(templates).prepare(direction, segments, pages)
+
+    def launch(self, max_tokens: int, max_segments: int = 1) -> None:
+        """See `codec.backend.PagedCodec`."""
+        workspace = Workspace(self._device)
+        for templates, direction, segments, pages in self._calls(max_tokens, max_segments):
+            launch = Launch(templates.shape, segments, pages, self._device, workspace)
+            (launch.encode if direction is Direction.ENCODE else launch.decode)()
+
+    def _calls(
+        self, max_tokens: int, max_segments: int
+    ) -> Iterator[tuple[SegmentTemplates, Direction, int, int]]:
+        """Yield the calls up to a size, with their numbers of segments and pages of each."""
         pages = -(-max_tokens // self._geometry.page_slots)
         sizes = [
             (segments, pages_of_each)
@@ -195,9 +210,9 @@ class PagedCodec:
             template = self._coded.of(pages_of_each * self._geometry.page_slots)
             if segments > _segments_of_a_launch(template.raw_bytes):
                 continue
-            self._graphs_of(self._coded).prepare(Direction.ENCODE, segments, pages_of_each)
+            yield self._coded, Direction.ENCODE, segments, pages_of_each
             for templates in (self._coded, self._raw):
-                self._graphs_of(templates).prepare(Direction.DECODE, segments, pages_of_each)
+                yield templates, Direction.DECODE, segments, pages_of_each
 
     def _pages(self, page_ids: PageIds, num_tokens: int) -> Words:
         """Return the page ids of a segment, once they are validated."""

@@ -38,11 +38,11 @@ from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 
 METADATA = "headrace.json"
-FORMAT = 1
+FORMAT = 2  # 2: model_hash is a tree hash, see `runtime.checkpoint.hashing`
 
 
 def canonical_hash(checkpoint: Checkpoint) -> str:
-    """Return the sha256 of config and tensors: the ``model_hash`` of a canonical checkpoint."""
+    """Return the hash of config and tensors: the ``model_hash`` of a canonical checkpoint."""
     tensors = sorted(named_tensors(checkpoint), key=lambda item: item[0])
     return hash_tensors(_config_text(checkpoint.config), tensors)
 
@@ -103,7 +103,8 @@ def load_canonical(
     metadata = read_json(directory / METADATA)
     if metadata.get("format") != FORMAT:
         raise CheckpointError(
-            f"{directory / METADATA} has format {metadata.get('format')!r}, expected {FORMAT}"
+            f"{directory / METADATA} has format {metadata.get('format')!r}, expected {FORMAT}: "
+            "create the checkpoint again with `headrace compress` or `headrace convert`"
         )
     config = parse_config(_object(metadata, "config"), {})
     groups = _groups(metadata)

@@ -106,7 +106,8 @@ class Checkpoint:
         layers: one instance of the family's ``layer_type`` per layer, see also `LayersOnDemand`.
         final_norm: weight of the norm before the LM head, ``[hidden]``.
         lm_head: ``[vocab, hidden]``; the same tensor as ``embedding`` if embeddings are tied.
-        model_hash: sha256 of config and weights. Workers that exchange KV must have the same one.
+        model_hash: hash of config and weights, see `runtime.checkpoint.hashing`. Workers that
+            exchange KV must have the same one.
         keep: fraction of the linears' parameters that factorization kept; 1.0 if dense.
         factorization: provenance of a factorization; None if dense or converted.
     """

@@ -15,6 +15,7 @@ from runtime.checkpoint.weights import (
     linears_of,
 )
 from runtime.config import ModelConfig
+from runtime.graphs.upload import Uploader
 from runtime.kernels.alignment import LINE_BYTES, LINE_ELEMENTS, VECTOR_ELEMENTS, round_up
 
 PROJECTION_GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
@@ -104,20 +105,21 @@ class PackedWeights:
         config = checkpoint.config
         if reason := unsupported(checkpoint):
             raise ValueError(reason)
-        packer = _Packer(torch.device(device), config.head_dim)
-        layers = tuple(packer.layer(layer) for layer in checkpoint.layers)
-        final_norm = packer.vector(checkpoint.final_norm)
-        head = packer.matrix(checkpoint.lm_head)
-        tied = checkpoint.embedding is checkpoint.lm_head and head.weight.is_contiguous()
-        return cls(
-            config=config,
-            layers=layers,
-            final_norm=final_norm,
-            embedding=head.weight if tied else checkpoint.embedding.to(device, torch.bfloat16),
-            lm_head=head,
-            vectors=torch.cat(packer.vectors),
-            max_inner=packer.max_inner,
-        )
+        with Uploader(torch.device(device)) as upload:
+            packer = _Packer(upload, config.head_dim)
+            layers = tuple(packer.layer(layer) for layer in checkpoint.layers)
+            final_norm = packer.vector(checkpoint.final_norm)
+            head = packer.matrix(checkpoint.lm_head)
+            tied = checkpoint.embedding is checkpoint.lm_head and head.weight.is_contiguous()
+            return cls(
+                config=config,
+                layers=layers,
+                final_norm=final_norm,
+                embedding=head.weight if tied else packer.moved(checkpoint.embedding),
+                lm_head=head,
+                vectors=torch.cat(packer.vectors),
+                max_inner=packer.max_inner,
+            )
 
     @property
     def head_norms(self) -> bool:
@@ -182,18 +184,22 @@ def _zeros(rows: int, width: int, device: torch.device) -> Tensor:
 class _Packer:
     """Packs one layer after another, and collects norms and biases in ``vectors``."""
 
-    device: torch.device
+    upload: Uploader
     head_dim: int
     vectors: list[Tensor] = field(default_factory=list)
     max_inner: int = VECTOR_ELEMENTS
     _vector_elements: int = 0
+
+    def moved(self, values: Tensor) -> Tensor:
+        """Return a tensor on the device, as bf16. The dtype is converted on the device."""
+        return self.upload(values).to(torch.bfloat16)
 
     def vector(self, values: Tensor | None) -> int:
         """Append a norm or a bias; return its offset, -1 for None."""
         if values is None:
             return -1
         offset = self._vector_elements
-        self.vectors.append(values.to(self.device, torch.float32).flatten())
+        self.vectors.append(self.upload(values).to(torch.float32).flatten())
         self._vector_elements += values.numel()
         return offset
 
@@ -201,10 +207,10 @@ class _Packer:
         self, weight: Tensor, bias: Tensor | None = None, inner_column: int = -1
     ) -> PackedMatrix:
         """Return the matrix with aligned rows, copied only if it is not aligned already."""
-        weight = weight.to(self.device, torch.bfloat16)
+        weight = self.moved(weight)
         aligned = weight.shape[1] % VECTOR_ELEMENTS == 0 and weight.stride(0) % LINE_ELEMENTS == 0
         if not aligned or weight.stride(1) != 1 or weight.data_ptr() % LINE_BYTES:
-            padded = _zeros(len(weight), round_up(weight.shape[1]), self.device)
+            padded = _zeros(len(weight), round_up(weight.shape[1]), weight.device)
             padded[:, : weight.shape[1]] = weight
             weight = padded
         return PackedMatrix(weight, self.vector(bias), inner_column)
@@ -241,7 +247,7 @@ class _Packer:
 
     def _rows(self, name: str, linear: Linear) -> Tensor:
         rows = linear.weight if isinstance(linear, Dense) else linear.u
-        rows = rows.to(self.device, torch.bfloat16)
+        rows = self.moved(rows)
         return by_halves(rows, self.head_dim) if name in PROJECTION_GROUPS[0] else rows
 
     def _stacked_v(self, linears: Sequence[Linear]) -> Tensor:
@@ -249,9 +255,10 @@ class _Packer:
         pairs = [linear for linear in linears if isinstance(linear, FactorPair)]
         height = sum(round_up(pair.rank) for pair in pairs)
         self.max_inner = max(self.max_inner, height)
-        stacked = torch.zeros(height, pairs[0].v.shape[1], dtype=torch.bfloat16, device=self.device)
+        size, device = (height, pairs[0].v.shape[1]), self.upload.device
+        stacked = torch.zeros(size, dtype=torch.bfloat16, device=device)
         row = 0
         for pair in pairs:
-            stacked[row : row + pair.rank] = pair.v.to(self.device)
+            stacked[row : row + pair.rank] = self.upload(pair.v)
             row += round_up(pair.rank)
         return stacked

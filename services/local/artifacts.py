@@ -18,7 +18,7 @@ from services.local.seal import is_intact, is_sealed, seal
 from services.local.state import cache_dir
 from services.local.supervisor import end_with_parent
 
-RECIPE = 4  # version of the commands that make artifacts, including the default method
+RECIPE = 5  # version of the commands that make artifacts, including the default method
 CODEBOOKS = 3  # version of the codebook file, see codec/codebook.py
 
 

@@ -20,6 +20,7 @@ from services.local.artifacts import prepare
 from services.local.lock import ProcessIdentity
 from services.local.options import UpOptions
 from services.local.processes import plan_processes
+from services.local.progress import StartProgress
 from services.local.state import (
     Deployment,
     DeploymentRunning,
@@ -89,8 +90,14 @@ async def _run(options: UpOptions) -> int:
     stopping = asyncio.create_task(stop.wait())
     ready = asyncio.create_task(_wait_until_ready(options))
     try:
-        with console.status(f"starting {len(specs)} processes, logs in {logs}"):
+        with console.status(f"starting {len(specs)} processes, logs in {logs}") as status:
+            workers = [spec.name for spec in specs if spec.service in ("prefill", "decode")]
+            log_files = {name: logs / f"{name}.log" for name in workers}
+            progress = StartProgress(log_files, console, status)
+            following = asyncio.create_task(progress.follow())
             await asyncio.wait({running, stopping, ready}, return_when=asyncio.FIRST_COMPLETED)
+            following.cancel()
+            progress.poll()
         if ready.done() and not stop.is_set():
             ready.result()
             supervisor.mark_ready()

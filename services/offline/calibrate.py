@@ -32,8 +32,9 @@ def calibrate(
     """
     on = torch_device(device)
     console = Console(stderr=True)
-    with console.status("loading the model, compiling the codec"):
-        codec.warm_up()  # compile once here; workers load the functions from the cache
+    with console.status("loading the model"):
+        if on.type == "cpu":
+            codec.warm_up()  # compile once here; workers load the functions from the cache
         tokens = load_tokenizer(resolve_model(tokenizer)).encode(documentation()[0])
         runtime_model = load_model(resolve_model(model), on, kv_format)
     samples = prefill_sample(runtime_model, tokens, console)

@@ -1,6 +1,8 @@
 """Start-up of a worker: model, engine, codebooks, and the identity compared in handshakes."""
 
+import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +23,7 @@ from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.transfer.codecs import Books, SegmentCodecs, group_planes
 from services.transfer.slab import Slab
+from services.worker.compile_ahead import compile_ahead
 from services.worker.device import torch_device
 from services.worker.kv_budget import CPU_TOKENS, DeviceMemory, kv_tokens_for
 from services.worker.settings import WorkerSettings
@@ -83,8 +86,9 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
         path = resolve_model(settings.model)
         model, model_hash = _load_model(path, settings, device)
         sizes = _sizes(model, settings, decodes=decodes)
-        engine = _engine(model, settings, sizes, decodes=decodes)
         codebooks, codebook_id = _codebooks(settings, model)
+        compile_ahead(model, settings, sizes, codebooks, decodes=decodes)
+        engine = _engine(model, settings, sizes, decodes=decodes)
         warm_up(engine)
     except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
         raise SettingsError(f"cannot serve {settings.model}: {error}") from error
@@ -119,11 +123,17 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
     """Return the model on its device, and its hash.
 
     The checkpoint is read into host memory, but safetensors tensors that already have the target
-    dtype are only memory-mapped. Matrices move to the device one by one as the model packs them, so
-    the device holds at most one layer twice. No tensor of the checkpoint stays in memory.
+    dtype are only memory-mapped. The CUDA context is created meanwhile. Matrices move to the device
+    one by one as the model packs them, so the device holds at most one layer twice. No tensor of
+    the checkpoint stays in memory.
     """
-    dtype = _dtype(settings.dtype, device)
-    checkpoint = load_checkpoint(path, dtype=dtype)
+    dtype, started = _dtype(settings.dtype, device), time.perf_counter()
+    log.info("reading checkpoint", model=str(path))
+    with ThreadPoolExecutor(1) as pool:
+        context = pool.submit(lambda: torch.zeros(1, device=device))  # creates the CUDA context
+        checkpoint = load_checkpoint(path, dtype=dtype)
+        context.result()
+    log.info("checkpoint read", seconds=_seconds_since(started))
     unsupported = unsupported_by_gemm(checkpoint, device, dtype)
     if unsupported is not None and settings.kernel_plan_file is not None:
         raise SettingsError(f"kernel_plan_file needs the GEMM backend: {unsupported}")
@@ -140,6 +150,7 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
     log.info(
         "model loaded",
         model=str(path),
+        seconds=_seconds_since(started),
         device="cpu" if device == "cpu" else torch.cuda.get_device_name(device),
         dtype=str(model.dtype).removeprefix("torch."),
         weight_bytes=checkpoint.nbytes,
@@ -155,6 +166,10 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
         plan_multiplied_out=plan and sorted(plan.dense),
     )
     return model, checkpoint.model_hash
+
+
+def _seconds_since(started: float) -> float:
+    return round(time.perf_counter() - started, 2)
 
 
 def _kernel_plan(path: Path | None, device: str) -> "KernelPlan | None":

@@ -18,6 +18,7 @@ from services.local.artifacts import CODEBOOKS, artifact_folder
 from services.local.seal import seal
 from services.local.state import cache_dir
 
+_FOLDER = "bench-models-2"  # 2: the version of `runtime.checkpoint.canonical.FORMAT`
 WRITE_S = 900.0
 """Time limit for writing one model, in seconds."""
 
@@ -43,7 +44,7 @@ class RandomModel:
     @property
     def folder(self) -> Path:
         """Folder of the model in the cache; one for each tokenizer."""
-        return cache_dir() / "bench-models" / resolve_model(self.tokenizer).stem / self.name
+        return cache_dir() / _FOLDER / resolve_model(self.tokenizer).stem / self.name
 
     def ensure(self) -> Path:
         """Write the model unless the cache has it, and return its folder.

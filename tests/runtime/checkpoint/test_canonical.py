@@ -170,11 +170,12 @@ def test_altered_checkpoints_are_refused(change: str, tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "model")
 
 
-def test_unknown_format_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_other_format_versions_are_refused(version: int, tmp_path: Path) -> None:
     write_checkpoint(random_checkpoint(), tmp_path / "model")
     path = tmp_path / "model" / "headrace.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-    with pytest.raises(CheckpointError, match="format 2"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": version}))
+    with pytest.raises(CheckpointError, match=f"format {version}, expected 2: create"):
         load_checkpoint(tmp_path / "model")
 
 
