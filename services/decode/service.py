@@ -48,7 +48,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             compatibility=loaded.identity.compatibility_message(),
             slot_bytes=landing.slot_bytes,
             agent_name=agent.name,
-            agent_metadata=agent.metadata,
+            agent_metadata=agent.connection_metadata,
         )
         self._clients = PrefillClients(
             agent, hello, token=settings.token, handshake_s=settings.handshake_s
@@ -126,7 +126,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         if self.streams.pop(stream.key, None) is None:
             return
         self.metrics.requests.labels("decode", "ended").inc()
-        if stream.transfer is None:
+        if stream.transfer is None or stream.decoding:
             self.engine.submit(Cancel(stream.key))
         elif stream.transfer is not asyncio.current_task():
             stream.transfer.cancel()
@@ -145,12 +145,15 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         began = time.perf_counter()
         digest: asyncio.Future[str] | None = None
 
-        def start_decoding() -> None:
+        def start_decoding(times: FetchTimes) -> None:
             nonlocal digest
             if stream.key in self.streams:
                 digest = self._digest(stream)  # runs before the next step
                 self.engine.submit(Arrived(stream.key, tuple(stream.first)))
-                stream.decoding_since = time.perf_counter()
+                stream.decoding, stream.decoding_since = True, time.perf_counter()
+                stages = stream.stages
+                stages.queue, stages.prefill = times.queue, times.prefill
+                stages.transfer, stages.verify = times.transfer, times.decode_kv
 
         try:
             if not self._has_room():
@@ -211,9 +214,6 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
     def _record(
         self, stream: Stream, times: FetchTimes, total_s: float, digest: str | None
     ) -> None:
-        stages = stream.stages
-        stages.queue, stages.prefill = times.queue, times.prefill
-        stages.transfer, stages.verify = times.transfer, times.decode_kv
         for stage in ("queue", "prefill", "transfer"):
             self.metrics.stages.labels(stage).observe(getattr(times, stage))
         self.metrics.stages.labels("decode_kv").observe(times.decode_kv)

@@ -32,6 +32,7 @@ class Stream:
         stages: seconds per stage, sent with the last delta.
         reserved: future of the sequence's pages; None if this worker computes the prompt.
         transfer: task that reserves pages and fetches the KV; None if there is nothing to fetch.
+        decoding: whether fetched KV is complete, so that nothing writes to the pages any more.
         expiry: timer that ends the stream at its deadline.
         decoding_since: start of decoding, in seconds of `time.perf_counter`.
     """
@@ -46,6 +47,7 @@ class Stream:
     stages: pb.StageTimes = field(default_factory=pb.StageTimes)
     reserved: asyncio.Future[Reserved] | None = None
     transfer: asyncio.Task[None] | None = None
+    decoding: bool = False
     expiry: asyncio.TimerHandle | None = None
     decoding_since: float = 0.0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections import Counter
 
 import grpc
 import structlog
@@ -59,6 +60,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         )
         self.jobs: dict[str, Job] = {}
         self._sessions: dict[str, PrefillSession] = {}
+        self._reader_agents: Counter[str] = Counter()  # number of sessions by agent
 
     @property
     def idle(self) -> bool:
@@ -88,10 +90,11 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self._sessions[name] = session
         log.info("decode session opened", worker=hello.worker_id, epoch=hello.epoch)
         try:
+            await self._connect(hello)
             await session.run(context)
         finally:
             del self._sessions[name]
-            self._agent.remove_peer(hello.agent_name)
+            self._disconnect(hello)
             self._forget_link(hello.worker_id)
             log.info("decode session ended", worker=hello.worker_id, epoch=hello.epoch)
 
@@ -139,16 +142,25 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             lease_s=self._settings.lease_s,
         )
         await context.write(pb.PrefillEvents(events=[pb.PrefillEvent(welcome=welcome)]))
-        await self._add_peer(hello)
         return hello
 
-    async def _add_peer(self, hello: pb.Hello) -> None:
-        """Connect to the decode worker's agent. Without it, there are no notifications."""
+    async def _connect(self, hello: pb.Hello) -> None:
+        """Connect to the decode worker's agent. If that fails, it receives no notifications."""
+        self._reader_agents[hello.agent_name] += 1
+        if self._reader_agents[hello.agent_name] > 1:  # an earlier session has not ended yet
+            return
         adding = self._agent.add_peer(hello.agent_name, hello.agent_metadata)
         try:
             await asyncio.wrap_future(adding)
         except TransferError as error:
             log.warning("no notifications", worker=hello.worker_id, reason=str(error))
+
+    def _disconnect(self, hello: pb.Hello) -> None:
+        """Undo `_connect`."""
+        self._reader_agents[hello.agent_name] -= 1
+        if not self._reader_agents[hello.agent_name]:
+            del self._reader_agents[hello.agent_name]
+            self._agent.remove_peer(hello.agent_name)
 
     def _session_of(self, key: str) -> PrefillSession:
         return self._sessions[key.partition("/")[0]]

@@ -129,8 +129,14 @@ class TransferAgent:
 
     @property
     def metadata(self) -> bytes:
-        """Connection data for peers, valid once all slabs are registered. Blocks."""
+        """Data by which peers connect and access all slabs registered so far. Blocks."""
         future: Future[bytes] = self._call(lambda owner, future: owner.metadata(future))
+        return future.result()
+
+    @property
+    def connection_metadata(self) -> bytes:
+        """Data by which peers connect, without access to slabs. Blocks."""
+        future: Future[bytes] = self._call(lambda owner, future: owner.connection(future))
         return future.result()
 
     def add_peer(self, name: str, metadata: bytes) -> "Future[None]":

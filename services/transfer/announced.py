@@ -1,6 +1,9 @@
 """Announced segments that wait until they are ready to be read."""
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -9,13 +12,23 @@ from headrace.v1 import prefill_pb2 as pb
 
 log = structlog.get_logger()
 
+_MAX_EARLY = 256  # notifications kept for segments that are not announced yet
+
+_Key = tuple[str, int, int]  # agent, sequence, index
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    nonce: int
+    start: Callable[[pb.SegmentReady], None]
+
 
 class AnnouncedSegments:
     """Starts READs when the sender says that segments are ready; a `NotificationListener`.
 
     It says so twice, by a notification and by an event of its session. The one that arrives first
-    starts the READ. Notifications are not authenticated: what they say is verified after the READ,
-    as for events. Methods may run on any thread.
+    starts the READ. NIXL does not authenticate notifications, so one without the nonce that the
+    session announced is ignored. Methods may run on any thread.
 
     Args:
         on_waiting: called when the first segment is added, so that notifications are polled.
@@ -23,27 +36,36 @@ class AnnouncedSegments:
 
     def __init__(self, *, on_waiting: Callable[[], None]) -> None:
         self._on_waiting = on_waiting
-        self._starts: dict[tuple[str, int, int], Callable[[pb.SegmentReady], None]] = {}
+        self._lock = threading.Lock()
+        self._waiting: dict[_Key, _Waiting] = {}
+        self._early: OrderedDict[_Key, pb.SegmentReady] = OrderedDict()
 
     @property
     def waiting(self) -> bool:
-        return bool(self._starts)
+        return bool(self._waiting)
 
     def add(self, peer: str, segment: pb.Segment, start: Callable[[pb.SegmentReady], None]) -> None:
         """Call ``start`` once when a segment of a peer's agent is ready, on any thread."""
-        self._starts[peer, segment.sequence, segment.index] = start
-        if len(self._starts) == 1:
+        key = peer, segment.sequence, segment.index
+        with self._lock:
+            early = self._early.pop(key, None)
+            is_early = early is not None and early.nonce == segment.nonce
+            if not is_early:
+                self._waiting[key] = _Waiting(segment.nonce, start)
+            is_first = len(self._waiting) == 1
+        if early is not None and is_early:
+            start(early)
+        elif is_first:
             self._on_waiting()
 
     def discard(self, peer: str, segment: pb.Segment) -> bool:
         """Stop waiting for a segment; return False if its READ was started already."""
-        return self._starts.pop((peer, segment.sequence, segment.index), None) is not None
+        with self._lock:
+            return self._waiting.pop((peer, segment.sequence, segment.index), None) is not None
 
     def ready(self, peer: str, ready: pb.SegmentReady) -> None:
         """Start the READ of a segment, unless that was done already."""
-        start = self._starts.pop((peer, ready.sequence, ready.index), None)
-        if start is not None:
-            start(ready)
+        self._start(peer, ready, keep=False)
 
     def notified(self, peer: str, message: bytes) -> None:
         try:
@@ -51,4 +73,18 @@ class AnnouncedSegments:
         except DecodeError:
             log.warning("a notification is malformed", agent=peer, length=len(message))
             return
-        self.ready(peer, ready)
+        self._start(peer, ready, keep=True)
+
+    def _start(self, peer: str, ready: pb.SegmentReady, *, keep: bool) -> None:
+        """Start a READ. If the segment is not announced, keep the message if ``keep``."""
+        key = peer, ready.sequence, ready.index
+        with self._lock:
+            found = self._waiting.get(key)
+            if found is not None and found.nonce == ready.nonce:
+                del self._waiting[key]
+            elif found is None and keep:
+                self._early[key] = ready
+                if len(self._early) > _MAX_EARLY:
+                    self._early.popitem(last=False)
+        if found is not None and found.nonce == ready.nonce:
+            found.start(ready)

@@ -39,10 +39,11 @@ class Fetch:
             read before it is done.
         on_first: receives the first tokens; returns True if the sequence ends with them, so
             that no KV is needed.
-        on_verified: called once all KV is verified and in the pages, before bookkeeping that the
-            sequence need not wait for.
+        on_verified: called at most once, when all KV is verified and in the pages, with the times
+            of the transfer. Only bookkeeping follows, so the sequence may be decoded.
         deadline_s: seconds from the start of the fetch.
-        closed: True once the fetch has failed or was cancelled; no decode is started after that.
+        closed: True once the fetch has failed, was cancelled, or needs no KV; no decode is started
+            after that.
     """
 
     key: str
@@ -50,7 +51,7 @@ class Fetch:
     request: request_pb2.Request
     reserved: asyncio.Future[Reserved]
     on_first: Callable[[pb.FirstTokens], bool]
-    on_verified: Callable[[], None]
+    on_verified: Callable[["FetchTimes"], None]
     deadline_s: float
     closed: bool = False
 
@@ -87,6 +88,7 @@ class FetchProgress:
         computing: whether the start of the computation was announced.
         started: whether the first tokens have arrived.
         ended: whether the sequence ended with its first tokens.
+        reported: whether `Fetch.on_verified` was called.
     """
 
     coverage: Coverage
@@ -97,6 +99,7 @@ class FetchProgress:
     computing: bool = False
     started: bool = False
     ended: bool = False
+    reported: bool = False
 
     @property
     def complete(self) -> bool:

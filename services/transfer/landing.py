@@ -27,7 +27,7 @@ class LandingSlots:
 
     @property
     def held(self) -> int:
-        """Slots whose segment is being read or decoded."""
+        """Slots of announced segments that are not decoded yet."""
         return self._slots.in_use
 
     @property

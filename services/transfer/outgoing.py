@@ -36,7 +36,7 @@ class Outgoing:
         key: the engine's id of the sequence.
         reader: name of the decode worker's session; `SharedSlots` limits the slots of each.
         peer: id of the decode worker; the link policy measures per peer.
-        sequence: number of the sequence within the session.
+        sequence: the reader's number of the sequence.
         agent: name of the reader's agent, which receives notifications.
         slot_bytes: bytes of a slot of the reader's landing slab.
         emit: callback that sends an event to the reader.

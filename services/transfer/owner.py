@@ -106,6 +106,10 @@ class Owner:
     def metadata(self, future: "Future[bytes]") -> None:
         future.set_result(self._nixl.getLocalMD())
 
+    def connection(self, future: "Future[bytes]") -> None:
+        no_memory = self._api.nixlRegDList(self._memory["DRAM"], [])
+        future.set_result(self._nixl.getLocalPartialMD(no_memory, True, self._ucx))
+
     def add_peer(self, name: str, metadata: bytes, future: "Future[None]") -> None:
         peer = self._peers.get(name)
         if peer is not None:
@@ -184,6 +188,8 @@ class Owner:
         try:
             received = self._nixl.getNotifs({}, self._ucx)
         except self._faults:
+            return []
+        except UnicodeDecodeError:  # a sender's name is not UTF-8
             return []
         return [(peer, message) for peer, messages in received.items() for message in messages]
 

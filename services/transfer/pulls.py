@@ -44,7 +44,7 @@ class Pull:
 
     Attributes:
         done: settles when neither a READ nor a decode touches the landing slot any more, except
-            after `ReadTimeout`.
+            after `ReadTimeout`. Never settles if `cancel` returned True.
 
     Raises:
         FrameError: the sender's epoch is malformed.
@@ -60,6 +60,8 @@ class Pull:
     ) -> None:
         self._pulls, self._segment = pulls, segment
         self._pages, self._fetch, self._welcome = pages, fetch, welcome
+        self._codec = pulls.decoder.codec_of(segment)
+        self._pages_free = fetch.reserved.result().ready
         self._expected = FrameHeader.of(
             segment,
             epoch=welcome.epoch,
@@ -73,7 +75,10 @@ class Pull:
         """READ the segment into a landing slot once it is ready."""
 
         def read(ready: pb.SegmentReady) -> None:
-            self._read(ready, slot)
+            try:
+                self._read(ready, slot)
+            except Exception as error:  # noqa: BLE001 - raised again where the pull is awaited
+                self._pulled.set_exception(error)
 
         self._pulls.announced.add(self._welcome.agent_name, self._segment, read)
 
@@ -84,9 +89,7 @@ class Pull:
     def _read(self, ready: pb.SegmentReady, slot: SlotRef) -> None:
         pulls, welcome = self._pulls, self._welcome
         if not HEADER_BYTES < ready.length <= pulls.landing.slot_bytes:
-            message = f"a segment of {ready.length} bytes does not fit a slot"
-            self._pulled.set_exception(ForeignSegment(message))
-            return
+            raise ForeignSegment(f"a segment of {ready.length} bytes does not fit a slot")
         reading = pulls.agent.read(
             welcome.agent_name,
             welcome.slab_address + self._segment.slot * welcome.slot_bytes,
@@ -96,13 +99,17 @@ class Pull:
             device=welcome.device,
             deadline_s=pulls.read_timeout_s,
         )
-        reading.add_done_callback(lambda reading: self._decode(ready, slot, reading))
 
-    def _decode(self, ready: pb.SegmentReady, slot: SlotRef, reading: "Future[ReadDone]") -> None:
-        if error := reading.exception():
-            self._pulled.set_exception(error)
-            return
-        read, began = reading.result(), time.perf_counter()
+        def decode(reading: "Future[ReadDone]") -> None:
+            try:
+                self._decode(ready, slot, reading.result())
+            except Exception as error:  # noqa: BLE001 - raised again where the pull is awaited
+                self._pulled.set_exception(error)
+
+        reading.add_done_callback(decode)
+
+    def _decode(self, ready: pb.SegmentReady, slot: SlotRef, read: ReadDone) -> None:
+        began = time.perf_counter()
 
         def settle(decoding: "Future[Timed[codec.Decoded] | None]") -> None:
             if error := decoding.exception():
@@ -112,27 +119,23 @@ class Pull:
             codec_s = 0.0 if decoded is None else decoded.seconds
             self._pulled.set_result(Pulled(ready, read, time.perf_counter() - began, codec_s))
 
-        self._pulls.agent.run_codec(self._job(ready, slot)).add_done_callback(settle)
-
-    def _job(self, ready: pb.SegmentReady, slot: SlotRef) -> CodecJob[codec.Decoded]:
-        """Return the decode of the segment, which is verified when it has ended."""
-        fetch, decoder, expected = self._fetch, self._pulls.decoder, self._expected
-
-        def prepare() -> bool:
-            if fetch.closed:  # the pages may soon belong to another sequence
-                return False
-            pages_free = fetch.reserved.result().ready
-            if pages_free is not None:
-                pages_free.wait()
-            return True
-
-        return CodecJob(
-            decoder.codec_of(self._segment),
+        decoder, expected = self._pulls.decoder, self._expected
+        payload = decoder.payload_of(self._segment, ready, slot, self._pages)
+        job = CodecJob(
+            self._codec,
             decoder.decode,
-            decoder.payload_of(self._segment, ready, slot, self._pages),
-            prepare,
+            payload,
+            self._prepare,
             lambda decoding: verified(decoding, expected),
         )
+        self._pulls.agent.run_codec(job).add_done_callback(settle)
+
+    def _prepare(self) -> bool:
+        if self._fetch.closed:  # the pages may soon belong to another sequence
+            return False
+        if self._pages_free is not None:
+            self._pages_free.wait()
+        return True
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class Receiver:
                 if not progress.complete:
                     raise
                 return
-            if event is None:
+            if event is None or progress.complete:  # completed while the event was queued
                 continue
             if event.WhichOneof("event") == "segment":
                 self._check_announced(event.segment, fetch, progress)
@@ -176,8 +176,11 @@ class Receiver:
             case "ready":
                 self._pulls.announced.ready(subscription.welcome.agent_name, event.ready)
             case "done":
-                if event.done.segments < progress.announced:
-                    raise ForeignSegment(f"{progress.announced} segments were announced before")
+                if progress.expected is not None or event.done.segments < progress.announced:
+                    raise ForeignSegment(
+                        f"a total of {event.done.segments} segments after {progress.announced} "
+                        f"segments and a total of {progress.expected}"
+                    )
                 progress.expected = event.done.segments
                 self._check_verified(fetch, progress)
             case "failed":
@@ -213,6 +216,8 @@ class Receiver:
         welcome = subscription.welcome
         if segment.slot >= welcome.slots:
             raise ForeignSegment(f"slot {segment.slot} does not exist; there are {welcome.slots}")
+        if not fetch.reserved.done():
+            raise ForeignSegment("a segment was announced without a credit")
         pages = progress.coverage.add(Extent.of(segment))
         reserved = fetch.reserved.result().pages[pages.start : pages.stop]
         pull = Pull(self._pulls, segment, reserved, fetch, welcome)
@@ -238,18 +243,20 @@ class Receiver:
         except (codec.CodecError, FrameError):
             self._metrics.integrity_failures.inc()
             raise
+        ready, read = pulled.ready, pulled.read
+        progress.times.add(ready, read.seconds, pulled.decode_s)
         progress.verified += 1
         self._check_verified(fetch, progress)
-        ready, read = pulled.ready, pulled.read
         subscription.acknowledge(ready.index, read.busy_s, pulled.codec_s)
         subscription.put(None)
-        progress.times.add(ready, read.seconds, pulled.decode_s)
         self._metrics.received(ready.raw_bytes, ready.length, read.seconds, pulled.decode_s)
 
     def _check_verified(self, fetch: Fetch, progress: FetchProgress) -> None:
-        """Report that the KV is complete, as soon as it is."""
-        if progress.complete and progress.coverage.complete and not progress.ended:
-            fetch.on_verified()
+        """Report once that the KV is complete, as soon as it is."""
+        complete = progress.complete and progress.coverage.complete and not progress.ended
+        if complete and not progress.reported:
+            progress.reported = True
+            fetch.on_verified(progress.times)
 
     def _grant(self, key: str, segments: int) -> None:
         self._subscriptions[key].credit(segments)

@@ -7,6 +7,7 @@ become free when its session or its leases end; `SharedSlots` never gives all sl
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -230,6 +231,7 @@ class Sender:
                 checksum=encoded.checksum,
                 raw_bytes=encoded.raw_bytes,
                 encode_s=time.perf_counter() - start,
+                nonce=segment.nonce,
             )
             self._runner.notify(outgoing.agent, sent.ready.SerializeToString())
             return encoded
@@ -263,7 +265,7 @@ class Sender:
         extent: Extent,
         encoding: "Future[Timed[codec.Encoded] | None]",
     ) -> None:
-        """Wait for the encode of a segment and tell the reader, unless a notification has."""
+        """Wait for the encode of a segment and tell the reader, unless it has read it already."""
         encoded = error = None
         try:
             encoded = await asyncio.wrap_future(encoding)
@@ -308,4 +310,5 @@ def _manifest_entry(extent: Extent, outgoing: Outgoing, ref: SlotRef, mode: Wire
         slot=ref.slot,
         generation=ref.generation,
         raw=mode is WireMode.RAW,
+        nonce=secrets.randbits(64),
     )

@@ -210,7 +210,7 @@ def fetch_of(workload: Workload, prefill: Prefill, name: str, index: int) -> Fet
         request=request,
         reserved=reserved,
         on_first=lambda first: False,
-        on_verified=lambda: None,
+        on_verified=lambda times: None,
         deadline_s=120.0,
     )
 

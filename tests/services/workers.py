@@ -200,7 +200,7 @@ def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
         request=message_of(tokens),
         reserved=reserved,
         on_first=lambda first: False,
-        on_verified=lambda: None,
+        on_verified=lambda times: None,
         deadline_s=LIMIT_S,
     )
 

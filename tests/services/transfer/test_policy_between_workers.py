@@ -74,7 +74,7 @@ async def test_acknowledgement_without_timing_frees_the_slot(site: Site) -> None
     async with session_with(prefill) as session:
         await session.send(pb.PrefillCommand(start=start_of(20, sequence=1)))
         await session.send(pb.PrefillCommand(credit=pb.Credit(sequence=1, segments=1)))
-        while (await session.event()).WhichOneof("event") != "segment":
+        while (await session.event()).WhichOneof("event") != "ready":
             pass
         assert prefill.worker.sender.slots_in_use == 1
         await session.send(pb.PrefillCommand(acknowledge=pb.Acknowledge(sequence=1, index=0)))
