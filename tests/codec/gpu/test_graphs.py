@@ -1,6 +1,9 @@
 """Calls in flight and CUDA graphs of the paged codec."""
 
+from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import codec
 from codec.gpu import graphs
 from codec.gpu.descriptors import Descriptors, SegmentCall
 from codec.gpu.kernels import parameters
+from codec.gpu.launch import Launch, Workspace
 from codec.gpu.paged import PagedCodec
 from tests.codec.batches import aligned
 from tests.codec.samples import BOOKS, bits, make_pages
@@ -69,6 +73,79 @@ def test_seconds_of_a_call_are_divided_by_raw_bytes(monkeypatch: pytest.MonkeyPa
     assert [call.seconds(number) for number in range(2)] == pytest.approx([3e-6, 1e-6])
 
 
+class _FakeLaunch:
+    """Logs the calls of a launch."""
+
+    def __init__(self, raw_bytes: int, log: list[str]) -> None:
+        self.raw_bytes = raw_bytes
+        self.results = np.zeros((1, int(parameters.RESULT_HEADER)), dtype=np.int64)
+        self.copy, self.fetch, self.encode, self.decode = (
+            lambda name=name: log.append(name) for name in ("copy", "fetch", "encode", "decode")
+        )
+        self.describe = lambda _segments: log.append("describe")
+
+
+class _FakeEvent:
+    """Logs `synchronize`; the work before it never ends by itself."""
+
+    log: list[str]
+
+    def __init__(self, **_options: bool) -> None: ...
+
+    def record(self, _stream: object) -> None:
+        self.log.append("record")
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+
+class _FakeStreams:
+    """Logs copies, captures and replays."""
+
+    calls = None
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def copy(self, start: Callable[[], None]) -> None:
+        start()
+        self._log.append("wait for the copy")
+
+    def capture(self, run: Callable[[], None]) -> Any:
+        run()
+        return SimpleNamespace(replay=lambda: self._log.append("replay"))
+
+
+@pytest.mark.parametrize("direction", list(graphs.Direction))
+@pytest.mark.parametrize("raw_bytes", [(64 << 20) - 1, 64 << 20])
+def test_large_calls_copy_their_descriptors_outside_of_the_graph(
+    raw_bytes: int, direction: graphs.Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(_FakeEvent, "log", log, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", _FakeEvent)
+    launch: Any = _FakeLaunch(raw_bytes, log)
+    slot = graphs.Slot(launch, direction, _FakeStreams(log))  # type: ignore[arg-type]
+    large = raw_bytes >= 64 << 20
+    launches = [str(direction)] if large else ["fetch", str(direction)]
+    assert log == [*launches, "record", *launches]  # compiled, then captured
+    copies = ["copy", "wait for the copy"] if large else []
+    for _ in range(2):  # the descriptors are overwritten only after the previous run
+        log.clear()
+        slot.start([])
+        assert log == ["synchronize", "describe", *copies, "replay", "record"]
+
+
+def test_raw_bytes_of_a_launch_are_those_of_its_largest_call() -> None:
+    planes = make_pages(40, num_planes=2, kv_heads=3).planes
+    coder, cpu = PagedCodec(planes, [BOOK, None]), torch.device("cpu")
+    launch = Launch(coder._coded.shape, 4, 3, cpu, Workspace(cpu))
+    assert launch.raw_bytes == 4 * coder._coded.of(48).raw_bytes
+
+
 @pytest.mark.triton
 def test_results_outlive_the_next_call_of_the_same_size() -> None:
     device = CUDA if torch.cuda.is_available() else torch.device("cpu")
@@ -88,8 +165,13 @@ def test_results_outlive_the_next_call_of_the_same_size() -> None:
 
 @needs_gpu
 @pytest.mark.gpu
-def test_calls_in_flight_on_two_streams() -> None:
+@pytest.mark.parametrize("second_stream_bytes", [0, 1 << 40])
+def test_calls_in_flight_on_two_streams(
+    second_stream_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Start 40 calls of different lengths on two streams, then read all results."""
+    monkeypatch.setattr(graphs, "_SECOND_STREAM_BYTES", second_stream_bytes)
+    monkeypatch.setattr(graphs, "_streams", {})
     source = [torch.randn(600, 2, 16, 64, device=CUDA).bfloat16() for _ in range(2)]
     target = [torch.zeros_like(plane) for plane in source]
     coder, reader = codec.paged(source, [BOOK] * 2), codec.paged(target, [BOOK] * 2)
