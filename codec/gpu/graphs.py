@@ -6,8 +6,9 @@ needed, and shared by all planes of one shape. Under Triton's interpreter there 
 """
 
 import gc
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import cache
 from threading import Lock
@@ -20,7 +21,7 @@ from codec.gpu.kernels import parameters
 from codec.gpu.launch import Launch, Workspace
 
 MAX_IN_FLIGHT = 8
-"""Maximum number of calls of one size in flight; the next one waits for the oldest."""
+"""Maximum number of calls of one size in flight without a warm-up; the next one waits."""
 _SECOND_STREAM_BYTES = 1 << 26
 """Minimum raw bytes of a call whose descriptors are copied on a second stream, while earlier calls
 run. This saves device time but costs the host 25 us, which is too long for smaller calls.
@@ -185,32 +186,61 @@ class Graphs:
         self._shape, self._device, self._streams = shape, device, streams
         self._workspace = workspace
         self._slots: defaultdict[tuple[Direction, int, int], deque[Slot]] = defaultdict(deque)
+        self._sizes: dict[Direction, list[tuple[int, int, int]]] = {each: [] for each in Direction}
+        self._prepared = False
 
     def start(self, direction: Direction, segments: Sequence[SegmentCall]) -> Call:
         """Start a call on the current CUDA stream."""
         pages = max([len(segment.pages) for segment in segments])
         key = (direction, *self._size(len(segments), pages))
         slots = self._slots[key]  # the one that was used last is the last
-        if len(slots) < MAX_IN_FLIGHT and not (slots and slots[0].idle):
-            slots.appendleft(self._new_slot(*key))
+        if not (slots and slots[0].idle):
+            slots = self._other_slots(*key)
         slots.rotate(-1)
         return slots[-1].start(segments)
 
-    def prepare(self, direction: Direction, segments: int, pages: int) -> None:
-        """Compile and capture what a call of this size needs."""
+    def prepare(self, direction: Direction, segments: int, pages: int, slots: int = 1) -> None:
+        """Compile and capture slots for calls of this size.
+
+        From then on, a call uses an idle slot of a larger size or waits when all slots of its size
+        are busy, because to capture another one takes longer.
+        """
+        self._prepared = True
         key = (direction, *self._size(segments, pages))
-        if not self._slots[key]:
-            self._slots[key].append(self._new_slot(*key))
+        while len(self._slots[key]) < slots:
+            self._add_slot(*key)
+
+    def _other_slots(self, direction: Direction, segments: int, pages: int) -> deque[Slot]:
+        """Return the slots for a call whose size has no idle slot; the call uses the first one."""
+        slots = self._slots[direction, segments, pages]
+        if slots and self._prepared:
+            fitting = self._at_least(direction, segments, pages)
+            return next((each for each in fitting if each[0].idle), slots)
+        if len(slots) < MAX_IN_FLIGHT:
+            self._add_slot(direction, segments, pages)
+        return slots
+
+    def _at_least(self, direction: Direction, segments: int, pages: int) -> Iterator[deque[Slot]]:
+        """Yield the slots of each size that a call fits in, from the smallest size."""
+        sizes = self._sizes[direction]
+        for _, most, longest in sizes[bisect_left(sizes, (segments * pages,)) :]:
+            if most >= segments and longest >= pages:
+                yield self._slots[direction, most, longest]
+
+    def _add_slot(self, direction: Direction, segments: int, pages: int) -> None:
+        """Compile and capture a slot, which is used next."""
+        launch = Launch(self._shape, segments, pages, self._device, self._workspace)
+        slot = Slot(launch, direction, self._streams)
+        slots = self._slots[direction, segments, pages]
+        if not slots:
+            insort(self._sizes[direction], (segments * pages, segments, pages))
+        slots.appendleft(slot)
 
     def _size(self, segments: int, pages: int) -> tuple[int, int]:
         """Return the size of the graph that serves a call."""
         if self._streams is None:  # the interpreter takes milliseconds for an unused program
             return segments, pages
         return rounded(segments), rounded(pages)
-
-    def _new_slot(self, direction: Direction, segments: int, pages: int) -> Slot:
-        launch = Launch(self._shape, segments, pages, self._device, self._workspace)
-        return Slot(launch, direction, self._streams)
 
 
 class StreamGraphs:
