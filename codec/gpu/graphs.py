@@ -6,8 +6,9 @@ needed, and shared by all planes of one shape. Under Triton's interpreter there 
 """
 
 import gc
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import cache
 from threading import Lock
@@ -20,7 +21,11 @@ from codec.gpu.kernels import parameters
 from codec.gpu.launch import Launch, Workspace
 
 MAX_IN_FLIGHT = 8
-"""Maximum number of calls of one size in flight; the next one waits for the oldest."""
+"""Maximum number of calls of one size in flight without a warm-up; the next one waits."""
+_SECOND_STREAM_BYTES = 1 << 26
+"""Minimum raw bytes of a call whose descriptors are copied on a second stream, while earlier calls
+run. This saves device time but costs the host 25 us, which is too long for smaller calls.
+"""
 _NANOSECONDS = int(parameters.RESULT_NANOSECONDS)
 
 
@@ -75,30 +80,62 @@ class Call:
         return self._seconds[segment]
 
 
+class Streams:
+    """The current CUDA stream, for calls, and a second one for copies and for capturing graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.calls = torch.cuda.current_stream(device)
+        self._second = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def copy(self, start: Callable[[], None]) -> None:
+        """Start a copy on the second stream. Later calls wait for it on the device."""
+        with torch.cuda.stream(self._second):
+            start()
+        self._copied.record(self._second)
+        self.calls.wait_event(self._copied)
+
+    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture launches. Other threads may use the device meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
+        gc.disable()  # destroying another graph would invalidate the capture
+        try:
+            with torch.cuda.stream(self._second):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        return graph
+
+
 class Slot:
     """A launch with its CUDA graph, for one call at a time on one stream.
 
     Args:
-        stream: stream of the calls; None on a CPU.
+        streams: None on a CPU.
     """
 
-    def __init__(
-        self, launch: Launch, direction: Direction, stream: "torch.cuda.Stream | None"
-    ) -> None:
-        self.launch, self._stream = launch, stream
+    def __init__(self, launch: Launch, direction: Direction, streams: Streams | None) -> None:
+        self.launch, self._streams = launch, streams
         self._kernels = launch.encode if direction is Direction.ENCODE else launch.decode
+        self._copies = streams is not None and launch.raw_bytes >= _SECOND_STREAM_BYTES
         self._call: Call | None = None
-        if stream is None:
+        if streams is None:
             return
         self._finished = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._run()  # compiles the kernels; there are no segments, so nothing is written
-        self._finished.record(stream)
-        self._graph = _captured(self._run, stream.device)
+        self._finished.record(streams.calls)
+        self._graph = streams.capture(self._run)
 
     @property
     def done(self) -> bool:
         """Whether the last call has finished."""
-        return self._stream is None or bool(self._finished.query())  # type: ignore[no-untyped-call]
+        return self._streams is None or bool(self._finished.query())  # type: ignore[no-untyped-call]
 
     @property
     def idle(self) -> bool:
@@ -107,7 +144,7 @@ class Slot:
 
     def wait(self) -> None:
         """Wait for the last call."""
-        if self._stream is not None:
+        if self._streams is not None:
             self._finished.synchronize()
 
     def start(self, segments: Sequence[SegmentCall]) -> Call:
@@ -120,16 +157,19 @@ class Slot:
         else:
             self.wait()
         self.launch.describe(segments)
-        if self._stream is None:
+        if self._streams is None:
             self._run()
         else:
+            if self._copies:
+                self._streams.copy(self.launch.copy)
             self._graph.replay()
-            self._finished.record(self._stream)
+            self._finished.record(self._streams.calls)
         self._call = Call(self, segments)
         return self._call
 
     def _run(self) -> None:
-        self.launch.fetch()
+        if not self._copies:
+            self.launch.fetch()
         self._kernels()
 
 
@@ -141,46 +181,74 @@ class Graphs:
         shape: PlaneShape,
         device: torch.device,
         workspace: Workspace,
-        stream: "torch.cuda.Stream | None",
+        streams: Streams | None,
     ) -> None:
-        self._shape, self._device, self._stream = shape, device, stream
+        self._shape, self._device, self._streams = shape, device, streams
         self._workspace = workspace
         self._slots: defaultdict[tuple[Direction, int, int], deque[Slot]] = defaultdict(deque)
+        self._sizes: dict[Direction, list[tuple[int, int, int]]] = {each: [] for each in Direction}
+        self._prepared = False
 
     def start(self, direction: Direction, segments: Sequence[SegmentCall]) -> Call:
         """Start a call on the current CUDA stream."""
         pages = max([len(segment.pages) for segment in segments])
         key = (direction, *self._size(len(segments), pages))
         slots = self._slots[key]  # the one that was used last is the last
-        if len(slots) < MAX_IN_FLIGHT and not (slots and slots[0].idle):
-            slots.appendleft(self._new_slot(*key))
+        if not (slots and slots[0].idle):
+            slots = self._other_slots(*key)
         slots.rotate(-1)
         return slots[-1].start(segments)
 
-    def prepare(self, direction: Direction, segments: int, pages: int) -> None:
-        """Compile and capture what a call of this size needs."""
+    def prepare(self, direction: Direction, segments: int, pages: int, slots: int = 1) -> None:
+        """Compile and capture slots for calls of this size.
+
+        From then on, a call uses an idle slot of a larger size or waits when all slots of its size
+        are busy, because to capture another one takes longer.
+        """
+        self._prepared = True
         key = (direction, *self._size(segments, pages))
-        if not self._slots[key]:
-            self._slots[key].append(self._new_slot(*key))
+        while len(self._slots[key]) < slots:
+            self._add_slot(*key)
+
+    def _other_slots(self, direction: Direction, segments: int, pages: int) -> deque[Slot]:
+        """Return the slots for a call whose size has no idle slot; the call uses the first one."""
+        slots = self._slots[direction, segments, pages]
+        if slots and self._prepared:
+            fitting = self._at_least(direction, segments, pages)
+            return next((each for each in fitting if each[0].idle), slots)
+        if len(slots) < MAX_IN_FLIGHT:
+            self._add_slot(direction, segments, pages)
+        return slots
+
+    def _at_least(self, direction: Direction, segments: int, pages: int) -> Iterator[deque[Slot]]:
+        """Yield the slots of each size that a call fits in, from the smallest size."""
+        sizes = self._sizes[direction]
+        for _, most, longest in sizes[bisect_left(sizes, (segments * pages,)) :]:
+            if most >= segments and longest >= pages:
+                yield self._slots[direction, most, longest]
+
+    def _add_slot(self, direction: Direction, segments: int, pages: int) -> None:
+        """Compile and capture a slot, which is used next."""
+        launch = Launch(self._shape, segments, pages, self._device, self._workspace)
+        slot = Slot(launch, direction, self._streams)
+        slots = self._slots[direction, segments, pages]
+        if not slots:
+            insort(self._sizes[direction], (segments * pages, segments, pages))
+        slots.appendleft(slot)
 
     def _size(self, segments: int, pages: int) -> tuple[int, int]:
         """Return the size of the graph that serves a call."""
-        if self._stream is None:  # the interpreter takes milliseconds for an unused program
+        if self._streams is None:  # the interpreter takes milliseconds for an unused program
             return segments, pages
         return rounded(segments), rounded(pages)
-
-    def _new_slot(self, direction: Direction, segments: int, pages: int) -> Slot:
-        launch = Launch(self._shape, segments, pages, self._device, self._workspace)
-        return Slot(launch, direction, self._stream)
 
 
 class StreamGraphs:
     """Graphs and working memory of one CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
         self._device = device
-        self._stream = torch.cuda.current_stream(device) if on_gpu else None
+        self._streams = Streams(device) if device.type == "cuda" else None
         self._workspace = Workspace(device)
         self._graphs: dict[PlaneShape, Graphs] = {}
 
@@ -188,27 +256,9 @@ class StreamGraphs:
         """Return the graphs for planes of a shape."""
         found = self._graphs.get(shape)
         if found is None:
-            found = Graphs(shape, self._device, self._workspace, self._stream)
+            found = Graphs(shape, self._device, self._workspace, self._streams)
             self._graphs[shape] = found
         return found
-
-
-def _captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
-    """Capture launches. Other threads may use the device meanwhile."""
-    graph = torch.cuda.CUDAGraph()
-    collecting = gc.isenabled()
-    gc.disable()  # destroying another graph would invalidate the capture
-    try:
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
-    finally:
-        if collecting:
-            gc.enable()
-    return graph
 
 
 @cache

@@ -62,6 +62,7 @@ class Launch:
         workspace: scratch memory of the CUDA stream.
 
     Attributes:
+        raw_bytes: maximum size of the encoded slots in the pages of a call, in bytes.
         results: int64 `[segments, words]`, valid once the kernels have finished. The words are
             described by `pack_kernel` and `verify_kernel`.
 
@@ -80,6 +81,8 @@ class Launch:
         if segments * shape.planes > _MAX_GRID_Z:
             raise InvalidPlanes(f"{segments} segments of {shape.planes} planes are too many")
         self._shape, self._segments = shape, segments
+        page_elements = shape.planes * shape.kv_heads * shape.run_elements
+        self.raw_bytes = segments * pages * page_elements * shape.element.size
         self._on_gpu = device.type == "cuda"
         self._dependent = self._on_gpu and (
             torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH_CAPABILITY
@@ -109,10 +112,14 @@ class Launch:
         self._descriptors.write(calls)
 
     def fetch(self) -> None:
-        """Launch the copy of the descriptors to the device, which precedes all other kernels."""
+        """Launch a kernel that copies the descriptors to the device, before all other kernels."""
         host, device = self._descriptors.host, self._descriptors.device
         if device is not host:
             kernels.fetch_kernel[(-(-len(host) // 1024),)](host, device, len(host), num_warps=4)
+
+    def copy(self) -> None:
+        """Copy the descriptors to the device on the current stream. Replaces `fetch`."""
+        self._descriptors.device.copy_(self._descriptors.host, non_blocking=True)
 
     def encode(self) -> None:
         """Launch the kernels that encode the described segments."""

@@ -43,6 +43,10 @@ _MAX_LAUNCH_BYTES = 1 << 29
 """Maximum raw bytes of a launch of several segments, each counted as the largest one. This bounds
 the scratch memory, which is 1/4 to 1/3 of it.
 """
+_LARGEST_SLOTS = 3
+"""Number of slots that `warm_up` prepares of the largest size for each number of segments. Large
+prompts use this size most; the other sizes have one slot.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -186,8 +190,11 @@ class PagedCodec:
 
     def warm_up(self, max_tokens: int, max_segments: int = 1) -> None:
         """See `codec.backend.PagedCodec`."""
-        for templates, direction, segments, pages in self._calls(max_tokens, max_segments):
-            self._graphs_of(templates).prepare(direction, segments, pages)
+        calls = list(self._calls(max_tokens, max_segments))
+        largest = {segments: pages for _, _, segments, pages in calls}  # pages ascend
+        for templates, direction, segments, pages in calls:
+            slots = _LARGEST_SLOTS if pages == largest[segments] else 1
+            self._graphs_of(templates).prepare(direction, segments, pages, slots)
 
     def launch(self, max_tokens: int, max_segments: int = 1) -> None:
         """See `codec.backend.PagedCodec`."""
