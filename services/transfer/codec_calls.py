@@ -14,7 +14,8 @@ from services.transfer.errors import TransferClosed
 
 T = TypeVar("T")
 
-_MAX_BATCH = 16  # segments of a call; all of them end together
+MAX_BATCH = 4
+"""Maximum number of segments of a call on a GPU; all of them end together."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class CodecCalls:
     """
 
     def __init__(self, *, on_gpu: bool) -> None:
-        self._max_batch = _MAX_BATCH if on_gpu else 1
+        self._max_batch = MAX_BATCH if on_gpu else 1
         self._queued: list[_Entry] = []
         self._running: deque[tuple[codec.Pending[Any] | None, _Entry]] = deque()
 

@@ -5,6 +5,7 @@ import asyncio
 import codec
 from services.common.errors import SettingsError
 from services.transfer.agent import TransferAgent
+from services.transfer.codec_calls import MAX_BATCH
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.slab import Slab
 from services.worker.loading import Loaded
@@ -49,7 +50,7 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
     for plan in plans:
         for mode in wire_modes(codecs):
             paged = codecs.of(planes, plan.extent, mode)
-            paged.warm_up(plan.extent.num_tokens)
+            paged.warm_up(plan.extent.num_tokens, MAX_BATCH)
             tokens = plan.extent.num_tokens
             encoded = paged.encode(plan.pages, tokens, slab.view(0, slab.slot_bytes)).result()
             payload = slab.view(0, encoded.length)
