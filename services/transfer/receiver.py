@@ -32,6 +32,10 @@ from services.transfer.prefill_client import PrefillClient, PrefillClients, Subs
 from services.transfer.pulls import Pull, Pulls
 from services.transfer.slab import Slab
 
+_LAUNCH_S = 1.5e-3
+"""Seconds that the engine's thread has the interpreter for itself, to launch the first step of a
+sequence whose KV is complete, before the transfer is acknowledged."""
+
 
 class Receiver:
     """Owns the landing slab and its credits. READs and decodes run on the transfer thread.
@@ -247,6 +251,8 @@ class Receiver:
         progress.times.add(ready, read.seconds, pulled.decode_s)
         progress.verified += 1
         self._check_verified(fetch, progress)
+        if progress.reported:
+            await asyncio.sleep(_LAUNCH_S)
         subscription.acknowledge(ready.index, read.busy_s, pulled.codec_s)
         subscription.put(None)
         self._metrics.received(ready.raw_bytes, ready.length, read.seconds, pulled.decode_s)

@@ -34,6 +34,9 @@ from services.transfer.slab import Slab, SlotRef
 
 log = structlog.get_logger()
 
+_NOTIFICATION_S = 2e-3
+"""Seconds in which a notified reader may acknowledge a segment, so that it needs no event."""
+
 
 class Sender:
     """Owns the slab's slots and the leases. Encodes run on the transfer thread.
@@ -265,7 +268,7 @@ class Sender:
         extent: Extent,
         encoding: "Future[Timed[codec.Encoded] | None]",
     ) -> None:
-        """Wait for the encode of a segment and tell the reader, unless it has read it already."""
+        """Wait for the encode of a segment. Tell the reader, unless it then acknowledges it."""
         encoded = error = None
         try:
             encoded = await asyncio.wrap_future(encoding)
@@ -283,8 +286,9 @@ class Sender:
                 self._codecs.escapes(extent, encoded.value.escapes),
                 ready.encode_s,
             )
+            await asyncio.sleep(_NOTIFICATION_S)
             if not outgoing.closed:
-                if index in outgoing.unacknowledged:  # else the notification was faster
+                if index in outgoing.unacknowledged:
                     outgoing.emit(pb.PrefillEvent(ready=ready))
                 return
         if outgoing.unacknowledged.pop(index, None) is not None:

@@ -92,12 +92,12 @@ class WorkerSettings(ServiceSettings):
     step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] | Literal["auto"] = Field(
         "auto",
         description="maximum tokens of a step, those of running sequences included; auto: 1,024 "
-        "for a prefill worker with a GPU, otherwise 512",
+        "on a GPU, otherwise 512",
     )
     chunk_tokens: Annotated[int, Field(ge=16, le=1 << 20)] | Literal["auto"] = Field(
         "auto",
-        description="maximum prompt tokens of one sequence in a step, a multiple of 16; auto: 512, "
-        "or `step_tokens` if that is less; the same for all workers, or results may differ in "
+        description="maximum prompt tokens of one sequence in a step, a multiple of 16; auto: "
+        "`step_tokens`, at most 1,024; the same for all workers, or results may differ in "
         "rounding",
     )
     codec: Literal["auto", "raw", "splitzip"] = Field(

@@ -42,10 +42,10 @@ class WorkerSizes:
     ) -> Self:
         """Return the sizes for a worker.
 
-        The steps of a worker that decodes are small, because its running sequences wait for each of
-        them. 512 and 1,024 rows fill the tiles of matrix products on an H200; 576 take a quarter
-        longer than 512. Chunks have the same size for all roles: another size changes the rounding
-        of results.
+        Running sequences wait for each step, but a larger step computes more tokens per second. On
+        an H200, an 8B model takes 14 ms for 448 prompt tokens beside 64 running sequences, and 24
+        ms for 960; 512 and 1,024 rows fill the tiles of matrix products. Chunks have the same size
+        for all roles: another size changes the rounding of results.
 
         Args:
             gpu_bytes: memory of the GPU; 0 on a CPU.
@@ -54,12 +54,12 @@ class WorkerSizes:
         running, step, slot = 64, 512, 4 << 20
         if gpu_bytes:
             slot = _slot_bytes(codecs, slots, gpu_bytes)
-            running, step = (256, 512) if decodes else (64, 1024)
+            running, step = (256 if decodes else 64), 1024
         step = _given(settings.step_tokens, step)
         return cls(
             max_running=_given(settings.max_running, running),
             step_tokens=step,
-            chunk_tokens=_given(settings.chunk_tokens, min(step, 512) // 16 * 16),
+            chunk_tokens=_given(settings.chunk_tokens, min(step, 1024) // 16 * 16),
             slots=slots,
             slot_bytes=_given(settings.slot_bytes, slot),
         )

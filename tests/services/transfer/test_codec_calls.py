@@ -61,9 +61,9 @@ def added(
 
 def test_jobs_of_one_codec_share_calls_on_a_gpu() -> None:
     first, second = Codec(), Codec()
-    jobs = [*(first.job(n) for n in range(18)), second.job("b"), first.job("c")]
+    jobs = [*(first.job(n) for n in range(6)), second.job("b"), first.job("c")]
     added(CodecCalls(on_gpu=True), *jobs)
-    assert first.batches == [list(range(16)), [16, 17], ["c"]]
+    assert first.batches == [[0, 1, 2, 3], [4, 5], ["c"]]
     assert second.batches == [["b"]]
 
 

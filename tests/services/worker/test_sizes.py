@@ -34,8 +34,8 @@ def test_cpu_sizes_do_not_depend_on_the_role(codecs: SegmentCodecs, decodes: boo
 def test_chunks_of_all_roles_are_equal_on_a_gpu(codecs: SegmentCodecs) -> None:
     prefill = sizes(codecs, 140 * GIB, decodes=False)
     decode = sizes(codecs, 140 * GIB, decodes=True)
-    assert prefill.chunk_tokens == decode.chunk_tokens == decode.step_tokens == 512
-    assert prefill.step_tokens == 1024
+    assert prefill.chunk_tokens == decode.chunk_tokens == 1024
+    assert prefill.step_tokens == decode.step_tokens == 1024
     assert (prefill.max_running, decode.max_running) == (64, 256)
 
 
