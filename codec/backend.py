@@ -244,13 +244,6 @@ class PagedCodec(Protocol):
         """
         ...
 
-    def launch(self, max_tokens: int, max_segments: int = 1) -> None:
-        """Launch all kernels that `warm_up` captures, without graphs and without an effect.
-
-        The calls have no segments. Does nothing on a CPU.
-        """
-        ...
-
 
 class PagedCodecFactory(Protocol):
     """Constructor of the `PagedCodec` of a device type."""

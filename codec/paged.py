@@ -103,6 +103,3 @@ class _SynchronousCodec:
 
     def warm_up(self, max_tokens: int, max_segments: int = 1) -> None:
         """Do nothing; `codec.warm_up` compiles the CPU backend."""
-
-    def launch(self, max_tokens: int, max_segments: int = 1) -> None:
-        """Do nothing; there are no kernels to launch."""

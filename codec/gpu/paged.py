@@ -1,6 +1,6 @@
 """Asynchronous paged codec on a GPU. Its calls replay CUDA graphs and do not wait for kernels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -33,7 +33,6 @@ from codec.gpu.backend import check_alignment, check_errors, used_codebooks
 from codec.gpu.descriptors import SegmentCall, SegmentTemplates, Words
 from codec.gpu.graphs import Call, Direction, Graphs, current_stream_of, graphs_of, sizes_up_to
 from codec.gpu.kernels import parameters
-from codec.gpu.launch import Launch, Workspace
 from codec.mix import MASK64
 
 _PREFIX, _HEADER = int(parameters.RESULT_PREFIX), int(parameters.RESULT_HEADER)
@@ -190,36 +189,23 @@ class PagedCodec:
 
     def warm_up(self, max_tokens: int, max_segments: int = 1) -> None:
         """See `codec.backend.PagedCodec`."""
-        calls = list(self._calls(max_tokens, max_segments))
-        largest = {segments: pages for _, _, segments, pages in calls}  # pages ascend
-        for templates, direction, segments, pages in calls:
-            slots = _LARGEST_SLOTS if pages == largest[segments] else 1
-            self._graphs_of(templates).prepare(direction, segments, pages, slots)
-
-    def launch(self, max_tokens: int, max_segments: int = 1) -> None:
-        """See `codec.backend.PagedCodec`."""
-        workspace = Workspace(self._device)
-        for templates, direction, segments, pages in self._calls(max_tokens, max_segments):
-            launch = Launch(templates.shape, segments, pages, self._device, workspace)
-            (launch.encode if direction is Direction.ENCODE else launch.decode)()
-
-    def _calls(
-        self, max_tokens: int, max_segments: int
-    ) -> Iterator[tuple[SegmentTemplates, Direction, int, int]]:
-        """Yield the calls up to a size, with their numbers of segments and pages of each."""
-        pages = -(-max_tokens // self._geometry.page_slots)
-        sizes = [
-            (segments, pages_of_each)
-            for segments in sizes_up_to(min(max_segments, _MAX_SEGMENTS))
-            for pages_of_each in sizes_up_to(min(pages, self._num_pages))
+        pages = min(-(-max_tokens // self._geometry.page_slots), self._num_pages)
+        kinds = [
+            (self._coded, Direction.ENCODE),
+            (self._coded, Direction.DECODE),
+            (self._raw, Direction.DECODE),
         ]
-        for segments, pages_of_each in sizes:
-            template = self._coded.of(pages_of_each * self._geometry.page_slots)
-            if segments > _segments_of_a_launch(template.raw_bytes):
-                continue
-            yield self._coded, Direction.ENCODE, segments, pages_of_each
-            for templates in (self._coded, self._raw):
-                yield templates, Direction.DECODE, segments, pages_of_each
+        for segments in sizes_up_to(min(max_segments, _MAX_SEGMENTS)):
+            sizes = [size for size in sizes_up_to(pages) if self._fits(segments, size)]
+            for size in sizes:
+                slots = _LARGEST_SLOTS if size == sizes[-1] else 1
+                for templates, direction in kinds:
+                    self._graphs_of(templates).prepare(direction, segments, size, slots)
+
+    def _fits(self, segments: int, pages: int) -> bool:
+        """Return whether a launch may have that many segments of that many pages."""
+        template = self._coded.of(pages * self._geometry.page_slots)
+        return segments <= _segments_of_a_launch(template.raw_bytes)
 
     def _pages(self, page_ids: PageIds, num_tokens: int) -> Words:
         """Return the page ids of a segment, once they are validated."""

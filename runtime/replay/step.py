@@ -96,8 +96,6 @@ class StepReplay:
             unassigned slots and padding write to it.
         decodes: whether to capture graphs of passes that decode.
         by_layer: see `DecodeReplay`.
-        captures: whether to capture graphs on a GPU. If not, every pass is launched kernel by
-            kernel.
 
     Raises:
         ValueError: the model's attention reads lengths on the host, which a graph cannot capture.
@@ -113,7 +111,6 @@ class StepReplay:
         *,
         decodes: bool = True,
         by_layer: bool = False,
-        captures: bool = True,
     ) -> None:
         on_device = model.device.type == "cuda"
         if on_device and not model.kv_format.graph_safe:
@@ -123,7 +120,7 @@ class StepReplay:
         max_pages = pages_for(model.context_length, model.page_size)
         null_page = len(cache.planes[0]) - 1
         self._slots = BatchSlots(limits.max_running, max_pages, null_page, model.device)
-        pool = torch.cuda.graph_pool_handle() if on_device and captures else None  # of all graphs
+        pool = torch.cuda.graph_pool_handle() if on_device else None  # of all graphs
         self._sampler = SlotSampler(self._slots, model.config.vocab_size, pool)
         passes = model, cache, self._slots, self._sampler.logits, pool
         self._decode = DecodeReplay(*passes, by_layer=by_layer)
@@ -139,21 +136,11 @@ class StepReplay:
         Args:
             progress: called with a stage and a size, see `runtime.replay.warm_up.Progress`.
         """
-        self._warm_up_passes(progress)
-        self._sampler.warm_up(self._buckets[::-1])
-
-    def launch_passes(self) -> None:
-        """Launch all passes that `warm_up` captures, in the same order.
-
-        The passes are computed with zeros for tokens and positions, over the null page.
-        """
-        self._warm_up_passes(lambda _stage, _size: None)
-
-    def _warm_up_passes(self, progress: Callable[[str, int], None]) -> None:
-        """Run all passes, the largest first, so that the others reuse its memory."""
         self._mixed.warm_up(lambda rows: progress("prompts", rows))
+        buckets = self._buckets[::-1]  # the largest first, so that the others reuse its memory
         if self._decodes:
-            self._decode.warm_up(self._buckets[::-1], lambda bucket: progress("decode", bucket))
+            self._decode.warm_up(buckets, lambda bucket: progress("decode", bucket))
+        self._sampler.warm_up(buckets)
 
     def can_launch_ahead(self, sequences: list[Running]) -> bool:
         """Return whether a step that decodes ``sequences`` may be launched before the last is read.

@@ -14,9 +14,8 @@ _PERIOD_S = 0.2
 _STAGES = {
     "reading checkpoint": "reading weights",
     "checkpoint read": "copying weights to the device",
-    "compiling": "compiling kernels, {done} of {kernels}",
-    "compiled ahead": "capturing graphs",
-    "warmed up": "capturing graphs",
+    "sizes": "warming up",
+    "warmed up": "warming up, {stage}",
     "kv pages": "preparing transfers",
     "ready": "ready",
 }

@@ -1,15 +1,18 @@
 """Warm-up of the codec on the transfer thread of a worker with a GPU."""
 
 import asyncio
+from collections.abc import Iterator
 
 import codec
+from runtime.kv.pages import pages_for
 from services.common.errors import SettingsError
 from services.transfer.agent import TransferAgent
 from services.transfer.codec_calls import MAX_BATCH
 from services.transfer.codecs import SegmentCodecs
+from services.transfer.manifest import SegmentPlan, plan_segments
+from services.transfer.policy import WireMode
 from services.transfer.slab import Slab
 from services.worker.loading import Loaded
-from services.worker.segment_kinds import kinds_of_segments, wire_modes
 from services.worker.warm_up import progress_log
 
 
@@ -43,12 +46,12 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
     Raises:
         CodecError: the codec does not reproduce its input.
     """
-    planes, layout = loaded.engine.cache.planes, loaded.engine.cache.layout
-    codecs = SegmentCodecs(layout, loaded.codebooks)
-    longest = min(loaded.sizes.chunk_tokens, loaded.engine.pages_total * layout.page_size)
-    plans = list(kinds_of_segments(layout, codecs, longest, slab.slot_bytes))
+    planes = loaded.engine.cache.planes
+    codecs = SegmentCodecs(loaded.engine.cache.layout, loaded.codebooks)
+    modes = list(WireMode) if codecs.has_codebooks else [WireMode.RAW]
+    plans = list(_kinds_of_segments(loaded, codecs, slab.slot_bytes))
     for plan in plans:
-        for mode in wire_modes(codecs):
+        for mode in modes:
             paged = codecs.of(planes, plan.extent, mode)
             paged.warm_up(plan.extent.num_tokens, MAX_BATCH)
             tokens = plan.extent.num_tokens
@@ -56,3 +59,25 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
             payload = slab.view(0, encoded.length)
             paged.decode(payload, codec.read_header(payload), plan.pages, tokens).result()
     return len(plans)
+
+
+def _kinds_of_segments(
+    loaded: Loaded, codecs: SegmentCodecs, slot_bytes: int
+) -> Iterator[SegmentPlan]:
+    """Yield the longest segment of each plane group and number of layers."""
+    layout, seen = loaded.engine.cache.layout, set()
+    tokens = min(loaded.sizes.chunk_tokens, loaded.engine.pages_total * layout.page_size)
+    while tokens > 0:
+        for plan in plan_segments(
+            layout,
+            first_token=0,
+            num_tokens=tokens,
+            pages=tuple(range(pages_for(tokens, layout.page_size))),
+            capacity=slot_bytes,
+            bound=codecs.max_frame_bytes,
+        ):
+            kind = plan.extent.plane_group, plan.extent.num_layers
+            if kind not in seen:
+                seen.add(kind)
+                yield plan
+        tokens //= 2

@@ -23,7 +23,6 @@ from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.transfer.codecs import Books, SegmentCodecs, group_planes
 from services.transfer.slab import Slab
-from services.worker.compile_ahead import compile_ahead
 from services.worker.device import torch_device
 from services.worker.kv_budget import CPU_TOKENS, DeviceMemory, kv_tokens_for
 from services.worker.settings import WorkerSettings
@@ -86,9 +85,8 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
         path = resolve_model(settings.model)
         model, model_hash = _load_model(path, settings, device)
         sizes = _sizes(model, settings, decodes=decodes)
-        codebooks, codebook_id = _codebooks(settings, model)
-        compile_ahead(model, settings, sizes, codebooks, decodes=decodes)
         engine = _engine(model, settings, sizes, decodes=decodes)
+        codebooks, codebook_id = _codebooks(settings, model)
         warm_up(engine)
     except (RuntimeFault, codec.CodecError, ValueError, OSError, torch.OutOfMemoryError) as error:
         raise SettingsError(f"cannot serve {settings.model}: {error}") from error

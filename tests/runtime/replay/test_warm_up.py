@@ -1,13 +1,9 @@
 """Warm-up computes a batch for every kernel variant and does not affect later output."""
 
 import pytest
-from torch import Tensor
 
-from runtime.attention.base import Batch, MixedBatch
 from runtime.core.limits import Limits
 from runtime.engine import Add, Engine
-from runtime.kv.cache import PagedCache
-from runtime.replay.step import StepReplay
 from runtime.replay.warm_up import _largest, _small, silent, warm_up_prefill
 from tests.runtime.tiny import drive, request_of, tiny_model
 
@@ -38,28 +34,6 @@ def test_small_batches_cover_all_kernel_specializations() -> None:
     assert {width % 16 if width > 1 else "one" for width, _ in kinds} == {"one", 0, 2}
     assert len(set(kinds)) == len(kinds) == 6
     assert all(len(batch) == 3 for batch in _small(3))
-
-
-@pytest.mark.parametrize("decodes", [False, True])
-def test_launch_passes_computes_every_pass_of_warm_up(
-    decodes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model()
-    forward, computed = model.forward, list[tuple[type, int, int, int]]()
-
-    def watched(batch: Batch, cache: PagedCache) -> Tensor:
-        sizes = len(batch.tokens), len(batch.lengths), len(batch.logit_rows)
-        computed.append((type(batch), *sizes))
-        return forward(batch, cache)
-
-    monkeypatch.setattr(model, "forward", watched)
-    passes = []
-    for launch in (StepReplay.launch_passes, lambda steps: steps.warm_up(silent)):
-        launch(StepReplay(model, model.new_cache(3), LIMITS, decodes=decodes))
-        passes.append(sorted(computed, key=repr))
-        computed.clear()
-    assert passes[0] == passes[1]
-    assert any(batch is MixedBatch for batch, *_ in passes[0]) is decodes
 
 
 @pytest.mark.parametrize(

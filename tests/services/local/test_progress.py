@@ -38,22 +38,24 @@ def test_each_new_stage_is_one_line_without_a_terminal(tmp_path: Path) -> None:
     assert output.getvalue() == ""
     write(tmp_path, "decode-0", {"event": "reading checkpoint", "model": "m"})
     progress.poll()
-    write(tmp_path, "prefill-0", {"event": "reading checkpoint"}, {"event": "sizes"})
-    compiling = [{"event": "compiling", "done": done, "kernels": 17} for done in (0, 9, 9, 17)]
-    write(tmp_path, "decode-0", {"event": "checkpoint read"}, *compiling)
+    write(tmp_path, "prefill-0", {"event": "reading checkpoint"}, {"event": "model loaded"})
+    write(tmp_path, "decode-0", {"event": "checkpoint read"}, {"event": "sizes"})
     progress.poll()
     progress.poll()
-    warm = [{"event": "warmed up", "stage": "decode", "size": size} for size in (8, 4)]
+    warm = [
+        {"event": "warmed up", "stage": stage, "size": size}
+        for stage in ("prompts", "decode")
+        for size in (8, 4)
+    ]
     write(tmp_path, "decode-0", *warm, {"event": "kv pages"}, {"event": "ready"})
     progress.poll()
     assert lines(output) == [
         "decode-0: reading weights",
         "prefill-0: reading weights",
         "decode-0: copying weights to the device",
-        "decode-0: compiling kernels, 0 of 17",
-        "decode-0: compiling kernels, 9 of 17",
-        "decode-0: compiling kernels, 17 of 17",
-        "decode-0: capturing graphs",
+        "decode-0: warming up",
+        "decode-0: warming up, prompts",
+        "decode-0: warming up, decode",
         "decode-0: preparing transfers",
         "decode-0: ready",
     ]
@@ -62,7 +64,7 @@ def test_each_new_stage_is_one_line_without_a_terminal(tmp_path: Path) -> None:
 
 def test_other_lines_are_ignored_and_unfinished_lines_are_read_later(tmp_path: Path) -> None:
     progress, output = following(tmp_path)
-    write(tmp_path, "decode-0", [], {"event": ["ready"]}, {"event": "compiling"}, 3)
+    write(tmp_path, "decode-0", [], {"event": ["ready"]}, {"event": "warmed up"}, 3)
     path = tmp_path / "decode-0.log"
     path.write_bytes(path.read_bytes() + b'\xff human readable\n{"event": "rea')
     progress.poll()
@@ -75,11 +77,11 @@ def test_other_lines_are_ignored_and_unfinished_lines_are_read_later(tmp_path: P
 
 def test_terminal_shows_all_workers_in_the_status_line(tmp_path: Path) -> None:
     progress, output = following(tmp_path, terminal=True)
-    write(tmp_path, "decode-0", {"event": "compiling", "done": 3, "kernels": 9})
+    write(tmp_path, "decode-0", {"event": "warmed up", "stage": "prompts"})
     progress.poll()
     assert output.getvalue() == ""
     text = str(progress._status.status)
-    assert text.endswith("s, prefill-0: starting; decode-0: compiling kernels, 3 of 9")
+    assert text.endswith("s, prefill-0: starting; decode-0: warming up, prompts")
 
 
 def test_following_ends_when_it_is_cancelled(tmp_path: Path) -> None:
@@ -101,5 +103,5 @@ def test_stages_are_events_of_a_worker(tmp_path: Path) -> None:
     with capture_logs() as logs:
         load_worker(WorkerSettings.model_validate(settings), decodes=True)
     logged = [log["event"] for log in logs]
-    on_the_cpu = ["reading checkpoint", "checkpoint read", "kv pages"]
+    on_the_cpu = ["reading checkpoint", "checkpoint read", "sizes", "kv pages"]
     assert [event for event in logged if event in _STAGES] == on_the_cpu
