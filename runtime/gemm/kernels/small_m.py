@@ -16,11 +16,6 @@ PLAIN, RESIDUAL, GATED = (tl.constexpr(n) for n in range(3))
 matrix's output times the second's."""
 
 
-_NOT_SPECIALIZED = ["tokens", *(f"{name}{n}" for name in ("offset", "first") for n in range(3))]
-"""Arguments whose divisibility by 16 does not change the code, because of their units. Offsets
-depend on the addresses of the weights, and would select several kernels for equal layers."""
-
-
 @triton.jit
 def multiply_columns(
     acc, x, x_stride, tokens, weights, offset, width, stride, first, rows, m, n, split,
@@ -78,7 +73,7 @@ def reduce_splits(
     return acc, last
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=["tokens"])
 def small_gemm_kernel(
     x, x_stride, tokens, weights,
     offset0, width0, stride0, first0, rows0,
