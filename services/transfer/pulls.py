@@ -140,7 +140,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Pulls:
-    """What all pulls of a receiver share.
+    """Settings and resources of all pulls of a receiver.
 
     Attributes:
         landing: slab that segments are read into.

@@ -17,6 +17,7 @@ from runtime.engine import Reserved
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
 from services.common.placement import Compatibility, ModelInfo
 from services.decode.service import DecodeWorker
+from services.decode.session import DecodeSession, Stream
 from services.decode.settings import DecodeSettings
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
@@ -203,6 +204,23 @@ def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:
         on_verified=lambda times: None,
         deadline_s=LIMIT_S,
     )
+
+
+def open_stream(
+    decode: Decode, prefill: Prefill, number: int, tokens: int, max_tokens: int = 8
+) -> Stream:
+    """Open a stream on a decode worker, as a gateway does."""
+    worker = decode.worker
+    session = DecodeSession(f"gateway-{number}", worker._open, worker._drop)
+    start = decode_pb2.StartStream(
+        stream=number,
+        epoch=worker.identity.epoch,
+        prefill=prefill.address,
+        deadline_s=LIMIT_S,
+        request=message_of(tokens, max_tokens),
+    )
+    session._start(start)
+    return session.streams[number]
 
 
 @asynccontextmanager

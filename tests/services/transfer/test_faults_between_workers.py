@@ -5,14 +5,14 @@ from concurrent.futures import Future
 
 import pytest
 
-from headrace.v1 import decode_pb2, error_pb2
+from headrace.v1 import error_pb2
 from runtime.engine import Engine
-from services.decode.session import DecodeSession, Stream
+from services.decode.session import Stream
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.errors import PeerLost
 from services.transfer.fetch import FetchFailed
 from services.worker.loading import PAGE_SIZE
-from tests.services.workers import LIMIT_S, Decode, Prefill, Site, fetch_of, message_of, until
+from tests.services.workers import LIMIT_S, Decode, Prefill, Site, fetch_of, open_stream, until
 
 TOKENS = 100  # four segments, through two landing slots
 
@@ -35,26 +35,11 @@ class HeldReads(TransferAgent):
         self.held.clear()
 
 
-def open_stream(decode: Decode, prefill: Prefill, number: int) -> Stream:
-    """Open a stream as a gateway does."""
-    worker = decode.worker
-    session = DecodeSession(f"gateway-{number}", worker._open, worker._drop)
-    start = decode_pb2.StartStream(
-        stream=number,
-        epoch=worker.identity.epoch,
-        prefill=prefill.address,
-        deadline_s=LIMIT_S,
-        request=message_of(TOKENS),
-    )
-    session._start(start)
-    return session.streams[number]
-
-
 async def reading(decode: Decode, prefill: Prefill, number: int) -> tuple[Stream, HeldReads]:
     """Return a stream with both of its READs in flight."""
     agent = decode.agent
     assert isinstance(agent, HeldReads)
-    stream = open_stream(decode, prefill, number)
+    stream = open_stream(decode, prefill, number, TOKENS)
     await until(lambda: len(agent.held) == 2)
     return stream, agent
 
@@ -94,7 +79,7 @@ async def test_prefill_is_requested_early_only_if_pages_are_certain(site: Site) 
     prefill, decode = await site.prefill(started=False), await site.decode(slots=2)
     worker, loop = decode.worker, asyncio.get_running_loop()
     assert worker._has_room()
-    stream = open_stream(decode, prefill, 1)
+    stream = open_stream(decode, prefill, 1, TOKENS)
     await until(lambda: stream.reserved is not None and stream.reserved.done())
     assert worker._has_room()
     stream.reserved = loop.create_future()  # as before the engine's next step

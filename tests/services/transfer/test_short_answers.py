@@ -4,30 +4,15 @@ import asyncio
 
 import pytest
 
-from headrace.v1 import decode_pb2, error_pb2
+from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
-from services.decode.session import DecodeSession, Stream
 from services.transfer.fetch import Fetch, FetchProgress
 from services.transfer.prefill_client import Subscription
 from services.transfer.pulls import Pull
 from services.transfer.receiver import Receiver
-from tests.services.workers import LIMIT_S, Decode, Prefill, Site, fetch_of, message_of, until
+from tests.services.workers import Site, fetch_of, open_stream, until
 
 TOKENS = 100
-
-
-def open_stream(decode: Decode, prefill: Prefill, number: int, max_tokens: int) -> Stream:
-    worker = decode.worker
-    session = DecodeSession(f"gateway-{number}", worker._open, worker._drop)
-    start = decode_pb2.StartStream(
-        stream=number,
-        epoch=worker.identity.epoch,
-        prefill=prefill.address,
-        deadline_s=LIMIT_S,
-        request=message_of(TOKENS, max_tokens),
-    )
-    session._start(start)
-    return session.streams[number]
 
 
 @pytest.mark.parametrize("kv_digest", [False, True])
@@ -38,7 +23,7 @@ async def test_stage_times_are_complete_and_the_transfer_is_recorded(
     decode = await site.decode(kv_digest=kv_digest)
     transfers = []
     for number in range(1, 21):
-        stream = open_stream(decode, prefill, number, max_tokens=2)
+        stream = open_stream(decode, prefill, number, TOKENS, max_tokens=2)
         assert stream.transfer is not None
         transfers.append(stream.transfer)
         session = stream.session
