@@ -117,9 +117,11 @@ class BatchSlots:
                 pages += sequence.pages[state.pages :]
                 state.pages = num_pages
             state.tokens = length + 1
-        if joined or self._vacated:
+        empty: list[int] = []
+        if self._vacated:
             empty = sorted(self._vacated.difference(state.slot for state in self._states.values()))
             self._vacated.clear()
+        if joined or empty:
             entries += [slot * self._max_pages for slot in empty]
             pages += [self.null_page] * len(empty)
             self._write_state(joined, empty)

@@ -13,7 +13,7 @@ again. Their logits are kept with the step.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -166,7 +166,9 @@ class StepReplay:
             if chunk.completes
             for sequence in chunk.group.sequences
         ]
-        assignment = self._prepare(decode, [sequence for sequence, _ in completed])
+        prompts = [sequence for sequence, _ in completed]
+        assignment = self._assign(decode + prompts)
+        self._write(decode)
         if chunks:
             pieces = [slice_of(chunk) for chunk in chunks]
             ends = zip(assignment.slots[len(decode) :], completed, strict=True)
@@ -174,6 +176,7 @@ class StepReplay:
             self._mixed.run(pieces, assignment.slots[: len(decode)], last_tokens)
         else:
             self._decode.run(assignment.bucket)
+        self._write(prompts, rewritten=prompts)  # only the sampling reads this
         return self._sample(assignment, chunks, record_event(self._device))
 
     def collect(self, step: InFlightStep) -> list[Draw | None]:
@@ -193,9 +196,8 @@ class StepReplay:
             sampled = step.results.wait()[0][: assignment.bucket].tolist()
         return self._draws(step, sampled, results)
 
-    def _prepare(self, decode: list[Running], completed: list[Running]) -> SlotAssignment:
-        """Assign slots to the sampled sequences and write the slots' changes to the device."""
-        sequences = decode + completed
+    def _assign(self, sequences: list[Running]) -> SlotAssignment:
+        """Assign slots to the sampled sequences."""
         if not sequences:
             return _NOTHING_SAMPLED
         assignment = self._assignment
@@ -205,9 +207,12 @@ class StepReplay:
             bucket = self._bucket_of(max(slots) + 1)
             features = SlotSampler.features_of(sequences)
             assignment = self._assignment = SlotAssignment(sequences, slots, bucket, features)
-        if joined := self._slots.update(sequences, rewritten=completed):
-            self._sampler.load(joined)
         return assignment
+
+    def _write(self, sequences: list[Running], rewritten: Collection[Running] = ()) -> None:
+        """Write the changes of the sequences' slots to the device; see `BatchSlots.update`."""
+        if joined := self._slots.update(sequences, rewritten=rewritten):
+            self._sampler.load(joined)
 
     def _sample(
         self, assignment: SlotAssignment, chunks: Sequence[Chunk], ready: torch.cuda.Event | None

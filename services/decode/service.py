@@ -3,6 +3,7 @@
 import asyncio
 import time
 import uuid
+from functools import partial
 
 import structlog
 import uvloop
@@ -16,7 +17,6 @@ from services.common.placement import Role
 from services.decode.session import DecodeSession, Stream
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.codecs import SegmentCodecs
 from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClients
@@ -58,7 +58,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             loaded.engine.cache,
             landing,
             self._clients,
-            SegmentCodecs(loaded.engine.cache.layout, loaded.codebooks),
+            loaded.codecs,
             credits_per_sequence=settings.credits_per_sequence,
             read_timeout_s=settings.read_timeout_s,
             metrics=TransferMetrics(self.metrics.registry),
@@ -103,21 +103,23 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         )
         self.streams[stream.key] = stream
         self.metrics.prompt_tokens.inc(request.prompt_tokens)
-        log.info(
+        if local:
+            self._submit(stream, Add(stream.request))
+        else:
+            stream.reserved = loop.create_future()
+            stream.transfer = asyncio.create_task(self._fetch(stream, deadline_s))
+            stream.transfer.add_done_callback(lambda _: self._end_transfer(stream))
+        log.debug(
             "stream admitted",
             request_id=request.request_id,
             attempt=request.attempt,
             tokens=len(request.tokens),
             prefill=start.prefill.worker_id or me,
         )
-        if local:
-            self.engine.submit(Add(stream.request))
-        else:
-            stream.reserved = loop.create_future()
-            self.engine.submit(Reserve(stream.request))
-            stream.transfer = asyncio.create_task(self._fetch(stream, deadline_s))
-            stream.transfer.add_done_callback(lambda _: self._end_transfer(stream))
-        self._admitted(request.placement_id)
+
+    def _submit(self, stream: Stream, command: Add | Reserve) -> None:
+        self.engine.submit(command)
+        self._admitted(stream.start.request.placement_id)
 
     def _drop(self, stream: Stream) -> None:
         """Free everything that an ended stream holds."""
@@ -143,6 +145,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         if stream.reserved is None:
             raise RuntimeError("the stream has no page reservation")
         began = time.perf_counter()
+        reserve = partial(self._submit, stream, Reserve(stream.request))
         digest: asyncio.Future[str] | None = None
 
         def start_decoding(times: FetchTimes) -> None:
@@ -156,8 +159,10 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
                 stages.transfer, stages.verify = times.transfer, times.decode_kv
 
         try:
-            if not self._has_room():
-                await stream.reserved  # a prompt is not computed before there are pages for it
+            has_room = self._has_room()
+            if not has_room:  # a prompt is not computed before there are pages for it
+                reserve()
+                await stream.reserved
             fetch = Fetch(
                 key=stream.key,
                 prefill=stream.start.prefill,
@@ -166,6 +171,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
                 on_first=lambda first: self._take_first(stream, first),
                 on_verified=start_decoding,
                 deadline_s=deadline_s,
+                on_requested=reserve if has_room else None,
             )
             times = await self.receiver.fetch(fetch)
             found = None if digest is None else await digest
@@ -217,15 +223,16 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         for stage in ("queue", "prefill", "transfer"):
             self.metrics.stages.labels(stage).observe(getattr(times, stage))
         self.metrics.stages.labels("decode_kv").observe(times.decode_kv)
-        log.info(
+        log.debug(
             "kv arrived",
             request_id=stream.start.request.request_id,
             segments=times.segments,
             raw_bytes=times.raw_bytes,
             wire_bytes=times.wire_bytes,
             seconds=round(total_s, 4),
-            digest=digest,
         )
+        if digest is not None:
+            log.info("kv verified", request_id=stream.start.request.request_id, digest=digest)
 
     def _deliver(self, output: StepOutput) -> None:
         """Pass a step's output to the streams that are still open."""

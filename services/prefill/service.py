@@ -16,7 +16,6 @@ from services.common.placement import Role
 from services.prefill.session import Job, PrefillSession
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.codecs import SegmentCodecs
 from services.transfer.errors import TransferError
 from services.transfer.metrics import TransferMetrics
 from services.transfer.policy import LinkPolicy
@@ -44,7 +43,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         self._agent = agent
         self._agent_metadata = agent.metadata
         self._slab = slab
-        codecs = SegmentCodecs(loaded.engine.cache.layout, loaded.codebooks)
+        codecs = loaded.codecs
         self._min_slot_bytes = codecs.min_slot_bytes
         self._max_sequences = loaded.sizes.max_running + settings.max_waiting
         self.sender = Sender(

@@ -154,7 +154,7 @@ class PrefillSession:
         self._sender.open(outgoing)
         self._engine.submit(Add(request, hold=True))
         self._on_admitted(message.placement_id)
-        log.info("prefill admitted", request_id=message.request_id, tokens=len(request.tokens))
+        log.debug("prefill admitted", request_id=message.request_id, tokens=len(request.tokens))
 
     def computing(self, key: str) -> None:
         """Record the start of the first chunk; request credits if KV will be sent."""

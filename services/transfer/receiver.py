@@ -100,6 +100,8 @@ class Receiver:
             self._subscriptions[fetch.key] = subscription
             try:
                 subscription.send_start()
+                if fetch.on_requested is not None:  # after the session's writer, which is waiting
+                    asyncio.get_running_loop().call_soon(fetch.on_requested)
                 async with asyncio.TaskGroup() as pulls:
                     await self._follow(fetch, subscription, progress, pulls)
                 if progress.ended:

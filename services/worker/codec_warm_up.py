@@ -47,7 +47,7 @@ def warm_up_codec(loaded: Loaded, slab: Slab) -> int:
         CodecError: the codec does not reproduce its input.
     """
     planes = loaded.engine.cache.planes
-    codecs = SegmentCodecs(loaded.engine.cache.layout, loaded.codebooks)
+    codecs = loaded.codecs
     modes = list(WireMode) if codecs.has_codebooks else [WireMode.RAW]
     plans = list(_kinds_of_segments(loaded, codecs, slab.slot_bytes))
     for plan in plans:

@@ -27,6 +27,7 @@ class EngineLoad:
     """Load of a worker after its last step.
 
     Attributes:
+        commands: number of commands taken since the start, in the order of their submission.
         queue_tokens: tokens accepted and not yet finished.
         pages_free: free KV pages.
         running: sequences in the batch.
@@ -35,6 +36,7 @@ class EngineLoad:
         busy_s: total time of these steps in seconds, without idle time.
     """
 
+    commands: int
     queue_tokens: int
     pages_free: int
     running: int
@@ -57,6 +59,10 @@ class EngineThread:
             results. With lookahead, the results are those of the previous step.
         on_fault: called on the event loop with an exception inside a step. That is a bug, and the
             process is expected to end, because the state of the pages is unknown.
+
+    Attributes:
+        submitted: number of commands submitted since the start; see `EngineLoad.commands`.
+        load: load after the last step.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Command | _Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.submitted = self._taken = 0
         self._steps, self._busy_s, self._since = 0, 0.0, time.perf_counter()
         self.load = self._measure()
         self.pages_total = engine.pages_total
@@ -81,7 +88,8 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, *commands: Command) -> None:
-        """Queue commands for the next step. Safe from any thread."""
+        """Queue commands for the next step. Called on the event loop."""
+        self.submitted += len(commands)
         for command in commands:
             self._inbox.put(command)
 
@@ -128,9 +136,14 @@ class EngineThread:
     def _measure(self) -> EngineLoad:
         engine = self._engine
         return EngineLoad(
-            engine.queue_tokens, engine.pages_free, engine.num_running, engine.num_waiting,
-            self._steps, self._busy_s,
-        )  # fmt: skip
+            commands=self._taken,
+            queue_tokens=engine.queue_tokens,
+            pages_free=engine.pages_free,
+            running=engine.num_running,
+            waiting=engine.num_waiting,
+            steps=self._steps,
+            busy_s=self._busy_s,
+        )
 
     def _run(self) -> None:
         try:
@@ -167,6 +180,7 @@ class EngineThread:
     def _step(self, commands: list[Command]) -> None:
         if not commands and not self._engine.has_work:
             return
+        self._taken += len(commands)
         self._report(self._engine.plan(commands))
         output = self._engine.compute()
         now = time.perf_counter()

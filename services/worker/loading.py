@@ -4,6 +4,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,11 @@ class Loaded:
     config: ModelConfig
     device: str
     sizes: WorkerSizes
+
+    @cached_property
+    def codecs(self) -> SegmentCodecs:
+        """Codecs of the cache. Creating one waits for the device, so all users share these."""
+        return SegmentCodecs(self.engine.cache.layout, self.codebooks)
 
     def new_slab(self) -> Slab:
         """Allocate the slab for KV transfers on the device."""

@@ -37,7 +37,7 @@ class Registrar:
         self._period_s = period_s
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(2.0), trust_env=False)
-        self._admitted: dict[str, deque[str]] = {
+        self._admitted: dict[str, deque[tuple[int, str]]] = {
             url: deque(maxlen=MAX_UNREPORTED) for url in routers
         }
         self._beats = {url: asyncio.Lock() for url in routers}  # one at a time, in order
@@ -47,14 +47,10 @@ class Registrar:
     def admit(self, placement_id: str) -> None:
         """Report a placement with the first heartbeat whose load includes it.
 
-        Call this right after submitting the placement's command to the engine.
+        Call this after submitting the placement's command to the engine.
         """
-
-        def included(_done: "asyncio.Future[None]") -> None:
-            for pending in self._admitted.values():
-                pending.append(placement_id)
-
-        self._engine.run(lambda _engine: None).add_done_callback(included)
+        for pending in self._admitted.values():
+            pending.append((self._engine.submitted, placement_id))
 
     def start(self) -> None:
         """Start registering and sending heartbeats."""
@@ -104,7 +100,8 @@ class Registrar:
             return await self._send(url)
 
     async def _send(self, url: str) -> bool:
-        load, admitted = self._engine.load, list(self._admitted[url])
+        load, pending = self._engine.load, self._admitted[url]
+        admitted = [placement for number, placement in pending if number <= load.commands]
         beat = Heartbeat(
             worker_id=self._registration.worker_id,
             epoch=self._registration.epoch,
@@ -118,5 +115,5 @@ class Registrar:
         response = await self._http.post(f"{url}/v1/heartbeat", json=beat.model_dump(mode="json"))
         response.raise_for_status()
         for _ in admitted:
-            self._admitted[url].popleft()
+            pending.popleft()
         return not response.json().get("register_again", False)

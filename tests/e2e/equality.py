@@ -182,7 +182,7 @@ def run(
         with deployed(*flags, environment=_LOG_DIGESTS | slab) as running:
             answers = asyncio.run(ask_all(running, cases, concurrency))
             sent = digests(running, "prefill-0", "kv computed")
-            landed = digests(running, "decode-0", "kv arrived")
+            landed = digests(running, "decode-0", "kv verified")
         equal = sum(sent.get(request) == digest for request, digest in landed.items())
         yield Row(f"{label}, {codec}", compare(reference, answers), equal, len(landed))
 

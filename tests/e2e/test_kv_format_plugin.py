@@ -166,7 +166,7 @@ def serve(running: Running) -> Served:
     return Served(
         answers,
         digests(running, "prefill-0", "kv computed"),
-        digests(running, "decode-0", "kv arrived"),
+        digests(running, "decode-0", "kv verified"),
         {
             mode: running.metric("prefill-0", "headrace_kv_segments_total", mode=mode)
             for mode in ("raw", "splitzip")

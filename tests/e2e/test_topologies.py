@@ -44,7 +44,7 @@ def test_kv_arrives_unchanged_on_all_workers(model: Path, prefill: int, decode: 
             counts = list(pool.map(lambda number: ask(running, number), range(REQUESTS)))
         running.wait_until_idle()
         sent = [digests(running, f"prefill-{n}", "kv computed") for n in range(prefill)]
-        landed = [digests(running, f"decode-{n}", "kv arrived") for n in range(decode)]
+        landed = [digests(running, f"decode-{n}", "kv verified") for n in range(decode)]
     assert counts == [6] * REQUESTS
     assert all(sent), "a prefill worker had no request"
     assert all(landed), "a decode worker had no request"

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from runtime.engine import Cancel
 from services.common.placement import Registration, Role, WorkerState
 from services.worker.engine_thread import EngineThread
 from services.worker.registration import Registrar
@@ -42,11 +43,9 @@ async def engine() -> AsyncIterator[EngineThread]:
     await thread.stop()
 
 
-async def test_concurrent_heartbeats_report_each_placement_once(
-    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Draining sends a heartbeat while the periodic one is in flight."""
-    router = Router()
+def registrar_of(
+    engine: EngineThread, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> Registrar:
     client = httpx.AsyncClient(transport=httpx.MockTransport(router.answer))
     monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client)
     identity = load().identity
@@ -61,9 +60,18 @@ async def test_concurrent_heartbeats_report_each_placement_once(
         pages_total=engine.pages_total,
         max_running=16,
     )
-    registrar = Registrar(introduction, engine, [URL], token=None, period_s=3600)
+    return Registrar(introduction, engine, [URL], token=None, period_s=3600)
+
+
+async def test_concurrent_heartbeats_report_each_placement_once(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draining sends a heartbeat while the periodic one is in flight."""
+    router = Router()
+    registrar = registrar_of(engine, router, monkeypatch)
 
     async def admit(placement: str) -> None:
+        engine.submit(Cancel(placement))
         registrar.admit(placement)
         await engine.run(lambda _: None)
 
@@ -84,4 +92,34 @@ async def test_concurrent_heartbeats_report_each_placement_once(
     await last
     assert [beat["admitted"] for beat in (first, second, third)] == [["a", "b"], ["c"], []]
     assert (first["state"], second["state"]) == (WorkerState.READY, WorkerState.DRAINING)
+    await registrar.stop()
+
+
+async def test_placement_is_reported_with_the_first_load_that_includes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine takes a command some time after its submission."""
+    engine = EngineThread(engine_of(tiny_model()), on_output=print, on_fault=print)
+    router = Router()
+    registrar = registrar_of(engine, router, monkeypatch)
+    reported = []
+
+    async def beat() -> None:
+        draining = asyncio.create_task(registrar.drain())
+        heartbeat, answered = await router.next()
+        answered.set()
+        await draining
+        reported.append(heartbeat["admitted"])
+
+    engine.submit(Cancel("a"))
+    registrar.admit("a")
+    await beat()  # the thread has not been started
+    engine.start()
+    await engine.run(lambda _: None)
+    await beat()
+    await engine.stop()
+    engine.submit(Cancel("b"))
+    registrar.admit("b")
+    await beat()
+    assert reported == [[], ["a"], []]
     await registrar.stop()
