@@ -2,7 +2,7 @@
 
 A sequence keeps its slot while it runs. The host writes only changes: the state of a slot when a
 sequence joins or leaves, and page-table entries when a sequence gets pages. The changes of a step
-are written together. The state takes one copy and one kernel launch, and so does the page table.
+are written together, with one copy to the device.
 """
 
 from collections.abc import Collection
@@ -121,13 +121,12 @@ class BatchSlots:
         if self._vacated:
             empty = sorted(self._vacated.difference(state.slot for state in self._states.values()))
             self._vacated.clear()
-        if joined or empty:
-            entries += [slot * self._max_pages for slot in empty]
-            pages += [self.null_page] * len(empty)
-            self._write_state(joined, empty)
-        if entries:
-            words = to_device(np.array([entries, pages], np.int64), self._device)
-            self.page_table.view(-1).index_copy_(0, words[0], words[1].int())
+        entries += [slot * self._max_pages for slot in empty]
+        pages += [self.null_page] * len(empty)
+        rows = [(slot, s.tokens[-1], len(s.tokens) - 1, 1) for slot, s in joined.items()]
+        rows += [(slot, 0, 0, 0) for slot in empty]
+        if rows or entries:
+            self._write(rows, entries, pages)
         return joined
 
     def did_not_advance(self, sequence: Sequence) -> None:
@@ -145,8 +144,23 @@ class BatchSlots:
         self.tokens[advanced] = tokens[advanced]
         self.positions[advanced] += 1
 
-    def _write_state(self, joined: dict[int, Sequence], empty: list[int]) -> None:
-        state = [(slot, s.tokens[-1], len(s.tokens) - 1, 1) for slot, s in joined.items()]
-        state += [(slot, 0, 0, 0) for slot in empty]
-        words = to_device(np.array(state, np.int64).T.copy(), self._device)
-        self.state.index_copy_(1, words[0], words[1:])
+    def _write(
+        self, rows: list[tuple[int, int, int, int]], entries: list[int], pages: list[int]
+    ) -> None:
+        """Write slots and page-table entries with one copy to the device.
+
+        Args:
+            rows: a slot, its token, its position, and whether it is active, for each slot.
+            entries: flat indices into the page table.
+            pages: page ids of these entries.
+        """
+        state = np.array(rows, np.int64).reshape(-1, 4).T
+        words = to_device(
+            np.concatenate([state.ravel(), entries, pages], dtype=np.int64), self._device
+        )
+        if rows:
+            states = words[: state.size].view(state.shape)
+            self.state.index_copy_(1, states[0], states[1:])
+        if entries:
+            table = words[state.size :].view(2, -1)
+            self.page_table.view(-1).index_copy_(0, table[0], table[1].int())

@@ -13,7 +13,7 @@ again. Their logits are kept with the step.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -168,7 +168,7 @@ class StepReplay:
         ]
         prompts = [sequence for sequence, _ in completed]
         assignment = self._assign(decode + prompts)
-        self._write(decode)
+        joined = self._slots.update(decode)
         if chunks:
             pieces = [slice_of(chunk) for chunk in chunks]
             ends = zip(assignment.slots[len(decode) :], completed, strict=True)
@@ -176,7 +176,10 @@ class StepReplay:
             self._mixed.run(pieces, assignment.slots[: len(decode)], last_tokens)
         else:
             self._decode.run(assignment.bucket)
-        self._write(prompts, rewritten=prompts)  # only the sampling reads this
+        # The sampling alone reads the rest, which is written while the pass runs.
+        joined.update(self._slots.update(prompts, rewritten=prompts))
+        if joined:
+            self._sampler.load(joined)
         return self._sample(assignment, chunks, record_event(self._device))
 
     def collect(self, step: InFlightStep) -> list[Draw | None]:
@@ -208,11 +211,6 @@ class StepReplay:
             features = SlotSampler.features_of(sequences)
             assignment = self._assignment = SlotAssignment(sequences, slots, bucket, features)
         return assignment
-
-    def _write(self, sequences: list[Running], rewritten: Collection[Running] = ()) -> None:
-        """Write the changes of the sequences' slots to the device; see `BatchSlots.update`."""
-        if joined := self._slots.update(sequences, rewritten=rewritten):
-            self._sampler.load(joined)
 
     def _sample(
         self, assignment: SlotAssignment, chunks: Sequence[Chunk], ready: torch.cuda.Event | None

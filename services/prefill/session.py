@@ -90,6 +90,7 @@ class PrefillSession:
             while (message := await next_message(commands)) is not None:
                 for command in message.commands:
                     await self._apply(command, commands)
+                    await asyncio.sleep(0)  # send events before the next start is processed
         finally:
             writer.cancel()
             for key in list(self._own):

@@ -109,6 +109,7 @@ class TransferAgent:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._codec_calls = CodecCalls(on_gpu=torch.device(device).type == "cuda")
         self._listener: NotificationListener | None = None
+        self._owner: Owner | None = None  # used on the owner thread only
         self._gate = threading.Lock()
         self._closed = False
         self._grace_s = 0.0
@@ -240,13 +241,18 @@ class TransferAgent:
             self._codec_calls.close()
 
     def _call(self, run: "Callable[[Owner, Future[Any]], None]") -> "Future[Any]":
-        future: Future[Any] = Future()
+        """Queue a command. On the owner thread itself, execute it at once."""
+        command = _Command(run, Future())
+        owner = self._owner if threading.get_ident() == self._thread.ident else None
         with self._gate:
-            if not self._closed:
-                self._commands.put(_Command(run, future))
-                return future
-        future.set_exception(TransferClosed(f"agent {self.name} is closed"))
-        return future
+            if self._closed:
+                command.refuse(self.name)
+                return command.future
+            if owner is None:
+                self._commands.put(command)
+        if owner is not None:
+            command.execute(owner)
+        return command.future
 
     def _run(self, started: "Future[None]") -> None:
         try:
@@ -255,6 +261,7 @@ class TransferAgent:
             self._closed = True
             started.set_exception(error)
             return
+        self._owner = owner
         started.set_result(None)
         _sleep_precisely()
         fault: BaseException | None = None
@@ -306,8 +313,9 @@ class TransferAgent:
             if listener is not None and listener.waiting:
                 for notification in owner.notifications():
                     listener.notified(*notification)
-            calls.start_queued()
-            if owner.poll() | calls.poll() or active:
+            active |= owner.poll()
+            calls.start_queued()  # of the READs that have just ended, too
+            if calls.poll() or active:
                 last_event = time.monotonic()
 
 

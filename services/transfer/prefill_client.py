@@ -42,8 +42,10 @@ class Subscription:
 
     def send_start(self) -> None:
         """Request the prefill."""
-        start = pb.StartPrefill(sequence=self._sequence, request=self._request)
-        self._client.send(pb.PrefillCommand(start=start))
+        command = pb.PrefillCommand()
+        command.start.sequence = self._sequence
+        command.start.request.CopyFrom(self._request)
+        self._client.send(command)
 
     def credit(self, segments: int) -> None:
         """Grant credits for a number of further segments."""

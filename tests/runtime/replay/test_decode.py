@@ -1,5 +1,6 @@
 """Replayed decode steps produce the same tokens, bit for bit, as steps without replay."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -134,7 +135,7 @@ def test_slot_that_did_not_advance_is_not_rewritten(monkeypatch: pytest.MonkeyPa
     update = BatchSlots.update
 
     def counted(
-        self: BatchSlots, sequences: list[Sequence], *, rewritten: list[Sequence]
+        self: BatchSlots, sequences: list[Sequence], *, rewritten: Collection[Sequence] = ()
     ) -> dict[int, Sequence]:
         slots = update(self, sequences, rewritten=rewritten)
         joined.extend(slots)
