@@ -1,6 +1,7 @@
 """Public calls: validate the arguments, select the backend, write or verify the segment header."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -234,6 +235,7 @@ def max_payload_bytes(num_elements: int, element: ElementType = BF16) -> int:
     return max_segment_bytes(1, 1, 1, num_elements, max(num_elements, 1), element)
 
 
+@lru_cache(maxsize=4096)
 def max_segment_bytes(
     num_planes: int,
     kv_heads: int,
