@@ -1,8 +1,9 @@
 """Gaps of running streams, without and with the KV of new prompts arriving."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -26,7 +27,7 @@ _SETTLE_S = 0.5
 
 @dataclass(frozen=True)
 class Interference:
-    """Gaps of streams before and while other requests are sent as fast as they are answered.
+    """Gaps of streams without and beside other requests, sent as fast as they are answered.
 
     Attributes:
         streams: numbers of running streams.
@@ -58,40 +59,23 @@ class Interference:
     async def _measure(self, context: Context, streams: int) -> Row:
         server = context.server
         running = prompts(server, self.prompt, self.answer, 1, streams)
-        arriving = prompts(server, self.arriving, 2, 2, 32)
+        requests = _distinct(prompts(server, self.arriving, 2, 2, 32))
+        answered: list[Record] = []
         async with (
             asyncio.timeout(context.limit_s),
             connected(server, context.limit_s) as client,
         ):
-            records = [client.start(spec) for spec in running]
-            tasks = [
-                asyncio.create_task(client.finish(*pair))
-                for pair in zip(running, records, strict=True)
-            ]
-            try:
-                await _all_started(records, tasks)
-                quiet = await self._window(client, [])
-                metrics = MetricsReader(server.metrics)
-                answered: list[Record] = []
-                requests = _distinct(arriving)
-                feeders = [
-                    asyncio.create_task(_feed(client, requests, answered))
-                    for _ in range(self.concurrency)
-                ]
-                tasks += feeders
-                busy = await self._window(client, feeders)
-                collected = metrics.collect()
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-        if any(record.last is None or record.last < busy[0] for record in records):
-            raise RequestRefused("a stream ended before the measurement")
-        ended = [one for one in answered if one.ended and busy[0] <= one.ended < busy[1]]
+            quiet = await self._window(client, running, [])
+            metrics = MetricsReader(server.metrics)
+            feeds = [partial(_feed, client, requests, answered)] * self.concurrency
+            busy = await self._window(client, running, feeds)
+            collected = metrics.collect()
+        begin, end = busy.begin, busy.end
+        ended = [one for one in answered if one.ended and begin <= one.ended < end]
         return {
             "streams": streams,
-            "quiet": _gaps(records, quiet),
-            "busy": _gaps(records, busy),
+            "quiet": quiet.gaps,
+            "busy": busy.gaps,
             "arrived": {
                 "requests": len(ended) / self.seconds,
                 "tokens": sum(one.input_tokens for one in ended) / self.seconds,
@@ -101,20 +85,47 @@ class Interference:
         }
 
     async def _window(
-        self, client: Client, feeders: list[asyncio.Task[None]]
-    ) -> tuple[float, float]:
-        """Let a window pass and return its begin and end.
+        self,
+        client: Client,
+        running: list[RequestSpec],
+        feeds: Sequence[Callable[[], Coroutine[None, None, None]]],
+    ) -> "_Window":
+        """Measure the gaps of new streams, with ``feeds`` running beside them.
+
+        The streams are new in each window, so that both windows see contexts of the same lengths.
 
         Raises:
-            RequestRefused: if a feeder has failed.
+            RequestRefused: if a stream or a feed has failed, or a stream ended too early.
         """
-        await asyncio.sleep(_SETTLE_S)
-        begin = client.clock()
-        await asyncio.sleep(self.seconds)
-        for feeder in feeders:
-            if feeder.done():
-                feeder.result()
-        return begin, client.clock()
+        records = [client.start(spec) for spec in running]
+        streams = [
+            asyncio.create_task(client.finish(*pair)) for pair in zip(running, records, strict=True)
+        ]
+        feeders: list[asyncio.Task[None]] = []
+        try:
+            await _all_started(records, streams)
+            feeders += [asyncio.create_task(feed()) for feed in feeds]
+            await asyncio.sleep(_SETTLE_S)
+            begin = client.clock()
+            await asyncio.sleep(self.seconds)
+            end = client.clock()
+            for feeder in feeders:
+                if feeder.done():
+                    feeder.result()
+        finally:
+            for task in (*streams, *feeders):
+                task.cancel()
+            await asyncio.gather(*streams, *feeders, return_exceptions=True)
+        if any(record.ended is not None and record.ended < end for record in records):
+            raise RequestRefused("a stream ended before the measurement")
+        return _Window(begin, end, _gaps(records, begin, end))
+
+
+@dataclass(frozen=True)
+class _Window:
+    begin: float
+    end: float
+    gaps: dict[str, Any]
 
 
 async def _all_started(records: list[Record], tasks: list[asyncio.Task[None]]) -> None:
@@ -146,9 +157,8 @@ async def _feed(client: Client, requests: Iterator[RequestSpec], answered: list[
         answered.append(check(await client.send(next(requests))))
 
 
-def _gaps(records: list[Record], window: tuple[float, float]) -> dict[str, Any]:
+def _gaps(records: list[Record], begin: float, end: float) -> dict[str, Any]:
     """Return the distribution of the gaps that end within a window."""
-    begin, end = window
     gaps = [
         later - at
         for record in records
