@@ -122,6 +122,8 @@ def default_tile(name: str, bucket: int, shapes: Shapes) -> Tile | LargeTile | N
         return None
     if bucket >= 128:
         return large_tile(name, bucket, shapes)
+    if name == "GATED" and bucket == 64:
+        return Tile(64, 128, 64, 1, 8, 5)
     if name != "PLAIN":
         return None
     return Tile(bucket, 32, 128, 1, 4, 5) if bucket <= 32 else Tile(64, 64, 64, 1, 4, 6)
