@@ -1,0 +1,90 @@
+"""Interface of compressed KV formats, and which tokens of a sequence they leave exact.
+
+A model computes over exact pages: K after RoPE and V in bf16, as in format `dense`. A compressed
+format adds stored pages. A page of a sequence is encoded when it leaves the window of recent
+tokens, and its exact page becomes free. Prefill attends exact pages only; the pages of a complete
+prompt are then encoded as if its tokens had been decoded one by one.
+
+The first page of a sequence stays exact, too: attention concentrates on the first tokens (sinks),
+and errors in their K and V cost far more than errors elsewhere.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from runtime.kv.format import Plane
+
+SINK_PAGES = 1
+"""Pages at the start of a sequence that are never encoded."""
+WINDOW = 64
+"""Minimum number of recent tokens that are not encoded."""
+
+
+def first_recent(length: int, page_size: int) -> int:
+    """Return the index of the first page after the stored pages of a sequence.
+
+    Pages from `SINK_PAGES` up to this one are stored; all others are exact.
+
+    Args:
+        length: tokens of the sequence, the one that is being attended included.
+    """
+    return max(SINK_PAGES, (length - WINDOW) // page_size)
+
+
+class CompressedLayer(Protocol):
+    """Encoding of one layer's K and V in some compressed format."""
+
+    def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        first_positions: Tensor,
+        planes: tuple[Tensor, ...],
+        targets: Tensor,
+    ) -> None:
+        """Encode whole pages.
+
+        Args:
+            keys, values: bf16 `[p, kv_heads, page_size, dim]`, K after RoPE.
+            first_positions: int64 `[p]`, position of the first token of each page.
+            planes: the layer's planes, in the order of `CompressedFormat.planes`.
+            targets: int64 `[p]`, stored pages to write, without repetition.
+        """
+        ...
+
+    def decode(
+        self, planes: tuple[Tensor, ...], pages: Tensor, first_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return K after RoPE and V as attention reads them.
+
+        Args:
+            pages: int64 `[p]`, stored pages.
+            first_positions: int64 `[p]`, position of the first token of each page.
+
+        Returns:
+            Two fp32 tensors `[p, kv_heads, page_size, dim]`.
+        """
+        ...
+
+
+class CompressedFormat(Protocol):
+    """A lossy representation of K and V in pages.
+
+    Attributes:
+        name: stable name of the format.
+        version: number to increase whenever the same K and V are stored as different bits.
+        artifact_hash: hash of calibration results; empty if the format has none.
+    """
+
+    name: str
+    version: int
+    artifact_hash: str
+
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
+        """Return the stored planes of one layer, in the order in which they are stored and sent."""
+        ...
+
+    def layer(self, index: int) -> CompressedLayer:
+        """Return the encoding of one layer."""
+        ...
