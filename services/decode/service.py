@@ -113,7 +113,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
             "stream admitted",
             request_id=request.request_id,
             attempt=request.attempt,
-            tokens=len(request.tokens),
+            tokens=len(stream.request.tokens),
             prefill=start.prefill.worker_id or me,
         )
 
@@ -193,7 +193,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         """
         load = self.engine.load
         waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]
-        pages = sum(pages_for(len(s.start.request.tokens), PAGE_SIZE) for s in waiting)
+        pages = sum(pages_for(len(s.request.tokens), PAGE_SIZE) for s in waiting)
         fits = 2 * (load.running + len(waiting)) <= self.sizes.max_running
         return fits and load.waiting == 0 and 2 * pages < load.pages_free
 
@@ -214,7 +214,7 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServicer):
         """Start to compute the digest of a prompt's pages, if that is enabled."""
         if not self._settings.kv_digest or stream.reserved is None:
             return None
-        pages, tokens = stream.reserved.result().pages, len(stream.start.request.tokens)
+        pages, tokens = stream.reserved.result().pages, len(stream.request.tokens)
         return self.engine.run(lambda engine: digest_pages(engine, pages, tokens))
 
     def _record(

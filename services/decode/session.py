@@ -12,6 +12,7 @@ from headrace.v1 import decode_pb2 as pb
 from headrace.v1 import error_pb2
 from runtime.core.request import FinishReason, Request, SampledToken
 from runtime.engine import Reserved
+from runtime.errors import InvalidRequest
 from services.common.grpc_server import MessageStream, next_message
 from services.worker.wire import finish_to_message, request_from_message, token_to_message
 
@@ -92,7 +93,10 @@ class DecodeSession:
             while (command := await next_message(context)) is not None:
                 match command.WhichOneof("command"):
                     case "start":
-                        self._start(command.start)
+                        try:
+                            self._start(command.start)
+                        except InvalidRequest as error:
+                            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                     case "cancel":
                         if stream := self.streams.get(command.cancel.stream):
                             self.end(stream)

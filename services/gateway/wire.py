@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from headrace.v1 import decode_pb2, request_pb2, sampling_pb2
 from services.common.placement import Placement
+from services.common.token_ids import pack_tokens
 from services.gateway.requests import GenerationRequest
 
 # Names of the fields that `Sampling` and `GenerationOptions` have in common.
@@ -39,7 +40,7 @@ def start_stream_message(
             request_id=request.context.request_id,
             attempt=attempt,
             placement_id=placement.placement_id,
-            tokens=(*request.prompt, *replayed),
+            tokens=pack_tokens((*request.prompt, *replayed)),
             prompt_tokens=len(request.prompt),
             sampling=sampling_pb2.Sampling(**sampling, seed=request.seed),
             max_tokens=request.max_tokens,

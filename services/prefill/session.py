@@ -12,7 +12,7 @@ from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.core.request import Request, SampledToken
 from runtime.engine import Add, Cancel
-from runtime.errors import RuntimeFault
+from runtime.errors import InvalidRequest, RuntimeFault
 from services.common.grpc_server import MessageStream, drain, next_message
 from services.transfer.outgoing import Outgoing
 from services.transfer.policy import SegmentTiming
@@ -107,7 +107,10 @@ class PrefillSession:
     ) -> None:
         match command.WhichOneof("command"):
             case "start":
-                self._start(command.start)
+                try:
+                    self._start(command.start)
+                except InvalidRequest as error:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             case "credit":
                 self._sender.credit(self._key(command.credit.sequence), command.credit.segments)
             case "acknowledge":

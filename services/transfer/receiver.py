@@ -12,6 +12,7 @@ import codec
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.kv.cache import PagedCache
+from services.common.token_ids import count_tokens
 from services.transfer.agent import TransferAgent
 from services.transfer.announced import AnnouncedSegments
 from services.transfer.codecs import SegmentCodecs
@@ -95,7 +96,8 @@ class Receiver:
         self._metrics.landing_slots.labels("quarantined").set(self.landing.quarantined)
 
     async def _run(self, fetch: Fetch, client: PrefillClient) -> FetchTimes:
-        progress = FetchProgress(Coverage(len(fetch.request.tokens), self._codecs.layout))
+        tokens = count_tokens(fetch.request.tokens)
+        progress = FetchProgress(Coverage(tokens, self._codecs.layout))
         with client.subscribe(fetch.request) as subscription:
             self._subscriptions[fetch.key] = subscription
             try:

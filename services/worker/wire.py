@@ -4,6 +4,7 @@ from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import sampling_pb2 as pb
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.errors import InvalidRequest, NotFinite, RuntimeFault
+from services.common.token_ids import unpack_tokens
 
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -12,10 +13,18 @@ _FINISH = {
 
 
 def request_from_message(key: str, message: request_pb2.Request) -> Request:
-    """Return the engine's request with ``key`` as its id."""
+    """Return the engine's request with ``key`` as its id.
+
+    Raises:
+        InvalidRequest: the token ids are malformed.
+    """
+    try:
+        tokens = unpack_tokens(message.tokens)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from error
     return Request(
         id=key,
-        tokens=tuple(message.tokens),
+        tokens=tokens,
         prompt_tokens=message.prompt_tokens,
         sampling=_sampling_from_message(message.sampling),
         max_tokens=message.max_tokens,

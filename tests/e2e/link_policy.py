@@ -49,6 +49,7 @@ from runtime.checkpoint.canonical import write_checkpoint
 from runtime.engine import Reserved
 from runtime.models.model import Model
 from services.common.logging import configure_logging
+from services.common.token_ids import pack_tokens
 from services.decode.service import DecodeWorker
 from services.decode.settings import DecodeSettings
 from services.offline.calibrate import calibrate
@@ -194,7 +195,7 @@ def fetch_of(workload: Workload, prefill: Prefill, name: str, index: int) -> Fet
     request = request_pb2.Request(
         request_id=name,
         placement_id=name,
-        tokens=workload.prompt(),
+        tokens=pack_tokens(workload.prompt()),
         prompt_tokens=workload.tokens,
         sampling=sampling_pb2.Sampling(top_p=1.0, repetition_penalty=1.0),
         max_tokens=8,

@@ -16,6 +16,7 @@ from headrace.v1.prefill_pb2_grpc import PrefillStub
 from runtime.engine import Reserved
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
 from services.common.placement import Compatibility, ModelInfo
+from services.common.token_ids import pack_tokens
 from services.decode.service import DecodeWorker
 from services.decode.session import DecodeSession, Stream
 from services.decode.settings import DecodeSettings
@@ -177,7 +178,7 @@ def message_of(tokens: int, max_tokens: int = 8) -> request_pb2.Request:
     return request_pb2.Request(
         request_id=f"request-{next(_numbers)}",
         placement_id="placement",
-        tokens=prompt_of(tokens),
+        tokens=pack_tokens(prompt_of(tokens)),
         prompt_tokens=tokens,
         sampling=sampling_pb2.Sampling(top_p=1.0, repetition_penalty=1.0),
         max_tokens=max_tokens,

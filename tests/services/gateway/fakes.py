@@ -12,6 +12,7 @@ from grpc import aio
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2, sampling_pb2
 from services.common.placement import PlaceRequest, Release
+from services.common.token_ids import count_tokens
 
 STOP = sampling_pb2.FINISH_REASON_STOP
 LENGTH = sampling_pb2.FINISH_REASON_LENGTH
@@ -30,7 +31,7 @@ class FakeStream:
     def replayed(self) -> int:
         """Number of replayed output tokens after the prompt."""
         request = self.start.request
-        return len(request.tokens) - request.prompt_tokens
+        return count_tokens(request.tokens) - request.prompt_tokens
 
     async def tokens(
         self, *ids: int, choice: int = 0, logprobs: Sequence[float] = (), top: Any = ()

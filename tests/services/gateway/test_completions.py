@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.v1 import sampling_pb2
+from services.common.token_ids import unpack_tokens
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import LENGTH, say
 
@@ -36,11 +37,12 @@ async def test_chat_response(site: Site) -> None:
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     start = site.worker.streams[0].start.request
-    prompt = site.model.tokenizer.decode(start.tokens, skip_special=False)
+    tokens = unpack_tokens(start.tokens)
+    prompt = site.model.tokenizer.decode(tokens, skip_special=False)
     assert prompt.endswith("user\nThe capital of France is<|im_end|>\n<|im_start|>assistant\n")
-    assert answer.usage.prompt_tokens == len(start.tokens) == start.prompt_tokens
+    assert answer.usage.prompt_tokens == len(tokens) == start.prompt_tokens
     assert answer.usage.completion_tokens == len(site.encode("Paris is it."))
-    assert start.max_tokens == site.model.context_length - len(start.tokens)
+    assert start.max_tokens == site.model.context_length - len(tokens)
     assert list(start.stop_token_ids) == list(site.model.tokenizer.eos_ids)
 
 
@@ -74,7 +76,7 @@ async def test_completion_of_text_and_of_token_ids(site: Site) -> None:
             {"index": 0, "text": " Paris", "logprobs": None, "finish_reason": "stop"}
         ]
     for stream in site.worker.streams:
-        assert list(stream.start.request.tokens) == ids
+        assert list(unpack_tokens(stream.start.request.tokens)) == ids
         assert stream.start.request.max_tokens == 16
         assert stream.start.epoch == site.worker.epoch
         assert stream.start.prefill.worker_id == "prefill-0"
@@ -83,7 +85,7 @@ async def test_completion_of_text_and_of_token_ids(site: Site) -> None:
 async def test_choices_of_several_prompts_are_numbered_consecutively(site: Site) -> None:
     async def script(stream: Any) -> None:
         for choice in range(stream.start.request.choices):
-            await stream.tokens(stream.start.request.tokens[0], choice=choice)
+            await stream.tokens(unpack_tokens(stream.start.request.tokens)[0], choice=choice)
             await stream.end(choice=choice)
 
     site.worker.script = script

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from headrace.v1 import error_pb2
+from services.common.token_ids import unpack_tokens
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.failures import PROMPT, completion, failing, outcomes
 from tests.services.gateway.fakes import (
@@ -62,7 +63,7 @@ async def test_failure_after_tokens_is_replayed_elsewhere(open_site: OpenSite) -
     assert sum(len(tokens) for tokens in sent) == len(ids)
     assert lines[-1] == "[DONE]"
     first, second = (worker.streams[0].start.request for worker in site.workers[:2])
-    assert list(second.tokens) == [10, 11, 12, *ids[:5]]
+    assert unpack_tokens(second.tokens) == (10, 11, 12, *ids[:5])
     assert second.prompt_tokens == 3
     assert second.max_tokens == 20
     assert second.sampling == first.sampling
@@ -184,4 +185,5 @@ async def test_protocol_violation_of_a_worker_is_retried_elsewhere(
     site.workers[1].script = say(*ids)
     response = await completion(site)
     assert response.json()["choices"][0]["text"] == "one two three"
-    assert list(site.workers[1].streams[0].start.request.tokens) == [10, 11, 12, ids[0]]
+    replayed = site.workers[1].streams[0].start.request
+    assert unpack_tokens(replayed.tokens) == (10, 11, 12, ids[0])

@@ -121,7 +121,7 @@ async def test_role_developer_means_system(site: Site) -> None:
     site.worker.script = say(5)
     for role in ("developer", "system"):
         await generate(site, chat=pb.Chat(messages=[pb.ChatMessage(role=role, content="x")]))
-    first, second = (list(stream.start.request.tokens) for stream in site.worker.streams)
+    first, second = (stream.start.request.tokens for stream in site.worker.streams)
     assert first == second
 
 

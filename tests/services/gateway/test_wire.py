@@ -2,6 +2,7 @@
 
 from headrace.v1 import inference_pb2, sampling_pb2
 from services.common.placement import Placement, WorkerAddress
+from services.common.token_ids import unpack_tokens
 from services.gateway.requests import GenerationOptions, GenerationRequest, RequestContext
 from services.gateway.wire import start_stream_message
 
@@ -36,7 +37,7 @@ def test_start_message_has_all_fields_of_the_request() -> None:
         deadline_s=0.5,
     )
     sent = message.request
-    assert list(sent.tokens) == [1, 2, 3, 4, 5]
+    assert unpack_tokens(sent.tokens) == (1, 2, 3, 4, 5)
     assert (sent.prompt_tokens, sent.max_tokens, sent.choices) == (3, 9, 1)
     assert (sent.request_id, sent.attempt, message.epoch) == ("request", 2, "e2")
     assert (message.prefill.worker_id, message.prefill.address) == ("p", "h:1")

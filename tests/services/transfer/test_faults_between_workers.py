@@ -2,17 +2,33 @@
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 
+import grpc
 import pytest
 
-from headrace.v1 import error_pb2
+from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2
+from headrace.v1 import prefill_pb2 as pb
+from headrace.v1.decode_pb2_grpc import DecodeStub
 from runtime.engine import Engine
+from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
 from services.decode.session import Stream
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.errors import PeerLost
 from services.transfer.fetch import FetchFailed
 from services.worker.loading import PAGE_SIZE
-from tests.services.workers import LIMIT_S, Decode, Prefill, Site, fetch_of, open_stream, until
+from tests.services.workers import (
+    LIMIT_S,
+    Decode,
+    Prefill,
+    Site,
+    fetch_of,
+    message_of,
+    open_stream,
+    session_with,
+    start_of,
+    until,
+)
 
 TOKENS = 100  # four segments, through two landing slots
 
@@ -83,7 +99,8 @@ async def test_prefill_is_requested_early_only_if_pages_are_certain(site: Site) 
     await until(lambda: stream.reserved is not None and stream.reserved.done())
     assert worker._has_room()
     stream.reserved = loop.create_future()  # as before the engine's next step
-    stream.start.request.tokens.extend([1] * (worker.engine.load.pages_free // 2 * PAGE_SIZE))
+    more = (1,) * (worker.engine.load.pages_free // 2 * PAGE_SIZE)
+    stream.request = replace(stream.request, tokens=stream.request.tokens + more)
     assert not worker._has_room()
     stream.session.end(stream)
 
@@ -166,3 +183,33 @@ async def test_peer_lost_by_nixl_is_reached_through_a_new_session(site: Site) ->
     assert failed.value.worker_id == prefill.address.worker_id
     assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
     await wait_until_all_is_free(decode, prefill)
+
+
+async def test_malformed_token_ids_end_the_session_with_a_decode_worker(site: Site) -> None:
+    prefill = await site.prefill()
+    start = start_of(20, sequence=1)
+    start.request.tokens += b"\0"
+    async with session_with(prefill) as session:
+        await session.send(pb.PrefillCommand(start=start))
+        with pytest.raises(grpc.RpcError, match="81 bytes are not a sequence of token ids"):
+            await session.event()
+    assert prefill.worker.idle
+
+
+async def test_malformed_token_ids_end_the_session_with_a_gateway(site: Site) -> None:
+    decode = await site.decode()
+    start = decode_pb2.StartStream(stream=1, epoch=decode.worker.identity.epoch, deadline_s=1)
+    start.request.CopyFrom(message_of(20))
+    start.request.tokens += b"\0"
+    server = GrpcServer("127.0.0.1:0", [])
+    decode_pb2_grpc.add_DecodeServicer_to_server(decode.worker, server.server)
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{server.port}") as channel:
+            stream: MessageStream = DecodeStub(channel).Session()
+            await stream.write(decode_pb2.DecodeCommand(start=start))
+            with pytest.raises(grpc.RpcError, match="81 bytes are not a sequence of token ids"):
+                await next_message(stream)
+    finally:
+        await server.stop(0)
+    assert decode.worker.idle
