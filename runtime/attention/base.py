@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from runtime.core.window import SINK_PAGES
+
 
 @dataclass(frozen=True)
 class SequenceSlice:
@@ -20,12 +22,15 @@ class SequenceSlice:
         first: position of the first token. The KV of all earlier tokens is in ``pages``.
         pages: page ids of the sequence, enough for its tokens up to the end of this slice.
         want_logits: whether to compute logits at the last of these tokens.
+        stored: stored pages of a sequence to decode, in the order of its pages from the first one
+            that is not a sink; None for prompts and for formats without stored pages.
     """
 
     tokens: Sequence[int]
     first: int
     pages: Sequence[int]
     want_logits: bool = True
+    stored: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Batch:
         sequences: int32 `[n]`, index of each token's sequence.
         logit_rows: int64 `[m]`, indices of the tokens for which logits are computed.
         single: whether every sequence has exactly one token (a decode step).
+        stored_table: int32 `[s, p]`, stored pages of each sequence by the index of the page in the
+            sequence; None unless the batch decodes with a compressed format.
     """
 
     tokens: Tensor
@@ -51,6 +58,7 @@ class Batch:
     sequences: Tensor
     logit_rows: Tensor
     single: bool
+    stored_table: Tensor | None = None
 
     @cached_property
     def tables(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
@@ -120,6 +128,10 @@ class Batch:
         starts, lengths, rows = [0], [], []
         width = max(len(piece.pages) for piece in slices)
         table = [[*piece.pages, *[0] * (width - len(piece.pages))] for piece in slices]
+        stored_table = None
+        if all(piece.stored is not None for piece in slices):
+            held = [[*[0] * SINK_PAGES, *(piece.stored or ())] for piece in slices]
+            stored_table = [[*pages, *[0] * (width - len(pages))] for pages in held]
         for number, piece in enumerate(slices):
             end = piece.first + len(piece.tokens)
             tokens += piece.tokens
@@ -142,10 +154,11 @@ class Batch:
             sequences=ints(sequences, torch.int32),
             single=len(tokens) == len(slices),
             logit_rows=ints(rows, torch.int64),
+            stored_table=None if stored_table is None else ints(stored_table, torch.int32),
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MixedBatch(Batch):
     """Batch of prompt chunks, some of whose last `d` rows are decode rows.
 

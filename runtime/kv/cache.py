@@ -16,7 +16,7 @@ from runtime.kv.format import KVFormat, Plane
 
 @dataclass(frozen=True)
 class PlaneGroup:
-    """All planes of a cache with equal dtype and shape.
+    """All planes of a cache with equal dtype and shape, in pages of one kind.
 
     A transfer segment can contain several planes of one group.
 
@@ -24,7 +24,7 @@ class PlaneGroup:
         dtype: dtype of the elements.
         kv_heads: KV heads of every plane.
         dim: elements per KV head and token.
-        encodable: see `Plane`.
+        encodable, stored: see `Plane`.
         members: for each layer, its planes in this group, as (name, index in `PagedCache.planes`).
     """
 
@@ -32,6 +32,7 @@ class PlaneGroup:
     kv_heads: int
     dim: int
     encodable: bool
+    stored: bool
     members: tuple[tuple[tuple[str, int], ...], ...]
 
     @cached_property
@@ -95,26 +96,43 @@ class CacheLayout:
     @cached_property
     def groups(self) -> tuple[PlaneGroup, ...]:
         """The plane groups, in the order in which their first planes are stored."""
-        found: dict[tuple[torch.dtype, int, bool], list[list[tuple[str, int]]]] = {}
+        found: dict[tuple[torch.dtype, int, bool, bool], list[list[tuple[str, int]]]] = {}
         for index, (layer, plane) in enumerate(self.planes):
-            key = plane.dtype, plane.shape[-1], plane.encodable
+            key = plane.dtype, plane.shape[-1], plane.encodable, plane.stored
             members = found.setdefault(key, [[] for _ in self.layers])
             members[layer].append((plane.name, index))
         return tuple(
-            PlaneGroup(dtype, self.kv_heads, dim, encodable, tuple(map(tuple, members)))
-            for (dtype, dim, encodable), members in found.items()
+            PlaneGroup(dtype, self.kv_heads, dim, encodable, stored, tuple(map(tuple, members)))
+            for (dtype, dim, encodable, stored), members in found.items()
         )
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes that one token occupies, summed over all planes."""
+        """Bytes that one token occupies in a page of a sequence, summed over all planes.
+
+        For a compressed format, this is an exact page; see `stored_bytes_per_token`.
+        """
+        return self._bytes_per_token(stored=False)
+
+    @cached_property
+    def stored_bytes_per_token(self) -> int:
+        """Bytes that one token occupies in a stored page; 0 without a compressed format."""
+        return self._bytes_per_token(stored=True)
+
+    def _bytes_per_token(self, *, stored: bool) -> int:
         return sum(
-            self.kv_heads * plane.shape[-1] * plane.dtype.itemsize for _, plane in self.planes
+            self.kv_heads * plane.shape[-1] * plane.dtype.itemsize
+            for _, plane in self.planes
+            if plane.stored is stored
         )
 
 
 class PagedCache:
     """Memory for the KV of all sequences of one worker.
+
+    Args:
+        num_pages: number of pages, exact ones with a compressed format.
+        num_stored: number of stored pages of a compressed format.
 
     Attributes:
         layout: layout of the planes.
@@ -123,12 +141,18 @@ class PagedCache:
     """
 
     def __init__(
-        self, layout: CacheLayout, *, num_pages: int, device: torch.device | str = "cpu"
+        self,
+        layout: CacheLayout,
+        *,
+        num_pages: int,
+        num_stored: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.layout = layout
         self.page_size = layout.page_size
+        counts = {False: num_pages, True: num_stored}
         self.planes: list[Tensor] = [
-            torch.zeros(num_pages, *plane.shape, dtype=plane.dtype, device=device)
+            torch.zeros(counts[plane.stored], *plane.shape, dtype=plane.dtype, device=device)
             for _, plane in layout.planes
         ]
         stored = iter(self.planes)
@@ -139,7 +163,11 @@ class PagedCache:
         return self._layers[index]
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy page ``sources[i]`` to page ``targets[i]`` in every plane, in stream order."""
+        """Copy page ``sources[i]`` to page ``targets[i]``, in stream order.
+
+        Stored pages are never copied: they are not written again.
+        """
         read, written = to_device(np.array([sources, targets], np.int64), self.planes[0].device)
-        for plane in self.planes:
-            plane[written] = plane[read]
+        for (_, plane), tensor in zip(self.layout.planes, self.planes, strict=True):
+            if not plane.stored:
+                tensor[written] = tensor[read]

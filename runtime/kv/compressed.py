@@ -13,23 +13,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from runtime.core.window import SINK_PAGES, WINDOW, first_recent
 from runtime.kv.format import Plane
 
-SINK_PAGES = 1
-"""Pages at the start of a sequence that are never encoded."""
-WINDOW = 64
-"""Minimum number of recent tokens that are not encoded."""
-
-
-def first_recent(length: int, page_size: int) -> int:
-    """Return the index of the first page after the stored pages of a sequence.
-
-    Pages from `SINK_PAGES` up to this one are stored; all others are exact.
-
-    Args:
-        length: tokens of the sequence, the one that is being attended included.
-    """
-    return max(SINK_PAGES, (length - WINDOW) // page_size)
+__all__ = ["SINK_PAGES", "WINDOW", "CompressedFormat", "CompressedLayer", "first_recent"]
 
 
 class CompressedLayer(Protocol):

@@ -20,12 +20,15 @@ class Plane:
             ``kv_heads`` and ``page_size``; ``dim`` may differ.
         encodable: whether the elements are floating-point values that a lossless codec may encode.
             Planes of integers, packed codes or scales set it to False and are sent as raw bytes.
+        stored: whether the plane belongs to the stored pages of a compressed format, which are
+            numbered separately; see `runtime.kv.compressed`.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, int, int]
     encodable: bool = True
+    stored: bool = False
 
 
 class LayerKV(Protocol):

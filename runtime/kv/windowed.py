@@ -1,0 +1,165 @@
+"""KV formats with stored pages: exact pages for prompts and recent tokens, stored ones between.
+
+`WindowedFormat` combines format `dense` with a `CompressedFormat`. Prompts are computed over exact
+pages alone. `WindowedFormat.encode` then encodes those that are not recent. A decode step appends
+to an exact page, encodes the page that has just left the window, if any, and attends stored and
+exact pages together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from runtime.attention.base import Batch
+from runtime.attention.reference import ReferenceAttention
+from runtime.core.window import SINK_PAGES, first_recent
+from runtime.kv.compressed import CompressedFormat, CompressedLayer
+from runtime.kv.dense import DenseFormat
+from runtime.kv.format import LayerKV, Plane
+
+_EXACT = 2
+"""Number of exact planes of a layer, K and V; they come first."""
+
+
+class WindowedLayer:
+    """One layer of a `WindowedFormat`; a `LayerKV` whose planes are K, V and the stored planes."""
+
+    def __init__(self, exact: DenseFormat, compressed: CompressedLayer) -> None:
+        self._exact, self._compressed = exact, compressed
+        self._reference = ReferenceAttention()
+
+    def append(
+        self, qkv: Tensor, rope: tuple[Tensor, Tensor], planes: tuple[Tensor, ...], batch: Batch
+    ) -> Tensor:
+        """See `LayerKV`. Sequences being decoded also encode the page that leaves the window."""
+        q = self._exact.append(qkv, rope, planes[:_EXACT], batch)
+        if batch.stored_table is not None:
+            self._encode_leaving(planes, batch, batch.stored_table)
+        return q
+
+    def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        if batch.stored_table is None:
+            return self._exact.attend(q, planes[:_EXACT], batch)
+        outputs = []
+        for index, length in enumerate(batch.lengths.tolist()):
+            exact = batch.page_table[index].long()
+            stored = batch.stored_table[index].long()
+            k, v = self._gathered(planes, exact, stored, length)
+            pages = torch.arange(len(k), device=q.device, dtype=torch.int32)[None]
+            alone = replace(
+                batch,
+                tokens=batch.tokens[index : index + 1],
+                positions=batch.positions[index : index + 1],
+                page_table=pages,
+                starts=torch.tensor([0, 1], dtype=torch.int32, device=q.device),
+                lengths=batch.lengths[index : index + 1],
+                sequences=batch.sequences[:1],
+                logit_rows=batch.logit_rows[:1],
+                stored_table=None,
+            )
+            outputs.append(self._reference.attend(q[index : index + 1], k, v, alone))
+        return torch.cat(outputs)
+
+    def decode_dense(
+        self, planes: tuple[Tensor, ...], pages: Tensor, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return K and V of a prompt whose pages are exact; see `LayerKV`."""
+        return self._exact.decode_dense(planes[:_EXACT], pages, length)
+
+    def encode(
+        self,
+        planes: tuple[Tensor, ...],
+        sources: Tensor,
+        targets: Tensor,
+        first_positions: Tensor,
+    ) -> None:
+        """Encode exact pages into stored pages; see `WindowedFormat.encode`."""
+        k_pages, v_pages = planes[:_EXACT]
+        self._compressed.encode(
+            k_pages[sources], v_pages[sources], first_positions, planes[_EXACT:], targets
+        )
+
+    def _encode_leaving(
+        self, planes: tuple[Tensor, ...], batch: Batch, stored_table: Tensor
+    ) -> None:
+        page_size = planes[0].shape[2]
+        sources, targets, first = [], [], []
+        for index, length in enumerate(batch.lengths.tolist()):
+            page = first_recent(length, page_size) - 1
+            if page >= first_recent(length - 1, page_size):  # it was recent one token ago
+                sources.append(batch.page_table[index, page])
+                targets.append(stored_table[index, page])
+                first.append(page * page_size)
+        if sources:
+            device = planes[0].device
+            self.encode(
+                planes,
+                torch.stack(sources).long(),
+                torch.stack(targets).long(),
+                torch.tensor(first, device=device),
+            )
+
+    def _gathered(
+        self, planes: tuple[Tensor, ...], exact: Tensor, stored: Tensor, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return K and V of all pages of a sequence, `[p, kv_heads, page_size, dim]`."""
+        page_size = planes[0].shape[2]
+        count = -(-length // page_size)
+        recent = first_recent(length, page_size)
+        k, v = (plane[exact[:count]].float() for plane in planes[:_EXACT])
+        pages = torch.arange(SINK_PAGES, recent, device=exact.device)
+        if len(pages):
+            k[pages], v[pages] = self._compressed.decode(
+                planes[_EXACT:], stored[pages], pages * page_size
+            )
+        return k, v
+
+
+class WindowedFormat:
+    """Implements `runtime.kv.format.KVFormat` with a compressed format.
+
+    Attributes:
+        compressed: True; formats without stored pages lack this attribute.
+    """
+
+    lossless = False
+    compressed = True
+    dense_bf16 = False
+    graph_safe = False
+
+    def __init__(self, exact: DenseFormat, compressed: CompressedFormat) -> None:
+        self._exact, self._compressed = exact, compressed
+        self.name, self.version = compressed.name, compressed.version
+        self.artifact_hash = compressed.artifact_hash
+
+    @property
+    def kernels(self) -> str:
+        return f"{self._exact.kernels}+{self.name}-{self.version}"
+
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
+        stored = (replace(p, stored=True) for p in self._compressed.planes(layer, page_size))
+        return (*self._exact.planes(layer, page_size), *stored)
+
+    def layer(self, index: int) -> LayerKV:
+        return WindowedLayer(self._exact.layer(index), self._compressed.layer(index))
+
+    def encode(
+        self,
+        layers: Sequence[tuple[Tensor, ...]],
+        sources: Tensor,
+        targets: Tensor,
+        first_positions: Tensor,
+    ) -> None:
+        """Encode exact pages in every layer.
+
+        Args:
+            layers: planes of each layer.
+            sources: int64 `[p]`, exact pages.
+            targets: int64 `[p]`, stored pages.
+            first_positions: int64 `[p]`, position of the first token of each page.
+        """
+        for index, planes in enumerate(layers):
+            layer = WindowedLayer(self._exact.layer(index), self._compressed.layer(index))
+            layer.encode(planes, sources, targets, first_positions)

@@ -1,0 +1,135 @@
+"""Formats with stored pages: which pages are encoded when, and what is attended."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.attention.base import Batch, SequenceSlice
+from runtime.core.window import SINK_PAGES, first_recent
+from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.dense import DenseFormat
+from runtime.kv.format import Plane
+from runtime.kv.windowed import WindowedFormat
+from runtime.models.model import Model
+from tests.runtime.tiny import CONFIG, tiny_checkpoint
+
+PAGE = 16
+PAGES = 16
+PROMPT, END = 100, 200  # tokens
+
+
+class Scaled:
+    """Stores K and V in bf16, times a factor; a factor of 1 is lossless."""
+
+    name = "scaled"
+    version = 1
+    artifact_hash = ""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self.encoded: list[list[int]] = []
+
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
+        shape = CONFIG.num_kv_heads, page_size, CONFIG.head_dim
+        return Plane("k_stored", torch.bfloat16, shape), Plane("v_stored", torch.bfloat16, shape)
+
+    def layer(self, index: int) -> "Scaled":
+        return self
+
+    def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        first_positions: Tensor,
+        planes: tuple[Tensor, ...],
+        targets: Tensor,
+    ) -> None:
+        self.encoded.append(first_positions.tolist())
+        for plane, exact in zip(planes, (keys, values), strict=True):
+            plane[targets] = exact * self._factor
+
+    def decode(
+        self, planes: tuple[Tensor, ...], pages: Tensor, first_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        k, v = (plane[pages].float() for plane in planes)
+        return k, v
+
+
+def windowed_model(compressed: Scaled) -> Model:
+    model = Model(tiny_checkpoint())
+    exact = model.kv_format
+    assert isinstance(exact, DenseFormat)
+    model.kv_format = WindowedFormat(exact, compressed)
+    model.layout = CacheLayout.of(model.kv_format, num_layers=CONFIG.num_layers, page_size=PAGE)
+    return model
+
+
+def logits(model: Model, tokens: list[int], *, poison: bool = False) -> Iterator[Tensor]:
+    """Yield the logits of a prompt and of each decode step.
+
+    Args:
+        poison: overwrite exact pages once they are encoded.
+    """
+    windowed = isinstance(model.kv_format, WindowedFormat)
+    cache = PagedCache(model.layout, num_pages=PAGES, num_stored=PAGES * windowed)
+    pages = list(range(PAGES))
+    stored = list(reversed(pages))[: PAGES - SINK_PAGES]
+    yield model.forward(Batch.of([SequenceSlice(tokens[:PROMPT], 0, pages)]), cache)
+    if isinstance(model.kv_format, WindowedFormat):
+        ended = torch.arange(SINK_PAGES, first_recent(PROMPT, PAGE))
+        layers = [cache.layer(index) for index in range(CONFIG.num_layers)]
+        targets = torch.tensor(stored)[ended - SINK_PAGES]
+        model.kv_format.encode(layers, ended, targets, ended * PAGE)
+    for position in range(PROMPT, END):
+        if poison:
+            for plane, tensor in zip(model.layout.planes, cache.planes, strict=True):
+                if not plane[1].stored:
+                    tensor[SINK_PAGES : first_recent(position, PAGE)] = torch.nan
+        piece = SequenceSlice(
+            tokens[position : position + 1], position, pages, stored=stored if windowed else None
+        )
+        yield model.forward(Batch.of([piece]), cache)
+
+
+@pytest.fixture
+def tokens() -> list[int]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, CONFIG.vocab_size, (END,), generator=generator).tolist()
+
+
+def test_lossless_stored_pages_change_nothing(tokens: list[int]) -> None:
+    expected = list(logits(Model(tiny_checkpoint()), tokens))
+    found = list(logits(windowed_model(Scaled(1.0)), tokens))
+    for row, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(row, other, rtol=1e-4, atol=1e-4)
+
+
+def test_encoded_exact_pages_are_not_read_again(tokens: list[int]) -> None:
+    expected = list(logits(windowed_model(Scaled(0.5)), tokens))
+    found = list(logits(windowed_model(Scaled(0.5)), tokens, poison=True))
+    for row, other in zip(found, expected, strict=True):
+        assert torch.equal(row, other)
+
+
+def test_stored_pages_are_attended(tokens: list[int]) -> None:
+    exact, changed = (list(logits(windowed_model(Scaled(by)), tokens)) for by in (1.0, 0.5))
+    assert torch.equal(exact[0], changed[0]), "a prompt attends exact pages"
+    assert not torch.allclose(exact[1], changed[1], atol=1e-3)
+
+
+def test_each_page_is_encoded_once_when_it_leaves_the_window(tokens: list[int]) -> None:
+    compressed = Scaled(1.0)
+    list(logits(windowed_model(compressed), tokens))
+    last = first_recent(END, PAGE)
+    expected = [[PAGE * page] for page in range(SINK_PAGES, last)]
+    assert compressed.encoded == [each for each in expected for _ in range(CONFIG.num_layers)]
+
+
+@pytest.mark.parametrize(
+    ("length", "page"), [(1, 1), (80, 1), (95, 1), (96, 2), (111, 2), (112, 3), (8192, 508)]
+)
+def test_at_least_the_window_and_the_first_page_stay_exact(length: int, page: int) -> None:
+    assert first_recent(length, PAGE) == page
+    assert page == SINK_PAGES or length - page * PAGE >= 64
