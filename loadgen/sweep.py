@@ -16,7 +16,7 @@ from loadgen.knee import Point, knee, next_rate
 from loadgen.run import Outcome
 from loadgen.statistics import Interval
 
-_WITH_RATE = (Process.POISSON, Process.GAMMA, Process.CONSTANT)
+_WITH_RATE = (None, Process.POISSON, Process.GAMMA, Process.CONSTANT)
 _MAX_RATES = 24
 Run = Callable[[RunConfig], Outcome]
 Log = Callable[[str], None]
@@ -66,7 +66,7 @@ def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -
         UsageError: if the arrival process has no rate, or no initial rate is given.
     """
     if config.arrivals.process not in _WITH_RATE:
-        raise UsageError(f"a sweep needs {', '.join(_WITH_RATE)} arrivals")
+        raise UsageError(f"a sweep needs {', '.join(filter(None, _WITH_RATE))} arrivals")
     waiting, rate = list(plan.rates), config.arrivals.rate
     if not waiting and rate is None:
         raise UsageError("a sweep needs --rates or an initial --rate")
