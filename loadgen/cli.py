@@ -25,13 +25,13 @@ from loadgen.extra import require_extra
 from loadgen.files import COMPARISON, REPORT, SWEEP, read_run, read_sweep
 from loadgen.options import parse_requirements, with_run_options
 from loadgen.run import Outcome, run
-from loadgen.sweep import SweepConfig, parse_rates, sweep
+from loadgen.sweep import SweepConfig, parse_concurrencies, parse_rates, sweep
 from loadgen.table import comparison_table, summary_table, sweep_table
 
 MISSED, INVALID, STOPPED = 1, 3, 130
 
 app = typer.Typer(
-    help="Open-loop load generator for language model servers.",
+    help="Load generator for language model servers, with open and closed loops.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -44,11 +44,20 @@ Require = Annotated[
 
 @app.command("run")
 @with_run_options
-def run_command(config: RunConfig, require: Require = None, out: Out = None) -> None:
-    """Send requests on a fixed schedule and report latencies and outcomes."""
+def run_command(
+    config: RunConfig,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(help="closed loop with so many requests in flight, instead of arrivals"),
+    ] = None,
+    require: Require = None,
+    out: Out = None,
+) -> None:
+    """Send requests on a fixed schedule, or in a closed loop, and report latencies and outcomes."""
     require_extra()
     console = Console()
-    config = replace(config, requirements=parse_requirements(require))
+    requirements = parse_requirements(require)
+    config = replace(config, requirements=requirements, concurrency=concurrency)
     outcome = run(config, console, sys.argv[1:])
     console.print(summary_table(outcome.summary))
     if out is not None:
@@ -71,16 +80,26 @@ def sweep_command(
         str | None,
         typer.Option(help="rates such as 1,2,4; default: double --rate until saturation"),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="runs per rate")] = 3,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="closed loops, such as 1,4,16 requests in flight, instead of rates"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="runs per rate or concurrency")] = 3,
     refine: Annotated[int, typer.Option(min=0, help="bisections around saturation")] = 2,
     attain: Annotated[
         float, typer.Option(min=0, max=1, help="attainment that the knee must reach")
     ] = 0.9,
 ) -> None:
-    """Run the same load at several rates, up to saturation, and find the knee."""
+    """Run the same load at several rates or concurrencies and find the knee."""
     require_extra()
     console = Console()
-    plan = SweepConfig(parse_rates(rates) if rates else (), seeds, refine, attain)
+    plan = SweepConfig(
+        parse_rates(rates) if rates is not None else (),
+        seeds,
+        refine,
+        attain,
+        parse_concurrencies(concurrency) if concurrency is not None else (),
+    )
     run_once = partial(run, console=console, arguments=sys.argv[1:])
     document = sweep(config, plan, out, run_once, console.print)
     if not document:

@@ -1,8 +1,9 @@
 """Comparison of two runs or two sweeps: values of both, and ratios, with confidence intervals.
 
 For sweeps, the intervals of ratios are computed from the variation between runs, on logarithms.
-Runs are paired if both sides used the same seeds, because both then sent the same requests at the
-same times. For single runs, intervals are computed by resampling the requests
+Runs are paired if both sides used the same seeds, because both then sent the same requests, in an
+open loop at the same times. A closed loop is not compared with an open one: its load depends on the
+server. For single runs, intervals are computed by resampling the requests
 (`statistics.bootstrap`).
 """
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loadgen.axis import CONCURRENCY, RATE, Axis, axis_of
 from loadgen.errors import UsageError
 from loadgen.figures import REPORTED, Figure
 from loadgen.files import SWEEP, read_run, read_sweep
@@ -21,7 +23,7 @@ from loadgen.statistics import Interval, bootstrap, bootstrap_interval, ratio_in
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs at one offered rate.
+    """Runs at one offered rate or concurrency.
 
     Attributes:
         seeds: seed of each run.
@@ -39,12 +41,19 @@ class Side:
     """One side of a comparison.
 
     Attributes:
-        runs: runs by offered rate, in requests per second; the key is None for a single run.
+        runs: runs by offered rate in requests per second, or by concurrency; the key is None for a
+            single run.
     """
 
     name: str
     manifest: dict[str, Any]
     runs: dict[float | None, Runs]
+
+    @property
+    def axis(self) -> Axis:
+        summaries = (summary for runs in self.runs.values() for summary in runs.summaries)
+        closed = any(one.get("concurrency") is not None for one in summaries)
+        return CONCURRENCY if closed else RATE
 
     @classmethod
     def read(cls, folder: Path, name: str | None = None) -> "Side":
@@ -62,11 +71,12 @@ class Side:
             runs = Runs((summary["manifest"]["seed"],), (summary,), tuple(records))
             return cls(name, summary["manifest"], {None: runs})
         sweep = read_sweep(folder)
+        axis = axis_of(sweep["points"])
         return cls(
             name,
             sweep["manifest"],
             {
-                float(point["rate"]): Runs(
+                float(point[axis.name]): Runs(
                     tuple(point["seeds"]),
                     tuple(read_run(folder / one)[1] for one in point["folders"]),
                 )
@@ -76,25 +86,33 @@ class Side:
 
 
 def compare(a: Side, b: Side) -> dict[str, Any]:
-    """Compare the metrics measured on both sides at each common rate; ratios are b / a.
+    """Compare the metrics measured on both sides at each common rate or concurrency.
+
+    Ratios are b / a.
 
     Raises:
-        UsageError: if the sides have no rate in common.
+        UsageError: if the sides have no rate or concurrency in common, or only one is a closed
+            loop.
     """
-    rates = [rate for rate in a.runs if rate in b.runs]
-    if not rates:
-        raise UsageError(f"{a.name} and {b.name} have no rate in common")
+    axis = a.axis
+    if b.axis is not axis:
+        raise UsageError(
+            f"{a.name} and {b.name} cannot be compared: only one of them is a closed loop"
+        )
+    loads = [load for load in a.runs if load in b.runs]
+    if not loads:
+        raise UsageError(f"{a.name} and {b.name} have no {axis.name} in common")
     rows = [
-        row
-        for rate in rates
+        {axis.name: load, **row}
+        for load in loads
         for figure in REPORTED
-        if (row := _row(rate, figure, a.runs[rate], b.runs[rate])) is not None
+        if (row := _row(figure, a.runs[load], b.runs[load])) is not None
     ]
     sides = ({"name": side.name, "manifest": side.manifest} for side in (a, b))
     return {**dict(zip("ab", sides, strict=True)), "rows": rows}
 
 
-def _row(rate: float | None, figure: Figure, a: Runs, b: Runs) -> dict[str, Any] | None:
+def _row(figure: Figure, a: Runs, b: Runs) -> dict[str, Any] | None:
     values = [[figure.value_in(one) for one in side.summaries] for side in (a, b)]
     if any(value is None for side in values for value in side):
         return None
@@ -110,7 +128,6 @@ def _row(rate: float | None, figure: Figure, a: Runs, b: Runs) -> dict[str, Any]
     else:
         ratio = ratio_interval(*found, paired=a.seeds == b.seeds)
     return {
-        "rate": rate,
         "figure": str(figure),
         "title": figure.title,
         "unit": figure.unit,

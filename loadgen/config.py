@@ -106,9 +106,13 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class ArrivalConfig:
-    """Arrival process and its parameters; each process uses only some of them."""
+    """Arrival process and its parameters; each process uses only some of them.
 
-    process: Process = Process.POISSON
+    Attributes:
+        process: None if it was not chosen; then arrivals are a Poisson process.
+    """
+
+    process: Process | None = None
     rate: float | None = None
     to_rate: float | None = None
     burstiness: float = 1.0
@@ -120,21 +124,32 @@ class ArrivalConfig:
         Raises:
             UsageError: if a parameter of the process is missing.
         """
-        if self.process is Process.TRACE:
+        process = self.process or Process.POISSON
+        if process is Process.TRACE:
             return None
         rate = self._required(self.rate, "--rate")
-        if self.process is Process.RAMP:
+        if process is Process.RAMP:
             to_rate = self._required(self.to_rate, "--to-rate")
             return Ramp(rate, to_rate, self._required(self.duration_s, "--duration"))
-        if self.process is Process.GAMMA:
+        if process is Process.GAMMA:
             return Gamma(rate, self.burstiness)
         make: Callable[[float], Arrivals]
-        make = Poisson if self.process is Process.POISSON else Constant
+        make = Poisson if process is Process.POISSON else Constant
         return make(rate)
+
+    def options(self) -> list[str]:
+        """Return the command-line options of arrivals that were given."""
+        given = {
+            "--arrivals": self.process is not None,
+            "--rate": self.rate is not None,
+            "--to-rate": self.to_rate is not None,
+            "--burstiness": self.burstiness != 1,
+        }
+        return [option for option, present in given.items() if present]
 
     def _required(self, value: float | None, flag: str) -> float:
         if value is None:
-            raise UsageError(f"{self.process} arrivals need {flag}")
+            raise UsageError(f"{self.process or Process.POISSON} arrivals need {flag}")
         return value
 
 
@@ -146,6 +161,8 @@ class RunConfig:
         target: ``http://host:port/v1`` or ``grpc://host:port``, or several separated by commas.
         model: model name; None selects the first model listed by an HTTP target, or the only model
             of a gRPC target.
+        concurrency: number of requests in flight at all times in a closed loop, which has no
+            arrival process; None for an open loop.
         tokenizer: tokenizer.json or its folder; if None, `/tokenize` of ``tokenizer_url`` is used.
         tokenizer_url: server with `/tokenize`; if None, the target.
         warm_up_s, cool_down_s: seconds at the start and at the end of the run that are excluded
@@ -159,12 +176,16 @@ class RunConfig:
         reference: URL of a target that must return the same greedy answers; None for no check.
         faults: faults to inject into a local deployment.
         gateway_port: gateway port of the local deployment; if None, the target's port.
+
+    Raises:
+        UsageError: if a closed loop is combined with an option of open loops.
     """
 
     target: str
     workload: WorkloadConfig
     arrivals: ArrivalConfig
     limits: Limits
+    concurrency: int | None = None
     model: str | None = None
     endpoint: Endpoint = Endpoint.COMPLETIONS
     api_key: str | None = None
@@ -187,6 +208,20 @@ class RunConfig:
     reference: str | None = None
     faults: tuple[Fault, ...] = ()
     gateway_port: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.concurrency is None:
+            return
+        if self.concurrency < 1:
+            raise UsageError(f"--concurrency must be at least 1, not {self.concurrency}")
+        given = self.arrivals.options()
+        given += ["--speed"] if self.speed != 1 else []
+        given += ["an early end"] if self.give_up is not None else []
+        if given:
+            raise UsageError(
+                "--concurrency is a closed loop, in which the ends of requests determine the send "
+                f"times; it cannot be combined with {', '.join(given)}"
+            )
 
 
 def _lengths(text: str | None, default: Lengths | None) -> Lengths | None:

@@ -80,6 +80,7 @@ REPORTED = (
         for name in ("ttft", "itl", "tpot", "e2e")
         for statistic in ("p50", "p99")
     ),
+    Figure("e2e", "mean"),
     Figure("normalized_latency", "mean"),
     *map(Figure, RUN_FIGURES),
 )

@@ -2,32 +2,33 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from loadgen.clock import Clock
-from loadgen.record import Record
+from loadgen.closed_loop import ClosedLoop
+from loadgen.runner import Runner
 from loadgen.statistics import Distribution
 
 _PERIOD_S = 0.5
 _RECENT_S = 10.0
 
 
-async def follow(records: Sequence[Record], clock: Clock, console: Console) -> None:
+async def follow(runner: Runner, clock: Clock, console: Console) -> None:
     """Show progress until cancelled. Does nothing if the output is not a terminal."""
     if not console.is_terminal:
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
             await asyncio.sleep(_PERIOD_S)
-            live.update(progress(records, clock()), refresh=True)
+            live.update(progress(runner, clock()), refresh=True)
 
 
-def progress(records: Sequence[Record], now: float) -> Table:
+def progress(runner: Runner, now: float) -> Table:
     """Return a table with the progress of the run, and rates and latencies of the last seconds."""
+    records, closed = runner.records, isinstance(runner, ClosedLoop)
     sent = [record for record in records if record.sent is not None]
     ended = [record for record in sent if record.ended is not None]
     recent = [record for record in sent if record.ended is None or record.ended > now - _RECENT_S]
@@ -36,8 +37,8 @@ def progress(records: Sequence[Record], now: float) -> Table:
     ttft = Distribution.of(firsts)
     failed = Counter(str(record.failure) for record in ended if record.failure is not None)
     table = Table.grid(padding=(0, 2))
-    table.add_row("time", f"{now:.0f} s of {records[-1].due:.0f} s")
-    table.add_row("sent", f"{len(sent):,} of {len(records):,}")
+    table.add_row("time", f"{now:.0f} s" + ("" if closed else f" of {records[-1].due:.0f} s"))
+    table.add_row("sent", f"{len(sent):,}" + ("" if closed else f" of {len(records):,}"))
     table.add_row("in flight", f"{len(sent) - len(ended):,}")
     table.add_row("tokens", f"{tokens / min(_RECENT_S, max(now, _PERIOD_S)):,.0f} per second")
     if ttft is not None:

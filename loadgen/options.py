@@ -37,7 +37,9 @@ def _target_options(
 
 
 def _arrival_options(
-    arrivals: Annotated[Process, typer.Option(help="arrival process")] = Process.POISSON,
+    arrivals: Annotated[
+        Process | None, typer.Option(help="arrival process; default: poisson")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="requests per second")] = None,
     to_rate: Annotated[float | None, typer.Option(help="final rate of a ramp")] = None,
     burstiness: Annotated[

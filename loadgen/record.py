@@ -31,7 +31,8 @@ class Record:
 
     Attributes:
         number: index of the request in the schedule.
-        due: scheduled send time, drawn before the run.
+        due: scheduled send time, drawn before the run; in a closed loop the time when its slot
+            became free.
         input_tokens: number of prompt tokens as counted by the target's tokenizer; replaced by the
             number in the target's answer if it reports one.
         wanted_tokens: output tokens requested as ``max_tokens``.

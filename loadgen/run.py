@@ -1,11 +1,12 @@
 """One run: prepare the schedule, send the requests, evaluate the records."""
 
 import asyncio
+import math
 import resource
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,19 @@ from rich.console import Console
 
 from loadgen.check import Check, check
 from loadgen.clock import Clock
+from loadgen.closed_loop import ClosedLoop
 from loadgen.config import RunConfig
 from loadgen.early_end import EarlyEnd
 from loadgen.errors import UsageError
 from loadgen.faults import FaultInjector
 from loadgen.files import write_run
 from loadgen.live import follow
+from loadgen.lookahead import Lookahead
 from loadgen.manifest import manifest
 from loadgen.measures import Window
 from loadgen.record import Record
 from loadgen.runner import Runner
-from loadgen.schedule import ScheduledRequest, make_schedule
+from loadgen.schedule import ScheduledRequest, make_requests, make_schedule
 from loadgen.server import ServerMetrics
 from loadgen.summary import Summary
 from loadgen.target.base import Options
@@ -38,6 +41,8 @@ from loadgen.target.choice import (
     open_target,
 )
 from loadgen.workload.tokenizer import open_tokenizer
+
+_INSTANT_S = 1e-9
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,11 @@ class Outcome:
         write_run(folder, self.records, self.document)
 
 
-def prepare(config: RunConfig) -> tuple[list[ScheduledRequest], Options]:
-    """Make the request schedule, before anything is sent.
+@contextmanager
+def prepare(config: RunConfig) -> Iterator[tuple[list[ScheduledRequest] | Lookahead, Options]]:
+    """Make the request schedule, or the first requests of a closed loop, before anything is sent.
+
+    The tokenizer stays open during the block, for the other requests of a closed loop.
 
     Raises:
         UsageError: if the configuration cannot be run.
@@ -75,23 +83,30 @@ def prepare(config: RunConfig) -> tuple[list[ScheduledRequest], Options]:
     model = config.model or listed_model(config.target, headers)
     base = config.tokenizer_url or (None if is_rpc(config.target) else first_of(config.target))
     with open_tokenizer(config.tokenizer, base, model, headers) as tokenizer:
+        workload = config.workload.open(tokenizer)
+        options = Options(
+            model,
+            config.timeout_s,
+            config.temperature,
+            ignore_eos=config.ignore_eos,
+            keep_answers=config.reference is not None,
+            extra=config.extra,
+        )
+        if config.concurrency is not None:
+            requests = make_requests(
+                workload, config.limits, seed=config.seed, cancel_fraction=config.cancel_fraction
+            )
+            yield Lookahead.of(requests, config.concurrency, config.limits.requests), options
+            return
         schedule = make_schedule(
             config.arrivals.open(),
-            config.workload.open(tokenizer),
+            workload,
             config.limits,
             seed=config.seed,
             cancel_fraction=config.cancel_fraction,
             speed=config.speed,
         )
-    options = Options(
-        model,
-        config.timeout_s,
-        config.temperature,
-        ignore_eos=config.ignore_eos,
-        keep_answers=config.reference is not None,
-        extra=config.extra,
-    )
-    return schedule, options
+        yield schedule, options
 
 
 def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> Outcome:
@@ -100,8 +115,18 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
     Raises:
         UsageError: if the configuration cannot be run.
     """
-    schedule, options = prepare(config)
-    window = _window(config, schedule)
+    with prepare(config) as (requests, options):
+        return _run(config, requests, options, console, arguments)
+
+
+def _run(
+    config: RunConfig,
+    requests: list[ScheduledRequest] | Lookahead,
+    options: Options,
+    console: Console,
+    arguments: Sequence[str],
+) -> Outcome:
+    window = _window(config, requests)
     early_end = EarlyEnd(config.give_up, window, config.objectives)
     reference_options = _reference_options(config, options)
     faults = FaultInjector.for_target(config.faults, first_of(config.target), config.gateway_port)
@@ -111,16 +136,21 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
     _raise_open_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         wall, cpu = time.monotonic(), time.process_time()
-        name, runner = loop.run(_send(config, schedule, options, faults, early_end, console))
+        name, runner = loop.run(_send(config, requests, options, faults, early_end, console))
         generator = {"seconds": time.monotonic() - wall, "cpu": time.process_time() - cpu}
         server, checked = metrics.collect(), None
         stopped = runner.stopped.is_set() and not early_end.gave_up
         if config.reference is not None and not runner.stopped.is_set():
-            checked = loop.run(
-                _check(config, config.reference, runner.records, schedule, reference_options)
-            )
+            checked = loop.run(_check(config, config.reference, runner, reference_options))
             stopped = checked is None
-    summary = Summary.of(runner.records, window, config.objectives, max_lag_s=config.max_lag_s)
+    if isinstance(runner, ClosedLoop):
+        window = _until(window, runner.load_end - config.cool_down_s)
+    summary = Summary.of(
+        runner.records, window, config.objectives,
+        max_lag_s=config.max_lag_s, concurrency=config.concurrency,
+    )  # fmt: skip
+    if isinstance(requests, Lookahead) and requests.failed is not None:
+        summary = replace(summary, invalid=f"no more requests were prepared: {requests.failed}")
     document = {
         "manifest": manifest(name, options.model, config.seed, arguments),
         "stopped": stopped,
@@ -132,7 +162,7 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
             for one in config.requirements
         },
         "generator": generator,
-        "lengths": _lengths(runner.records, schedule),
+        "lengths": _lengths(runner.records, runner.schedule),
         "server": server,
         "faults": faults.log,
         "check": None if checked is None else checked.as_json(),
@@ -142,18 +172,23 @@ def run(config: RunConfig, console: Console, arguments: Sequence[str] = ()) -> O
 
 async def _send(
     config: RunConfig,
-    schedule: list[ScheduledRequest],
+    requests: list[ScheduledRequest] | Lookahead,
     options: Options,
     faults: FaultInjector,
     early_end: EarlyEnd,
     console: Console,
 ) -> tuple[str, Runner]:
     target = open_target(config.target, options, config.endpoint, config.api_key)
-    runner, clock = Runner(schedule, target), Clock()
+    clock = Clock()
+    if isinstance(requests, Lookahead):
+        assert config.concurrency is not None
+        runner: Runner = ClosedLoop(requests, target, config.concurrency, config.limits.duration_s)
+    else:
+        runner = Runner(requests, target)
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, runner.stopped.set)
     try:
         async with _in_background(
-            follow(runner.records, clock, console),
+            follow(runner, clock, console),
             faults.run(clock),
             early_end.watch(runner, clock),
         ):
@@ -190,13 +225,12 @@ def _reference_options(config: RunConfig, options: Options) -> Options:
 async def _check(
     config: RunConfig,
     reference: str,
-    records: Sequence[Record],
-    schedule: Sequence[ScheduledRequest],
+    runner: Runner,
     options: Options,
 ) -> Check | None:
     """Compare the answers with the reference; return None if the user interrupts."""
     target = open_target(reference, options, config.endpoint, config.api_key)
-    checking = asyncio.create_task(check(records, schedule, target))
+    checking = asyncio.create_task(check(runner.records, runner.schedule, target))
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, checking.cancel)
     try:
         return await checking
@@ -206,11 +240,14 @@ async def _check(
         await target.close()
 
 
-def _window(config: RunConfig, schedule: Sequence[ScheduledRequest]) -> Window:
-    """Return the measured part of the run, from the end of warm-up to the start of cool-down."""
+def _window(config: RunConfig, requests: list[ScheduledRequest] | Lookahead) -> Window:
+    """Return the measured part of the run, from the end of warm-up to the start of cool-down.
+
+    The end is infinite for a closed loop without a duration.
+    """
     end = config.limits.duration_s
     if end is None:  # include a last request that is due exactly at the end
-        end = schedule[-1].due + 1e-9
+        end = math.inf if isinstance(requests, Lookahead) else requests[-1].due + _INSTANT_S
     begin, end = config.warm_up_s, end - config.cool_down_s
     if begin >= end:
         raise UsageError(
@@ -218,6 +255,11 @@ def _window(config: RunConfig, schedule: Sequence[ScheduledRequest]) -> Window:
             "--cool-down, or raise --duration"
         )
     return Window(begin, end)
+
+
+def _until(window: Window, end: float) -> Window:
+    """Return the part of the window up to ``end``; it is not empty, but may contain no request."""
+    return Window(window.begin, min(window.end, max(end, window.begin) + _INSTANT_S))
 
 
 def _lengths(

@@ -16,13 +16,14 @@ class Runner:
     """Sends a schedule of requests.
 
     Attributes:
+        schedule: requests with their send times.
         records: one record per request, in schedule order, filled during the run.
         stopped: event that ends the run when set. No more requests are sent, and requests in flight
             are cancelled.
     """
 
     def __init__(self, schedule: Sequence[ScheduledRequest], target: Target) -> None:
-        self._schedule, self._target = schedule, target
+        self.schedule, self._target = list(schedule), target
         self.records = [
             Record(number, one.due, one.spec.input_tokens, one.spec.output_tokens)
             for number, one in enumerate(schedule)
@@ -40,7 +41,7 @@ class Runner:
             clock.restart()
             async with asyncio.TaskGroup() as tasks:
                 canceller = tasks.create_task(self._cancel_when_stopped(in_flight, timer))
-                for scheduled, record in zip(self._schedule, self.records, strict=True):
+                for scheduled, record in zip(self.schedule, self.records, strict=True):
                     await self._sleep_until(scheduled.due, clock, timer)
                     if self.stopped.is_set():
                         break

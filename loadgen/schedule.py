@@ -81,16 +81,32 @@ def make_schedule(
     if limits.duration_s is not None:
         duration_s = limits.duration_s
         pairs = takewhile(lambda pair: pair[1] < duration_s, pairs)
-    draws = np.random.default_rng(_seed(seed, _CANCELLATIONS))
-    schedule = [
-        ScheduledRequest(spec, due, _cancel_after(draws, spec, cancel_fraction))
-        for spec, due in islice(pairs, limits.requests)
-    ]
+    schedule = list(_scheduled(islice(pairs, limits.requests), seed, cancel_fraction))
     if not schedule:
         raise UsageError(
             "no request is due within the limits of the run; raise --duration or --rate"
         )
     return schedule
+
+
+def make_requests(
+    workload: Workload, limits: Limits, *, seed: int, cancel_fraction: float = 0.0
+) -> Iterator[ScheduledRequest]:
+    """Yield the requests of a closed loop, which have no send time: ``due`` is 0.
+
+    Request i is request i of `make_schedule` with the same seed and any arrival process except a
+    trace. The requests are prepared when they are drawn.
+    """
+    specs = islice(workload.requests(seed), limits.requests)
+    return _scheduled(((spec, 0.0) for spec in specs), seed, cancel_fraction)
+
+
+def _scheduled(
+    pairs: Iterator[tuple[RequestSpec, float]], seed: int, cancel_fraction: float
+) -> Iterator[ScheduledRequest]:
+    draws = np.random.default_rng(_seed(seed, _CANCELLATIONS))
+    for spec, due in pairs:
+        yield ScheduledRequest(spec, due, _cancel_after(draws, spec, cancel_fraction))
 
 
 def _cancel_after(draws: np.random.Generator, spec: RequestSpec, fraction: float) -> int | None:

@@ -31,6 +31,7 @@ class Summary:
         goodput: goodput and attainment; None without objectives.
         measures: distributions by measure name; None for a measure without values.
         invalid: reason why the run is invalid, or None.
+        concurrency: requests in flight of a closed loop; None for an open loop.
     """
 
     window: Window
@@ -40,6 +41,7 @@ class Summary:
     goodput: Goodput | None
     measures: dict[str, Distribution | None]
     invalid: str | None
+    concurrency: int | None = None
 
     @classmethod
     def of(
@@ -49,6 +51,7 @@ class Summary:
         objectives: Sequence[Objective] = (),
         *,
         max_lag_s: float = MAX_LAG_S,
+        concurrency: int | None = None,
     ) -> Self:
         due = window.due(records)
         measures = {
@@ -63,12 +66,14 @@ class Summary:
             goodput=Goodput.of(records, window, objectives) if objectives else None,
             measures=measures,
             invalid=_invalid(measures[LAG.name], max_lag_s),
+            concurrency=concurrency,
         )
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary document. Units are seconds, and requests or tokens per second."""
         return {
             "invalid": self.invalid,
+            "concurrency": self.concurrency,
             "window": vars(self.window),
             "throughput": vars(self.throughput),
             "outcomes": {

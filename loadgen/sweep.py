@@ -1,4 +1,4 @@
-"""Sweep: the same load at several rates, each with several seeds, up to saturation."""
+"""Sweep: the same workload at several rates or concurrencies, each with several seeds."""
 
 import csv
 from collections.abc import Callable, Sequence
@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from loadgen.axis import CONCURRENCY, RATE, Axis, axis_of
 from loadgen.config import Process, RunConfig
 from loadgen.errors import UsageError
 from loadgen.figures import REPORTED, Figure
@@ -16,7 +17,7 @@ from loadgen.knee import Point, knee, next_rate
 from loadgen.run import Outcome
 from loadgen.statistics import Interval
 
-_WITH_RATE = (Process.POISSON, Process.GAMMA, Process.CONSTANT)
+_WITH_RATE = (None, Process.POISSON, Process.GAMMA, Process.CONSTANT)
 _MAX_RATES = 24
 Run = Callable[[RunConfig], Outcome]
 Log = Callable[[str], None]
@@ -24,21 +25,28 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SweepConfig:
-    """Rates and seeds of a sweep.
+    """Rates or concurrencies, and seeds of a sweep.
 
     Attributes:
         rates: offered rates in requests per second. If empty, the sweep starts at the run's rate
             and doubles it until saturation.
-        seeds: number of runs per rate. The first has the run's seed, and seeds are consecutive.
+        seeds: number of runs per rate or concurrency. The first has the run's seed, and seeds are
+            consecutive.
         refinements: number of bisections between the highest unsaturated and the lowest saturated
             rate.
         attainment: fraction of requests that must meet all objectives at the knee.
+        concurrencies: numbers of requests in flight, for a sweep of closed loops instead of rates.
     """
 
     rates: tuple[float, ...] = ()
     seeds: int = 3
     refinements: int = 2
     attainment: float = 0.9
+    concurrencies: tuple[int, ...] = ()
+
+    @property
+    def axis(self) -> Axis:
+        return CONCURRENCY if self.concurrencies else RATE
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
@@ -56,30 +64,43 @@ def parse_rates(text: str) -> tuple[float, ...]:
     return rates
 
 
+def parse_concurrencies(text: str) -> tuple[int, ...]:
+    """Parse concurrencies such as ``1,4,16``.
+
+    Raises:
+        UsageError: if a concurrency is not an integer of at least 1.
+    """
+    try:
+        concurrencies = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        concurrencies = ()
+    if not concurrencies or concurrencies[0] < 1:
+        raise UsageError(f"{text!r}: expected concurrencies such as 1,4,16")
+    return concurrencies
+
+
 def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -> dict[str, Any]:
     """Run the sweep and return the content of ``sweep.json``.
 
-    Each run is written to a folder in ``out``. ``sweep.json`` is updated after each rate. If the
-    user interrupts a run, the sweep ends.
+    Each run is written to a folder in ``out``. ``sweep.json`` is updated after each rate or
+    concurrency. If the user interrupts a run, the sweep ends.
 
     Raises:
-        UsageError: if the arrival process has no rate, or no initial rate is given.
+        UsageError: if the arrival process has no rate, no initial rate is given, or rates are
+            combined with concurrencies.
     """
-    if config.arrivals.process not in _WITH_RATE:
-        raise UsageError(f"a sweep needs {', '.join(_WITH_RATE)} arrivals")
-    waiting, rate = list(plan.rates), config.arrivals.rate
-    if not waiting and rate is None:
-        raise UsageError("a sweep needs --rates or an initial --rate")
+    given: list[float] = _given(config, plan)
+    axis, waiting, load = plan.axis, list(given), config.arrivals.rate
     measured: list[dict[str, Any]] = []
     points: list[Point] = []
     refinements = plan.refinements
     document: dict[str, Any] = {}
-    while waiting or (not plan.rates and rate is not None):
-        rate = waiting.pop(0) if waiting else rate
-        assert rate is not None
-        outcomes = _run_rate(config, rate, plan.seeds, out, run, log)
+    while waiting or (not given and load is not None):
+        load = waiting.pop(0) if waiting else load
+        assert load is not None
+        outcomes = _run_load(_at(config, axis, load), axis, load, plan.seeds, out, run, log)
         if outcomes:
-            point, entry = _point(rate, outcomes), _entry(config.seed, rate, outcomes)
+            point, entry = _point(axis, load, outcomes), _entry(config.seed, axis, load, outcomes)
             points.append(point)
             measured.append(entry | {"saturated": point.saturated})
             document = _document(measured, points, plan, outcomes[0])
@@ -89,54 +110,75 @@ def sweep(config: RunConfig, plan: SweepConfig, out: Path, run: Run, log: Log) -
             _write(out, document)
         if stopped or len(points) >= _MAX_RATES:
             break
-        if not plan.rates:
+        if not given:
             refining = any(point.saturated for point in points)
-            rate = next_rate(points, refinements)
+            load = next_rate(points, refinements)
             refinements -= refining
     return document
 
 
-def _run_rate(
-    config: RunConfig, rate: float, seeds: int, out: Path, run: Run, log: Log
+def _given(config: RunConfig, plan: SweepConfig) -> list[float]:
+    """Return the given rates or concurrencies; empty for rates up to saturation."""
+    if plan.concurrencies:
+        if plan.rates:
+            raise UsageError(
+                "--concurrency sweeps closed loops; it cannot be combined with --rates"
+            )
+        return list(plan.concurrencies)
+    if config.arrivals.process not in _WITH_RATE:
+        raise UsageError(f"a sweep needs {', '.join(filter(None, _WITH_RATE))} arrivals")
+    if not plan.rates and config.arrivals.rate is None:
+        raise UsageError("a sweep needs --rates, an initial --rate or --concurrency")
+    return list(plan.rates)
+
+
+def _at(config: RunConfig, axis: Axis, load: float) -> RunConfig:
+    if axis is CONCURRENCY:
+        return replace(config, concurrency=int(load))
+    return replace(config, arrivals=replace(config.arrivals, rate=load))
+
+
+def _run_load(
+    config: RunConfig, axis: Axis, load: float, seeds: int, out: Path, run: Run, log: Log
 ) -> list[Outcome]:
-    """Run one rate with each seed and return the outcomes of the complete runs.
+    """Run one rate or concurrency with each seed and return the outcomes of the complete runs.
 
     If the user interrupts a run, the result has fewer than ``seeds`` outcomes.
     """
     outcomes = []
     for seed in range(config.seed, config.seed + seeds):
-        log(f"{rate:g} requests per second, seed {seed}")
-        arrivals = replace(config.arrivals, rate=rate)
-        outcome = run(replace(config, arrivals=arrivals, seed=seed))
-        outcome.write(out / _folder(rate, seed))
+        log(f"{load:g} {axis.unit}, seed {seed}")
+        outcome = run(replace(config, seed=seed))
+        outcome.write(out / _folder(axis, load, seed))
         if outcome.stopped:
             break
         outcomes.append(outcome)
     return outcomes
 
 
-def _folder(rate: float, seed: int) -> str:
-    return f"rate-{rate:g}/seed-{seed}"
+def _folder(axis: Axis, load: float, seed: int) -> str:
+    return f"{axis.name}-{load:g}/seed-{seed}"
 
 
-def _point(rate: float, outcomes: Sequence[Outcome]) -> Point:
+def _point(axis: Axis, load: float, outcomes: Sequence[Outcome]) -> Point:
     documents = [outcome.document for outcome in outcomes]
 
     def mean(figure: Figure) -> float | None:
         values = [value for one in documents if (value := figure.value_in(one)) is not None]
         return sum(values) / len(values) if values else None
 
+    growth = sum(one["in_flight"]["growth"] for one in documents) / len(documents)
     return Point(
-        rate=rate,
+        load=load,
         throughput=mean(Figure("throughput")) or 0.0,
-        growth=sum(one["in_flight"]["growth"] for one in documents) / len(documents),
+        growth=0.0 if axis is CONCURRENCY else growth,
         failures=mean(Figure("failures")) or 0.0,
         latency=mean(Figure("e2e", "mean")),
         attainment=mean(Figure("attainment")),
     )
 
 
-def _entry(seed: int, rate: float, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _entry(seed: int, axis: Axis, load: float, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     seeds = range(seed, seed + len(outcomes))
     figures = {}
     for figure in REPORTED:
@@ -147,9 +189,9 @@ def _entry(seed: int, rate: float, outcomes: Sequence[Outcome]) -> dict[str, Any
         figures[str(figure)] = interval and interval.as_json()
     invalid = next((one.summary.invalid for one in outcomes if one.summary.invalid), None)
     return {
-        "rate": rate,
+        axis.name: load,
         "seeds": list(seeds),
-        "folders": [_folder(rate, one) for one in seeds],
+        "folders": [_folder(axis, load, one) for one in seeds],
         "figures": figures,
         "invalid": invalid,
         "unlike": sum(one.check is not None and not one.check.passed for one in outcomes),
@@ -161,22 +203,23 @@ def _document(
 ) -> dict[str, Any]:
     return {
         "manifest": first.document["manifest"],
-        "points": sorted(measured, key=lambda point: float(point["rate"])),
-        "knee": knee(points, plan.attainment),
+        "points": sorted(measured, key=lambda point: float(point[plan.axis.name])),
+        "knee": knee(points, plan.attainment, plan.axis),
     }
 
 
 def _write(out: Path, document: dict[str, Any]) -> None:
     (out / SWEEP).write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    axis = axis_of(document["points"])
     with (out / SWEEP_TABLE).open("w", newline="") as table:
         rows = csv.writer(table)
         parts = ("mean", "low", "high")
         names = [f"{figure} {part}" for figure in REPORTED for part in parts]
-        rows.writerow(["rate", "runs", "saturated", *names])
+        rows.writerow([axis.name, "runs", "saturated", *names])
         for point in document["points"]:
             numbers = [
                 None if (found := point["figures"][str(figure)]) is None else found[part]
                 for figure in REPORTED
                 for part in parts
             ]
-            rows.writerow([point["rate"], len(point["seeds"]), point["saturated"], *numbers])
+            rows.writerow([point[axis.name], len(point["seeds"]), point["saturated"], *numbers])

@@ -5,6 +5,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from loadgen.axis import axis_of
 from loadgen.figures import REPORTED
 from loadgen.measures import MEASURES
 from loadgen.statistics import PERCENTILES
@@ -24,8 +25,11 @@ def summary_table(summary: Summary) -> Group:
     rates, outcomes, throughput = Table.grid(padding=(0, 2)), summary.outcomes, summary.throughput
     window = summary.window
     rates.add_row("measured", f"{window.begin:g} s to {window.end:.1f} s")
+    if summary.concurrency is not None:
+        rates.add_row("load", f"closed loop of {summary.concurrency:,}")
+    sent = "offered" if summary.concurrency is None else "sent"
     offered, answered = throughput.offered, throughput.requests
-    rates.add_row("requests", f"{offered:.2f} per second offered, {answered:.2f} answered")
+    rates.add_row("requests", f"{offered:.2f} per second {sent}, {answered:.2f} answered")
     output, prompt = throughput.output_tokens, throughput.input_tokens
     rates.add_row("tokens", f"{output:,.1f} per second of output, {prompt:,.1f} of prompts")
     if summary.goodput is not None:
@@ -44,31 +48,36 @@ def summary_table(summary: Summary) -> Group:
 
 
 def sweep_table(sweep: dict[str, Any]) -> Group:
-    """Return a table with one row per rate: means over runs, with intervals."""
+    """Return a table with one row per rate or concurrency: means over runs, with intervals."""
+    axis = axis_of(sweep["points"])
     shown = ("throughput", "ttft:p50", "ttft:p99", "itl:p50", "e2e:p50", "attainment")
-    table = Table("rate", *(_title(name) for name in shown), "", box=None)
+    table = Table(axis.name, *(_title(name) for name in shown), "", box=None)
     for column in table.columns[:-1]:
         column.justify = "right"
     knee = sweep["knee"]
     for point in sweep["points"]:
         remark = "saturated" if point["saturated"] else ""
-        if knee is not None and point["rate"] == knee["rate"]:
+        if knee is not None and point[axis.name] == knee[axis.name]:
             remark = "knee"
         figures = (point["figures"][name] for name in shown)
-        table.add_row(f"{point['rate']:g}", *map(_interval, shown, figures), remark)
-    why = "no knee found" if knee is None else f"knee at {knee['rate']:g}: {knee['why']}"
+        table.add_row(f"{point[axis.name]:g}", *map(_interval, shown, figures), remark)
+    why = "no knee found" if knee is None else f"knee at {knee[axis.name]:g}: {knee['why']}"
     return Group(table, why)
 
 
 def comparison_table(comparison: dict[str, Any]) -> Table:
-    """Return a table with one row per rate and metric; significant ratios are marked."""
+    """Return a table with one row per rate or concurrency, and metric.
+
+    Significant ratios are marked.
+    """
+    axis = axis_of(comparison["rows"])
     a, b = comparison["a"]["name"], comparison["b"]["name"]
-    table = Table("rate", "", a, b, f"{b} / {a}", "", box=None)
+    table = Table(axis.name, "", a, b, f"{b} / {a}", "", box=None)
     for row in comparison["rows"]:
         ratio, name = row["ratio"], row["figure"]
-        rate = "" if row["rate"] is None else f"{row['rate']:g}"
+        load = "" if row[axis.name] is None else f"{row[axis.name]:g}"
         table.add_row(
-            rate, _title(name), _interval(name, row["a"]), _interval(name, row["b"]),
+            load, _title(name), _interval(name, row["a"]), _interval(name, row["b"]),
             "" if ratio is None else _bounds(ratio, 1, "x"), _better(row),
         )  # fmt: skip
     return table

@@ -1,4 +1,4 @@
-"""End-to-end latency (job completion time): ended - due.
+"""End-to-end latency (job completion time, JCT): ended - due.
 
 The variant ``ended - sent`` excludes the dispatch lag of the load generator.
 """
@@ -21,7 +21,7 @@ def _from_sent(record: Record) -> Sequence[float]:
     return (record.ended - record.sent,)
 
 
-E2E = Measure("e2e", "End-to-end latency", "s", "end - due", _from_due)
+E2E = Measure("e2e", "End-to-end latency (JCT)", "s", "end - due", _from_due)
 E2E_SENT = Measure(
     "e2e_from_send", "End-to-end latency, from the send", "s", "end - sent", _from_sent
 )

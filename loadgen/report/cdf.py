@@ -61,7 +61,7 @@ def _plot(measure: Measure, values: Floats, beside: Floats, objective: float | N
     axes = drawing.panels[0]
     scale.along_x(axes)
     Scale.percentages().along_y(axes)
-    keys = [Key("from the scheduled time", colour) if beside.size else Key("each gap", colour)]
+    keys = [Key("from the due time", colour) if beside.size else Key("each gap", colour)]
     if objective is not None:
         axes.axvline(1e3 * objective, color=paint("red"), linestyle=":", linewidth=1.6)
     for sample, name, width, style in (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from loadgen.axis import Axis, axis_of
 from loadgen.report.environment import lines, subtitle
 from loadgen.report.figure import FigureFormat, figure_format
 from loadgen.report.number import plain
@@ -38,9 +39,9 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Row:
-    """Values of one metric for both sides at one rate."""
+    """Values of one metric for both sides at one rate or concurrency."""
 
-    rate: str
+    load: str
     a: str
     b: str
     ratio: Ratio | None
@@ -58,21 +59,23 @@ def compare_page(comparison: dict[str, Any]) -> str:
     """Return the HTML report of a comparison document.
 
     Args:
-        comparison: {"a": {"name", "manifest"}, "b": {"name", "manifest"}, "rows": [{"rate",
-            "figure", "title", "unit", "better", "a", "b", "ratio"}]}. "a", "b" and "ratio" are
-            confidence intervals in the format of `sweep_page`.
+        comparison: {"a": {"name", "manifest"}, "b": {"name", "manifest"}, "rows": [{"rate" or
+            "concurrency", "figure", "title", "unit", "better", "a", "b", "ratio"}]}. "a", "b" and
+            "ratio" are confidence intervals in the format of `sweep_page`.
     """
+    axis = axis_of(comparison["rows"])
     by_figure = {
         name: list(rows)
         for name, rows in groupby(
-            sorted(comparison["rows"], key=_first_seen(comparison["rows"])),
+            sorted(comparison["rows"], key=_first_seen(comparison["rows"], axis)),
             key=lambda row: str(row["figure"]),
         )
     }
     ratios = [row["ratio"] for row in comparison["rows"] if row["ratio"] is not None]
     span = _span(ratios)
     groups = [
-        Group(_format(rows[0]), [_row(row, span) for row in rows]) for rows in by_figure.values()
+        Group(_format(rows[0]), [_row(row, axis, span) for row in rows])
+        for rows in by_figure.values()
     ]
     a, b = comparison["a"], comparison["b"]
     names = (str(a["name"]), str(b["name"]))
@@ -83,19 +86,22 @@ def compare_page(comparison: dict[str, Any]) -> str:
         subtitles=[subtitle(one["manifest"]) for one in (a, b)],
         manifests=[lines(one["manifest"]) for one in (a, b)],
         tiles=_tiles(groups),
-        plots=[plot for rows in by_figure.values() if (plot := _plot(rows, names)) is not None],
+        plots=[
+            plot for rows in by_figure.values() if (plot := _plot(rows, axis, names)) is not None
+        ],
         groups=groups,
-        has_rates=any(row["rate"] is not None for row in comparison["rows"]),
+        axis=axis,
+        has_loads=any(row[axis.name] is not None for row in comparison["rows"]),
         edge=plain(math.exp(span)),
         level=next((float(one["level"]) for one in ratios if one["low"] is not None), None),
     )
 
 
-def _first_seen(rows: Sequence[dict[str, Any]]) -> Any:
+def _first_seen(rows: Sequence[dict[str, Any]], axis: Axis) -> Any:
     order: dict[str, int] = {}
     for row in rows:
         order.setdefault(row["figure"], len(order))
-    return lambda row: (order[row["figure"]], row["rate"] or 0.0)
+    return lambda row: (order[row["figure"]], row[axis.name] or 0.0)
 
 
 def _format(row: dict[str, Any]) -> FigureFormat:
@@ -112,10 +118,10 @@ def _span(ratios: Sequence[dict[str, Any]]) -> float:
     return min(max([math.log(1.25), *distances]), _MAX_LOG_RATIO)
 
 
-def _row(row: dict[str, Any], span: float) -> Row:
+def _row(row: dict[str, Any], axis: Axis, span: float) -> Row:
     figure, ratio = _format(row), row["ratio"]
     return Row(
-        rate="" if row["rate"] is None else plain(float(row["rate"])),
+        load="" if row[axis.name] is None else plain(float(row[axis.name])),
         a=_interval(figure, row["a"]),
         b=_interval(figure, row["b"]),
         ratio=None if ratio is None else _ratio(ratio, row["better"], span),
@@ -158,13 +164,13 @@ def _tiles(groups: Sequence[Group]) -> list[Tile]:
     return tiles
 
 
-def _plot(rows: Sequence[dict[str, Any]], names: tuple[str, str]) -> Plot | None:
-    """Return a plot of one metric against the rate, or None for fewer than two rates."""
-    if len({row["rate"] for row in rows if row["rate"] is not None}) < 2:
+def _plot(rows: Sequence[dict[str, Any]], axis: Axis, names: tuple[str, str]) -> Plot | None:
+    """Return a plot of one metric, or None for fewer than two rates or concurrencies."""
+    if len({row[axis.name] for row in rows if row[axis.name] is not None}) < 2:
         return None
     figure = _format(rows[0])
     lines = [
-        Line(name, colour, _points(rows, side, figure), dashed)
+        Line(name, colour, _points(rows, axis, side, figure), dashed)
         for side, name, colour, dashed in (
             ("a", names[0], "blue", False),
             ("b", names[1], "orange", True),
@@ -173,12 +179,14 @@ def _plot(rows: Sequence[dict[str, Any]], names: tuple[str, str]) -> Plot | None
     name = "".join(letter if letter.isalnum() else "-" for letter in rows[0]["figure"])
     label = {"%": "share of requests, %", "": "requests"}.get(figure.unit, figure.unit)
     whole, log = rows[0]["figure"] == "attainment", figure.unit in ("ms", "")
-    return rate_plot(name, figure.title, label, lines, percent=whole, log=log)
+    return rate_plot(name, figure.title, label, lines, percent=whole, log=log, axis=axis)
 
 
-def _points(rows: Sequence[dict[str, Any]], side: str, figure: FigureFormat) -> list[Point]:
+def _points(
+    rows: Sequence[dict[str, Any]], axis: Axis, side: str, figure: FigureFormat
+) -> list[Point]:
     return [
-        Point.of(float(row["rate"]), row[side], figure, saturated=False)
+        Point.of(float(row[axis.name]), row[side], figure, saturated=False)
         for row in rows
-        if row["rate"] is not None and row[side] is not None
+        if row[axis.name] is not None and row[side] is not None
     ]

@@ -1,4 +1,4 @@
-"""Plots of metrics against the offered rate, with confidence intervals."""
+"""Plots of metrics against the offered rate or the concurrency, with confidence intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from loadgen.axis import RATE, Axis
 from loadgen.report.figure import FigureFormat
 from loadgen.report.palette import paint
 from loadgen.report.plot import Drawing, Key, Plot
@@ -14,9 +15,10 @@ from loadgen.report.scale import Scale
 
 @dataclass(frozen=True)
 class Point:
-    """A measured value at one offered rate.
+    """A measured value at one offered rate or concurrency.
 
     Attributes:
+        rate: position on the x axis.
         low, high: ends of the confidence interval; None for a single run.
         saturated: whether the rate is above saturation.
     """
@@ -57,8 +59,9 @@ def rate_plot(
     ideal: bool = False,
     percent: bool = False,
     log: bool = False,
+    axis: Axis = RATE,
 ) -> Plot | None:
-    """Plot lines against the offered rate, or return None if there are no points.
+    """Plot lines against the rate or the concurrency, or return None if there are no points.
 
     Args:
         name: unique name in the page.
@@ -67,6 +70,7 @@ def rate_plot(
         ideal: whether to draw the line where the measured rate equals the offered rate.
         percent: whether the y axis shows percentages.
         log: whether the y axis may be logarithmic, for a large range of values.
+        axis: quantity on the x axis.
     """
     lines = [line for line in lines if line.points]
     if not lines:
@@ -85,8 +89,8 @@ def rate_plot(
     if any(point.saturated for line in lines for point in line.points):
         keys.append(Key("saturated", "muted", "hollow"))
     drawing.label_y(0, f"{label}{upward.label_suffix}")
-    drawing.label_x("offered, requests per second")
-    return Plot(title, (drawing.svg(name, f"{title} against the offered rate"),), tuple(keys))
+    drawing.label_x(axis.label)
+    return Plot(title, (drawing.svg(name, f"{title} against the {axis.name}"),), tuple(keys))
 
 
 def _guides(axes: Axes, ideal: Scale | None, knee: float | None) -> list[Key]:

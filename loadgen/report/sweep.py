@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loadgen.axis import RATE, Axis, axis_of
 from loadgen.report.environment import lines, subtitle
 from loadgen.report.figure import figure_format
 from loadgen.report.number import plain
@@ -15,8 +16,8 @@ from loadgen.report.tile import Tile
 
 _COLUMNS = (
     "ttft:p50", "ttft:p99", "itl:p50", "itl:p99", "tpot:p50", "e2e:p50", "e2e:p99",
-    "normalized_latency:mean", "throughput", "goodput", "output_tokens", "attainment", "failures",
-    "in_flight",
+    "e2e:mean", "normalized_latency:mean", "throughput", "goodput", "output_tokens", "attainment",
+    "failures", "in_flight",
 )  # fmt: skip
 
 
@@ -30,9 +31,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """Metrics and remarks of one rate."""
+    """Metrics and remarks of one rate or concurrency."""
 
-    rate: str
+    load: str
     runs: int
     cells: Sequence[Cell]
     is_knee: bool
@@ -44,80 +45,93 @@ def sweep_page(sweep: dict[str, Any]) -> str:
     """Return the HTML report of a sweep document.
 
     Args:
-        sweep: {"manifest", "points": [{"rate", "seeds", "folders", "figures": {name: interval or
-            None}, "saturated", "invalid"}], "knee": {"rate", "why"} or None}. An interval is
-            {"mean", "low", "high", "runs", "level"}, with times in seconds.
+        sweep: {"manifest", "points": [{"rate" or "concurrency", "seeds", "folders", "figures":
+            {name: interval or None}, "saturated", "invalid"}], "knee": {"rate" or "concurrency",
+            "why"} or None}. An interval is {"mean", "low", "high", "runs", "level"}, with times in
+            seconds.
     """
-    points = sorted(sweep["points"], key=lambda point: float(point["rate"]))
+    axis = axis_of(sweep["points"])
+    points = sorted(sweep["points"], key=lambda point: float(point[axis.name]))
     names = [name for name in _COLUMNS if any(point["figures"].get(name) for point in points)]
     valid = [point for point in points if not point["invalid"]]
     knee = sweep["knee"]
+    at = knee and float(knee[axis.name])
     return render(
         "sweep.html.j2",
         subtitle=subtitle(sweep["manifest"]),
         manifest=lines(sweep["manifest"]),
+        axis=axis,
         knee=knee,
         level=_level(points),
-        tiles=_tiles(valid, knee),
-        plots=_plots(valid, knee and float(knee["rate"])),
+        tiles=_tiles(valid, axis, at),
+        plots=_plots(valid, axis, at),
         columns=[figure_format(name) for name in names],
-        rows=[_row(point, names, knee and float(knee["rate"])) for point in points],
+        rows=[_row(point, axis, names, at) for point in points],
         left_out=len(points) - len(valid),
     )
 
 
-def _plots(points: Sequence[dict[str, Any]], knee: float | None) -> list[Plot]:
+def _plots(points: Sequence[dict[str, Any]], axis: Axis, knee: float | None) -> list[Plot]:
     latencies = [
-        rate_plot(name, title, "ms", _percentiles(points, name), knee=knee, log=True)
+        rate_plot(
+            name, title, "ms", _percentiles(points, axis, name), knee=knee, log=True, axis=axis
+        )
         for name, title in (
             ("ttft", "Time to first token"),
             ("itl", "Inter-token latency"),
-            ("e2e", "End-to-end latency"),
+            ("e2e", "End-to-end latency (JCT)"),
         )
     ]
     answered = [
-        _line(points, "throughput", "answered", "blue"),
-        _line(points, "goodput", "within objectives", "green", dashed=True),
+        _line(points, axis, "throughput", "answered", "blue"),
+        _line(points, axis, "goodput", "within objectives", "green", dashed=True),
     ]
-    output = [_line(points, "output_tokens", "output tokens", "slate")]
+    output = [_line(points, axis, "output_tokens", "output tokens", "slate")]
     shares = [
-        _line(points, "attainment", "within objectives", "green"),
-        _line(points, "failures", "failed", "red", dashed=True),
+        _line(points, axis, "attainment", "within objectives", "green"),
+        _line(points, axis, "failures", "failed", "red", dashed=True),
     ]
     rest = [
         rate_plot(
-            "throughput", "Throughput", "requests per second", answered, knee=knee, ideal=True
+            "throughput", "Throughput", "requests per second", answered, knee=knee,
+            ideal=axis is RATE, axis=axis,
         ),
-        rate_plot("tokens", "Output", "tokens per second", output, knee=knee),
+        rate_plot("tokens", "Output", "tokens per second", output, knee=knee, axis=axis),
         rate_plot(
             "shares", "Attainment and failures", "share of requests, %", shares,
-            knee=knee, percent=True,
+            knee=knee, percent=True, axis=axis,
         ),
     ]  # fmt: skip
     return [plot for plot in (*latencies, *rest) if plot is not None]
 
 
-def _percentiles(points: Sequence[dict[str, Any]], name: str) -> list[Line]:
+def _percentiles(points: Sequence[dict[str, Any]], axis: Axis, name: str) -> list[Line]:
     colour = OF_MEASURE[name]
     return [
-        _line(points, f"{name}:p50", "p50", colour),
-        _line(points, f"{name}:p99", "p99", colour, dashed=True),
+        _line(points, axis, f"{name}:p50", "p50", colour),
+        _line(points, axis, f"{name}:p99", "p99", colour, dashed=True),
     ]
 
 
 def _line(
-    points: Sequence[dict[str, Any]], name: str, label: str, colour: str, *, dashed: bool = False
+    points: Sequence[dict[str, Any]],
+    axis: Axis,
+    name: str,
+    label: str,
+    colour: str,
+    *,
+    dashed: bool = False,
 ) -> Line:
     found = [
-        Point.of(float(point["rate"]), interval, figure_format(name), bool(point["saturated"]))
+        Point.of(float(point[axis.name]), interval, figure_format(name), bool(point["saturated"]))
         for point in points
         if (interval := point["figures"].get(name)) is not None
     ]
     return Line(label, colour, found, dashed)
 
 
-def _tiles(points: Sequence[dict[str, Any]], knee: dict[str, Any] | None) -> list[Tile]:
-    tiles = [Tile("Knee", plain(float(knee["rate"])), "/ s", "requests offered")] if knee else []
+def _tiles(points: Sequence[dict[str, Any]], axis: Axis, knee: float | None) -> list[Tile]:
+    tiles = [] if knee is None else [Tile("Knee", plain(knee), "", axis.label)]
     best = (
         ("throughput", "Highest throughput"),
         ("goodput", "Highest goodput"),
@@ -125,22 +139,22 @@ def _tiles(points: Sequence[dict[str, Any]], knee: dict[str, Any] | None) -> lis
     )
     for name, label in best:
         found = [
-            (float(interval["mean"]), float(point["rate"]))
+            (float(interval["mean"]), float(point[axis.name]))
             for point in points
             if (interval := point["figures"].get(name)) is not None
         ]
         if found:
-            highest, rate = max(found)
-            tiles.append(Tile(label, plain(highest), "/ s", f"at {plain(rate)} offered"))
+            highest, load = max(found)
+            tiles.append(Tile(label, plain(highest), "/ s", f"at {plain(load)} {axis.unit}"))
     return tiles
 
 
-def _row(point: dict[str, Any], names: Sequence[str], knee: float | None) -> Row:
+def _row(point: dict[str, Any], axis: Axis, names: Sequence[str], knee: float | None) -> Row:
     return Row(
-        rate=plain(float(point["rate"])),
+        load=plain(float(point[axis.name])),
         runs=len(point["seeds"]),
         cells=[_cell(name, point["figures"].get(name)) for name in names],
-        is_knee=knee is not None and float(point["rate"]) == knee,
+        is_knee=knee is not None and float(point[axis.name]) == knee,
         saturated=bool(point["saturated"]),
         invalid=point["invalid"],
     )

@@ -26,12 +26,15 @@ _LATENCIES = (
 def of_run(document: dict[str, Any]) -> list[Tile]:
     """Return the tiles of a run."""
     throughput, in_flight = document["throughput"], document["in_flight"]
-    tiles = []
+    tiles, closed = [], document.get("concurrency") is not None
     for name, label in _LATENCIES:
         found = document["measures"].get(name) or {"p50": None, "p99": None}
         value = Tile(f"{label}, p50", ms(found["p50"]), "ms", f"p99 {ms(found['p99'])} ms")
         tiles.append(value if found["p50"] is not None else Tile(f"{label}, p50", "–"))
-    offered = f"of {plain(throughput['offered'])} offered"
+    if closed and (jct := document["measures"].get("e2e")) is not None:
+        note = f"p50 {ms(jct['p50'])} ms, p99 {ms(jct['p99'])} ms"
+        tiles[-1] = Tile("JCT, mean", ms(jct["mean"]), "ms", note)
+    offered = f"of {plain(throughput['offered'])} {'sent' if closed else 'offered'}"
     tiles.append(Tile("Requests answered", plain(throughput["requests"]), "/ s", offered))
     prompts = f"{plain(throughput['input_tokens'])} / s of prompts"
     tiles.append(Tile("Output tokens", plain(throughput["output_tokens"]), "/ s", prompts))

@@ -1,0 +1,94 @@
+"""Closed loop: a fixed number of requests in flight, each followed by another when it ends."""
+
+import asyncio
+from dataclasses import replace
+
+from loadgen.clock import Clock
+from loadgen.lookahead import Lookahead
+from loadgen.record import Record
+from loadgen.runner import Runner, gc_frozen
+from loadgen.schedule import ScheduledRequest
+from loadgen.target.base import Target
+
+FAILURE_PERIOD_S = 1.0
+"""Minimum seconds from sending a request that fails to sending the next one in its slot.
+
+A server that refuses requests at once receives at most one per second and slot.
+"""
+
+
+class ClosedLoop(Runner):
+    """Sends requests in ``concurrency`` slots; each slot sends one request after another.
+
+    A request is due when its slot is free: when the request before it has ended or, if that one
+    failed, `FAILURE_PERIOD_S` after it was sent. It is sent at once unless it is not prepared yet.
+    `schedule` and `records` grow during the run, in the order of the workload.
+
+    Args:
+        duration_s: seconds after which no more requests are sent; None for no limit.
+    """
+
+    def __init__(
+        self, requests: Lookahead, target: Target, concurrency: int, duration_s: float | None
+    ) -> None:
+        super().__init__([], target)
+        self._requests, self._concurrency, self._duration_s = requests, concurrency, duration_s
+        self._exhausted = False
+
+    @property
+    def load_end(self) -> float:
+        """Time until which all slots were in use: the duration, or the last send if it was earlier.
+
+        It is earlier if the run was stopped or no more requests could be prepared.
+        """
+        if self._duration_s is not None and not self._exhausted and not self.stopped.is_set():
+            return self._duration_s
+        return self.records[-1].due if self.records else 0.0
+
+    async def run(self, clock: Clock) -> None:
+        """Restart the clock, send requests until the end, and wait until all sent ones have ended.
+
+        If `stopped` is set, requests in flight are cancelled.
+
+        Raises:
+            ExceptionGroup: on a bug in the load generator. Failures of the target are recorded.
+        """
+        with gc_frozen():
+            clock.restart()
+            async with asyncio.TaskGroup() as tasks:
+                refill = tasks.create_task(self._requests.refill())
+                slots = [
+                    tasks.create_task(self._fill_slot(clock)) for _ in range(self._concurrency)
+                ]
+                canceller = tasks.create_task(self._cancel_slots_when_stopped(slots))
+                await asyncio.wait(slots)
+                refill.cancel()
+                canceller.cancel()
+
+    async def _fill_slot(self, clock: Clock) -> None:
+        while not self._is_over(due := clock()):
+            request = await self._requests.next()
+            if request is None:
+                self._exhausted = True
+                return
+            if self._is_over(clock()):
+                return
+            record = self._add(replace(request, due=due))
+            await self._target.send(self.schedule[record.number], record, clock)
+            if record.failure is not None and record.sent is not None:
+                await asyncio.sleep(record.sent + FAILURE_PERIOD_S - clock())
+
+    def _is_over(self, now: float) -> bool:
+        return self._duration_s is not None and now >= self._duration_s
+
+    def _add(self, request: ScheduledRequest) -> Record:
+        spec = request.spec
+        record = Record(len(self.records), request.due, spec.input_tokens, spec.output_tokens)
+        self.schedule.append(request)
+        self.records.append(record)
+        return record
+
+    async def _cancel_slots_when_stopped(self, slots: list[asyncio.Task[None]]) -> None:
+        await self.stopped.wait()
+        for slot in slots:
+            slot.cancel()
