@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.format is None and not arguments.against:
         parser.error("one of --format and --against is required")
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {arguments.json.parent}")
     console, log = Console(highlight=False), Console(highlight=False, stderr=True)
     try:
         results = [load(path) for path in arguments.against]

@@ -106,7 +106,7 @@ def comparison_table(results: Sequence[Result]) -> Table:
     for one in sorted(results, key=lambda result: (-result.bytes_per_token, not result.window)):
         quality = one.quality
         table.add_row(
-            one.name if one.name == one.spec else f"{one.name} ({one.spec})",
+            one.name if one.name == one.spec else f"{one.name} ({one.spec.rpartition(':')[2]})",
             _window(one),
             f"{one.bytes_per_token:,.0f}",
             f"{one.dense_bytes_per_token / one.bytes_per_token:.2f}x",

@@ -145,6 +145,14 @@ def test_command_needs_a_format_or_results(capsys: pytest.CaptureFixture[str]) -
     assert "one of --format and --against is required" in capsys.readouterr().err
 
 
+def test_command_refuses_a_missing_folder_before_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--format", "exact", "--json", str(tmp_path / "none" / "x.json")])
+    assert "--json: there is no folder" in capsys.readouterr().err
+
+
 def test_command_measures_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The model is a canonical checkpoint whose tokens are bytes."""
     write_checkpoint(tiny_checkpoint(config=replace(CONFIG, vocab_size=256)), tmp_path)
