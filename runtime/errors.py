@@ -5,6 +5,7 @@ RuntimeFault
 ├── CompressionError      a model cannot be factorized as requested
 ├── PlanError             a kernel plan cannot be read
 ├── KVFormatError         a KV format is unknown, cannot be loaded, or is malformed
+├── QualityError          the quality of a format cannot be measured, or results not be compared
 ├── OutOfPages            the page pool is too small for a sequence
 ├── QueueFull             the limit of waiting sequences is reached
 ├── NotFinite             logits are NaN or infinite
@@ -30,6 +31,10 @@ class PlanError(RuntimeFault):
 
 class KVFormatError(RuntimeFault):
     """A KV format is unknown, cannot be loaded, or does not implement the interface."""
+
+
+class QualityError(RuntimeFault):
+    """The quality of a KV format cannot be measured, or results cannot be compared."""
 
 
 class OutOfPages(RuntimeFault):

@@ -8,8 +8,6 @@ on text of another kind, docstrings of the standard library. Results are in BENC
 
 import argparse
 import csv
-import importlib
-import inspect
 import itertools
 import os
 import time
@@ -17,8 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from gguf import GGUFReader
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from runtime.checkpoint import Checkpoint, load_checkpoint, resolve_model
@@ -27,19 +23,8 @@ from runtime.compress.decomposed import decompose_model
 from runtime.compress.factorize import ranks_of, truncate_model
 from runtime.compress.methods import Allocation, Method
 from runtime.compress.perplexity import perplexity
-from runtime.compress.text import cut_rows, documentation
-
-_DOCSTRING_MODULES = (
-    "argparse",
-    "collections",
-    "difflib",
-    "fractions",
-    "json",
-    "logging",
-    "random",
-    "statistics",
-    "tarfile",
-)
+from runtime.compress.text import cut_rows, docstrings, documentation
+from runtime.compress.tokenizer import text_tokenizer
 
 
 @dataclass(frozen=True)
@@ -67,11 +52,11 @@ def main() -> None:
     arguments = _arguments()
     path = resolve_model(arguments.model)
     checkpoint = load_checkpoint(path, dtype=None)
-    tokenizer = _tokenizer(path)
+    tokenizer = text_tokenizer(path)
     calibration_text, held_out_text = documentation()
     calibration = cut_rows(tokenizer.encode(calibration_text).ids, 512, arguments.rows)
     texts = [
-        cut_rows(tokenizer.encode(text).ids, 1024, 8) for text in (held_out_text, _docstrings())
+        cut_rows(tokenizer.encode(text).ids, 1024, 8) for text in (held_out_text, docstrings())
     ]
     print(
         f"{path.name}: {arguments.device}, {torch.get_num_threads()} thread(s) on "
@@ -136,34 +121,6 @@ def _show(row: Row, dense: Row) -> None:
         f"made in {row.seconds:.0f} s of CPU",
         flush=True,
     )
-
-
-def _tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a directory, or the byte-level BPE of SmolLM's GGUF file."""
-    if path.is_dir():
-        return Tokenizer.from_file(str(path / "tokenizer.json"))
-    fields = GGUFReader(path).fields
-    tokens = fields["tokenizer.ggml.tokens"].contents()
-    merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"].contents()]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
-    )
-    return tokenizer
-
-
-def _docstrings() -> str:
-    """Return the docstrings of standard library modules and of their public names."""
-    found: list[str] = []
-    for name in _DOCSTRING_MODULES:
-        module = importlib.import_module(name)
-        public = (getattr(module, entry) for entry in getattr(module, "__all__", ()))
-        for value in (module, *public):
-            text = inspect.getdoc(value) if value is module or callable(value) else None
-            if text is not None:
-                found.append(text)
-    return "\n\n".join(found)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""Calibration and evaluation text: the language reference that Python ships for ``help()``."""
+"""Calibration and evaluation text: the documentation that Python ships."""
 
+import importlib
+import inspect
 from collections.abc import Iterable, Sequence
 from pydoc_data.topics import topics
 
@@ -10,10 +12,23 @@ from runtime.errors import CompressionError
 
 _HELD_OUT = 8
 """One of this many topics is held out, at regular intervals."""
+_DOCSTRING_MODULES = (
+    "argparse",
+    "collections",
+    "difflib",
+    "fractions",
+    "json",
+    "logging",
+    "random",
+    "statistics",
+    "tarfile",
+)
 
 
 def documentation() -> tuple[str, str]:
     """Return the calibration text and the held-out text, which is every eighth topic.
+
+    The topics are those of the language reference for ``help()``.
 
     Topics quote each other, so held-out paragraphs are removed from the calibration text. The text
     differs slightly between versions of Python, and so do checkpoints calibrated on it.
@@ -24,6 +39,22 @@ def documentation() -> tuple[str, str]:
     unseen = frozenset(paragraphs)
     seen = _paragraphs(name for name in names if name not in held_out)
     return "\n\n".join(text for text in seen if text not in unseen), "\n\n".join(paragraphs)
+
+
+def docstrings() -> str:
+    """Return docstrings of the standard library, text of another kind than `documentation`.
+
+    They are those of a few modules and of their public names.
+    """
+    found: list[str] = []
+    for name in _DOCSTRING_MODULES:
+        module = importlib.import_module(name)
+        public = (getattr(module, entry) for entry in getattr(module, "__all__", ()))
+        for value in (module, *public):
+            text = inspect.getdoc(value) if value is module or callable(value) else None
+            if text is not None:
+                found.append(text)
+    return "\n\n".join(found)
 
 
 def cut_rows(token_ids: Sequence[int], length: int, count: int) -> Tensor:

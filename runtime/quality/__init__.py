@@ -1,0 +1,1 @@
+"""Quality of compressed KV formats against exact bf16 KV; see README.md."""

@@ -1,0 +1,177 @@
+"""Results, their files and tables, and the command."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from runtime.checkpoint import write_checkpoint
+from runtime.errors import KVFormatError, QualityError
+from runtime.quality.__main__ import main
+from runtime.quality.formats import format_factory
+from runtime.quality.measure import Result, describe, measure
+from runtime.quality.report import comparison_table, load, result_table, save
+from tests.runtime.quality import formats
+from tests.runtime.tiny import CONFIG, prompt_of, tiny_checkpoint, tiny_model
+
+HERE = formats.__name__
+TEXTS = torch.tensor([prompt_of(200, seed) for seed in (1, 2)])
+
+
+def measured(name: str, *, window: bool = True) -> Result:
+    spec = name if name == "exact" else f"{HERE}:{name}"
+    inputs = describe("tiny", "tiny-0", "random", TEXTS)
+    model, compressed = tiny_model(), format_factory(spec)(CONFIG)
+    return measure(model, spec, compressed, TEXTS, inputs, window=window)
+
+
+def text_of(table: Table) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_int8_lies_between_identity_and_two_bits() -> None:
+    identity, int8, two_bit = (measured(name) for name in ("Identity", "Int8", "TwoBit"))
+    assert identity.quality.kl_mean == identity.quality.kl_p99 == 0
+    assert identity.quality.perplexity == identity.dense_perplexity
+    assert 0 < int8.quality.kl_mean < two_bit.quality.kl_mean / 10
+    assert int8.quality.top1 > two_bit.quality.top1
+    assert int8.noise == two_bit.noise  # another kernel with exact KV
+    assert int8.noise.kl_mean < int8.quality.kl_mean
+
+
+def test_window_reduces_the_error() -> None:
+    with_window, without = (measured("TwoBit", window=window) for window in (True, False))
+    assert with_window.quality.kl_mean < without.quality.kl_mean
+    assert (with_window.stored_positions, without.stored_positions) == (2 * 104, 2 * 184)
+
+
+def test_bytes_per_token_come_from_the_planes() -> None:
+    int8 = measured("Int8")
+    assert int8.dense_bytes_per_token == 2 * 2 * 2 * 16 * 2  # layers, K and V, heads, dim, bytes
+    assert int8.bytes_per_token == 2 * 2 * 2 * (16 + 4)
+    assert measured("exact").bytes_per_token == int8.dense_bytes_per_token
+
+
+def test_result_survives_its_file(tmp_path: Path) -> None:
+    result = measured("Int8")
+    save(result, tmp_path / "int8.json")
+    assert load(tmp_path / "int8.json") == result
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 0}', '{"schema": 1, "x": 2}'])
+def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(QualityError, match=r"other\.json is not a quality result"):
+        load(path)
+
+
+def test_tables_show_size_and_quality() -> None:
+    int8 = measured("Int8")
+    shown = text_of(result_table(int8))
+    assert "test-int8" in shown
+    assert "160 bytes per stored token (1.60x less than bf16)" in shown
+    assert f"{int8.quality.kl_mean:.2e}" in shown
+    rows = text_of(comparison_table([int8, measured("Identity")])).splitlines()
+    found = [line for line in rows if "test-" in line]
+    assert "test-identity" in found[0]  # the larger one first
+    assert "+0.000%" in found[0]
+    assert "1.60x" in found[1]
+    assert f"{int8.quality.perplexity_change:+.3%}" in found[1]
+
+
+def test_results_of_different_texts_are_not_compared() -> None:
+    one = measured("Int8")
+    other = replace(one, inputs=replace(one.inputs, text_hash="0" * 16, model_hash="other"))
+    with pytest.raises(QualityError, match="differ in model_hash, text_hash"):
+        comparison_table([one, other])
+    renamed = replace(one, inputs=replace(one.inputs, model="path/of/it"))
+    assert comparison_table([one, renamed]).row_count == 2
+
+
+def test_texts_must_fit_into_the_context() -> None:
+    texts = torch.zeros(1, CONFIG.context_length + 1, dtype=torch.int64)
+    inputs = describe("tiny", "tiny-0", "zeros", texts)
+    with pytest.raises(QualityError, match="expected 2 to 400"):
+        measure(tiny_model(), "exact", None, texts, inputs)
+
+
+def test_formats_are_created_by_classes_and_functions() -> None:
+    for name in ("Int8", "int8_of"):
+        made = format_factory(f"{HERE}:{name}")(CONFIG)
+        assert isinstance(made, formats.Int8)
+    assert format_factory("exact")(CONFIG) is None
+
+
+UNKNOWN = {
+    "int3": "unknown KV format 'int3': expected exact, module:Class or module:function",
+    "no.such:Format": "cannot import 'no.such'",
+    f"{HERE}:Missing": "has no 'Missing'",
+    f"{HERE}:NotAFormat": "neither a class with create() nor a function",
+}
+
+
+@pytest.mark.parametrize("spec", UNKNOWN)
+def test_command_refuses_unknown_formats(
+    spec: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("the format is checked before the model is loaded")
+
+    monkeypatch.setattr("runtime.quality.__main__.load_checkpoint", loaded)
+    assert main(["--format", spec]) == 2
+    captured = capsys.readouterr()
+    assert UNKNOWN[spec] in captured.err
+    assert not captured.out
+
+
+def test_factory_reports_unsupported_models_and_missing_members() -> None:
+    with pytest.raises(KVFormatError, match="head_dim 16 is not supported"):
+        format_factory(f"{HERE}:unsupported")(CONFIG)
+    with pytest.raises(KVFormatError, match="no name, version"):
+        format_factory("builtins:repr")(CONFIG)
+
+
+def test_command_needs_a_format_or_results(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "one of --format and --against is required" in capsys.readouterr().err
+
+
+def test_command_refuses_a_missing_folder_before_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--format", "exact", "--json", str(tmp_path / "none" / "x.json")])
+    assert "--json: there is no folder" in capsys.readouterr().err
+
+
+def test_command_measures_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model is a canonical checkpoint whose tokens are bytes."""
+    write_checkpoint(tiny_checkpoint(config=replace(CONFIG, vocab_size=256)), tmp_path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: id for id, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "int8.json"
+    common = ["--model", str(tmp_path), "--tokens", "128", "--texts", "2"]
+    assert main(["--format", f"{HERE}:Int8", *common, "--json", str(path)]) == 0
+    result = load(path)
+    assert (result.inputs.texts, result.inputs.tokens) == (2, 128)
+    assert result.window
+    assert 0 < result.quality.kl_mean < 0.01
+    capsys.readouterr()
+    again = ["--format", f"{HERE}:Int8", *common, "--no-window"]
+    assert main([*again, "--against", str(path)]) == 0
+    assert capsys.readouterr().out.count("160") == 3  # of the new result and in two rows
+    assert main([*again, "--text", "docstrings", "--against", str(path)]) == 2
+    assert "they differ in text, text_hash" in capsys.readouterr().err
+    assert main(["--against", str(path), str(tmp_path / "missing.json")]) == 2
+    assert "missing.json" in capsys.readouterr().err
