@@ -1,5 +1,7 @@
 """KV formats by name: built-in formats, and plug-ins as ``module:Class``."""
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -7,9 +9,20 @@ import torch
 
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
+from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import KVFormat, KVFormatFactory
+from runtime.kv.fp8 import FP8Format
+from runtime.kv.int4 import Int4Format
+from runtime.kv.k4v2 import K4V2Format
 
+COMPRESSED: dict[str, Callable[[ModelConfig], CompressedFormat]] = {
+    "fp8": FP8Format,
+    "fp8-e5m2": partial(FP8Format, dtype=torch.float8_e5m2),
+    "int4": Int4Format,
+    "k4v2": K4V2Format,
+}
+"""Compressed formats by name. They are measured by `runtime.quality`, and not served yet."""
 _BUILT_IN: dict[str, KVFormatFactory] = {DenseFormat.name: DenseFormat.create}
 
 _MEMBERS = (

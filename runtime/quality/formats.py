@@ -7,6 +7,7 @@ from typing import Any
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
 from runtime.kv.compressed import CompressedFormat
+from runtime.kv.registry import COMPRESSED
 
 EXACT = "exact"
 """Name that stands for no compression."""
@@ -19,8 +20,8 @@ def format_factory(spec: str) -> FormatFactory:
     """Return the function that creates a format for a model.
 
     Args:
-        spec: ``exact``; ``module:Class``, a class with a classmethod ``create(config)``; or
-            ``module:function``, a function of the config.
+        spec: ``exact``; a key of `COMPRESSED`; ``module:Class``, a class with a classmethod
+            ``create(config)``; or ``module:function``, a function of the config.
 
     Raises:
         KVFormatError: the name is unknown, or the module has no such class or function. The
@@ -29,21 +30,7 @@ def format_factory(spec: str) -> FormatFactory:
     """
     if spec == EXACT:
         return lambda _: None
-    module_name, colon, name = spec.partition(":")
-    if not colon:
-        raise KVFormatError(
-            f"unknown KV format {spec!r}: expected {EXACT}, module:Class or module:function"
-        )
-    try:
-        module = import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise KVFormatError(f"KV format {spec}: cannot import {module_name!r}: {error}") from error
-    found: Any = getattr(module, name, None)
-    if found is None:
-        raise KVFormatError(f"KV format {spec}: {module_name} has no {name!r}")
-    factory: Any = getattr(found, "create", None if isinstance(found, type) else found)
-    if not callable(factory):
-        raise KVFormatError(f"{spec} is neither a class with create() nor a function")
+    factory: Any = COMPRESSED.get(spec) or _plug_in(spec)
 
     def create(config: ModelConfig) -> CompressedFormat:
         try:
@@ -56,3 +43,23 @@ def format_factory(spec: str) -> FormatFactory:
         return made
 
     return create
+
+
+def _plug_in(spec: str) -> Any:
+    module_name, colon, name = spec.partition(":")
+    if not colon:
+        known = ", ".join((EXACT, *COMPRESSED))
+        raise KVFormatError(
+            f"unknown KV format {spec!r}: expected {known}, module:Class or module:function"
+        )
+    try:
+        module = import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise KVFormatError(f"KV format {spec}: cannot import {module_name!r}: {error}") from error
+    found: Any = getattr(module, name, None)
+    if found is None:
+        raise KVFormatError(f"KV format {spec}: {module_name} has no {name!r}")
+    factory: Any = getattr(found, "create", None if isinstance(found, type) else found)
+    if not callable(factory):
+        raise KVFormatError(f"{spec} is neither a class with create() nor a function")
+    return factory

@@ -111,7 +111,7 @@ def test_formats_are_created_by_classes_and_functions() -> None:
 
 
 UNKNOWN = {
-    "int3": "unknown KV format 'int3': expected exact, module:Class or module:function",
+    "int3": "unknown KV format 'int3': expected exact, fp8, fp8-e5m2, int4, k4v2, module:Class",
     "no.such:Format": "cannot import 'no.such'",
     f"{HERE}:Missing": "has no 'Missing'",
     f"{HERE}:NotAFormat": "neither a class with create() nor a function",
