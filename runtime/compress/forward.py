@@ -1,7 +1,8 @@
 """A plain differentiable forward pass over whole sequences.
 
 Calibration and perplexity use it, and tests compare the serving engine with it. It uses neither the
-KV cache nor the serving kernels. An observer receives the input and output of every linear.
+KV cache nor the serving kernels. Observers receive the input and output of every linear, and the
+input of attention.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +21,10 @@ from runtime.models.registry import model_family
 Observer = Callable[[str, Tensor, Tensor], None]
 """Callback for every linear, in the order of computation: field name, input ``[batch, length, in]``
 and output ``[batch, length, out]``."""
+
+HeadObserver = Callable[[Tensor, Tensor, Tensor], None]
+"""Callback for the input of attention: q and k after RoPE and v, each ``[batch, heads, length,
+head_dim]``; k and v have the KV heads."""
 
 
 def apply_linear(linear: Linear, x: Tensor) -> Tensor:
@@ -84,6 +89,7 @@ def forward_layer(
     hidden: Tensor,
     rope: tuple[Tensor, Tensor],
     observe: Observer | None = None,
+    observe_heads: HeadObserver | None = None,
 ) -> Tensor:
     """Compute one decoder layer, causal from position 0.
 
@@ -92,6 +98,7 @@ def forward_layer(
         hidden: ``[batch, length, hidden]``.
         rope: the first ``length`` rows of `runtime.layers.rope.cos_sin_table`.
         observe: callback for every linear, or None.
+        observe_heads: callback for the input of attention, or None.
 
     Returns:
         ``[batch, length, hidden]``.
@@ -99,7 +106,7 @@ def forward_layer(
     family = model_family(config)
     parts: LayerParts = family.parts(PlainBuilder(family, config, layer, observe))
     x, carried = family.before_attention(parts, hidden)
-    attended = _attend(config, parts, parts.qkv(x), rope)
+    attended = _attend(config, parts, parts.qkv(x), rope, observe_heads)
     return family.after_attention(parts, attended, *carried)
 
 
@@ -128,7 +135,11 @@ def rope_rows(config: ModelConfig, length: int, like: Tensor) -> tuple[Tensor, T
 
 
 def _attend(
-    config: ModelConfig, parts: LayerParts, qkv: Sequence[Tensor], rope: tuple[Tensor, Tensor]
+    config: ModelConfig,
+    parts: LayerParts,
+    qkv: Sequence[Tensor],
+    rope: tuple[Tensor, Tensor],
+    observe: HeadObserver | None,
 ) -> Tensor:
     """Return causal attention, heads concatenated: ``[batch, length, num_heads * head_dim]``.
 
@@ -142,9 +153,10 @@ def _attend(
     if parts.head_norms is not None:
         norm_q, norm_k = parts.head_norms
         q, k = norm_q(q), norm_k(k)
-    attended = functional.scaled_dot_product_attention(
-        _rotate(q, rope), _rotate(k, rope), v, is_causal=True, enable_gqa=True
-    )
+    q, k = _rotate(q, rope), _rotate(k, rope)
+    if observe is not None:
+        observe(q, k, v)
+    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return attended.transpose(1, 2).flatten(-2)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from runtime.checkpoint.weights import Checkpoint, moved
-from runtime.compress.forward import Observer, forward_layer, logits, rope_rows
+from runtime.compress.forward import HeadObserver, Observer, forward_layer, logits, rope_rows
 from runtime.compress.stopwatch import Stopwatch
 
 _BATCH_TOKENS = 4096
@@ -59,7 +59,12 @@ class LayerwiseModel:
 
     @torch.no_grad()
     def forward(
-        self, layer: Any, inputs: Tensor, outputs: Tensor, observe: Observer | None = None
+        self,
+        layer: Any,
+        inputs: Tensor,
+        outputs: Tensor,
+        observe: Observer | None = None,
+        observe_heads: HeadObserver | None = None,
     ) -> None:
         """Compute a layer for all rows.
 
@@ -67,12 +72,14 @@ class LayerwiseModel:
             layer: result of `layer`.
             inputs, outputs: activations; they may be the same tensor.
             observe: callback for every linear and batch, or None.
+            observe_heads: callback for the input of attention of every batch, or None.
         """
+        config = self.checkpoint.config
         with self.watch.measure("forward"):
             rope = self._rope(inputs)
             for rows in self._batches(inputs):
                 hidden = self._on_device(inputs[rows])
-                hidden = forward_layer(self.checkpoint.config, layer, hidden, rope, observe)
+                hidden = forward_layer(config, layer, hidden, rope, observe, observe_heads)
                 outputs[rows].copy_(hidden, non_blocking=True)
 
     @torch.enable_grad()

@@ -1,0 +1,39 @@
+"""Second moments of q, k and v over calibration text, from which KV formats are calibrated."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint.weights import Checkpoint
+from runtime.compress.layerwise import LayerwiseModel
+from runtime.kv.calibration import KVMoments
+from runtime.kv.rotation import PageRotation
+
+
+def kv_moments(
+    checkpoint: Checkpoint,
+    tokens: Tensor,
+    device: torch.device | str = "cpu",
+    progress: Callable[[float], None] = lambda _: None,
+) -> Iterator[KVMoments]:
+    """Compute the layers one after another, in fp32, and yield the moments of each.
+
+    Args:
+        tokens: int64 ``[n, length]``. Each row is a text that starts at position 0.
+        device: device of the computation and of the moments. It holds one layer at a time.
+        progress: called with the fraction of the layers that are done.
+    """
+    model = LayerwiseModel(checkpoint, device)
+    rotation = PageRotation(checkpoint.config, device)
+    hidden = model.embed(tokens)
+    count = checkpoint.config.num_layers
+    for index in range(count):
+        moments = KVMoments.of(checkpoint.config, device)
+
+        def add(q: Tensor, k: Tensor, v: Tensor, into: KVMoments = moments) -> None:
+            into.add(q, k, v, rotation)
+
+        model.forward(model.layer(index), hidden, hidden, observe_heads=add)
+        progress((index + 1) / count)
+        yield moments

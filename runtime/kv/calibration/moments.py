@@ -1,0 +1,70 @@
+"""Second moments of one layer's q, k and v over calibration text."""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from runtime.config import ModelConfig
+from runtime.kv.rotation import PageRotation
+
+SKIPPED = 16
+"""Tokens at the start of each text that are not measured: their page is never encoded."""
+
+
+class KVMoments:
+    """Sums over tokens, in fp64, from which all calibrated formats compute their bases.
+
+    Tokens are added in pieces and not kept. A layer needs ``8 (kv_heads * dim)² +
+    24 kv_heads * dim²`` bytes.
+
+    Attributes:
+        queries: ``[kv_heads, dim, dim]``, Σ qᵀq of q after RoPE, over the query heads of each KV
+            head.
+        keys: ``[kv_heads, dim, dim]``, Σ kᵀk of k after RoPE.
+        values: ``[kv_heads, dim, dim]``, Σ vᵀv.
+        unrotated_keys: ``[kv_heads * dim, kv_heads * dim]``, Σ kᵀk of k before RoPE, where k is
+            the concatenation of all heads.
+        unrotated_sum: ``[kv_heads * dim]``, Σ k of the same k.
+        tokens: number of tokens.
+    """
+
+    def __init__(self, kv_heads: int, dim: int, device: torch.device | str = "cpu") -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        self.queries, self.keys, self.values = (zeros(kv_heads, dim, dim) for _ in range(3))
+        self.unrotated_keys = zeros(kv_heads * dim, kv_heads * dim)
+        self.unrotated_sum = zeros(kv_heads * dim)
+        self.tokens = 0
+
+    @classmethod
+    def of(cls, config: ModelConfig, device: torch.device | str = "cpu") -> Self:
+        """Return empty sums for one layer of a model."""
+        return cls(config.num_kv_heads, config.head_dim, device)
+
+    def add(self, q: Tensor, k: Tensor, v: Tensor, rotation: PageRotation) -> None:
+        """Add texts that start at position 0, without their first `SKIPPED` tokens.
+
+        Args:
+            q: ``[batch, heads, length, dim]``, after RoPE, of any floating-point dtype.
+            k: ``[batch, kv_heads, length, dim]``, after RoPE.
+            v: ``[batch, kv_heads, length, dim]``.
+            rotation: RoPE of the model, on the device of the tensors.
+        """
+        first = torch.full((len(k),), SKIPPED, device=k.device)
+        q, k, v = (x[:, :, SKIPPED:] for x in (q, k, v))
+        kv_heads, dim = k.shape[1], k.shape[3]
+        unrotated = rotation.undo(k.float(), first).transpose(1, 2).reshape(-1, kv_heads * dim)
+        self.queries += _gram(q.reshape(len(q), kv_heads, -1, dim).transpose(0, 1))
+        self.keys += _gram(k.transpose(0, 1))
+        self.values += _gram(v.transpose(0, 1))
+        self.unrotated_keys += _gram(unrotated[None])[0]
+        self.unrotated_sum += unrotated.sum(0, dtype=torch.float64)
+        self.tokens += len(unrotated)
+
+
+def _gram(vectors: Tensor) -> Tensor:
+    """Return Σ xᵀx over vectors ``[heads, ..., dim]``, fp64 ``[heads, dim, dim]``."""
+    rows = vectors.flatten(1, -2).double()
+    return rows.transpose(1, 2) @ rows

@@ -1,0 +1,60 @@
+"""Bases and ranks of `fdc` from second moments of q, k and v."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from runtime.kv.calibration import Artifact, KVMoments, RankChoice, truncated_basis
+
+NAME, VERSION = "fdc", 1
+
+
+@dataclass(frozen=True)
+class FdcOptions:
+    """Options of the calibration.
+
+    Attributes:
+        removal_rate: bound on the sum of dropped singular values, as a fraction of all; the same
+            for K and V of all heads and layers (FDC, section 5.2).
+        rank: rank of K and V of all heads; replaces ``removal_rate``. It is rounded up to a
+            multiple of 16.
+        adaptive: whether each head has its own rank. Otherwise a layer has one rank for K and one
+            for V, from the sums of its heads' singular values.
+        share_r: whether the basis of K covers queries, too. Without, it is the best basis of K
+            alone (ablation).
+    """
+
+    removal_rate: float = 0.2
+    rank: int | None = None
+    adaptive: bool = True
+    share_r: bool = True
+
+
+def calibrate(layers: Iterable[KVMoments], options: FdcOptions, model_hash: str) -> Artifact:
+    """Compute bases and ranks.
+
+    Args:
+        layers: moments of each layer, in order.
+        model_hash: hash of the model that the moments were measured on.
+
+    Returns:
+        Artifact with the tensors ``k_basis.<layer>`` and ``v_basis.<layer>``, fp32 ``[kv_heads,
+        dim, width]``, and ``k_ranks`` and ``v_ranks``, int64 ``[layers, kv_heads]``. The width is
+        the largest rank of the layer; columns beyond a head's rank are 0.
+
+    Raises:
+        KVFormatError: an option is out of range.
+    """
+    choice = RankChoice(options.removal_rate, options.rank, options.adaptive)
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, list[list[int]]] = {"k_ranks": [], "v_ranks": []}
+    for index, moments in enumerate(layers):
+        both = moments.keys + moments.queries if options.share_r else moments.keys
+        for plane, second in (("k", both), ("v", moments.values)):
+            basis, kept = truncated_basis(second, choice)
+            tensors[f"{plane}_basis.{index}"] = basis
+            ranks[f"{plane}_ranks"].append(kept)
+    tensors |= {name: torch.tensor(rows) for name, rows in ranks.items()}
+    return Artifact(NAME, VERSION, model_hash, asdict(options), tensors)

@@ -1,0 +1,137 @@
+"""Stored pages of `fdc`: encoding and decoding in plain torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from runtime.config import ModelConfig
+from runtime.errors import KVFormatError
+from runtime.kv.calibration import Artifact
+from runtime.kv.calibration.projection import project_pages
+from runtime.kv.fdc.calibrate import NAME, VERSION
+from runtime.kv.format import Plane
+
+
+@dataclass(frozen=True)
+class FdcLayer:
+    """Implements `runtime.kv.compressed.CompressedLayer`.
+
+    Attributes:
+        k_basis: R of the keys and queries, fp32 ``[kv_heads, dim, k_width]``.
+        v_basis: B of the values, fp32 ``[kv_heads, dim, v_width]``.
+        k_ranks, v_ranks: rank of each head. Columns of the bases beyond it are 0.
+    """
+
+    k_basis: Tensor
+    v_basis: Tensor
+    k_ranks: tuple[int, ...]
+    v_ranks: tuple[int, ...]
+
+    def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        first_positions: Tensor,  # noqa: ARG002 - the basis covers K after RoPE
+        planes: tuple[Tensor, ...],
+        targets: Tensor,
+    ) -> None:
+        k_plane, v_plane = planes
+        k_plane[targets] = project_pages(keys.float(), self.k_basis).to(k_plane.dtype)
+        v_plane[targets] = project_pages(values.float(), self.v_basis).to(v_plane.dtype)
+
+    def decode(
+        self,
+        planes: tuple[Tensor, ...],
+        pages: Tensor,
+        first_positions: Tensor,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        k_plane, v_plane = planes
+        keys = project_pages(k_plane[pages].float(), self.k_basis.mT)
+        values = project_pages(v_plane[pages].float(), self.v_basis.mT)
+        return keys, values
+
+
+class FdcFormat:
+    """Implements `runtime.kv.compressed.CompressedFormat`.
+
+    Args:
+        config: model to be served.
+        artifact: result of `runtime.kv.fdc.calibrate`.
+        model_hash: hash of the model to be served; empty to skip the comparison.
+
+    Raises:
+        KVFormatError: the artifact belongs to another model or format.
+    """
+
+    name = NAME
+    version = VERSION
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        artifact: Artifact,
+        model_hash: str = "",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        artifact.check(NAME, VERSION, model_hash)
+        artifact.check_layers(config.num_layers, "k_basis")
+        self.artifact_hash = artifact.hash
+        heads = config.num_kv_heads
+        tables = {
+            plane: artifact.tensor(f"{plane}_ranks", (config.num_layers, heads), torch.int64)
+            for plane in "kv"
+        }
+        self._layers = []
+        for index in range(config.num_layers):
+            shape = heads, config.head_dim, None
+            k_basis, v_basis = (artifact.tensor(f"{x}_basis.{index}", shape) for x in "kv")
+            k_ranks, v_ranks = (tuple(tables[x][index].tolist()) for x in "kv")
+            _check_ranks(index, k_basis, k_ranks)
+            _check_ranks(index, v_basis, v_ranks)
+            bases = k_basis.to(device), v_basis.to(device)
+            self._layers.append(FdcLayer(*bases, k_ranks, v_ranks))
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        config: ModelConfig,
+        model_hash: str = "",
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Read an artifact.
+
+        Raises:
+            KVFormatError: it cannot be read, or belongs to another model or format.
+        """
+        return cls(config, Artifact.load(path), model_hash, device)
+
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
+        bases = self._layers[layer].k_basis, self._layers[layer].v_basis
+        return tuple(
+            Plane(name, torch.bfloat16, (basis.shape[0], page_size, basis.shape[2]))
+            for name, basis in zip(("k", "v"), bases, strict=True)
+        )
+
+    def layer(self, index: int) -> FdcLayer:
+        return self._layers[index]
+
+    def unpadded_bytes_per_token(self, layer: int) -> int:
+        """Return the bytes of one layer and token that are not padding of heads with lower rank.
+
+        The planes take more: ``kv_heads`` times the largest rank, for K and for V.
+        """
+        found = self._layers[layer]
+        return 2 * (sum(found.k_ranks) + sum(found.v_ranks))
+
+
+def _check_ranks(layer: int, basis: Tensor, ranks: tuple[int, ...]) -> None:
+    _, dim, width = basis.shape
+    if not 1 <= width <= dim or min(ranks) < 1 or max(ranks) != width:
+        raise KVFormatError(
+            f"calibration of {NAME}, layer {layer}: ranks {ranks} do not fit a basis of {width} "
+            f"columns of {dim}"
+        )

@@ -1,0 +1,141 @@
+"""Stored pages of `palu`: encoding and decoding in plain torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from runtime.config import ModelConfig
+from runtime.errors import KVFormatError
+from runtime.kv.calibration import Artifact
+from runtime.kv.calibration.projection import project_pages
+from runtime.kv.format import Plane
+from runtime.kv.palu.calibrate import NAME, VERSION
+from runtime.kv.rotation import PageRotation
+
+
+@dataclass(frozen=True)
+class PaluLayer:
+    """Implements `runtime.kv.compressed.CompressedLayer`.
+
+    Attributes:
+        k_basis: fp32 ``[groups, g * dim, g * k_width]``, for K before RoPE of g heads.
+        v_basis: fp32 ``[kv_heads, dim, v_width]``.
+        rotation: RoPE of the model.
+    """
+
+    k_basis: Tensor
+    v_basis: Tensor
+    rotation: PageRotation
+
+    def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        first_positions: Tensor,
+        planes: tuple[Tensor, ...],
+        targets: Tensor,
+    ) -> None:
+        k_plane, v_plane = planes
+        unrotated = self.rotation.undo(keys.float(), first_positions)
+        latents = project_pages(self._group(unrotated), self.k_basis)
+        k_plane[targets] = self._ungroup(latents, keys.shape[1]).to(k_plane.dtype)
+        v_plane[targets] = project_pages(values.float(), self.v_basis).to(v_plane.dtype)
+
+    def decode(
+        self, planes: tuple[Tensor, ...], pages: Tensor, first_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        k_plane, v_plane = planes
+        grouped = project_pages(self._group(k_plane[pages].float()), self.k_basis.mT)
+        unrotated = self._ungroup(grouped, k_plane.shape[1])
+        values = project_pages(v_plane[pages].float(), self.v_basis.mT)
+        return self.rotation.apply(unrotated, first_positions), values
+
+    def _group(self, heads: Tensor) -> Tensor:
+        """Concatenate heads: ``[p, kv_heads, n, a]`` to ``[p, groups, n, g * a]``."""
+        count, kv_heads, n, width = heads.shape
+        groups = len(self.k_basis)
+        split = heads.reshape(count, groups, kv_heads // groups, n, width)
+        return split.transpose(2, 3).flatten(3)
+
+    def _ungroup(self, latents: Tensor, kv_heads: int) -> Tensor:
+        """Split groups: ``[p, groups, n, g * a]`` to ``[p, kv_heads, n, a]``."""
+        count, groups, n, width = latents.shape
+        size = kv_heads // groups
+        return latents.view(count, groups, n, size, width // size).transpose(2, 3).flatten(1, 2)
+
+
+class PaluFormat:
+    """Implements `runtime.kv.compressed.CompressedFormat`.
+
+    Args:
+        config: model to be served.
+        artifact: result of `runtime.kv.palu.calibrate`.
+        model_hash: hash of the model to be served; empty to skip the comparison.
+
+    Raises:
+        KVFormatError: the artifact belongs to another model or format.
+    """
+
+    name = NAME
+    version = VERSION
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        artifact: Artifact,
+        model_hash: str = "",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        artifact.check(NAME, VERSION, model_hash)
+        artifact.check_layers(config.num_layers, "k_basis")
+        self.artifact_hash = artifact.hash
+        self._kv_heads = config.num_kv_heads
+        rotation = PageRotation(config, device)
+        self._layers = []
+        for index in range(config.num_layers):
+            k_basis = artifact.tensor(f"k_basis.{index}", (None, None, None))
+            v_basis = artifact.tensor(
+                f"v_basis.{index}", (config.num_kv_heads, config.head_dim, None)
+            )
+            _check_groups(index, k_basis, config)
+            self._layers.append(PaluLayer(k_basis.to(device), v_basis.to(device), rotation))
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        config: ModelConfig,
+        model_hash: str = "",
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Read an artifact.
+
+        Raises:
+            KVFormatError: it cannot be read, or belongs to another model or format.
+        """
+        return cls(config, Artifact.load(path), model_hash, device)
+
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
+        found = self._layers[layer]
+        k_width = found.k_basis.shape[0] * found.k_basis.shape[2] // self._kv_heads
+        return tuple(
+            Plane(name, torch.bfloat16, (self._kv_heads, page_size, width))
+            for name, width in (("k", k_width), ("v", found.v_basis.shape[2]))
+        )
+
+    def layer(self, index: int) -> PaluLayer:
+        return self._layers[index]
+
+
+def _check_groups(layer: int, basis: Tensor, config: ModelConfig) -> None:
+    groups, inputs, rank = basis.shape
+    whole = groups > 0 and config.num_kv_heads % groups == 0
+    size = config.num_kv_heads // groups if whole else 0
+    if not whole or inputs != size * config.head_dim or rank % size or not 0 < rank <= inputs:
+        raise KVFormatError(
+            f"calibration of {NAME}: 'k_basis.{layer}' is {list(basis.shape)}, which does not fit "
+            f"{config.num_kv_heads} KV heads of {config.head_dim}"
+        )

@@ -1,0 +1,46 @@
+"""RoPE over pages: applied to keys, and undone."""
+
+import torch
+from torch import Tensor
+
+from runtime.config import ModelConfig
+from runtime.layers.rope import cos_sin_table
+
+
+class PageRotation:
+    """RoPE of one model for runs of consecutive positions, in fp32."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
+        cos, sin = cos_sin_table(config, config.context_length)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+        # YaRN scales cosines and sines, so that the inverse has to divide by the scale.
+        self._norm = config.rope.attention_factor**2
+
+    def apply(self, x: Tensor, first_positions: Tensor) -> Tensor:
+        """Apply RoPE.
+
+        Args:
+            x: fp32 ``[p, heads, n, dim]``, before RoPE.
+            first_positions: int64 ``[p]``, position of ``x[i, :, 0]``; the others follow.
+
+        Returns:
+            fp32, the shape of ``x``.
+        """
+        cos, sin = self._rows(x, first_positions)
+        return _rotate(x, cos, sin)
+
+    def undo(self, x: Tensor, first_positions: Tensor) -> Tensor:
+        """Return ``x`` before RoPE: the inverse of `apply`, with the same arguments."""
+        cos, sin = self._rows(x, first_positions)
+        return _rotate(x, cos / self._norm, -sin / self._norm)
+
+    def _rows(self, x: Tensor, first_positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines ``[p, 1, n, dim / 2]``."""
+        steps = torch.arange(x.shape[2], device=first_positions.device)
+        positions = first_positions[:, None] + steps
+        return self._cos[positions][:, None], self._sin[positions][:, None]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
