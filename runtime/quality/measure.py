@@ -28,7 +28,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was measured on; results are comparable only if it is equal.
+    """Inputs of a measurement; results are comparable only if these are equal.
 
     Attributes:
         model: name or path of the model, as given.

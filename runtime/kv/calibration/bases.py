@@ -13,7 +13,7 @@ RANK_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class RankChoice:
-    """How many components of a basis to keep.
+    """Number of components of a basis to keep.
 
     Attributes:
         removal_rate: bound on the sum of the dropped singular values, as a fraction of all (FDC,

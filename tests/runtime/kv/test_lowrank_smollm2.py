@@ -99,7 +99,7 @@ def test_rope_hides_the_low_rank_of_keys(sample: Sample) -> None:
 
 
 def test_shard_errors(sample: Sample) -> None:
-    """With all coefficients only quantization is left, which 4 bits keep below a fifth."""
+    """All components are kept, so the only error is that of 4-bit codes, below a fifth."""
     full, part = (
         errors(
             shard.ShardFormat(sample.config, shard.calibrate(sample.moments, options, "")), sample
