@@ -90,7 +90,7 @@ def look(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], list
         (a_run_of_one, 4),
         (a_saturated_run, 4),
         (a_sweep, 6),
-        (a_comparison, 15),
+        (a_comparison, 16),
         (a_serving_bench, 7),
     ],
 )
