@@ -197,6 +197,7 @@ def test_sweeps_of_concurrencies_are_compared(tmp_path: Path) -> None:
     assert "only one of them is a closed loop" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "flags", "why"),
     [

@@ -123,6 +123,7 @@ def test_backend_for_each_device_dtype_and_head_size(
     assert dense_attention(config, torch.device(device), dtype).name == name
 
 
+@pytest.mark.slow
 def test_cpu_engine_does_not_import_triton_modules() -> None:
     script = """
 import sys
