@@ -1,5 +1,5 @@
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
-"""Triton attention: decode with KV split among programs, prefill in blocks of queries."""
+"""Triton attention: decode balanced over programs, prefill in blocks of queries."""
 
 import math
 from dataclasses import dataclass
@@ -16,17 +16,22 @@ from runtime.kernels.alignment import VECTOR_ELEMENTS
 
 _ROWS = 8
 """Heads per program of `rope_write_kernel`."""
-_TOKENS = 64
-"""Keys per iteration in decode."""
+_TILE = 64
+"""Keys of a tile in decode."""
+_PARTS = 32
+"""Parts of a head that are merged per iteration."""
+_MIN_TILES = 2
+"""Minimum number of tiles per decode program."""
+_DECODE_PROGRAMS = 4
+"""Decode programs per multiprocessor of a GPU."""
+_INTERPRETED_PROGRAMS = 8
+"""Decode programs without a GPU, in Triton's interpreter."""
 _QUERIES = _KEYS = 128
 """Queries per program and keys per iteration in prefill. Small batches use half as many queries;
 heads wider than 128 use half as many keys."""
-_DECODE_PROGRAMS = 528
-"""Target number of decode programs: four per multiprocessor of an H200."""
 _MIN_PREFILL_PROGRAMS = 66
 """Prefill programs that occupy half of an H200's multiprocessors. A batch with fewer programs uses
 smaller blocks of queries."""
-_MAX_SPLITS = 64
 _LOG2_E = math.log2(math.e)
 
 
@@ -44,13 +49,13 @@ class HeadNorms:
 
 
 @dataclass
-class _SplitBuffers:
-    """Buffers for the partial results of split decode. CUDA graphs hold their addresses.
+class _Parts:
+    """Results of parts of heads in decode; see `decode_kernel`. CUDA graphs hold their addresses.
 
     Attributes:
-        acc: fp32 `[sequences * heads * splits * dim]`, unnormalized outputs.
-        m, l: fp32 `[sequences * heads * splits]`, maximum and sum of the online softmax.
-        counters: int32 `[sequences * heads]`, zero between launches.
+        acc: fp32 `[programs, 2, group, dim]`, unnormalized outputs.
+        m, l: fp32 `[programs, 2, group]`, maximum and sum of the online softmax.
+        counters: int32 `[sequences, kv_heads]`, zero between launches.
     """
 
     acc: Tensor
@@ -60,13 +65,19 @@ class _SplitBuffers:
 
     @classmethod
     def allocate(
-        cls, sequences: int, heads: int, dim: int, splits: int, device: torch.device
-    ) -> "_SplitBuffers":
-        parts = sequences * heads * splits
-        acc = torch.empty(parts * dim, dtype=torch.float32, device=device)
-        m, l = torch.empty(2, parts, dtype=torch.float32, device=device)
-        counters = torch.zeros(sequences * heads, dtype=torch.int32, device=device)
+        cls, sequences: int, heads: int, kv_heads: int, dim: int, device: torch.device
+    ) -> "_Parts":
+        programs, group = _decode_programs(device), heads // kv_heads
+        acc = torch.empty(programs, 2, group, dim, dtype=torch.float32, device=device)
+        m, l = torch.empty(2, programs, 2, group, dtype=torch.float32, device=device)
+        counters = torch.zeros(sequences, kv_heads, dtype=torch.int32, device=device)
         return cls(acc, m, l, counters)
+
+
+def _decode_programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return _DECODE_PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class TritonAttention:
@@ -78,14 +89,14 @@ class TritonAttention:
     """
 
     name = "triton"
-    version = 3
+    version = 4
 
     def __init__(self, heads: int, kv_heads: int, dim: int, *, by_halves: bool = False) -> None:
         self._by_halves = by_halves
         self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
         self._scale = _LOG2_E / math.sqrt(dim)
         self._width = max(16, triton.next_power_of_2(dim))
-        self._buffers: dict[tuple[int, int], _SplitBuffers] = {}
+        self._parts: dict[int, _Parts] = {}  # by number of sequences, a power of two
 
     def write(
         self,
@@ -183,32 +194,23 @@ class TritonAttention:
             self._prefill(q, k_pages, v_pages, batch, out)
         return out
 
-    def splits(self, sequences: int) -> int:
-        """Return the number of splits per sequence in decode.
-
-        It is a power of two and does not depend on lengths, so that CUDA graphs can be replayed.
-        """
-        wanted = _DECODE_PROGRAMS // (sequences * self._kv_heads)
-        return min(_MAX_SPLITS, max(1, 1 << max(0, wanted).bit_length() - 1)) if wanted else 1
-
     def _decode(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, out: Tensor
     ) -> None:
         sequences, group = len(q), self._heads // self._kv_heads
-        splits = self.splits(sequences)
-        key = (sequences, splits) if splits > 1 else (0, 1)  # a single split needs no reduction
-        if key not in self._buffers:
-            self._buffers[key] = _SplitBuffers.allocate(
-                key[0], self._heads, self._dim, splits, q.device
+        size = triton.next_power_of_2(sequences)
+        if size not in self._parts:
+            self._parts[size] = _Parts.allocate(
+                size, self._heads, self._kv_heads, self._dim, q.device
             )
-        parts = self._buffers[key]
-        decode_kernel[(sequences, self._kv_heads, splits)](
+        parts = self._parts[size]
+        decode_kernel[(len(parts.acc),)](
             q, k_pages, v_pages, *k_pages.stride()[:2], batch.page_table,
-            batch.page_table.stride(0), batch.lengths, parts.acc, parts.m, parts.l,
+            batch.page_table.stride(0), batch.lengths, sequences, parts.acc, parts.m, parts.l,
             parts.counters, out, self._scale,
             KV_HEADS=self._kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
-            DIM=self._dim, WIDTH=self._width, PAGE=k_pages.shape[2], BLOCK=_TOKENS, SPLITS=splits,
-            num_warps=2, num_stages=4,
+            DIM=self._dim, WIDTH=self._width, PAGE=k_pages.shape[2], BLOCK=_TILE, SEQUENCES=size,
+            MIN_TILES=_MIN_TILES, PARTS=_PARTS, num_warps=2, num_stages=3,
         )  # fmt: skip
 
     def _prefill(

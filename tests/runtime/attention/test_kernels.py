@@ -64,18 +64,38 @@ def test_prefill_with_many_programs_uses_larger_blocks(
     test_attend_matches_the_reference_and_reads_no_stale_slot(shape, lengths, new, torch.bfloat16)
 
 
-def test_single_split_allocates_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_DECODE_PROGRAMS", 1)
+@pytest.mark.parametrize("programs", [1, 3, 40])
+@pytest.mark.parametrize(
+    "lengths", [[20], [5, 33], [700, 1, 2], [64] * 5, [1, 300, 64, 65, 1, 130, 9]]
+)
+def test_decode_is_independent_of_how_tiles_are_divided(
+    programs: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program takes all tiles, or a head is merged from parts of up to 11 programs."""
+    monkeypatch.setattr(gpu, "_decode_programs", lambda device: programs)
     attention = TritonAttention(4, 2, 16)
-    for lengths in ([20], [5, 33], [70, 1, 2]):
-        batch = batch_of(lengths, 1, DEVICE)
-        k, v = random_pages(lengths, 2, 16, DEVICE)
-        q = random(len(lengths), 4, 16)
-        expected = ReferenceAttention().attend(q, k, v, batch)
-        got = attention.attend(q, k, v, batch)
-        torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
-    assert list(attention._buffers) == [(0, 1)]
-    assert not attention._buffers[0, 1].acc.numel()
+    batch = batch_of(lengths, 1, DEVICE)
+    k, v = random_pages(lengths, 2, 16, DEVICE)
+    q = random(len(lengths), 4, 16)
+    expected = ReferenceAttention().attend(q, k, v, batch)
+    got = attention.attend(q, k, v, batch)
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+    assert all(not parts.counters.any() for parts in attention._parts.values())
+
+
+@pytest.mark.parametrize(("parts", "least"), [(2, 1), (32, 3)])
+def test_many_parts_are_merged_in_several_iterations(
+    parts: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "_decode_programs", lambda device: 30)
+    monkeypatch.setattr(gpu, "_PARTS", parts)
+    monkeypatch.setattr(gpu, "_MIN_TILES", least)
+    batch = batch_of([1000], 1, DEVICE)
+    k, v = random_pages([1000], 2, 16, DEVICE)
+    q = random(1, 4, 16)
+    expected = ReferenceAttention().attend(q, k, v, batch)
+    got = TritonAttention(4, 2, 16).attend(q, k, v, batch)
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
@@ -83,7 +103,6 @@ def test_lengths_may_change_between_launches(sequences: int) -> None:
     """A CUDA graph replays the same launch with other lengths in the same tensors."""
     heads, kv_heads, dim = 6, 2, 32
     attention, reference = TritonAttention(heads, kv_heads, dim), ReferenceAttention()
-    assert attention.splits(sequences) > 1
     for longest in (300, 64, 65, 1):
         lengths = [max(1, longest - 13 * number) for number in range(sequences)]
         batch = batch_of(lengths, 1, DEVICE)
@@ -91,6 +110,7 @@ def test_lengths_may_change_between_launches(sequences: int) -> None:
         q = random(sequences, heads, dim)
         got, expected = (a.attend(q, k, v, batch) for a in (attention, reference))
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+    assert all(not parts.counters.any() for parts in attention._parts.values())
 
 
 def random_rope(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
