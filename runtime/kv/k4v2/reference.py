@@ -1,7 +1,6 @@
 """Reference of the format `k4v2` in plain torch; it specifies the stored bits."""
 
 import math
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -9,7 +8,8 @@ from torch import Tensor
 from runtime.config import ModelConfig
 from runtime.kv.format import Plane
 from runtime.kv.int4.reference import BITS as K_BITS
-from runtime.kv.int4.reference import HALVES, dequantize, quantize
+from runtime.kv.int4.reference import HALVES, INT4
+from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
 from runtime.kv.transforms import check_transformable, hadamard, pack, sum_by_halves, unpack
 
 V_BITS = 2
@@ -55,15 +55,11 @@ def dequantize_transformed_values(packed: Tensor, norms: Tensor) -> Tensor:
     return levels.to(norms.device, torch.float32)[codes.long()] * norms.float()
 
 
-class K4V2Format:
-    """K after RoPE as 4-bit codes with two scales, V as 2-bit codes with a norm.
-
-    Implements `runtime.kv.compressed.CompressedFormat`; all layers are alike.
-    """
+class K4V2Format(QuantizedFormat):
+    """K after RoPE as 4-bit codes with two scales, V as 2-bit codes with a norm."""
 
     name = "k4v2"
     version = 1
-    artifact_hash = ""
 
     def __init__(self, config: ModelConfig) -> None:
         """Create the format.
@@ -72,7 +68,7 @@ class K4V2Format:
             ValueError: the head dimension is not a power of two of at least 4.
         """
         check_transformable(config.head_dim, self.name)
-        self._config = config
+        super().__init__(config, INT4, VectorQuantizer(quantize_values, dequantize_values))
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
         heads, dim = self._config.num_kv_heads, self._config.head_dim
@@ -86,27 +82,3 @@ class K4V2Format:
             plane("k_scale", torch.bfloat16, HALVES),
             plane("v_norm", torch.bfloat16, 1),
         )
-
-    def layer(self, index: int) -> Self:  # noqa: ARG002 - all layers are alike
-        return self
-
-    def encode(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
-        planes: tuple[Tensor, ...],
-        targets: Tensor,
-    ) -> None:
-        k, v, k_scale, v_norm = planes
-        k[targets], k_scale[targets] = quantize(keys)
-        v[targets], v_norm[targets] = quantize_values(values)
-
-    def decode(
-        self,
-        planes: tuple[Tensor, ...],
-        pages: Tensor,
-        first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
-    ) -> tuple[Tensor, Tensor]:
-        k, v, k_scale, v_norm = (plane[pages] for plane in planes)
-        return dequantize(k, k_scale), dequantize_values(v, v_norm)
