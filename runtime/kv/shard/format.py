@@ -1,15 +1,12 @@
 """Stored pages of `shard`: encoding and decoding in plain torch."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
-from runtime.kv.calibration import Artifact
+from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.projection import project_pages
 from runtime.kv.format import Plane
 from runtime.kv.rotation import PageRotation
@@ -22,6 +19,7 @@ from runtime.kv.shard.quantize import (
     quantize_values,
     unpack_int4,
 )
+from runtime.kv.transforms import check_transformable
 
 
 @dataclass(frozen=True)
@@ -80,39 +78,31 @@ class ShardLayer:
         return self.rotation.apply(unrotated, first_positions), values
 
 
-class ShardFormat:
-    """Implements `runtime.kv.compressed.CompressedFormat`.
-
-    Args:
-        config: model to be served.
-        artifact: result of `runtime.kv.shard.calibrate`.
-        model_hash: hash of the model to be served; empty to skip the comparison.
-
-    Raises:
-        KVFormatError: the artifact belongs to another model or format, or the size of the model's
-            heads is not a power of two of at least 4.
-    """
+class ShardFormat(CalibratedFormat[ShardLayer]):
+    """Format `shard`; artifacts are results of `runtime.kv.shard.calibrate`."""
 
     name = NAME
     version = VERSION
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        artifact: Artifact,
-        model_hash: str = "",
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
+        heads, dim = self._config.num_kv_heads, self._config.head_dim
+        k_bytes = self._layers[layer].k_basis.shape[1] // (2 * heads)
+        return (
+            Plane("k", torch.uint8, (heads, page_size, k_bytes), encodable=False),
+            Plane("v", torch.uint8, (heads, page_size, dim // 4), encodable=False),
+            Plane("v_norm", torch.bfloat16, (heads, page_size, 1), encodable=False),
+        )
+
+    def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[ShardLayer]:
+        config = self._config
         heads, dim = config.num_kv_heads, config.head_dim
-        if dim < 4 or dim & (dim - 1):
-            raise KVFormatError(f"KV format {NAME} needs heads of a power of two, not of {dim}")
-        artifact.check(NAME, VERSION, model_hash)
-        artifact.check_layers(config.num_layers, "k_basis")
-        self.artifact_hash = artifact.hash
-        self._shape = heads, dim
+        try:
+            check_transformable(dim, NAME)
+        except ValueError as error:
+            raise KVFormatError(str(error)) from error
         rotation = PageRotation(config, device)
         transform = hadamard(dim).expand(heads, dim, dim).to(device)
-        self._layers = []
+        layers = []
         for index in range(config.num_layers):
             basis = artifact.tensor(f"k_basis.{index}", (heads * dim, None))
             rank = basis.shape[1]
@@ -124,31 +114,5 @@ class ShardFormat:
             mean = artifact.tensor(f"k_mean.{index}", (heads * dim,))
             scale = artifact.tensor(f"k_scale.{index}", (rank,))
             tensors = mean.to(device), basis.to(device), scale.to(device)
-            self._layers.append(ShardLayer(*tensors, transform, rotation))
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        config: ModelConfig,
-        model_hash: str = "",
-        device: torch.device | str = "cpu",
-    ) -> Self:
-        """Read an artifact.
-
-        Raises:
-            KVFormatError: it cannot be read, or belongs to another model or format.
-        """
-        return cls(config, Artifact.load(path), model_hash, device)
-
-    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
-        heads, dim = self._shape
-        k_bytes = self._layers[layer].k_basis.shape[1] // (2 * heads)
-        return (
-            Plane("k", torch.uint8, (heads, page_size, k_bytes), encodable=False),
-            Plane("v", torch.uint8, (heads, page_size, dim // 4), encodable=False),
-            Plane("v_norm", torch.bfloat16, (heads, page_size, 1), encodable=False),
-        )
-
-    def layer(self, index: int) -> ShardLayer:
-        return self._layers[index]
+            layers.append(ShardLayer(*tensors, transform, rotation))
+        return layers

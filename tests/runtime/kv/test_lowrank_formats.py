@@ -11,7 +11,7 @@ from torch import Tensor
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
 from runtime.kv import fdc, palu, shard
-from runtime.kv.calibration import Artifact, KVMoments
+from runtime.kv.calibration import KVMoments
 from runtime.kv.rotation import PageRotation
 from runtime.kv.shard.quantize import (
     dequantize_values,
@@ -285,7 +285,7 @@ def test_shard_sizes() -> None:
 
 
 def test_shard_rejects_heads_without_a_hadamard_matrix() -> None:
-    made = Artifact("shard", 1, HASH, {}, {})
+    made = shard.calibrate([moments_of(CONFIG, full_text())] * 2, shard.ShardOptions(), HASH)
     with pytest.raises(KVFormatError, match="power of two"):
         shard.ShardFormat(replace(CONFIG, head_dim=80), made)
 
