@@ -9,8 +9,10 @@ from torch import Tensor
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.window import SINK_PAGES, first_recent
 from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import Plane
+from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
@@ -57,7 +59,7 @@ class Scaled:
         return k, v
 
 
-def windowed_model(compressed: Scaled) -> Model:
+def windowed_model(compressed: CompressedFormat) -> Model:
     model = Model(tiny_checkpoint())
     exact = model.kv_format
     assert isinstance(exact, DenseFormat)
@@ -125,6 +127,15 @@ def test_each_page_is_encoded_once_when_it_leaves_the_window(tokens: list[int]) 
     last = first_recent(END, PAGE)
     expected = [[PAGE * page] for page in range(SINK_PAGES, last)]
     assert compressed.encoded == [each for each in expected for _ in range(CONFIG.num_layers)]
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_built_in_formats_have_a_cache_layout(name: str) -> None:
+    compressed = COMPRESSED[name](CONFIG)
+    planes = windowed_model(compressed).layout.layers[0]
+    assert [plane.stored for plane in planes] == [False] * 2 + [True] * (len(planes) - 2)
+    stored = compressed.planes(0, PAGE)
+    assert [plane.name for plane in planes[2:]] == [f"{plane.name}_stored" for plane in stored]
 
 
 @pytest.mark.parametrize(
