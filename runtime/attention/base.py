@@ -121,17 +121,18 @@ class Batch:
 
     @staticmethod
     def of(slices: Sequence[SequenceSlice], device: torch.device | str = "cpu") -> "Batch":
-        """Build a batch of sequence slices, in their order."""
+        """Build a batch of sequence slices, in their order.
+
+        Raises:
+            ValueError: only some of the slices have stored pages.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
         starts, lengths, rows = [0], [], []
         width = max(len(piece.pages) for piece in slices)
         table = [[*piece.pages, *[0] * (width - len(piece.pages))] for piece in slices]
-        stored_table = None
-        if all(piece.stored is not None for piece in slices):
-            held = [[*[0] * SINK_PAGES, *(piece.stored or ())] for piece in slices]
-            stored_table = [[*pages, *[0] * (width - len(pages))] for pages in held]
+        stored_table = _stored_table(slices, width)
         for number, piece in enumerate(slices):
             end = piece.first + len(piece.tokens)
             tokens += piece.tokens
@@ -156,6 +157,20 @@ class Batch:
             logit_rows=ints(rows, torch.int64),
             stored_table=None if stored_table is None else ints(stored_table, torch.int32),
         )
+
+
+def _stored_table(slices: Sequence[SequenceSlice], width: int) -> list[list[int]] | None:
+    """Return the rows of `Batch.stored_table`; None if no slice has stored pages."""
+    stored = [piece.stored for piece in slices if piece.stored is not None]
+    if not stored:
+        return None
+    if len(stored) < len(slices):
+        raise ValueError(
+            f"{len(stored)} of {len(slices)} slices have stored pages: a batch with stored pages "
+            "decodes only, and prompts need a batch of their own"
+        )
+    held = [[*[0] * SINK_PAGES, *pages] for pages in stored]
+    return [[*pages, *[0] * (width - len(pages))] for pages in held]
 
 
 @dataclass(frozen=True, kw_only=True)

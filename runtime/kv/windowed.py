@@ -139,7 +139,10 @@ class WindowedFormat:
         return f"{self._exact.kernels}+{self.name}-{self.version}"
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
-        stored = (replace(p, stored=True) for p in self._compressed.planes(layer, page_size))
+        stored = (
+            replace(plane, name=f"{plane.name}_stored", stored=True)  # `k` and `v` are exact planes
+            for plane in self._compressed.planes(layer, page_size)
+        )
         return (*self._exact.planes(layer, page_size), *stored)
 
     def layer(self, index: int) -> LayerKV:

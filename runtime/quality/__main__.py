@@ -17,6 +17,7 @@ from runtime.checkpoint import load_checkpoint, resolve_model
 from runtime.compress.text import cut_rows, docstrings, documentation
 from runtime.compress.tokenizer import text_tokenizer
 from runtime.errors import RuntimeFault
+from runtime.kv.registry import COMPRESSED
 from runtime.models.model import Model
 from runtime.quality.formats import EXACT, format_factory
 from runtime.quality.measure import Result, describe, measure
@@ -80,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--format",
         metavar="SPEC",
-        help=f"{EXACT}, module:Class with a classmethod create(config), or module:function(config)",
+        help=f"{', '.join((EXACT, *COMPRESSED))}, module:Class with a classmethod create(config), "
+        "or module:function(config)",
     )
     parser.add_argument("--model", default="smollm2-135m", help="model name or path")
     parser.add_argument("--text", choices=list(TEXTS), default="documentation")

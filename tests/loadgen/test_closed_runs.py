@@ -80,7 +80,7 @@ def test_concurrency_is_kept_and_reported(tmp_path: Path, rpc: bool) -> None:
 
 @pytest.mark.slow
 def test_requests_are_those_of_the_open_loop(tmp_path: Path) -> None:
-    """With one request in flight, the server receives them in the order of the open schedule."""
+    """A concurrency of 1 sends the requests in the order of the open schedule."""
     flags = ("--input", "uniform:3,40", "--output", "uniform:2,9", "--requests", "90")
     more = ("--seed", "3", "--cancel", "0.3")
     received = []

@@ -2,6 +2,14 @@
 
 from runtime.kv.calibration.artifact import Artifact
 from runtime.kv.calibration.bases import RankChoice, spectral_basis, truncated_basis
+from runtime.kv.calibration.format import CalibratedFormat
 from runtime.kv.calibration.moments import KVMoments
 
-__all__ = ["Artifact", "KVMoments", "RankChoice", "spectral_basis", "truncated_basis"]
+__all__ = [
+    "Artifact",
+    "CalibratedFormat",
+    "KVMoments",
+    "RankChoice",
+    "spectral_basis",
+    "truncated_basis",
+]

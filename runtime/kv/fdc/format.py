@@ -1,15 +1,12 @@
 """Stored pages of `fdc`: encoding and decoding in plain torch."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
-from runtime.kv.calibration import Artifact
+from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.projection import project_pages
 from runtime.kv.fdc.calibrate import NAME, VERSION
 from runtime.kv.format import Plane
@@ -54,60 +51,11 @@ class FdcLayer:
         return keys, values
 
 
-class FdcFormat:
-    """Implements `runtime.kv.compressed.CompressedFormat`.
-
-    Args:
-        config: model to be served.
-        artifact: result of `runtime.kv.fdc.calibrate`.
-        model_hash: hash of the model to be served; empty to skip the comparison.
-
-    Raises:
-        KVFormatError: the artifact belongs to another model or format.
-    """
+class FdcFormat(CalibratedFormat[FdcLayer]):
+    """Format `fdc`; artifacts are results of `runtime.kv.fdc.calibrate`."""
 
     name = NAME
     version = VERSION
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        artifact: Artifact,
-        model_hash: str = "",
-        device: torch.device | str = "cpu",
-    ) -> None:
-        artifact.check(NAME, VERSION, model_hash)
-        artifact.check_layers(config.num_layers, "k_basis")
-        self.artifact_hash = artifact.hash
-        heads = config.num_kv_heads
-        tables = {
-            plane: artifact.tensor(f"{plane}_ranks", (config.num_layers, heads), torch.int64)
-            for plane in "kv"
-        }
-        self._layers = []
-        for index in range(config.num_layers):
-            shape = heads, config.head_dim, None
-            k_basis, v_basis = (artifact.tensor(f"{x}_basis.{index}", shape) for x in "kv")
-            k_ranks, v_ranks = (tuple(tables[x][index].tolist()) for x in "kv")
-            _check_ranks(index, k_basis, k_ranks)
-            _check_ranks(index, v_basis, v_ranks)
-            bases = k_basis.to(device), v_basis.to(device)
-            self._layers.append(FdcLayer(*bases, k_ranks, v_ranks))
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        config: ModelConfig,
-        model_hash: str = "",
-        device: torch.device | str = "cpu",
-    ) -> Self:
-        """Read an artifact.
-
-        Raises:
-            KVFormatError: it cannot be read, or belongs to another model or format.
-        """
-        return cls(config, Artifact.load(path), model_hash, device)
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
         bases = self._layers[layer].k_basis, self._layers[layer].v_basis
@@ -116,9 +64,6 @@ class FdcFormat:
             for name, basis in zip(("k", "v"), bases, strict=True)
         )
 
-    def layer(self, index: int) -> FdcLayer:
-        return self._layers[index]
-
     def unpadded_bytes_per_token(self, layer: int) -> int:
         """Return the bytes of one layer and token that are not padding of heads with lower rank.
 
@@ -126,6 +71,24 @@ class FdcFormat:
         """
         found = self._layers[layer]
         return 2 * (sum(found.k_ranks) + sum(found.v_ranks))
+
+    def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[FdcLayer]:
+        config = self._config
+        heads = config.num_kv_heads
+        tables = {
+            plane: artifact.tensor(f"{plane}_ranks", (config.num_layers, heads), torch.int64)
+            for plane in "kv"
+        }
+        layers = []
+        for index in range(config.num_layers):
+            shape = heads, config.head_dim, None
+            k_basis, v_basis = (artifact.tensor(f"{x}_basis.{index}", shape) for x in "kv")
+            k_ranks, v_ranks = (tuple(tables[x][index].tolist()) for x in "kv")
+            _check_ranks(index, k_basis, k_ranks)
+            _check_ranks(index, v_basis, v_ranks)
+            bases = k_basis.to(device), v_basis.to(device)
+            layers.append(FdcLayer(*bases, k_ranks, v_ranks))
+        return layers
 
 
 def _check_ranks(layer: int, basis: Tensor, ranks: tuple[int, ...]) -> None:

@@ -1,12 +1,13 @@
 """Reference of the formats `fp8` and `fp8-e5m2` in plain torch; it specifies the stored bits."""
 
-from typing import Self
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
 from runtime.kv.format import Plane
+from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
 
 _NAMES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8-e5m2"}
 _LARGEST_EXPONENT = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}
@@ -52,14 +53,10 @@ def _power_of_two(biased: Tensor) -> Tensor:
     return (biased.to(torch.int32) << 23).view(torch.float32)
 
 
-class FP8Format:
-    """K after RoPE and V as fp8, with a scale per token and head for each of K and V.
-
-    Implements `runtime.kv.compressed.CompressedFormat`; all layers are alike.
-    """
+class FP8Format(QuantizedFormat):
+    """K after RoPE and V as fp8, with a scale per token and head for each of K and V."""
 
     version = 1
-    artifact_hash = ""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
         """Create the format.
@@ -74,7 +71,8 @@ class FP8Format:
             raise ValueError(f"KV format fp8 has codes of e4m3 or e5m2, not {dtype}")
         self.name = _NAMES[dtype]
         self._dtype = dtype
-        self._config = config
+        quantizer = VectorQuantizer(partial(quantize, dtype=dtype), dequantize)
+        super().__init__(config, quantizer, quantizer)
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
         heads, dim = self._config.num_kv_heads, self._config.head_dim
@@ -85,27 +83,3 @@ class FP8Format:
             Plane("k_scale", torch.uint8, scale, encodable=False),
             Plane("v_scale", torch.uint8, scale, encodable=False),
         )
-
-    def layer(self, index: int) -> Self:  # noqa: ARG002 - all layers are alike
-        return self
-
-    def encode(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
-        planes: tuple[Tensor, ...],
-        targets: Tensor,
-    ) -> None:
-        k, v, k_scale, v_scale = planes
-        k[targets], k_scale[targets] = quantize(keys, self._dtype)
-        v[targets], v_scale[targets] = quantize(values, self._dtype)
-
-    def decode(
-        self,
-        planes: tuple[Tensor, ...],
-        pages: Tensor,
-        first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
-    ) -> tuple[Tensor, Tensor]:
-        k, v, k_scale, v_scale = (plane[pages] for plane in planes)
-        return dequantize(k, k_scale), dequantize(v, v_scale)

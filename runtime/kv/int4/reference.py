@@ -1,12 +1,11 @@
 """Reference of the format `int4` in plain torch; it specifies the stored bits."""
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
 from runtime.kv.format import Plane
+from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
 from runtime.kv.transforms import check_transformable, hadamard, pack, unpack
 
 BITS = 4
@@ -54,15 +53,15 @@ def dequantize_transformed(packed: Tensor, scales: Tensor) -> Tensor:
     return torch.cat(((low - _ZERO) * scale_low, (high - _ZERO) * scale_high), dim=-1)
 
 
-class Int4Format:
-    """K after RoPE and V as 4-bit codes, with two scales per token and head for each of K and V.
+INT4 = VectorQuantizer(quantize, dequantize)
+"""Quantization of K and V, and of K in format `k4v2`."""
 
-    Implements `runtime.kv.compressed.CompressedFormat`; all layers are alike.
-    """
+
+class Int4Format(QuantizedFormat):
+    """K after RoPE and V as 4-bit codes, with two scales per token and head for each of K and V."""
 
     name = "int4"
     version = 1
-    artifact_hash = ""
 
     def __init__(self, config: ModelConfig) -> None:
         """Create the format.
@@ -71,7 +70,7 @@ class Int4Format:
             ValueError: the head dimension is not a power of two of at least 4.
         """
         check_transformable(config.head_dim, self.name)
-        self._config = config
+        super().__init__(config, INT4, INT4)
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
         heads = self._config.num_kv_heads
@@ -83,27 +82,3 @@ class Int4Format:
             Plane("k_scale", torch.bfloat16, scales, encodable=False),
             Plane("v_scale", torch.bfloat16, scales, encodable=False),
         )
-
-    def layer(self, index: int) -> Self:  # noqa: ARG002 - all layers are alike
-        return self
-
-    def encode(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
-        planes: tuple[Tensor, ...],
-        targets: Tensor,
-    ) -> None:
-        k, v, k_scale, v_scale = planes
-        k[targets], k_scale[targets] = quantize(keys)
-        v[targets], v_scale[targets] = quantize(values)
-
-    def decode(
-        self,
-        planes: tuple[Tensor, ...],
-        pages: Tensor,
-        first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
-    ) -> tuple[Tensor, Tensor]:
-        k, v, k_scale, v_scale = (plane[pages] for plane in planes)
-        return dequantize(k, k_scale), dequantize(v, v_scale)

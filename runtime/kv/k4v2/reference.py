@@ -1,69 +1,22 @@
 """Reference of the format `k4v2` in plain torch; it specifies the stored bits."""
 
-import math
-from typing import Self
-
 import torch
-from torch import Tensor
 
 from runtime.config import ModelConfig
 from runtime.kv.format import Plane
 from runtime.kv.int4.reference import BITS as K_BITS
-from runtime.kv.int4.reference import HALVES, dequantize, quantize
-from runtime.kv.transforms import check_transformable, hadamard, pack, sum_by_halves, unpack
-
-V_BITS = 2
-LEVELS = (-1.5104176084991, -0.4527800346365, 0.4527800346365, 1.5104176084991)
-"""Levels of the Lloyd-Max quantizer of N(0, 1) with 4 levels (Max 1960, table I)."""
-EDGE = 0.9815988215678
-"""Edge between the two levels of a sign: their mean."""
+from runtime.kv.int4.reference import HALVES, INT4
+from runtime.kv.lloyd_max import BITS as V_BITS
+from runtime.kv.lloyd_max import dequantize_values, quantize_values
+from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
+from runtime.kv.transforms import check_transformable
 
 
-def quantize_values(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Transform vectors and quantize each element to the nearest of 4 levels.
-
-    A transformed vector of norm n has elements of approximately N(0, n² / d), whatever the vector
-    was. The levels are therefore `LEVELS` times ``n / sqrt(d)``, with n rounded to bf16.
-
-    Args:
-        x: bf16 or fp32 `[..., d]`, d a power of two of at least 4.
-
-    Returns:
-        Packed codes, uint8 `[..., d / 4]`, and norms, bf16 `[..., 1]`. If the squared norm is not
-        finite in fp32, the norm is NaN and all codes are 0. Norms below about 1e-22, whose square
-        underflows, become 0.
-    """
-    transformed = hadamard(x)
-    squared = sum_by_halves(transformed * transformed)
-    finite = squared.isfinite()
-    norms = torch.where(finite, squared.sqrt(), torch.nan).to(torch.bfloat16)
-    edge = norms.float() * (EDGE / math.sqrt(x.shape[-1]))
-    reached = (transformed >= -edge, transformed >= 0, transformed >= edge)
-    codes = torch.stack(reached).sum(dim=0, dtype=torch.uint8)
-    return pack(codes * finite, V_BITS), norms
-
-
-def dequantize_values(packed: Tensor, norms: Tensor) -> Tensor:
-    """Return the vectors, fp32 `[..., d]`; all elements of a vector with norm NaN are NaN."""
-    return hadamard(dequantize_transformed_values(packed, norms))
-
-
-def dequantize_transformed_values(packed: Tensor, norms: Tensor) -> Tensor:
-    """Return the Hadamard transforms of the vectors, fp32 `[..., d]`."""
-    codes = unpack(packed, V_BITS)
-    levels = torch.tensor(LEVELS, dtype=torch.float64) / math.sqrt(codes.shape[-1])
-    return levels.to(norms.device, torch.float32)[codes.long()] * norms.float()
-
-
-class K4V2Format:
-    """K after RoPE as 4-bit codes with two scales, V as 2-bit codes with a norm.
-
-    Implements `runtime.kv.compressed.CompressedFormat`; all layers are alike.
-    """
+class K4V2Format(QuantizedFormat):
+    """K after RoPE as 4-bit codes with two scales, V as 2-bit codes with a norm."""
 
     name = "k4v2"
     version = 1
-    artifact_hash = ""
 
     def __init__(self, config: ModelConfig) -> None:
         """Create the format.
@@ -72,7 +25,7 @@ class K4V2Format:
             ValueError: the head dimension is not a power of two of at least 4.
         """
         check_transformable(config.head_dim, self.name)
-        self._config = config
+        super().__init__(config, INT4, VectorQuantizer(quantize_values, dequantize_values))
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
         heads, dim = self._config.num_kv_heads, self._config.head_dim
@@ -86,27 +39,3 @@ class K4V2Format:
             plane("k_scale", torch.bfloat16, HALVES),
             plane("v_norm", torch.bfloat16, 1),
         )
-
-    def layer(self, index: int) -> Self:  # noqa: ARG002 - all layers are alike
-        return self
-
-    def encode(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
-        planes: tuple[Tensor, ...],
-        targets: Tensor,
-    ) -> None:
-        k, v, k_scale, v_norm = planes
-        k[targets], k_scale[targets] = quantize(keys)
-        v[targets], v_norm[targets] = quantize_values(values)
-
-    def decode(
-        self,
-        planes: tuple[Tensor, ...],
-        pages: Tensor,
-        first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
-    ) -> tuple[Tensor, Tensor]:
-        k, v, k_scale, v_norm = (plane[pages] for plane in planes)
-        return dequantize(k, k_scale), dequantize_values(v, v_norm)

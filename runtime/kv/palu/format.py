@@ -1,15 +1,13 @@
 """Stored pages of `palu`: encoding and decoding in plain torch."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
-from runtime.kv.calibration import Artifact
+from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.projection import project_pages
 from runtime.kv.format import Plane
 from runtime.kv.palu.calibrate import NAME, VERSION
@@ -67,67 +65,32 @@ class PaluLayer:
         return latents.view(count, groups, n, size, width // size).transpose(2, 3).flatten(1, 2)
 
 
-class PaluFormat:
-    """Implements `runtime.kv.compressed.CompressedFormat`.
-
-    Args:
-        config: model to be served.
-        artifact: result of `runtime.kv.palu.calibrate`.
-        model_hash: hash of the model to be served; empty to skip the comparison.
-
-    Raises:
-        KVFormatError: the artifact belongs to another model or format.
-    """
+class PaluFormat(CalibratedFormat[PaluLayer]):
+    """Format `palu`; artifacts are results of `runtime.kv.palu.calibrate`."""
 
     name = NAME
     version = VERSION
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        artifact: Artifact,
-        model_hash: str = "",
-        device: torch.device | str = "cpu",
-    ) -> None:
-        artifact.check(NAME, VERSION, model_hash)
-        artifact.check_layers(config.num_layers, "k_basis")
-        self.artifact_hash = artifact.hash
-        self._kv_heads = config.num_kv_heads
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
+        found, kv_heads = self._layers[layer], self._config.num_kv_heads
+        k_width = found.k_basis.shape[0] * found.k_basis.shape[2] // kv_heads
+        return tuple(
+            Plane(name, torch.bfloat16, (kv_heads, page_size, width))
+            for name, width in (("k", k_width), ("v", found.v_basis.shape[2]))
+        )
+
+    def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[PaluLayer]:
+        config = self._config
         rotation = PageRotation(config, device)
-        self._layers = []
+        layers = []
         for index in range(config.num_layers):
             k_basis = artifact.tensor(f"k_basis.{index}", (None, None, None))
             v_basis = artifact.tensor(
                 f"v_basis.{index}", (config.num_kv_heads, config.head_dim, None)
             )
             _check_groups(index, k_basis, config)
-            self._layers.append(PaluLayer(k_basis.to(device), v_basis.to(device), rotation))
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        config: ModelConfig,
-        model_hash: str = "",
-        device: torch.device | str = "cpu",
-    ) -> Self:
-        """Read an artifact.
-
-        Raises:
-            KVFormatError: it cannot be read, or belongs to another model or format.
-        """
-        return cls(config, Artifact.load(path), model_hash, device)
-
-    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
-        found = self._layers[layer]
-        k_width = found.k_basis.shape[0] * found.k_basis.shape[2] // self._kv_heads
-        return tuple(
-            Plane(name, torch.bfloat16, (self._kv_heads, page_size, width))
-            for name, width in (("k", k_width), ("v", found.v_basis.shape[2]))
-        )
-
-    def layer(self, index: int) -> PaluLayer:
-        return self._layers[index]
+            layers.append(PaluLayer(k_basis.to(device), v_basis.to(device), rotation))
+        return layers
 
 
 def _check_groups(layer: int, basis: Tensor, config: ModelConfig) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from runtime.errors import KVFormatError
 from runtime.kv.calibration import Artifact, KVMoments, spectral_basis
 
-NAME, VERSION = "shard", 1
+NAME, VERSION = "shard", 2
 
 
 @dataclass(frozen=True)

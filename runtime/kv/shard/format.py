@@ -1,27 +1,26 @@
 """Stored pages of `shard`: encoding and decoding in plain torch."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
-from runtime.kv.calibration import Artifact
+from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.projection import project_pages
 from runtime.kv.format import Plane
+from runtime.kv.lloyd_max import BITS as V_BITS
+from runtime.kv.lloyd_max import dequantize_values, quantize_values
 from runtime.kv.rotation import PageRotation
 from runtime.kv.shard.calibrate import NAME, VERSION
-from runtime.kv.shard.quantize import (
-    MAX_CODE,
-    dequantize_values,
-    hadamard,
-    pack_int4,
-    quantize_values,
-    unpack_int4,
-)
+from runtime.kv.transforms import check_transformable, pack, unpack
+
+K_BITS = 4
+MAX_STEPS = 7
+_ZERO = 8
+"""Code c of K stands for ``c - 8`` quantization steps, -7 to 7."""
+_NOT_FINITE = 0
+"""Code of all coefficients of a token with a coefficient that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,12 @@ class ShardLayer:
         k_mean: fp32 ``[kv_heads * dim]``, mean of K before RoPE.
         k_basis: fp32 ``[kv_heads * dim, rank]``.
         k_scale: fp32 ``[rank]``, value of one quantization step.
-        hadamard: fp32 ``[kv_heads, dim, dim]``, the same matrix for every head.
         rotation: RoPE of the model.
     """
 
     k_mean: Tensor
     k_basis: Tensor
     k_scale: Tensor
-    hadamard: Tensor
     rotation: PageRotation
 
     def encode(
@@ -54,65 +51,52 @@ class ShardLayer:
         unrotated = self.rotation.undo(keys.float(), first_positions)
         tokens = unrotated.transpose(1, 2).flatten(2) - self.k_mean  # [p, n, kv_heads * dim]
         coefficients = project_pages(tokens[:, None], self.k_basis[None])[:, 0]
-        codes = (coefficients / self.k_scale).round().clamp(-MAX_CODE, MAX_CODE)
+        finite = coefficients.isfinite().all(dim=-1, keepdim=True)
+        steps = (coefficients / self.k_scale).round().clamp(-MAX_STEPS, MAX_STEPS)
+        codes = torch.where(finite, steps + _ZERO, _NOT_FINITE).to(torch.uint8)
         # [p, n, rank / 2] -> [p, kv_heads, n, rank / 2 / kv_heads]
-        packed = pack_int4(codes).view(*codes.shape[:2], keys.shape[1], k_plane.shape[3])
+        packed = pack(codes, K_BITS).view(*codes.shape[:2], keys.shape[1], k_plane.shape[3])
         k_plane[targets] = packed.transpose(1, 2)
-        rotated = project_pages(values.float(), self.hadamard)
-        # One page at a time: the order of summation may depend on the shape.
-        quantized = v_plane.new_empty(len(rotated), *v_plane.shape[1:])
-        norms = norm_plane.new_empty(len(rotated), *norm_plane.shape[1:])
-        for index, page in enumerate(rotated):
-            quantized[index], norms[index] = quantize_values(page)
-        v_plane[targets], norm_plane[targets] = quantized, norms
+        v_plane[targets], norm_plane[targets] = quantize_values(values)
 
     def decode(
         self, planes: tuple[Tensor, ...], pages: Tensor, first_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         k_plane, v_plane, norm_plane = planes
-        kv_heads = k_plane.shape[1]
-        codes = unpack_int4(k_plane[pages].transpose(1, 2).flatten(2))  # [p, n, rank]
-        coefficients = (codes * self.k_scale)[:, None]
+        kv_heads, dim = k_plane.shape[1], v_plane.shape[3] * 8 // V_BITS
+        codes = unpack(k_plane[pages].transpose(1, 2).flatten(2), K_BITS)  # [p, n, rank]
+        steps = torch.where(codes == _NOT_FINITE, torch.nan, codes.float() - _ZERO)
+        coefficients = (steps * self.k_scale)[:, None]
         tokens = project_pages(coefficients, self.k_basis.mT[None])[:, 0] + self.k_mean
-        unrotated = tokens.view(*tokens.shape[:2], kv_heads, v_plane.shape[3] * 4).transpose(1, 2)
-        rotated = dequantize_values(v_plane[pages], norm_plane[pages])
-        values = project_pages(rotated, self.hadamard)
+        unrotated = tokens.view(*tokens.shape[:2], kv_heads, dim).transpose(1, 2)
+        values = dequantize_values(v_plane[pages], norm_plane[pages])
         return self.rotation.apply(unrotated, first_positions), values
 
 
-class ShardFormat:
-    """Implements `runtime.kv.compressed.CompressedFormat`.
-
-    Args:
-        config: model to be served.
-        artifact: result of `runtime.kv.shard.calibrate`.
-        model_hash: hash of the model to be served; empty to skip the comparison.
-
-    Raises:
-        KVFormatError: the artifact belongs to another model or format, or the size of the model's
-            heads is not a power of two of at least 4.
-    """
+class ShardFormat(CalibratedFormat[ShardLayer]):
+    """Format `shard`; artifacts are results of `runtime.kv.shard.calibrate`."""
 
     name = NAME
     version = VERSION
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        artifact: Artifact,
-        model_hash: str = "",
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
+        heads, dim = self._config.num_kv_heads, self._config.head_dim
+        k_bytes = self._layers[layer].k_basis.shape[1] // (2 * heads)
+        return (
+            Plane("k", torch.uint8, (heads, page_size, k_bytes), encodable=False),
+            Plane("v", torch.uint8, (heads, page_size, dim * V_BITS // 8), encodable=False),
+            Plane("v_norm", torch.bfloat16, (heads, page_size, 1), encodable=False),
+        )
+
+    def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[ShardLayer]:
+        config = self._config
         heads, dim = config.num_kv_heads, config.head_dim
-        if dim < 4 or dim & (dim - 1):
-            raise KVFormatError(f"KV format {NAME} needs heads of a power of two, not of {dim}")
-        artifact.check(NAME, VERSION, model_hash)
-        artifact.check_layers(config.num_layers, "k_basis")
-        self.artifact_hash = artifact.hash
-        self._shape = heads, dim
+        try:
+            check_transformable(dim, NAME)
+        except ValueError as error:
+            raise KVFormatError(str(error)) from error
         rotation = PageRotation(config, device)
-        transform = hadamard(dim).expand(heads, dim, dim).to(device)
-        self._layers = []
+        layers = []
         for index in range(config.num_layers):
             basis = artifact.tensor(f"k_basis.{index}", (heads * dim, None))
             rank = basis.shape[1]
@@ -124,31 +108,5 @@ class ShardFormat:
             mean = artifact.tensor(f"k_mean.{index}", (heads * dim,))
             scale = artifact.tensor(f"k_scale.{index}", (rank,))
             tensors = mean.to(device), basis.to(device), scale.to(device)
-            self._layers.append(ShardLayer(*tensors, transform, rotation))
-
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        config: ModelConfig,
-        model_hash: str = "",
-        device: torch.device | str = "cpu",
-    ) -> Self:
-        """Read an artifact.
-
-        Raises:
-            KVFormatError: it cannot be read, or belongs to another model or format.
-        """
-        return cls(config, Artifact.load(path), model_hash, device)
-
-    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
-        heads, dim = self._shape
-        k_bytes = self._layers[layer].k_basis.shape[1] // (2 * heads)
-        return (
-            Plane("k", torch.uint8, (heads, page_size, k_bytes), encodable=False),
-            Plane("v", torch.uint8, (heads, page_size, dim // 4), encodable=False),
-            Plane("v_norm", torch.bfloat16, (heads, page_size, 1), encodable=False),
-        )
-
-    def layer(self, index: int) -> ShardLayer:
-        return self._layers[index]
+            layers.append(ShardLayer(*tensors, rotation))
+        return layers

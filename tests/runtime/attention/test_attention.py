@@ -133,3 +133,23 @@ tiny_model(), tiny_model(ranks=(5,) * 7)
 sys.exit("runtime.attention.gpu" in sys.modules or "runtime.megakernel" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_stored_pages_follow_the_sinks_in_the_table() -> None:
+    slices = [
+        SequenceSlice([0], 99, range(7), stored=[5, 3]),
+        SequenceSlice([0], 9, [8], stored=[]),
+    ]
+    table = Batch.of(slices).stored_table
+    assert table is not None
+    assert table.tolist() == [[0, 5, 3, 0, 0, 0, 0], [0] * 7]
+    assert Batch.of([SequenceSlice([0], 99, range(7))]).stored_table is None
+
+
+@pytest.mark.parametrize("stored", [[5, 3], []])
+def test_batch_of_prompts_and_sequences_with_stored_pages_is_refused(stored: list[int]) -> None:
+    prompt = SequenceSlice([0] * 20, 0, [1, 2])
+    decode = SequenceSlice([0], 99, range(7), stored=stored)
+    for slices in ([prompt, decode], [decode, prompt]):
+        with pytest.raises(ValueError, match="1 of 2 slices have stored pages"):
+            Batch.of(slices)

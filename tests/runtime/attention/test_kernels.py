@@ -173,8 +173,8 @@ def test_write_with_head_norms_matches_norm_then_write(
     attention = TritonAttention(heads, kv_heads, dim, by_halves=halves)
     q_got = attention.write(flat, rope, k_pages, v_pages, batch, norms)
     # Normalized values of up to 8 are rounded to bf16, and RoPE adds two of them. Each may differ
-    # by one bf16 step of 1/32, because sums are computed in another order and Triton's interpreter
-    # truncates where a GPU rounds.
+    # from the expected one by a bf16 step of 1/32: the order of summation is another one, and
+    # Triton's interpreter truncates where a GPU rounds.
     atol = 1e-5 if dtype == torch.float32 else 0.07
     got, expected = (q_got, k_pages, v_pages), (q_expected, k_expected, v_expected)
     for one, other in zip(got, expected, strict=True):

@@ -54,7 +54,7 @@ def test_small_gemm_matches_the_reference(
 def test_large_gemm_matches_the_reference(
     epilogue: Epilogue, shapes: list[tuple[int, int]], splits: int, tile: LargeTile, bias: bool
 ) -> None:
-    """With the largest token counts, there are more output blocks than programs."""
+    """The largest token counts have more output blocks than programs."""
     for tokens in (1, 77, 2500):
         check_gemm(epilogue, shapes, tokens, replace(tile, splits=splits), bias)
 

@@ -1,5 +1,6 @@
 """Formats fdc, palu and shard: encoding, decoding, sizes and artifacts."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,9 @@ from torch import Tensor
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
 from runtime.kv import fdc, palu, shard
-from runtime.kv.calibration import Artifact, KVMoments
+from runtime.kv.calibration import KVMoments
+from runtime.kv.k4v2 import K4V2Format
 from runtime.kv.rotation import PageRotation
-from runtime.kv.shard.quantize import (
-    dequantize_values,
-    hadamard,
-    pack_int4,
-    quantize_values,
-    unpack_int4,
-)
 from tests.runtime.kv.lowrank import (
     CONFIG,
     PAGE,
@@ -284,35 +279,48 @@ def test_shard_sizes() -> None:
     )
 
 
+def test_shard_values_are_those_of_k4v2() -> None:
+    _, k, v = full_text()
+    kv_format = create("shard", [moments_of(CONFIG, full_text())] * 2)
+    _, values = round_trip(kv_format, pages_of(k), pages_of(v))
+    _, expected = round_trip(K4V2Format(CONFIG), pages_of(k), pages_of(v))
+    assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("element", [0, 63])
+def test_shard_decodes_non_finite_tokens_to_nan(bad: float, element: int) -> None:
+    """K of a token is encoded for all heads together, V for each head alone."""
+    kv_format = create("shard", [moments_of(CONFIG, full_text())] * 2)
+    keys, values = (pages_of(x) for x in full_text(seed=70)[1:])
+    k, v = round_trip(kv_format, keys, values)
+    keys[1, 2, 3, element], values[2, 0, 15, element] = bad, bad
+    k[1, :, 3], v[2, 0, 15] = math.nan, math.nan
+    decoded = round_trip(kv_format, keys, values)
+    torch.testing.assert_close(decoded, (k, v), rtol=0, atol=0, equal_nan=True)
+
+
+def test_shard_stores_keys_as_nibbles_of_the_joined_heads() -> None:
+    """Byte i of a token has coefficient i in its low nibble and i + rank / 2 in its high one."""
+    made = shard.calibrate([moments_of(CONFIG, full_text())] * 2, shard.ShardOptions(rank=8), HASH)
+    tensors = {
+        **made.tensors,
+        "k_mean.0": torch.zeros(256),
+        "k_basis.0": torch.eye(256)[:, :8],
+        "k_scale.0": torch.full((8,), 0.5),
+    }
+    kv_format = shard.ShardFormat(CONFIG, replace(made, tensors=tensors))
+    keys = torch.zeros(1, 4, PAGE, 64)
+    keys[0, 0, :, :8] = torch.tensor([0.5, -0.5, 3.5, -3.5, 9.0, -9.0, 0.2, 1.0])
+    planes = stored_planes(kv_format, 0, 1)
+    position = torch.zeros(1, dtype=torch.int64)
+    page = keys.bfloat16()
+    # No RoPE at position 0: the first token is stored as it is.
+    kv_format.layer(0).encode(page, page, position, planes, position)
+    assert planes[0][0, :, 0].flatten().tolist() == [0xF9, 0x17, 0x8F, 0xA1]
+
+
 def test_shard_rejects_heads_without_a_hadamard_matrix() -> None:
-    made = Artifact("shard", 1, HASH, {}, {})
+    made = shard.calibrate([moments_of(CONFIG, full_text())] * 2, shard.ShardOptions(), HASH)
     with pytest.raises(KVFormatError, match="power of two"):
         shard.ShardFormat(replace(CONFIG, head_dim=80), made)
-
-
-def test_int4_codes_survive_packing() -> None:
-    codes = torch.arange(-7, 8).repeat(2).float()
-    packed = pack_int4(codes)
-    assert packed.tolist() == [(c + 8) * 17 for c in range(-7, 8)]
-    assert torch.equal(unpack_int4(packed), codes)
-
-
-def test_hadamard_is_its_own_inverse() -> None:
-    matrix = hadamard(64)
-    assert torch.equal(matrix, matrix.T)
-    torch.testing.assert_close(matrix @ matrix, torch.eye(64), atol=1e-6, rtol=0)
-
-
-def test_two_bit_values_reach_the_distortion_of_lloyd_max() -> None:
-    """The 4-level quantizer of N(0, 1) has a mean squared error of 0.1175.
-
-    A norm that is fitted to 64 elements reduces it a little.
-    """
-    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0)) * 9
-    packed, norms = quantize_values(x)
-    found = dequantize_values(packed, norms)
-    assert packed.shape == (4000, 16)
-    assert relative_error(found, x) ** 2 == pytest.approx(0.1175, rel=0.05)
-    assert torch.equal(found[7].sign(), x[7].sign())
-    zero = dequantize_values(*quantize_values(torch.zeros(2, 64)))
-    assert torch.equal(zero, torch.zeros(2, 64))

@@ -9,10 +9,12 @@ from torch import Tensor
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.window import SINK_PAGES, first_recent
 from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
-from runtime.kv.format import Plane
+from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
+from tests.runtime.quality.formats import Identity, Scaled
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 PAGE = 16
@@ -20,23 +22,12 @@ PAGES = 16
 PROMPT, END = 100, 200  # tokens
 
 
-class Scaled:
-    """Stores K and V in bf16, times a factor; a factor of 1 is lossless."""
+class Recorded(Identity):
+    """Lossless; records the first positions of the pages of each call of `encode`."""
 
-    name = "scaled"
-    version = 1
-    artifact_hash = ""
-
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
+    def __init__(self) -> None:
+        super().__init__(CONFIG)
         self.encoded: list[list[int]] = []
-
-    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
-        shape = CONFIG.num_kv_heads, page_size, CONFIG.head_dim
-        return Plane("k_stored", torch.bfloat16, shape), Plane("v_stored", torch.bfloat16, shape)
-
-    def layer(self, index: int) -> "Scaled":
-        return self
 
     def encode(
         self,
@@ -47,17 +38,10 @@ class Scaled:
         targets: Tensor,
     ) -> None:
         self.encoded.append(first_positions.tolist())
-        for plane, exact in zip(planes, (keys, values), strict=True):
-            plane[targets] = exact * self._factor
-
-    def decode(
-        self, planes: tuple[Tensor, ...], pages: Tensor, first_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        k, v = (plane[pages].float() for plane in planes)
-        return k, v
+        super().encode(keys, values, first_positions, planes, targets)
 
 
-def windowed_model(compressed: Scaled) -> Model:
+def windowed_model(compressed: CompressedFormat) -> Model:
     model = Model(tiny_checkpoint())
     exact = model.kv_format
     assert isinstance(exact, DenseFormat)
@@ -101,30 +85,42 @@ def tokens() -> list[int]:
 
 def test_lossless_stored_pages_change_nothing(tokens: list[int]) -> None:
     expected = list(logits(Model(tiny_checkpoint()), tokens))
-    found = list(logits(windowed_model(Scaled(1.0)), tokens))
+    found = list(logits(windowed_model(Identity(CONFIG)), tokens))
     for row, other in zip(found, expected, strict=True):
         torch.testing.assert_close(row, other, rtol=1e-4, atol=1e-4)
 
 
 def test_encoded_exact_pages_are_not_read_again(tokens: list[int]) -> None:
-    expected = list(logits(windowed_model(Scaled(0.5)), tokens))
-    found = list(logits(windowed_model(Scaled(0.5)), tokens, poison=True))
+    expected = list(logits(windowed_model(Scaled(CONFIG)), tokens))
+    found = list(logits(windowed_model(Scaled(CONFIG)), tokens, poison=True))
     for row, other in zip(found, expected, strict=True):
         assert torch.equal(row, other)
 
 
 def test_stored_pages_are_attended(tokens: list[int]) -> None:
-    exact, changed = (list(logits(windowed_model(Scaled(by)), tokens)) for by in (1.0, 0.5))
+    exact, changed = (
+        list(logits(windowed_model(compressed(CONFIG)), tokens))
+        for compressed in (Identity, Scaled)
+    )
     assert torch.equal(exact[0], changed[0]), "a prompt attends exact pages"
     assert not torch.allclose(exact[1], changed[1], atol=1e-3)
 
 
 def test_each_page_is_encoded_once_when_it_leaves_the_window(tokens: list[int]) -> None:
-    compressed = Scaled(1.0)
+    compressed = Recorded()
     list(logits(windowed_model(compressed), tokens))
     last = first_recent(END, PAGE)
     expected = [[PAGE * page] for page in range(SINK_PAGES, last)]
     assert compressed.encoded == [each for each in expected for _ in range(CONFIG.num_layers)]
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_built_in_formats_have_a_cache_layout(name: str) -> None:
+    compressed = COMPRESSED[name](CONFIG)
+    planes = windowed_model(compressed).layout.layers[0]
+    assert [plane.stored for plane in planes] == [False] * 2 + [True] * (len(planes) - 2)
+    stored = compressed.planes(0, PAGE)
+    assert [plane.name for plane in planes[2:]] == [f"{plane.name}_stored" for plane in stored]
 
 
 @pytest.mark.parametrize(

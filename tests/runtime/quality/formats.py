@@ -1,4 +1,4 @@
-"""Compressed formats in a few lines, for tests of the quality measurement."""
+"""Compressed formats in a few lines, for tests of stored pages and of the quality measurement."""
 
 from typing import Self
 

@@ -139,6 +139,16 @@ def test_factory_reports_unsupported_models_and_missing_members() -> None:
         format_factory("builtins:repr")(CONFIG)
 
 
+def test_help_names_the_built_in_formats(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "exact, fp8, fp8-e5m2, int4, k4v2, module:Class" in shown
+
+
 def test_command_needs_a_format_or_results(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([])

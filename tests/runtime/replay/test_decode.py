@@ -126,7 +126,7 @@ def test_host_resolves_draws_from_their_own_logits(model: Model) -> None:
 
 
 def test_slot_that_did_not_advance_is_not_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a large vocabulary and a flat distribution the host resolves most draws.
+    """A large vocabulary and a flat distribution leave most draws to the host.
 
     If the host counted a token that was not drawn, it would rewrite the slot unnecessarily.
     """

@@ -1,0 +1,77 @@
+"""Base class of the KV formats that read a calibration."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Generic, Self, TypeVar
+
+import torch
+
+from runtime.config import ModelConfig
+from runtime.kv.calibration.artifact import Artifact
+from runtime.kv.compressed import CompressedLayer
+from runtime.kv.format import Plane
+
+LayerT = TypeVar("LayerT", bound=CompressedLayer)
+
+
+class CalibratedFormat(ABC, Generic[LayerT]):
+    """Implements `runtime.kv.compressed.CompressedFormat` with layers read from an artifact.
+
+    Subclasses define ``name``, ``version``, `planes` and `_read_layers`.
+
+    Args:
+        config: model to be served.
+        artifact: calibration of this format, with a tensor ``k_basis.<layer>`` for each layer.
+        model_hash: hash of the model to be served; empty to skip the comparison.
+
+    Raises:
+        KVFormatError: the artifact belongs to another model or format, or the format does not
+            support the model.
+    """
+
+    name: str
+    version: int
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        artifact: Artifact,
+        model_hash: str = "",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        artifact.check(self.name, self.version, model_hash)
+        artifact.check_layers(config.num_layers, "k_basis")
+        self.artifact_hash = artifact.hash
+        self._config = config
+        self._layers = self._read_layers(artifact, device)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        config: ModelConfig,
+        model_hash: str = "",
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Read an artifact.
+
+        Raises:
+            KVFormatError: it cannot be read, or belongs to another model or format.
+        """
+        return cls(config, Artifact.load(path), model_hash, device)
+
+    @abstractmethod
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
+        """Return the stored planes of one layer, in the order in which they are stored and sent."""
+
+    def layer(self, index: int) -> LayerT:
+        """Return the encoding of one layer."""
+        return self._layers[index]
+
+    @abstractmethod
+    def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[LayerT]:
+        """Return the encodings of all layers, with their tensors on ``device``.
+
+        Raises:
+            KVFormatError: a tensor is missing or does not fit the model ``self._config``.
+        """

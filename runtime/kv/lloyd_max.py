@@ -1,0 +1,54 @@
+"""2-bit Lloyd-Max quantization of Hadamard-transformed vectors, for values.
+
+A stored vector does not depend on the other vectors of a call: all operations are elementwise or
+sums in a fixed order.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from runtime.kv.transforms import hadamard, pack, sum_by_halves, unpack
+
+BITS = 2
+LEVELS = (-1.5104176084991, -0.4527800346365, 0.4527800346365, 1.5104176084991)
+"""Levels of the Lloyd-Max quantizer of N(0, 1) with 4 levels (Max 1960, table I)."""
+EDGE = 0.9815988215678
+"""Edge between the two levels of a sign: their mean."""
+
+
+def quantize_values(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Transform vectors and quantize each element to the nearest of 4 levels.
+
+    A transformed vector of norm n has elements of approximately N(0, n² / d), whatever the vector
+    was. The levels are therefore `LEVELS` times ``n / sqrt(d)``, with n rounded to bf16.
+
+    Args:
+        x: bf16 or fp32 `[..., d]`, d a power of two of at least 4.
+
+    Returns:
+        Packed codes, uint8 `[..., d / 4]`, and norms, bf16 `[..., 1]`. If the squared norm is not
+        finite in fp32, the norm is NaN and all codes are 0. Norms below about 1e-22, whose square
+        underflows, become 0.
+    """
+    transformed = hadamard(x)
+    squared = sum_by_halves(transformed * transformed)
+    finite = squared.isfinite()
+    norms = torch.where(finite, squared.sqrt(), torch.nan).to(torch.bfloat16)
+    edge = norms.float() * (EDGE / math.sqrt(x.shape[-1]))
+    reached = (transformed >= -edge, transformed >= 0, transformed >= edge)
+    codes = torch.stack(reached).sum(dim=0, dtype=torch.uint8)
+    return pack(codes * finite, BITS), norms
+
+
+def dequantize_values(packed: Tensor, norms: Tensor) -> Tensor:
+    """Return the vectors, fp32 `[..., d]`; all elements of a vector with norm NaN are NaN."""
+    return hadamard(dequantize_transformed_values(packed, norms))
+
+
+def dequantize_transformed_values(packed: Tensor, norms: Tensor) -> Tensor:
+    """Return the Hadamard transforms of the vectors, fp32 `[..., d]`."""
+    codes = unpack(packed, BITS)
+    levels = torch.tensor(LEVELS, dtype=torch.float64) / math.sqrt(codes.shape[-1])
+    return levels.to(norms.device, torch.float32)[codes.long()] * norms.float()
