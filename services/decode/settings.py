@@ -1,5 +1,7 @@
 """Settings of the decode worker."""
 
+from typing import Annotated, ClassVar, Literal
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -13,6 +15,7 @@ class DecodeSettings(WorkerSettings):
     """
 
     model_config = SettingsConfigDict(env_prefix="HEADRACE_DECODE_")
+    gpu_batch: ClassVar[int] = 256
 
     colocated: bool = Field(False, description="this worker also computes prompts")
     credits_per_sequence: int = Field(
@@ -27,6 +30,9 @@ class DecodeSettings(WorkerSettings):
         le=60,
         description="deadline for opening a session with a prefill worker, seconds",
     )
-    max_deadline_s: float = Field(
-        3600.0, gt=0, description="upper limit on the deadline of a request, seconds"
+    overflow_tokens: Annotated[int, Field(ge=0)] | Literal["auto", "never"] = Field(
+        "auto",
+        description="tokens of all sequences on this worker above which prefill workers decode "
+        "further requests themselves (their `decodes`); auto: never on the CPU, on a GPU as many "
+        "as take two thirds of the weights' bytes",
     )

@@ -1,4 +1,7 @@
-"""The prefill worker: computes prompts, returns first tokens, serves encoded KV."""
+"""The prefill worker: computes prompts, returns first tokens, serves encoded KV.
+
+With `PrefillSettings.decodes` it also serves whole requests, as a colocated worker does.
+"""
 
 import asyncio
 import uuid
@@ -8,8 +11,8 @@ import grpc
 import structlog
 import uvloop
 
+from headrace.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from headrace.v1 import prefill_pb2 as pb
-from headrace.v1 import prefill_pb2_grpc
 from runtime.engine import Engine, StepOutput
 from services.common.grpc_server import GrpcServer, MessageStream, next_message
 from services.common.placement import Role
@@ -22,8 +25,11 @@ from services.transfer.policy import LinkPolicy
 from services.transfer.sender import Sender
 from services.transfer.slab import Slab
 from services.worker.codec_warm_up import warm_up_transfers
+from services.worker.device import torch_device
 from services.worker.lifecycle import Worker, live
 from services.worker.loading import Loaded, digest_pages, load_worker
+from services.worker.stream_service import SERVICE as DECODE_SERVICE
+from services.worker.stream_service import StreamService
 
 log = structlog.get_logger()
 
@@ -58,13 +64,14 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             metrics=TransferMetrics(self.metrics.registry),
         )
         self.jobs: dict[str, Job] = {}
+        self.service = StreamService(self, max_deadline_s=settings.max_deadline_s)
         self._sessions: dict[str, PrefillSession] = {}
         self._reader_agents: Counter[str] = Counter()  # number of sessions by agent
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence is being computed or transferred."""
-        return not self.jobs
+        """Whether no sequence is being computed or transferred, and no stream is open."""
+        return not self.jobs and not self.service.streams
 
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
         self,
@@ -84,7 +91,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             slot_bytes=hello.slot_bytes,
             max_sequences=self._max_sequences,
             is_draining=lambda: self.draining,
-            on_admitted=self._admitted,
+            on_admitted=self.report_admitted,
         )
         self._sessions[name] = session
         log.info("decode session opened", worker=hello.worker_id, epoch=hello.epoch)
@@ -165,7 +172,8 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         return self._sessions[key.partition("/")[0]]
 
     def _deliver(self, output: StepOutput) -> None:
-        """Pass a step's output to the sessions; sequences that have ended are skipped."""
+        """Pass a step's output to sessions and streams; sequences that have ended are skipped."""
+        self.service.deliver(output)
         for key, fault in output.refused:
             if key in self.jobs:
                 self._session_of(key).refuse(key, fault)
@@ -212,7 +220,10 @@ async def serve(settings: PrefillSettings) -> None:
     Raises:
         SettingsError: the worker cannot start with these settings.
     """
-    loaded = await asyncio.to_thread(load_worker, settings, decodes=False)
+    decodes = settings.decodes
+    if decodes == "auto":
+        decodes = torch_device(settings.device).type == "cuda"
+    loaded = await asyncio.to_thread(load_worker, settings, decodes=decodes)
     slab = loaded.new_slab()
     agent = TransferAgent(
         f"prefill-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network
@@ -220,8 +231,12 @@ async def serve(settings: PrefillSettings) -> None:
     agent.register(slab)
     await warm_up_transfers(loaded, agent, slab)
     worker = PrefillWorker(settings, loaded, agent, slab)
-    server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)
+    worker.decodes = decodes
+    services = [SERVICE, DECODE_SERVICE] if decodes else [SERVICE]
+    server = GrpcServer(settings.endpoint, services, token=settings.token)
     prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
+    if decodes:
+        decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)
     try:
         await live(worker, server, settings, Role.PREFILL)
     finally:

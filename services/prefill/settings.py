@@ -1,5 +1,7 @@
 """Settings of the prefill worker."""
 
+from typing import Literal
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -16,4 +18,9 @@ class PrefillSettings(WorkerSettings):
         gt=0,
         le=3600,
         description="seconds without a message from the reader after which a lease ends",
+    )
+    decodes: bool | Literal["auto"] = Field(
+        "auto",
+        description="whether this worker also decodes requests, which the router sends to it while "
+        "the queues of decode workers are long (their `overflow_tokens`); auto: on a GPU",
     )

@@ -32,7 +32,12 @@ class Worker(ABC):
     Attributes:
         fault: future that fails when the engine or the transfer fails; the process must then end.
         draining: whether new work is refused.
+        decodes: whether a prefill worker also decodes; see `Registration.decodes`.
+        overflow_tokens: see `Registration.overflow_tokens`.
     """
+
+    decodes = False
+    overflow_tokens: int | None = None
 
     def __init__(self, loaded: Loaded, agent: TransferAgent) -> None:
         loop = asyncio.get_running_loop()
@@ -69,6 +74,11 @@ class Worker(ABC):
         """Report admitted placements through ``registrar`` from now on."""
         self._registrar = registrar
 
+    def report_admitted(self, placement_id: str) -> None:
+        """Report a placement whose command was submitted; see `Registrar.admit`."""
+        if self._registrar is not None:
+            self._registrar.admit(placement_id)
+
     def observe(self) -> None:
         """Set the gauges; called periodically."""
         load = self.engine.load
@@ -84,10 +94,6 @@ class Worker(ABC):
     async def close(self) -> None:
         """Stop the engine thread; the memory of the pages is freed when the process ends."""
         await self.engine.stop()
-
-    def _admitted(self, placement_id: str) -> None:
-        if self._registrar is not None:
-            self._registrar.admit(placement_id)
 
     def _fail(self, error: BaseException) -> None:
         if not self.fault.done():

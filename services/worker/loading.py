@@ -58,7 +58,11 @@ class Identity:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of a worker's start-up."""
+    """Result of a worker's start-up.
+
+    Attributes:
+        weight_bytes: size of the model's weights.
+    """
 
     engine: Engine
     codebooks: Books
@@ -66,6 +70,7 @@ class Loaded:
     config: ModelConfig
     device: str
     sizes: WorkerSizes
+    weight_bytes: int
 
     @cached_property
     def codecs(self) -> SegmentCodecs:
@@ -89,8 +94,8 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     device = str(torch_device(settings.device))
     try:
         path = resolve_model(settings.model)
-        model, model_hash = _load_model(path, settings, device)
-        sizes = _sizes(model, settings, decodes=decodes)
+        model, model_hash, weight_bytes = _load_model(path, settings, device)
+        sizes = _sizes(model, settings)
         engine = _engine(model, settings, sizes, decodes=decodes)
         codebooks, codebook_id = _codebooks(settings, model)
         warm_up(engine)
@@ -120,11 +125,11 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             kernel_plan_hash=model.kernel_plan_hash,
         ),
     )
-    return Loaded(engine, codebooks, identity, config, device, sizes)
+    return Loaded(engine, codebooks, identity, config, device, sizes, weight_bytes)
 
 
-def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str]:
-    """Return the model on its device, and its hash.
+def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str, int]:
+    """Return the model on its device, its hash, and the bytes of its weights.
 
     The checkpoint is read into host memory, but safetensors tensors that already have the target
     dtype are only memory-mapped. The CUDA context is created meanwhile. Matrices move to the device
@@ -169,7 +174,7 @@ def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Mode
         plan_by_kernels=plan and sorted(name for name, tile in plan.choices.items() if tile),
         plan_multiplied_out=plan and sorted(plan.dense),
     )
-    return model, checkpoint.model_hash
+    return model, checkpoint.model_hash, checkpoint.nbytes
 
 
 def _seconds_since(started: float) -> float:
@@ -187,7 +192,7 @@ def _kernel_plan(path: Path | None, device: str) -> "KernelPlan | None":
     return plan
 
 
-def _sizes(model: Model, settings: WorkerSettings, *, decodes: bool) -> WorkerSizes:
+def _sizes(model: Model, settings: WorkerSettings) -> WorkerSizes:
     """Return the sizes of the worker, and log them.
 
     Raises:
@@ -197,7 +202,7 @@ def _sizes(model: Model, settings: WorkerSettings, *, decodes: bool) -> WorkerSi
     on_gpu = model.device.type == "cuda"
     memory = torch.cuda.mem_get_info(model.device)[1] if on_gpu else 0
     codecs = SegmentCodecs(model.layout, {})
-    sizes = WorkerSizes.of(settings, codecs, decodes=decodes, gpu_bytes=memory)
+    sizes = WorkerSizes.of(settings, codecs, gpu_bytes=memory)
     if sizes.slot_bytes < codecs.min_slot_bytes:
         raise SettingsError(
             f"slot_bytes is {sizes.slot_bytes}, but one page of one layer takes "

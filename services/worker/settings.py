@@ -2,7 +2,7 @@
 
 import uuid
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -13,7 +13,13 @@ MAX_KV_TOKENS = 1 << 26
 
 
 class WorkerSettings(ServiceSettings):
-    """Settings of a worker with a model; `PrefillSettings` and `DecodeSettings` extend them."""
+    """Settings of a worker with a model; `PrefillSettings` and `DecodeSettings` extend them.
+
+    Attributes:
+        gpu_batch: the default of ``max_running`` on a GPU.
+    """
+
+    gpu_batch: ClassVar[int] = 64
 
     worker_id: str = Field(
         default_factory=lambda: f"worker-{uuid.uuid4().hex[:8]}",
@@ -83,11 +89,14 @@ class WorkerSettings(ServiceSettings):
     )
     max_running: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
         "auto",
-        description="maximum number of sequences in one batch; auto: 256 for a worker that decodes "
-        "on a GPU, otherwise 64",
+        description="maximum number of sequences in one batch; auto: 256 for a decode worker on a "
+        "GPU, otherwise 64",
     )
     max_waiting: int = Field(
         256, ge=0, le=65536, description="maximum number of waiting sequences; more are refused"
+    )
+    max_deadline_s: float = Field(
+        3600.0, gt=0, description="upper limit on the deadline of a request, seconds"
     )
     step_tokens: Annotated[int, Field(ge=16, le=1 << 20)] | Literal["auto"] = Field(
         "auto",

@@ -37,9 +37,7 @@ class WorkerSizes:
         return self.slots * self.slot_bytes
 
     @classmethod
-    def of(
-        cls, settings: WorkerSettings, codecs: SegmentCodecs, *, decodes: bool, gpu_bytes: int
-    ) -> Self:
+    def of(cls, settings: WorkerSettings, codecs: SegmentCodecs, *, gpu_bytes: int) -> Self:
         """Return the sizes for a worker.
 
         Running sequences wait for each step, but a larger step computes more tokens per second. On
@@ -54,7 +52,7 @@ class WorkerSizes:
         running, step, slot = 64, 512, 4 << 20
         if gpu_bytes:
             slot = _slot_bytes(codecs, slots, gpu_bytes)
-            running, step = (256 if decodes else 64), 1024
+            running, step = settings.gpu_batch, 1024
         step = _given(settings.step_tokens, step)
         return cls(
             max_running=_given(settings.max_running, running),

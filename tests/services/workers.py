@@ -18,7 +18,6 @@ from services.common.grpc_server import GrpcServer, MessageStream, next_message,
 from services.common.placement import Compatibility, ModelInfo
 from services.common.token_ids import pack_tokens
 from services.decode.service import DecodeWorker
-from services.decode.session import DecodeSession, Stream
 from services.decode.settings import DecodeSettings
 from services.prefill.service import SERVICE, PrefillWorker
 from services.prefill.settings import PrefillSettings
@@ -28,6 +27,8 @@ from services.transfer.fetch import Fetch
 from services.worker.loading import PAGE_SIZE, Identity, Loaded
 from services.worker.settings import WorkerSettings
 from services.worker.sizes import WorkerSizes
+from services.worker.stream_service import StreamService
+from services.worker.streams import Stream, StreamSession
 from tests.runtime.tiny import CONFIG, engine_of, prompt_of, tiny_model
 
 LIMIT_S = 20.0  # seconds, for operations that take milliseconds
@@ -64,13 +65,13 @@ def load(*, codebooks: bool = False, **limits: int) -> Loaded:
     book = normal_codebook()
     books = {(layer, plane.name): book for layer, plane in engine.cache.layout.planes}
     sizes = WorkerSizes(64, 512, 512, slots=2, slot_bytes=SLOT_BYTES)
-    return Loaded(engine, books if codebooks else {}, identity, CONFIG, "cpu", sizes)
+    return Loaded(engine, books if codebooks else {}, identity, CONFIG, "cpu", sizes, 1 << 20)
 
 
 def sizes_of(loaded: Loaded, settings: WorkerSettings) -> WorkerSizes:
     """Return the sizes that the settings ask for."""
     codecs = SegmentCodecs(loaded.engine.cache.layout, {})
-    return WorkerSizes.of(settings, codecs, decodes=True, gpu_bytes=0)
+    return WorkerSizes.of(settings, codecs, gpu_bytes=0)
 
 
 def normal_codebook() -> codec.Codebook:
@@ -211,17 +212,26 @@ def open_stream(
     decode: Decode, prefill: Prefill, number: int, tokens: int, max_tokens: int = 8
 ) -> Stream:
     """Open a stream on a decode worker, as a gateway does."""
-    worker = decode.worker
-    session = DecodeSession(f"gateway-{number}", worker._open, worker._drop)
     start = decode_pb2.StartStream(
         stream=number,
-        epoch=worker.identity.epoch,
+        epoch=decode.worker.identity.epoch,
         prefill=prefill.address,
         deadline_s=LIMIT_S,
         request=message_of(tokens, max_tokens),
     )
+    return start_stream(decode.worker.service, start).streams[number]
+
+
+def start_stream(service: StreamService, start: decode_pb2.StartStream) -> StreamSession:
+    """Start a stream in a new session, which keeps its output."""
+    session = StreamSession(f"gateway-{start.stream}", service.open, service.drop)
     session._start(start)
-    return session.streams[number]
+    return session
+
+
+def output_of(session: StreamSession) -> decode_pb2.StreamDelta:
+    """Return all output of the stream of a session from `start_stream`."""
+    return next(iter(session._pending.values()), decode_pb2.StreamDelta())
 
 
 @asynccontextmanager

@@ -12,11 +12,11 @@ from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.decode_pb2_grpc import DecodeStub
 from runtime.engine import Engine
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
-from services.decode.session import Stream
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.errors import PeerLost
 from services.transfer.fetch import FetchFailed
 from services.worker.loading import PAGE_SIZE
+from services.worker.streams import Stream
 from tests.services.workers import (
     LIMIT_S,
     Decode,
@@ -94,14 +94,14 @@ async def test_prefill_is_requested_early_only_if_pages_are_certain(site: Site) 
     """Reservations that are not made yet count as well as those of running sequences."""
     prefill, decode = await site.prefill(started=False), await site.decode(slots=2)
     worker, loop = decode.worker, asyncio.get_running_loop()
-    assert worker._has_room()
+    assert worker.service._has_room()
     stream = open_stream(decode, prefill, 1, TOKENS)
     await until(lambda: stream.reserved is not None and stream.reserved.done())
-    assert worker._has_room()
+    assert worker.service._has_room()
     stream.reserved = loop.create_future()  # as before the engine's next step
     more = (1,) * (worker.engine.load.pages_free // 2 * PAGE_SIZE)
     stream.request = replace(stream.request, tokens=stream.request.tokens + more)
-    assert not worker._has_room()
+    assert not worker.service._has_room()
     stream.session.end(stream)
 
 
@@ -202,7 +202,7 @@ async def test_malformed_token_ids_end_the_session_with_a_gateway(site: Site) ->
     start.request.CopyFrom(message_of(20))
     start.request.tokens += b"\0"
     server = GrpcServer("127.0.0.1:0", [])
-    decode_pb2_grpc.add_DecodeServicer_to_server(decode.worker, server.server)
+    decode_pb2_grpc.add_DecodeServicer_to_server(decode.worker.service, server.server)
     await server.start()
     try:
         async with open_channel(f"127.0.0.1:{server.port}") as channel:

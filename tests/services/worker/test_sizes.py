@@ -5,6 +5,8 @@ import torch
 
 from runtime.kv.cache import CacheLayout
 from runtime.kv.format import Plane
+from services.decode.settings import DecodeSettings
+from services.prefill.settings import PrefillSettings
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.manifest import plan_segments
 from services.worker.settings import WorkerSettings
@@ -21,8 +23,8 @@ def codecs() -> SegmentCodecs:
 
 
 def sizes(codecs: SegmentCodecs, gpu: int, *, decodes: bool, **given: int) -> WorkerSizes:
-    settings = WorkerSettings.model_validate(given)
-    return WorkerSizes.of(settings, codecs, decodes=decodes, gpu_bytes=gpu)
+    settings: type[WorkerSettings] = DecodeSettings if decodes else PrefillSettings
+    return WorkerSizes.of(settings.model_validate(given), codecs, gpu_bytes=gpu)
 
 
 @pytest.mark.parametrize("decodes", [False, True])

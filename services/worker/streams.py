@@ -1,4 +1,4 @@
-"""One gateway's session with a decode worker: many streams, one message per step."""
+"""A gateway's session with a worker that decodes: many streams, one message per step."""
 
 import asyncio
 import time
@@ -29,18 +29,19 @@ class Stream:
         start: the gateway's message.
         request: the same request, converted for the engine.
         unfinished: choices that have not ended.
-        first: first tokens from the prefill worker.
+        first: first tokens from the prefill worker; empty if this worker computes the prompt.
         stages: seconds per stage, sent with the last delta.
         reserved: future of the sequence's pages; None if this worker computes the prompt.
         transfer: task that reserves pages and fetches the KV; None if there is nothing to fetch.
         decoding: whether fetched KV is complete, so that nothing writes to the pages any more.
+        deadline_s: seconds from the start of the stream to its end by ``expiry``.
         expiry: timer that ends the stream at its deadline.
         decoding_since: start of decoding, in seconds of `time.perf_counter`.
     """
 
     number: int
     key: str
-    session: "DecodeSession"
+    session: "StreamSession"
     start: pb.StartStream
     request: Request
     unfinished: set[int]
@@ -49,6 +50,7 @@ class Stream:
     reserved: asyncio.Future[Reserved] | None = None
     transfer: asyncio.Task[None] | None = None
     decoding: bool = False
+    deadline_s: float = 0.0
     expiry: asyncio.TimerHandle | None = None
     decoding_since: float = 0.0
 
@@ -63,7 +65,7 @@ class Stream:
         return None
 
 
-class DecodeSession:
+class StreamSession:
     """Executes one gateway's commands, and sends it the output of the engine's steps.
 
     Unsent output is merged into one delta per stream. The memory for a slow gateway is therefore

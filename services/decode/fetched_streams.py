@@ -1,0 +1,161 @@
+"""Streams of a decode worker, whose KV it fetches from prefill workers."""
+
+import asyncio
+import time
+from functools import partial
+
+import structlog
+
+from headrace.v1 import error_pb2, prefill_pb2
+from runtime.engine import Arrived, Cancel, Reserve, StepOutput
+from runtime.kv.pages import pages_for
+from services.decode.settings import DecodeSettings
+from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
+from services.transfer.receiver import Receiver
+from services.worker.lifecycle import Worker
+from services.worker.loading import PAGE_SIZE, digest_pages
+from services.worker.stream_service import StreamService
+from services.worker.streams import Stream
+from services.worker.wire import token_from_message
+
+log = structlog.get_logger()
+
+
+class FetchedStreams(StreamService):
+    """Streams of gateways whose KV is fetched from prefill workers.
+
+    With ``colocated``, the worker also computes the prompts of streams without a prefill worker.
+    """
+
+    def __init__(self, worker: Worker, receiver: Receiver, settings: DecodeSettings) -> None:
+        super().__init__(worker, max_deadline_s=settings.max_deadline_s)
+        self._receiver, self._settings = receiver, settings
+
+    def deliver(self, output: StepOutput) -> None:
+        """Pass reserved pages to the streams that wait for them, then the rest of the output."""
+        for reserved in output.reserved:
+            stream = self.streams.get(reserved.id)
+            if stream and stream.reserved and not stream.reserved.done():
+                stream.reserved.set_result(reserved)
+        super().deliver(output)
+
+    def _refusal(self, stream: Stream) -> str | None:
+        if stream.start.HasField("prefill") or self._settings.colocated:
+            return None
+        return "no prefill worker was given, and this worker is not colocated"
+
+    def _admit(self, stream: Stream) -> None:
+        if not stream.start.HasField("prefill"):
+            super()._admit(stream)
+            return
+        stream.reserved = asyncio.get_running_loop().create_future()
+        stream.transfer = asyncio.create_task(self._fetch(stream))
+        stream.transfer.add_done_callback(lambda _: self._end_transfer(stream))
+
+    def _free(self, stream: Stream) -> None:
+        """Free the pages of an ended stream; if its transfer might still write to them, later."""
+        if stream.transfer is None or stream.decoding:
+            super()._free(stream)
+        elif stream.transfer is not asyncio.current_task():
+            stream.transfer.cancel()
+
+    def _end_transfer(self, stream: Stream) -> None:
+        """Free the pages of a stream that ended while its transfer might still write to them."""
+        stream.transfer = None
+        if stream.key not in self.streams:
+            self._worker.engine.submit(Cancel(stream.key))
+
+    async def _fetch(self, stream: Stream) -> None:
+        """Fetch the prompt's KV into reserved pages, then add the sequence to the batch."""
+        request, session = stream.start.request, stream.session
+        if stream.reserved is None:
+            raise RuntimeError("the stream has no page reservation")
+        began = time.perf_counter()
+        reserve = partial(self._submit, stream, Reserve(stream.request))
+        digest: asyncio.Future[str] | None = None
+
+        def start_decoding(times: FetchTimes) -> None:
+            nonlocal digest
+            if stream.key in self.streams:
+                digest = self._digest(stream)  # runs before the next step
+                self._worker.engine.submit(Arrived(stream.key, tuple(stream.first)))
+                stream.decoding, stream.decoding_since = True, time.perf_counter()
+                stages = stream.stages
+                stages.queue, stages.prefill = times.queue, times.prefill
+                stages.transfer, stages.verify = times.transfer, times.decode_kv
+
+        try:
+            has_room = self._has_room()
+            if not has_room:  # a prompt is not computed before there are pages for it
+                reserve()
+                await stream.reserved
+            fetch = Fetch(
+                key=stream.key,
+                prefill=stream.start.prefill,
+                request=request,
+                reserved=stream.reserved,
+                on_first=lambda first: self._take_first(stream, first),
+                on_verified=start_decoding,
+                deadline_s=stream.deadline_s,
+                on_requested=reserve if has_room else None,
+            )
+            times = await self._receiver.fetch(fetch)
+            found = None if digest is None else await digest
+        except FetchFailed as failure:
+            log.warning("fetch failed", request_id=request.request_id, reason=failure.message[:300])
+            session.fail(stream, failure.code, failure.message, failure.worker_id)
+            return
+        except Exception as error:
+            log.exception("fetch failed unexpectedly", request_id=request.request_id)
+            me = self._worker.identity.worker_id
+            session.fail(stream, error_pb2.ERROR_CODE_INTERNAL, f"fetch failed: {error!r}", me)
+            return
+        self._record(stream, times, time.perf_counter() - began, found)
+
+    def _has_room(self) -> bool:
+        """Return whether the next step will reserve the pages of all streams that wait for them.
+
+        Half of the pages and of the batch are left for running sequences.
+        """
+        load = self._worker.engine.load
+        waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]
+        pages = sum(pages_for(len(s.request.tokens), PAGE_SIZE) for s in waiting)
+        fits = 2 * (load.running + len(waiting)) <= self._worker.sizes.max_running
+        return fits and load.waiting == 0 and 2 * pages < load.pages_free
+
+    def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
+        """Send the first tokens before the KV arrives; return True if all choices end with them."""
+        with_logprobs = stream.request.sampling.logprobs is not None
+        for wire_token in message.tokens:
+            token = token_from_message(wire_token, with_logprobs=with_logprobs)
+            stream.first.append(token)
+            stream.session.push(stream, token)
+            self._worker.metrics.generation_tokens.inc()
+        for token in stream.first:
+            if reason := stream.ends_with(token, self._worker.identity.model.context_length):
+                stream.session.finish(stream, token.choice, reason)
+        return not stream.unfinished
+
+    def _digest(self, stream: Stream) -> "asyncio.Future[str] | None":
+        """Start to compute the digest of a prompt's pages, if that is enabled."""
+        if not self._settings.kv_digest or stream.reserved is None:
+            return None
+        pages, tokens = stream.reserved.result().pages, len(stream.request.tokens)
+        return self._worker.engine.run(lambda engine: digest_pages(engine, pages, tokens))
+
+    def _record(
+        self, stream: Stream, times: FetchTimes, total_s: float, digest: str | None
+    ) -> None:
+        for stage in ("queue", "prefill", "transfer"):
+            self._worker.metrics.stages.labels(stage).observe(getattr(times, stage))
+        self._worker.metrics.stages.labels("decode_kv").observe(times.decode_kv)
+        log.debug(
+            "kv arrived",
+            request_id=stream.start.request.request_id,
+            segments=times.segments,
+            raw_bytes=times.raw_bytes,
+            wire_bytes=times.wire_bytes,
+            seconds=round(total_s, 4),
+        )
+        if digest is not None:
+            log.info("kv verified", request_id=stream.start.request.request_id, digest=digest)

@@ -1,0 +1,120 @@
+"""The decode service of a worker: streams of gateways whose prompts the worker computes itself."""
+
+import asyncio
+import uuid
+
+import structlog
+
+from headrace.v1 import decode_pb2_grpc, error_pb2
+from runtime.engine import Add, Cancel, Reserve, StepOutput
+from services.common.grpc_server import MessageStream
+from services.worker.lifecycle import Worker
+from services.worker.streams import Stream, StreamSession
+from services.worker.wire import fault_to_code
+
+log = structlog.get_logger()
+
+SERVICE = "headrace.v1.Decode"
+
+
+class StreamService(decode_pb2_grpc.DecodeServicer):
+    """Admits the streams of gateways, and passes tokens of the engine to them.
+
+    The worker computes the prompts and decodes them, as a colocated worker does. The decode worker
+    extends it by prompts whose KV it fetches.
+
+    Args:
+        max_deadline_s: upper limit on the deadline of a request, seconds.
+
+    Attributes:
+        streams: open streams by the engine's id of the sequence.
+    """
+
+    def __init__(self, worker: Worker, *, max_deadline_s: float) -> None:
+        self._worker = worker
+        self._max_deadline_s = max_deadline_s
+        self.streams: dict[str, Stream] = {}
+
+    async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
+        self, _commands: object, context: MessageStream
+    ) -> None:
+        """Serve one gateway until it disconnects."""
+        session = StreamSession(uuid.uuid4().hex[:12], self.open, self.drop)
+        await session.run(context)
+
+    def open(self, stream: Stream) -> None:
+        """Check a new stream and admit it, or end it with an error."""
+        start, session = stream.start, stream.session
+        me = self._worker.identity
+        if start.epoch != me.epoch:
+            code, message = error_pb2.ERROR_CODE_INCOMPATIBLE, "this worker has restarted"
+            session.fail(stream, code, message, me.worker_id)
+            return
+        if self._worker.draining:
+            code, message = error_pb2.ERROR_CODE_DRAINING, "this worker is draining"
+            session.fail(stream, code, message, me.worker_id)
+            return
+        if refusal := self._refusal(stream):
+            session.fail(stream, error_pb2.ERROR_CODE_INVALID, refusal, me.worker_id)
+            return
+        stream.deadline_s = min(start.deadline_s, self._max_deadline_s)
+        stream.expiry = asyncio.get_running_loop().call_later(
+            stream.deadline_s,
+            session.fail,
+            stream,
+            error_pb2.ERROR_CODE_DEADLINE,
+            "the request's deadline passed",
+        )
+        self.streams[stream.key] = stream
+        self._worker.metrics.prompt_tokens.inc(start.request.prompt_tokens)
+        self._admit(stream)
+        log.debug(
+            "stream admitted",
+            request_id=start.request.request_id,
+            attempt=start.request.attempt,
+            tokens=len(stream.request.tokens),
+            prefill=start.prefill.worker_id or me.worker_id,
+        )
+
+    def drop(self, stream: Stream) -> None:
+        """Free everything that an ended stream holds."""
+        if stream.expiry is not None:
+            stream.expiry.cancel()
+        if self.streams.pop(stream.key, None) is None:
+            return
+        self._worker.metrics.requests.labels("decode", "ended").inc()
+        self._free(stream)
+
+    def deliver(self, output: StepOutput) -> None:
+        """Pass a step's output to the streams that are still open."""
+        for key, fault in output.refused:
+            if stream := self.streams.get(key):
+                message, worker_id = str(fault), self._worker.identity.worker_id
+                stream.session.fail(stream, fault_to_code(fault), message, worker_id)
+        delivered = 0
+        for key, token in output.tokens:
+            if stream := self.streams.get(key):
+                stream.session.push(stream, token)
+                delivered += 1
+        self._worker.metrics.generation_tokens.inc(delivered)
+        for key, choice, reason in output.finished:
+            if stream := self.streams.get(key):
+                stream.session.finish(stream, choice, reason)
+
+    def _refusal(self, stream: Stream) -> str | None:
+        """Return the reason why this service cannot take a stream, if there is one."""
+        if stream.start.HasField("prefill"):
+            return "this worker computes prompts itself, but a prefill worker was given"
+        return None
+
+    def _admit(self, stream: Stream) -> None:
+        """Start to work on a stream."""
+        self._submit(stream, Add(stream.request))
+
+    def _submit(self, stream: Stream, command: Add | Reserve) -> None:
+        self._worker.engine.submit(command)
+        self._worker.report_admitted(stream.start.request.placement_id)
+
+    def _free(self, stream: Stream) -> None:
+        """Free the engine's sequence of an ended stream."""
+        self._worker.engine.submit(Cancel(stream.key))
