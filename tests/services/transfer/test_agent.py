@@ -271,6 +271,15 @@ def test_closed_agent_fails_every_call(
         _ = reader.agent.metadata
 
 
+def test_commands_of_the_owner_thread_run_at_once(connect: Callable[..., Reader]) -> None:
+    agent = connect().agent
+
+    def command() -> bool:
+        return agent.remove_peer("nobody").done()
+
+    assert agent.run_on_codec_stream(command).result(10)
+
+
 def test_idle_agent_uses_no_cpu_time(
     fleet: dict[str, Peer], connect: Callable[..., Reader]
 ) -> None:

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import codec
+from services.transfer.manifest import plan_segments
 from services.transfer.policy import WireMode
 from services.transfer.slab import Slab
 from services.worker.codec_warm_up import warm_up_codec
+from services.worker.loading import PAGE_SIZE
 from tests.runtime.tiny import CONFIG
 from tests.services.workers import CHUNK, SLOT_BYTES, load
 
@@ -39,3 +41,25 @@ def test_warm_up_covers_all_kinds_of_segments_and_keeps_the_pages(
     assert max(count for count, _ in made) == 2 * CONFIG.num_layers
     assert any(coded for _, coded in made) is codebooks
     assert all(torch.equal(plane, was) for plane, was in zip(planes, kept, strict=True))
+
+
+def test_serving_uses_the_codecs_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(codebooks=True)
+    loaded = replace(loaded, sizes=replace(loaded.sizes, chunk_tokens=CHUNK))
+    warm_up_codec(loaded, Slab(1, SLOT_BYTES))
+
+    def refused(*_: object) -> codec.PagedCodec:
+        raise AssertionError("a codec was created while serving")
+
+    monkeypatch.setattr(codec, "paged", refused)
+    cache = loaded.engine.cache
+    plans = plan_segments(
+        cache.layout,
+        first_token=0,
+        num_tokens=CHUNK // 2,
+        pages=tuple(range(CHUNK // 2 // PAGE_SIZE)),
+        capacity=SLOT_BYTES,
+        bound=loaded.codecs.max_frame_bytes,
+    )
+    codecs = [loaded.codecs.of(cache.planes, plan.extent, m) for plan in plans for m in WireMode]
+    assert len(codecs) == len(WireMode)
