@@ -4,15 +4,14 @@ First, an engine without a service decodes 64 sequences in one batch. Then a col
 streams 64 sequences of the same lengths over gRPC, through gateway and worker. Both step times are
 averages while all sequences run. The step time under serving comes from the worker's metrics,
 because the worker does not wait for clients that read slowly. With a shape of `runtime.bench`, the
-model has random weights and SmolLM2's vocabulary.
+model has random weights.
 """
 
 import argparse
 import asyncio
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -22,34 +21,21 @@ from rich.console import Console
 
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
-from runtime.bench.shapes import SHAPES, random_checkpoint
+from runtime.bench.shapes import SHAPES
 from runtime.checkpoint import load_checkpoint
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine
 from runtime.kv.pages import pages_for
 from runtime.models.model import Backend, Model, unsupported_by_gemm
-from services.common.model_source import resolve_model
-from services.common.tokenizer import load_tokenizer
-from services.offline.output import write_model
+from services.common.model_source import DEFAULT_MODEL, resolve_model
 from services.worker.loading import PAGE_SIZE
 from tests.e2e.deployment import Running, deployed
+from tests.e2e.serving_bench.models import RandomModel
 
-MODEL = "smollm2-135m"
 PROMPT = 64
 PROCESS = "decode-0"
 POLL_S = 0.2
-
-
-def random_model(shape: str, keep: float, folder: Path, device: str) -> Path:
-    """Write a model with random weights that never samples an end token, and return its folder."""
-    tokenizer = load_tokenizer(resolve_model(MODEL))
-    vocab = load_checkpoint(resolve_model(MODEL)).config.vocab_size
-    config = replace(SHAPES[shape], vocab_size=vocab)
-    checkpoint = random_checkpoint(config, keep, device=device)
-    checkpoint.lm_head[list(tokenizer.eos_ids)] = 0
-    write_model(checkpoint, tokenizer, folder / shape)
-    return folder / shape
 
 
 def alone_ms(model_path: Path, streams: int, tokens: int, device: str) -> float:
@@ -143,18 +129,19 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=float, default=0.5, help="fraction of parameters kept, with --shape"
     )
+    parser.add_argument("--tokenizer", default=DEFAULT_MODEL, help="tokenizer of --shape")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-        path = resolve_model(MODEL)
-        if args.shape:
-            path = random_model(args.shape, args.keep, Path(folder), args.device)
+    path = resolve_model(DEFAULT_MODEL)
+    if args.shape:
+        path = RandomModel(args.shape, args.keep, args.tokenizer).ensure()
+    with torch.inference_mode():
         alone = alone_ms(path, args.streams, args.tokens, args.device)
         torch.cuda.empty_cache()
         flags = ("--colocated", "--codec", "raw", "--model", str(path), "--device", args.device)
         with deployed(*flags) as running:
             served = step_ms(asyncio.run(serve(running, args.streams, args.tokens)), args.streams)
     Console().print(
-        f"{args.shape or MODEL}, {args.streams} streams on {args.device}: "
+        f"{args.shape or DEFAULT_MODEL}, {args.streams} streams on {args.device}: "
         f"a step {alone:.3f} ms alone, {served:.3f} ms served, {served / alone - 1:+.1%}"
     )
 

@@ -1,4 +1,4 @@
-"""Several prefill and decode workers: every request's KV arrives unchanged, on every worker."""
+"""Several prefill and decode workers, and prefill workers that decode."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,3 +52,23 @@ def test_kv_arrives_unchanged_on_all_workers(model: Path, prefill: int, decode: 
     arrived = {request: digest for each in landed for request, digest in each.items()}
     assert len(arrived) == REQUESTS
     assert arrived == computed
+
+
+def test_prefill_worker_decodes_what_decode_workers_have_too_much_of(model: Path) -> None:
+    environment = {"HEADRACE_PREFILL_DECODES": "true", "HEADRACE_DECODE_OVERFLOW_TOKENS": "400"}
+    flags = ("--model", str(model), "--prefill", "1", "--decode", "1")
+    with deployed(*flags, environment=environment) as running:
+        running.wait_for_all_workers(60)
+        with ThreadPoolExecutor(12) as pool:
+            counts = list(pool.map(lambda number: ask(running, number), range(REQUESTS)))
+        running.wait_until_idle()
+        decoded = {
+            name: running.metric(name, "headrace_requests_total", endpoint="decode")
+            for name in ("prefill-0", "decode-0")
+        }
+        free = {name: worker["pages_free"] for name, worker in running.workers().items()}
+        total = {name: worker["pages_total"] for name, worker in running.workers().items()}
+    assert counts == [6] * REQUESTS
+    assert all(decoded.values()), f"requests decoded by each worker: {decoded}"
+    assert sum(decoded.values()) == REQUESTS
+    assert free == total
