@@ -131,9 +131,10 @@ def main() -> None:
     )
     parser.add_argument("--tokenizer", default=DEFAULT_MODEL, help="tokenizer of --shape")
     args = parser.parse_args()
-    path = resolve_model(DEFAULT_MODEL)
     if args.shape:
         path = RandomModel(args.shape, args.keep, args.tokenizer).ensure()
+    else:
+        path = resolve_model(DEFAULT_MODEL)
     with torch.inference_mode():
         alone = alone_ms(path, args.streams, args.tokens, args.device)
         torch.cuda.empty_cache()
