@@ -19,6 +19,7 @@ from services.common.placement import (
     Role,
     WorkerAddress,
 )
+from services.router.capacity import USABLE, Demand, WorkerSnapshot
 from services.router.errors import (
     InvalidBody,
     NoWorkers,
@@ -29,16 +30,7 @@ from services.router.errors import (
     UnknownModel,
 )
 from services.router.fleet import Fleet
-from services.router.policy import (
-    USABLE,
-    Demand,
-    NoPlacement,
-    Pair,
-    PolicyName,
-    Reason,
-    WorkerSnapshot,
-    place,
-)
+from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
 from services.router.queue import PendingPlacement, PlacementQueue
 
 

@@ -23,8 +23,9 @@ from services.common.placement import (
     WorkerState,
     WorkerView,
 )
+from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
 from services.router.errors import QueueFull, StaleEpoch
-from services.router.policy import Demand, Pair, WorkerHealth, WorkerSnapshot
+from services.router.policy import Pair
 
 MAX_RETIRED_EPOCHS = 4096  # ended epochs to remember, so that a process that resumes is rejected
 

@@ -9,17 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.placement import Role
-from services.router.policy import (
-    USABLE,
-    Demand,
-    NoPlacement,
-    Pair,
-    PolicyName,
-    Reason,
-    WorkerHealth,
-    WorkerSnapshot,
-    place,
-)
+from services.router.capacity import USABLE, Demand, WorkerHealth, WorkerSnapshot
+from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
 from tests.services.router.samples import COMPATIBLE
 
 OTHER = COMPATIBLE.model_copy(update={"codec": "raw"})
