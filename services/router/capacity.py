@@ -72,6 +72,10 @@ class WorkerSnapshot:
         pages_free: reported free pages minus promised ones; may be negative.
         slots: number of batch slots for running, waiting and promised sequences.
         max_slots: number of slots at which the worker counts as full.
+        max_running: number of batch slots that the worker has.
+        decodes: whether a prefill worker can also decode prompts that it computes.
+        overflow_tokens: queued tokens of a decode worker above which prefill workers that decode
+            take over requests; None: never.
         last_placement: sequence number of the worker's newest placement; 0 if there is none.
     """
 
@@ -88,16 +92,34 @@ class WorkerSnapshot:
     pages_free: int
     slots: int
     max_slots: int
+    max_running: int
+    decodes: bool = False
+    overflow_tokens: int | None = None
     last_placement: int = 0
 
-    def fits_when_idle(self, demand: Demand) -> bool:
-        """Return whether the request would fit if the worker were idle."""
-        return demand.min_pages(self.role, self.page_size) <= self.pages_total
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Roles in which the worker can serve a request."""
+        if self.role is Role.PREFILL and self.decodes:
+            return Role.PREFILL, Role.COLOCATED
+        return (self.role,)
 
-    def has_capacity(self, demand: Demand) -> bool:
-        """Return whether the request fits now. Prompts may wait for pages on a prefill worker."""
+    def fits_when_idle(self, demand: Demand, role: Role) -> bool:
+        """Return whether the request would fit in one of the `roles` if the worker were idle."""
+        return demand.min_pages(role, self.page_size) <= self.pages_total
+
+    def has_capacity(self, demand: Demand, role: Role) -> bool:
+        """Return whether the request fits now, in one of the `roles`.
+
+        Prompts may wait for pages on a prefill worker. It decodes only if it has batch slots for
+        all choices or is idle, so that slots above ``max_running`` remain for prompts.
+        """
         if self.health is not WorkerHealth.READY or self.slots >= self.max_slots:
             return False
-        return (
-            self.role is Role.PREFILL or demand.pages(self.role, self.page_size) <= self.pages_free
-        )
+        if role is Role.PREFILL:
+            return True
+        if self.role is Role.PREFILL:
+            free = self.max_running - self.slots
+            if free < min(demand.slots(role), self.max_running):
+                return False
+        return demand.pages(role, self.page_size) <= self.pages_free
