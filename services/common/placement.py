@@ -117,17 +117,29 @@ class Compatibility(_Message):
 
 
 class Registration(_Message):
-    """Registration of a worker: once per epoch, and again when a router requests it."""
+    """Registration of a worker: once per epoch, and again when a router requests it.
+
+    Attributes:
+        address: host and port of the gRPC server.
+        page_size: tokens in a KV page.
+        max_running: number of batch slots.
+        decodes: on a prefill worker, whether it can also decode prompts that it computes. Its
+            address then serves the decode service too. Ignored for other roles.
+        overflow_tokens: on a decode worker, number of queued tokens above which prefill workers
+            with ``decodes`` take over requests; None: never. Ignored for other roles.
+    """
 
     worker_id: WorkerId
     epoch: Epoch
     role: Role
-    address: Address  # host and gRPC port
+    address: Address
     model: ModelInfo
     compatibility: Compatibility
-    page_size: Annotated[int, Field(ge=1, le=4096)]  # tokens
+    page_size: Annotated[int, Field(ge=1, le=4096)]
     pages_total: Annotated[int, Field(ge=1, le=MAX_PAGES)]
-    max_running: Annotated[int, Field(ge=1, le=1 << 20)]  # batch slots
+    max_running: Annotated[int, Field(ge=1, le=1 << 20)]
+    decodes: bool = False
+    overflow_tokens: Tokens | None = None
 
 
 class Heartbeat(_Message):
@@ -135,7 +147,8 @@ class Heartbeat(_Message):
 
     Attributes:
         queue_tokens: on a prefill worker, number of accepted prompt tokens that are not computed
-            yet; on a decode worker, number of tokens of all sequences, with or without KV pages.
+            yet; on a decode worker, number of tokens of all sequences, with or without KV pages. A
+            prefill worker that decodes adds the tokens of all sequences that it decodes.
         running: number of occupied batch slots; each choice occupies one.
         waiting: number of requests without a batch slot.
         admitted: ids of the placements that this load includes for the first time. A worker repeats
@@ -199,7 +212,11 @@ class WorkerAddress(_Message):
 
 
 class Placement(_Message):
-    """Workers chosen for a request. If one colocated worker was chosen, ``prefill`` is None."""
+    """Workers chosen for a request.
+
+    If one worker computes both phases, it is ``decode``, and ``prefill`` is None. It is a colocated
+    worker, or a prefill worker that decodes.
+    """
 
     placement_id: PlacementId
     prefill: WorkerAddress | None
@@ -218,6 +235,7 @@ class WorkerView(_Message):
     """State of a worker as the router sees it.
 
     Attributes:
+        decodes: on a prefill worker, whether it can also decode prompts that it computes.
         state: the reported state, or ``suspect`` or ``probation``.
         promised_tokens: number of queued tokens of the promised placements, which the last
             heartbeat does not include.
@@ -240,6 +258,7 @@ class WorkerView(_Message):
     running: Count
     waiting: Count
     silent_s: float
+    decodes: bool = False
 
 
 class WorkerList(_Message):

@@ -3,6 +3,7 @@
 Queued requests are placed in order. If no worker has capacity for a request, it reserves every
 worker that could take it later, so that requests behind it in the queue cannot use that capacity.
 Therefore, large requests do not starve. Requests that other workers can take are not blocked.
+Reservations concern decoding: a reserved prefill worker still computes prompts for decode workers.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from services.common.placement import (
     Role,
     WorkerAddress,
 )
+from services.router.capacity import USABLE, Demand, WorkerSnapshot
 from services.router.errors import (
     InvalidBody,
     NoWorkers,
@@ -29,16 +31,7 @@ from services.router.errors import (
     UnknownModel,
 )
 from services.router.fleet import Fleet
-from services.router.policy import (
-    USABLE,
-    Demand,
-    NoPlacement,
-    Pair,
-    PolicyName,
-    Reason,
-    WorkerSnapshot,
-    place,
-)
+from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
 from services.router.queue import PendingPlacement, PlacementQueue
 
 
@@ -173,12 +166,12 @@ class Dispatcher:
 
 
 def _is_blocked(demand: Demand, workers: list[WorkerSnapshot], reserved: frozenset[str]) -> bool:
-    """Return whether every worker that could take the request is reserved."""
+    """Return whether every worker that could decode the request is reserved."""
     blocked = False
     for worker in workers:
         if worker.health not in USABLE or worker.worker_id in demand.exclude:
             continue
-        if demand.model not in (None, worker.model) or worker.role is Role.PREFILL:
+        if demand.model not in (None, worker.model) or worker.roles == (Role.PREFILL,):
             continue
         if worker.worker_id not in reserved:
             return False

@@ -19,12 +19,14 @@ from services.common.placement import (
     Placement,
     Registration,
     Release,
+    Role,
     WorkerAddress,
     WorkerState,
     WorkerView,
 )
+from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
 from services.router.errors import QueueFull, StaleEpoch
-from services.router.policy import Demand, Pair, WorkerHealth, WorkerSnapshot
+from services.router.policy import Pair
 
 MAX_RETIRED_EPOCHS = 4096  # ended epochs to remember, so that a process that resumes is rejected
 
@@ -69,8 +71,8 @@ class _Worker:
     last_placement: int = 0
     snapshot: WorkerSnapshot | None = None  # cached until the worker changes
 
-    def promise(self, placement_id: str, demand: Demand, number: int) -> None:
-        role, page_size = self.registration.role, self.registration.page_size
+    def promise(self, placement_id: str, demand: Demand, role: Role, number: int) -> None:
+        page_size = self.registration.page_size
         promise = _Promise(demand.tokens(role), demand.pages(role, page_size), demand.slots(role))
         self.promises[placement_id] = promise
         self.promised_tokens += promise.tokens
@@ -172,8 +174,8 @@ class Fleet:
             decode=_address(pair.decode),
         )
         record = _PlacementRecord(placement, now)
-        for address in record.addresses:
-            self._workers[address.worker_id].promise(placement_id, demand, self._placements)
+        for worker, role in pair.roles:
+            self._workers[worker.worker_id].promise(placement_id, demand, role, self._placements)
         self._records[placement_id] = record
         self._expiries.append((now + self._limits.placement_ttl_s, placement_id))
         if len(self._records) > self._limits.max_placements:
@@ -265,6 +267,9 @@ class Fleet:
             pages_free=(load.pages_free if load else 0) - worker.promised_pages,
             slots=(load.running + load.waiting if load else 0) + worker.promised_slots,
             max_slots=int(registration.max_running * self._limits.backlog),
+            max_running=registration.max_running,
+            decodes=registration.decodes,
+            overflow_tokens=registration.overflow_tokens,
             last_placement=worker.last_placement,
         )
         return worker.snapshot
@@ -287,6 +292,7 @@ class Fleet:
             running=load.running if load else 0,
             waiting=load.waiting if load else 0,
             silent_s=now - worker.last_heartbeat_at,
+            decodes=registration.decodes,
         )
 
 

@@ -2,121 +2,40 @@
 
 The default policy chooses the worker with the fewest queued tokens (FDC, §6.1 and §6.2). Queued
 tokens are those of the last heartbeat plus those of promised placements (`services.router.fleet`).
+
+A prefill worker with ``decodes`` can serve a request alone, as a colocated worker does:
+
+- Overflow, default policy only. The excess of a decode worker is the number of its queued tokens
+  minus its ``overflow_tokens``. After a pair is chosen, the compatible prefill worker with the
+  fewest queued tokens replaces it if they are fewer than the excess of the pair's decode worker.
+- Fallback, every policy. Prefill workers serve requests alone if no other worker can decode them
+  now: the decode and colocated workers are full, not ready, or not registered.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from random import Random
 from typing import Protocol, TypeVar
 
 from services.common.placement import Compatibility, Role
-
-
-class WorkerHealth(StrEnum):
-    """State of a worker as the router sees it. Workers in `USABLE` take requests now or soon."""
-
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-    SUSPECT = "suspect"  # missed heartbeats
-    PROBATION = "probation"  # failed a request; gets no requests for a while
-
-
-USABLE = frozenset({WorkerHealth.READY, WorkerHealth.SUSPECT, WorkerHealth.PROBATION})
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """Resources that a request needs.
-
-    The number of output tokens is unknown in advance. Placement counts at most ``output_reserve``
-    tokens for each choice, so that a request without a limit does not occupy a whole worker. The
-    worker itself may still refuse the request.
-    """
-
-    prompt_tokens: int
-    max_tokens: int
-    choices: int = 1
-    model: str | None = None
-    exclude: frozenset[str] = frozenset()
-    output_reserve: int = 256
-
-    @property
-    def choice_tokens(self) -> int:
-        """KV tokens of one choice on a decode worker. KV of the last output token is not stored."""
-        return self.prompt_tokens + min(self.max_tokens - 1, self.output_reserve)
-
-    def tokens(self, role: Role) -> int:
-        """Return the tokens that the request adds to the queue of a worker with this role."""
-        return self.prompt_tokens if role is Role.PREFILL else self.choices * self.choice_tokens
-
-    def slots(self, role: Role) -> int:
-        """Return the batch slots that the request needs on a worker with this role."""
-        return 1 if role is Role.PREFILL else self.choices
-
-    def pages(self, role: Role, page_size: int) -> int:
-        """Return the free pages needed to start. Choices share the full pages of the prompt."""
-        if role is Role.PREFILL:
-            return -(-self.prompt_tokens // page_size)
-        shared = self.prompt_tokens // page_size
-        return shared + self.choices * (-(-self.choice_tokens // page_size) - shared)
-
-    def min_pages(self, role: Role, page_size: int) -> int:
-        """Return the larger of `pages` and the pages of one choice with ``max_tokens`` tokens."""
-        if role is Role.PREFILL:
-            return self.pages(role, page_size)
-        whole = -(-(self.prompt_tokens + self.max_tokens - 1) // page_size)
-        return max(whole, self.pages(role, page_size))
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
-    """State of a worker at one instant, including promised placements.
-
-    Attributes:
-        queue_tokens: queued tokens: reported ones plus those of promised placements.
-        pages_free: reported free pages minus promised ones; may be negative.
-        slots: number of batch slots for running, waiting and promised sequences.
-        max_slots: number of slots at which the worker counts as full.
-        last_placement: sequence number of the worker's newest placement; 0 if there is none.
-    """
-
-    worker_id: str
-    epoch: str
-    role: Role
-    address: str
-    model: str
-    compatibility: Compatibility
-    health: WorkerHealth
-    page_size: int
-    pages_total: int
-    queue_tokens: int
-    pages_free: int
-    slots: int
-    max_slots: int
-    last_placement: int = 0
-
-    def fits_when_idle(self, demand: Demand) -> bool:
-        """Return whether the request would fit if the worker were idle."""
-        return demand.min_pages(self.role, self.page_size) <= self.pages_total
-
-    def has_capacity(self, demand: Demand) -> bool:
-        """Return whether the request fits now. Prompts may wait for pages on a prefill worker."""
-        if self.health is not WorkerHealth.READY or self.slots >= self.max_slots:
-            return False
-        return (
-            self.role is Role.PREFILL or demand.pages(self.role, self.page_size) <= self.pages_free
-        )
+from services.router.capacity import USABLE, Demand, WorkerSnapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Workers of one request. For a colocated worker, ``decode`` is it and ``prefill`` is None."""
+    """Workers of one request. If one worker serves it alone, ``prefill`` is None."""
 
     prefill: WorkerSnapshot | None
     decode: WorkerSnapshot
+
+    @property
+    def roles(self) -> list[tuple[WorkerSnapshot, Role]]:
+        """Each worker with the role in which it serves the request."""
+        if self.prefill is None:
+            return [(self.decode, Role.COLOCATED)]
+        return [(self.prefill, Role.PREFILL), (self.decode, Role.DECODE)]
 
     @property
     def queue_tokens(self) -> int:
@@ -143,7 +62,7 @@ class NoPlacement:
     """Result if no pair was found.
 
     Attributes:
-        candidates: ids of the decode and colocated workers that may take the request later.
+        candidates: ids of the workers that may decode the request later.
     """
 
     reason: Reason
@@ -183,7 +102,8 @@ def place(
     """Choose a compatible pair with capacity.
 
     Args:
-        reserved: ids of workers that are kept free for earlier requests.
+        reserved: ids of workers that must not decode the request, because earlier requests wait
+            for their capacity. They may still compute its prompt.
     """
     named = {worker.model for worker in workers}
     if demand.model is None and len(named) > 1:
@@ -191,62 +111,112 @@ def place(
     if demand.model is not None and named and demand.model not in named:
         return NoPlacement(Reason.UNKNOWN_MODEL)
     ready = _compatible_groups(
-        w
-        for w in workers
-        if demand.model in (None, w.model)
-        and w.worker_id not in demand.exclude
-        and w.worker_id not in reserved
-        and w.has_capacity(demand)
-        and w.fits_when_idle(demand)
+        (w, role)
+        for w, role in _offers(demand, workers)
+        if w.worker_id not in demand.exclude
+        and (role is Role.PREFILL or w.worker_id not in reserved)
+        and w.has_capacity(demand, role)
+        and w.fits_when_idle(demand, role)
     )
     return _choose(ready, policy, rng) if ready else _explain(demand, workers)
 
 
 def _explain(demand: Demand, workers: Iterable[WorkerSnapshot]) -> NoPlacement:
-    serving = [w for w in workers if demand.model in (None, w.model)]
-    sufficient = [w for w in serving if w.fits_when_idle(demand)]
+    serving = list(_offers(demand, workers))
+    sufficient = [(w, role) for w, role in serving if w.fits_when_idle(demand, role)]
     if _compatible_groups(serving) and not _compatible_groups(sufficient):
         return NoPlacement(Reason.TOO_LARGE)
     groups = _compatible_groups(
-        w for w in sufficient if w.health in USABLE and w.worker_id not in demand.exclude
+        (w, role)
+        for w, role in sufficient
+        if w.health in USABLE and w.worker_id not in demand.exclude
     )
     if not groups:
         return NoPlacement(Reason.NO_WORKERS)
-    return NoPlacement(
-        Reason.BUSY, frozenset(w.worker_id for _, decodes in groups for w in decodes)
-    )
+    candidates = (w.worker_id for group in groups for w in group.decoders)
+    return NoPlacement(Reason.BUSY, frozenset(candidates))
 
 
-Group = tuple[Sequence[WorkerSnapshot], Sequence[WorkerSnapshot]]
+Offer = tuple[WorkerSnapshot, Role]
+"""A worker, and a role in which it can serve a request."""
 
 
-def _compatible_groups(workers: Iterable[WorkerSnapshot]) -> list[Group]:
-    """Group workers by compatibility, as (prefill workers, decode workers).
-
-    Each colocated worker is a group of its own: the only decode worker, without prefill workers.
-    """
-    prefills: defaultdict[Compatibility, list[WorkerSnapshot]] = defaultdict(list)
-    decodes: defaultdict[Compatibility, list[WorkerSnapshot]] = defaultdict(list)
-    groups: list[Group] = []
+def _offers(demand: Demand, workers: Iterable[WorkerSnapshot]) -> Iterator[Offer]:
+    """Yield every role of every worker that serves the model."""
     for worker in workers:
+        if demand.model in (None, worker.model):
+            for role in worker.roles:
+                yield worker, role
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Compatible workers, by the role in which they can serve the request."""
+
+    prefill: list[WorkerSnapshot] = field(default_factory=list)
+    decode: list[WorkerSnapshot] = field(default_factory=list)
+    colocated: list[WorkerSnapshot] = field(default_factory=list)
+
+    def add(self, worker: WorkerSnapshot, role: Role) -> None:
+        match role:
+            case Role.PREFILL:
+                self.prefill.append(worker)
+            case Role.DECODE:
+                self.decode.append(worker)
+            case Role.COLOCATED:
+                self.colocated.append(worker)
+
+    @property
+    def decoders(self) -> list[WorkerSnapshot]:
+        """Workers that can decode the request, alone or after a prefill worker of the group."""
+        return [*self.decode, *self.colocated] if self.prefill else self.colocated
+
+
+def _compatible_groups(offers: Iterable[Offer]) -> list[_Group]:
+    """Group workers by compatibility. Each colocated worker is a group of its own.
+
+    Returns:
+        The groups that can serve the request.
+    """
+    shared: defaultdict[Compatibility, _Group] = defaultdict(_Group)
+    groups: list[_Group] = []
+    for worker, role in offers:
         if worker.role is Role.COLOCATED:
-            groups.append(((), (worker,)))
-        elif worker.role is Role.PREFILL:
-            prefills[worker.compatibility].append(worker)
+            groups.append(_Group(colocated=[worker]))
         else:
-            decodes[worker.compatibility].append(worker)
-    groups.extend((prefills[key], decodes[key]) for key in decodes if key in prefills)
-    return groups
+            shared[worker.compatibility].add(worker, role)
+    return [group for group in (*groups, *shared.values()) if group.decoders]
 
 
-def _choose(groups: Sequence[Group], policy: PolicyName, rng: Random) -> Pair:
+def _choose(groups: Sequence[_Group], policy: PolicyName, rng: Random) -> Pair:
     """Apply the policy to each role within each group, then to the resulting pairs."""
     choose = _BY_NAME[policy]
-    pairs = [
-        Pair(choose(prefills, rng) if prefills else None, choose(decodes, rng))
-        for prefills, decodes in groups
-    ]
-    return choose(pairs, rng)
+    pairs: list[Pair] = []
+    fallbacks: list[Pair] = []
+    for group in groups:
+        if group.prefill and group.decode:
+            pair = Pair(choose(group.prefill, rng), choose(group.decode, rng))
+            if policy is PolicyName.SHORTEST_QUEUE:
+                pair = _overflow(pair, group.colocated, rng)
+            pairs.append(pair)
+        else:
+            alone = Pair(None, choose(group.colocated, rng))
+            (fallbacks if group.prefill else pairs).append(alone)
+    return choose(pairs or fallbacks, rng)
+
+
+def _overflow(pair: Pair, prefill: Sequence[WorkerSnapshot], rng: Random) -> Pair:
+    """Replace the pair by one prefill worker if its queue is shorter than the decode excess.
+
+    Args:
+        prefill: prefill workers that can serve the request alone.
+    """
+    bound = pair.decode.overflow_tokens
+    if bound is None or not prefill:
+        return pair
+    shortest = _shortest_queue(prefill, rng)
+    excess = pair.decode.queue_tokens - bound
+    return Pair(None, shortest) if shortest.queue_tokens < excess else pair
 
 
 def _least(candidates: Sequence[C], key: Callable[[C], int], rng: Random) -> C:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.common.placement import Placement, PlaceRequest
+from services.router.capacity import Demand
 from services.router.errors import RouterException
-from services.router.policy import Demand
 
 
 @dataclass(eq=False)

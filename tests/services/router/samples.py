@@ -11,6 +11,7 @@ from services.common.placement import (
     Role,
     WorkerState,
 )
+from services.router.capacity import WorkerHealth, WorkerSnapshot
 
 COMPATIBLE = Compatibility(
     model_hash="m0",
@@ -34,6 +35,8 @@ def registration(
     pages_total: int = 64,
     max_running: int = 8,
     compatibility: Compatibility = COMPATIBLE,
+    decodes: bool = False,
+    overflow_tokens: int | None = None,
 ) -> Registration:
     return Registration(
         worker_id=worker_id,
@@ -45,6 +48,27 @@ def registration(
         page_size=16,
         pages_total=pages_total,
         max_running=max_running,
+        decodes=decodes,
+        overflow_tokens=overflow_tokens,
+    )
+
+
+def worker(worker_id: str, role: Role, queue_tokens: int = 0) -> WorkerSnapshot:
+    return WorkerSnapshot(
+        worker_id=worker_id,
+        epoch="e1",
+        role=role,
+        address="127.0.0.1:5000",
+        model="small",
+        compatibility=COMPATIBLE,
+        health=WorkerHealth.READY,
+        page_size=16,
+        pages_total=64,
+        queue_tokens=queue_tokens,
+        pages_free=64,
+        slots=0,
+        max_slots=8,
+        max_running=4,
     )
 
 

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from services.common.placement import Outcome, Placement, Release, Role, WorkerState
+from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
 from services.router.errors import QueueFull, StaleEpoch
 from services.router.fleet import Fleet, FleetLimits
-from services.router.policy import Demand, Pair, WorkerHealth, WorkerSnapshot
+from services.router.policy import Pair
 from tests.services.router.samples import beat, registration
 
 LIMITS = FleetLimits(

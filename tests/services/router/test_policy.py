@@ -9,39 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.placement import Role
-from services.router.policy import (
-    USABLE,
-    Demand,
-    NoPlacement,
-    Pair,
-    PolicyName,
-    Reason,
-    WorkerHealth,
-    WorkerSnapshot,
-    place,
-)
-from tests.services.router.samples import COMPATIBLE
+from services.router.capacity import USABLE, Demand, WorkerHealth, WorkerSnapshot
+from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
+from tests.services.router.samples import COMPATIBLE, worker
 
 OTHER = COMPATIBLE.model_copy(update={"codec": "raw"})
 ALL_POLICIES = list(PolicyName)
-
-
-def worker(worker_id: str, role: Role, queue_tokens: int = 0) -> WorkerSnapshot:
-    return WorkerSnapshot(
-        worker_id=worker_id,
-        epoch="e1",
-        role=role,
-        address="127.0.0.1:5000",
-        model="small",
-        compatibility=COMPATIBLE,
-        health=WorkerHealth.READY,
-        page_size=16,
-        pages_total=64,
-        queue_tokens=queue_tokens,
-        pages_free=64,
-        slots=0,
-        max_slots=8,
-    )
 
 
 @st.composite
@@ -54,7 +27,9 @@ def fleets(draw: st.DrawFn) -> list[WorkerSnapshot]:
             health=draw(st.sampled_from([*WorkerHealth, *[WorkerHealth.READY] * 8])),
             pages_total=draw(st.sampled_from([4, 63, 200])),
             pages_free=draw(st.sampled_from([-1, 0, 1, 2, 3, 8, 60])),
-            slots=draw(st.sampled_from([0, 6, 7, 8, 9])),
+            slots=draw(st.sampled_from([0, 2, 4, 6, 7, 8, 9])),
+            decodes=draw(st.booleans()),
+            overflow_tokens=draw(st.sampled_from([None, 0, 1])),
             last_placement=draw(st.integers(0, 3)),
         )
         for index in range(count)
@@ -72,22 +47,58 @@ demands = st.builds(
 )
 
 
-def takes(demand: Demand, w: WorkerSnapshot, reserved: frozenset[str]) -> bool:
+def takes(demand: Demand, w: WorkerSnapshot, reserved: frozenset[str], role: Role) -> bool:
     """Return whether a worker is eligible, by an independent implementation of the rules."""
+    if role is not w.role and not (w.role is Role.PREFILL and role is Role.COLOCATED and w.decodes):
+        return False
     stored = demand.prompt_tokens + min(demand.max_tokens - 1, demand.output_reserve)
     own = (stored + 15) // 16 - demand.prompt_tokens // 16
     now = demand.prompt_tokens // 16 + demand.choices * own
     whole = (demand.prompt_tokens + demand.max_tokens - 1 + 15) // 16
-    if w.role is Role.PREFILL:
+    if role is Role.PREFILL:
         fits = (demand.prompt_tokens + 15) // 16 <= w.pages_total
     else:
         fits = now <= w.pages_free and max(now, whole) <= w.pages_total
+        if w.role is Role.PREFILL and w.slots + demand.choices > w.max_running:
+            fits = False
     return (
         fits
         and w.health is WorkerHealth.READY
         and w.slots < w.max_slots
-        and w.worker_id not in demand.exclude | reserved
+        and w.worker_id not in demand.exclude
+        and (role is Role.PREFILL or w.worker_id not in reserved)
         and demand.model in (None, w.model)
+    )
+
+
+def allowed_pairs(
+    demand: Demand, fleet: list[WorkerSnapshot], policy: PolicyName, reserved: frozenset[str]
+) -> set[tuple[str | None, str]]:
+    def able(role: Role) -> list[WorkerSnapshot]:
+        return [w for w in fleet if takes(demand, w, reserved, role)]
+
+    pairs = [
+        (p, d)
+        for p in able(Role.PREFILL)
+        for d in able(Role.DECODE)
+        if p.compatibility == d.compatibility
+    ]
+    alone = able(Role.COLOCATED)
+    if pairs or any(w.role is Role.COLOCATED for w in alone):
+        alone = [
+            w
+            for w in alone
+            if w.role is Role.COLOCATED
+            or any(policy is PolicyName.SHORTEST_QUEUE and takes_over(w, d) for _, d in pairs)
+        ]
+    return {(None, w.worker_id) for w in alone} | {(p.worker_id, d.worker_id) for p, d in pairs}
+
+
+def takes_over(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> bool:
+    return (
+        prefill.compatibility == decode.compatibility
+        and decode.overflow_tokens is not None
+        and prefill.queue_tokens + decode.overflow_tokens < decode.queue_tokens
     )
 
 
@@ -106,13 +117,7 @@ def test_places_exactly_where_the_rules_allow(
     seed: int,
     reserved: frozenset[str],
 ) -> None:
-    able = [w for w in fleet if takes(demand, w, reserved)]
-    allowed = {(None, w.worker_id) for w in able if w.role is Role.COLOCATED} | {
-        (p.worker_id, d.worker_id)
-        for p in able
-        for d in able
-        if (p.role, d.role) == (Role.PREFILL, Role.DECODE) and p.compatibility == d.compatibility
-    }
+    allowed = allowed_pairs(demand, fleet, policy, reserved)
     result = place(demand, fleet, policy, Random(seed), reserved=reserved)
     if isinstance(result, Pair):
         prefill = result.prefill.worker_id if result.prefill else None
@@ -128,15 +133,11 @@ def test_places_exactly_where_the_rules_allow(
 @settings(max_examples=200, deadline=None)
 @given(fleets(), st.integers(0, 9))
 def test_no_allowed_pair_has_a_shorter_queue(fleet: list[WorkerSnapshot], seed: int) -> None:
-    demand = Demand(prompt_tokens=16, max_tokens=16)
-    result = place(demand, fleet, PolicyName.SHORTEST_QUEUE, Random(seed))
-    able = [w for w in fleet if takes(demand, w, frozenset())]
-    queues = [w.queue_tokens for w in able if w.role is Role.COLOCATED] + [
-        p.queue_tokens + d.queue_tokens
-        for p in able
-        for d in able
-        if (p.role, d.role) == (Role.PREFILL, Role.DECODE) and p.compatibility == d.compatibility
-    ]
+    fleet = [replace(w, overflow_tokens=None) for w in fleet]
+    demand, policy = Demand(prompt_tokens=16, max_tokens=16), PolicyName.SHORTEST_QUEUE
+    result = place(demand, fleet, policy, Random(seed))
+    queue = {w.worker_id: w.queue_tokens for w in fleet} | {None: 0}
+    queues = [queue[p] + queue[d] for p, d in allowed_pairs(demand, fleet, policy, frozenset())]
     if isinstance(result, Pair):
         assert result.queue_tokens == min(queues)
 
