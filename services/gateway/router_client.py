@@ -105,8 +105,9 @@ class RouterClient:
             except (aiohttp.ClientError, ValidationError) as error:
                 log.debug("router does not list workers", router=router, error=repr(error))
                 continue
-            roles = {w.role for w in known.workers if w.model == model and w.state == "ready"}
-            if Role.COLOCATED in roles or {Role.PREFILL, Role.DECODE} <= roles:
+            ready = [w for w in known.workers if w.model == model and w.state == "ready"]
+            alone = any(w.role is Role.COLOCATED or w.decodes for w in ready)
+            if alone or {Role.PREFILL, Role.DECODE} <= {w.role for w in ready}:
                 self._prefer(router)
                 return True
         return False

@@ -186,6 +186,8 @@ def _registration(
         page_size=PAGE_SIZE,
         pages_total=worker.engine.pages_total,
         max_running=worker.sizes.max_running,
+        decodes=worker.decodes,
+        overflow_tokens=worker.overflow_tokens,
     )
 
 
