@@ -97,7 +97,7 @@ class FetchedStreams(StreamService):
                 on_first=lambda first: self._take_first(stream, first),
                 on_verified=start_decoding,
                 deadline_s=stream.deadline_s,
-                on_requested=reserve if has_room else None,
+                on_computing=reserve if has_room else None,
             )
             times = await self._receiver.fetch(fetch)
             found = None if digest is None else await digest

@@ -42,7 +42,8 @@ class Fetch:
         on_verified: called at most once, when all KV is verified and in the pages, with the times
             of the transfer. Only bookkeeping follows, so the sequence may be decoded.
         deadline_s: seconds from the start of the fetch.
-        on_requested: called once the prefill has been requested.
+        on_computing: called when the prefill worker starts to compute. It is not called for a
+            sequence that ends with its first tokens.
         closed: True once the fetch has failed, was cancelled, or needs no KV; no decode is started
             after that.
     """
@@ -54,7 +55,7 @@ class Fetch:
     on_first: Callable[[pb.FirstTokens], bool]
     on_verified: Callable[["FetchTimes"], None]
     deadline_s: float
-    on_requested: Callable[[], None] | None = None
+    on_computing: Callable[[], None] | None = None
     closed: bool = False
 
 

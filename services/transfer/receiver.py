@@ -102,8 +102,6 @@ class Receiver:
             self._subscriptions[fetch.key] = subscription
             try:
                 subscription.send_start()
-                if fetch.on_requested is not None:  # after the session's writer, which is waiting
-                    asyncio.get_running_loop().call_soon(fetch.on_requested)
                 async with asyncio.TaskGroup() as pulls:
                     await self._follow(fetch, subscription, progress, pulls)
                 if progress.ended:
@@ -171,6 +169,8 @@ class Receiver:
                 if progress.computing:
                     raise ForeignSegment("the start of the computation was announced twice")
                 progress.computing = True
+                if fetch.on_computing is not None:
+                    fetch.on_computing()
                 fetch.reserved.add_done_callback(lambda _: self._join(fetch))
             case "first_tokens":
                 progress.times.queue = event.first_tokens.queue_s

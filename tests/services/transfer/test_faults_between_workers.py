@@ -93,16 +93,21 @@ async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> N
 async def test_prefill_is_requested_early_only_if_pages_are_certain(site: Site) -> None:
     """Reservations that are not made yet count as well as those of running sequences."""
     prefill, decode = await site.prefill(started=False), await site.decode(slots=2)
-    worker, loop = decode.worker, asyncio.get_running_loop()
+    worker = decode.worker
     assert worker.service._has_room()
     stream = open_stream(decode, prefill, 1, TOKENS)
-    await until(lambda: stream.reserved is not None and stream.reserved.done())
+    await until(lambda: prefill.worker.sender.active == 1)
+    assert stream.reserved is not None
+    assert not stream.reserved.done(), "pages are reserved before the prompt is computed"
     assert worker.service._has_room()
-    stream.reserved = loop.create_future()  # as before the engine's next step
+    request = stream.request
     more = (1,) * (worker.engine.load.pages_free // 2 * PAGE_SIZE)
-    stream.request = replace(stream.request, tokens=stream.request.tokens + more)
+    stream.request = replace(request, tokens=request.tokens + more)
     assert not worker.service._has_room()
-    stream.session.end(stream)
+    stream.request = request
+    prefill.worker.engine.start()
+    await until(lambda: decode.worker.idle)
+    assert stream.reserved.done()
 
 
 async def test_computation_announced_twice_fails_the_fetch(site: Site) -> None:
