@@ -46,13 +46,17 @@ class Engine:
     chunks and all running sequences: with replay in one forward pass, otherwise in two.
 
     Args:
-        num_pages: number of pages for sequences.
+        num_pages: number of pages for sequences; exact pages with a compressed KV format.
+        num_stored: number of stored pages of a compressed KV format; otherwise 0.
         replay: whether to use `StepReplay` (CUDA graphs). Without it, the host takes longer to
             launch kernels than the device takes to run them. Replay does not change tokens, but
             they are reported one step later.
         decodes: whether the engine decodes. False on a prefill worker, which needs no graphs of
             passes that decode.
         by_layer: whether to capture a decode graph for each layer instead of one for the step.
+
+    Raises:
+        ValueError: there are stored pages without a compressed format, or none with one.
     """
 
     def __init__(
@@ -61,12 +65,16 @@ class Engine:
         *,
         num_pages: int,
         limits: Limits,
+        num_stored: int = 0,
         replay: bool = False,
         decodes: bool = True,
         by_layer: bool = False,
     ) -> None:
+        if bool(num_stored) is not model.layout.has_stored:
+            name = model.kv_format.name
+            raise ValueError(f"{num_stored} stored pages with KV format {name}")
         self.model = model
-        self.cache = model.new_cache(num_pages + replay)  # replay needs a null page
+        self.cache = model.new_cache(num_pages + replay, num_stored)  # replay needs a null page
         self._steps: StepRunner
         if replay:
             self._steps = StepReplay(model, self.cache, limits, decodes=decodes, by_layer=by_layer)
@@ -75,6 +83,7 @@ class Engine:
         self._scheduler = Scheduler(
             limits,
             num_pages=num_pages,
+            num_stored=num_stored,
             page_size=model.page_size,
             context_length=model.context_length,
         )
@@ -93,13 +102,18 @@ class Engine:
 
     @property
     def pages_total(self) -> int:
-        """Number of pages, without the null page."""
-        return self._scheduler.pool.total
+        """Number of pages of the longest request, without the null page.
+
+        See `SequencePages.capacity`; without stored pages, the number of all pages.
+        """
+        pages = self._scheduler.pages
+        return pages.capacity(pages.total)
 
     @property
     def pages_free(self) -> int:
-        """Number of pages not allocated to any sequence."""
-        return self._scheduler.pool.free
+        """Number of pages of the longest request that the free pages can hold."""
+        pages = self._scheduler.pages
+        return pages.capacity(pages.free)
 
     @property
     def num_running(self) -> int:
@@ -204,14 +218,19 @@ class Engine:
     def _launch(self, plan: StepPlan, output: StepOutput) -> LaunchedStep:
         """Launch a step and report its chunks. Choices of completed prompts start running."""
         step = self._steps.launch(plan.decode, plan.chunks)
+        computed = list(plan.decode)
         for chunk in plan.chunks:
             self._report(chunk, step.ready, output)
             self._scheduler.computed(chunk)
             if chunk.completes and chunk.group.purpose is Purpose.GENERATE:
                 self._fork(chunk.group)
+                computed += chunk.group.sequences
                 for sequence in chunk.group.sequences:
                     self._scheduler.run(sequence)
         self._scheduler.step_launched(step.sequences)
+        for sequence in computed:
+            if sequence.forced:
+                self._scheduler.append_forced(sequence)
         return step
 
     def _report(self, chunk: Chunk, ready: torch.cuda.Event | None, output: StepOutput) -> None:
@@ -250,7 +269,7 @@ class Engine:
         tokens = {token.choice: token for token in first}
         for sequence in group.sequences:
             token = tokens[sequence.choice]
-            sequence.tokens.append(token.token)
+            self._scheduler.append(sequence, token.token)
             if self._finish_reason(sequence) is None:
                 self._scheduler.run(sequence)
             elif self._scheduler.finish(sequence):
@@ -276,7 +295,7 @@ class Engine:
         index = len(sequence.tokens) - request.prompt_tokens
         token = SampledToken(sequence.choice, index, draw.token, draw.logprob, draw.top)
         output.tokens.append((request.id, token))
-        sequence.tokens.append(draw.token)
+        self._scheduler.append(sequence, draw.token)
         if reason := self._finish_reason(sequence):
             output.finished.append((request.id, sequence.choice, reason))
             if self._scheduler.finish(sequence):

@@ -112,7 +112,7 @@ class Watch:
 
     @contextmanager
     def over(self, engine: Engine) -> Iterator["Watch"]:
-        replay, pool = replay_of(engine), engine._scheduler.pool
+        replay, pool = replay_of(engine), engine._scheduler.pages.exact
         launch, collect, allocate = replay.launch, replay.collect, pool.allocate
 
         def launched(decode: list[Sequence], chunks: list[Chunk]) -> InFlightStep:

@@ -1,0 +1,44 @@
+"""Prompt chunks of a step, and the encoding of completed prompts."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from runtime.attention.base import SequenceSlice
+from runtime.core.plan import Chunk
+from runtime.core.window import SINK_PAGES
+from runtime.graphs.host_copy import to_device
+from runtime.kv.cache import PagedCache
+from runtime.kv.windowed import WindowedFormat
+from runtime.models.model import Model
+
+
+def slice_of(chunk: Chunk) -> SequenceSlice:
+    """Return the tokens of a chunk, with logits if it completes its prompt."""
+    group, end = chunk.group, chunk.first + chunk.count
+    tokens, pages = group.tokens[chunk.first : end], group.sequences[0].pages
+    return SequenceSlice(tokens, chunk.first, pages, chunk.completes)
+
+
+def encode_prompts(model: Model, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
+    """Encode the pages of completed prompts that are not recent, in stream order.
+
+    Nothing is done without a compressed KV format.
+
+    Args:
+        chunks: chunks whose computation was launched.
+    """
+    if not isinstance(model.kv_format, WindowedFormat):
+        return
+    sources: list[int] = []
+    targets: list[int] = []
+    first: list[int] = []
+    for sequence in (chunk.group.sequences[0] for chunk in chunks if chunk.completes):
+        pages = range(SINK_PAGES, SINK_PAGES + len(sequence.stored))
+        sources += sequence.pages[pages.start : pages.stop]
+        targets += sequence.stored
+        first += [page * model.page_size for page in pages]
+    if sources:
+        layers = [cache.layer(index) for index in range(model.config.num_layers)]
+        table = to_device(np.array([sources, targets, first], np.int64), model.device)
+        model.kv_format.encode(layers, *table)
