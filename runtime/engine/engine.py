@@ -15,6 +15,7 @@ from runtime.core.limits import Limits
 from runtime.core.plan import Chunk, StepPlan
 from runtime.core.request import FinishReason, Request, SampledToken
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
+from runtime.core.window import SINK_PAGES
 from runtime.engine.commands import (
     Add,
     Arrived,
@@ -33,6 +34,7 @@ from runtime.errors import NotFinite, RuntimeFault
 from runtime.graphs.events import record_event
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
+from runtime.replay.prompts import stored_range
 from runtime.replay.step import UNRESOLVED, StepReplay
 from runtime.replay.warm_up import Progress, silent
 from runtime.sampling.reference import Draw
@@ -159,8 +161,9 @@ class Engine:
         if plan.reserved:
             ready = record_event(self.model.device)
             output.reserved += [
-                Reserved(group.request.id, tuple(group.sequences[0].pages), ready)
+                Reserved(group.request.id, tuple(first.pages), ready, tuple(first.stored))
                 for group in plan.reserved
+                for first in group.sequences[:1]
             ]
         output.started += [chunk.group.request.id for chunk in plan.chunks if not chunk.first]
         return output
@@ -237,8 +240,10 @@ class Engine:
         """Add a chunk and its pages to ``output.computed``."""
         group, size = chunk.group, self.model.page_size
         first, end = chunk.first, chunk.first + chunk.count
-        pages = tuple(group.sequences[0].pages[first // size : pages_for(end, size)])
-        output.computed.append(Computed(group.request.id, first, chunk.count, pages, ready))
+        sequence, encoded = group.sequences[0], stored_range(chunk, size)
+        pages = tuple(sequence.pages[first // size : pages_for(end, size)])
+        stored = tuple(sequence.stored[encoded.start - SINK_PAGES : encoded.stop - SINK_PAGES])
+        output.computed.append(Computed(group.request.id, first, chunk.count, pages, ready, stored))
 
     def _can_launch_ahead(self, step: LaunchedStep) -> bool:
         """Return whether the next step can be launched before ``step`` is read.
@@ -264,12 +269,17 @@ class Engine:
     def _start_received(
         self, group: SequenceGroup, first: tuple[SampledToken, ...], output: StepOutput
     ) -> None:
-        """Append the first tokens that the prefill worker sampled, and decode all choices."""
+        """Append the first tokens that the prefill worker sampled, and decode all choices.
+
+        Sequences with forced tokens have no first tokens.
+        """
         self._fork(group)
         tokens = {token.choice: token for token in first}
         for sequence in group.sequences:
-            token = tokens[sequence.choice]
-            self._scheduler.append(sequence, token.token)
+            if sequence.forced:
+                self._scheduler.append_forced(sequence)
+            else:
+                self._scheduler.append(sequence, tokens[sequence.choice].token)
             if self._finish_reason(sequence) is None:
                 self._scheduler.run(sequence)
             elif self._scheduler.finish(sequence):

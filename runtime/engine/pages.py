@@ -73,12 +73,16 @@ class SequencePages:
         first, size = group.sequences[0], self._page_size
         tokens, choices = len(first.tokens), len(group.sequences)
         if group.purpose is Purpose.HOLD:
-            return PageCount(pages_for(tokens, size))
+            return PageCount(
+                pages_for(tokens, size), stored_pages(tokens, size) * bool(self.stored)
+            )
         longest = first.limit - 1
         shared = tokens // size
         exact = shared + choices * (pages_for(min(tokens + 1, longest), size) - shared)
         if not self.stored:
             return PageCount(exact)
+        if group.purpose is Purpose.RECEIVE:  # the others arrive as stored pages
+            exact -= stored_pages(tokens, size)
         length = min(first.known + 1, longest)
         if first.forced:
             exact = max(exact, choices * min(pages_for(length, size), max_exact_pages(size)))
@@ -113,20 +117,27 @@ class SequencePages:
     def admit(self, group: SequenceGroup) -> None:
         """Allocate the pages of a group's prompt.
 
-        Choices share stored pages and full exact pages, but not a partly filled last page.
+        Choices share stored pages and full exact pages, but not a partly filled last page. A prompt
+        whose KV will be received has no exact pages beside its stored ones.
         """
         first, *others = group.sequences
         tokens, size = len(group.tokens), self._page_size
-        first.pages = self.exact.allocate(pages_for(tokens, size))
+        count = pages_for(tokens, size)
+        if self.stored:
+            first.stored = self.stored.allocate(stored_pages(tokens, size))
+        if group.purpose is Purpose.RECEIVE and self.stored:
+            encoded = len(first.stored)
+            exact = self.exact.allocate(count - encoded)
+            first.pages = exact[:SINK_PAGES] + [FREED] * encoded + exact[SINK_PAGES:]
+        else:
+            first.pages = self.exact.allocate(count)
         if group.purpose is Purpose.HOLD:
             return
         full = first.pages[: tokens // size]
         for sequence in others:
-            self.exact.share(full)
-            sequence.pages = full + self.exact.allocate(len(first.pages) - len(full))
-        if self.stored:
-            first.stored = self.stored.allocate(stored_pages(tokens, size))
-            for sequence in others:
+            self.exact.share([page for page in full if page != FREED])
+            sequence.pages = full + self.exact.allocate(count - len(full))
+            if self.stored:
                 self.stored.share(first.stored)
                 sequence.stored = first.stored.copy()
 
@@ -136,9 +147,9 @@ class SequencePages:
         Call it when the step that computes the KV of the last token but one was launched with the
         right token: it encodes all pages that are not recent at that length.
         """
-        if not self.stored:
-            return
         pages = sequence.pages
+        if not self.stored or not pages:  # other choices of a held prompt have no pages
+            return
         first = end = first_recent(len(sequence.tokens) - 1, self._page_size)
         while first > SINK_PAGES and pages[first - 1] != FREED:
             first -= 1

@@ -1,4 +1,4 @@
-"""Prompt chunks of a step, and the encoding of completed prompts."""
+"""Prompt chunks of a step, and the encoding of their pages."""
 
 from collections.abc import Sequence
 
@@ -21,9 +21,10 @@ def slice_of(chunk: Chunk) -> SequenceSlice:
 
 
 def encode_prompts(model: Model, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
-    """Encode the pages of completed prompts that are not recent, in stream order.
+    """Encode the pages of prompt chunks that the complete prompt leaves outside of its window.
 
-    Nothing is done without a compressed KV format.
+    The exact pages remain, because later chunks attend them. The work is in stream order. Nothing
+    is done without a compressed KV format.
 
     Args:
         chunks: chunks whose computation was launched.
@@ -33,12 +34,21 @@ def encode_prompts(model: Model, cache: PagedCache, chunks: Sequence[Chunk]) -> 
     sources: list[int] = []
     targets: list[int] = []
     first: list[int] = []
-    for sequence in (chunk.group.sequences[0] for chunk in chunks if chunk.completes):
-        pages = range(SINK_PAGES, SINK_PAGES + len(sequence.stored))
+    for chunk in chunks:
+        sequence = chunk.group.sequences[0]
+        pages = stored_range(chunk, model.page_size)
         sources += sequence.pages[pages.start : pages.stop]
-        targets += sequence.stored
+        targets += sequence.stored[pages.start - SINK_PAGES : pages.stop - SINK_PAGES]
         first += [page * model.page_size for page in pages]
     if sources:
         layers = [cache.layer(index) for index in range(model.config.num_layers)]
         table = to_device(np.array([sources, targets, first], np.int64), model.device)
         model.kv_format.encode(layers, *table)
+
+
+def stored_range(chunk: Chunk, page_size: int) -> range:
+    """Return the pages of a chunk, as indices within its sequence, that have stored pages."""
+    end = SINK_PAGES + len(chunk.group.sequences[0].stored)
+    first = max(SINK_PAGES, chunk.first // page_size)
+    last = min(end, (chunk.first + chunk.count) // page_size)
+    return range(first, max(first, last))

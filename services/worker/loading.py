@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.transfer.codecs import Books, SegmentCodecs, group_planes
+from services.transfer.manifest import sent_pages
 from services.transfer.slab import Slab
 from services.worker.device import torch_device
 from services.worker.kv_budget import CPU_TOKENS, DeviceMemory, kv_tokens_for
@@ -280,14 +282,22 @@ def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
     return books, loaded.id
 
 
-def digest_pages(engine: Engine, pages: tuple[int, ...], num_tokens: int) -> str:
-    """Return a digest of a sequence's KV in all planes. Call it on the engine thread."""
-    held = pages[: -(-num_tokens // PAGE_SIZE)]
-    cache = engine.cache
-    digests = [
-        codec.checksum_pages(
-            group_planes(cache.planes, group, 0, len(cache.layout.layers)), held, num_tokens
-        )
-        for group in cache.layout.groups
-    ]
+def digest_pages(
+    engine: Engine, pages: Sequence[int], num_tokens: int, stored: Sequence[int] = ()
+) -> str:
+    """Return a digest of a sequence's KV in all planes. Call it on the engine thread.
+
+    Args:
+        pages: pages of the sequence, by index; those of a compressed format that are not sent have
+            any value.
+        stored: stored pages of a compressed format, in token order.
+    """
+    cache, digests = engine.cache, []
+    for group in cache.layout.groups:
+        indices = [i for each in sent_pages(cache.layout, group, num_tokens) for i in each]
+        held = list(stored) if group.stored else [pages[index] for index in indices]
+        last = num_tokens - PAGE_SIZE * indices[-1] if indices else 0  # tokens of the last page
+        tokens = PAGE_SIZE * (len(held) - 1) + min(PAGE_SIZE, last) if held else 0
+        planes = group_planes(cache.planes, group, 0, len(cache.layout.layers))
+        digests.append(codec.checksum_pages(planes, held, tokens) if held else 0)
     return "-".join(f"{digest:016x}" for digest in digests)
