@@ -1,6 +1,6 @@
 """Engines with compressed KV formats: results equal a plain loop, and no page is lost."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 
 import pytest
@@ -31,7 +31,7 @@ def model() -> Model:
     return Model(tiny_checkpoint(), kv_format="k4v2")
 
 
-def logits_by_hand(model: Model, request: Request) -> Iterator[Tensor]:
+def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, None]:
     """Yield logits `[1, vocab]` after the prompt and after each token that is sent."""
     count = pages_for(len(request.tokens) + request.max_tokens, PAGE)
     cache = model.new_cache(count, count)
@@ -182,6 +182,14 @@ def test_requests_that_do_not_fit_are_refused(model: Model) -> None:
     grown = drive(engine, Add(request_of("r", 100, 200)))
     assert isinstance(grown.refused["r"], OutOfPages)
     assert len(grown.output("r")) == 160 - 100
+    assert all_free(engine)
+
+
+def test_choices_that_do_not_fit_are_refused_together(model: Model) -> None:
+    """The older choice lacks a stored page; the younger one is preempted and fits into no pool."""
+    engine = engine_of(model, pages=8, stored=1)
+    record = drive(engine, Add(request_of("r", 96, 17, choices=2)))
+    assert isinstance(record.refused["r"], OutOfPages)
     assert all_free(engine)
 
 
