@@ -92,7 +92,8 @@ async def serve(settings: DecodeSettings) -> None:
     Raises:
         SettingsError: the worker cannot start with these settings.
     """
-    loaded = await asyncio.to_thread(load_worker, settings, decodes=True)
+    transfers = not settings.colocated
+    loaded = await asyncio.to_thread(load_worker, settings, decodes=True, transfers=transfers)
     landing = loaded.new_slab()
     agent = TransferAgent(
         f"decode-{loaded.identity.epoch}", loaded.device, network=settings.transfer_network

@@ -19,10 +19,12 @@ from services.worker.warm_up import progress_log
 async def warm_up_transfers(loaded: Loaded, agent: TransferAgent, slab: Slab) -> None:
     """Warm up the codec on the transfer thread. Does nothing on a CPU.
 
+    Compressed KV is not transferred, so nothing is done for it either.
+
     Raises:
         SettingsError: the codec does not reproduce its input.
     """
-    if loaded.device == "cpu":
+    if loaded.device == "cpu" or loaded.engine.cache.layout.has_stored:
         return
     progress = progress_log()
     try:

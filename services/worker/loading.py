@@ -16,7 +16,7 @@ from headrace.v1 import prefill_pb2
 from runtime.checkpoint import load_checkpoint
 from runtime.config import ModelConfig
 from runtime.core.limits import Limits
-from runtime.engine import Engine
+from runtime.engine import Engine, PageCount
 from runtime.errors import RuntimeFault
 from runtime.models.model import Model, unsupported_by_gemm
 from services.common.errors import SettingsError
@@ -25,7 +25,15 @@ from services.common.placement import Compatibility, ModelInfo
 from services.transfer.codecs import Books, SegmentCodecs, group_planes
 from services.transfer.slab import Slab
 from services.worker.device import torch_device
-from services.worker.kv_budget import CPU_TOKENS, DeviceMemory, kv_tokens_for
+from services.worker.kv_budget import (
+    CPU_TOKENS,
+    DeviceMemory,
+    exact_pages_for,
+    kv_bytes_for,
+    least_bytes,
+    pages_of_bytes,
+    pages_of_tokens,
+)
 from services.worker.settings import WorkerSettings
 from services.worker.sizes import WorkerSizes
 from services.worker.warm_up import warm_up
@@ -82,11 +90,12 @@ class Loaded:
         return Slab(self.sizes.slots, self.sizes.slot_bytes, self.device)
 
 
-def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
+def load_worker(settings: WorkerSettings, *, decodes: bool, transfers: bool = True) -> Loaded:
     """Read the model and the codebooks, build the engine and warm it up.
 
     Args:
         decodes: whether the worker runs decode steps; on a GPU these are captured as CUDA graphs.
+        transfers: whether the worker sends KV to other workers or receives it from them.
 
     Raises:
         SettingsError: the model cannot be served; the message says why.
@@ -95,6 +104,11 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
     try:
         path = resolve_model(settings.model)
         model, model_hash, weight_bytes = _load_model(path, settings, device)
+        if transfers and model.layout.has_stored:
+            raise SettingsError(
+                f"KV format {settings.kv_format} is compressed, and compressed KV cannot be sent "
+                "between workers: only colocated workers (--colocated) serve this format"
+            )
         sizes = _sizes(model, settings)
         engine = _engine(model, settings, sizes, decodes=decodes)
         codebooks, codebook_id = _codebooks(settings, model)
@@ -213,33 +227,18 @@ def _sizes(model: Model, settings: WorkerSettings) -> WorkerSizes:
 
 
 def _engine(model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decodes: bool) -> Engine:
-    """Build the engine with as many pages as the settings or the memory allow.
-
-    Raises:
-        SettingsError: the memory beside the weights does not hold a single page.
-    """
+    """Build the engine with the pages of `_kv_pages`."""
     limits = Limits(
         max_running=sizes.max_running,
         max_waiting=settings.max_waiting,
         step_tokens=sizes.step_tokens,
         chunk_tokens=sizes.chunk_tokens,
     )
-    tokens = settings.kv_tokens
-    if tokens == "auto" and model.device.type == "cpu":
-        tokens = CPU_TOKENS
-    elif tokens == "auto":
-        per_token = model.layout.bytes_per_token
-        tokens = kv_tokens_for(
-            DeviceMemory.now(model.device),
-            utilization=settings.gpu_memory_utilization,
-            slab=sizes.slab_bytes + model.replayable * PAGE_SIZE * per_token,
-            logits=sizes.max_running * model.config.vocab_size,
-            bytes_per_token=per_token,
-            page_size=PAGE_SIZE,
-        )
+    pages = _kv_pages(model, settings, sizes)
     return Engine(
         model,
-        num_pages=tokens // PAGE_SIZE,
+        num_pages=pages.exact,
+        num_stored=pages.stored,
         limits=limits,
         replay=model.replayable,
         decodes=decodes,
@@ -247,11 +246,39 @@ def _engine(model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decod
     )
 
 
+def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> PageCount:
+    """Return as many pages as the settings or the memory allow.
+
+    Raises:
+        SettingsError: the memory beside the weights does not hold a single page.
+    """
+    layout, tokens = model.layout, settings.kv_tokens
+    exact = exact_pages_for(sizes.max_running, model.context_length, PAGE_SIZE)
+    if tokens == "auto" and model.device.type == "cpu":
+        tokens = CPU_TOKENS
+    if tokens != "auto":
+        return pages_of_tokens(tokens, layout, exact)
+    size = kv_bytes_for(
+        DeviceMemory.now(model.device),
+        utilization=settings.gpu_memory_utilization,
+        slab=sizes.slab_bytes + model.replayable * PAGE_SIZE * layout.bytes_per_token,
+        logits=sizes.max_running * model.config.vocab_size,
+        least=least_bytes(layout),
+    )
+    return pages_of_bytes(size, layout, exact)
+
+
 def _log_capacity(engine: Engine, device: str) -> None:
     """Log the pages and the memory that is left after warm-up."""
     free = None if device == "cpu" else torch.cuda.mem_get_info(device)[0]
-    pages = engine.pages_total
-    log.info("kv pages", pages=pages, kv_tokens=pages * PAGE_SIZE, memory_left_bytes=free)
+    pages = engine.num_pages
+    log.info(
+        "kv pages",
+        pages=pages.exact,
+        stored_pages=pages.stored,
+        kv_tokens=max(pages) * PAGE_SIZE,
+        memory_left_bytes=free,
+    )
 
 
 def _dtype(name: str, device: str) -> torch.dtype:

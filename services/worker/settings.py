@@ -63,7 +63,7 @@ class WorkerSettings(ServiceSettings):
         "dense",
         pattern=r"^[A-Za-z0-9_.:-]{1,256}$",
         description="how KV is stored, sent and attended: a built-in format or module:Class; the "
-        "same for all workers",
+        "same for all workers; only colocated workers serve compressed formats",
     )
     kernel_plan_file: Path | None = Field(
         None,
@@ -77,7 +77,8 @@ class WorkerSettings(ServiceSettings):
     )
     kv_tokens: Annotated[int, Field(ge=16, le=MAX_KV_TOKENS)] | Literal["auto"] = Field(
         "auto",
-        description="token slots of the KV page pool, a multiple of 16; auto: on a GPU as many as "
+        description="token slots of the KV page pool, a multiple of 16; of the stored pages with a "
+        "compressed format, whose exact pages are added; auto: on a GPU as many as "
         "`gpu_memory_utilization` allows, 16,384 on the CPU",
     )
     gpu_memory_utilization: float = Field(

@@ -47,6 +47,19 @@ def test_kv_tokens_set_the_number_of_pages(model: Path, kv_tokens: object, pages
     assert loaded.config == CONFIG
 
 
+def test_compressed_format_is_served_by_a_worker_without_transfers(model: Path) -> None:
+    """7 exact pages for each of 4 sequences, 25 for the context; 16,384 tokens of stored pages."""
+    settings = settings_of(model, kv_format="int4")
+    loaded = load_worker(settings, decodes=True, transfers=False)
+    assert loaded.engine.num_pages == (7 * 4 + 25, 1024)
+    assert loaded.engine.pages_total == 7 * 4 + 25
+    assert loaded.identity.compatibility.kv_format == "int4"
+    request = request_of("r", 120, 40)
+    assert len(drive(loaded.engine, Add(request)).output("r")) == 40
+    with pytest.raises(SettingsError, match=r"KV format int4 .* only colocated workers"):
+        load_worker(settings, decodes=True)
+
+
 def test_kernel_plan_file_needs_a_gpu(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
