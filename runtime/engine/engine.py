@@ -28,6 +28,7 @@ from runtime.engine.commands import (
     StepOutput,
 )
 from runtime.engine.direct import DirectSteps
+from runtime.engine.pages import PageCount
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.steps import LaunchedStep, StepRunner
 from runtime.errors import NotFinite, RuntimeFault
@@ -103,10 +104,15 @@ class Engine:
         self._steps.warm_up(progress)
 
     @property
-    def pages_total(self) -> int:
-        """Number of pages of the longest request, without the null page.
+    def num_pages(self) -> PageCount:
+        """Number of exact and of stored pages, without the null page."""
+        return self._scheduler.pages.total
 
-        See `SequencePages.capacity`; without stored pages, the number of all pages.
+    @property
+    def pages_total(self) -> int:
+        """Number of pages of the longest request; see `SequencePages.capacity`.
+
+        Without a compressed KV format, these are all pages.
         """
         pages = self._scheduler.pages
         return pages.capacity(pages.total)

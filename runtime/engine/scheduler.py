@@ -265,7 +265,7 @@ class Scheduler:
     def _preempt_for(
         self, pages: PageCount, requester: Sequence, refused: list[tuple[str, RuntimeFault]]
     ) -> bool:
-        """Preempt until ``pages`` are free. Return False if ``requester`` was preempted."""
+        """Preempt until ``pages`` are free. Return False if ``requester`` no longer runs."""
         while not pages.fits(self.pages.free):
             candidates = (g for g in self._prefilling if g.purpose is Purpose.GENERATE)
             prefill = max(candidates, key=_age, default=None)
@@ -284,7 +284,7 @@ class Scheduler:
                 self.drop(youngest.request.id)
             else:
                 self._requeue(group)
-            if youngest is requester:
+            if not requester.running:
                 return False
         return True
 

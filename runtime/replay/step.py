@@ -79,6 +79,7 @@ class InFlightStep:
         assignment: slots of the sequences whose sampled tokens are used.
         ready: CUDA event recorded after the forward pass; None on the CPU.
         held_logits: logits `[vocab]` of held prompts whose tokens are random, by slot.
+        read_first: whether the step must be read before the next one is launched.
     """
 
     replay: "StepReplay"
@@ -86,6 +87,7 @@ class InFlightStep:
     results: HostCopy
     ready: torch.cuda.Event | None
     held_logits: Mapping[int, Tensor]
+    read_first: bool
 
     @property
     def sequences(self) -> list[Running]:
@@ -163,7 +165,13 @@ class StepReplay:
 
         Return False if sequences should first move to lower slots so that a smaller bucket
         suffices. To move a sequence, the host must have read all of its tokens.
+
+        Return False as well if the last step completed a prompt whose first token is random, and
+        the KV format has stored pages. If the device could not draw that token, the next step would
+        compute the last prompt token again, and attend stored pages, which prompts do not.
         """
+        if self._latest is not None and self._latest.read_first:
+            return False
         smallest = self._bucket_of(len(sequences))
         if sequences == self._assignment.sequences:
             return self._assignment.bucket <= smallest
@@ -240,7 +248,13 @@ class StepReplay:
             held = self._held_logits(assignment, chunks) if features.random else {}
         self._sampler.start_copy(results, bucket, features)
         used = assignment.without_forced()
-        self._latest = InFlightStep(self, used, results, ready, held)
+        read_first = self._cache.layout.has_stored and any(
+            sequence.request.sampling.temperature > 0 and not sequence.forced
+            for chunk in chunks
+            if chunk.completes
+            for sequence in chunk.group.sequences
+        )
+        self._latest = InFlightStep(self, used, results, ready, held, read_first)
         return self._latest
 
     def _held_logits(

@@ -44,9 +44,9 @@ def load(*, codebooks: bool = False, kv_format: str = "dense", **limits: int) ->
 
     All planes have the same codebook, calibrated with normally distributed numbers.
     """
-    runtime_model = Model(tiny_checkpoint(), kv_format=kv_format)
-    stored = 64 if runtime_model.layout.has_stored else 0
-    engine = engine_of(runtime_model, stored=stored, chunk_tokens=CHUNK, **limits)
+    tiny = Model(tiny_checkpoint(), kv_format=kv_format)
+    stored = 64 * tiny.layout.has_stored
+    engine = engine_of(tiny, chunk_tokens=CHUNK, stored=stored, **limits)
     model = ModelInfo(
         name="tiny",
         context_length=CONFIG.context_length,

@@ -1,6 +1,6 @@
 """Engines with compressed KV formats: results equal a plain loop, and no page is lost."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 
 import pytest
@@ -11,8 +11,8 @@ from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.core.sequence import FREED
 from runtime.core.window import SINK_PAGES, first_recent, max_exact_pages, stored_pages
-from runtime.engine import Add, Cancel, Engine, Reserve
-from runtime.errors import KVFormatError, OutOfPages
+from runtime.engine import Add, Cancel, Engine
+from runtime.errors import OutOfPages
 from runtime.kv.pages import pages_for
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
@@ -31,7 +31,7 @@ def model() -> Model:
     return Model(tiny_checkpoint(), kv_format="k4v2")
 
 
-def logits_by_hand(model: Model, request: Request) -> Iterator[Tensor]:
+def logits_by_hand(model: Model, request: Request) -> Generator[Tensor, int, None]:
     """Yield logits `[1, vocab]` after the prompt and after each token that is sent."""
     count = pages_for(len(request.tokens) + request.max_tokens, PAGE)
     cache = model.new_cache(count, count)
@@ -185,13 +185,12 @@ def test_requests_that_do_not_fit_are_refused(model: Model) -> None:
     assert all_free(engine)
 
 
-def test_prompts_for_other_workers_are_refused(model: Model) -> None:
-    engine = engine_of(model, stored=64)
-    sent = drive(engine, Add(request_of("h", 30), hold=True), Reserve(request_of("r", 30)))
-    assert {name: type(fault) for name, fault in sent.refused.items()} == {
-        "h": KVFormatError,
-        "r": KVFormatError,
-    }
+def test_choices_that_do_not_fit_are_refused_together(model: Model) -> None:
+    """The older choice lacks a stored page; the younger one is preempted and fits into no pool."""
+    engine = engine_of(model, pages=8, stored=1)
+    record = drive(engine, Add(request_of("r", 96, 17, choices=2)))
+    assert isinstance(record.refused["r"], OutOfPages)
+    assert all_free(engine)
 
 
 def test_cancelled_requests_return_their_pages(model: Model) -> None:
