@@ -27,7 +27,7 @@ from runtime.core.plan import Chunk, StepPlan, choose_chunks
 from runtime.core.request import Request
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
 from runtime.engine.pages import PageCount, SequencePages
-from runtime.errors import InvalidRequest, KVFormatError, OutOfPages, QueueFull, RuntimeFault
+from runtime.errors import InvalidRequest, OutOfPages, QueueFull, RuntimeFault
 
 _age = attrgetter("age")
 
@@ -121,15 +121,15 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            InvalidRequest: the request has more choices than there are batch slots.
-            KVFormatError: KV of a compressed format would have to be transferred.
+            InvalidRequest: the request has more choices than there are batch slots, or KV of a
+                compressed format would have to be transferred.
             OutOfPages: the tokens need more pages than the pool has.
             ValueError: the request id already exists.
         """
         if request.id in self:
             raise ValueError(f"request {request.id} already exists")
         if self.pages.stored and purpose is not Purpose.GENERATE:
-            raise KVFormatError("KV of a compressed format cannot be transferred")
+            raise InvalidRequest("KV of a compressed format cannot be transferred")
         limit = min(request.prompt_tokens + request.max_tokens, self._context_length)
         sequences = [
             Sequence(request, choice, self._arrivals, list(request.tokens), limit)

@@ -12,6 +12,7 @@ from services.common.tokenizer import load_tokenizer
 from services.offline.output import atomic_file
 from services.offline.real_kv import load_model, prefill_sample
 from services.worker.device import torch_device
+from services.worker.loading import check_transferable
 
 
 def calibrate(
@@ -28,7 +29,7 @@ def calibrate(
 
     Raises:
         SettingsError, CheckpointError: if the model or the tokenizer cannot be read, or the KV
-            format has no encodable planes, or planes of several element types.
+            format is compressed, has no encodable planes, or planes of several element types.
     """
     on = torch_device(device)
     console = Console(stderr=True)
@@ -37,6 +38,7 @@ def calibrate(
             codec.warm_up()  # compile once here; workers load the functions from the cache
         tokens = load_tokenizer(resolve_model(tokenizer)).encode(documentation()[0])
         runtime_model = load_model(resolve_model(model), on, kv_format)
+        check_transferable(runtime_model)
     samples = prefill_sample(runtime_model, tokens, console)
     if not samples:
         raise SettingsError(f"KV format {kv_format} has no planes to encode: use --codec raw")

@@ -104,11 +104,8 @@ def load_worker(settings: WorkerSettings, *, decodes: bool, transfers: bool = Tr
     try:
         path = resolve_model(settings.model)
         model, model_hash, weight_bytes = _load_model(path, settings, device)
-        if transfers and model.layout.has_stored:
-            raise SettingsError(
-                f"KV format {settings.kv_format} is compressed, and compressed KV cannot be sent "
-                "between workers: only colocated workers (--colocated) serve this format"
-            )
+        if transfers:
+            check_transferable(model)
         sizes = _sizes(model, settings)
         engine = _engine(model, settings, sizes, decodes=decodes)
         codebooks, codebook_id = _codebooks(settings, model)
@@ -140,6 +137,15 @@ def load_worker(settings: WorkerSettings, *, decodes: bool, transfers: bool = Tr
         ),
     )
     return Loaded(engine, codebooks, identity, config, device, sizes, weight_bytes)
+
+
+def check_transferable(model: Model) -> None:
+    """Raise `SettingsError` if the KV format is compressed, so that its KV cannot be sent."""
+    if model.layout.has_stored:
+        raise SettingsError(
+            f"KV format {model.kv_format.name} is compressed, and compressed KV cannot be sent "
+            "between workers: only colocated workers (--colocated) serve this format"
+        )
 
 
 def _load_model(path: Path, settings: WorkerSettings, device: str) -> tuple[Model, str, int]:

@@ -12,7 +12,7 @@ from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.core.sequence import FREED
 from runtime.core.window import SINK_PAGES, first_recent, max_exact_pages, stored_pages
 from runtime.engine import Add, Cancel, Engine, Reserve
-from runtime.errors import KVFormatError, OutOfPages
+from runtime.errors import InvalidRequest, OutOfPages
 from runtime.kv.pages import pages_for
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat
@@ -197,8 +197,8 @@ def test_prompts_for_other_workers_are_refused(model: Model) -> None:
     engine = engine_of(model, stored=64)
     sent = drive(engine, Add(request_of("h", 30), hold=True), Reserve(request_of("r", 30)))
     assert {name: type(fault) for name, fault in sent.refused.items()} == {
-        "h": KVFormatError,
-        "r": KVFormatError,
+        "h": InvalidRequest,
+        "r": InvalidRequest,
     }
 
 

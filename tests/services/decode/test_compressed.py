@@ -42,10 +42,10 @@ async def test_cancelled_stream_returns_its_pages(site: Site) -> None:
     await until(lambda: worker.engine.load.pages_free == worker.engine.pages_total)
 
 
-async def test_stream_with_a_prefill_worker_is_refused(site: Site) -> None:
+async def test_prefill_worker_with_another_format_is_incompatible(site: Site) -> None:
     decode, prefill = await site.decode(colocated=True, kv_format="int4"), await site.prefill()
     start = start_of(decode, 1)
     start.prefill.CopyFrom(prefill.address)
     session = start_stream(decode.worker.service, start)
     await until(lambda: output_of(session).HasField("error"))
-    assert output_of(session).error.code != error_pb2.ERROR_CODE_UNSPECIFIED
+    assert output_of(session).error.code == error_pb2.ERROR_CODE_INCOMPATIBLE
