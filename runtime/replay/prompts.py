@@ -29,8 +29,6 @@ def encode_prompts(model: Model, cache: PagedCache, chunks: Sequence[Chunk]) -> 
     Args:
         chunks: chunks whose computation was launched.
     """
-    if not isinstance(model.kv_format, WindowedFormat):
-        return
     sources: list[int] = []
     targets: list[int] = []
     first: list[int] = []
@@ -41,6 +39,30 @@ def encode_prompts(model: Model, cache: PagedCache, chunks: Sequence[Chunk]) -> 
         targets += sequence.stored[pages.start - SINK_PAGES : pages.stop - SINK_PAGES]
         first += [page * model.page_size for page in pages]
     if sources:
+        _encode(model, cache, sources, targets, first)
+
+
+def warm_up_encode(model: Model, cache: PagedCache) -> None:
+    """Compile the kernels that encode pages. Call it before the first prompt.
+
+    Numbers of pages are 1, a multiple of 16, and another; see `runtime.replay.warm_up`.
+    """
+    for count in (1, 2, 16):
+        pages = list(range(min(count, *(len(plane) for plane in cache.planes))))
+        _encode(model, cache, pages, pages, [0] * len(pages))
+
+
+def _encode(
+    model: Model, cache: PagedCache, sources: list[int], targets: list[int], first: list[int]
+) -> None:
+    """Encode exact pages in all layers, if the KV format is compressed.
+
+    Args:
+        sources: exact pages.
+        targets: stored pages, without repetition.
+        first: position of the first token of each page.
+    """
+    if isinstance(model.kv_format, WindowedFormat):
         layers = [cache.layer(index) for index in range(model.config.num_layers)]
         table = to_device(np.array([sources, targets, first], np.int64), model.device)
         model.kv_format.encode(layers, *table)

@@ -32,7 +32,7 @@ from runtime.kv.pages import pages_for
 from runtime.models.model import Model
 from runtime.replay.decode import DecodeReplay
 from runtime.replay.mixed import MixedReplay
-from runtime.replay.prompts import encode_prompts, slice_of
+from runtime.replay.prompts import encode_prompts, slice_of, warm_up_encode
 from runtime.replay.sampling import SlotSampler
 from runtime.replay.slots import BatchSlots
 from runtime.sampling.on_device import SamplingFeatures
@@ -154,6 +154,7 @@ class StepReplay:
         Args:
             progress: called with a stage and a size, see `runtime.replay.warm_up.Progress`.
         """
+        warm_up_encode(self._model, self._cache)
         self._mixed.warm_up(lambda rows: progress("prompts", rows))
         buckets = self._buckets[::-1]  # the largest first, so that the others reuse its memory
         if self._decodes:

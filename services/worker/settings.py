@@ -65,7 +65,7 @@ class WorkerSettings(ServiceSettings):
         "dense",
         pattern=r"^[A-Za-z0-9_.:-]{1,256}$",
         description="how KV is stored, sent and attended: a built-in format or module:Class; the "
-        "same for all workers; only colocated workers serve compressed formats",
+        "same for all workers",
     )
     kernel_plan_file: Path | None = Field(
         None,

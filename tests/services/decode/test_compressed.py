@@ -48,4 +48,4 @@ async def test_prefill_worker_with_another_format_is_refused(site: Site) -> None
     start.prefill.CopyFrom(prefill.address)
     session = start_stream(decode.worker.service, start)
     await until(lambda: output_of(session).HasField("error"))
-    assert output_of(session).error.code != error_pb2.ERROR_CODE_UNSPECIFIED
+    assert output_of(session).error.code == error_pb2.ERROR_CODE_INCOMPATIBLE
