@@ -15,6 +15,7 @@ from runtime.kv.format import KVFormat, KVFormatFactory
 from runtime.kv.fp8 import FP8Format
 from runtime.kv.int4 import Int4Format
 from runtime.kv.k4v2 import K4V2Format
+from runtime.kv.windowed import WindowedFormat
 
 COMPRESSED: dict[str, Callable[[ModelConfig], CompressedFormat]] = {
     "fp8": FP8Format,
@@ -22,13 +23,31 @@ COMPRESSED: dict[str, Callable[[ModelConfig], CompressedFormat]] = {
     "int4": Int4Format,
     "k4v2": K4V2Format,
 }
-"""Compressed formats by name. They are measured by `runtime.quality`, and not served yet."""
-_BUILT_IN: dict[str, KVFormatFactory] = {DenseFormat.name: DenseFormat.create}
+"""Compressed formats by name. `create_format` combines them with exact pages of `dense`."""
 
 _MEMBERS = (
     *("name", "version", "lossless", "artifact_hash", "graph_safe", "dense_bf16"),
     *("kernels", "planes", "layer"),
 )
+
+
+def _windowed(
+    name: str,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    by_halves: bool = False,
+) -> WindowedFormat:
+    """Create a compressed format over exact pages of `dense`."""
+    exact = DenseFormat.create(config, device, dtype, by_halves=by_halves)
+    return WindowedFormat(exact, COMPRESSED[name](config))
+
+
+_BUILT_IN: dict[str, KVFormatFactory] = {
+    DenseFormat.name: DenseFormat.create,
+    **{name: partial(_windowed, name) for name in COMPRESSED},
+}
 
 
 def create_format(

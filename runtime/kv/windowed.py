@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from runtime.attention.base import Batch
+from runtime.attention.base import Batch, MixedBatch
 from runtime.attention.reference import ReferenceAttention
 from runtime.core.window import SINK_PAGES, first_recent
 from runtime.kv.compressed import CompressedFormat, CompressedLayer
@@ -35,8 +35,9 @@ class WindowedLayer:
     ) -> Tensor:
         """See `LayerKV`. Sequences being decoded also encode the page that leaves the window."""
         q = self._exact.append(qkv, rope, planes[:_EXACT], batch)
-        if batch.stored_table is not None:
-            self._encode_leaving(planes, batch, batch.stored_table)
+        decode = batch.decode if isinstance(batch, MixedBatch) else batch
+        if decode.stored_table is not None:
+            self._encode_leaving(planes, decode, decode.stored_table)
         return q
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:

@@ -230,9 +230,11 @@ class Model:
                 if isinstance(part, PackedProjection):
                     yield from part.gemms
 
-    def new_cache(self, num_pages: int) -> PagedCache:
-        """Allocate ``num_pages`` pages for this model's KV."""
-        return PagedCache(self.layout, num_pages=num_pages, device=self.device)
+    def new_cache(self, num_pages: int, num_stored: int = 0) -> PagedCache:
+        """Allocate pages for this model's KV; see `PagedCache`."""
+        return PagedCache(
+            self.layout, num_pages=num_pages, num_stored=num_stored, device=self.device
+        )
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:

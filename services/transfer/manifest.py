@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.v1 import request_pb2
 from runtime.core.window import SINK_PAGES, first_recent
 from runtime.kv.cache import CacheLayout, PlaneGroup
 from runtime.kv.pages import pages_for
+from services.common.token_ids import count_tokens
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
 
@@ -31,12 +33,23 @@ def sent_pages(layout: CacheLayout, group: PlaneGroup, num_tokens: int) -> tuple
     exact or stored; see `runtime.core.window`.
     """
     pages = pages_for(num_tokens, layout.page_size)
-    if not layout.stored_bytes_per_token:
+    if not layout.has_stored:
         return (range(pages),)
     recent = first_recent(num_tokens, layout.page_size)
     if group.stored:
         return (range(SINK_PAGES, recent),)
     return range(min(SINK_PAGES, pages)), range(recent, pages)
+
+
+def sent_tokens(request: request_pb2.Request, layout: CacheLayout) -> int:
+    """Return the number of tokens of a request whose KV is sent.
+
+    With a compressed format, it is that of the prompt: output tokens of an earlier attempt attend
+    stored pages, so the decode worker computes them again.
+    """
+    if layout.has_stored:
+        return request.prompt_tokens
+    return count_tokens(request.tokens)
 
 
 def plan_segments(
