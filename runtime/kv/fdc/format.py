@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.errors import KVFormatError
+from runtime.errors import CalibrationError
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.projection import project_pages
 from runtime.kv.fdc.calibrate import NAME, VERSION
@@ -94,7 +94,7 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
 def _check_ranks(layer: int, basis: Tensor, ranks: tuple[int, ...]) -> None:
     _, dim, width = basis.shape
     if not 1 <= width <= dim or min(ranks) < 1 or max(ranks) != width:
-        raise KVFormatError(
+        raise CalibrationError(
             f"calibration of {NAME}, layer {layer}: ranks {ranks} do not fit a basis of {width} "
             f"columns of {dim}"
         )

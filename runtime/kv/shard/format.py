@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.errors import KVFormatError
+from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.projection import project_pages
 from runtime.kv.format import Plane
@@ -101,7 +101,7 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
             basis = artifact.tensor(f"k_basis.{index}", (heads * dim, None))
             rank = basis.shape[1]
             if not rank or rank % (2 * heads):
-                raise KVFormatError(
+                raise CalibrationError(
                     f"calibration of {NAME}, layer {index}: rank {rank} is not a multiple of "
                     f"{2 * heads}"
                 )

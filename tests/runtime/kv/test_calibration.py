@@ -8,7 +8,7 @@ import torch
 
 from runtime.compress.kv_moments import kv_moments
 from runtime.config import RopeConfig
-from runtime.errors import KVFormatError
+from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv.calibration import (
     Artifact,
     KVMoments,
@@ -181,7 +181,7 @@ def test_files_that_are_no_artifacts_are_rejected(tmp_path: Path, content: bytes
     path.write_bytes(content)
     with pytest.raises(KVFormatError, match="is not a calibration"):
         Artifact.load(path)
-    with pytest.raises(KVFormatError, match="is not a calibration"):
+    with pytest.raises(CalibrationError, match="cannot read the calibration"):
         Artifact.load(tmp_path / "missing")
 
 
