@@ -70,6 +70,10 @@ class CalibratedFormat(ABC, Generic[LayerT]):
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
         """Return the stored planes of one layer, in the order in which they are stored and sent."""
 
+    @abstractmethod
+    def describe(self, layer: int) -> str:
+        """Return the ranks or bits of one layer in words."""
+
     def layer(self, index: int) -> LayerT:
         """Return the encoding of one layer."""
         return self._layers[index]

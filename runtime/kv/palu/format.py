@@ -79,6 +79,12 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
             for name, width in (("k", k_width), ("v", found.v_basis.shape[2]))
         )
 
+    def describe(self, layer: int) -> str:
+        found = self._layers[layer]
+        groups, _, k_width = found.k_basis.shape
+        size = self._config.num_kv_heads // groups
+        return f"K {groups} x {k_width} for {size} heads each, V {found.v_basis.shape[2]} per head"
+
     def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[PaluLayer]:
         config = self._config
         rotation = PageRotation(config, device)

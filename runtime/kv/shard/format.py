@@ -88,6 +88,9 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
             Plane("v_norm", torch.bfloat16, (heads, page_size, 1), encodable=False),
         )
 
+    def describe(self, layer: int) -> str:
+        return f"K {self._layers[layer].k_basis.shape[1]} x {K_BITS} bits, V {V_BITS} bits"
+
     def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[ShardLayer]:
         config = self._config
         heads, dim = config.num_kv_heads, config.head_dim
