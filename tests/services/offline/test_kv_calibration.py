@@ -14,6 +14,7 @@ from runtime.errors import QualityError
 from runtime.kv.calibration import Artifact
 from runtime.kv.registry import create_format
 from runtime.quality import search as search_module
+from runtime.quality.metrics import Summary
 from services.cli import app
 from services.common.errors import SettingsError
 from services.offline.calibrate_flags import Given, parse_fraction
@@ -124,15 +125,19 @@ def test_search_writes_the_rate_that_meets_the_constraint(
     rates: list[float] = []
 
     class Limited(search_module.Evaluator):
-        def __call__(self, compressed: Any) -> search_module.Summary:
+        def __call__(self, compressed: Any) -> Summary:
             found = super().__call__(compressed)
             return replace(found, perplexity_change=0.02 * (len(rates) % 2))
 
     def recorded(*arguments: Any) -> float:
         evaluate, *others = arguments
-        return search_module.search_rate(
-            lambda rate: (rates.append(rate), evaluate(rate))[1], *others
-        )
+
+        def counted(rate: float) -> Summary:
+            rates.append(rate)
+            measured: Summary = evaluate(rate)
+            return measured
+
+        return search_module.search_rate(counted, *others)
 
     monkeypatch.setattr("services.offline.kv_calibration.Evaluator", Limited)
     monkeypatch.setattr("services.offline.kv_calibration.search_rate", recorded)
