@@ -33,7 +33,7 @@ from services.worker.loading import PAGE_SIZE
 TOKENS, ROW_TOKENS = 16_384, 2048
 HELD_OUT_TOKENS = 1536
 """Tokens of the text on which removal rates are compared; never a part of the calibration."""
-VALUE_SAMPLES = 2048
+VALUE_SAMPLES = 1024
 """Tokens of each layer whose values are kept for the codebooks of `shard`."""
 EVALUATIONS = 7
 

@@ -40,7 +40,8 @@ def train(values: Tensor, seed: int) -> Tensor:
         sums, counts = torch.zeros_like(book), book.new_zeros(ENTRIES)
         for chunk in torch.split(vectors, _CHUNK):
             # A matmul sums in the same order on every run, unlike atomic additions on a GPU.
-            member = torch.nn.functional.one_hot(_nearest(chunk, book), ENTRIES).to(chunk.dtype)
+            member = chunk.new_zeros(len(chunk), ENTRIES)
+            member.scatter_(1, _nearest(chunk, book)[:, None], 1.0)
             sums += member.T @ chunk
             counts += member.sum(0)
         book = torch.where(counts[:, None] > 0, sums / counts[:, None].clamp_min(1), book)
