@@ -114,5 +114,5 @@ Allocation = Annotated[
 ]
 Group = Annotated[
     int | None,
-    typer.Option(min=4, help="shard: coefficients of a group of dynamic allocation; default: 1/16"),
+    typer.Option(min=4, help="shard: coefficients of a group of dynamic allocation; default: 64"),
 ]

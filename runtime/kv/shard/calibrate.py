@@ -29,7 +29,7 @@ class ShardOptions:
         allocation: "uniform" gives 4 bits to each of ``rank`` coefficients; "dynamic" distributes
             the same number of bits to groups of all coefficients, 0 to 8 per coefficient.
         group: coefficients of a group; a multiple of 4 that divides ``kv_heads * dim``. None is
-            1/16 of ``kv_heads * dim``: 64 for 8 heads of 128.
+            64, or 1/16 of ``kv_heads * dim`` if that is less: 12 for 3 heads of 64.
         values: codes of V: "scalar", or "vq" with a codebook of 256 vectors of 4 elements.
         seed: seed of the first codebooks.
     """
@@ -97,7 +97,7 @@ def _bits(variances: Tensor, options: ShardOptions, kv_heads: int, dim: int) -> 
     width, rank = kv_heads * dim, _rank(options.rank, kv_heads, dim)
     if options.allocation == "uniform":
         return torch.where(torch.arange(width) < rank, K_BITS, 0)
-    group = options.group or max(4, width // 64 * 4)
+    group = options.group or _default_group(width)
     if group % 4 or width % group:
         raise KVFormatError(
             f"groups of {group} coefficients: expected a multiple of 4 that divides {width}"
@@ -114,3 +114,9 @@ def _rank(requested: int | None, kv_heads: int, dim: int) -> int:
     if not 0 < rank <= width:
         raise KVFormatError(f"rank {requested} of {width}-dimensional keys is not possible")
     return rank
+
+
+def _default_group(width: int) -> int:
+    """Return the largest multiple of 4 up to 64 and ``width / 16`` that divides ``width``."""
+    found: int = next(g for g in (*range(min(64, width // 64 * 4), 4, -4), 4) if width % g == 0)
+    return found
