@@ -17,7 +17,7 @@ from runtime.checkpoint import load_checkpoint, resolve_model
 from runtime.compress.text import cut_rows, docstrings, documentation
 from runtime.compress.tokenizer import text_tokenizer
 from runtime.errors import RuntimeFault
-from runtime.kv.registry import COMPRESSED
+from runtime.kv.registry import CALIBRATED, COMPRESSED
 from runtime.models.model import Model
 from runtime.quality.formats import EXACT, format_factory
 from runtime.quality.measure import Result, describe, measure
@@ -57,7 +57,7 @@ def _measure(arguments: argparse.Namespace, log: Console) -> Result:
     create = format_factory(arguments.format)
     path = resolve_model(arguments.model)
     checkpoint = load_checkpoint(path, dtype=torch.float32)
-    compressed = create(checkpoint.config)
+    compressed = create(checkpoint.config, checkpoint.model_hash)
     texts = _texts(path, arguments.text, arguments.tokens, arguments.texts)
     return measure(
         Model(checkpoint),
@@ -81,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--format",
         metavar="SPEC",
-        help=f"{', '.join((EXACT, *COMPRESSED))}, module:Class with a classmethod create(config), "
+        help=f"{', '.join((EXACT, *COMPRESSED))}, name:PATH with a calibration "
+        f"({', '.join(CALIBRATED)}), module:Class with a classmethod create(config), "
         "or module:function(config)",
     )
     parser.add_argument("--model", default="smollm2-135m", help="model name or path")

@@ -63,9 +63,10 @@ class WorkerSettings(ServiceSettings):
     )
     kv_format: str = Field(
         "dense",
-        pattern=r"^[A-Za-z0-9_.:-]{1,256}$",
-        description="how KV is stored, sent and attended: a built-in format or module:Class; the "
-        "same for all workers",
+        pattern=r"^\S(.{0,1022}\S)?$",
+        description="how KV is stored, sent and attended: a built-in format, name:PATH with the "
+        "calibration of a format from `headrace calibrate`, or module:Class; the same for all "
+        "workers",
     )
     kernel_plan_file: Path | None = Field(
         None,
