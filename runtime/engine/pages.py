@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from runtime.core.sequence import FREED, Purpose, Sequence, SequenceGroup
-from runtime.core.window import SINK_PAGES, first_recent, max_exact_pages, stored_pages
+from runtime.core.window import SINK_PAGES, WINDOW, first_recent, max_exact_pages, stored_pages
 from runtime.errors import OutOfPages
 from runtime.kv.pages import PagePool, pages_for
 
@@ -97,6 +97,21 @@ class SequencePages:
         if need.stored > total.stored:
             raise OutOfPages(f"{tokens} tokens need {need.stored} of {total.stored} stored pages")
 
+    def lacking(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Return the running sequences that lack a page for their next step.
+
+        Called in every step with the whole batch, so it is fast.
+        """
+        size = self._page_size
+        if not self.stored:
+            return [s for s in sequences if s.length > size * len(s.pages)]
+        return [
+            s
+            for s in sequences
+            if (length := s.length) > size * len(s.pages)
+            or length - WINDOW >= size * (SINK_PAGES + 1 + len(s.stored))
+        ]
+
     def missing(self, sequence: Sequence) -> PageCount:
         """Return the number of pages that a running sequence lacks for its next step.
 
@@ -142,7 +157,7 @@ class SequencePages:
                 sequence.stored = first.stored.copy()
 
     def release_encoded(self, sequence: Sequence) -> None:
-        """Release the exact pages that steps have encoded.
+        """Release the exact pages that steps have encoded, with a compressed KV format.
 
         Call it when the step that computes the KV of the last token but one was launched with the
         right token: it encodes all pages that are not recent at that length.

@@ -106,7 +106,7 @@ class Scheduler:
         free, most = self.pages.free, len(self._running)
         if PageCount(most, most).fits(free):  # a sequence needs at most one page of each kind
             return False
-        missing = [self.pages.missing(sequence) for sequence in self.continuing]
+        missing = [self.pages.missing(s) for s in self.pages.lacking(self.continuing)]
         total = PageCount(sum(one.exact for one in missing), sum(one.stored for one in missing))
         return not total.fits(free)
 
@@ -215,7 +215,8 @@ class Scheduler:
     def append(self, sequence: Sequence, token: int) -> None:
         """Append a token that was sampled for a sequence."""
         sequence.tokens.append(token)
-        self.pages.release_encoded(sequence)
+        if self.pages.stored:
+            self.pages.release_encoded(sequence)
 
     def append_forced(self, sequence: Sequence) -> None:
         """Append the next forced token, in place of the token that the launched step samples."""
@@ -254,11 +255,11 @@ class Scheduler:
         be computed again. A preempted sequence that needs more pages than the pool has is refused.
         """
         refused: list[tuple[str, RuntimeFault]] = []
-        for sequence in sequences:
+        for sequence in self.pages.lacking(sequences):
             if not sequence.running:  # preempted for an older one
                 continue
             missing = self.pages.missing(sequence)
-            if any(missing) and self._preempt_for(missing, sequence, refused):
+            if self._preempt_for(missing, sequence, refused):
                 self.pages.grow(sequence, missing)
         return refused
 
