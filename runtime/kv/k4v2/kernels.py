@@ -1,0 +1,120 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
+"""Encoding and attention of the format `k4v2` in Triton; see its README for the maths."""
+
+import triton
+import triton.language as tl
+
+from runtime.attention.kernels.decode import no_keys
+from runtime.kernels.arith import INTERPRETED, matmul
+from runtime.kv import lloyd_max
+from runtime.kv.int4.kernels import int4_scores, transformed_queries, write_int4
+from runtime.kv.kernels.transforms import (
+    INFINITE,
+    bf16_nan,
+    bf16_pair,
+    hadamard,
+    halves,
+    joined,
+    magnitude_bits,
+    round_to_bf16,
+    sum_by_halves,
+    widened,
+    words_at,
+)
+from runtime.kv.kernels.windowed import rows_at, softmax_step
+
+EDGE = tl.constexpr(lloyd_max.EDGE)
+INNER = tl.constexpr(151 / 128)
+OUTER = tl.constexpr(504 / 128)
+"""bf16 numbers whose ratio differs from the one of the two Lloyd-Max levels by 0.06 %."""
+UNIT = tl.constexpr((lloyd_max.LEVELS[2] * 128 / 151 + lloyd_max.LEVELS[3] * 128 / 504) / 2)
+"""Factor from these numbers to the levels, with errors of 0.03 %."""
+
+
+@triton.jit
+def write_values(x, rows, packed, norms, DIM: tl.constexpr):
+    """Encode vectors; see `lloyd_max.quantize_values`.
+
+    Args:
+        x: fp32 `[PAGE, DIM]`.
+        rows: int64 `[PAGE]`, rows of the planes.
+        packed: uint8 plane, `[…, DIM / 4]`.
+        norms: bf16 plane, `[…, 1]`.
+    """
+    y = hadamard(x)
+    squared = sum_by_halves(y * y)  # [PAGE]
+    finite = magnitude_bits(squared) < INFINITE
+    norm = round_to_bf16(tl.sqrt_rn(tl.where(finite, squared, 0.0)))
+    edge = (widened(norm) * (EDGE * DIM**-0.5))[:, None]
+    codes = (y >= -edge).to(tl.uint8) + (y >= 0).to(tl.uint8) + (y >= edge).to(tl.uint8)
+    low, high = halves(tl.where(finite[:, None], codes, 0))
+    first, second = halves(low)
+    third, fourth = halves(high)
+    i = tl.arange(0, DIM // 4)
+    joint = first | (second << 2) | (third << 4) | (fourth << 6)
+    tl.store(packed + rows[:, None] * (DIM // 4) + i[None, :], joint.to(tl.uint8))
+    tl.store(norms + rows, tl.where(finite, norm, bf16_nan(norm)))
+
+
+@triton.jit
+def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr):
+    """See `runtime.kv.kernels.encode`."""
+    k, v, k_scale, v_norm = planes
+    write_int4(keys, rows, k, k_scale, DIM)
+    write_values(values, rows, v, v_norm, DIM)
+
+
+@triton.jit
+def levels(codes):
+    """Return INNER or OUTER with the sign of a code's level, bf16."""
+    inner = ((codes ^ (codes >> 1)) & 1) == 1  # codes 1 and 2
+    if INTERPRETED:
+        return tl.where(inner, INNER, OUTER) * tl.where(codes < 2, -1.0, 1.0)
+    magnitude = tl.where(inner, INNER, OUTER).to(tl.bfloat16)
+    return tl.where(codes < 2, -magnitude, magnitude)
+
+
+@triton.jit
+def norms_at(plane, rows, mask):
+    """Load the norms of two tokens per row, fp32 `[2 n]`.
+
+    Args:
+        plane: bf16 plane, `[…, 1]`.
+        rows: int64 `[n]`, every other row.
+    """
+    first, second = bf16_pair(words_at(plane, rows, mask, 2))
+    return tl.reshape(tl.join(first, second), (2 * first.shape[0],))
+
+
+@triton.jit
+def attend(
+    queries, kv_head, begin, end, count, planes, table, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`."""
+    k, v, k_scale, v_norm = planes
+    q_low, q_high = transformed_queries(queries)
+    first_acc, m, l = no_keys(queries.shape[0], DIM // 4)
+    second_acc = tl.zeros_like(first_acc)
+    third_acc = tl.zeros_like(first_acc)
+    fourth_acc = tl.zeros_like(first_acc)
+    i = tl.arange(0, DIM // 2)[None, :]
+    j = tl.arange(0, DIM // 4)[None, :]
+    for first in range(begin, end, BLOCK):
+        t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
+        pair, pair_rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 2)
+        used = t < count
+        keys = tl.load(k + (rows[:, None] * (DIM // 2) + i), mask=used[:, None], other=0)
+        values = tl.load(v + (rows[:, None] * (DIM // 4) + j), mask=used[:, None], other=0)
+        scores = int4_scores(q_low, q_high, keys, words_at(k_scale, rows, used, 4), scale)
+        scores = tl.where(used[None, :], scores, float("-inf"))
+        weights, alpha, m, l = softmax_step(scores, m, l)
+        weights = (weights * norms_at(v_norm, pair_rows, pair < count)[None, :]).to(tl.bfloat16)
+        alpha = alpha[:, None]
+        first_acc = matmul(weights, levels(values & 3), first_acc * alpha)
+        second_acc = matmul(weights, levels((values >> 2) & 3), second_acc * alpha)
+        third_acc = matmul(weights, levels((values >> 4) & 3), third_acc * alpha)
+        fourth_acc = matmul(weights, levels(values >> 6), fourth_acc * alpha)
+    acc = joined(joined(first_acc, second_acc), joined(third_acc, fourth_acc))
+    return hadamard(acc * (UNIT * DIM**-0.5)), m, l
