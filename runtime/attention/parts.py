@@ -11,17 +11,21 @@ MERGED_PARTS = 32
 """Parts of a head that are merged per iteration."""
 MIN_TILES = 2
 """Minimum number of tiles per decode program."""
-_PROGRAMS = 4
-"""Decode programs per multiprocessor of a GPU."""
+PROGRAMS = 4
+"""Decode programs per multiprocessor of a GPU, by default."""
 _INTERPRETED_PROGRAMS = 8
 """Decode programs without a GPU, in Triton's interpreter."""
 
 
-def decode_programs(device: torch.device) -> int:
-    """Return the number of programs over which decode attention is divided."""
+def decode_programs(device: torch.device, each: int = PROGRAMS) -> int:
+    """Return the number of programs over which decode attention is divided.
+
+    Args:
+        each: programs per multiprocessor of a GPU.
+    """
     if device.type != "cuda":
         return _INTERPRETED_PROGRAMS
-    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+    return each * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,14 @@ class PartBuffers:
 
 
 class Parts:
-    """The `PartBuffers` of one attention shape, allocated when they are first used."""
+    """The `PartBuffers` of one attention shape, allocated when they are first used.
 
-    def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
+    Args:
+        each: programs per multiprocessor of a GPU.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, each: int = PROGRAMS) -> None:
+        self._each = each
         self._group, self._kv_heads, self._dim = heads // kv_heads, kv_heads, dim
         self._buffers: dict[int, PartBuffers] = {}  # by number of sequences, a power of two
 
@@ -61,7 +70,7 @@ class Parts:
         return not any(bool(buffers.counters.any()) for buffers in self._buffers.values())
 
     def _allocate(self, sequences: int, device: torch.device) -> PartBuffers:
-        programs = decode_programs(device)
+        programs = decode_programs(device, self._each)
         shape = programs, 2, self._group
         acc = torch.empty(*shape, self._dim, dtype=torch.float32, device=device)
         m, l = torch.empty(2, *shape, dtype=torch.float32, device=device)

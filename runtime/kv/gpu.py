@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from runtime.attention.base import Batch
-from runtime.attention.parts import MERGED_PARTS, MIN_TILES, Parts
+from runtime.attention.parts import MERGED_PARTS, MIN_TILES, PROGRAMS, Parts
 from runtime.config import ModelConfig
 from runtime.core.window import SINK_PAGES, WINDOW
 from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
@@ -29,6 +29,7 @@ class KernelSource:
         tile: tokens of a stored tile, a power of two.
         exact_tile: tokens of an exact tile.
         warps, stages: warps per program and stages of the software pipeline of attention.
+        programs: programs of attention per multiprocessor.
     """
 
     encode: JITFunction
@@ -37,6 +38,7 @@ class KernelSource:
     exact_tile: int = 32
     warps: int = 2
     stages: int = 3
+    programs: int = PROGRAMS
 
 
 class StoredPageKernels:
@@ -47,7 +49,7 @@ class StoredPageKernels:
     def __init__(self, config: ModelConfig, source: KernelSource) -> None:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._dim, self._source = config.head_dim, source
-        self._parts = Parts(self._heads, self._kv_heads, self._dim)
+        self._parts = Parts(self._heads, self._kv_heads, self._dim, source.programs)
 
     def encode(
         self,

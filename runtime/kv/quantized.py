@@ -38,7 +38,7 @@ class QuantizedFormat(ABC):
     """K after RoPE and V as codes and scales of each token and head.
 
     Implements `runtime.kv.compressed.CompressedFormat`; all layers are alike. Subclasses define
-    ``name``, ``version``, `planes` and `_kernel_source`.
+    ``name``, ``version``, `planes` and `kernel_source`.
 
     Attributes:
         fused: whether the Triton kernels support the model. They run on GPUs, and on CPUs in
@@ -73,14 +73,14 @@ class QuantizedFormat(ABC):
         return self
 
     @abstractmethod
-    def _kernel_source(self) -> "KernelSource":
+    def kernel_source(self) -> "KernelSource":
         """Return the format's Triton functions; called only where Triton is installed."""
 
     @cached_property
     def _kernels(self) -> FusedKernels:
         from runtime.kv.gpu import StoredPageKernels
 
-        return StoredPageKernels(self._config, self._kernel_source())
+        return StoredPageKernels(self._config, self.kernel_source())
 
     def kernels(self, device: torch.device) -> FusedKernels | None:
         """Return the fused kernels, or None if they do not run on a device or for this model."""

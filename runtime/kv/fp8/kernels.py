@@ -68,10 +68,8 @@ def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr
 
 
 @triton.jit
-def scales_at(plane, rows, mask):
-    """Load the scales of four tokens per row, fp32 `[4 n]`.
-
-    A scale byte of 255 becomes infinity, and its codes are 0: products with it are NaN.
+def exponents_at(plane, rows, mask):
+    """Load the biased exponents of four tokens per row, int32 `[4 n]`.
 
     Args:
         plane: uint8 plane, `[…, 1]`.
@@ -80,7 +78,20 @@ def scales_at(plane, rows, mask):
     words = words_at(plane, rows, mask, 1)
     even = tl.join(words & 255, (words >> 16) & 255)
     odd = tl.join((words >> 8) & 255, words >> 24)
-    return power_of_two(tl.reshape(tl.join(even, odd), (4 * words.shape[0],)))
+    return tl.reshape(tl.join(even, odd), (4 * words.shape[0],)).to(tl.int32)
+
+
+@triton.jit
+def fp16_queries(queries):
+    """Scale queries by a power of two so that the largest is below 2**15, for fp16.
+
+    Returns:
+        fp16 queries, and the factor that undoes the scale.
+    """
+    x = queries.to(tl.float32)
+    exponent = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0).to(tl.int32) >> 23
+    exponent = tl.maximum(exponent, 15)  # the scale is at most 2**126
+    return (x * power_of_two(268 - exponent)).to(tl.float16), power_of_two(exponent - 14)
 
 
 @triton.jit
@@ -88,9 +99,18 @@ def attend(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See `runtime.kv.kernels.windowed`."""
+    """See `runtime.kv.kernels.windowed`.
+
+    Codes are multiplied as fp16, in which they are exact and to which a GPU converts them fastest.
+    Weights times scales might exceed the range of fp16. They are divided by the largest scale so
+    far, 2**top, as in the online softmax, and multiplied by 2**14.
+
+    A scale byte of 255 (NaN) becomes infinity, and its codes are 0: products with it are NaN.
+    """
     k, v, k_scale, v_scale = planes
     acc, m, l = no_keys(queries.shape[0], queries.shape[1])
+    q, factor = fp16_queries(queries)
+    top = 0  # biased
     d = tl.arange(0, queries.shape[1])[None, :]
     for first in range(begin, end, BLOCK):
         t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
@@ -101,10 +121,17 @@ def attend(
         keys = tl.load(k + at, mask=read, other=0.0)  # [BLOCK, WIDTH]
         values = tl.load(v + at, mask=read, other=0.0)
         zeros = tl.zeros((queries.shape[0], BLOCK), tl.float32)
-        scores = matmul(queries, tl.trans(keys.to(tl.bfloat16).to(queries.dtype)), zeros)
-        scores *= (scales_at(k_scale, fourth_rows, fourth_used) * scale)[None, :]
+        scores = matmul(q, tl.trans(keys.to(tl.float16)), zeros)
+        k_scales = power_of_two(exponents_at(k_scale, fourth_rows, fourth_used))
+        scores *= (k_scales * (factor * scale))[None, :]
         scores = tl.where(used[None, :], scores, float("-inf"))
         weights, alpha, m, l = softmax_step(scores, m, l)
-        weights *= scales_at(v_scale, fourth_rows, fourth_used)[None, :]
-        acc = matmul(weights.to(tl.bfloat16), values.to(tl.bfloat16), acc * alpha[:, None])
-    return acc, m, l
+        v_exponents = exponents_at(v_scale, fourth_rows, fourth_used)
+        finite = v_exponents < 255
+        new_top = tl.maximum(top, tl.max(tl.where(finite, v_exponents, 0), axis=0))
+        relative = tl.where(finite, tl.maximum(v_exponents - new_top + 141, 0), 255)
+        alpha *= power_of_two(tl.maximum(top - new_top + 127, 0))
+        top = new_top
+        weights *= power_of_two(relative)[None, :]
+        acc = matmul(weights.to(tl.float16), values.to(tl.float16), acc * alpha[:, None])
+    return acc * (power_of_two(tl.maximum(top, 15) - 14)), m, l

@@ -88,7 +88,8 @@ class FP8Format(QuantizedFormat):
             Plane("v_scale", torch.uint8, scale, encodable=False),
         )
 
-    def _kernel_source(self) -> "KernelSource":
+    def kernel_source(self) -> "KernelSource":
+        """See `QuantizedFormat`."""
         from runtime.kv.fp8 import kernels
         from runtime.kv.gpu import KernelSource
 

@@ -73,13 +73,38 @@ def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr
     write_int4(values, rows, v, v_scale, DIM)
 
 
+UNPACK = tl.constexpr("""{
+.reg .b32 a, b, c, bias;
+mov.b32 bias, 0x430f430f;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shl.b32 c, a, 1;
+lop3.b32 c, c, 0x001e001e, 0x43004300, 0xea;
+sub.rn.bf16x2 $0, c, bias;
+shl.b32 c, b, 1;
+lop3.b32 c, c, 0x001e001e, 0x43004300, 0xea;
+sub.rn.bf16x2 $1, c, bias;
+shr.u32 c, a, 3;
+lop3.b32 c, c, 0x001e001e, 0x43004300, 0xea;
+sub.rn.bf16x2 $2, c, bias;
+shr.u32 c, b, 3;
+lop3.b32 c, c, 0x001e001e, 0x43004300, 0xea;
+sub.rn.bf16x2 $3, c, bias;
+}""")
+"""PTX that unpacks four bytes. Bytes are extended to 16 bits (`prmt`). A nibble is moved to bits 1
+to 4 and joined with 0x4300 (``x & mask | bits``), and 143 is subtracted. 0x4300 is 128 in bf16,
+whose last mantissa bit counts 1: the result is 128 + 2 code - 143."""
+
+
 @triton.jit
-def centered(codes):
-    """Return 4-bit codes minus 7.5 as bf16, which is exact."""
+def unpack_int4(packed):
+    """Return ``2 code - 15`` of the low and the high nibbles, bf16: twice the value of a code."""
     if INTERPRETED:
-        return codes.to(tl.float32) - 7.5
-    # 0x4300 is 128 in bf16, whose last mantissa bit counts 1.
-    return (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - 135.5
+        low = 2.0 * (packed & 15).to(tl.float32) - 15.0
+        return low, 2.0 * (packed >> 4).to(tl.float32) - 15.0
+    return tl.inline_asm_elementwise(
+        UNPACK, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
 
 
 @triton.jit
@@ -100,9 +125,11 @@ def int4_scores(q_low, q_high, packed, words, scale):
     """
     zeros = tl.zeros((q_low.shape[0], packed.shape[0]), tl.float32)
     low_scale, high_scale = bf16_pair(words)
-    low = matmul(q_low, tl.trans(centered(packed & 15).to(q_low.dtype)), zeros)
-    high = matmul(q_high, tl.trans(centered(packed >> 4).to(q_low.dtype)), zeros)
-    return low * (low_scale * scale)[None, :] + high * (high_scale * scale)[None, :]
+    low_keys, high_keys = unpack_int4(packed)
+    low = matmul(q_low, tl.trans(low_keys.to(q_low.dtype)), zeros)
+    high = matmul(q_high, tl.trans(high_keys.to(q_low.dtype)), zeros)
+    half = 0.5 * scale
+    return low * (low_scale * half)[None, :] + high * (high_scale * half)[None, :]
 
 
 @triton.jit
@@ -128,6 +155,7 @@ def attend(
         low_scale, high_scale = bf16_pair(words_at(v_scale, rows, used, 4))
         low_weights = (weights * low_scale[None, :]).to(tl.bfloat16)
         high_weights = (weights * high_scale[None, :]).to(tl.bfloat16)
-        low = matmul(low_weights, centered(values & 15), low * alpha[:, None])
-        high = matmul(high_weights, centered(values >> 4), high * alpha[:, None])
-    return hadamard(joined(low, high)), m, l
+        low_values, high_values = unpack_int4(values)
+        low = matmul(low_weights, low_values, low * alpha[:, None])
+        high = matmul(high_weights, high_values, high * alpha[:, None])
+    return hadamard(joined(low, high) * 0.5), m, l

@@ -89,7 +89,8 @@ class Int4Format(QuantizedFormat):
             Plane("v_scale", torch.bfloat16, scales, encodable=False),
         )
 
-    def _kernel_source(self) -> "KernelSource":
+    def kernel_source(self) -> "KernelSource":
+        """See `QuantizedFormat`."""
         from runtime.kv.gpu import KernelSource
         from runtime.kv.int4 import kernels
 

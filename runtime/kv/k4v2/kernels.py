@@ -65,14 +65,44 @@ def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr
     write_values(values, rows, v, v_norm, DIM)
 
 
+def _unpack_part(number: int) -> str:
+    """Return PTX that maps the 2-bit codes of one part in four bytes to bf16 numbers."""
+    return f"""
+shr.u32 s, $8, {2 * number};
+and.b32 s, s, 0x03030303;
+mad.lo.u32 s, s, 17, 0x40404040;
+prmt.b32 ${2 * number}, low, high, s;
+shr.u32 s, s, 16;
+prmt.b32 ${2 * number + 1}, low, high, s;"""
+
+
+UNPACK = tl.constexpr(
+    "{\n.reg .b32 s, low, high;\nmov.b32 low, 0x7c97977c;\nmov.b32 high, 0x403fbfc0;"
+    + "".join(map(_unpack_part, range(4)))
+    + "\n}"
+)
+"""PTX that unpacks four bytes by table lookup. ``low`` and ``high`` hold the low and high bytes of
+the four bf16 numbers. `prmt` reads byte c of ``low`` and byte c of ``high`` for each code c; its
+selector consists of the digits ``c`` and ``4 + c``, which are ``17 c + 64`` in the code's byte."""
+
+
 @triton.jit
-def levels(codes):
-    """Return INNER or OUTER with the sign of a code's level, bf16."""
+def level(codes):
+    """Return INNER or OUTER with the sign of a code's level, fp32; for Triton's interpreter."""
     inner = ((codes ^ (codes >> 1)) & 1) == 1  # codes 1 and 2
+    return tl.where(inner, INNER, OUTER) * tl.where(codes < 2, -1.0, 1.0)
+
+
+@triton.jit
+def unpack_levels(packed):
+    """Return INNER or OUTER with the signs of the levels, bf16, of the four parts of vectors."""
     if INTERPRETED:
-        return tl.where(inner, INNER, OUTER) * tl.where(codes < 2, -1.0, 1.0)
-    magnitude = tl.where(inner, INNER, OUTER).to(tl.bfloat16)
-    return tl.where(codes < 2, -magnitude, magnitude)
+        first, second = level(packed & 3), level((packed >> 2) & 3)
+        return first, second, level((packed >> 4) & 3), level(packed >> 6)
+    return tl.inline_asm_elementwise(
+        UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r,r", [packed],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -112,9 +142,10 @@ def attend(
         weights, alpha, m, l = softmax_step(scores, m, l)
         weights = (weights * norms_at(v_norm, pair_rows, pair < count)[None, :]).to(tl.bfloat16)
         alpha = alpha[:, None]
-        first_acc = matmul(weights, levels(values & 3), first_acc * alpha)
-        second_acc = matmul(weights, levels((values >> 2) & 3), second_acc * alpha)
-        third_acc = matmul(weights, levels((values >> 4) & 3), third_acc * alpha)
-        fourth_acc = matmul(weights, levels(values >> 6), fourth_acc * alpha)
+        v1, v2, v3, v4 = unpack_levels(values)
+        first_acc = matmul(weights, v1, first_acc * alpha)
+        second_acc = matmul(weights, v2, second_acc * alpha)
+        third_acc = matmul(weights, v3, third_acc * alpha)
+        fourth_acc = matmul(weights, v4, fourth_acc * alpha)
     acc = joined(joined(first_acc, second_acc), joined(third_acc, fourth_acc))
     return hadamard(acc * (UNIT * DIM**-0.5)), m, l

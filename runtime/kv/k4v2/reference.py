@@ -46,7 +46,8 @@ class K4V2Format(QuantizedFormat):
             plane("v_norm", torch.bfloat16, 1),
         )
 
-    def _kernel_source(self) -> "KernelSource":
+    def kernel_source(self) -> "KernelSource":
+        """See `QuantizedFormat`."""
         from runtime.kv.gpu import KernelSource
         from runtime.kv.k4v2 import kernels
 

@@ -72,7 +72,7 @@ def test_decode_is_independent_of_how_tiles_are_divided(
     programs: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One program takes all tiles, or a head is merged from parts of up to 11 programs."""
-    monkeypatch.setattr(parts, "decode_programs", lambda device: programs)
+    monkeypatch.setattr(parts, "decode_programs", lambda device, each: programs)
     attention = TritonAttention(4, 2, 16)
     batch = batch_of(lengths, 1, DEVICE)
     k, v = random_pages(lengths, 2, 16, DEVICE)
@@ -87,7 +87,7 @@ def test_decode_is_independent_of_how_tiles_are_divided(
 def test_many_parts_are_merged_in_several_iterations(
     merged: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "decode_programs", lambda device: 30)
+    monkeypatch.setattr(parts, "decode_programs", lambda device, each: 30)
     monkeypatch.setattr(gpu, "MERGED_PARTS", merged)
     monkeypatch.setattr(gpu, "MIN_TILES", least)
     batch = batch_of([1000], 1, DEVICE)

@@ -129,7 +129,7 @@ class Sequences:
         total = sum(counts)
         generator = torch.Generator().manual_seed(1)
         exact_ids, stored_ids = (
-            (torch.randperm(total, generator=generator) + 1).split(counts) for _ in range(2)
+            torch.split(torch.randperm(total, generator=generator) + 1, counts) for _ in range(2)
         )
         batch = Batch.of(
             [
@@ -215,7 +215,7 @@ def test_attend_is_independent_of_how_tiles_are_divided(
     create: Create, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One program takes all tiles, or intervals begin and end in both kinds of tiles."""
-    monkeypatch.setattr(parts, "decode_programs", lambda device: programs)
+    monkeypatch.setattr(parts, "decode_programs", lambda device, each: programs)
     sequences = Sequences.of(create(SMALL), SMALL, [1000, 1, 130, 300])
     q = random(4, 4, 64)
     kernels = kernels_of(sequences.kv_format)
