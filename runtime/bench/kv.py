@@ -1,9 +1,9 @@
 """Decode attention by KV format: ``python -m runtime.bench kv --help``.
 
-Several layers are measured in one CUDA graph, so that their KV exceeds the L2 cache; times are those
-of one layer. The floor is the time to read K and V once, at the measured rate of a copy. The last
-column is the time of dense attention divided by the format's. Encoding has two rows: all pages of
-the prompts that are not recent, and a decode step in which no page leaves the window.
+Several layers are measured in one CUDA graph, so that their KV exceeds the L2 cache; times are
+those of one layer. The floor is the time to read K and V once, at the measured rate of a copy. The
+last column is the time of dense attention divided by the format's. Encoding has two rows: all pages
+of the prompts that are not recent, and a decode step in which no page leaves the window.
 """
 
 import argparse

@@ -62,7 +62,8 @@ class QuantizedFormat(ABC):
             min_fused_dim: minimum head dimension of the Triton kernels.
         """
         self._config, self._keys, self._values = config, keys, values
-        self.fused = min_fused_dim <= config.head_dim <= _MAX_FUSED_DIM
+        dim = config.head_dim
+        self.fused = min_fused_dim <= dim <= _MAX_FUSED_DIM and dim % 2 == 0
 
     @abstractmethod
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:

@@ -6,8 +6,14 @@ import triton
 import triton.language as tl
 
 from runtime.attention.kernels.decode import no_keys
-from runtime.kernels.arith import matmul
-from runtime.kv.kernels.transforms import INFINITE, magnitude_bits, words_at
+from runtime.kernels.arith import INTERPRETED, matmul
+from runtime.kv.kernels.transforms import (
+    INFINITE,
+    byte_pairs_at,
+    interleaved,
+    magnitude_bits,
+    words_at,
+)
 from runtime.kv.kernels.windowed import rows_at, softmax_step
 
 
@@ -67,6 +73,39 @@ def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr
     write_fp8(values, rows, v, v_scale, DIM)
 
 
+UNPACK_E4M3 = tl.constexpr("""{
+.reg .b32 c;
+.reg .b16 codes, unused;
+prmt.b32 c, $2, 0, 0x4420;
+mov.b32 {codes, unused}, c;
+cvt.rn.f16x2.e4m3x2 $0, codes;
+prmt.b32 c, $2, 0, 0x4431;
+mov.b32 {codes, unused}, c;
+cvt.rn.f16x2.e4m3x2 $1, codes;
+}""")
+"""PTX that converts the even and the odd bytes of two 16-bit words to fp16."""
+UNPACK_E5M2 = tl.constexpr("""{
+shl.b32 $0, $2, 8;
+and.b32 $0, $0, 0xff00ff00;
+and.b32 $1, $2, 0xff00ff00;
+}""")
+"""As `UNPACK_E4M3`; a number in e5m2 is the high byte of the same number in fp16."""
+
+
+@triton.jit
+def unpack_fp8(pairs, E5M2: tl.constexpr):
+    """Return the even and the odd codes of pairs of bytes, uint16, as fp16."""
+    if INTERPRETED:
+        kind: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
+        even = (pairs & 255).to(tl.uint8).to(kind, bitcast=True)
+        odd = (pairs >> 8).to(tl.uint8).to(kind, bitcast=True)
+        return even.to(tl.float32), odd.to(tl.float32)
+    UNPACK: tl.constexpr = UNPACK_E5M2 if E5M2 else UNPACK_E4M3
+    return tl.inline_asm_elementwise(
+        UNPACK, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+    )
+
+
 @triton.jit
 def exponents_at(plane, rows, mask):
     """Load the biased exponents of four tokens per row, int32 `[4 n]`.
@@ -108,7 +147,9 @@ def attend(
     A scale byte of 255 (NaN) becomes infinity, and its codes are 0: products with it are NaN.
     """
     k, v, k_scale, v_scale = planes
-    acc, m, l = no_keys(queries.shape[0], queries.shape[1])
+    E5M2: tl.constexpr = v.dtype.element_ty == tl.float8e5
+    even, m, l = no_keys(queries.shape[0], queries.shape[1] // 2)
+    odd = tl.zeros_like(even)
     q, factor = fp16_queries(queries)
     top = 0  # biased
     d = tl.arange(0, queries.shape[1])[None, :]
@@ -119,7 +160,7 @@ def attend(
         at = rows[:, None] * DIM + d
         read = used[:, None] & (d < DIM)
         keys = tl.load(k + at, mask=read, other=0.0)  # [BLOCK, WIDTH]
-        values = tl.load(v + at, mask=read, other=0.0)
+        values = byte_pairs_at(v, rows, used, DIM, queries.shape[1] // 2)
         zeros = tl.zeros((queries.shape[0], BLOCK), tl.float32)
         scores = matmul(q, tl.trans(keys.to(tl.float16)), zeros)
         k_scales = power_of_two(exponents_at(k_scale, fourth_rows, fourth_used))
@@ -132,6 +173,8 @@ def attend(
         relative = tl.where(finite, tl.maximum(v_exponents - new_top + 141, 0), 255)
         alpha *= power_of_two(tl.maximum(top - new_top + 127, 0))
         top = new_top
-        weights *= power_of_two(relative)[None, :]
-        acc = matmul(weights.to(tl.float16), values.to(tl.float16), acc * alpha[:, None])
-    return acc * (power_of_two(tl.maximum(top, 15) - 14)), m, l
+        weights = (weights * power_of_two(relative)[None, :]).to(tl.float16)
+        even_values, odd_values = unpack_fp8(values, E5M2)
+        even = matmul(weights, even_values, even * alpha[:, None])
+        odd = matmul(weights, odd_values, odd * alpha[:, None])
+    return interleaved(even, odd) * power_of_two(tl.maximum(top, 15) - 14), m, l

@@ -9,10 +9,13 @@ from runtime.attention.kernels.decode import no_keys
 from runtime.kernels.arith import INTERPRETED, matmul
 from runtime.kv.kernels.transforms import (
     INFINITE,
+    alternate,
     bf16_nan,
     bf16_pair,
+    byte_pairs_at,
     hadamard,
     halves,
+    interleaved,
     joined,
     magnitude_bits,
     round_to_bf16,
@@ -73,61 +76,70 @@ def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr
     write_int4(values, rows, v, v_scale, DIM)
 
 
-UNPACK = tl.constexpr("""{
-.reg .b32 a, b, c, bias;
-mov.b32 bias, 0x430f430f;
-prmt.b32 a, $4, 0, 0x4140;
-prmt.b32 b, $4, 0, 0x4342;
-shl.b32 c, a, 1;
+def _unpack_nibble(number: int, shift: str) -> str:
+    """Return PTX that unpacks one nibble of each of two 16-bit words."""
+    return f"""
+{shift};
 lop3.b32 c, c, 0x001e001e, 0x43004300, 0xea;
-sub.rn.bf16x2 $0, c, bias;
-shl.b32 c, b, 1;
-lop3.b32 c, c, 0x001e001e, 0x43004300, 0xea;
-sub.rn.bf16x2 $1, c, bias;
-shr.u32 c, a, 3;
-lop3.b32 c, c, 0x001e001e, 0x43004300, 0xea;
-sub.rn.bf16x2 $2, c, bias;
-shr.u32 c, b, 3;
-lop3.b32 c, c, 0x001e001e, 0x43004300, 0xea;
-sub.rn.bf16x2 $3, c, bias;
-}""")
-"""PTX that unpacks four bytes. Bytes are extended to 16 bits (`prmt`). A nibble is moved to bits 1
-to 4 and joined with 0x4300 (``x & mask | bits``), and 143 is subtracted. 0x4300 is 128 in bf16,
-whose last mantissa bit counts 1: the result is 128 + 2 code - 143."""
+sub.rn.bf16x2 ${number}, c, bias;"""
+
+
+_SHIFTS = "shl.b32 c, $4, 1", "shr.u32 c, $4, 7", "shr.u32 c, $4, 3", "shr.u32 c, $4, 11"
+UNPACK = tl.constexpr(
+    "{\n.reg .b32 c, bias;\nmov.b32 bias, 0x430f430f;"
+    + "".join(_unpack_nibble(number, shift) for number, shift in enumerate(_SHIFTS))
+    + "\n}"
+)
+"""PTX that unpacks two 16-bit words. A nibble is moved to bits 1 to 4 and joined with 0x4300
+(``c & mask | bits``), and 143 is subtracted. 0x4300 is 128 in bf16, whose last mantissa bit counts
+1: the result is 128 + 2 code - 143."""
 
 
 @triton.jit
-def unpack_int4(packed):
-    """Return ``2 code - 15`` of the low and the high nibbles, bf16: twice the value of a code."""
+def unpack_int4(pairs):
+    """Unpack pairs of bytes, uint16.
+
+    Returns:
+        ``2 code - 15``, twice the value of a code, as bf16: low nibbles of the even bytes, low
+        nibbles of the odd bytes, high nibbles of the even bytes, high nibbles of the odd bytes.
+    """
     if INTERPRETED:
-        low = 2.0 * (packed & 15).to(tl.float32) - 15.0
-        return low, 2.0 * (packed >> 4).to(tl.float32) - 15.0
+        low_even = 2.0 * (pairs & 15).to(tl.float32) - 15.0
+        low_odd = 2.0 * ((pairs >> 8) & 15).to(tl.float32) - 15.0
+        high_even = 2.0 * ((pairs >> 4) & 15).to(tl.float32) - 15.0
+        return low_even, low_odd, high_even, 2.0 * (pairs >> 12).to(tl.float32) - 15.0
     return tl.inline_asm_elementwise(
-        UNPACK, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-    )
+        UNPACK, "=r,=r,=r,=r,r", [pairs],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
 def transformed_queries(queries):
-    """Return the halves of Hadamard-transformed queries, `[ROWS, DIM / 2]` each."""
-    low, high = halves(hadamard(queries.to(tl.float32)))
-    return low.to(queries.dtype), high.to(queries.dtype)
+    """Return four parts `[ROWS, DIM / 4]` of Hadamard-transformed queries; see `unpack_int4`."""
+    low, high = halves(hadamard(queries.to(tl.float32)).to(queries.dtype))
+    low_even, low_odd = alternate(low)
+    high_even, high_odd = alternate(high)
+    return low_even, low_odd, high_even, high_odd
 
 
 @triton.jit
-def int4_scores(q_low, q_high, packed, words, scale):
+def int4_scores(queries, pairs, words, scale):
     """Return scaled scores, fp32 `[ROWS, BLOCK]`.
 
     Args:
-        q_low, q_high: see `transformed_queries`.
-        packed: uint8 `[BLOCK, DIM / 2]`, codes of K.
+        queries: see `transformed_queries`.
+        pairs: uint16 `[BLOCK, DIM / 4]`, codes of K.
         words: uint32 `[BLOCK]`, both scales of each token.
     """
-    zeros = tl.zeros((q_low.shape[0], packed.shape[0]), tl.float32)
+    q1, q2, q3, q4 = queries
+    k1, k2, k3, k4 = unpack_int4(pairs)
+    zeros = tl.zeros((q1.shape[0], pairs.shape[0]), tl.float32)
+    low = matmul(q1, tl.trans(k1.to(q1.dtype)), zeros)
+    low = matmul(q2, tl.trans(k2.to(q1.dtype)), low)
+    high = matmul(q3, tl.trans(k3.to(q1.dtype)), zeros)
+    high = matmul(q4, tl.trans(k4.to(q1.dtype)), high)
     low_scale, high_scale = bf16_pair(words)
-    low_keys, high_keys = unpack_int4(packed)
-    low = matmul(q_low, tl.trans(low_keys.to(q_low.dtype)), zeros)
-    high = matmul(q_high, tl.trans(high_keys.to(q_low.dtype)), zeros)
     half = 0.5 * scale
     return low * (low_scale * half)[None, :] + high * (high_scale * half)[None, :]
 
@@ -139,23 +151,27 @@ def attend(
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`."""
     k, v, k_scale, v_scale = planes
-    q_low, q_high = transformed_queries(queries)
-    low, m, l = no_keys(queries.shape[0], DIM // 2)
-    high = tl.zeros_like(low)
-    i = tl.arange(0, DIM // 2)
+    parts = transformed_queries(queries)
+    acc1, m, l = no_keys(queries.shape[0], DIM // 4)
+    acc2 = tl.zeros_like(acc1)
+    acc3 = tl.zeros_like(acc1)
+    acc4 = tl.zeros_like(acc1)
     for first in range(begin, end, BLOCK):
         t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
         used = t < count
-        at = rows[:, None] * (DIM // 2) + i[None, :]
-        keys = tl.load(k + at, mask=used[:, None], other=0)  # [BLOCK, DIM / 2]
-        values = tl.load(v + at, mask=used[:, None], other=0)
-        scores = int4_scores(q_low, q_high, keys, words_at(k_scale, rows, used, 4), scale)
+        keys = byte_pairs_at(k, rows, used, DIM // 2, DIM // 4)
+        values = byte_pairs_at(v, rows, used, DIM // 2, DIM // 4)
+        scores = int4_scores(parts, keys, words_at(k_scale, rows, used, 4), scale)
         scores = tl.where(used[None, :], scores, float("-inf"))
         weights, alpha, m, l = softmax_step(scores, m, l)
         low_scale, high_scale = bf16_pair(words_at(v_scale, rows, used, 4))
         low_weights = (weights * low_scale[None, :]).to(tl.bfloat16)
         high_weights = (weights * high_scale[None, :]).to(tl.bfloat16)
-        low_values, high_values = unpack_int4(values)
-        low = matmul(low_weights, low_values, low * alpha[:, None])
-        high = matmul(high_weights, high_values, high * alpha[:, None])
-    return hadamard(joined(low, high) * 0.5), m, l
+        v1, v2, v3, v4 = unpack_int4(values)
+        alpha = alpha[:, None]
+        acc1 = matmul(low_weights, v1, acc1 * alpha)
+        acc2 = matmul(low_weights, v2, acc2 * alpha)
+        acc3 = matmul(high_weights, v3, acc3 * alpha)
+        acc4 = matmul(high_weights, v4, acc4 * alpha)
+    acc = joined(interleaved(acc1, acc2), interleaved(acc3, acc4))
+    return hadamard(acc * 0.5), m, l

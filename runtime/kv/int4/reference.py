@@ -76,7 +76,7 @@ class Int4Format(QuantizedFormat):
             ValueError: the head dimension is not a power of two of at least 4.
         """
         check_transformable(config.head_dim, self.name)
-        super().__init__(config, INT4, INT4, min_fused_dim=32)
+        super().__init__(config, INT4, INT4, min_fused_dim=64)
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
         heads = self._config.num_kv_heads
@@ -94,4 +94,4 @@ class Int4Format(QuantizedFormat):
         from runtime.kv.gpu import KernelSource
         from runtime.kv.int4 import kernels
 
-        return KernelSource(kernels.encode, kernels.attend, tile=128)
+        return KernelSource(kernels.encode, kernels.attend, tile=64)

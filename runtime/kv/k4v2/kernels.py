@@ -13,8 +13,10 @@ from runtime.kv.kernels.transforms import (
     INFINITE,
     bf16_nan,
     bf16_pair,
+    byte_pairs_at,
     hadamard,
     halves,
+    interleaved,
     joined,
     magnitude_bits,
     round_to_bf16,
@@ -66,9 +68,9 @@ def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr
 
 
 def _unpack_part(number: int) -> str:
-    """Return PTX that maps the 2-bit codes of one part in four bytes to bf16 numbers."""
+    """Return PTX that maps the 2-bit codes of one part of a vector to bf16 numbers."""
     return f"""
-shr.u32 s, $8, {2 * number};
+shr.u32 s, bytes, {2 * number};
 and.b32 s, s, 0x03030303;
 mad.lo.u32 s, s, 17, 0x40404040;
 prmt.b32 ${2 * number}, low, high, s;
@@ -77,31 +79,46 @@ prmt.b32 ${2 * number + 1}, low, high, s;"""
 
 
 UNPACK = tl.constexpr(
-    "{\n.reg .b32 s, low, high;\nmov.b32 low, 0x7c97977c;\nmov.b32 high, 0x403fbfc0;"
+    "{\n.reg .b32 s, low, high, bytes;\nmov.b32 low, 0x7c97977c;\nmov.b32 high, 0x403fbfc0;"
+    + "\nprmt.b32 bytes, $8, 0, 0x3120;"
     + "".join(map(_unpack_part, range(4)))
     + "\n}"
 )
-"""PTX that unpacks four bytes by table lookup. ``low`` and ``high`` hold the low and high bytes of
-the four bf16 numbers. `prmt` reads byte c of ``low`` and byte c of ``high`` for each code c; its
-selector consists of the digits ``c`` and ``4 + c``, which are ``17 c + 64`` in the code's byte."""
+"""PTX that unpacks two 16-bit words by table lookup. First, even bytes are moved before odd bytes.
+``low`` and ``high`` hold the low and high bytes of the four bf16 numbers. `prmt` reads byte c of
+``low`` and byte c of ``high`` for each code c; its selector consists of the digits ``c`` and
+``4 + c``, which are ``17 c + 64`` in the code's byte."""
 
 
 @triton.jit
 def level(codes):
     """Return INNER or OUTER with the sign of a code's level, fp32; for Triton's interpreter."""
     inner = ((codes ^ (codes >> 1)) & 1) == 1  # codes 1 and 2
-    return tl.where(inner, INNER, OUTER) * tl.where(codes < 2, -1.0, 1.0)
+    return tl.where(inner, INNER, OUTER) * tl.where((codes & 2) == 0, -1.0, 1.0)
 
 
 @triton.jit
-def unpack_levels(packed):
-    """Return INNER or OUTER with the signs of the levels, bf16, of the four parts of vectors."""
+def unpack_levels(pairs):
+    """Return INNER or OUTER with the signs of the levels, bf16, from pairs of bytes, uint16.
+
+    Returns:
+        The codes of each of the four parts of vectors: of the even bytes, then of the odd bytes.
+    """
     if INTERPRETED:
-        first, second = level(packed & 3), level((packed >> 2) & 3)
-        return first, second, level((packed >> 4) & 3), level(packed >> 6)
+        odd = pairs >> 8
+        return (
+            level(pairs & 3), level(odd & 3),
+            level((pairs >> 2) & 3), level((odd >> 2) & 3),
+            level((pairs >> 4) & 3), level((odd >> 4) & 3),
+            level((pairs >> 6) & 3), level(odd >> 6),
+        )  # fmt: skip
     return tl.inline_asm_elementwise(
-        UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r,r", [packed],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r,r", [pairs],
+        dtype=(
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+        ),
+        is_pure=True, pack=2,
     )  # fmt: skip
 
 
@@ -124,28 +141,35 @@ def attend(
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`."""
     k, v, k_scale, v_norm = planes
-    q_low, q_high = transformed_queries(queries)
-    first_acc, m, l = no_keys(queries.shape[0], DIM // 4)
-    second_acc = tl.zeros_like(first_acc)
-    third_acc = tl.zeros_like(first_acc)
-    fourth_acc = tl.zeros_like(first_acc)
-    i = tl.arange(0, DIM // 2)[None, :]
-    j = tl.arange(0, DIM // 4)[None, :]
+    parts = transformed_queries(queries)
+    acc1, m, l = no_keys(queries.shape[0], DIM // 8)
+    acc2 = tl.zeros_like(acc1)
+    acc3 = tl.zeros_like(acc1)
+    acc4 = tl.zeros_like(acc1)
+    acc5 = tl.zeros_like(acc1)
+    acc6 = tl.zeros_like(acc1)
+    acc7 = tl.zeros_like(acc1)
+    acc8 = tl.zeros_like(acc1)
     for first in range(begin, end, BLOCK):
         t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
         pair, pair_rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 2)
         used = t < count
-        keys = tl.load(k + (rows[:, None] * (DIM // 2) + i), mask=used[:, None], other=0)
-        values = tl.load(v + (rows[:, None] * (DIM // 4) + j), mask=used[:, None], other=0)
-        scores = int4_scores(q_low, q_high, keys, words_at(k_scale, rows, used, 4), scale)
+        keys = byte_pairs_at(k, rows, used, DIM // 2, DIM // 4)
+        values = byte_pairs_at(v, rows, used, DIM // 4, DIM // 8)
+        scores = int4_scores(parts, keys, words_at(k_scale, rows, used, 4), scale)
         scores = tl.where(used[None, :], scores, float("-inf"))
         weights, alpha, m, l = softmax_step(scores, m, l)
         weights = (weights * norms_at(v_norm, pair_rows, pair < count)[None, :]).to(tl.bfloat16)
         alpha = alpha[:, None]
-        v1, v2, v3, v4 = unpack_levels(values)
-        first_acc = matmul(weights, v1, first_acc * alpha)
-        second_acc = matmul(weights, v2, second_acc * alpha)
-        third_acc = matmul(weights, v3, third_acc * alpha)
-        fourth_acc = matmul(weights, v4, fourth_acc * alpha)
-    acc = joined(joined(first_acc, second_acc), joined(third_acc, fourth_acc))
-    return hadamard(acc * (UNIT * DIM**-0.5)), m, l
+        v1, v2, v3, v4, v5, v6, v7, v8 = unpack_levels(values)
+        acc1 = matmul(weights, v1, acc1 * alpha)
+        acc2 = matmul(weights, v2, acc2 * alpha)
+        acc3 = matmul(weights, v3, acc3 * alpha)
+        acc4 = matmul(weights, v4, acc4 * alpha)
+        acc5 = matmul(weights, v5, acc5 * alpha)
+        acc6 = matmul(weights, v6, acc6 * alpha)
+        acc7 = matmul(weights, v7, acc7 * alpha)
+        acc8 = matmul(weights, v8, acc8 * alpha)
+    low = joined(interleaved(acc1, acc2), interleaved(acc3, acc4))
+    high = joined(interleaved(acc5, acc6), interleaved(acc7, acc8))
+    return hadamard(joined(low, high) * (UNIT * DIM**-0.5)), m, l

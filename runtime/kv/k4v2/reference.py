@@ -51,4 +51,5 @@ class K4V2Format(QuantizedFormat):
         from runtime.kv.gpu import KernelSource
         from runtime.kv.k4v2 import kernels
 
-        return KernelSource(kernels.encode, kernels.attend, tile=128)
+        # With more warps, matmuls of 16 columns would be computed twice.
+        return KernelSource(kernels.encode, kernels.attend, tile=64, warps=1, programs=8)

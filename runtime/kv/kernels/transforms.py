@@ -26,6 +26,18 @@ def joined(first, second):
 
 
 @triton.jit
+def alternate(x):
+    """Return the elements at even and at odd columns of ``x``, `[ROWS, DIM / 2]` each."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def interleaved(even, odd):
+    """Return rows with ``even`` and ``odd`` at even and odd columns; see `alternate`."""
+    return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
+
+
+@triton.jit
 def hadamard(x):
     """Multiply the rows of ``x``, fp32 `[ROWS, DIM]`, by the orthonormal Hadamard matrix.
 
@@ -35,7 +47,7 @@ def hadamard(x):
     """
     for stage in tl.static_range(MAX_STAGES):
         if (1 << stage) < x.shape[1]:
-            a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+            a, b = alternate(x)
             x = joined(a + b, a - b)
     return x * (x.shape[1] ** -0.5)
 
@@ -91,6 +103,25 @@ def words_at(plane, slots, mask, BYTES: tl.constexpr):
     """
     words = plane.to(tl.pointer_type(tl.uint32), bitcast=True)
     return tl.load(words + slots // (4 // BYTES), mask=mask, other=0)
+
+
+@triton.jit
+def byte_pairs_at(plane, rows, mask, BYTES: tl.constexpr, WIDTH: tl.constexpr):
+    """Load rows of codes as 16-bit words of two bytes, uint16 `[n, WIDTH]`.
+
+    The transposed operand of a matmul has pairs of rows in a register. Shared memory is read in
+    this order in units of 16 bits, not of 8.
+
+    Args:
+        plane: plane with BYTES bytes per row, an even number.
+        rows: int64 `[n]`.
+        mask: `[n]`.
+        WIDTH: power of two, at least BYTES / 2.
+    """
+    i = tl.arange(0, WIDTH)[None, :]
+    words = plane.to(tl.pointer_type(tl.uint16), bitcast=True)
+    read = mask[:, None] & (i < BYTES // 2)
+    return tl.load(words + rows[:, None] * (BYTES // 2) + i, mask=read, other=0)
 
 
 @triton.jit
