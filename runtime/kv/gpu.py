@@ -44,8 +44,6 @@ class KernelSource:
 class StoredPageKernels:
     """Implements `runtime.kv.compressed.FusedKernels` for one model's shape."""
 
-    version = 1
-
     def __init__(self, config: ModelConfig, source: KernelSource) -> None:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._dim, self._source = config.head_dim, source

@@ -41,8 +41,10 @@ def quantize_half(x, largest, finite):
     scale = round_to_bf16(eighth)
     step = widened(scale)[:, None]
     steps = tl.where(step > 0, tl.div_rn(x, tl.where(step > 0, step, 1.0)), 0.0)
-    codes = tl.minimum(tl.maximum(tl.floor(steps) + 8, 0.0), 15.0)
-    codes = tl.where(finite[:, None], codes, 8.0)
+    # Not tl.floor: on a GPU, it takes subnormal numbers for 0.
+    whole = steps.to(tl.int32)
+    whole -= (steps < whole.to(tl.float32)).to(tl.int32)
+    codes = tl.where(finite[:, None], tl.minimum(tl.maximum(whole + 8, 0), 15), 8)
     return codes.to(tl.uint8), tl.where(finite, scale, bf16_nan(scale))
 
 
