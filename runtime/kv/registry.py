@@ -23,7 +23,7 @@ from runtime.kv.int4 import Int4Format
 from runtime.kv.k4v2 import K4V2Format
 from runtime.kv.palu import PaluFormat
 from runtime.kv.shard import ShardFormat
-from runtime.kv.stream import Stream4Format, Stream8Format
+from runtime.kv.stream import StreamFormat
 from runtime.kv.windowed import WindowedFormat
 
 COMPRESSED: dict[str, Callable[[ModelConfig], CompressedFormat]] = {
@@ -31,9 +31,9 @@ COMPRESSED: dict[str, Callable[[ModelConfig], CompressedFormat]] = {
     "fp8-e5m2": partial(FP8Format, dtype=torch.float8_e5m2),
     "int4": Int4Format,
     "k4v2": K4V2Format,
-    "stream8": Stream8Format,
-    "stream4": Stream4Format,
-    "stream4-qjl": partial(Stream4Format, qjl=True),
+    "stream8": partial(StreamFormat, bits=8),
+    "stream4": partial(StreamFormat, bits=4),
+    "stream4-qjl": partial(StreamFormat, bits=4, qjl=True),
 }
 """Compressed formats by name. `create_format` combines them with exact pages of `dense`."""
 CALIBRATED: dict[str, type[CalibratedFormat[Any]]] = {

@@ -1,5 +1,5 @@
 """KV formats `stream8`, `stream4` and `stream4-qjl`: data-oblivious Lloyd-Max codes."""
 
-from runtime.kv.stream.reference import Stream4Format, Stream8Format
+from runtime.kv.stream.reference import StreamFormat
 
-__all__ = ["Stream4Format", "Stream8Format"]
+__all__ = ["StreamFormat"]

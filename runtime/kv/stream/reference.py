@@ -1,17 +1,18 @@
 """Reference of `stream8`, `stream4` and `stream4-qjl` in plain torch; it specifies the bits."""
 
 import math
-from functools import cache, partial
+from functools import cache
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
 from runtime.kv.format import Plane
-from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
 from runtime.kv.stream.levels import lloyd_max
 from runtime.kv.transforms import check_transformable, hadamard, pack, sum_by_halves, unpack
 
+_SIGNS_PER_BYTE = 8
 _SIGN_SEED = 0
 """Seed of the random signs of the QJL projection, which all workers share."""
 
@@ -76,61 +77,68 @@ def dequantize_qjl(stored: Tensor, norms: Tensor, bits: int) -> Tensor:
     return hadamard(levels + residual)
 
 
-class Stream8Format(QuantizedFormat):
-    """K after RoPE and V as 8-bit codes with a norm."""
+class StreamFormat:
+    """Implements `runtime.kv.compressed.CompressedFormat`; all layers are alike.
 
-    name = "stream8"
+    Args:
+        bits: bits of a code, 4 or 8.
+        qjl: whether K has the QJL correction; only with 4 bits.
+
+    Raises:
+        ValueError: the head dimension is not a power of two of at least 8.
+    """
+
     version = 1
+    artifact_hash = ""
 
-    def __init__(self, config: ModelConfig) -> None:
-        """Create the format.
-
-        Raises:
-            ValueError: the head dimension is not a power of two of at least 4.
-        """
+    def __init__(self, config: ModelConfig, bits: int, *, qjl: bool = False) -> None:
+        self.name = f"stream{bits}-qjl" if qjl else f"stream{bits}"
         check_transformable(config.head_dim, self.name)
-        codes = VectorQuantizer(partial(quantize, bits=8), partial(dequantize, bits=8))
-        super().__init__(config, codes, codes)
+        if config.head_dim % _SIGNS_PER_BYTE:
+            raise ValueError(f"KV format {self.name} needs heads of at least 8 dimensions")
+        self._config, self._bits, self._qjl = config, bits, qjl
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
         dim = self._config.head_dim
-        return _planes(self._config, page_size, (dim, dim, 1, 1))
+        code_bytes = dim * self._bits // 8
+        signs, norms = (dim // _SIGNS_PER_BYTE, 2) if self._qjl else (0, 1)
 
+        def plane(name: str, dtype: torch.dtype, elements: int) -> Plane:
+            shape = self._config.num_kv_heads, page_size, elements
+            return Plane(name, dtype, shape, encodable=False)
 
-class Stream4Format(QuantizedFormat):
-    """K after RoPE and V as 4-bit codes with a norm; K optionally with the QJL correction."""
+        return (
+            plane("k", torch.uint8, code_bytes + signs),
+            plane("v", torch.uint8, code_bytes),
+            plane("k_norm", torch.bfloat16, norms),
+            plane("v_norm", torch.bfloat16, 1),
+        )
 
-    version = 1
+    def layer(self, index: int) -> Self:  # noqa: ARG002 - all layers are alike
+        return self
 
-    def __init__(self, config: ModelConfig, *, qjl: bool = False) -> None:
-        """Create the format `stream4`, or with ``qjl`` the format `stream4-qjl`.
+    def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
+        planes: tuple[Tensor, ...],
+        targets: Tensor,
+    ) -> None:
+        k, v, k_norm, v_norm = planes
+        of_keys = quantize_qjl if self._qjl else quantize
+        k[targets], k_norm[targets] = of_keys(keys, self._bits)
+        v[targets], v_norm[targets] = quantize(values, self._bits)
 
-        Raises:
-            ValueError: the head dimension is not a power of two of at least 8.
-        """
-        self.name = "stream4-qjl" if qjl else "stream4"
-        check_transformable(config.head_dim, self.name)
-        if config.head_dim % 8:
-            raise ValueError(f"KV format {self.name} needs heads of at least 8 dimensions")
-        codes = VectorQuantizer(partial(quantize, bits=4), partial(dequantize, bits=4))
-        corrected = VectorQuantizer(partial(quantize_qjl, bits=4), partial(dequantize_qjl, bits=4))
-        self._signs = config.head_dim // 8 if qjl else 0
-        super().__init__(config, corrected if qjl else codes, codes)
-
-    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
-        size = self._config.head_dim // 2
-        norms = 2 if self._signs else 1
-        return _planes(self._config, page_size, (size + self._signs, size, norms, 1))
-
-
-def _planes(
-    config: ModelConfig, page_size: int, widths: tuple[int, int, int, int]
-) -> tuple[Plane, ...]:
-    names, codes, norms = ("k", "v", "k_norm", "v_norm"), torch.uint8, torch.bfloat16
-    return tuple(
-        Plane(name, dtype, (config.num_kv_heads, page_size, width), encodable=False)
-        for name, dtype, width in zip(names, (codes, codes, norms, norms), widths, strict=True)
-    )
+    def decode(
+        self,
+        planes: tuple[Tensor, ...],
+        pages: Tensor,
+        first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
+    ) -> tuple[Tensor, Tensor]:
+        k, v, k_norm, v_norm = (plane[pages] for plane in planes)
+        of_keys = dequantize_qjl if self._qjl else dequantize
+        return of_keys(k, k_norm, self._bits), dequantize(v, v_norm, self._bits)
 
 
 def _norms(x: Tensor) -> Tensor:
