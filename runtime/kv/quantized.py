@@ -38,11 +38,11 @@ class QuantizedFormat(ABC):
     """K after RoPE and V as codes and scales of each token and head.
 
     Implements `runtime.kv.compressed.CompressedFormat`; all layers are alike. Subclasses define
-    ``name``, ``version``, `planes` and, if there are Triton kernels, `kernel_source`.
+    ``name``, ``version``, `planes` and `kernel_source`.
 
     Attributes:
-        fused: whether there are Triton kernels that support the model. They run on GPUs, and on
-            CPUs in Triton's interpreter; the torch reference runs otherwise.
+        fused: whether the Triton kernels support the model. They run on GPUs, and on CPUs in
+            Triton's interpreter; the torch reference runs otherwise.
     """
 
     name: str
@@ -63,8 +63,7 @@ class QuantizedFormat(ABC):
         """
         self._config, self._keys, self._values = config, keys, values
         dim = config.head_dim
-        has_kernels = type(self).kernel_source is not QuantizedFormat.kernel_source
-        self.fused = has_kernels and min_fused_dim <= dim <= _MAX_FUSED_DIM and dim % 2 == 0
+        self.fused = min_fused_dim <= dim <= _MAX_FUSED_DIM and dim % 2 == 0
 
     @abstractmethod
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
@@ -74,13 +73,9 @@ class QuantizedFormat(ABC):
         """Return the encoding of one layer."""
         return self
 
+    @abstractmethod
     def kernel_source(self) -> "KernelSource":
-        """Return the format's Triton functions; called only where Triton is installed.
-
-        Raises:
-            NotImplementedError: the format has none.
-        """
-        raise NotImplementedError(f"{self.name} has no Triton kernels")
+        """Return the format's Triton functions; called only where Triton is installed."""
 
     @cached_property
     def _kernels(self) -> FusedKernels:
