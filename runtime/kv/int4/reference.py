@@ -94,4 +94,5 @@ class Int4Format(QuantizedFormat):
         from runtime.kv.gpu import KernelSource
         from runtime.kv.int4 import kernels
 
-        return KernelSource(kernels.encode, kernels.attend, tile=64)
+        # Five stages give tiles two buffers; three or four give them one.
+        return KernelSource(kernels.encode, kernels.attend, tile=64, stages=5)
