@@ -170,8 +170,13 @@ def _needles(
 ) -> dict[str, list[NeedleScore]]:
     """Return the scores of all tasks and lengths by spec."""
     found: dict[str, list[NeedleScore]] = {spec: [] for spec in formats}
+    limit = model.context_length
+    lengths = [length for length in arguments.lengths if length <= limit]
+    for length in arguments.lengths:
+        if length > limit:
+            progress(f"retrieval from {length} tokens: skipped, the model's context is {limit}")
     for task in TASKS:
-        for length in arguments.lengths:
+        for length in lengths:
             progress(f"{task}, {length} tokens")
             scores = measure_needles(
                 *(model, encoder, formats, task, length),

@@ -205,7 +205,7 @@ def needle_table(results: Sequence[Result]) -> Table:
     table = Table(
         title=f"{results[0].inputs.model}: answers found, and those with facts at "
         f"{', '.join(f'{depth:.0%}' for depth in DEPTHS)} of the context",
-        caption=f"Only tasks and lengths count for which exact KV finds {REQUIRED:.0%}.",
+        caption=_counted(some[0].needles),
     )
     for name in ("task", "tokens", "exact KV", *(_name(one) for one in some)):
         table.add_column(name, justify="left" if name == "task" else "right")
@@ -218,6 +218,14 @@ def needle_table(results: Sequence[Result]) -> Table:
             cells = [_found(score.found or (), score.asked) for score in scores]
         table.add_row(first.task, f"{first.length:,}", exact, *cells)
     return table
+
+
+def _counted(scores: Sequence[NeedleScore]) -> str:
+    """Return what counts, and which tasks do not count at any length."""
+    text = f"Tasks and lengths count if exact KV finds {REQUIRED:.0%} of the answers"
+    counted = {score.task for score in scores if score.found is not None}
+    never = {score.task: None for score in scores if score.task not in counted}
+    return f"{text}; {', '.join(never)} counted at no length" if never else text
 
 
 def _asked(score: NeedleScore) -> tuple[str, int, int, int]:
