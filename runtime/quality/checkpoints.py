@@ -8,6 +8,7 @@ reference is then the same checkpoint in fp32.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,8 +25,9 @@ from runtime.quality.measure import Environment, Inputs, Progress, logits_of
 from runtime.quality.metrics import Bootstrap, Summary, compare, summarize
 from runtime.quality.prompts import ChatEncoder, hash_of
 
-SERVED, BF16, PEER = "fp32, KV in bf16", "bf16", "transformers, bf16"
-"""Runtimes: ours as it serves on a CPU, ours in bf16, and transformers with its default cache."""
+FP32, SERVED, BF16, PEER = "fp32", "fp32, KV in bf16", "bf16", "transformers, bf16"
+"""Runtimes: ours in fp32, which is the reference, as it serves on a CPU, and in bf16; and
+transformers with its default cache."""
 PAIR = f"{BF16} against {PEER}"
 
 Outputs = list[list[int]]
@@ -88,32 +90,24 @@ def measure_checkpoints(
     results: list[CheckpointResult] = []
     dense: Model | None = None
     dense_outputs: Outputs = []
-    hashed = hash_of(prompts)
-
-    def compared(reference: Outputs, found: Outputs) -> Fidelity:
-        return compare_outputs(
-            reference, found, encoder.decode, prompts_hash=hashed, max_tokens=max_tokens
-        )
-
+    compared = partial(
+        compare_outputs,
+        decode=encoder.decode,
+        prompts_hash=hash_of(prompts),
+        max_tokens=max_tokens,
+    )
     for name, load in checkpoints.items():
         started = time.monotonic()
         progress(f"{name}: teacher-forced")
         checkpoint = load(torch.float32)
         model = Model(checkpoint)
         dense = dense or model
-        if model.config.vocab_size != dense.config.vocab_size:
-            raise QualityError(f"{name} has another vocabulary than the dense model")
         summary = _teacher_forced(dense, model, texts, bootstrap)
-        outputs, runtimes = None, {}
+        found: dict[str, Outputs] = {}
         if prompts:
-            progress(f"{name}: greedy outputs in fp32")
-            exact = outputs_of(model, prompts, max_tokens, Float32KV(model.config))
-            dense_outputs = dense_outputs or exact
-            outputs = compared(dense_outputs, exact)
-            found = _runtimes(model, name, load, prompts, max_tokens, progress)
-            runtimes = {runtime: compared(exact, found[runtime]) for runtime in found}
-            if PEER in found:
-                runtimes[PAIR] = compared(found[PEER], found[BF16])
+            found = _outputs(model, name, load, prompts, max_tokens, progress)
+            dense_outputs = dense_outputs or found[FP32]
+        other = model is not dense
         results.append(
             CheckpointResult(
                 name=name,
@@ -125,17 +119,36 @@ def measure_checkpoints(
                 bootstrap=bootstrap,
                 environment=Environment.current(),
                 perplexity=summary.perplexity,
-                quality=None if model is dense else summary,
-                outputs=None if model is dense else outputs,
-                runtimes=runtimes,
+                quality=summary if other else None,
+                outputs=compared(dense_outputs, found[FP32]) if other and found else None,
+                runtimes=_runtimes(found, compared),
                 seconds=time.monotonic() - started,
             )
         )
     return results
 
 
+def _runtimes(
+    found: Mapping[str, Outputs], compared: Callable[[Outputs, Outputs], Fidelity]
+) -> dict[str, Fidelity]:
+    """Return the fidelity of each runtime's outputs to those in fp32, and of `PAIR`."""
+    runtimes = {
+        runtime: compared(found[FP32], found[runtime])
+        for runtime in (SERVED, BF16, PEER)
+        if runtime in found
+    }
+    if PEER in found:
+        runtimes[PAIR] = compared(found[PEER], found[BF16])
+    return runtimes
+
+
 def _teacher_forced(dense: Model, model: Model, texts: Tensor, bootstrap: Bootstrap) -> Summary:
     """Compare a model with the dense one; both have exact bf16 KV and the same kernels."""
+    if model.config.vocab_size != dense.config.vocab_size:
+        raise QualityError(
+            f"a checkpoint has {model.config.vocab_size} tokens in its vocabulary, the dense model "
+            f"{dense.config.vocab_size}"
+        )
     exact = TeacherForced(dense.config, None)
     scores = []
     for text in texts:
@@ -147,7 +160,7 @@ def _teacher_forced(dense: Model, model: Model, texts: Tensor, bootstrap: Bootst
     return summarize(scores, bootstrap)
 
 
-def _runtimes(
+def _outputs(
     model: Model,
     name: str,
     load: Load,
@@ -155,9 +168,11 @@ def _runtimes(
     max_tokens: int,
     progress: Progress,
 ) -> dict[str, Outputs]:
-    """Return the outputs of one checkpoint by runtime."""
+    """Return the outputs of one checkpoint by runtime, those in fp32 first."""
+    progress(f"{name}: greedy outputs in {FP32}")
+    outputs = {FP32: outputs_of(model, prompts, max_tokens, Float32KV(model.config))}
     progress(f"{name}: {SERVED}")
-    outputs = {SERVED: outputs_of(model, prompts, max_tokens)}
+    outputs[SERVED] = outputs_of(model, prompts, max_tokens)
     progress(f"{name}: {BF16}")
     rounded = load(torch.bfloat16)
     outputs[BF16] = outputs_of(Model(rounded, dtype=torch.bfloat16), prompts, max_tokens)

@@ -143,14 +143,7 @@ def measure(
         spec: TeacherForced(model.config, compressed, window=window)
         for spec, compressed in formats.items()
     }
-    scores: dict[str, list[Scores]] = {spec: [] for spec in tested}
-    noise: list[Scores] = []
-    for number, text in enumerate(texts):
-        progress(f"text {number + 1} of {len(texts)}")
-        baseline = logits_of(model, text, exact)
-        noise.append(compare(baseline, logits_of(model, text, model.kv_format), text))
-        for spec, kv_format in tested.items():
-            scores[spec].append(compare(baseline, logits_of(model, text, kv_format), text))
+    scores, noise = _scores(model, exact, tested, texts, progress)
     size = model.page_size
     stored = sum(bool(stored_pages(n, size, window=window)) for n in range(1, tokens))
     floor, seconds = summarize(noise, bootstrap), time.monotonic() - started
@@ -175,6 +168,25 @@ def measure(
         )
         for spec, compressed in formats.items()
     ]
+
+
+def _scores(
+    model: Model,
+    exact: KVFormat,
+    tested: Mapping[str, KVFormat],
+    texts: Tensor,
+    progress: Progress,
+) -> tuple[dict[str, list[Scores]], list[Scores]]:
+    """Return the scores of each text, for each format and for the model's own attention kernel."""
+    scores: dict[str, list[Scores]] = {spec: [] for spec in tested}
+    noise: list[Scores] = []
+    for number, text in enumerate(texts):
+        progress(f"text {number + 1} of {len(texts)}")
+        baseline = logits_of(model, text, exact)
+        noise.append(compare(baseline, logits_of(model, text, model.kv_format), text))
+        for spec, kv_format in tested.items():
+            scores[spec].append(compare(baseline, logits_of(model, text, kv_format), text))
+    return scores, noise
 
 
 def logits_of(model: Model, text: Tensor, kv_format: KVFormat) -> Tensor:

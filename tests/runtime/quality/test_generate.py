@@ -22,7 +22,9 @@ LENGTHS = (1, 16, 79, 95, 96, 150)
 PROMPTS = [list(prompt_of(length, seed)) for seed, length in enumerate(LENGTHS)]
 
 
-def one_by_one(model: Model, prompt: list[int], count: int, compressed: CompressedFormat) -> list:
+def one_by_one(
+    model: Model, prompt: list[int], count: int, compressed: CompressedFormat
+) -> list[int]:
     """Prefill a prompt exactly, then decode one token at a time with a naive loop."""
     pages = list(range((len(prompt) + count) // PAGE + 1))
     cache = model.new_cache(len(pages))

@@ -213,8 +213,12 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_command_measures_and_compares(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     out = tmp_path / "out"
     common = ["--model", str(small), "--tokens", "128", "--texts", "2"]
     parts = ["--prompts", "2", "--prompt-tokens", "200", "--output-tokens", "30"]
@@ -250,8 +254,12 @@ def test_command_measures_and_compares(
 
 
 def test_command_compares_checkpoints(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     other, out = tmp_path / "factorized", tmp_path / "out"
     other.mkdir()
     write_checkpoint(tiny_checkpoint(config=BYTES, ranks=(8,) * 7), other)
