@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from gguf import GGUFReader
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 
 def text_tokenizer(path: Path) -> Tokenizer:
@@ -18,4 +18,5 @@ def text_tokenizer(path: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

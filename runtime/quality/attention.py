@@ -57,7 +57,7 @@ class TeacherForced:
 
     It implements `runtime.kv.format.KVFormat` for `runtime.models.model.Model` with backend
     "torch". The planes are those of format `dense` and hold exact K and V. A batch must be one
-    sequence, computed from position 0.
+    sequence. Its earlier tokens, if any, must be in the planes as exact K and V.
 
     Args:
         compressed: format to evaluate, or None to attend exact K and V only. The order of summation
@@ -144,24 +144,87 @@ class TeacherForcedLayer:
         """
         if self._compressed is None or not stored:
             return None
-        layer, size = self._compressed.layer(self._index), keys.shape[2]
-        planes = tuple(
-            _poisoned(plane, len(stored), keys.device)
-            for plane in self._compressed.planes(self._index, size)
-        )
+        size = keys.shape[2]
         first = torch.tensor([page * size for page in stored], device=keys.device)
-        # Reversed, because a format must not assume that page ids follow the order of tokens.
-        ids = torch.arange(len(stored), device=keys.device).flip(0)
         pages = keys[stored.start : stored.stop], values[stored.start : stored.stop]
-        layer.encode(*pages, first, planes, ids)
-        decoded = layer.decode(planes, ids, first)
-        for part, of in zip(decoded, pages, strict=True):
-            if part.shape != of.shape or not part.isfinite().all():
-                raise KVFormatError(
-                    f"format {self._compressed.name}, layer {self._index}: decode() returned "
-                    f"{list(part.shape)} for {list(of.shape)}, or values that are not finite"
-                )
+        decoded = round_trip(self._compressed, self._index, *pages, first)
         return _by_token(decoded[0]), _by_token(decoded[1])
+
+
+def round_trip(
+    compressed: CompressedFormat,
+    index: int,
+    keys: Tensor,
+    values: Tensor,
+    first_positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Encode pages of layer ``index`` and decode them again; see `CompressedLayer`.
+
+    Raises:
+        KVFormatError: `decode` returns tensors of a wrong shape, or values that are not finite.
+    """
+    layer, count, size = compressed.layer(index), len(keys), keys.shape[2]
+    planes = tuple(_poisoned(plane, count, keys.device) for plane in compressed.planes(index, size))
+    # Reversed, because a format must not assume that page ids follow the order of tokens.
+    ids = torch.arange(count, device=keys.device).flip(0)
+    layer.encode(keys, values, first_positions, planes, ids)
+    decoded = layer.decode(planes, ids, first_positions)
+    for part, of in zip(decoded, (keys, values), strict=True):
+        if part.shape != of.shape or not part.isfinite().all():
+            raise KVFormatError(
+                f"format {compressed.name}, layer {index}: decode() returned "
+                f"{list(part.shape)} for {list(of.shape)}, or values that are not finite"
+            )
+    return decoded
+
+
+class RoundTrip:
+    """Compressed format whose stored pages hold the decoded values of another format, in fp32.
+
+    It computes what the other format computes, and decodes each page only once.
+    """
+
+    version = 1
+    artifact_hash = ""
+
+    def __init__(self, compressed: CompressedFormat, config: ModelConfig) -> None:
+        self._compressed, self._config = compressed, config
+        self.name = compressed.name
+
+    def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
+        shape = (self._config.num_kv_heads, page_size, self._config.head_dim)
+        return Plane("k", torch.float32, shape), Plane("v", torch.float32, shape)
+
+    def layer(self, index: int) -> "RoundTripLayer":
+        return RoundTripLayer(self._compressed, index)
+
+
+class RoundTripLayer:
+    """One layer of `RoundTrip`; a `CompressedLayer`."""
+
+    def __init__(self, compressed: CompressedFormat, index: int) -> None:
+        self._compressed, self._index = compressed, index
+
+    def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        first_positions: Tensor,
+        planes: tuple[Tensor, ...],
+        targets: Tensor,
+    ) -> None:
+        decoded = round_trip(self._compressed, self._index, keys, values, first_positions)
+        for plane, part in zip(planes, decoded, strict=True):
+            plane[targets] = part
+
+    def decode(
+        self,
+        planes: tuple[Tensor, ...],
+        pages: Tensor,
+        first_positions: Tensor,  # noqa: ARG002 - K is after RoPE
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = (plane[pages] for plane in planes)
+        return keys, values
 
 
 def _causal(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:

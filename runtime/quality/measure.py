@@ -1,10 +1,10 @@
-"""Measurement of one compressed format against the same model with exact bf16 KV."""
+"""Measurement of compressed formats against the same model with exact bf16 KV."""
 
 import hashlib
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,8 +18,10 @@ from runtime.kv.format import KVFormat
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
 from runtime.quality.attention import TeacherForced, stored_pages
+from runtime.quality.fidelity import Fidelity
 from runtime.quality.formats import EXACT
 from runtime.quality.metrics import Bootstrap, Scores, Summary, compare, summarize
+from runtime.quality.needles import NeedleScore
 
 Progress = Callable[[str], None]
 """Callback with the name of the text that is computed next."""
@@ -79,7 +81,9 @@ class Result:
         quality: the format against the baseline.
         noise: exact bf16 KV with another attention kernel against the baseline. It differs in the
             order of summation only.
-        seconds: elapsed seconds of the measurement, without loading the model.
+        outputs, outputs_noise: the same for greedy outputs; None if none were generated.
+        needles: retrieval, for each task and length.
+        seconds: elapsed seconds of the teacher-forced passes, without loading the model.
     """
 
     spec: str
@@ -98,26 +102,28 @@ class Result:
     quality: Summary
     noise: Summary
     seconds: float
+    outputs: Fidelity | None = None
+    outputs_noise: Fidelity | None = None
+    needles: tuple[NeedleScore, ...] = ()
 
 
 @torch.inference_mode()
 def measure(
     model: Model,
-    spec: str,
-    compressed: CompressedFormat | None,
+    formats: Mapping[str, CompressedFormat | None],
     texts: Tensor,
     inputs: Inputs,
     *,
     window: bool = True,
     bootstrap: Bootstrap | None = None,
     progress: Progress = lambda _: None,
-) -> Result:
-    """Measure a format.
+) -> list[Result]:
+    """Measure formats by teacher-forced passes. The passes of the baseline are shared.
 
     Args:
         model: model on the CPU with KV format `dense`, which is the second kernel of the noise
             floor.
-        compressed: the format, or None for exact KV.
+        formats: the formats by spec; None is exact KV.
         texts: int64 `[texts, tokens]`.
         inputs: description of the model and the texts, see `describe`.
         progress: called before each text.
@@ -132,34 +138,54 @@ def measure(
     if not 2 <= tokens <= model.context_length:
         raise QualityError(f"texts of {tokens} tokens: expected 2 to {model.context_length}")
     exact = TeacherForced(model.config, None, window=window)
-    tested = TeacherForced(model.config, compressed, window=window)
-    scores = []
+    tested: dict[str, KVFormat] = {
+        spec: TeacherForced(model.config, compressed, window=window)
+        for spec, compressed in formats.items()
+    }
+    scores, noise = _scores(model, exact, tested, texts, progress)
+    size = model.page_size
+    stored = sum(bool(stored_pages(n, size, window=window)) for n in range(1, tokens))
+    floor, seconds = summarize(noise, bootstrap), time.monotonic() - started
+    return [
+        Result(
+            spec=spec,
+            name=compressed.name if compressed else EXACT,
+            version=compressed.version if compressed else 0,
+            artifact_hash=compressed.artifact_hash if compressed else "",
+            window=window,
+            page_size=size,
+            bytes_per_token=bytes_per_token(compressed or exact, model.config, size),
+            dense_bytes_per_token=bytes_per_token(exact, model.config, size),
+            stored_positions=0 if compressed is None else stored * len(texts),
+            inputs=inputs,
+            bootstrap=bootstrap,
+            environment=Environment.current(),
+            dense_perplexity=perplexity(noise),
+            quality=summarize(scores[spec], bootstrap),
+            noise=floor,
+            seconds=seconds,
+        )
+        for spec, compressed in formats.items()
+    ]
+
+
+def _scores(
+    model: Model,
+    exact: KVFormat,
+    tested: Mapping[str, KVFormat],
+    texts: Tensor,
+    progress: Progress,
+) -> tuple[dict[str, list[Scores]], list[Scores]]:
+    """Return the scores of each text, for each format and for the model's own attention kernel."""
+    scores: dict[str, list[Scores]] = {spec: [] for spec in tested}
+    noise: list[Scores] = []
     for number, text in enumerate(texts):
         progress(f"text {number + 1} of {len(texts)}")
         baseline = logits_of(model, text, exact)
-        others = (logits_of(model, text, one) for one in (tested, model.kv_format))
-        scores.append([compare(baseline, other, text) for other in others])
-    quality, noise = zip(*scores, strict=True)
-    size = model.page_size
-    stored = sum(bool(stored_pages(n, size, window=window)) for n in range(1, tokens))
-    return Result(
-        spec=spec,
-        name=compressed.name if compressed else EXACT,
-        version=compressed.version if compressed else 0,
-        artifact_hash=compressed.artifact_hash if compressed else "",
-        window=window,
-        page_size=size,
-        bytes_per_token=bytes_per_token(compressed or exact, model.config, size),
-        dense_bytes_per_token=bytes_per_token(exact, model.config, size),
-        stored_positions=0 if compressed is None else stored * len(texts),
-        inputs=inputs,
-        bootstrap=bootstrap,
-        environment=Environment.current(),
-        dense_perplexity=perplexity(quality),
-        quality=summarize(quality, bootstrap),
-        noise=summarize(noise, bootstrap),
-        seconds=time.monotonic() - started,
-    )
+        noise.append(compare(baseline, logits_of(model, text, model.kv_format), text))
+        for spec, kv_format in tested.items():
+            scores[spec].append(compare(baseline, logits_of(model, text, kv_format), text))
+    return scores, noise
 
 
 def logits_of(model: Model, text: Tensor, kv_format: KVFormat) -> Tensor:

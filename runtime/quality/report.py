@@ -9,10 +9,12 @@ from typing import Any
 from rich.table import Table
 
 from runtime.errors import QualityError
+from runtime.quality.fidelity import Fidelity
 from runtime.quality.measure import Environment, Inputs, Result
 from runtime.quality.metrics import Bootstrap, Summary
+from runtime.quality.needles import DEPTHS, REQUIRED, NeedleScore
 
-SCHEMA = 1
+SCHEMA = 2
 """Number of the JSON layout."""
 _PARTS: dict[str, Callable[..., object]] = {
     "inputs": Inputs,
@@ -20,6 +22,8 @@ _PARTS: dict[str, Callable[..., object]] = {
     "environment": Environment,
     "quality": Summary,
     "noise": Summary,
+    "outputs": Fidelity,
+    "outputs_noise": Fidelity,
 }
 
 
@@ -44,10 +48,38 @@ def load(path: Path) -> Result:
         if content.pop("schema") != SCHEMA:
             raise ValueError(f"its schema is not {SCHEMA}")
         for name, kind in _PARTS.items():
-            content[name] = kind(**content[name])
+            content[name] = None if content[name] is None else kind(**content[name])
+        content["needles"] = tuple(_needle(**one) for one in content["needles"])
         return Result(**content)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise QualityError(f"{path} is not a quality result: {error}") from error
+
+
+def _needle(*, exact: list[int], found: list[int] | None, **others: Any) -> NeedleScore:
+    return NeedleScore(exact=tuple(exact), found=None if found is None else tuple(found), **others)
+
+
+def markdown(table: Table) -> str:
+    """Return a table in Markdown: its title, its rows and its caption."""
+    columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    lines = [f"| {' | '.join(row)} |" for row in zip(*columns, strict=True)]
+    lines.insert(1, "|" + "---|" * len(columns))
+    caption = [f"{table.caption}"] if table.caption else []
+    return "\n".join([f"{table.title}", "", *lines, "", *caption])
+
+
+def tables(results: Sequence[Result]) -> list[Table]:
+    """Return all tables of one result, or of several results beside one another.
+
+    Raises:
+        QualityError: the results are of different models, texts, prompts or contexts.
+    """
+    shown = [result_table(results[0]) if len(results) == 1 else comparison_table(results)]
+    if any(one.outputs for one in results):
+        shown.append(outputs_table(results))
+    if any(one.needles for one in results):
+        shown.append(needle_table(results))
+    return shown
 
 
 def result_table(result: Result) -> Table:
@@ -106,7 +138,7 @@ def comparison_table(results: Sequence[Result]) -> Table:
     for one in sorted(results, key=lambda result: (-result.bytes_per_token, not result.window)):
         quality = one.quality
         table.add_row(
-            one.name if one.name == one.spec else f"{one.name} ({one.spec.rpartition(':')[2]})",
+            _name(one),
             _window(one),
             f"{one.bytes_per_token:,.0f}",
             f"{one.dense_bytes_per_token / one.bytes_per_token:.2f}x",
@@ -117,6 +149,98 @@ def comparison_table(results: Sequence[Result]) -> Table:
             f"{quality.top1:.2%}",
         )
     return table
+
+
+def outputs_table(results: Sequence[Result]) -> Table:
+    """Return a table of the greedy outputs of all results that have some.
+
+    Raises:
+        QualityError: the outputs are of different prompts.
+    """
+    pairs = [(one, one.outputs) for one in results if one.outputs]
+    first = pairs[0][1]
+    if len({(one.prompts_hash, one.max_tokens) for _, one in pairs}) > 1:
+        raise QualityError("greedy outputs of different prompts or lengths cannot be compared")
+    table = Table(
+        title=f"{results[0].inputs.model}: fidelity of greedy outputs to those with exact bf16 KV, "
+        f"{first.prompts} prompts, at most {first.max_tokens} tokens",
+    )
+    table.add_column("format")
+    table.add_column("bytes/token", justify="right")
+    for name in FIDELITY:
+        table.add_column(name, justify="right")
+    for one, outputs in sorted(pairs, key=lambda pair: -pair[0].bytes_per_token):
+        table.add_row(_name(one), f"{one.bytes_per_token:,.0f}", *fidelity_cells(outputs))
+    noise = next((one.outputs_noise for one, _ in pairs if one.outputs_noise), None)
+    if noise:
+        table.add_row("noise floor", "", *fidelity_cells(noise))
+    return table
+
+
+FIDELITY = ("equal", "first token", "mean token", "diverges at", "ROUGE-1", "edit similarity")
+
+
+def fidelity_cells(outputs: Fidelity) -> list[str]:
+    """Return the cells for the columns of `outputs_table`."""
+    return [
+        f"{round(outputs.exact * outputs.prompts)}/{outputs.prompts}",
+        f"{outputs.first_token:.0%}",
+        f"{outputs.mean_token:.1%}",
+        f"{outputs.divergence:.1f}",
+        f"{outputs.rouge1:.3f}",
+        f"{outputs.edit_similarity:.3f}",
+    ]
+
+
+def needle_table(results: Sequence[Result]) -> Table:
+    """Return a table of retrieval: answers found, and in brackets those at each depth.
+
+    Raises:
+        QualityError: the results are of different contexts.
+    """
+    some = [one for one in results if one.needles]
+    asked = {(_asked(score), score.exact) for one in some for score in one.needles}
+    if any(len(one.needles) != len(asked) for one in some):
+        raise QualityError("retrieval from different contexts cannot be compared")
+    table = Table(
+        title=f"{results[0].inputs.model}: answers found, and those with facts at "
+        f"{', '.join(f'{depth:.0%}' for depth in DEPTHS)} of the context",
+        caption=_counted(some[0].needles),
+    )
+    for name in ("task", "tokens", "exact KV", *(_name(one) for one in some)):
+        table.add_column(name, justify="left" if name == "task" else "right")
+    for scores in zip(*(one.needles for one in some), strict=True):
+        first = scores[0]
+        exact = _found(first.exact, first.asked)
+        if first.found is None:
+            exact, cells = f"{sum(first.exact)} found, too few", ["not counted"] * len(some)
+        else:
+            cells = [_found(score.found or (), score.asked) for score in scores]
+        table.add_row(first.task, f"{first.length:,}", exact, *cells)
+    return table
+
+
+def _counted(scores: Sequence[NeedleScore]) -> str:
+    """Return what counts, and which tasks do not count at any length."""
+    text = f"Tasks and lengths count if exact KV finds {REQUIRED:.0%} of the answers"
+    counted = {score.task for score in scores if score.found is not None}
+    never = {score.task: None for score in scores if score.task not in counted}
+    return f"{text}; {', '.join(never)} counted at no length" if never else text
+
+
+def _asked(score: NeedleScore) -> tuple[str, int, int, int]:
+    return score.task, score.length, score.seed, score.asked
+
+
+def _found(found: Sequence[int], asked: int) -> str:
+    depths = " ".join(map(str, found))
+    return f"{sum(found)}/{asked * len(found)} ({depths})"
+
+
+def _name(result: Result) -> str:
+    if result.name == result.spec:
+        return result.name
+    return f"{result.name} ({result.spec.rpartition(':')[2]})"
 
 
 def _window(result: Result) -> str:

@@ -1,5 +1,6 @@
 """Results, their files and tables, and the command."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,18 +8,21 @@ import pytest
 import torch
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from runtime.checkpoint import write_checkpoint
 from runtime.errors import KVFormatError, QualityError
 from runtime.quality.__main__ import main
+from runtime.quality.fidelity import compare_outputs
 from runtime.quality.formats import format_factory
 from runtime.quality.measure import Result, describe, measure
-from runtime.quality.report import comparison_table, load, result_table, save
+from runtime.quality.needles import NeedleScore
+from runtime.quality.report import comparison_table, load, result_table, save, tables
 from tests.runtime.quality import formats
+from tests.runtime.quality.test_needles import byte_tokenizer
 from tests.runtime.tiny import CONFIG, prompt_of, tiny_checkpoint, tiny_model
 
 HERE = formats.__name__
+BYTES = replace(CONFIG, vocab_size=256, context_length=1200)
 TEXTS = torch.tensor([prompt_of(200, seed) for seed in (1, 2)])
 
 
@@ -26,7 +30,7 @@ def measured(name: str, *, window: bool = True) -> Result:
     spec = name if name == "exact" else f"{HERE}:{name}"
     inputs = describe("tiny", "tiny-0", "random", TEXTS)
     model, compressed = tiny_model(), format_factory(spec)(CONFIG)
-    return measure(model, spec, compressed, TEXTS, inputs, window=window)
+    return measure(model, {spec: compressed}, TEXTS, inputs, window=window)[0]
 
 
 def text_of(table: Table) -> str:
@@ -61,11 +65,18 @@ def test_bytes_per_token_come_from_the_planes() -> None:
 
 def test_result_survives_its_file(tmp_path: Path) -> None:
     result = measured("Int8")
-    save(result, tmp_path / "int8.json")
-    assert load(tmp_path / "int8.json") == result
+    outputs = compare_outputs([[1, 2]], [[1, 3]], str, prompts_hash="h", max_tokens=2)
+    scores = (
+        NeedleScore("passkey", 1024, 0, 1, (1, 1, 1, 1, 1), (1, 0, 1, 1, 1)),
+        NeedleScore("passkey", 2048, 0, 1, (0, 0, 1, 0, 0), None),
+    )
+    complete = replace(result, outputs=outputs, outputs_noise=outputs, needles=scores)
+    for one in (result, complete):
+        save(one, tmp_path / "int8.json")
+        assert load(tmp_path / "int8.json") == one
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 0}', '{"schema": 1, "x": 2}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 1}', '{"schema": 2, "x": 2}'])
 def test_other_files_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
@@ -96,11 +107,47 @@ def test_results_of_different_texts_are_not_compared() -> None:
     assert comparison_table([one, renamed]).row_count == 2
 
 
+def with_parts(result: Result, found: int, prompts_hash: str = "h") -> Result:
+    outputs = compare_outputs([[1, 2]], [[1, 3]], str, prompts_hash=prompts_hash, max_tokens=2)
+    scores = (
+        NeedleScore("passkey", 1024, 0, 1, (1, 1, 1, 1, 1), (found, 0, 1, 1, 1)),
+        NeedleScore("passkey", 2048, 0, 1, (0, 0, 1, 0, 0), None),
+    )
+    return replace(result, outputs=outputs, needles=scores)
+
+
+def test_tables_of_outputs_and_retrieval() -> None:
+    int8, two_bit = with_parts(measured("Int8"), 1), with_parts(measured("TwoBit"), 0)
+    _, outputs, needles = map(text_of, tables([int8, two_bit]))
+    assert "0/1" in outputs
+    assert "50.0%" in outputs
+    first, second = [line for line in needles.splitlines() if "passkey" in line]
+    assert "5/5 (1 1 1 1 1)" in first
+    assert "4/5 (1 0 1 1 1)" in first
+    assert "3/5 (0 0 1 1 1)" in first
+    assert "too few" in second
+    assert second.count("not counted") == 2
+    assert "counted at no length" not in needles
+    never = replace(int8, needles=int8.needles[1:])
+    assert "passkey counted at no length" in " ".join(text_of(tables([never])[-1]).split())
+
+
+def test_outputs_and_retrieval_of_other_inputs_are_not_compared() -> None:
+    one = with_parts(measured("Int8"), 1)
+    with pytest.raises(QualityError, match="different prompts"):
+        tables([one, with_parts(one, 1, "other")])
+    score = replace(one.needles[0], seed=1)
+    with pytest.raises(QualityError, match="different contexts"):
+        tables([one, replace(one, needles=(score, *one.needles[1:]))])
+    with pytest.raises(QualityError, match="different contexts"):
+        tables([one, replace(one, needles=one.needles[:1])])
+
+
 def test_texts_must_fit_into_the_context() -> None:
     texts = torch.zeros(1, CONFIG.context_length + 1, dtype=torch.int64)
     inputs = describe("tiny", "tiny-0", "zeros", texts)
     with pytest.raises(QualityError, match="expected 2 to 400"):
-        measure(tiny_model(), "exact", None, texts, inputs)
+        measure(tiny_model(), {"exact": None}, texts, inputs)
 
 
 def test_formats_are_created_by_classes_and_functions() -> None:
@@ -152,36 +199,80 @@ def test_help_names_the_built_in_formats(
 def test_command_needs_a_format_or_results(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "one of --format and --against is required" in capsys.readouterr().err
+    assert "one of --format, --checkpoint and --against is required" in capsys.readouterr().err
 
 
-def test_command_refuses_a_missing_folder_before_measuring(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A canonical checkpoint whose tokens are bytes."""
+    path = tmp_path / "model"
+    path.mkdir()
+    write_checkpoint(tiny_checkpoint(config=BYTES), path)
+    byte_tokenizer().save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_command_measures_and_compares(
+    small: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["--format", "exact", "--json", str(tmp_path / "none" / "x.json")])
-    assert "--json: there is no folder" in capsys.readouterr().err
-
-
-def test_command_measures_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The model is a canonical checkpoint whose tokens are bytes."""
-    write_checkpoint(tiny_checkpoint(config=replace(CONFIG, vocab_size=256)), tmp_path)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: id for id, symbol in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    path = tmp_path / "int8.json"
-    common = ["--model", str(tmp_path), "--tokens", "128", "--texts", "2"]
-    assert main(["--format", f"{HERE}:Int8", *common, "--json", str(path)]) == 0
-    result = load(path)
-    assert (result.inputs.texts, result.inputs.tokens) == (2, 128)
-    assert result.window
-    assert 0 < result.quality.kl_mean < 0.01
-    capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", "200")
+    out = tmp_path / "out"
+    common = ["--model", str(small), "--tokens", "128", "--texts", "2"]
+    parts = ["--prompts", "2", "--prompt-tokens", "200", "--output-tokens", "30"]
+    parts += ["--lengths", "1100", "1201", "--samples", "1"]
+    specs = [f"{HERE}:Int8", f"{HERE}:TwoBit"]
+    assert main(["--format", "exact", *specs, *common, *parts, "--out", str(out)]) == 0
+    files = [out / f"tests.runtime.quality.formats-{name}.json" for name in ("Int8", "TwoBit")]
+    int8, two_bit = map(load, files)
+    assert (int8.inputs.texts, int8.inputs.tokens) == (2, 128)
+    assert int8.window
+    assert 0 < int8.quality.kl_mean < 0.01
+    assert int8.outputs is not None
+    assert two_bit.outputs is not None
+    assert (int8.outputs.prompts, int8.outputs.max_tokens) == (2, 30)
+    assert two_bit.outputs.mean_token < int8.outputs.mean_token
+    assert int8.outputs_noise == two_bit.outputs_noise
+    assert [score.found for score in int8.needles] == [None] * 3  # the weights are random
+    exact = load(out / "exact.json")
+    assert (exact.outputs, exact.needles) == (None, ())
+    captured = capsys.readouterr()
+    assert "too few" in captured.out
+    assert "noise floor" in captured.out
+    assert "1201 tokens: skipped" in captured.err
+    assert "test-2-bit" in (out / "quality.svg").read_text()
+    assert "| test-int8 (Int8) | 160 |" in (out / "quality.md").read_text()
     again = ["--format", f"{HERE}:Int8", *common, "--no-window"]
-    assert main([*again, "--against", str(path)]) == 0
-    assert capsys.readouterr().out.count("160") == 3  # of the new result and in two rows
-    assert main([*again, "--text", "docstrings", "--against", str(path)]) == 2
+    assert main([*again, "--against", str(files[0])]) == 0
+    assert "no window" in capsys.readouterr().out
+    assert main([*again, "--text", "docstrings", "--against", str(files[0])]) == 2
     assert "they differ in text, text_hash" in capsys.readouterr().err
-    assert main(["--against", str(path), str(tmp_path / "missing.json")]) == 2
+    assert main(["--against", str(files[0]), str(tmp_path / "missing.json")]) == 2
     assert "missing.json" in capsys.readouterr().err
+
+
+def test_command_compares_checkpoints(
+    small: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    other, out = tmp_path / "factorized", tmp_path / "out"
+    other.mkdir()
+    write_checkpoint(tiny_checkpoint(config=BYTES, ranks=(8,) * 7), other)
+    arguments = ["--model", str(small), "--tokens", "64", "--texts", "1", "--prompts", "2"]
+    arguments += ["--prompt-tokens", "100", "--output-tokens", "5", "--out", str(out)]
+    assert main(["--checkpoint", str(other), *arguments]) == 0
+    assert "factorized" in capsys.readouterr().out
+    dense, factorized = json.loads((out / "checkpoints.json").read_text())
+    assert dense["name"] == str(small)
+    assert dense["quality"] is None
+    assert factorized["quality"]["kl_mean"] > 0
+    assert "| fp32, KV in bf16 |" in (out / "checkpoints.md").read_text()
+    assert main(["--checkpoint", str(small), *arguments]) == 2
+    assert "must be different" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--checkpoint", str(other), "--format", "exact"])

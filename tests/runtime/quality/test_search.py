@@ -60,6 +60,7 @@ def test_evaluator_agrees_with_the_quality_command() -> None:
     evaluator = Evaluator(model, texts)
     inputs = describe("tiny", "tiny-0", "random", texts)
     for made in (Int8(CONFIG), Scaled(CONFIG)):
-        assert evaluator(made) == measure(model, "x", made, texts, inputs).quality
+        [result] = measure(model, {"x": made}, texts, inputs)
+        assert evaluator(made) == result.quality
     assert evaluator(Identity(CONFIG)).perplexity_change == 0.0
     assert evaluator(Scaled(CONFIG)).kl_mean > evaluator(Int8(CONFIG)).kl_mean > 0.0
