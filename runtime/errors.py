@@ -5,6 +5,7 @@ RuntimeFault
 ├── CompressionError      a model cannot be factorized as requested
 ├── PlanError             a kernel plan cannot be read
 ├── KVFormatError         a KV format is unknown, cannot be loaded, or is malformed
+│   └── CalibrationError  the calibration of a KV format is missing, or does not fit
 ├── QualityError          the quality of a format cannot be measured, or results not be compared
 ├── OutOfPages            the page pool is too small for a sequence
 ├── QueueFull             the limit of waiting sequences is reached
@@ -31,6 +32,10 @@ class PlanError(RuntimeFault):
 
 class KVFormatError(RuntimeFault):
     """A KV format is unknown, cannot be loaded, or does not implement the interface."""
+
+
+class CalibrationError(KVFormatError):
+    """A calibration is missing or malformed, or is for another format, version or model."""
 
 
 class QualityError(RuntimeFault):

@@ -17,6 +17,7 @@ from services.common.logging import configure_logging
 from services.common.settings import ServiceSettings
 from services.local.options import UpOptions
 from services.local.supervisor import EXIT_SETTINGS_ERROR
+from services.offline import calibrate_flags as flags
 
 app = typer.Typer(
     help="Disaggregated prefill/decode serving with a lossless compressed KV transfer.",
@@ -39,7 +40,9 @@ Model = Annotated[
 Device = Annotated[
     str, typer.Option(help="device of the computation: auto (a GPU if there is one), cpu or cuda")
 ]
-KVFormat = Annotated[str, typer.Option(help="KV format: a built-in name or module:Class")]
+KVFormat = Annotated[
+    str, typer.Option(help="KV format: a built-in name, name:PATH of a calibration or module:Class")
+]
 TokenizerSource = Annotated[
     str | None,
     typer.Option(help="model with the tokenizer, by name or path; default: the same model"),
@@ -177,17 +180,60 @@ def status(
 
 @app.command()
 def calibrate(
-    out: Annotated[Path, typer.Option(help="file to write the codebooks to")],
+    out: Annotated[Path, typer.Option(help="file to write the codebooks or the calibration to")],
     model: Model = "smollm2-135m",
     tokenizer: TokenizerSource = None,
     kv_format: KVFormat = "dense",
     device: Device = "auto",
+    tokens: flags.Tokens = None,
+    text: flags.TextFiles = None,
+    max_ppl_increase: flags.MaxPplIncrease = None,
+    min_fidelity: flags.MinFidelity = None,
+    evaluations: flags.Evaluations = None,
+    removal_rate: flags.RemovalRate = None,
+    rank: flags.Rank = None,
+    no_adaptive: flags.NoAdaptive = False,
+    no_prc: flags.NoPrc = False,
+    group_heads: flags.GroupHeads = None,
+    step: flags.Step = None,
+    values: flags.Values = None,
+    allocation: flags.Allocation = None,
+    group: flags.Group = None,
 ) -> None:
-    """Calibrate the codec's codebooks on the KV of a model."""
-    from services.offline.calibrate import calibrate as run
+    """Calibrate the codec's codebooks on the KV of a model, or a compressed KV format.
 
+    With --kv-format fdc, palu or shard, the result is the calibration that the KV format fdc:PATH,
+    palu:PATH or shard:PATH reads. Otherwise it is a file of codebooks.
+    """
+    given = flags.Given(
+        text={"tokens": tokens, "files": text},
+        search={
+            "max_perplexity_increase": max_ppl_increase,
+            "min_fidelity": min_fidelity,
+            "evaluations": evaluations,
+        },
+        options={
+            "removal_rate": removal_rate,
+            "rank": rank,
+            "adaptive": False if no_adaptive else None,
+            "prc": False if no_prc else None,
+            "group_heads": group_heads,
+            "step": step,
+            "values": values,
+            "allocation": allocation,
+            "group": group,
+        },
+    )
     with _reported_errors("calibrate"):
-        run(model, tokenizer or model, out, kv_format=kv_format, device=device)
+        if kv_format in flags.CALIBRATED_FORMATS:
+            from services.offline.kv_calibration import calibrate_kv
+
+            calibrate_kv(model, tokenizer or model, kv_format, given, out, device=device)
+        else:
+            from services.offline.calibrate import calibrate as run
+
+            given.refuse(kv_format)
+            run(model, tokenizer or model, out, kv_format=kv_format, device=device)
 
 
 @app.command()

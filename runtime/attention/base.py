@@ -72,6 +72,7 @@ class Batch:
         """
         rows = self.logit_rows
         count = torch.arange(len(rows) + 1, device=rows.device)
+        stored = self.stored_table
         return Batch(
             tokens=self.tokens[rows],
             positions=self.positions[rows],
@@ -81,6 +82,7 @@ class Batch:
             sequences=count[:-1].int(),
             logit_rows=count[:-1],
             single=True,
+            stored_table=None if stored is None else stored[self.sequences[rows]],
         )
 
     @staticmethod

@@ -1,10 +1,8 @@
-# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
 """Triton attention: decode balanced over programs, prefill in blocks of queries."""
 
 import math
 from dataclasses import dataclass
 
-import torch
 import triton
 from torch import Tensor
 
@@ -12,20 +10,13 @@ from runtime.attention.base import Batch
 from runtime.attention.kernels.decode import decode_kernel
 from runtime.attention.kernels.prefill import factored_prefill_kernel, prefill_kernel
 from runtime.attention.kernels.rope_write import rope_write_kernel
+from runtime.attention.parts import MERGED_PARTS, MIN_TILES, Parts
 from runtime.kernels.alignment import VECTOR_ELEMENTS
 
 _ROWS = 8
 """Heads per program of `rope_write_kernel`."""
 _TILE = 64
 """Keys of a tile in decode."""
-_PARTS = 32
-"""Parts of a head that are merged per iteration."""
-_MIN_TILES = 2
-"""Minimum number of tiles per decode program."""
-_DECODE_PROGRAMS = 4
-"""Decode programs per multiprocessor of a GPU."""
-_INTERPRETED_PROGRAMS = 8
-"""Decode programs without a GPU, in Triton's interpreter."""
 _QUERIES = _KEYS = 128
 """Queries per program and keys per iteration in prefill. Small batches use half as many queries;
 heads wider than 128 use half as many keys."""
@@ -48,38 +39,6 @@ class HeadNorms:
     eps: float
 
 
-@dataclass
-class _Parts:
-    """Results of parts of heads in decode; see `decode_kernel`. CUDA graphs hold their addresses.
-
-    Attributes:
-        acc: fp32 `[programs, 2, group, dim]`, unnormalized outputs.
-        m, l: fp32 `[programs, 2, group]`, maximum and sum of the online softmax.
-        counters: int32 `[sequences, kv_heads]`, zero between launches.
-    """
-
-    acc: Tensor
-    m: Tensor
-    l: Tensor
-    counters: Tensor
-
-    @classmethod
-    def allocate(
-        cls, sequences: int, heads: int, kv_heads: int, dim: int, device: torch.device
-    ) -> "_Parts":
-        programs, group = _decode_programs(device), heads // kv_heads
-        acc = torch.empty(programs, 2, group, dim, dtype=torch.float32, device=device)
-        m, l = torch.empty(2, programs, 2, group, dtype=torch.float32, device=device)
-        counters = torch.zeros(sequences, kv_heads, dtype=torch.int32, device=device)
-        return cls(acc, m, l, counters)
-
-
-def _decode_programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETED_PROGRAMS
-    return _DECODE_PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
-
-
 class TritonAttention:
     """Implements `runtime.attention.base.DenseAttention` for bf16 or fp32 queries.
 
@@ -96,7 +55,7 @@ class TritonAttention:
         self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
         self._scale = _LOG2_E / math.sqrt(dim)
         self._width = max(16, triton.next_power_of_2(dim))
-        self._parts: dict[int, _Parts] = {}  # by number of sequences, a power of two
+        self._parts = Parts(heads, kv_heads, dim)
 
     def write(
         self,
@@ -198,19 +157,15 @@ class TritonAttention:
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, out: Tensor
     ) -> None:
         sequences, group = len(q), self._heads // self._kv_heads
-        size = triton.next_power_of_2(sequences)
-        if size not in self._parts:
-            self._parts[size] = _Parts.allocate(
-                size, self._heads, self._kv_heads, self._dim, q.device
-            )
-        parts = self._parts[size]
+        parts = self._parts.of(sequences, q.device)
         decode_kernel[(len(parts.acc),)](
             q, k_pages, v_pages, *k_pages.stride()[:2], batch.page_table,
             batch.page_table.stride(0), batch.lengths, sequences, parts.acc, parts.m, parts.l,
             parts.counters, out, self._scale,
             KV_HEADS=self._kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
-            DIM=self._dim, WIDTH=self._width, PAGE=k_pages.shape[2], BLOCK=_TILE, SEQUENCES=size,
-            MIN_TILES=_MIN_TILES, PARTS=_PARTS, num_warps=2, num_stages=3,
+            DIM=self._dim, WIDTH=self._width, PAGE=k_pages.shape[2], BLOCK=_TILE,
+            SEQUENCES=len(parts.counters), MIN_TILES=MIN_TILES, PARTS=MERGED_PARTS,
+            num_warps=2, num_stages=3,
         )  # fmt: skip
 
     def _prefill(

@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-TABLES = ("engine", "step", "decode", "prefill", "mixed", "plan", "host", "compress")
+TABLES = ("engine", "step", "decode", "prefill", "mixed", "plan", "host", "compress", "kv")
 
 
 def main() -> None:

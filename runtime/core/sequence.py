@@ -1,5 +1,6 @@
 """Sequences, and groups of sequences that share a prompt."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -14,6 +15,10 @@ class Purpose(Enum):
     RECEIVE = "receive"  # receive the KV from another worker, then decode
 
 
+FREED = -1
+"""Entry of `Sequence.pages` for a page that was encoded into a stored page and then freed."""
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One choice of a request: its tokens so far, and the pages that hold their KV.
@@ -21,7 +26,14 @@ class Sequence:
     Attributes:
         choice: index of the choice, from 0.
         arrival: number of requests that arrived before the sequence's request.
+        tokens: token ids so far, without those in ``forced``.
         limit: maximum length in tokens, including the prompt.
+        pages: exact pages by the index of the page in the sequence; `FREED` for freed ones.
+        stored: stored pages of a compressed KV format, in the order of the sequence's pages from
+            the first one that is not a sink.
+        forced: known tokens that follow ``tokens``. Decode steps compute their KV one by one and
+            take them in place of sampled tokens, because output tokens attend stored pages, which
+            a prompt does not.
         running: whether the sequence is in the decode batch.
         lookahead: number of tokens in flight: sampled by launched steps, but not yet read by the
             host.
@@ -35,6 +47,8 @@ class Sequence:
     tokens: list[int]
     limit: int
     pages: list[int] = field(default_factory=list)
+    stored: list[int] = field(default_factory=list)
+    forced: deque[int] = field(default_factory=deque)
     running: bool = False
     lookahead: int = 0
     resolved: bool = True
@@ -43,6 +57,17 @@ class Sequence:
     def length(self) -> int:
         """Number of tokens, including the ``lookahead`` tokens in flight."""
         return len(self.tokens) + self.lookahead
+
+    @property
+    def known(self) -> int:
+        """Number of tokens that the host knows, including forced ones."""
+        return len(self.tokens) + len(self.forced)
+
+    def rewind(self) -> None:
+        """Return to the end of the prompt. All later tokens become forced ones."""
+        end = self.request.prompt_tokens
+        self.forced.extendleft(reversed(self.tokens[end:]))
+        del self.tokens[end:]
 
     @property
     def age(self) -> tuple[int, int]:

@@ -15,3 +15,17 @@ def first_recent(length: int, page_size: int) -> int:
         length: tokens of the sequence, the one that is being attended included.
     """
     return max(SINK_PAGES, (length - WINDOW) // page_size)
+
+
+def stored_pages(length: int, page_size: int) -> int:
+    """Return the number of stored pages of a sequence of ``length`` tokens."""
+    return first_recent(length, page_size) - SINK_PAGES
+
+
+def max_exact_pages(page_size: int) -> int:
+    """Return the maximum number of exact pages that a decode step of one sequence uses.
+
+    These are the sinks, the pages of the window, and the page that has just left it, which the step
+    encodes.
+    """
+    return SINK_PAGES + -(-WINDOW // page_size) + 1

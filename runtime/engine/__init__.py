@@ -12,6 +12,7 @@ from runtime.engine.commands import (
     StepOutput,
 )
 from runtime.engine.engine import Engine
+from runtime.engine.pages import PageCount
 
 __all__ = [
     "Add",
@@ -20,6 +21,7 @@ __all__ = [
     "Command",
     "Computed",
     "Engine",
+    "PageCount",
     "Release",
     "Reserve",
     "Reserved",

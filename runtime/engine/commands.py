@@ -66,7 +66,8 @@ class Computed:
 
     Attributes:
         first_token: position of the chunk's first token, a multiple of the page size.
-        pages: ids of the pages that hold the chunk's KV.
+        pages: ids of the pages that hold the chunk's KV, exact ones with a compressed KV format.
+        stored: stored pages of the chunk, in token order; see `runtime.core.window`.
         ready: CUDA event recorded once the KV is in the pages. Other CUDA streams must wait for it.
             None if the KV is in the pages already.
     """
@@ -76,6 +77,7 @@ class Computed:
     num_tokens: int
     pages: tuple[int, ...]
     ready: torch.cuda.Event | None = None
+    stored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,17 @@ class Reserved:
     """Pages that were allocated for a request's tokens.
 
     Attributes:
-        pages: page ids, in token order.
+        pages: page ids, in token order. With a compressed KV format, the entries of pages that
+            arrive as stored pages are `runtime.core.sequence.FREED`.
         ready: CUDA event after which the engine's earlier work does not touch the pages; None on a
             CPU.
+        stored: stored pages of a compressed KV format, in token order.
     """
 
     id: str
     pages: tuple[int, ...]
     ready: torch.cuda.Event | None = None
+    stored: tuple[int, ...] = ()
 
 
 @dataclass

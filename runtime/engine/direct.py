@@ -8,11 +8,11 @@ import torch
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import FREED, Sequence
 from runtime.graphs.events import record_event
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
-from runtime.replay.step import slice_of
+from runtime.replay.prompts import encode_prompts, slice_of
 from runtime.replay.warm_up import Progress, warm_up_prefill
 from runtime.sampling.reference import Draw, SamplingRow, sample
 
@@ -46,28 +46,42 @@ class DirectSteps:
 
     def launch(self, decode: list[Sequence], chunks: Items[Chunk]) -> DirectStep:
         """Compute and sample a step; see `StepRunner.launch`."""
-        slices = [
-            SequenceSlice(sequence.tokens[-1:], len(sequence.tokens) - 1, sequence.pages)
-            for sequence in decode
-        ]
+        slices = [self._next_token(sequence) for sequence in decode]
         groups = [[sequence] for sequence in decode]
         sequences, draws = self._compute(slices, groups)
         slices = [slice_of(chunk) for chunk in chunks]
         groups = [chunk.group.sequences for chunk in chunks if chunk.completes]
         first, first_draws = self._compute(slices, groups)
+        encode_prompts(self._model, self._cache, chunks)
         ready = record_event(self._model.device)
         return DirectStep(sequences + first, draws + first_draws, ready)
+
+    def _next_token(self, sequence: Sequence) -> SequenceSlice:
+        """Return the last token of a sequence, whose KV the step computes."""
+        last = len(sequence.tokens) - 1
+        if not self._cache.layout.has_stored:
+            return SequenceSlice(sequence.tokens[-1:], last, sequence.pages)
+        pages = [0 if page == FREED else page for page in sequence.pages]  # never attended
+        return SequenceSlice(sequence.tokens[-1:], last, pages, stored=sequence.stored)
 
     def _compute(
         self, slices: list[SequenceSlice], groups: list[list[Sequence]]
     ) -> tuple[list[Sequence], list[Draw | None]]:
-        """Compute a batch, and sample for the sequences of each of its rows of logits."""
-        sequences = [sequence for group in groups for sequence in group]
+        """Compute a batch, and sample for the sequences of each of its rows of logits.
+
+        Sequences whose next token is forced are not sampled.
+        """
         if not slices:
             return [], []
         logits = self._model.forward(Batch.of(slices, self._model.device), self._cache)
-        if not sequences:
+        sampled = [
+            (sequence, row)
+            for row, group in enumerate(groups)
+            for sequence in group
+            if not sequence.forced
+        ]
+        if not sampled:
             return [], []
-        each = torch.tensor([len(group) for group in groups], device=logits.device)
-        rows = [SamplingRow.of(sequence) for sequence in sequences]
-        return sequences, sample(logits.repeat_interleave(each, dim=0), rows)
+        sequences, rows = zip(*sampled, strict=True)
+        each = torch.tensor(rows, device=logits.device)
+        return list(sequences), sample(logits[each], [SamplingRow.of(s) for s in sequences])

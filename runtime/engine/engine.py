@@ -15,6 +15,7 @@ from runtime.core.limits import Limits
 from runtime.core.plan import Chunk, StepPlan
 from runtime.core.request import FinishReason, Request, SampledToken
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
+from runtime.core.window import SINK_PAGES
 from runtime.engine.commands import (
     Add,
     Arrived,
@@ -27,12 +28,14 @@ from runtime.engine.commands import (
     StepOutput,
 )
 from runtime.engine.direct import DirectSteps
+from runtime.engine.pages import PageCount
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.steps import LaunchedStep, StepRunner
 from runtime.errors import NotFinite, RuntimeFault
 from runtime.graphs.events import record_event
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
+from runtime.replay.prompts import stored_range
 from runtime.replay.step import UNRESOLVED, StepReplay
 from runtime.replay.warm_up import Progress, silent
 from runtime.sampling.reference import Draw
@@ -46,13 +49,17 @@ class Engine:
     chunks and all running sequences: with replay in one forward pass, otherwise in two.
 
     Args:
-        num_pages: number of pages for sequences.
+        num_pages: number of pages for sequences; exact pages with a compressed KV format.
+        num_stored: number of stored pages of a compressed KV format; otherwise 0.
         replay: whether to use `StepReplay` (CUDA graphs). Without it, the host takes longer to
             launch kernels than the device takes to run them. Replay does not change tokens, but
             they are reported one step later.
         decodes: whether the engine decodes. False on a prefill worker, which needs no graphs of
             passes that decode.
         by_layer: whether to capture a decode graph for each layer instead of one for the step.
+
+    Raises:
+        ValueError: there are stored pages without a compressed format, or none with one.
     """
 
     def __init__(
@@ -61,12 +68,16 @@ class Engine:
         *,
         num_pages: int,
         limits: Limits,
+        num_stored: int = 0,
         replay: bool = False,
         decodes: bool = True,
         by_layer: bool = False,
     ) -> None:
+        if bool(num_stored) is not model.layout.has_stored:
+            name = model.kv_format.name
+            raise ValueError(f"{num_stored} stored pages with KV format {name}")
         self.model = model
-        self.cache = model.new_cache(num_pages + replay)  # replay needs a null page
+        self.cache = model.new_cache(num_pages + replay, num_stored)  # replay needs a null page
         self._steps: StepRunner
         if replay:
             self._steps = StepReplay(model, self.cache, limits, decodes=decodes, by_layer=by_layer)
@@ -75,6 +86,7 @@ class Engine:
         self._scheduler = Scheduler(
             limits,
             num_pages=num_pages,
+            num_stored=num_stored,
             page_size=model.page_size,
             context_length=model.context_length,
         )
@@ -92,14 +104,24 @@ class Engine:
         self._steps.warm_up(progress)
 
     @property
+    def num_pages(self) -> PageCount:
+        """Number of exact and of stored pages, without the null page."""
+        return self._scheduler.pages.total
+
+    @property
     def pages_total(self) -> int:
-        """Number of pages, without the null page."""
-        return self._scheduler.pool.total
+        """Number of pages of the longest request; see `SequencePages.capacity`.
+
+        Without a compressed KV format, these are all pages.
+        """
+        pages = self._scheduler.pages
+        return pages.capacity(pages.total)
 
     @property
     def pages_free(self) -> int:
-        """Number of pages not allocated to any sequence."""
-        return self._scheduler.pool.free
+        """Number of pages of the longest request that the free pages can hold."""
+        pages = self._scheduler.pages
+        return pages.capacity(pages.free)
 
     @property
     def num_running(self) -> int:
@@ -145,8 +167,9 @@ class Engine:
         if plan.reserved:
             ready = record_event(self.model.device)
             output.reserved += [
-                Reserved(group.request.id, tuple(group.sequences[0].pages), ready)
+                Reserved(group.request.id, tuple(first.pages), ready, tuple(first.stored))
                 for group in plan.reserved
+                for first in group.sequences[:1]
             ]
         output.started += [chunk.group.request.id for chunk in plan.chunks if not chunk.first]
         return output
@@ -204,22 +227,29 @@ class Engine:
     def _launch(self, plan: StepPlan, output: StepOutput) -> LaunchedStep:
         """Launch a step and report its chunks. Choices of completed prompts start running."""
         step = self._steps.launch(plan.decode, plan.chunks)
+        computed = list(plan.decode)
         for chunk in plan.chunks:
             self._report(chunk, step.ready, output)
             self._scheduler.computed(chunk)
             if chunk.completes and chunk.group.purpose is Purpose.GENERATE:
                 self._fork(chunk.group)
+                computed += chunk.group.sequences
                 for sequence in chunk.group.sequences:
                     self._scheduler.run(sequence)
         self._scheduler.step_launched(step.sequences)
+        for sequence in computed:
+            if sequence.forced:
+                self._scheduler.append_forced(sequence)
         return step
 
     def _report(self, chunk: Chunk, ready: torch.cuda.Event | None, output: StepOutput) -> None:
         """Add a chunk and its pages to ``output.computed``."""
         group, size = chunk.group, self.model.page_size
         first, end = chunk.first, chunk.first + chunk.count
-        pages = tuple(group.sequences[0].pages[first // size : pages_for(end, size)])
-        output.computed.append(Computed(group.request.id, first, chunk.count, pages, ready))
+        sequence, encoded = group.sequences[0], stored_range(chunk, size)
+        pages = tuple(sequence.pages[first // size : pages_for(end, size)])
+        stored = tuple(sequence.stored[encoded.start - SINK_PAGES : encoded.stop - SINK_PAGES])
+        output.computed.append(Computed(group.request.id, first, chunk.count, pages, ready, stored))
 
     def _can_launch_ahead(self, step: LaunchedStep) -> bool:
         """Return whether the next step can be launched before ``step`` is read.
@@ -245,12 +275,17 @@ class Engine:
     def _start_received(
         self, group: SequenceGroup, first: tuple[SampledToken, ...], output: StepOutput
     ) -> None:
-        """Append the first tokens that the prefill worker sampled, and decode all choices."""
+        """Append the first tokens that the prefill worker sampled, and decode all choices.
+
+        Sequences with forced tokens have no first tokens.
+        """
         self._fork(group)
         tokens = {token.choice: token for token in first}
         for sequence in group.sequences:
-            token = tokens[sequence.choice]
-            sequence.tokens.append(token.token)
+            if sequence.forced:
+                self._scheduler.append_forced(sequence)
+            else:
+                self._scheduler.append(sequence, tokens[sequence.choice].token)
             if self._finish_reason(sequence) is None:
                 self._scheduler.run(sequence)
             elif self._scheduler.finish(sequence):
@@ -276,7 +311,7 @@ class Engine:
         index = len(sequence.tokens) - request.prompt_tokens
         token = SampledToken(sequence.choice, index, draw.token, draw.logprob, draw.top)
         output.tokens.append((request.id, token))
-        sequence.tokens.append(draw.token)
+        self._scheduler.append(sequence, draw.token)
         if reason := self._finish_reason(sequence):
             output.finished.append((request.id, sequence.choice, reason))
             if self._scheduler.finish(sequence):

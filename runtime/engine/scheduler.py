@@ -12,10 +12,13 @@ A step is in flight from its launch until its tokens are read. The tokens that i
 count in the lengths of its sequences. Pages released in the meantime become free only when the step
 has completed, because the step and work launched before it may still write to them. CUDA stream
 order does not protect these pages, because KV from another worker is written outside of the stream.
+
+With a compressed KV format, output tokens attend stored pages, but a prompt attends exact pages
+only. A preempted sequence is therefore prefilled up to the end of its prompt. Decode steps then
+compute its output tokens again, as forced tokens (`Sequence.forced`).
 """
 
 from bisect import insort
-from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
@@ -23,24 +26,37 @@ from runtime.core.limits import Limits
 from runtime.core.plan import Chunk, StepPlan, choose_chunks
 from runtime.core.request import Request
 from runtime.core.sequence import Purpose, Sequence, SequenceGroup
+from runtime.engine.pages import PageCount, SequencePages
 from runtime.errors import InvalidRequest, OutOfPages, QueueFull, RuntimeFault
-from runtime.kv.pages import PagePool, pages_for
 
 _age = attrgetter("age")
 
 
 class Scheduler:
-    """Queues, batch slots and pages of one engine. The same calls give the same results."""
+    """Queues, batch slots and pages of one engine. The same calls give the same results.
+
+    Args:
+        num_pages, num_stored: numbers of exact and of stored pages; see `SequencePages`.
+
+    Attributes:
+        pages: pages of all sequences.
+    """
 
     def __init__(
-        self, limits: Limits, *, num_pages: int, page_size: int, context_length: int
+        self,
+        limits: Limits,
+        *,
+        num_pages: int,
+        page_size: int,
+        context_length: int,
+        num_stored: int = 0,
     ) -> None:
         if limits.chunk_tokens % page_size:
             raise ValueError(f"chunk_tokens must be a multiple of the page size, {page_size}")
         self._limits = limits
         self._page_size = page_size
         self._context_length = context_length
-        self.pool = PagePool(num_pages)
+        self.pages = SequencePages(num_pages, num_stored, page_size)
         self._arrivals = 0
         self._waiting: list[SequenceGroup] = []  # by age
         self._fresh: list[SequenceGroup] = []  # submitted since the last plan
@@ -48,7 +64,6 @@ class Scheduler:
         self._received: dict[str, SequenceGroup] = {}
         self._held: dict[str, SequenceGroup] = {}
         self._running: list[Sequence] = []  # by age
-        self._deferred: deque[list[int]] = deque()  # pages released during each in-flight step
         self._unfinished: dict[str, int] = {}  # number of unfinished choices of each request
 
     def __contains__(self, request_id: str) -> bool:
@@ -72,12 +87,12 @@ class Scheduler:
         For sequences in the queue or in the batch, all prompt and output tokens so far are counted.
         For a prompt that will be held, only the tokens that are not computed yet are counted.
         """
-        tokens = sum(len(sequence.tokens) for sequence in self._running)
+        tokens = sum(sequence.known for sequence in self._running)
         for group in (*self._waiting, *self._prefilling, *self._received.values()):
             if group.purpose is Purpose.HOLD:
                 tokens += len(group.tokens) - group.computed
             else:
-                tokens += len(group.tokens) * len(group.sequences)
+                tokens += sum(sequence.known for sequence in group.sequences)
         return tokens
 
     @property
@@ -88,10 +103,12 @@ class Scheduler:
     @property
     def must_preempt(self) -> bool:
         """Whether the next decode step needs more pages than are free."""
-        free = self.pool.free
-        if free >= len(self._running):  # a sequence needs at most one page
+        free, most = self.pages.free, len(self._running)
+        if PageCount(most, most).fits(free):  # a sequence needs at most one page of each kind
             return False
-        return sum(self._missing(sequence) for sequence in self.continuing) > free
+        missing = [self.pages.missing(s) for s in self.pages.lacking(self.continuing)]
+        total = PageCount(sum(one.exact for one in missing), sum(one.stored for one in missing))
+        return not total.fits(free)
 
     @property
     def has_work(self) -> bool:
@@ -115,12 +132,15 @@ class Scheduler:
             Sequence(request, choice, self._arrivals, list(request.tokens), limit)
             for choice in range(request.choices)
         ]
+        if self.pages.stored:
+            for sequence in sequences:
+                sequence.rewind()
         group = SequenceGroup(purpose, sequences)
         if group.slots > self._limits.max_running:
             raise InvalidRequest(
                 f"{request.choices} choices exceed the {self._limits.max_running} batch slots"
             )
-        self._check_fits_pool(group)
+        self.pages.check_fits(group)
         self._arrivals += 1
         self._waiting.append(group)
         self._fresh.append(group)
@@ -144,10 +164,10 @@ class Scheduler:
             return
         for group in self._groups():
             if group.request.id == request_id:
-                self._release(group.sequences)
+                self.pages.release(group.sequences)
         for sequence in [s for s in self._running if s.request.id == request_id]:
             self._stop(sequence)
-            self._release([sequence])
+            self.pages.release([sequence])
         self._waiting = [g for g in self._waiting if g.request.id != request_id]
         self._prefilling = [g for g in self._prefilling if g.request.id != request_id]
         self._received.pop(request_id, None)
@@ -182,15 +202,25 @@ class Scheduler:
 
     def step_launched(self, sequences: Iterable[Sequence]) -> None:
         """Record the launch of a step that samples one more token for each sequence."""
-        self._deferred.append([])
+        self.pages.step_launched()
         for sequence in sequences:
             sequence.lookahead += 1
 
     def step_completed(self, sequences: Iterable[Sequence]) -> None:
         """Record the completion of the oldest in-flight step and free its deferred pages."""
-        self.pool.release(self._deferred.popleft())
+        self.pages.step_completed()
         for sequence in sequences:
             sequence.lookahead -= 1
+
+    def append(self, sequence: Sequence, token: int) -> None:
+        """Append a token that was sampled for a sequence."""
+        sequence.tokens.append(token)
+        if self.pages.stored:
+            self.pages.release_encoded(sequence)
+
+    def append_forced(self, sequence: Sequence) -> None:
+        """Append the next forced token, in place of the token that the launched step samples."""
+        self.append(sequence, sequence.forced.popleft())
 
     def finish(self, sequence: Sequence) -> bool:
         """Record the end of a choice and release its pages, unless they are held.
@@ -203,7 +233,7 @@ class Scheduler:
             self._stop(sequence)
         held = request_id in self._held
         if not held:
-            self._release([sequence])
+            self.pages.release([sequence])
         self._unfinished[request_id] -= 1
         if self._unfinished[request_id]:
             return False
@@ -225,19 +255,19 @@ class Scheduler:
         be computed again. A preempted sequence that needs more pages than the pool has is refused.
         """
         refused: list[tuple[str, RuntimeFault]] = []
-        for sequence in sequences:
+        for sequence in self.pages.lacking(sequences):
             if not sequence.running:  # preempted for an older one
                 continue
-            missing = self._missing(sequence)
-            if missing and self._preempt_for(missing, sequence, refused):
-                sequence.pages += self.pool.allocate(missing)
+            missing = self.pages.missing(sequence)
+            if self._preempt_for(missing, sequence, refused):
+                self.pages.grow(sequence, missing)
         return refused
 
     def _preempt_for(
-        self, pages: int, requester: Sequence, refused: list[tuple[str, RuntimeFault]]
+        self, pages: PageCount, requester: Sequence, refused: list[tuple[str, RuntimeFault]]
     ) -> bool:
-        """Preempt until ``pages`` pages are free. Return False if ``requester`` was preempted."""
-        while self.pool.free < pages:
+        """Preempt until ``pages`` are free. Return False if ``requester`` no longer runs."""
+        while not pages.fits(self.pages.free):
             candidates = (g for g in self._prefilling if g.purpose is Purpose.GENERATE)
             prefill = max(candidates, key=_age, default=None)
             youngest = max(self._running, key=_age)
@@ -248,20 +278,23 @@ class Scheduler:
             self._stop(youngest)
             group = SequenceGroup(Purpose.GENERATE, [youngest])
             try:
-                self._check_fits_pool(group)
+                self.pages.check_fits(group)
             except OutOfPages as fault:
                 refused.append((youngest.request.id, fault))
-                self._release([youngest])
+                self.pages.release([youngest])
                 self.drop(youngest.request.id)
             else:
                 self._requeue(group)
-            if youngest is requester:
+            if not requester.running:
                 return False
         return True
 
     def _requeue(self, group: SequenceGroup) -> None:
         """Return a preempted group to the waiting queue."""
-        self._release(group.sequences)
+        self.pages.release(group.sequences)
+        if self.pages.stored:
+            for sequence in group.sequences:
+                sequence.rewind()
         group.computed = 0
         insort(self._waiting, group, key=_age)
 
@@ -270,25 +303,13 @@ class Scheduler:
         reserved = []
         while self._waiting and self._admissible(self._waiting[0]):
             group = self._waiting.pop(0)
-            self._allocate_pages(group)
+            self.pages.admit(group)
             if group.purpose is Purpose.RECEIVE:
                 self._received[group.request.id] = group
                 reserved.append(group)
             else:
                 self._prefilling.append(group)
         return reserved
-
-    def _allocate_pages(self, group: SequenceGroup) -> None:
-        """Allocate a group's pages. Choices share full pages, but not a partly filled last one."""
-        first, *others = group.sequences
-        tokens = len(group.tokens)
-        first.pages = self.pool.allocate(pages_for(tokens, self._page_size))
-        if group.purpose is Purpose.HOLD:
-            return
-        full = first.pages[: tokens // self._page_size]
-        for sequence in others:
-            self.pool.share(full)
-            sequence.pages = full + self.pool.allocate(len(first.pages) - len(full))
 
     def _refuse_overflow(self) -> list[tuple[str, RuntimeFault]]:
         """Refuse groups submitted since the last plan, newest first, beyond ``max_waiting``."""
@@ -304,27 +325,9 @@ class Scheduler:
         return refused
 
     def _admissible(self, group: SequenceGroup) -> bool:
-        slots = self.num_running + group.slots
-        return slots <= self._limits.max_running and self._need(group) <= self.pool.free
-
-    def _check_fits_pool(self, group: SequenceGroup) -> None:
-        need = self._need(group)
-        if need > self.pool.total:
-            raise OutOfPages(f"{len(group.tokens)} tokens need {need} of {self.pool.total} pages")
-
-    def _need(self, group: SequenceGroup) -> int:
-        """Return the number of free pages needed to admit a group and run one decode step."""
-        tokens = len(group.tokens)
-        if group.purpose is Purpose.HOLD:
-            return pages_for(tokens, self._page_size)
-        shared = tokens // self._page_size
-        longest = group.sequences[0].limit - 1
-        separate = pages_for(min(tokens + 1, longest), self._page_size) - shared
-        return shared + separate * len(group.sequences)
-
-    def _missing(self, sequence: Sequence) -> int:
-        """Return the number of pages that a sequence lacks for its tokens."""
-        return pages_for(sequence.length, self._page_size) - len(sequence.pages)
+        if self.num_running + group.slots > self._limits.max_running:
+            return False
+        return self.pages.need(group).fits(self.pages.free)
 
     def _stop(self, sequence: Sequence) -> None:
         sequence.running = False
@@ -335,12 +338,3 @@ class Scheduler:
         yield from self._prefilling
         yield from self._received.values()
         yield from self._held.values()
-
-    def _release(self, sequences: Iterable[Sequence]) -> None:
-        """Release pages now, or when the latest in-flight step completes."""
-        for sequence in sequences:
-            if self._deferred:
-                self._deferred[-1] += sequence.pages
-            else:
-                self.pool.release(sequence.pages)
-            sequence.pages = []

@@ -16,7 +16,7 @@ class LaunchedStep(Protocol):
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Sequences for which the step samples a token."""
+        """Sequences for which the step samples a token, without those with forced tokens."""
         ...
 
     @property
@@ -53,6 +53,8 @@ class StepRunner(Protocol):
     def launch(self, decode: list[Sequence], chunks: Items[Chunk]) -> LaunchedStep:
         """Launch a step that decodes sequences and computes prompt chunks.
 
-        It samples a token for each decoded sequence and for all choices of completed prompts.
+        It samples a token for each decoded sequence and for all choices of completed prompts,
+        except those whose next token is forced. With a compressed KV format, it also encodes the
+        pages of completed prompts that are not recent.
         """
         ...

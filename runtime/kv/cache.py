@@ -119,6 +119,11 @@ class CacheLayout:
         """Bytes that one token occupies in a stored page; 0 without a compressed format."""
         return self._bytes_per_token(stored=True)
 
+    @cached_property
+    def has_stored(self) -> bool:
+        """Whether the format has stored pages."""
+        return any(plane.stored for _, plane in self.planes)
+
     def _bytes_per_token(self, *, stored: bool) -> int:
         return sum(
             self.kv_heads * plane.shape[-1] * plane.dtype.itemsize

@@ -13,10 +13,18 @@ from typing import Protocol
 
 from torch import Tensor
 
+from runtime.attention.base import Batch
 from runtime.core.window import SINK_PAGES, WINDOW, first_recent
 from runtime.kv.format import Plane
 
-__all__ = ["SINK_PAGES", "WINDOW", "CompressedFormat", "CompressedLayer", "first_recent"]
+__all__ = [
+    "SINK_PAGES",
+    "WINDOW",
+    "CompressedFormat",
+    "CompressedLayer",
+    "FusedKernels",
+    "first_recent",
+]
 
 
 class CompressedLayer(Protocol):
@@ -51,6 +59,47 @@ class CompressedLayer(Protocol):
 
         Returns:
             Two fp32 tensors `[p, kv_heads, page_size, dim]`.
+        """
+        ...
+
+
+class FusedKernels(Protocol):
+    """Kernels of a layer that read stored pages without decoding them first.
+
+    A `CompressedLayer` with such kernels has a method ``kernels(device)`` that returns them, or
+    None if they do not run on the device. They read no device value on the host, and their grids
+    depend on shapes only, so that CUDA graphs can contain them.
+
+    ``planes`` are those of a `runtime.kv.windowed.WindowedLayer`: K, V, and the stored planes.
+    """
+
+    def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        planes: tuple[Tensor, ...],
+        targets: Tensor,
+        sources: Tensor | None = None,
+    ) -> None:
+        """Encode whole pages, with the bits of `CompressedLayer.encode`.
+
+        Args:
+            keys, values: bf16 `[p, kv_heads, page_size, dim]`, K after RoPE.
+            planes: the stored planes alone.
+            targets: int64 `[t]`, stored pages to write, without repetition.
+            sources: int64 `[t]`, the pages of ``keys`` and ``values`` to encode. By default, all.
+        """
+        ...
+
+    def encode_leaving(self, planes: tuple[Tensor, ...], batch: Batch) -> None:
+        """Encode the pages that have just left the windows of a decode batch's sequences."""
+        ...
+
+    def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        """Return attention of a decode batch over its stored and exact pages, `[n, heads * dim]`.
+
+        Args:
+            q: `[n, heads, dim]`, after RoPE.
         """
         ...
 

@@ -35,7 +35,8 @@ def quantize_values(x: Tensor) -> tuple[Tensor, Tensor]:
     transformed = hadamard(x)
     squared = sum_by_halves(transformed * transformed)
     finite = squared.isfinite()
-    norms = torch.where(finite, squared.sqrt(), torch.nan).to(torch.bfloat16)
+    # A NaN that is converted from fp32 would have other bits on a GPU than on a CPU.
+    norms = squared.sqrt().to(torch.bfloat16).masked_fill(~finite, torch.nan)
     edge = norms.float() * (EDGE / math.sqrt(x.shape[-1]))
     reached = (transformed >= -edge, transformed >= 0, transformed >= edge)
     codes = torch.stack(reached).sum(dim=0, dtype=torch.uint8)

@@ -1,14 +1,24 @@
 """Base class of the KV formats that quantize each vector on its own, without calibration."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from functools import cached_property
+from typing import TYPE_CHECKING, Self
 
+import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
+from runtime.kv.compressed import FusedKernels
 from runtime.kv.format import Plane
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.kv.gpu import KernelSource
+
+_MAX_FUSED_DIM = 256
+"""Maximum head dimension of the Triton kernels."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +38,32 @@ class QuantizedFormat(ABC):
     """K after RoPE and V as codes and scales of each token and head.
 
     Implements `runtime.kv.compressed.CompressedFormat`; all layers are alike. Subclasses define
-    ``name``, ``version`` and `planes`.
+    ``name``, ``version``, `planes` and `kernel_source`.
+
+    Attributes:
+        fused: whether the Triton kernels support the model. They run on GPUs, and on CPUs in
+            Triton's interpreter; the torch reference runs otherwise.
     """
 
     name: str
     version: int
     artifact_hash = ""
 
-    def __init__(self, config: ModelConfig, keys: VectorQuantizer, values: VectorQuantizer) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        keys: VectorQuantizer,
+        values: VectorQuantizer,
+        min_fused_dim: int = 1,
+    ) -> None:
+        """Create the format.
+
+        Args:
+            min_fused_dim: minimum head dimension of the Triton kernels.
+        """
         self._config, self._keys, self._values = config, keys, values
+        dim = config.head_dim
+        self.fused = min_fused_dim <= dim <= _MAX_FUSED_DIM and dim % 2 == 0
 
     @abstractmethod
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
@@ -46,7 +73,36 @@ class QuantizedFormat(ABC):
         """Return the encoding of one layer."""
         return self
 
+    @abstractmethod
+    def kernel_source(self) -> "KernelSource":
+        """Return the format's Triton functions; called only where Triton is installed."""
+
+    @cached_property
+    def _kernels(self) -> FusedKernels:
+        from runtime.kv.gpu import StoredPageKernels
+
+        return StoredPageKernels(self._config, self.kernel_source())
+
+    def kernels(self, device: torch.device) -> FusedKernels | None:
+        """Return the fused kernels, or None if they do not run on a device or for this model."""
+        on_device = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+        return self._kernels if self.fused and on_device else None
+
     def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        first_positions: Tensor,
+        planes: tuple[Tensor, ...],
+        targets: Tensor,
+    ) -> None:
+        """Encode whole pages; see `runtime.kv.compressed.CompressedLayer`."""
+        if kernels := self.kernels(keys.device):
+            kernels.encode(keys, values, planes, targets)
+        else:
+            self.encode_reference(keys, values, first_positions, planes, targets)
+
+    def encode_reference(
         self,
         keys: Tensor,
         values: Tensor,
@@ -54,7 +110,7 @@ class QuantizedFormat(ABC):
         planes: tuple[Tensor, ...],
         targets: Tensor,
     ) -> None:
-        """Encode whole pages; see `runtime.kv.compressed.CompressedLayer`."""
+        """Encode whole pages in plain torch; this specifies the stored bits."""
         k, v, k_scale, v_scale = planes
         k[targets], k_scale[targets] = self._keys.quantize(keys)
         v[targets], v_scale[targets] = self._values.quantize(values)

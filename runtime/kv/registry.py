@@ -1,34 +1,69 @@
-"""KV formats by name: built-in formats, and plug-ins as ``module:Class``."""
+"""KV formats by name: built-in formats, calibrated ones and plug-ins.
+
+``name:PATH`` names a calibrated format and its calibration, ``module:Class`` a plug-in.
+"""
 
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from runtime.config import ModelConfig
-from runtime.errors import KVFormatError
+from runtime.errors import CalibrationError, KVFormatError
+from runtime.kv.calibration import CalibratedFormat
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
+from runtime.kv.fdc import FdcFormat
 from runtime.kv.format import KVFormat, KVFormatFactory
 from runtime.kv.fp8 import FP8Format
 from runtime.kv.int4 import Int4Format
 from runtime.kv.k4v2 import K4V2Format
+from runtime.kv.palu import PaluFormat
+from runtime.kv.shard import ShardFormat
+from runtime.kv.stream import StreamFormat
+from runtime.kv.windowed import WindowedFormat
 
 COMPRESSED: dict[str, Callable[[ModelConfig], CompressedFormat]] = {
     "fp8": FP8Format,
     "fp8-e5m2": partial(FP8Format, dtype=torch.float8_e5m2),
     "int4": Int4Format,
     "k4v2": K4V2Format,
+    "stream8": partial(StreamFormat, bits=8),
+    "stream4": partial(StreamFormat, bits=4),
+    "stream4-qjl": partial(StreamFormat, bits=4, qjl=True),
 }
-"""Compressed formats by name. They are measured by `runtime.quality`, and not served yet."""
-_BUILT_IN: dict[str, KVFormatFactory] = {DenseFormat.name: DenseFormat.create}
+"""Compressed formats by name. `create_format` combines them with exact pages of `dense`."""
+CALIBRATED: dict[str, type[CalibratedFormat[Any]]] = {
+    found.name: found for found in (FdcFormat, PaluFormat, ShardFormat)
+}
+"""Compressed formats that read a calibration, by name; ``name:PATH`` names the file as well."""
 
 _MEMBERS = (
     *("name", "version", "lossless", "artifact_hash", "graph_safe", "dense_bf16"),
     *("kernels", "planes", "layer"),
 )
+
+
+def _windowed(
+    name: str,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    by_halves: bool = False,
+) -> WindowedFormat:
+    """Create a compressed format over exact pages of `dense`."""
+    exact = DenseFormat.create(config, device, dtype, by_halves=by_halves)
+    return WindowedFormat(exact, COMPRESSED[name](config))
+
+
+_BUILT_IN: dict[str, KVFormatFactory] = {
+    DenseFormat.name: DenseFormat.create,
+    **{name: partial(_windowed, name) for name in COMPRESSED},
+}
 
 
 def create_format(
@@ -38,26 +73,64 @@ def create_format(
     dtype: torch.dtype,
     *,
     by_halves: bool = False,
+    model_hash: str = "",
 ) -> KVFormat:
     """Create the KV format with a given name.
 
     Args:
-        spec: a built-in name, or ``module:Class`` for a class with a ``create`` classmethod.
+        spec: a built-in name; ``name:PATH`` for a format of `CALIBRATED` and its calibration; or
+            ``module:Class`` for a class with a ``create`` classmethod.
             `runtime.kv.format.KVFormatFactory` documents ``create`` and the other arguments.
+        model_hash: hash of the model, which a calibration must be for; empty to accept one of any
+            model.
 
     Raises:
+        CalibrationError: the calibration is missing or malformed, or is for another model.
         KVFormatError: the name is unknown, the module or class is missing, or the class is not a KV
             format.
     """
+    if is_calibrated(spec):
+        compressed = calibrated_format(spec, config, model_hash, device)
+        exact = DenseFormat.create(config, device, dtype, by_halves=by_halves)
+        return WindowedFormat(exact, compressed)
     factory = _plug_in(spec) if ":" in spec else _BUILT_IN.get(spec)
     if factory is None:
-        known = ", ".join(sorted(_BUILT_IN))
+        known = ", ".join((*sorted(_BUILT_IN), *(f"{name}:PATH" for name in CALIBRATED)))
         raise KVFormatError(f"unknown KV format {spec!r}: expected {known} or module:Class")
     kv_format = factory(config, device, dtype, by_halves=by_halves)
     missing = [member for member in _MEMBERS if not hasattr(kv_format, member)]
     if missing:
         raise KVFormatError(f"{spec} is not a KV format: it has no {', '.join(missing)}")
     return kv_format
+
+
+def is_calibrated(spec: str) -> bool:
+    """Return whether ``spec`` names a format of `CALIBRATED`, with or without a calibration."""
+    return spec.partition(":")[0] in CALIBRATED
+
+
+def calibrated_format(
+    spec: str, config: ModelConfig, model_hash: str = "", device: torch.device | str = "cpu"
+) -> CompressedFormat:
+    """Read the calibration of a format.
+
+    Args:
+        spec: ``name:PATH``, where `is_calibrated` is true.
+        model_hash: as in `create_format`.
+
+    Raises:
+        CalibrationError: the calibration is not named, missing or malformed, or is for another
+            model.
+        KVFormatError: the format does not support the model.
+    """
+    name, _, path = spec.partition(":")
+    if not path:
+        raise CalibrationError(
+            f"KV format {name} reads a calibration, which {name}:PATH names: create it with "
+            f"`headrace calibrate --kv-format {name}`"
+        )
+    found: CompressedFormat = CALIBRATED[name].load(Path(path), config, model_hash, device)
+    return found
 
 
 def _plug_in(spec: str) -> KVFormatFactory:

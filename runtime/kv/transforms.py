@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-_CODES_PER_BYTE = {2: 4, 4: 2}
+_CODES_PER_BYTE = {1: 8, 2: 4, 4: 2}
 
 
 def check_transformable(head_dim: int, format_name: str) -> None:
@@ -60,11 +60,11 @@ def sum_by_halves(x: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes of 2 or 4 bits into bytes.
+    """Pack codes of 1, 2 or 4 bits into bytes.
 
-    The vector is divided into 2 (4 bits) or 4 (2 bits) parts of equal length. Byte i contains
-    element i of every part, the first part in the lowest bits. A kernel therefore unpacks
-    contiguous parts of a vector, not interleaved elements.
+    The vector is divided into 8 / bits parts of equal length. Byte i contains element i of every
+    part, the first part in the lowest bits. A kernel therefore unpacks contiguous parts of a
+    vector, not interleaved elements.
 
     Args:
         codes: uint8 `[..., d]`, each below ``2 ** bits``; d is divisible by the number of parts.

@@ -12,10 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from runtime.attention.base import Batch
+from runtime.attention.base import Batch, MixedBatch
 from runtime.attention.reference import ReferenceAttention
 from runtime.core.window import SINK_PAGES, first_recent
-from runtime.kv.compressed import CompressedFormat, CompressedLayer
+from runtime.kv.compressed import CompressedFormat, CompressedLayer, FusedKernels
 from runtime.kv.dense import DenseFormat
 from runtime.kv.format import LayerKV, Plane
 
@@ -35,13 +35,20 @@ class WindowedLayer:
     ) -> Tensor:
         """See `LayerKV`. Sequences being decoded also encode the page that leaves the window."""
         q = self._exact.append(qkv, rope, planes[:_EXACT], batch)
-        if batch.stored_table is not None:
-            self._encode_leaving(planes, batch, batch.stored_table)
+        decode = batch.decode if isinstance(batch, MixedBatch) else batch
+        if decode.stored_table is None:
+            return q
+        if kernels := self._kernels(q.device):
+            kernels.encode_leaving(planes, decode)
+        else:
+            self._encode_leaving(planes, decode, decode.stored_table)
         return q
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
         if batch.stored_table is None:
             return self._exact.attend(q, planes[:_EXACT], batch)
+        if kernels := self._kernels(q.device):
+            return kernels.attend(q, planes, batch)
         outputs = []
         for index, length in enumerate(batch.lengths.tolist()):
             exact = batch.page_table[index].long()
@@ -77,9 +84,17 @@ class WindowedLayer:
     ) -> None:
         """Encode exact pages into stored pages; see `WindowedFormat.encode`."""
         k_pages, v_pages = planes[:_EXACT]
+        stored = planes[_EXACT:]
+        if kernels := self._kernels(k_pages.device):
+            kernels.encode(k_pages, v_pages, stored, targets, sources)
+            return
         self._compressed.encode(
-            k_pages[sources], v_pages[sources], first_positions, planes[_EXACT:], targets
+            k_pages[sources], v_pages[sources], first_positions, stored, targets
         )
+
+    def _kernels(self, device: torch.device) -> FusedKernels | None:
+        find = getattr(self._compressed, "kernels", None)
+        return find(device) if find else None
 
     def _encode_leaving(
         self, planes: tuple[Tensor, ...], batch: Batch, stored_table: Tensor
@@ -127,12 +142,12 @@ class WindowedFormat:
     lossless = False
     compressed = True
     dense_bf16 = False
-    graph_safe = False
 
     def __init__(self, exact: DenseFormat, compressed: CompressedFormat) -> None:
         self._exact, self._compressed = exact, compressed
         self.name, self.version = compressed.name, compressed.version
         self.artifact_hash = compressed.artifact_hash
+        self.graph_safe = exact.graph_safe and bool(getattr(compressed, "fused", False))
 
     @property
     def kernels(self) -> str:

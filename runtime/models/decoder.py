@@ -134,9 +134,10 @@ class DecoderLayer:
                 rows = batch.logit_rows
                 if not len(rows):
                     return hidden[:0]
-                q, carried = q[rows], tuple(tensor[rows] for tensor in carried)
-                batch = batch.where_logits()
-            attended = _attend(kv, q, planes, batch)
+                carried = tuple(tensor[rows] for tensor in carried)
+                attended = _attend_rows(kv, q, planes, batch)
+            else:
+                attended = _attend(kv, q, planes, batch)
         return self._after(parts, attended, *carried)
 
     def _norm_heads(self, qkv: Tensor) -> Tensor:
@@ -150,6 +151,14 @@ class DecoderLayer:
         q, k = q.contiguous(), k.contiguous()
         normed = (norm_q(q), norm_k(k), v)
         return torch.cat(normed, dim=1).flatten(1)
+
+
+def _attend_rows(kv: LayerKV, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
+    """Return the attention of the logit rows of a batch, `[m, heads * dim]`."""
+    rows = batch.logit_rows
+    if isinstance(batch, MixedBatch) and batch.decode.stored_table is not None:
+        return _attend(kv, q, planes, batch)[rows]  # rows of prompts attend exact pages alone
+    return _attend(kv, q[rows], planes, batch.where_logits())
 
 
 def _attend(kv: LayerKV, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:

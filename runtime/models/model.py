@@ -45,7 +45,8 @@ class Model:
             Triton kernels; see `unsupported_by_gemm`.
         plan: kernel of each GEMM with backend "gemm". If None, `runtime.gemm.plan.default_tile`
             selects the kernels.
-        kv_format: built-in name or ``module:Class``; see `runtime.kv.registry.create_format`.
+        kv_format: built-in name, ``name:PATH`` or ``module:Class``; see
+            `runtime.kv.registry.create_format`.
 
     Attributes:
         config: shape of the model.
@@ -73,7 +74,12 @@ class Model:
         self.device = torch.device(device)
         self.dtype = torch.bfloat16 if backend == "gemm" else dtype
         self.kv_format: KVFormat = create_format(
-            kv_format, self.config, self.device, self.dtype, by_halves=backend == "gemm"
+            kv_format,
+            self.config,
+            self.device,
+            self.dtype,
+            by_halves=backend == "gemm",
+            model_hash=checkpoint.model_hash,
         )
         self.layout = CacheLayout.of(
             self.kv_format, num_layers=self.config.num_layers, page_size=page_size
@@ -230,9 +236,11 @@ class Model:
                 if isinstance(part, PackedProjection):
                     yield from part.gemms
 
-    def new_cache(self, num_pages: int) -> PagedCache:
-        """Allocate ``num_pages`` pages for this model's KV."""
-        return PagedCache(self.layout, num_pages=num_pages, device=self.device)
+    def new_cache(self, num_pages: int, num_stored: int = 0) -> PagedCache:
+        """Allocate pages for this model's KV; see `PagedCache`."""
+        return PagedCache(
+            self.layout, num_pages=num_pages, num_stored=num_stored, device=self.device
+        )
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: PagedCache) -> Tensor:

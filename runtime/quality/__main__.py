@@ -22,7 +22,7 @@ from runtime.compress.text import cut_rows, docstrings, documentation
 from runtime.compress.tokenizer import text_tokenizer
 from runtime.errors import QualityError, RuntimeFault
 from runtime.kv.compressed import CompressedFormat
-from runtime.kv.registry import COMPRESSED
+from runtime.kv.registry import CALIBRATED, COMPRESSED
 from runtime.models.model import Model
 from runtime.quality.checkpoint_report import checkpoint_tables
 from runtime.quality.checkpoints import measure_checkpoints
@@ -114,7 +114,9 @@ def _measure(arguments: argparse.Namespace, log: Console) -> list[Result]:
 
     path = resolve_model(arguments.model)
     checkpoint = load_checkpoint(path, dtype=torch.float32)
-    formats = {spec: create(checkpoint.config) for spec, create in factories.items()}
+    formats = {
+        spec: create(checkpoint.config, checkpoint.model_hash) for spec, create in factories.items()
+    }
     encoder, texts, inputs = _inputs(arguments, path, checkpoint.model_hash)
     model = Model(checkpoint)
     results = measure(
@@ -233,7 +235,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="SPEC",
-        help=f"{', '.join((EXACT, *COMPRESSED))}, module:Class with a classmethod create(config), "
+        help=f"{', '.join((EXACT, *COMPRESSED))}, name:PATH with a calibration "
+        f"({', '.join(CALIBRATED)}), module:Class with a classmethod create(config), "
         "or module:function(config)",
     )
     add(

@@ -1,27 +1,32 @@
 """Compressed KV formats by name."""
 
-from collections.abc import Callable
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
 from runtime.kv.compressed import CompressedFormat
-from runtime.kv.registry import COMPRESSED
+from runtime.kv.registry import CALIBRATED, COMPRESSED, calibrated_format, is_calibrated
 
 EXACT = "exact"
 """Name that stands for no compression."""
 _MEMBERS = ("name", "version", "artifact_hash", "planes", "layer")
 
-FormatFactory = Callable[[ModelConfig], CompressedFormat | None]
+
+class FormatFactory(Protocol):
+    """Creates a format for a model with a given hash; an empty hash skips its comparison."""
+
+    def __call__(self, config: ModelConfig, model_hash: str = "") -> CompressedFormat | None: ...
 
 
 def format_factory(spec: str) -> FormatFactory:
     """Return the function that creates a format for a model.
 
     Args:
-        spec: ``exact``; a key of `COMPRESSED`; ``module:Class``, a class with a classmethod
-            ``create(config)``; or ``module:function``, a function of the config.
+        spec: ``exact``; a key of `COMPRESSED`; ``name:PATH`` for a key of `CALIBRATED` and its
+            calibration; ``module:Class``, a class with a classmethod ``create(config)``; or
+            ``module:function``, a function of the config.
 
     Raises:
         KVFormatError: the name is unknown, or the module has no such class or function. The
@@ -29,10 +34,12 @@ def format_factory(spec: str) -> FormatFactory:
             implement the interface.
     """
     if spec == EXACT:
-        return lambda _: None
+        return _exact
+    if is_calibrated(spec):
+        return partial(calibrated_format, spec)
     factory: Any = COMPRESSED.get(spec) or _plug_in(spec)
 
-    def create(config: ModelConfig) -> CompressedFormat:
+    def create(config: ModelConfig, model_hash: str = "") -> CompressedFormat:  # noqa: ARG001
         try:
             made: CompressedFormat = factory(config)
         except ValueError as error:
@@ -45,10 +52,14 @@ def format_factory(spec: str) -> FormatFactory:
     return create
 
 
+def _exact(config: ModelConfig, model_hash: str = "") -> None:  # noqa: ARG001
+    return None
+
+
 def _plug_in(spec: str) -> Any:
     module_name, colon, name = spec.partition(":")
     if not colon:
-        known = ", ".join((EXACT, *COMPRESSED))
+        known = ", ".join((EXACT, *COMPRESSED, *(f"{name}:PATH" for name in CALIBRATED)))
         raise KVFormatError(
             f"unknown KV format {spec!r}: expected {known}, module:Class or module:function"
         )

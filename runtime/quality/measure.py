@@ -13,7 +13,6 @@ from torch import Tensor
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.config import ModelConfig
 from runtime.errors import QualityError
-from runtime.kv.cache import PagedCache
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.format import KVFormat
 from runtime.kv.pages import pages_for
@@ -190,18 +189,21 @@ def _scores(
 
 
 def logits_of(model: Model, text: Tensor, kv_format: KVFormat) -> Tensor:
-    """Return the logits after every token of a text, fp32 `[n, vocab]`, in one forward pass.
+    """Return the logits after every token of a text, fp32 `[n, vocab]` on the model's device.
+
+    They are computed in one forward pass.
 
     Args:
         text: int64 `[n]`.
         kv_format: format with the planes of `dense`, which replaces the model's for this pass.
     """
     pages = pages_for(len(text), model.page_size)
-    batch = Batch.of([SequenceSlice(text.tolist(), 0, list(range(pages)))])
-    batch = replace(batch, logit_rows=torch.arange(len(text)))
+    device = model.device
+    batch = Batch.of([SequenceSlice(text.tolist(), 0, list(range(pages)))], device)
+    batch = replace(batch, logit_rows=torch.arange(len(text), device=device))
     own, model.kv_format = model.kv_format, kv_format
     try:
-        return model.forward(batch, PagedCache(model.layout, num_pages=pages))
+        return model.forward(batch, model.new_cache(pages))
     finally:
         model.kv_format = own
 

@@ -87,6 +87,7 @@ class DecodeReplay:
     def _batch(self, bucket: int) -> Batch:
         """Return the leading slots as a batch of static tensors."""
         leading, slots = slice(bucket), self._slots
+        stored = None if slots.stored_table is None else slots.stored_table[leading]
         return Batch(
             tokens=slots.tokens[leading],
             positions=slots.positions[leading],
@@ -96,4 +97,5 @@ class DecodeReplay:
             sequences=self._order[leading].int(),
             logit_rows=self._order[leading],
             single=True,
+            stored_table=stored,
         )

@@ -56,6 +56,9 @@ class PassInputs:
         self._fields = StaticTensors(fields, device)
         self._fields.tensors["page_table"][chunks] = slots.null_page
         self._order = torch.arange(size.decoded + 1, dtype=torch.int32, device=device)
+        self._stored_table = None  # of the decode rows
+        if slots.stored_table is not None:
+            self._stored_table = slots.stored_table.new_zeros(size.decoded, pages)
 
     def batch(self, shape: PassShape) -> Batch:
         """Return the tensors of a pass as a batch."""
@@ -93,6 +96,7 @@ class PassInputs:
             sequences=self._order[:decoded],
             logit_rows=self._order[:decoded].long(),
             single=True,
+            stored_table=None if self._stored_table is None else self._stored_table[:decoded],
         )
         decoding = fields["decoding"][:decoded]
         return MixedBatch(**vars(every), chunks=chunks, decode=decode, decoding=decoding)
@@ -167,3 +171,5 @@ class PassInputs:
         torch.where(decoding, positions, decode.positions, out=decode.positions)
         decode.lengths.copy_(torch.where(decoding, positions + 1, 1))
         torch.index_select(slots.page_table, 0, index, out=decode.page_table)
+        if slots.stored_table is not None:
+            torch.index_select(slots.stored_table, 0, index, out=decode.stored_table)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.core.sequence import Sequence
+from runtime.core.sequence import FREED, Sequence
+from runtime.core.window import SINK_PAGES
 from runtime.graphs.host_copy import to_device
 
 
@@ -22,13 +23,15 @@ class _SlotState:
 
     Attributes:
         slot: index of the slot.
-        tokens: length of the sequence in tokens; 0 if the slot has not been written.
-        pages: number of page-table entries written.
+        tokens: length of the sequence in tokens; 0 if the whole slot must be written, because it
+            never was or because its token is not the one that the next step computes.
+        pages, stored: number of entries written in each page table.
     """
 
     slot: int
-    tokens: int
-    pages: int
+    tokens: int = 0
+    pages: int = 0
+    stored: int = 0
 
 
 class BatchSlots:
@@ -38,6 +41,7 @@ class BatchSlots:
         max_slots: number of slots.
         max_pages: number of pages of a sequence of maximum length.
         null_page: id of the page that unassigned slots write to.
+        has_stored: whether the KV format has stored pages.
 
     Attributes:
         tokens: int64 `[max_slots]`, last token of each sequence, the input of the next step.
@@ -46,19 +50,29 @@ class BatchSlots:
         state: int64 `[3, max_slots]`, the storage of ``tokens``, ``positions`` and ``active``.
         lengths: int32 `[max_slots]`, buffer for ``positions + 1``.
         page_table: int32 `[max_slots, max_pages]`.
+        stored_table: int32 `[max_slots, max_pages]`, see `Batch.stored_table`; None without stored
+            pages.
     """
 
     def __init__(
-        self, max_slots: int, max_pages: int, null_page: int, device: torch.device
+        self,
+        max_slots: int,
+        max_pages: int,
+        null_page: int,
+        device: torch.device,
+        *,
+        has_stored: bool = False,
     ) -> None:
         self._max_slots, self._max_pages = max_slots, max_pages
         self.null_page, self._device = null_page, device
         self.state = torch.zeros(3, max_slots, dtype=torch.int64, device=device)
         self.tokens, self.positions, self.active = self.state
         self.lengths = torch.ones(max_slots, dtype=torch.int32, device=device)
-        self.page_table = torch.full(
-            (max_slots, max_pages), null_page, dtype=torch.int32, device=device
+        self._tables = torch.zeros(
+            1 + has_stored, max_slots, max_pages, dtype=torch.int32, device=device
         )
+        self.page_table = self._tables[0].fill_(null_page)
+        self.stored_table = self._tables[1] if has_stored else None
         self._states: dict[Sequence, _SlotState] = {}
         self._vacated: set[int] = set()  # released slots that the device still treats as active
 
@@ -86,7 +100,7 @@ class BatchSlots:
         free = (slot for slot in range(self._max_slots) if slot not in taken)
         for sequence in sequences:
             if sequence not in self._states:
-                self._states[sequence] = _SlotState(next(free), 0, 0)
+                self._states[sequence] = _SlotState(next(free))
         return [self._states[sequence].slot for sequence in sequences]
 
     def update(
@@ -102,21 +116,18 @@ class BatchSlots:
             sequence joined, moved to another slot, or has tokens that no launched step sampled.
         """
         joined: dict[int, Sequence] = {}
-        entries: list[int] = []  # flat indices into the page table
+        entries: list[int] = []  # flat indices into the page tables
         pages: list[int] = []
         for sequence in rewritten:
             self._states[sequence].tokens = 0
         for sequence in sequences:
-            state, length, num_pages = self._states[sequence], sequence.length, len(sequence.pages)
+            state, length = self._states[sequence], sequence.length
             if state.tokens != length:
                 joined[state.slot] = sequence
-                state.pages = 0
-            if state.pages != num_pages:
-                row = state.slot * self._max_pages
-                entries += range(row + state.pages, row + num_pages)
-                pages += sequence.pages[state.pages :]
-                state.pages = num_pages
-            state.tokens = length + 1
+                state.pages = state.stored = 0
+            if state.pages != len(sequence.pages) or state.stored != len(sequence.stored):
+                self._add_entries(state, sequence, entries, pages)
+            state.tokens = 0 if sequence.forced else length + 1
         empty: list[int] = []
         if self._vacated:
             empty = sorted(self._vacated.difference(state.slot for state in self._states.values()))
@@ -144,6 +155,24 @@ class BatchSlots:
         self.tokens[advanced] = tokens[advanced]
         self.positions[advanced] += 1
 
+    def _add_entries(
+        self, state: _SlotState, sequence: Sequence, entries: list[int], pages: list[int]
+    ) -> None:
+        """Add the page-table entries of a sequence that have not been written.
+
+        Entries of freed pages are never read.
+        """
+        row = state.slot * self._max_pages
+        entries += range(row + state.pages, row + len(sequence.pages))
+        pages += [
+            self.null_page if page == FREED else page for page in sequence.pages[state.pages :]
+        ]
+        state.pages = len(sequence.pages)
+        row += self.page_table.numel() + SINK_PAGES
+        entries += range(row + state.stored, row + len(sequence.stored))
+        pages += sequence.stored[state.stored :]
+        state.stored = len(sequence.stored)
+
     def _write(
         self, rows: list[tuple[int, int, int, int]], entries: list[int], pages: list[int]
     ) -> None:
@@ -151,7 +180,7 @@ class BatchSlots:
 
         Args:
             rows: a slot, its token, its position, and whether it is active, for each slot.
-            entries: flat indices into the page table.
+            entries: flat indices into the page tables.
             pages: page ids of these entries.
         """
         state = np.array(rows, np.int64).reshape(-1, 4).T
@@ -163,4 +192,4 @@ class BatchSlots:
             self.state.index_copy_(1, states[0], states[1:])
         if entries:
             table = words[state.size :].view(2, -1)
-            self.page_table.view(-1).index_copy_(0, table[0], table[1].int())
+            self._tables.view(-1).index_copy_(0, table[0], table[1].int())

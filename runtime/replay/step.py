@@ -14,14 +14,13 @@ again. Their logits are kept with the step.
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.attention.base import SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
 from runtime.core.sequence import Purpose
@@ -33,6 +32,7 @@ from runtime.kv.pages import pages_for
 from runtime.models.model import Model
 from runtime.replay.decode import DecodeReplay
 from runtime.replay.mixed import MixedReplay
+from runtime.replay.prompts import encode_prompts, slice_of, warm_up_encode
 from runtime.replay.sampling import SlotSampler
 from runtime.replay.slots import BatchSlots
 from runtime.sampling.on_device import SamplingFeatures
@@ -59,6 +59,14 @@ class SlotAssignment:
     bucket: int
     features: SamplingFeatures
 
+    def without_forced(self) -> "SlotAssignment":
+        """Return the assignment without the sequences whose next token is forced."""
+        if not any(sequence.forced for sequence in self.sequences):
+            return self
+        pairs = zip(self.sequences, self.slots, strict=True)
+        kept = [(sequence, slot) for sequence, slot in pairs if not sequence.forced]
+        return replace(self, sequences=[s for s, _ in kept], slots=[slot for _, slot in kept])
+
 
 _NOTHING_SAMPLED = SlotAssignment([], [], 0, SamplingFeatures.of([]))
 
@@ -68,8 +76,10 @@ class InFlightStep:
     """A launched step whose results the host has not read yet.
 
     Attributes:
+        assignment: slots of the sequences whose sampled tokens are used.
         ready: CUDA event recorded after the forward pass; None on the CPU.
         held_logits: logits `[vocab]` of held prompts whose tokens are random, by slot.
+        read_first: whether the step must be read before the next one is launched.
     """
 
     replay: "StepReplay"
@@ -77,6 +87,7 @@ class InFlightStep:
     results: HostCopy
     ready: torch.cuda.Event | None
     held_logits: Mapping[int, Tensor]
+    read_first: bool
 
     @property
     def sequences(self) -> list[Running]:
@@ -119,7 +130,14 @@ class StepReplay:
         self._buckets = slot_buckets(limits.max_running)
         max_pages = pages_for(model.context_length, model.page_size)
         null_page = len(cache.planes[0]) - 1
-        self._slots = BatchSlots(limits.max_running, max_pages, null_page, model.device)
+        self._model, self._cache = model, cache
+        self._slots = BatchSlots(
+            limits.max_running,
+            max_pages,
+            null_page,
+            model.device,
+            has_stored=cache.layout.has_stored,
+        )
         pool = torch.cuda.graph_pool_handle() if on_device else None  # of all graphs
         self._sampler = SlotSampler(self._slots, model.config.vocab_size, pool)
         passes = model, cache, self._slots, self._sampler.logits, pool
@@ -136,6 +154,7 @@ class StepReplay:
         Args:
             progress: called with a stage and a size, see `runtime.replay.warm_up.Progress`.
         """
+        warm_up_encode(self._model, self._cache)
         self._mixed.warm_up(lambda rows: progress("prompts", rows))
         buckets = self._buckets[::-1]  # the largest first, so that the others reuse its memory
         if self._decodes:
@@ -147,7 +166,13 @@ class StepReplay:
 
         Return False if sequences should first move to lower slots so that a smaller bucket
         suffices. To move a sequence, the host must have read all of its tokens.
+
+        Return False as well if the last step completed a prompt whose first token is random, and
+        the KV format has stored pages. If the device could not draw that token, the next step would
+        compute the last prompt token again, and attend stored pages, which prompts do not.
         """
+        if self._latest is not None and self._latest.read_first:
+            return False
         smallest = self._bucket_of(len(sequences))
         if sequences == self._assignment.sequences:
             return self._assignment.bucket <= smallest
@@ -174,6 +199,7 @@ class StepReplay:
             ends = zip(assignment.slots[len(decode) :], completed, strict=True)
             last_tokens = [(slot, index) for slot, (_, index) in ends]
             self._mixed.run(pieces, assignment.slots[: len(decode)], last_tokens)
+            encode_prompts(self._model, self._cache, chunks)
         else:
             self._decode.run(assignment.bucket)
         # The sampling alone reads the rest, which is written while the pass runs.
@@ -222,7 +248,14 @@ class StepReplay:
             self._sampler.run(bucket, features)
             held = self._held_logits(assignment, chunks) if features.random else {}
         self._sampler.start_copy(results, bucket, features)
-        self._latest = InFlightStep(self, assignment, results, ready, held)
+        used = assignment.without_forced()
+        read_first = self._cache.layout.has_stored and any(
+            sequence.request.sampling.temperature > 0 and not sequence.forced
+            for chunk in chunks
+            if chunk.completes
+            for sequence in chunk.group.sequences
+        )
+        self._latest = InFlightStep(self, used, results, ready, held, read_first)
         return self._latest
 
     def _held_logits(
@@ -275,10 +308,3 @@ def slot_buckets(max_slots: int) -> list[int]:
     while buckets[-1] < max_slots:
         buckets.append(buckets[-1] * 3 // 2)
     return [bucket for bucket in buckets if bucket < max_slots] + [max_slots]
-
-
-def slice_of(chunk: Chunk) -> SequenceSlice:
-    """Return the tokens of a chunk, with logits if it completes its prompt."""
-    group, end = chunk.group, chunk.first + chunk.count
-    tokens, pages = group.tokens[chunk.first : end], group.sequences[0].pages
-    return SequenceSlice(tokens, chunk.first, pages, chunk.completes)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.request import SamplingParams
+from runtime.core.window import SINK_PAGES
 from runtime.kv.cache import PagedCache
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
+from runtime.replay.prompts import warm_up_encode
 from runtime.sampling.reference import SamplingRow, sample
 
 Progress = Callable[[str, int], None]
@@ -36,24 +38,30 @@ def silent(_stage: str, _size: int) -> None:
 def warm_up_prefill(model: Model, cache: PagedCache, limits: Limits, progress: Progress) -> None:
     """Compute and sample a batch for each kernel variant, then compute the largest batch."""
     for sequences in _powers_of_two(min(limits.max_running, limits.step_tokens // 2)):
-        for batch in _small(sequences):
+        for batch in _small(sequences, stored=cache.layout.has_stored):
             logits = model.forward(Batch.of(batch, model.device), cache)
             for row in _ROWS:
                 sample(logits[:1], [row])
         progress("prefill", sequences)
+    warm_up_encode(model, cache)
     largest = _largest(limits, model.context_length, model.page_size)
     model.forward(Batch.of(largest, model.device), cache)
     progress("prefill", len(largest))
 
 
-def _small(sequences: int) -> Iterator[list[SequenceSlice]]:
+def _small(sequences: int, *, stored: bool = False) -> Iterator[list[SequenceSlice]]:
     """Yield a prefill batch of two-token prompts and a decode batch for each page-table width.
 
     A decode batch has one token per sequence. All page-table entries are page 0.
+
+    Args:
+        stored: whether the KV format has stored pages.
     """
     for width in _WIDTHS:
-        for tokens, first in (((0, 0), 0), ((0,), 2)):
-            yield [SequenceSlice(tokens, first, (0,) * width)] * sequences
+        pages = (0,) * width
+        yield [SequenceSlice((0, 0), 0, pages)] * sequences
+        held = pages[SINK_PAGES:] if stored else None
+        yield [SequenceSlice((0,), 2, pages, stored=held)] * sequences
 
 
 def _largest(limits: Limits, context: int, page_size: int) -> list[SequenceSlice]:

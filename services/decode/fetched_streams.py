@@ -11,6 +11,7 @@ from runtime.engine import Arrived, Cancel, Reserve, StepOutput
 from runtime.kv.pages import pages_for
 from services.decode.settings import DecodeSettings
 from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
+from services.transfer.manifest import sent_tokens
 from services.transfer.receiver import Receiver
 from services.worker.lifecycle import Worker
 from services.worker.loading import PAGE_SIZE, digest_pages
@@ -98,6 +99,7 @@ class FetchedStreams(StreamService):
                 on_verified=start_decoding,
                 deadline_s=stream.deadline_s,
                 on_computing=reserve if has_room else None,
+                samples_first=self._sent_tokens(stream) == len(stream.request.tokens),
             )
             times = await self._receiver.fetch(fetch)
             found = None if digest is None else await digest
@@ -140,8 +142,13 @@ class FetchedStreams(StreamService):
         """Start to compute the digest of a prompt's pages, if that is enabled."""
         if not self._settings.kv_digest or stream.reserved is None:
             return None
-        pages, tokens = stream.reserved.result().pages, len(stream.request.tokens)
-        return self._worker.engine.run(lambda engine: digest_pages(engine, pages, tokens))
+        reserved, tokens = stream.reserved.result(), self._sent_tokens(stream)
+        return self._worker.engine.run(
+            lambda engine: digest_pages(engine, reserved.pages, tokens, reserved.stored)
+        )
+
+    def _sent_tokens(self, stream: Stream) -> int:
+        return sent_tokens(stream.start.request, self._receiver.layout)
 
     def _record(
         self, stream: Stream, times: FetchTimes, total_s: float, digest: str | None

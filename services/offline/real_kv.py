@@ -49,37 +49,45 @@ def prefill_sample(
     Returns:
         Mapping (layer, plane name) → ``[page, kv_head, slot, dim]`` in the cache's dtype, on the
         CPU. It has full pages only, in the order of the cache. Planes that the codec does not
-        encode are left out.
+        encode are left out. So are the exact planes of a compressed format with encodable stored
+        ones, because a sequence has few exact pages.
     """
+    num_pages = SAMPLE_PROMPTS * SAMPLE_TOKENS // PAGE_SIZE
     engine = Engine(
         model,
-        num_pages=SAMPLE_PROMPTS * SAMPLE_TOKENS // PAGE_SIZE,
+        num_pages=num_pages,
+        num_stored=num_pages if model.layout.has_stored else 0,
         limits=Limits(max_running=SAMPLE_PROMPTS, max_waiting=SAMPLE_PROMPTS),
     )
     stride = len(tokens) // SAMPLE_PROMPTS
     prompts = [tokens[at * stride :][:SAMPLE_TOKENS] for at in range(SAMPLE_PROMPTS)]
-    pages = _prefill(engine, prompts, console)
+    exact, stored = _prefill(engine, prompts, console)
+    encodable = [plane for _, plane in model.layout.planes if plane.encodable]
+    kind = any(plane.stored for plane in encodable)
+    pages = stored if kind else exact
     return {
         (layer, plane.name): tensor[pages.to(tensor.device)].cpu()
         for (layer, plane), tensor in zip(model.layout.planes, engine.cache.planes, strict=True)
-        if plane.encodable
+        if plane.encodable and plane.stored is kind
     }
 
 
-def _prefill(engine: Engine, prompts: list[list[int]], console: Console) -> Tensor:
-    """Compute the prompts and return the ids of the full pages that hold their KV."""
+def _prefill(engine: Engine, prompts: list[list[int]], console: Console) -> tuple[Tensor, Tensor]:
+    """Compute the prompts; return the ids of full pages, and of stored pages, with their KV."""
     commands = [
         Add(Request(str(at), tuple(prompt), len(prompt), SamplingParams(), max_tokens=1), hold=True)
         for at, prompt in enumerate(prompts)
     ]
     pages: list[int] = []
+    stored: list[int] = []
     with Progress(console=console) as progress, torch.inference_mode():
         task = progress.add_task("prefill", total=sum(map(len, prompts)))
         output: StepOutput = engine.step(commands)
         while True:
             for chunk in output.computed:
                 pages += chunk.pages[: chunk.num_tokens // PAGE_SIZE]
+                stored += chunk.stored
                 progress.advance(task, chunk.num_tokens)
             if not engine.has_work:
-                return torch.tensor(pages)
+                return torch.tensor(pages), torch.tensor(stored, dtype=torch.int64)
             output = engine.step([])

@@ -189,8 +189,13 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
         for chunk in output.computed:
             if job := self.jobs.get(chunk.id):
                 job.pages += chunk.pages
+                job.stored += chunk.stored
                 if not job.ends_at_once:
                     self.sender.add_computed(chunk)
+                end = chunk.first_token + chunk.num_tokens
+                if end == job.outgoing.tokens and not job.samples_first:
+                    self._session_of(chunk.id).report_computed(chunk.id)
+                    complete.append(chunk.id)
         for key in complete:
             if job := self.jobs.get(key):
                 self.sender.finish_computing(key)
@@ -199,10 +204,10 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     def _log_computed(self, job: Job) -> None:
         if not self._settings.kv_digest:
             return
-        request_id, tokens = job.outgoing.request_id, len(job.request.tokens)
+        request_id, tokens = job.outgoing.request_id, job.outgoing.tokens
 
         def log_digest(engine: Engine) -> None:
-            digest = digest_pages(engine, job.pages, tokens)
+            digest = digest_pages(engine, job.pages, tokens, job.stored)
             log.info("kv computed", request_id=request_id, digest=digest)
 
         self.engine.run(log_digest)

@@ -14,6 +14,7 @@ from runtime.core.request import Request, SampledToken
 from runtime.engine import Add, Cancel
 from runtime.errors import InvalidRequest, RuntimeFault
 from services.common.grpc_server import MessageStream, drain, next_message
+from services.transfer.manifest import sent_tokens
 from services.transfer.outgoing import Outgoing
 from services.transfer.policy import SegmentTiming
 from services.transfer.sender import Sender
@@ -31,6 +32,7 @@ class Job:
         accepted: time of acceptance, in seconds of `time.perf_counter`.
         computing_since: start time of the first chunk, on the same clock; 0 until then.
         pages: pages with computed KV.
+        stored: stored pages of a compressed KV format.
         first: first tokens sampled so far, one per choice.
     """
 
@@ -39,13 +41,19 @@ class Job:
     accepted: float = field(default_factory=time.perf_counter)
     computing_since: float = 0.0
     pages: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
     first: list[SampledToken] = field(default_factory=list)
+
+    @property
+    def samples_first(self) -> bool:
+        """Whether the engine samples first tokens after the tokens whose KV is sent."""
+        return self.outgoing.tokens == len(self.request.tokens)
 
     @property
     def ends_at_once(self) -> bool:
         """Whether the next token is the last one by ``max_tokens``, so that no KV is sent."""
         delivered = len(self.request.tokens) - self.request.prompt_tokens
-        return self.request.max_tokens - delivered <= 1
+        return self.samples_first and self.request.max_tokens - delivered <= 1
 
 
 class PrefillSession:
@@ -140,11 +148,13 @@ class PrefillSession:
         if len(self._jobs) >= self._max_sequences:
             self._fail(start.sequence, error_pb2.ERROR_CODE_OVERLOADED, "the worker is full")
             return
+        request = request_from_message(key, message)
         outgoing = Outgoing(
             key=key,
             reader=self._name,
             peer=self.peer,
             sequence=start.sequence,
+            tokens=sent_tokens(message, self._sender.layout),
             request_id=message.request_id,
             attempt=message.attempt,
             agent=self._agent,
@@ -152,7 +162,6 @@ class PrefillSession:
             emit=self._outbox.put_nowait,
             fail=lambda code, message: self.fail(key, code, message),
         )
-        request = request_from_message(key, message)
         self._jobs[key] = Job(outgoing, request)
         self._own.add(key)
         self._sender.open(outgoing)
@@ -174,6 +183,12 @@ class PrefillSession:
         job.first.append(token)
         if len(job.first) < job.request.choices:
             return False
+        self.report_computed(key)
+        return True
+
+    def report_computed(self, key: str) -> None:
+        """Send the first tokens of a computed prompt, if any are sampled."""
+        job = self._jobs[key]
         first = pb.FirstTokens(
             sequence=job.outgoing.sequence,
             tokens=[token_to_message(t) for t in job.first],
@@ -181,7 +196,6 @@ class PrefillSession:
             prefill_s=time.perf_counter() - job.computing_since,
         )
         self._outbox.put_nowait(pb.PrefillEvent(first_tokens=first))
-        return True
 
     def fail(self, key: str, code: "error_pb2.ErrorCode.ValueType", message: str) -> None:
         """End a sequence with an error."""

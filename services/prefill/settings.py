@@ -1,6 +1,6 @@
 """Settings of the prefill worker."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -12,6 +12,7 @@ class PrefillSettings(WorkerSettings):
     """Settings of a prefill worker; environment prefix ``HEADRACE_PREFILL_``."""
 
     model_config = SettingsConfigDict(env_prefix="HEADRACE_PREFILL_")
+    holds_prompts: ClassVar[bool] = True
 
     lease_s: float = Field(
         30.0,

@@ -44,6 +44,8 @@ class Fetch:
         deadline_s: seconds from the start of the fetch.
         on_computing: called when the prefill worker starts to compute. It is not called for a
             sequence that ends with its first tokens.
+        samples_first: whether the prefill worker samples first tokens. It does not if the decode
+            worker knows them, see `sent_tokens`.
         closed: True once the fetch has failed, was cancelled, or needs no KV; no decode is started
             after that.
     """
@@ -56,6 +58,7 @@ class Fetch:
     on_verified: Callable[["FetchTimes"], None]
     deadline_s: float
     on_computing: Callable[[], None] | None = None
+    samples_first: bool = True
     closed: bool = False
 
 

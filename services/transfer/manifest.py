@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.kv.cache import CacheLayout
+from headrace.v1 import request_pb2
+from runtime.core.window import SINK_PAGES, first_recent
+from runtime.kv.cache import CacheLayout, PlaneGroup
+from runtime.kv.pages import pages_for
+from services.common.token_ids import count_tokens
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
 
@@ -22,6 +26,32 @@ class SegmentPlan:
     pages: tuple[int, ...]
 
 
+def sent_pages(layout: CacheLayout, group: PlaneGroup, num_tokens: int) -> tuple[range, ...]:
+    """Return which pages of a sequence have KV in a plane group, as indices within the sequence.
+
+    Without stored pages, these are all pages. With a compressed format, every page is either
+    exact or stored; see `runtime.core.window`.
+    """
+    pages = pages_for(num_tokens, layout.page_size)
+    if not layout.has_stored:
+        return (range(pages),)
+    recent = first_recent(num_tokens, layout.page_size)
+    if group.stored:
+        return (range(SINK_PAGES, recent),)
+    return range(min(SINK_PAGES, pages)), range(recent, pages)
+
+
+def sent_tokens(request: request_pb2.Request, layout: CacheLayout) -> int:
+    """Return the number of tokens of a request whose KV is sent.
+
+    With a compressed format, it is that of the prompt: output tokens of an earlier attempt attend
+    stored pages, so the decode worker computes them again.
+    """
+    if layout.has_stored:
+        return request.prompt_tokens
+    return count_tokens(request.tokens)
+
+
 def plan_segments(
     layout: CacheLayout,
     *,
@@ -30,6 +60,8 @@ def plan_segments(
     pages: tuple[int, ...],
     capacity: int,
     bound: Callable[[int, int, int], int],
+    stored: tuple[int, ...] = (),
+    sequence_tokens: int | None = None,
     rank: int = 0,
     first_kv_head: int = 0,
 ) -> Iterator[SegmentPlan]:
@@ -44,40 +76,62 @@ def plan_segments(
         pages: pages of the chunk, in token order.
         capacity: bytes of a slot.
         bound: returns the maximum frame size in bytes for (plane group, layers, tokens).
+        stored: stored pages of the chunk, in token order, with a compressed format.
+        sequence_tokens: tokens of the whole sequence; needed with a compressed format.
         first_kv_head: index of the rank's first KV head, counted over all ranks.
 
     Raises:
         ValueError: one page of one layer does not fit.
     """
-    page_size = layout.page_size
+    page_size, end = layout.page_size, first_token + num_tokens
+    total = end if sequence_tokens is None else sequence_tokens
+    first_page, end_page = first_token // page_size, pages_for(end, page_size)
     for number, group in enumerate(layout.groups):
-        tokens = num_tokens
-        while tokens > page_size and bound(number, 1, tokens) > capacity:
-            tokens = -(-tokens // (2 * page_size)) * page_size
-        if bound(number, 1, tokens) > capacity:
-            raise ValueError(
-                f"a slot of {capacity} bytes does not hold one page of one layer; raise slot_bytes"
-            )
-        layers = max(len(run) for run in group.runs)
-        while bound(number, layers, tokens) > capacity:
-            layers = -(-layers // 2)
-        for offset in range(0, num_tokens, tokens):
-            count = min(tokens, num_tokens - offset)
-            first_page = offset // page_size
-            held = pages[first_page : first_page + -(-count // page_size)]
-            for run in group.runs:
-                for layer in range(run.start, run.stop, layers):
-                    extent = Extent(
-                        first_token=first_token + offset,
-                        num_tokens=count,
-                        first_layer=layer,
-                        num_layers=min(layers, run.stop - layer),
-                        first_kv_head=first_kv_head,
-                        num_kv_heads=layout.kv_heads,
-                        plane_group=number,
-                        rank=rank,
-                    )
-                    yield SegmentPlan(extent, held)
+        layers, tokens = _segment_shape(group, number, num_tokens, page_size, capacity, bound)
+        for sent in sent_pages(layout, group, total):
+            begin, stop = max(sent.start, first_page), min(sent.stop, end_page)
+            held = stored if group.stored else pages[max(0, begin - first_page) :]
+            for page in range(begin, stop, tokens // page_size):
+                last = min(page + tokens // page_size, stop)
+                own = held[page - begin : last - begin]
+                for run in group.runs:
+                    for layer in range(run.start, run.stop, layers):
+                        extent = Extent(
+                            first_token=page * page_size,
+                            num_tokens=min(last * page_size, end) - page * page_size,
+                            first_layer=layer,
+                            num_layers=min(layers, run.stop - layer),
+                            first_kv_head=first_kv_head,
+                            num_kv_heads=layout.kv_heads,
+                            plane_group=number,
+                            rank=rank,
+                        )
+                        yield SegmentPlan(extent, own)
+
+
+def _segment_shape(
+    group: PlaneGroup,
+    number: int,
+    tokens: int,
+    page_size: int,
+    capacity: int,
+    bound: Callable[[int, int, int], int],
+) -> tuple[int, int]:
+    """Return the maximum layers and tokens, in whole pages, of a segment of a plane group.
+
+    Args:
+        tokens: tokens of the chunk.
+    """
+    while tokens > page_size and bound(number, 1, tokens) > capacity:
+        tokens = -(-tokens // (2 * page_size)) * page_size
+    if bound(number, 1, tokens) > capacity:
+        raise ValueError(
+            f"a slot of {capacity} bytes does not hold one page of one layer; raise slot_bytes"
+        )
+    layers = max(len(run) for run in group.runs)
+    while bound(number, layers, tokens) > capacity:
+        layers = -(-layers // 2)
+    return layers, -(-tokens // page_size) * page_size
 
 
 class Coverage:
@@ -92,9 +146,14 @@ class Coverage:
         self._tokens, self._page_size, self._ranks = num_tokens, layout.page_size, ranks
         pages = -(-num_tokens // layout.page_size)
         self._present = [[bool(planes) for planes in group.members] for group in layout.groups]
+        self._sent = [sent_pages(layout, group, num_tokens) for group in layout.groups]
         shape = len(layout.groups), pages, len(layout.layers), layout.kv_heads
         self._arrived = np.zeros(shape, dtype=np.bool_)
-        self._missing = sum(map(sum, self._present)) * pages * layout.kv_heads
+        counts = [sum(map(len, ranges)) for ranges in self._sent]
+        layers = map(sum, self._present)
+        self._missing = layout.kv_heads * sum(
+            count * present for count, present in zip(counts, layers, strict=True)
+        )
 
     @property
     def complete(self) -> bool:
@@ -134,14 +193,18 @@ class Coverage:
             raise ForeignSegment(
                 f"tokens {first} to {end} are not whole pages of {self._tokens} tokens"
             )
-        return range(first // self._page_size, -(-end // self._page_size))
+        pages = range(first // self._page_size, -(-end // self._page_size))
+        group = extent.plane_group
+        if group >= len(self._sent):
+            raise ForeignSegment(f"plane group {group} does not exist; there are {len(self._sent)}")
+        if not any(
+            sent.start <= pages.start and pages.stop <= sent.stop for sent in self._sent[group]
+        ):
+            raise ForeignSegment(f"tokens {first} to {end} are not sent in plane group {group}")
+        return pages
 
     def _layers(self, extent: Extent) -> range:
         first, count, group = extent.first_layer, extent.num_layers, extent.plane_group
-        if group >= len(self._present):
-            raise ForeignSegment(
-                f"plane group {group} does not exist; there are {len(self._present)}"
-            )
         present = self._present[group]
         if count < 1 or first + count > len(present):
             raise ForeignSegment(f"{count} layers from {first} exceed the {len(present)} layers")

@@ -37,6 +37,7 @@ class Outgoing:
         reader: name of the decode worker's session; `SharedSlots` limits the slots of each.
         peer: id of the decode worker; the link policy measures per peer.
         sequence: the reader's number of the sequence.
+        tokens: tokens whose KV is sent.
         agent: name of the reader's agent, which receives notifications.
         slot_bytes: bytes of a slot of the reader's landing slab.
         emit: callback that sends an event to the reader.
@@ -53,6 +54,7 @@ class Outgoing:
     reader: str
     peer: str
     sequence: int
+    tokens: int
     request_id: str
     attempt: int
     agent: str

@@ -11,8 +11,8 @@ from contextlib import suppress
 import codec
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
-from runtime.kv.cache import PagedCache
-from services.common.token_ids import count_tokens
+from runtime.core.window import SINK_PAGES
+from runtime.kv.cache import CacheLayout, PagedCache
 from services.transfer.agent import TransferAgent
 from services.transfer.announced import AnnouncedSegments
 from services.transfer.codecs import SegmentCodecs
@@ -27,7 +27,7 @@ from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch, FetchFailed, FetchProgress, FetchTimes
 from services.transfer.landed import SegmentDecoder
 from services.transfer.landing import LandingSlots
-from services.transfer.manifest import Coverage
+from services.transfer.manifest import Coverage, sent_tokens
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
 from services.transfer.pulls import Pull, Pulls
@@ -71,6 +71,11 @@ class Receiver:
         decoder = SegmentDecoder(cache, codecs, landing)
         self._pulls = Pulls(agent, decoder, landing, read_timeout_s, announced)
 
+    @property
+    def layout(self) -> CacheLayout:
+        """Layout of the cache."""
+        return self._codecs.layout
+
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         """Fetch a prompt's KV into reserved pages; return when all of it is verified.
 
@@ -96,7 +101,7 @@ class Receiver:
         self._metrics.landing_slots.labels("quarantined").set(self.landing.quarantined)
 
     async def _run(self, fetch: Fetch, client: PrefillClient) -> FetchTimes:
-        tokens = count_tokens(fetch.request.tokens)
+        tokens = sent_tokens(fetch.request, self._codecs.layout)
         progress = FetchProgress(Coverage(tokens, self._codecs.layout))
         with client.subscribe(fetch.request) as subscription:
             self._subscriptions[fetch.key] = subscription
@@ -176,7 +181,8 @@ class Receiver:
                 progress.times.queue = event.first_tokens.queue_s
                 progress.times.prefill = event.first_tokens.prefill_s
                 choices = sorted(token.choice for token in event.first_tokens.tokens)
-                if progress.started or choices != list(range(fetch.request.choices)):
+                expected = fetch.request.choices if fetch.samples_first else 0
+                if progress.started or choices != list(range(expected)):
                     raise ForeignSegment(f"unexpected first tokens, of choices {choices}")
                 progress.started = True
                 progress.ended = fetch.on_first(event.first_tokens)
@@ -226,9 +232,9 @@ class Receiver:
             raise ForeignSegment(f"slot {segment.slot} does not exist; there are {welcome.slots}")
         if not fetch.reserved.done():
             raise ForeignSegment("a segment was announced without a credit")
-        pages = progress.coverage.add(Extent.of(segment))
-        reserved = fetch.reserved.result().pages[pages.start : pages.stop]
-        pull = Pull(self._pulls, segment, reserved, fetch, welcome)
+        extent = Extent.of(segment)
+        pages = progress.coverage.add(extent)
+        pull = Pull(self._pulls, segment, self._target(fetch, extent, pages), fetch, welcome)
         slot = self.landing.land(fetch.key)
         pull.start(slot)
 
@@ -238,6 +244,13 @@ class Receiver:
         task = group.create_task(self._pull(pull, fetch, subscription, progress))
         task.add_done_callback(free)
         return task
+
+    def _target(self, fetch: Fetch, extent: Extent, pages: range) -> tuple[int, ...]:
+        """Return the pages into which a segment is decoded; ``pages`` are indices."""
+        reserved = fetch.reserved.result()
+        if self._codecs.layout.groups[extent.plane_group].stored:
+            return reserved.stored[pages.start - SINK_PAGES : pages.stop - SINK_PAGES]
+        return reserved.pages[pages.start : pages.stop]
 
     async def _pull(
         self, pull: Pull, fetch: Fetch, subscription: Subscription, progress: FetchProgress

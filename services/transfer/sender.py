@@ -19,7 +19,7 @@ import codec
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Computed
-from runtime.kv.cache import PagedCache
+from runtime.kv.cache import CacheLayout, PagedCache
 from services.transfer.codec_calls import CodecJob, CodecRunner, Timed
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.extent import Extent
@@ -82,6 +82,11 @@ class Sender:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
+    def layout(self) -> CacheLayout:
+        """Layout of the cache."""
+        return self._codecs.layout
+
+    @property
     def active(self) -> int:
         """Number of sequences that are not closed and may hold a lease."""
         return len(self._outgoing)
@@ -109,6 +114,8 @@ class Sender:
                 first_token=chunk.first_token,
                 num_tokens=chunk.num_tokens,
                 pages=chunk.pages,
+                stored=chunk.stored,
+                sequence_tokens=outgoing.tokens,
                 capacity=min(outgoing.slot_bytes, self._slab.slot_bytes),
                 bound=self._codecs.max_frame_bytes,
                 rank=self._rank,

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 
 import codec
+from runtime.core.window import stored_pages
 from runtime.kv.pages import pages_for
 from services.common.errors import SettingsError
 from services.transfer.agent import TransferAgent
@@ -73,6 +74,7 @@ def _kinds_of_segments(
             first_token=0,
             num_tokens=tokens,
             pages=tuple(range(pages_for(tokens, layout.page_size))),
+            stored=tuple(range(stored_pages(tokens, layout.page_size))),
             capacity=slot_bytes,
             bound=codecs.max_frame_bytes,
         ):

@@ -1,10 +1,21 @@
-"""The size of a worker's KV page pool on a GPU."""
+"""The sizes of a worker's KV page pools.
+
+A compressed KV format has two kinds of pages. Sequences occupy stored pages, except for their first
+page and the window of recent tokens. Exact pages are needed for these, and for prompts until they
+are complete. A worker gets as many exact pages as its batch needs in addition to one prompt of
+maximum length (`exact_pages_for`), but at most half of the memory. A prefill worker, which keeps
+prompts until they are read, gets half. The rest is for stored pages.
+"""
 
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
+from runtime.core.window import max_exact_pages
+from runtime.engine import PageCount
+from runtime.kv.cache import CacheLayout
+from runtime.kv.pages import pages_for
 from services.common.errors import SettingsError
 from services.worker.settings import MAX_KV_TOKENS
 
@@ -39,18 +50,53 @@ class DeviceMemory:
         return cls(total, free, torch.cuda.memory_reserved(device))
 
 
-def kv_tokens_for(
-    memory: DeviceMemory,
-    *,
-    utilization: float,
-    slab: int,
-    logits: int,
-    bytes_per_token: int,
-    page_size: int,
-) -> int:
-    """Return the token slots, in whole pages, that fit a worker's share of the memory.
+def exact_pages_for(max_running: int, context_length: int, page_size: int) -> int:
+    """Return the exact pages of a full batch, and of one prompt of maximum length.
 
-    The bytes for pages are
+    A sequence keeps one page more than its last step used, until that step has completed.
+    """
+    return max_running * (max_exact_pages(page_size) + 1) + pages_for(context_length, page_size)
+
+
+def pages_of_tokens(tokens: int, layout: CacheLayout, exact: int) -> PageCount:
+    """Return the pages for ``tokens`` token slots, of stored pages with a compressed format.
+
+    Args:
+        exact: number of exact pages of a compressed format, if they are not more than the stored
+            ones.
+    """
+    pages = tokens // layout.page_size
+    return PageCount(min(exact, pages), pages) if layout.has_stored else PageCount(pages)
+
+
+def pages_of_bytes(size: int, layout: CacheLayout, exact: int) -> PageCount:
+    """Return the pages that fit into ``size`` bytes, at least `least_bytes`.
+
+    Args:
+        exact: number of exact pages of a compressed format, if they take at most half of the bytes.
+    """
+    most = MAX_KV_TOKENS // layout.page_size
+    page = layout.page_size * layout.bytes_per_token
+    if not layout.has_stored:
+        return PageCount(min(size // page, most))
+    exact = min(exact, size // 2 // page)
+    stored = layout.page_size * layout.stored_bytes_per_token
+    return PageCount(exact, min((size - exact * page) // stored, most))
+
+
+def least_bytes(layout: CacheLayout) -> int:
+    """Return the bytes at which `pages_of_bytes` has a page of each kind."""
+    exact = layout.page_size * layout.bytes_per_token
+    stored = layout.page_size * layout.stored_bytes_per_token
+    return 2 * exact + stored if stored else exact
+
+
+def kv_bytes_for(
+    memory: DeviceMemory, *, utilization: float, slab: int, logits: int, least: int
+) -> int:
+    """Return the bytes for KV pages in a worker's share of the memory.
+
+    These are
 
         min(utilization * total - own, free) - slab - ROW_BYTES * logits - RESERVE
 
@@ -58,23 +104,23 @@ def kv_tokens_for(
         utilization: share of the whole device that this worker may allocate.
         slab: bytes that the slab for KV transfers will allocate.
         logits: number of logits of a step, batch slots times vocabulary size.
+        least: bytes of the smallest page pools.
 
     Raises:
-        SettingsError: the memory does not hold a single page.
+        SettingsError: fewer than ``least`` bytes are left.
     """
     allowed = int(utilization * memory.total) - memory.own
     other = RESERVE + ROW_BYTES * logits
     left = min(allowed, memory.free) - slab - other
-    page = page_size * bytes_per_token
-    if left < page:
+    if left < least:
         raise SettingsError(
-            f"no memory is left for KV, {_gib(page - left)} are missing: this worker may use "
+            f"no memory is left for KV, {_gib(least - left)} are missing: this worker may use "
             f"{utilization:g} (gpu_memory_utilization) of {_gib(memory.total)}, has allocated "
             f"{_gib(memory.own)}, and needs {_gib(slab)} for transfers and {_gib(other)} for "
             f"graphs and activations; {_gib(memory.free)} are free. Raise "
             "gpu_memory_utilization, or reduce slots, slot_bytes or max_running"
         )
-    return min(left // page * page_size, MAX_KV_TOKENS)
+    return left
 
 
 def _gib(size: int) -> str:

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -16,17 +17,26 @@ from headrace.v1 import prefill_pb2
 from runtime.checkpoint import load_checkpoint
 from runtime.config import ModelConfig
 from runtime.core.limits import Limits
-from runtime.engine import Engine
+from runtime.engine import Engine, PageCount
 from runtime.errors import RuntimeFault
 from runtime.models.model import Model, unsupported_by_gemm
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
 from services.transfer.codecs import Books, SegmentCodecs, group_planes
+from services.transfer.manifest import sent_pages
 from services.transfer.slab import Slab
 from services.worker.device import torch_device
-from services.worker.kv_budget import CPU_TOKENS, DeviceMemory, kv_tokens_for
-from services.worker.settings import WorkerSettings
+from services.worker.kv_budget import (
+    CPU_TOKENS,
+    DeviceMemory,
+    exact_pages_for,
+    kv_bytes_for,
+    least_bytes,
+    pages_of_bytes,
+    pages_of_tokens,
+)
+from services.worker.settings import MAX_KV_TOKENS, WorkerSettings
 from services.worker.sizes import WorkerSizes
 from services.worker.warm_up import warm_up
 
@@ -213,33 +223,18 @@ def _sizes(model: Model, settings: WorkerSettings) -> WorkerSizes:
 
 
 def _engine(model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decodes: bool) -> Engine:
-    """Build the engine with as many pages as the settings or the memory allow.
-
-    Raises:
-        SettingsError: the memory beside the weights does not hold a single page.
-    """
+    """Build the engine with the pages of `_kv_pages`."""
     limits = Limits(
         max_running=sizes.max_running,
         max_waiting=settings.max_waiting,
         step_tokens=sizes.step_tokens,
         chunk_tokens=sizes.chunk_tokens,
     )
-    tokens = settings.kv_tokens
-    if tokens == "auto" and model.device.type == "cpu":
-        tokens = CPU_TOKENS
-    elif tokens == "auto":
-        per_token = model.layout.bytes_per_token
-        tokens = kv_tokens_for(
-            DeviceMemory.now(model.device),
-            utilization=settings.gpu_memory_utilization,
-            slab=sizes.slab_bytes + model.replayable * PAGE_SIZE * per_token,
-            logits=sizes.max_running * model.config.vocab_size,
-            bytes_per_token=per_token,
-            page_size=PAGE_SIZE,
-        )
+    pages = _kv_pages(model, settings, sizes)
     return Engine(
         model,
-        num_pages=tokens // PAGE_SIZE,
+        num_pages=pages.exact,
+        num_stored=pages.stored,
         limits=limits,
         replay=model.replayable,
         decodes=decodes,
@@ -247,11 +242,41 @@ def _engine(model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decod
     )
 
 
+def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> PageCount:
+    """Return as many pages as the settings or the memory allow.
+
+    Raises:
+        SettingsError: the memory beside the weights does not hold a single page.
+    """
+    layout, tokens = model.layout, settings.kv_tokens
+    exact = MAX_KV_TOKENS // PAGE_SIZE
+    if not settings.holds_prompts:
+        exact = exact_pages_for(sizes.max_running, model.context_length, PAGE_SIZE)
+    if tokens == "auto" and model.device.type == "cpu":
+        tokens = CPU_TOKENS
+    if tokens != "auto":
+        return pages_of_tokens(tokens, layout, exact)
+    size = kv_bytes_for(
+        DeviceMemory.now(model.device),
+        utilization=settings.gpu_memory_utilization,
+        slab=sizes.slab_bytes + model.replayable * PAGE_SIZE * layout.bytes_per_token,
+        logits=sizes.max_running * model.config.vocab_size,
+        least=least_bytes(layout),
+    )
+    return pages_of_bytes(size, layout, exact)
+
+
 def _log_capacity(engine: Engine, device: str) -> None:
     """Log the pages and the memory that is left after warm-up."""
     free = None if device == "cpu" else torch.cuda.mem_get_info(device)[0]
-    pages = engine.pages_total
-    log.info("kv pages", pages=pages, kv_tokens=pages * PAGE_SIZE, memory_left_bytes=free)
+    pages = engine.num_pages
+    log.info(
+        "kv pages",
+        pages=pages.exact,
+        stored_pages=pages.stored,
+        kv_tokens=max(pages) * PAGE_SIZE,
+        memory_left_bytes=free,
+    )
 
 
 def _dtype(name: str, device: str) -> torch.dtype:
@@ -280,14 +305,22 @@ def _codebooks(settings: WorkerSettings, model: Model) -> tuple[Books, str]:
     return books, loaded.id
 
 
-def digest_pages(engine: Engine, pages: tuple[int, ...], num_tokens: int) -> str:
-    """Return a digest of a sequence's KV in all planes. Call it on the engine thread."""
-    held = pages[: -(-num_tokens // PAGE_SIZE)]
-    cache = engine.cache
-    digests = [
-        codec.checksum_pages(
-            group_planes(cache.planes, group, 0, len(cache.layout.layers)), held, num_tokens
-        )
-        for group in cache.layout.groups
-    ]
+def digest_pages(
+    engine: Engine, pages: Sequence[int], num_tokens: int, stored: Sequence[int] = ()
+) -> str:
+    """Return a digest of a sequence's KV in all planes. Call it on the engine thread.
+
+    Args:
+        pages: pages of the sequence, by index; those of a compressed format that are not sent have
+            any value.
+        stored: stored pages of a compressed format, in token order.
+    """
+    cache, digests = engine.cache, []
+    for group in cache.layout.groups:
+        indices = [i for each in sent_pages(cache.layout, group, num_tokens) for i in each]
+        held = list(stored) if group.stored else [pages[index] for index in indices]
+        last = num_tokens - PAGE_SIZE * indices[-1] if indices else 0  # tokens of the last page
+        tokens = PAGE_SIZE * (len(held) - 1) + min(PAGE_SIZE, last) if held else 0
+        planes = group_planes(cache.planes, group, 0, len(cache.layout.layers))
+        digests.append(codec.checksum_pages(planes, held, tokens) if held else 0)
     return "-".join(f"{digest:016x}" for digest in digests)

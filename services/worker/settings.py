@@ -17,9 +17,11 @@ class WorkerSettings(ServiceSettings):
 
     Attributes:
         gpu_batch: the default of ``max_running`` on a GPU.
+        holds_prompts: whether the worker keeps prompts until other workers have read their KV.
     """
 
     gpu_batch: ClassVar[int] = 64
+    holds_prompts: ClassVar[bool] = False
 
     worker_id: str = Field(
         default_factory=lambda: f"worker-{uuid.uuid4().hex[:8]}",
@@ -61,9 +63,10 @@ class WorkerSettings(ServiceSettings):
     )
     kv_format: str = Field(
         "dense",
-        pattern=r"^[A-Za-z0-9_.:-]{1,256}$",
-        description="how KV is stored, sent and attended: a built-in format or module:Class; the "
-        "same for all workers",
+        pattern=r"^\S(.{0,1022}\S)?$",
+        description="how KV is stored, sent and attended: a built-in format, name:PATH with the "
+        "calibration of a format from `headrace calibrate`, or module:Class; the same for all "
+        "workers",
     )
     kernel_plan_file: Path | None = Field(
         None,
@@ -77,7 +80,8 @@ class WorkerSettings(ServiceSettings):
     )
     kv_tokens: Annotated[int, Field(ge=16, le=MAX_KV_TOKENS)] | Literal["auto"] = Field(
         "auto",
-        description="token slots of the KV page pool, a multiple of 16; auto: on a GPU as many as "
+        description="token slots of the KV page pool, a multiple of 16; of the stored pages with a "
+        "compressed format, whose exact pages are added; auto: on a GPU as many as "
         "`gpu_memory_utilization` allows, 16,384 on the CPU",
     )
     gpu_memory_utilization: float = Field(

@@ -83,6 +83,34 @@ async def test_every_request_ends_and_the_killed_worker_restarts(
         assert running.metric(name, "headrace_kv_lease_active") == 0
 
 
+@pytest.mark.long
+async def test_prefill_worker_that_decodes_serves_alone_while_the_decode_worker_restarts() -> None:
+    environment = {"HEADRACE_PREFILL_DECODES": "true"}
+    with deployed("--prefill", "1", "--decode", "1", environment=environment) as running:
+        running.wait_for_all_workers(60)
+        async with httpx.AsyncClient(
+            base_url=running.url, trust_env=False, timeout=DEADLINE_S
+        ) as client:
+            expected = {prompt: await _ask(client, running.model, prompt) for prompt in PROMPTS}
+            epoch = running.workers()["decode-0"]["epoch"]
+            before = _decoded(running, "prefill-0")
+            os.kill(running.state.pids["decode-0"], signal.SIGKILL)
+            during = [await _ask(client, running.model, prompt) for prompt in PROMPTS]
+            served_alone = _decoded(running, "prefill-0") - before
+            await asyncio.to_thread(_wait_for_new_epoch, running, "decode-0", epoch)
+            await asyncio.to_thread(running.wait_until_idle)
+            after = [await _ask(client, running.model, prompt) for prompt in PROMPTS]
+            assert _decoded(running, "prefill-0") == before + served_alone
+        for end in during + after:
+            assert end.text == expected[end.prompt].text, end
+        assert served_alone > 0
+        assert running.metric("prefill-0", "headrace_kv_lease_active") == 0
+
+
+def _decoded(running: Running, worker: str) -> float:
+    return running.metric(worker, "headrace_requests_total", endpoint="decode")
+
+
 def test_load_generator_kills_a_worker_and_checks_every_request(
     running: Running, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from headrace.v1 import decode_pb2, prefill_pb2_grpc, request_pb2, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
 from runtime.engine import Reserved
+from runtime.models.model import Model
 from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
 from services.common.placement import Compatibility, ModelInfo
 from services.common.token_ids import pack_tokens
@@ -29,7 +30,7 @@ from services.worker.settings import WorkerSettings
 from services.worker.sizes import WorkerSizes
 from services.worker.stream_service import StreamService
 from services.worker.streams import Stream, StreamSession
-from tests.runtime.tiny import CONFIG, engine_of, prompt_of, tiny_model
+from tests.runtime.tiny import CONFIG, engine_of, prompt_of, tiny_checkpoint
 
 LIMIT_S = 20.0  # seconds, for operations that take milliseconds
 CHUNK = 32  # tokens of a prefill chunk and of a segment
@@ -38,12 +39,14 @@ SLOT_BYTES = 1 << 14
 _numbers = itertools.count(1)
 
 
-def load(*, codebooks: bool = False, **limits: int) -> Loaded:
+def load(*, codebooks: bool = False, kv_format: str = "dense", **limits: int) -> Loaded:
     """Return a loaded worker; workers are compatible if both or neither have codebooks.
 
     All planes have the same codebook, calibrated with normally distributed numbers.
     """
-    engine = engine_of(tiny_model(), chunk_tokens=CHUNK, **limits)
+    tiny = Model(tiny_checkpoint(), kv_format=kv_format)
+    stored = 64 * tiny.layout.has_stored
+    engine = engine_of(tiny, chunk_tokens=CHUNK, stored=stored, **limits)
     model = ModelInfo(
         name="tiny",
         context_length=CONFIG.context_length,
@@ -52,7 +55,7 @@ def load(*, codebooks: bool = False, **limits: int) -> Loaded:
     )
     compatibility = Compatibility(
         model_hash="tiny",
-        kv_format="dense",
+        kv_format=kv_format,
         kv_format_hash="",
         kv_format_version=1,
         page_size=PAGE_SIZE,
@@ -130,7 +133,7 @@ class Site:
         settings = PrefillSettings.model_validate(
             {"codec": "raw", "slots": 4, "slot_bytes": SLOT_BYTES, **changes}
         )
-        loaded = load(codebooks=settings.codec != "raw")
+        loaded = load(codebooks=settings.codec != "raw", kv_format=settings.kv_format)
         loaded = replace(loaded, sizes=sizes_of(loaded, settings))
         slab = loaded.new_slab()
         agent = make_agent(f"prefill-{loaded.identity.epoch}")
@@ -155,7 +158,7 @@ class Site:
         settings = DecodeSettings.model_validate(
             {"codec": "raw", "slots": 2, "slot_bytes": SLOT_BYTES, **changes}
         )
-        loaded = load(codebooks=settings.codec != "raw")
+        loaded = load(codebooks=settings.codec != "raw", kv_format=settings.kv_format)
         loaded = replace(loaded, sizes=sizes_of(loaded, settings))
         landing = loaded.new_slab()
         agent = make_agent(f"decode-{loaded.identity.epoch}")

@@ -50,7 +50,7 @@ def attend_keys(
         CAUSAL: whether to apply the causal mask. If false, every query must be allowed to attend to
             all BLOCK keys.
     """
-    t, at = tokens_at(first, kv_head, end, table, page_stride, head_stride, DIM, PAGE, BLOCK)
+    t, at = tokens_at(first, kv_head, end, 0, table, page_stride, head_stride, DIM, PAGE, BLOCK)
     read = (d < DIM)[None, :]
     if CAUSAL:
         read = read & (t < end)[:, None]

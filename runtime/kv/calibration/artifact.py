@@ -14,7 +14,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from runtime.errors import KVFormatError
+from runtime.errors import CalibrationError
 
 _METADATA = "headrace"
 """The only metadata entry, a JSON object. With several, their order would vary between runs."""
@@ -66,10 +66,16 @@ class Artifact:
         """Read a file that `save` wrote.
 
         Raises:
-            KVFormatError: the file cannot be read or is not an artifact.
+            CalibrationError: the file cannot be read or is not an artifact.
         """
         try:
             content = path.read_bytes()
+        except OSError as error:
+            raise CalibrationError(
+                f"cannot read the calibration of a KV format: {error}; create it with "
+                "`headrace calibrate --kv-format`"
+            ) from error
+        try:
             tensors = load_tensors(content)
             size = int.from_bytes(content[:8], "little")
             header = json.loads(content[8 : 8 + size])
@@ -81,8 +87,10 @@ class Artifact:
                 dict(fields["options"]),
                 tensors,
             )
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise KVFormatError(f"{path} is not a calibration of a KV format: {error}") from error
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise CalibrationError(
+                f"{path} is not a calibration of a KV format: {error}"
+            ) from error
         # The hash must be that of the file, even if another version of safetensors wrote it.
         found.__dict__["_content"] = content
         return found
@@ -94,15 +102,15 @@ class Artifact:
             model_hash: hash of the model to be served; empty to accept a calibration of any model.
 
         Raises:
-            KVFormatError: it is for another format, version or model.
+            CalibrationError: it is for another format, version or model.
         """
         if (self.format, self.version) != (name, version):
-            raise KVFormatError(
+            raise CalibrationError(
                 f"this calibration is of KV format {self.format} version {self.version}, "
-                f"not of {name} version {version}"
+                f"not of {name} version {version}: calibrate again"
             )
         if model_hash and self.model_hash != model_hash:
-            raise KVFormatError(
+            raise CalibrationError(
                 f"this calibration of KV format {name} belongs to model {self.model_hash}, "
                 f"not to {model_hash}: calibrate again"
             )
@@ -116,33 +124,33 @@ class Artifact:
             shape: required shape; None accepts any size.
 
         Raises:
-            KVFormatError: it is missing, has another shape or dtype, or has values that are not
+            CalibrationError: it is missing, has another shape or dtype, or has values that are not
                 finite.
         """
         found = self.tensors.get(name)
         if found is None:
-            raise KVFormatError(f"the calibration of {self.format} has no tensor {name!r}")
+            raise CalibrationError(f"the calibration of {self.format} has no tensor {name!r}")
         fits = found.ndim == len(shape) and all(
             required in (None, size) for required, size in zip(shape, found.shape, strict=True)
         )
         if not fits or found.dtype != dtype:
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
-            raise KVFormatError(
+            raise CalibrationError(
                 f"calibration of {self.format}: {name!r} is {found.dtype} {list(found.shape)}, "
                 f"but this model needs {dtype} [{wanted}]"
             )
         if dtype.is_floating_point and not found.isfinite().all():
-            raise KVFormatError(f"calibration of {self.format}: {name!r} has NaN or infinity")
+            raise CalibrationError(f"calibration of {self.format}: {name!r} has NaN or infinity")
         return found
 
     def check_layers(self, num_layers: int, prefix: str) -> None:
         """Check that the tensors ``prefix.<layer>`` are those of ``num_layers`` layers.
 
         Raises:
-            KVFormatError: there are more or fewer.
+            CalibrationError: there are more or fewer.
         """
         count = sum(name.startswith(f"{prefix}.") for name in self.tensors)
         if count != num_layers:
-            raise KVFormatError(
+            raise CalibrationError(
                 f"the calibration of {self.format} has {count} layers, but this model {num_layers}"
             )

@@ -7,6 +7,7 @@ from typing import Generic, Self, TypeVar
 import torch
 
 from runtime.config import ModelConfig
+from runtime.errors import CalibrationError
 from runtime.kv.calibration.artifact import Artifact
 from runtime.kv.compressed import CompressedLayer
 from runtime.kv.format import Plane
@@ -25,8 +26,8 @@ class CalibratedFormat(ABC, Generic[LayerT]):
         model_hash: hash of the model to be served; empty to skip the comparison.
 
     Raises:
-        KVFormatError: the artifact belongs to another model or format, or the format does not
-            support the model.
+        CalibrationError: the artifact belongs to another model or format.
+        KVFormatError: the format does not support the model.
     """
 
     name: str
@@ -56,13 +57,22 @@ class CalibratedFormat(ABC, Generic[LayerT]):
         """Read an artifact.
 
         Raises:
-            KVFormatError: it cannot be read, or belongs to another model or format.
+            CalibrationError: it cannot be read, or belongs to another model or format.
+            KVFormatError: the format does not support the model.
         """
-        return cls(config, Artifact.load(path), model_hash, device)
+        artifact = Artifact.load(path)
+        try:
+            return cls(config, artifact, model_hash, device)
+        except CalibrationError as error:
+            raise CalibrationError(f"{path}: {error}") from error
 
     @abstractmethod
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
         """Return the stored planes of one layer, in the order in which they are stored and sent."""
+
+    @abstractmethod
+    def describe(self, layer: int) -> str:
+        """Return the ranks or bits of one layer in words."""
 
     def layer(self, index: int) -> LayerT:
         """Return the encoding of one layer."""
@@ -73,5 +83,5 @@ class CalibratedFormat(ABC, Generic[LayerT]):
         """Return the encodings of all layers, with their tensors on ``device``.
 
         Raises:
-            KVFormatError: a tensor is missing or does not fit the model ``self._config``.
+            CalibrationError: a tensor is missing or does not fit the model ``self._config``.
         """

@@ -18,6 +18,9 @@ class KVMoments:
     Tokens are added in pieces and not kept. A layer needs ``8 (kv_heads * dim)² +
     24 kv_heads * dim²`` bytes.
 
+    Args:
+        sample_every: V of one of this many tokens is kept; 0 keeps none.
+
     Attributes:
         queries: ``[kv_heads, dim, dim]``, Σ qᵀq of q after RoPE, over the query heads of each KV
             head.
@@ -27,9 +30,16 @@ class KVMoments:
             the concatenation of all heads.
         unrotated_sum: ``[kv_heads * dim]``, Σ k of the same k.
         tokens: number of tokens.
+        value_samples: V of the tokens that are kept, bf16 ``[kv_heads, n, dim]`` each.
     """
 
-    def __init__(self, kv_heads: int, dim: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        kv_heads: int,
+        dim: int,
+        device: torch.device | str = "cpu",
+        sample_every: int = 0,
+    ) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
@@ -37,11 +47,15 @@ class KVMoments:
         self.unrotated_keys = zeros(kv_heads * dim, kv_heads * dim)
         self.unrotated_sum = zeros(kv_heads * dim)
         self.tokens = 0
+        self.value_samples: list[Tensor] = []
+        self._sample_every = sample_every
 
     @classmethod
-    def of(cls, config: ModelConfig, device: torch.device | str = "cpu") -> Self:
+    def of(
+        cls, config: ModelConfig, device: torch.device | str = "cpu", sample_every: int = 0
+    ) -> Self:
         """Return empty sums for one layer of a model."""
-        return cls(config.num_kv_heads, config.head_dim, device)
+        return cls(config.num_kv_heads, config.head_dim, device, sample_every)
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, rotation: PageRotation) -> None:
         """Add texts that start at position 0, without their first `SKIPPED` tokens.
@@ -61,6 +75,12 @@ class KVMoments:
         self.values += _gram(v.transpose(0, 1))
         self.unrotated_keys += _gram(unrotated[None])[0]
         self.unrotated_sum += unrotated.sum(0, dtype=torch.float64)
+        if self._sample_every:
+            # Continue the interval of earlier calls, whose texts may be short.
+            first_sample = -self.tokens % self._sample_every
+            by_token = v.transpose(0, 1).flatten(1, 2)  # [kv_heads, batch * n, dim]
+            kept = by_token[:, first_sample :: self._sample_every]
+            self.value_samples.append(kept.to(torch.bfloat16, copy=True))
         self.tokens += len(unrotated)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from runtime.kv.calibration import Artifact, KVMoments, RankChoice, truncated_basis
 
-NAME, VERSION = "fdc", 1
+NAME, VERSION = "fdc", 2
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,15 @@ class FdcOptions:
             for V, from the sums of its heads' singular values.
         share_r: whether the basis of K covers queries, too. Without, it is the best basis of K
             alone (ablation).
+        prc: whether K is projected after RoPE. Without (ablation "FDC/PRC", section 6.6), K is
+            projected before RoPE to its own best basis, and attention has to restore it.
     """
 
     removal_rate: float = 0.2
     rank: int | None = None
     adaptive: bool = True
     share_r: bool = True
+    prc: bool = True
 
 
 def calibrate(layers: Iterable[KVMoments], options: FdcOptions, model_hash: str) -> Artifact:
@@ -51,10 +54,18 @@ def calibrate(layers: Iterable[KVMoments], options: FdcOptions, model_hash: str)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, list[list[int]]] = {"k_ranks": [], "v_ranks": []}
     for index, moments in enumerate(layers):
-        both = moments.keys + moments.queries if options.share_r else moments.keys
-        for plane, second in (("k", both), ("v", moments.values)):
+        for plane, second in (("k", _of_keys(moments, options)), ("v", moments.values)):
             basis, kept = truncated_basis(second, choice)
             tensors[f"{plane}_basis.{index}"] = basis
             ranks[f"{plane}_ranks"].append(kept)
     tensors |= {name: torch.tensor(rows) for name, rows in ranks.items()}
     return Artifact(NAME, VERSION, model_hash, asdict(options), tensors)
+
+
+def _of_keys(moments: KVMoments, options: FdcOptions) -> Tensor:
+    """Return the second moments whose basis K is projected to, ``[kv_heads, dim, dim]``."""
+    if options.prc:
+        return moments.keys + moments.queries if options.share_r else moments.keys
+    kv_heads, dim, _ = moments.keys.shape
+    blocks = moments.unrotated_keys.view(kv_heads, dim, kv_heads, dim)
+    return torch.stack([blocks[head, :, head] for head in range(kv_heads)])

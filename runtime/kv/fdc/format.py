@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.errors import KVFormatError
+from runtime.errors import CalibrationError
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.projection import project_pages
 from runtime.kv.fdc.calibrate import NAME, VERSION
 from runtime.kv.format import Plane
+from runtime.kv.rotation import PageRotation
 
 
 @dataclass(frozen=True)
@@ -20,33 +21,37 @@ class FdcLayer:
         k_basis: R of the keys and queries, fp32 ``[kv_heads, dim, k_width]``.
         v_basis: B of the values, fp32 ``[kv_heads, dim, v_width]``.
         k_ranks, v_ranks: rank of each head. Columns of the bases beyond it are 0.
+        rotation: RoPE of the model if K is projected before RoPE, else None.
     """
 
     k_basis: Tensor
     v_basis: Tensor
     k_ranks: tuple[int, ...]
     v_ranks: tuple[int, ...]
+    rotation: PageRotation | None = None
 
     def encode(
         self,
         keys: Tensor,
         values: Tensor,
-        first_positions: Tensor,  # noqa: ARG002 - the basis covers K after RoPE
+        first_positions: Tensor,
         planes: tuple[Tensor, ...],
         targets: Tensor,
     ) -> None:
         k_plane, v_plane = planes
-        k_plane[targets] = project_pages(keys.float(), self.k_basis).to(k_plane.dtype)
+        k = keys.float()
+        if self.rotation is not None:
+            k = self.rotation.undo(k, first_positions)
+        k_plane[targets] = project_pages(k, self.k_basis).to(k_plane.dtype)
         v_plane[targets] = project_pages(values.float(), self.v_basis).to(v_plane.dtype)
 
     def decode(
-        self,
-        planes: tuple[Tensor, ...],
-        pages: Tensor,
-        first_positions: Tensor,  # noqa: ARG002
+        self, planes: tuple[Tensor, ...], pages: Tensor, first_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         k_plane, v_plane = planes
         keys = project_pages(k_plane[pages].float(), self.k_basis.mT)
+        if self.rotation is not None:
+            keys = self.rotation.apply(keys, first_positions)
         values = project_pages(v_plane[pages].float(), self.v_basis.mT)
         return keys, values
 
@@ -72,6 +77,11 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
         found = self._layers[layer]
         return 2 * (sum(found.k_ranks) + sum(found.v_ranks))
 
+    def describe(self, layer: int) -> str:
+        found = self._layers[layer]
+        sides = ("K", found.k_ranks), ("V", found.v_ranks)
+        return ", ".join(f"{side} {' '.join(map(str, ranks))}" for side, ranks in sides)
+
     def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[FdcLayer]:
         config = self._config
         heads = config.num_kv_heads
@@ -79,6 +89,8 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
             plane: artifact.tensor(f"{plane}_ranks", (config.num_layers, heads), torch.int64)
             for plane in "kv"
         }
+        after_rope = artifact.options.get("prc", True)
+        rotation = None if after_rope else PageRotation(config, device)
         layers = []
         for index in range(config.num_layers):
             shape = heads, config.head_dim, None
@@ -87,14 +99,14 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
             _check_ranks(index, k_basis, k_ranks)
             _check_ranks(index, v_basis, v_ranks)
             bases = k_basis.to(device), v_basis.to(device)
-            layers.append(FdcLayer(*bases, k_ranks, v_ranks))
+            layers.append(FdcLayer(*bases, k_ranks, v_ranks, rotation))
         return layers
 
 
 def _check_ranks(layer: int, basis: Tensor, ranks: tuple[int, ...]) -> None:
     _, dim, width = basis.shape
     if not 1 <= width <= dim or min(ranks) < 1 or max(ranks) != width:
-        raise KVFormatError(
+        raise CalibrationError(
             f"calibration of {NAME}, layer {layer}: ranks {ranks} do not fit a basis of {width} "
             f"columns of {dim}"
         )

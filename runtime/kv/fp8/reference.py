@@ -1,6 +1,7 @@
 """Reference of the formats `fp8` and `fp8-e5m2` in plain torch; it specifies the stored bits."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -8,6 +9,9 @@ from torch import Tensor
 from runtime.config import ModelConfig
 from runtime.kv.format import Plane
 from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.kv.gpu import KernelSource
 
 _NAMES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8-e5m2"}
 _LARGEST_EXPONENT = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}
@@ -83,3 +87,10 @@ class FP8Format(QuantizedFormat):
             Plane("k_scale", torch.uint8, scale, encodable=False),
             Plane("v_scale", torch.uint8, scale, encodable=False),
         )
+
+    def kernel_source(self) -> "KernelSource":
+        """See `QuantizedFormat`."""
+        from runtime.kv.fp8 import kernels
+        from runtime.kv.gpu import KernelSource
+
+        return KernelSource(kernels.encode, kernels.attend, tile=64)

@@ -1,5 +1,7 @@
 """Reference of the format `int4` in plain torch; it specifies the stored bits."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,9 @@ from runtime.config import ModelConfig
 from runtime.kv.format import Plane
 from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
 from runtime.kv.transforms import check_transformable, hadamard, pack, unpack
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.kv.gpu import KernelSource
 
 BITS = 4
 HALVES = 2
@@ -34,7 +39,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     halves = torch.stack(transformed.chunk(HALVES, dim=-1), dim=-2)  # [..., 2, d / 2]
     largest = halves.abs().amax(dim=-1)  # [..., 2]
     finite = largest.isfinite().all(dim=-1, keepdim=True)
-    scales = torch.where(finite, largest / _LEVELS_PER_SIGN, torch.nan).to(torch.bfloat16)
+    # A NaN that is converted from fp32 would have other bits on a GPU than on a CPU.
+    scales = (largest / _LEVELS_PER_SIGN).to(torch.bfloat16).masked_fill(~finite, torch.nan)
     step = scales.float().unsqueeze(-1)
     steps = torch.where(step > 0, halves / step, 0)
     codes = (steps.floor() + _LEVELS_PER_SIGN).clamp(0, 2 * _LEVELS_PER_SIGN - 1)
@@ -70,7 +76,7 @@ class Int4Format(QuantizedFormat):
             ValueError: the head dimension is not a power of two of at least 4.
         """
         check_transformable(config.head_dim, self.name)
-        super().__init__(config, INT4, INT4)
+        super().__init__(config, INT4, INT4, min_fused_dim=64)
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
         heads = self._config.num_kv_heads
@@ -82,3 +88,11 @@ class Int4Format(QuantizedFormat):
             Plane("k_scale", torch.bfloat16, scales, encodable=False),
             Plane("v_scale", torch.bfloat16, scales, encodable=False),
         )
+
+    def kernel_source(self) -> "KernelSource":
+        """See `QuantizedFormat`."""
+        from runtime.kv.gpu import KernelSource
+        from runtime.kv.int4 import kernels
+
+        # Five stages give tiles two buffers; three or four give them one.
+        return KernelSource(kernels.encode, kernels.attend, tile=64, stages=5)

@@ -1,5 +1,7 @@
 """Reference of the format `k4v2` in plain torch; it specifies the stored bits."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from runtime.config import ModelConfig
@@ -10,6 +12,9 @@ from runtime.kv.lloyd_max import BITS as V_BITS
 from runtime.kv.lloyd_max import dequantize_values, quantize_values
 from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
 from runtime.kv.transforms import check_transformable
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.kv.gpu import KernelSource
 
 
 class K4V2Format(QuantizedFormat):
@@ -25,7 +30,8 @@ class K4V2Format(QuantizedFormat):
             ValueError: the head dimension is not a power of two of at least 4.
         """
         check_transformable(config.head_dim, self.name)
-        super().__init__(config, INT4, VectorQuantizer(quantize_values, dequantize_values))
+        values = VectorQuantizer(quantize_values, dequantize_values)
+        super().__init__(config, INT4, values, min_fused_dim=64)
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
         heads, dim = self._config.num_kv_heads, self._config.head_dim
@@ -38,4 +44,14 @@ class K4V2Format(QuantizedFormat):
             plane("v", torch.uint8, dim * V_BITS // 8),
             plane("k_scale", torch.bfloat16, HALVES),
             plane("v_norm", torch.bfloat16, 1),
+        )
+
+    def kernel_source(self) -> "KernelSource":
+        """See `QuantizedFormat`."""
+        from runtime.kv.gpu import KernelSource
+        from runtime.kv.k4v2 import kernels
+
+        # With more warps, matmuls of 16 columns would be computed twice.
+        return KernelSource(
+            kernels.encode, kernels.attend, tile=64, exact_tile=16, warps=1, programs=8
         )

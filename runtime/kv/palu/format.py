@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
-from runtime.errors import KVFormatError
+from runtime.errors import CalibrationError
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.projection import project_pages
 from runtime.kv.format import Plane
@@ -79,6 +79,12 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
             for name, width in (("k", k_width), ("v", found.v_basis.shape[2]))
         )
 
+    def describe(self, layer: int) -> str:
+        found = self._layers[layer]
+        groups, _, k_width = found.k_basis.shape
+        size = self._config.num_kv_heads // groups
+        return f"K {groups} x {k_width} for {size} heads each, V {found.v_basis.shape[2]} per head"
+
     def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[PaluLayer]:
         config = self._config
         rotation = PageRotation(config, device)
@@ -98,7 +104,7 @@ def _check_groups(layer: int, basis: Tensor, config: ModelConfig) -> None:
     whole = groups > 0 and config.num_kv_heads % groups == 0
     size = config.num_kv_heads // groups if whole else 0
     if not whole or inputs != size * config.head_dim or rank % size or not 0 < rank <= inputs:
-        raise KVFormatError(
+        raise CalibrationError(
             f"calibration of {NAME}: 'k_basis.{layer}' is {list(basis.shape)}, which does not fit "
             f"{config.num_kv_heads} KV heads of {config.head_dim}"
         )

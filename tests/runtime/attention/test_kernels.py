@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from runtime.attention import gpu
+from runtime.attention import gpu, parts
 from runtime.attention.gpu import HeadNorms, TritonAttention
 from runtime.attention.reference import ReferenceAttention
 from runtime.gemm.weights import by_halves
@@ -72,7 +72,7 @@ def test_decode_is_independent_of_how_tiles_are_divided(
     programs: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One program takes all tiles, or a head is merged from parts of up to 11 programs."""
-    monkeypatch.setattr(gpu, "_decode_programs", lambda device: programs)
+    monkeypatch.setattr(parts, "decode_programs", lambda device, each: programs)
     attention = TritonAttention(4, 2, 16)
     batch = batch_of(lengths, 1, DEVICE)
     k, v = random_pages(lengths, 2, 16, DEVICE)
@@ -80,16 +80,16 @@ def test_decode_is_independent_of_how_tiles_are_divided(
     expected = ReferenceAttention().attend(q, k, v, batch)
     got = attention.attend(q, k, v, batch)
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
-    assert all(not parts.counters.any() for parts in attention._parts.values())
+    assert attention._parts.idle
 
 
-@pytest.mark.parametrize(("parts", "least"), [(2, 1), (32, 3)])
+@pytest.mark.parametrize(("merged", "least"), [(2, 1), (32, 3)])
 def test_many_parts_are_merged_in_several_iterations(
-    parts: int, least: int, monkeypatch: pytest.MonkeyPatch
+    merged: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "_decode_programs", lambda device: 30)
-    monkeypatch.setattr(gpu, "_PARTS", parts)
-    monkeypatch.setattr(gpu, "_MIN_TILES", least)
+    monkeypatch.setattr(parts, "decode_programs", lambda device, each: 30)
+    monkeypatch.setattr(gpu, "MERGED_PARTS", merged)
+    monkeypatch.setattr(gpu, "MIN_TILES", least)
     batch = batch_of([1000], 1, DEVICE)
     k, v = random_pages([1000], 2, 16, DEVICE)
     q = random(1, 4, 16)
@@ -110,7 +110,7 @@ def test_lengths_may_change_between_launches(sequences: int) -> None:
         q = random(sequences, heads, dim)
         got, expected = (a.attend(q, k, v, batch) for a in (attention, reference))
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
-    assert all(not parts.counters.any() for parts in attention._parts.values())
+    assert attention._parts.idle
 
 
 def random_rope(dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 from runtime.compress.kv_moments import kv_moments
 from runtime.config import RopeConfig
-from runtime.errors import KVFormatError
+from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv.calibration import (
     Artifact,
     KVMoments,
@@ -93,6 +93,23 @@ def test_model_moments_cover_every_layer_and_all_tokens_after_the_first_page() -
         torch.testing.assert_close(traces, moments.unrotated_keys.trace(), rtol=1e-5, atol=0.0)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(layers[0].values, layers[1].values)
+
+
+def test_values_of_evenly_spaced_tokens_are_kept() -> None:
+    """The spacing does not depend on how texts are divided into calls."""
+    length, every = 45, 7
+    v = torch.arange(2 * 29.0).view(2, 1, 29, 1).expand(2, 4, 29, 64)  # token numbers
+    v = torch.cat((torch.full((2, 4, length - 29, 64), 999.0), v), 2)  # the first 16 are skipped
+    q = torch.zeros(2, 8, length, 64)
+    rotation, kept = PageRotation(CONFIG), []
+    for calls in ([slice(0, 2)], [slice(0, 1), slice(1, 2)]):
+        moments = KVMoments.of(CONFIG, sample_every=every)
+        for rows in calls:
+            moments.add(q[rows], v[rows], v[rows], rotation)
+        kept.append(torch.cat(moments.value_samples, 1))
+    expected = torch.arange(0, 58, every).bfloat16()[None, :, None].expand(4, -1, 64)
+    assert all(torch.equal(found, expected) for found in kept)
+    assert not KVMoments.of(CONFIG).value_samples
 
 
 def test_dropped_energy_is_the_dropped_spectrum() -> None:
@@ -181,7 +198,7 @@ def test_files_that_are_no_artifacts_are_rejected(tmp_path: Path, content: bytes
     path.write_bytes(content)
     with pytest.raises(KVFormatError, match="is not a calibration"):
         Artifact.load(path)
-    with pytest.raises(KVFormatError, match="is not a calibration"):
+    with pytest.raises(CalibrationError, match="cannot read the calibration"):
         Artifact.load(tmp_path / "missing")
 
 

@@ -193,6 +193,21 @@ def test_fdc_shared_basis_covers_queries() -> None:
     assert widths == [48, 16]
 
 
+def test_fdc_without_prc_is_exact_if_the_rank_before_rope_suffices() -> None:
+    """RoPE raises the rank of these keys from 16, which only a basis before RoPE uses."""
+    _, k, v = text = low_rank_text(16, before_rope=True)
+    moments = [moments_of(CONFIG, text)] * 2
+    errors = {}
+    for prc in (True, False):
+        made = fdc.calibrate(moments, fdc.FdcOptions(rank=16, share_r=False, prc=prc), HASH)
+        assert made.options["prc"] is prc
+        keys, values = round_trip(fdc.FdcFormat(CONFIG, made, HASH), pages_of(k), pages_of(v))
+        errors[prc] = relative_error(keys, pages_of(k))
+        assert relative_error(values, pages_of(v)) < BF16
+    assert errors[False] < 1.5 * BF16
+    assert errors[True] > 0.1
+
+
 def test_fdc_bytes_per_token_with_and_without_padding() -> None:
     """Head 0 needs rank 16 and the others 64: the planes have 64 for all."""
     _, k, v = full_text()

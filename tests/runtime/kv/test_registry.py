@@ -1,16 +1,21 @@
 """KV formats by name: built-in formats, plug-ins, and rejected names."""
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from runtime.config import ModelConfig
-from runtime.errors import KVFormatError
+from runtime.errors import CalibrationError, KVFormatError
+from runtime.kv import fdc
+from runtime.kv.calibration import KVMoments
 from runtime.kv.dense import DenseFormat
 from runtime.kv.registry import create_format
 from runtime.models.model import Model
+from runtime.quality.formats import format_factory
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
 
@@ -72,3 +77,58 @@ def test_plug_in_is_imported_by_module_and_class(plug_in: str) -> None:
 def test_invalid_format_name_raises_a_specific_error(plug_in: str, spec: str, message: str) -> None:
     with pytest.raises(KVFormatError, match=message):
         create(spec)
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> Path:
+    """A calibration of `fdc` for the tiny model with the hash ``tiny-0``."""
+    moments = KVMoments.of(CONFIG)
+    moments.queries += torch.eye(CONFIG.head_dim)
+    moments.values += torch.eye(CONFIG.head_dim)
+    path = tmp_path / "fdc.safetensors"
+    fdc.calibrate([moments] * CONFIG.num_layers, fdc.FdcOptions(), "tiny-0").save(path)
+    return path
+
+
+def test_name_and_path_create_a_calibrated_format(calibration: Path) -> None:
+    model = Model(tiny_checkpoint(), kv_format=f"fdc:{calibration}")
+    assert model.kv_format.name == "fdc"
+    made = fdc.FdcFormat.load(calibration, CONFIG)
+    assert model.kv_format.artifact_hash == made.artifact_hash
+    stored = [plane.name for _, plane in model.layout.planes if plane.stored]
+    assert stored == ["k_stored", "v_stored"] * CONFIG.num_layers
+
+
+def test_calibration_of_another_model_is_refused(calibration: Path) -> None:
+    """By the hash if it is known, by shapes otherwise."""
+    spec = f"fdc:{calibration}"
+    with pytest.raises(CalibrationError, match=rf"{calibration}: .* tiny-0, not to tiny-1"):
+        Model(tiny_checkpoint(seed=1), kv_format=spec)
+    with pytest.raises(CalibrationError, match="tiny-0, not to other"):
+        format_factory(spec)(CONFIG, "other")
+    assert format_factory(spec)(CONFIG) is not None
+    with pytest.raises(CalibrationError, match="2 layers, but this model 3"):
+        create(spec, replace(CONFIG, num_layers=3))
+    with pytest.raises(CalibrationError, match="but this model needs"):
+        create(spec, replace(CONFIG, head_dim=32))
+
+
+def test_calibration_of_another_version_or_format_is_refused(
+    calibration: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CalibrationError, match=r"is of KV format fdc version .*, not of palu"):
+        create(f"palu:{calibration}")
+    monkeypatch.setattr(fdc.FdcFormat, "version", 99)
+    with pytest.raises(CalibrationError, match="not of fdc version 99: calibrate again"):
+        create(f"fdc:{calibration}")
+
+
+def test_missing_calibration_error_has_the_command(tmp_path: Path) -> None:
+    for spec in ("fdc", "fdc:"):
+        with pytest.raises(CalibrationError, match="headrace calibrate --kv-format fdc"):
+            create(spec)
+    with pytest.raises(CalibrationError, match=r"No such file .*missing.*`headrace calibrate"):
+        create(f"fdc:{tmp_path}/missing")
+    (tmp_path / "bad").write_text("{}")
+    with pytest.raises(CalibrationError, match="bad is not a calibration"):
+        create(f"shard:{tmp_path}/bad")

@@ -158,7 +158,7 @@ def test_formats_are_created_by_classes_and_functions() -> None:
 
 
 UNKNOWN = {
-    "int3": "unknown KV format 'int3': expected exact, fp8, fp8-e5m2, int4, k4v2, module:Class",
+    "int3": "unknown KV format 'int3': expected exact, fp8, fp8-e5m2, int4, k4v2, stream8, ",
     "no.such:Format": "cannot import 'no.such'",
     f"{HERE}:Missing": "has no 'Missing'",
     f"{HERE}:NotAFormat": "neither a class with create() nor a function",
@@ -193,7 +193,7 @@ def test_help_names_the_built_in_formats(
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "exact, fp8, fp8-e5m2, int4, k4v2, module:Class" in shown
+    assert "exact, fp8, fp8-e5m2, int4, k4v2, stream8, stream4, stream4-qjl, name:PATH" in shown
 
 
 def test_command_needs_a_format_or_results(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """Scripts of engine commands, run with and without replay."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ from runtime.core.plan import Chunk
 from runtime.core.request import MAX_LOGPROBS, Request, SampledToken, SamplingParams
 from runtime.core.sequence import Sequence
 from runtime.engine import Add, Arrived, Command, Engine, Release, Reserve
+from runtime.kv.pages import PagePool
 from runtime.models.model import Model
 from runtime.replay.step import UNRESOLVED, InFlightStep, StepReplay
 from runtime.sampling.reference import Draw
@@ -99,26 +100,28 @@ class Watch:
     """Check that pages used by in-flight steps are not allocated again.
 
     Attributes:
-        in_flight: launched steps, each with the pages that it uses.
+        in_flight: launched steps, each with the pages that it uses, by pool.
         launches: number of launched steps.
         mixed: number of launched steps with prompt chunks and decoded sequences.
         unresolved: number of draws that were `UNRESOLVED`.
     """
 
-    in_flight: list[tuple[InFlightStep, set[int]]] = field(default_factory=list)
+    in_flight: list[tuple[InFlightStep, dict[PagePool, set[int]]]] = field(default_factory=list)
     launches: int = 0
     mixed: int = 0
     unresolved: int = 0
 
     @contextmanager
     def over(self, engine: Engine) -> Iterator["Watch"]:
-        replay, pool = replay_of(engine), engine._scheduler.pool
-        launch, collect, allocate = replay.launch, replay.collect, pool.allocate
+        replay, held = replay_of(engine), engine._scheduler.pages
+        launch, collect = replay.launch, replay.collect
 
         def launched(decode: list[Sequence], chunks: list[Chunk]) -> InFlightStep:
             step = launch(decode, chunks)
             prompts = [s for chunk in chunks for s in chunk.group.sequences]
-            pages = {page for sequence in decode + prompts for page in sequence.pages}
+            pages = {held.exact: {page for s in decode + prompts for page in s.pages}}
+            if held.stored:
+                pages[held.stored] = {page for s in decode + prompts for page in s.stored}
             self.in_flight.append((step, pages))
             self.launches += 1
             self.mixed += bool(decode and chunks)
@@ -130,16 +133,22 @@ class Watch:
             self.unresolved += draws.count(UNRESOLVED)
             return draws
 
-        def allocated(count: int) -> list[int]:
-            pages = allocate(count)
-            for _, busy in self.in_flight:
-                assert busy.isdisjoint(pages), "a page of an in-flight step is allocated"
-            return pages
+        def watched(pool: PagePool) -> Callable[[int], list[int]]:
+            allocate = pool.allocate
+
+            def allocated(count: int) -> list[int]:
+                pages = allocate(count)
+                for _, busy in self.in_flight:
+                    assert busy[pool].isdisjoint(pages), "a page of an in-flight step is allocated"
+                return pages
+
+            return allocated
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(replay, "launch", launched)
             patch.setattr(replay, "collect", collected)
-            patch.setattr(pool, "allocate", allocated)
+            for pool in filter(None, (held.exact, held.stored)):
+                patch.setattr(pool, "allocate", watched(pool))
             yield self
         assert not self.in_flight
 

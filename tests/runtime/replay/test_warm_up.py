@@ -1,11 +1,15 @@
 """Warm-up computes a batch for every kernel variant and does not affect later output."""
 
+from typing import Any
+
 import pytest
 
 from runtime.core.limits import Limits
 from runtime.engine import Add, Engine
+from runtime.kv.windowed import WindowedFormat
+from runtime.models.model import Model
 from runtime.replay.warm_up import _largest, _small, silent, warm_up_prefill
-from tests.runtime.tiny import drive, request_of, tiny_model
+from tests.runtime.tiny import drive, request_of, tiny_checkpoint, tiny_model
 
 LIMITS = Limits(max_running=5, max_waiting=8, step_tokens=64, chunk_tokens=32)
 
@@ -18,6 +22,27 @@ def test_prefill_warm_up_reports_all_sizes_and_does_not_change_output() -> None:
     assert progress == [("prefill", size) for size in (1, 2, 4, 2)]
     assert warm.pages_free == 8
     requests = [Add(request_of(f"r{n}", 20 + n, seed=n)) for n in range(3)]
+    assert drive(warm, *requests).tokens == drive(cold, *requests).tokens
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_warm_up_of_a_compressed_format_does_not_change_output(replay: bool) -> None:
+    model = Model(tiny_checkpoint(), kv_format="int4")
+    warm, cold = (
+        Engine(model, num_pages=20, num_stored=10, limits=LIMITS, replay=replay) for _ in range(2)
+    )
+    encode = WindowedFormat.encode
+    counts = []
+
+    def counted(*args: Any) -> None:
+        counts.append(len(args[2]))
+        encode(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WindowedFormat, "encode", counted)
+        warm._steps.warm_up(silent)
+    assert counts == [1, 2, 10]
+    requests = [Add(request_of(f"r{n}", 90 + n, seed=n)) for n in range(2)]
     assert drive(warm, *requests).tokens == drive(cold, *requests).tokens
 
 

@@ -152,6 +152,7 @@ class FakeRouter:
         refusals: status and error code of the next answers to place calls.
         drops: number of place calls after which the connection is closed without an answer.
         hold: if True, place calls block until their client disconnects.
+        view: fields of the workers' views that differ from those of ready colocated workers.
         abandoned: number of clients that disconnected from a blocked place call.
         peers: address and port of every client connection that was used.
     """
@@ -163,6 +164,7 @@ class FakeRouter:
     refusals: list[tuple[int, str]] = field(default_factory=list)
     drops: int = 0
     hold: bool = False
+    view: dict[str, Any] = field(default_factory=dict)
     abandoned: int = 0
     prefill: str | None = "prefill-0"
     authorizations: set[str | None] = field(default_factory=set)
@@ -261,6 +263,7 @@ class FakeRouter:
             "reason": None,
             **dict.fromkeys(counts.split(), 0),
             "silent_s": 0.0,
+            **self.view,
         }
 
 

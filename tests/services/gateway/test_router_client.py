@@ -69,6 +69,23 @@ async def test_no_reachable_router_is_unavailable(open_client: OpenClient, unuse
     assert not await client.can_place("small")
 
 
+@pytest.mark.parametrize(
+    ("view", "ready"),
+    [
+        ({}, True),
+        ({"role": "prefill"}, False),
+        ({"role": "prefill", "decodes": True}, True),
+        ({"role": "prefill", "decodes": True, "state": "starting"}, False),
+        ({"model": "other"}, False),
+    ],
+)
+async def test_model_can_be_placed_if_one_ready_worker_decodes_and_prefills(
+    router: FakeRouter, open_client: OpenClient, view: dict[str, object], ready: bool
+) -> None:
+    router.view = view
+    assert await open_client(router.url).can_place("small") is ready
+
+
 async def test_calls_use_one_connection(router: FakeRouter, open_client: OpenClient) -> None:
     client = open_client(router.url)
     for _ in range(3):

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from services.decode.settings import DecodeSettings
 from services.local.artifacts import Artifacts
 from services.local.options import UpOptions
 from services.local.processes import plan_processes
+from services.prefill.settings import PrefillSettings
+from services.worker.settings import WorkerSettings
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +47,17 @@ def test_workers_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) ->
         if name.endswith("_GPU_MEMORY_UTILIZATION")
     }
     assert shares == {"prefill-0": "0.450", "prefill-1": "0.900", "decode-0": "0.3"}
+
+
+def test_workers_get_the_calibration_of_the_kv_format() -> None:
+    specs = plan_processes(UpOptions(kv_format="fdc:/a b/kv.safetensors"), ARTIFACTS, "token")
+    workers = [spec for spec in specs if spec.service in ("prefill", "decode")]
+    assert len(workers) == 2
+    for spec in workers:
+        settings = PrefillSettings if spec.service == "prefill" else DecodeSettings
+        found = settings.load(list(spec.arguments))
+        assert isinstance(found, WorkerSettings)
+        assert found.kv_format == "fdc:/a b/kv.safetensors"
 
 
 @pytest.mark.parametrize(("device", "visible"), [("auto", ""), ("cpu", "0,1")])

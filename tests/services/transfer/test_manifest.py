@@ -5,8 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.core.window import SINK_PAGES, first_recent
 from runtime.kv.cache import CacheLayout
 from runtime.kv.format import Plane
+from runtime.kv.pages import pages_for
 from services.transfer.errors import ForeignSegment
 from services.transfer.extent import Extent
 from services.transfer.manifest import Coverage, SegmentPlan, plan_segments
@@ -66,6 +68,52 @@ def test_planned_segments_fit_and_cover_the_chunk_once(
         assert _bound(extent.plane_group, extent.num_layers, extent.num_tokens) <= capacity
         assert plan.pages == tuple(1000 + at - first_page for at in coverage.add(extent))
     assert coverage.complete
+
+
+STORED = (
+    Plane("codes", torch.uint8, (HEADS, PAGE, 4), encodable=False, stored=True),
+    Plane("scale", torch.float32, (HEADS, PAGE, 1), encodable=False, stored=True),
+)
+
+
+@given(tokens=st.integers(1, 500), chunk=st.integers(1, 12), slack=st.integers(0, 200_000))
+def test_every_page_is_sent_either_exact_or_stored(tokens: int, chunk: int, slack: int) -> None:
+    layout = layout_of(3, WIDE, *STORED)
+    capacity = _bound(0, 1, min(PAGE, tokens)) + slack
+    recent = first_recent(tokens, PAGE)
+    coverage = Coverage(tokens, layout)
+    for first in range(0, tokens, chunk * PAGE):
+        count = min(chunk * PAGE, tokens - first)
+        pages = range(first // PAGE, pages_for(first + count, PAGE))
+        plans = plan_segments(
+            layout,
+            first_token=first,
+            num_tokens=count,
+            pages=tuple(1000 + page for page in pages),
+            capacity=capacity,
+            bound=_bound,
+            stored=tuple(2000 + page for page in pages if SINK_PAGES <= page < recent),
+            sequence_tokens=tokens,
+        )
+        for plan in plans:
+            assert not coverage.complete
+            stored = layout.groups[plan.extent.plane_group].stored
+            arrived = coverage.add(plan.extent)
+            assert plan.pages == tuple((2000 if stored else 1000) + page for page in arrived)
+            assert all((SINK_PAGES <= page < recent) is stored for page in arrived)
+    assert coverage.complete
+
+
+def test_page_of_the_other_kind_is_refused() -> None:
+    layout = layout_of(1, WIDE, *STORED)
+    coverage = Coverage(200, layout)
+    for page, group in ((0, 1), (1, 0), (7, 0), (8, 1), (12, 2)):
+        with pytest.raises(ForeignSegment, match="are not sent in plane group"):
+            coverage.add(
+                extent_of(page * PAGE, min(PAGE, 200 - page * PAGE), 0, 1, plane_group=group)
+            )
+    with pytest.raises(ForeignSegment, match="are not sent in plane group 0"):
+        coverage.add(extent_of(0, 200, 0, 1))
 
 
 def test_planned_segments_skip_layers_without_planes_of_the_group() -> None:

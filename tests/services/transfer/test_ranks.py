@@ -114,7 +114,7 @@ class Rank:
             raise AssertionError(message)
 
         sequence = Outgoing(
-            "s", "reader", "peer", 1, "request", 0, "agent", 1 << 14, emit, fail, credits=8
+            "s", "reader", "peer", 1, TOKENS, "request", 0, "agent", 1 << 14, emit, fail, credits=8
         )
         sender.open(sequence)
         sender.add_computed(Computed("s", 0, TOKENS, tuple(range(PAGES))))

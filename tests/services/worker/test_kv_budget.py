@@ -1,24 +1,46 @@
 """KV pages fill a worker's share of a GPU without exceeding it."""
 
 import pytest
+import torch
 
+from runtime.engine import PageCount
+from runtime.kv.cache import CacheLayout
+from runtime.kv.format import Plane
 from services.common.errors import SettingsError
-from services.worker.kv_budget import RESERVE, ROW_BYTES, DeviceMemory, kv_tokens_for
+from services.worker.kv_budget import (
+    RESERVE,
+    ROW_BYTES,
+    DeviceMemory,
+    exact_pages_for,
+    kv_bytes_for,
+    least_bytes,
+    pages_of_bytes,
+    pages_of_tokens,
+)
 from services.worker.settings import MAX_KV_TOKENS
 
 GIB = 1 << 30
 LLAMA_7B = 32 * 2 * 32 * 128 * 2  # bytes of K and V of a token, bf16: 512 KiB
 
 
+def layout(per_token: int, stored: int = 0) -> CacheLayout:
+    """Return a layout with the given bytes per token, in exact and in stored pages."""
+    planes = [Plane("exact", torch.uint8, (1, 16, per_token), encodable=False)]
+    if stored:
+        planes.append(Plane("stored", torch.uint8, (1, 16, stored), encodable=False, stored=True))
+    return CacheLayout(16, 1, (tuple(planes),))
+
+
 def tokens(memory: DeviceMemory, utilization: float = 0.9, per_token: int = LLAMA_7B) -> int:
-    return kv_tokens_for(
+    planes = layout(per_token)
+    size = kv_bytes_for(
         memory,
         utilization=utilization,
         slab=GIB // 2,
         logits=GIB // 4 // ROW_BYTES,
-        bytes_per_token=per_token,
-        page_size=16,
+        least=least_bytes(planes),
     )
+    return 16 * pages_of_bytes(size, planes, 1).exact
 
 
 def test_pages_fill_a_gpu_without_other_processes() -> None:
@@ -57,3 +79,27 @@ def test_error_names_the_missing_bytes() -> None:
     missing = r"3\.21 GiB are missing.*use 0\.45 .*allocated 12\.00 GiB"
     with pytest.raises(SettingsError, match=missing):
         tokens(memory, 0.45)
+
+
+def test_compressed_formats_get_exact_pages_for_a_batch_and_a_prompt() -> None:
+    """7 pages for each of 256 sequences, 512 for 8,192 tokens; the rest of 60 GiB is stored."""
+    planes = layout(LLAMA_7B, LLAMA_7B // 4)
+    exact = exact_pages_for(256, 8192, 16)
+    assert exact == 7 * 256 + 512
+    found = pages_of_bytes(60 * GIB, planes, exact)
+    assert found == PageCount(exact, (60 * GIB - exact * 16 * LLAMA_7B) // (4 * LLAMA_7B))
+
+
+def test_exact_pages_take_at_most_half_of_the_memory() -> None:
+    planes = layout(LLAMA_7B, LLAMA_7B // 4)
+    assert pages_of_bytes(GIB, planes, 10_000) == PageCount(64, 256)
+    least = pages_of_bytes(least_bytes(planes), planes, 10_000)
+    assert least.exact == 1
+    assert least.stored >= 1
+
+
+def test_token_slots_are_those_of_stored_pages() -> None:
+    planes = layout(64, 16)
+    assert pages_of_tokens(16_384, planes, 960) == PageCount(960, 1024)
+    assert pages_of_tokens(160, planes, 960) == PageCount(10, 10)
+    assert pages_of_tokens(160, layout(64), 960) == PageCount(10, 0)

@@ -13,6 +13,7 @@ from runtime.engine import Add
 from runtime.models.model import Model
 from services.common.errors import SettingsError
 from services.offline.tune import tune
+from services.prefill.settings import PrefillSettings
 from services.worker import loading as worker
 from services.worker.loading import PAGE_SIZE, load_worker
 from services.worker.settings import WorkerSettings
@@ -45,6 +46,23 @@ def test_kv_tokens_set_the_number_of_pages(model: Path, kv_tokens: object, pages
     assert loaded.engine.pages_total == pages == len(loaded.engine.cache.planes[0])
     assert loaded.identity.compatibility.page_size == PAGE_SIZE
     assert loaded.config == CONFIG
+
+
+def test_compressed_format_has_exact_pages_for_the_batch_and_one_prompt(model: Path) -> None:
+    """7 exact pages for each of 4 sequences, 25 for the context; 16,384 tokens of stored pages."""
+    settings = settings_of(model, kv_format="int4")
+    loaded = load_worker(settings, decodes=True)
+    assert loaded.engine.num_pages == (7 * 4 + 25, 1024)
+    assert loaded.engine.pages_total == 7 * 4 + 25
+    assert loaded.identity.compatibility.kv_format == "int4"
+    request = request_of("r", 120, 40)
+    assert len(drive(loaded.engine, Add(request)).output("r")) == 40
+
+
+def test_prefill_worker_has_as_many_exact_pages_as_stored_ones(model: Path) -> None:
+    given = settings_of(model, kv_format="int4").model_dump()
+    loaded = load_worker(PrefillSettings.model_validate(given), decodes=False)
+    assert loaded.engine.num_pages == (1024, 1024)
 
 
 def test_kernel_plan_file_needs_a_gpu(

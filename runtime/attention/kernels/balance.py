@@ -1,0 +1,156 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
+"""Division of decode attention over a fixed number of programs (the balanced kernel of FDC).
+
+The KV of a batch is divided into tiles of consecutive keys of one KV head of one sequence. Tiles
+are numbered by sequence, KV head and position, and each program attends over an equal interval of
+them. A long sequence is therefore shared by many programs, and a program may attend over several
+short ones.
+
+The tiles of a KV head that are in one interval are a part. The result of a head in one part is
+written at once. Otherwise, the last program to finish a part of the head merges all of them, so
+that one launch suffices. Lengths are read on the device, so that a CUDA graph can be replayed with
+other lengths.
+
+Kernels that use these functions have a grid `(programs,)`, find their interval with `divide`, walk
+through it from head to head with `locate`, and write each part with `write_part`. What a tile
+contains is up to the kernel.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def divide(tiles, KV_HEADS: tl.constexpr, MIN_TILES: tl.constexpr):
+    """Divide the tiles of a batch into intervals.
+
+    Args:
+        tiles: int32 `[SEQUENCES]`, number of tiles of one KV head of each sequence.
+        MIN_TILES: minimum number of tiles of an interval; with little work, some programs get none.
+
+    Returns:
+        The tile after each sequence, `[SEQUENCES]`; the number of programs with an interval; and
+        ``each`` and ``extra``, see `interval_begin`.
+    """
+    ends = tl.cumsum(tiles, axis=0) * KV_HEADS  # [SEQUENCES], the tile after each sequence
+    total = tl.sum(tiles, axis=0) * KV_HEADS
+    programs = tl.minimum(tl.num_programs(0), tl.cdiv(total, MIN_TILES))
+    return ends, programs, total // programs, total % programs
+
+
+@triton.jit
+def interval_begin(program, each, extra):
+    """Return the first tile of a program; the first ``extra`` programs have ``each`` + 1 tiles."""
+    return program * each + tl.minimum(program, extra)
+
+
+@triton.jit
+def program_of(tile, each, extra):
+    """Return the program whose interval holds a tile; see `interval_begin`."""
+    longer = extra * (each + 1)
+    return tl.where(tile < longer, tile // (each + 1), extra + (tile - longer) // each)
+
+
+@triton.jit
+def locate(tile, tiles, ends, KV_HEADS: tl.constexpr):
+    """Return the sequence and KV head of a tile, the first tile of the head, and their number.
+
+    Args:
+        tiles, ends: see `divide`.
+    """
+    s = tl.arange(0, tiles.shape[0])
+    sequence = tl.sum((ends <= tile).to(tl.int32), axis=0)
+    count = tl.sum(tl.where(s == sequence, tiles, 0), axis=0)  # of one KV head
+    before = tl.sum(tl.where(s == sequence, ends, 0), axis=0) - count * KV_HEADS
+    kv_head = (tile - before) // count
+    return sequence, kv_head, before + kv_head * count, count
+
+
+@triton.jit
+def merge_parts(
+    query_head, g, first, count, first_slot, part_acc, part_m, part_l, out,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one query head and write its output.
+
+    Args:
+        query_head: index of the query head in ``out``.
+        g: index of the query head within its KV head.
+        first, count: the first program with a part, and the number of programs with one.
+        first_slot: slot of that program's part. The parts of all others are in slot 0.
+        PARTS: parts per iteration.
+    """
+    d = tl.arange(0, WIDTH)
+    i = tl.arange(0, PARTS)
+    m = float("-inf")
+    l = 0.0
+    acc = tl.zeros((WIDTH,), tl.float32)
+    for begin in range(0, count, PARTS):
+        program = first + begin + i
+        part = (program * 2 + tl.where(program == first, first_slot, 0)) * GROUP + g  # [PARTS]
+        valid = begin + i < count
+        all_m = tl.load(part_m + part, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        all_l = tl.load(part_l + part, mask=valid, other=0.0, cache_modifier=".cg")
+        all_acc = tl.load(
+            part_acc + part[:, None] * DIM + d[None, :],
+            mask=valid[:, None] & (d < DIM)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )  # [PARTS, WIDTH]
+        new_m = tl.maximum(m, tl.max(all_m, axis=0))
+        share = tl.exp2(all_m - new_m)
+        alpha = tl.exp2(m - new_m)
+        l = l * alpha + tl.sum(share * all_l, axis=0)
+        acc = acc * alpha + tl.sum(share[:, None] * all_acc, axis=0)
+        m = new_m
+    tl.store(out + query_head * DIM + d, (acc / l).to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def write_part(
+    acc, m, l, sequence, kv_head, tile, stop, head_begin, count, begin, each, extra,
+    part_acc, part_m, part_l, counters, out,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write the result of one KV head's tiles ``tile`` to ``stop``, and merge it if it is the last.
+
+    Args:
+        acc: fp32 `[ROWS, WIDTH]`, unnormalized outputs; the first GROUP rows are query heads.
+        m, l: fp32 `[ROWS]`, maximum and sum of the online softmax.
+        head_begin, count: first tile of the head, and its number of tiles.
+        begin: first tile of this program's interval.
+        each, extra: see `interval_begin`.
+        part_acc: fp32 `[programs, 2, GROUP, DIM]`, unnormalized outputs. The part with which a
+            program's interval begins is in slot 0, the one with which it ends in slot 1.
+        part_m, part_l: fp32 `[programs, 2, GROUP]`, maximum and sum of each part.
+        counters: int32 `[sequences, KV_HEADS]`, zero before and after the launch.
+        out: `[sequences, KV_HEADS * GROUP, DIM]`, written.
+        PARTS: parts that are merged per iteration.
+    """
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, WIDTH)
+    valid = (row < GROUP)[:, None] & (d < DIM)[None, :]
+    if stop - tile == count:
+        head = ((sequence * KV_HEADS + kv_head) * GROUP + row).to(tl.int64)  # [ROWS]
+        at = head[:, None] * DIM + d[None, :]
+        tl.store(out + at, (acc / l[:, None]).to(out.dtype.element_ty), mask=valid)
+    else:
+        program = tl.program_id(0)
+        part = (program * 2 + (tile > begin).to(tl.int32)) * GROUP + row
+        tl.store(part_acc + part[:, None] * DIM + d[None, :], acc, mask=valid)
+        tl.store(part_m + part, m, mask=row < GROUP)
+        tl.store(part_l + part, l, mask=row < GROUP)
+        tl.debug_barrier()
+        first = program_of(head_begin, each, extra)
+        parts = program_of(head_begin + count - 1, each, extra) - first + 1
+        counter = counters + sequence * KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+            first_slot = (head_begin > interval_begin(first, each, extra)).to(tl.int32)
+            for g in range(GROUP):
+                merge_parts(
+                    (sequence * KV_HEADS + kv_head).to(tl.int64) * GROUP + g, g, first, parts,
+                    first_slot, part_acc, part_m, part_l, out, GROUP, DIM, WIDTH, PARTS,
+                )  # fmt: skip
+            tl.store(counter, 0)

@@ -1,0 +1,78 @@
+# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
+"""Memory for partial results of decode attention; see `runtime.attention.kernels.balance`."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+MERGED_PARTS = 32
+"""Parts of a head that are merged per iteration."""
+MIN_TILES = 2
+"""Minimum number of tiles per decode program."""
+PROGRAMS = 4
+"""Decode programs per multiprocessor of a GPU, by default."""
+_INTERPRETED_PROGRAMS = 8
+"""Decode programs without a GPU, in Triton's interpreter."""
+
+
+def decode_programs(device: torch.device, each: int = PROGRAMS) -> int:
+    """Return the number of programs over which decode attention is divided.
+
+    Args:
+        each: programs per multiprocessor of a GPU.
+    """
+    if device.type != "cuda":
+        return _INTERPRETED_PROGRAMS
+    return each * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True)
+class PartBuffers:
+    """Results of parts of heads; see `balance.write_part`. CUDA graphs hold their addresses.
+
+    Attributes:
+        acc: fp32 `[programs, 2, group, dim]`, unnormalized outputs.
+        m, l: fp32 `[programs, 2, group]`, maximum and sum of the online softmax.
+        counters: int32 `[sequences, kv_heads]`, zero between launches; the number of sequences is
+            a power of two.
+    """
+
+    acc: Tensor
+    m: Tensor
+    l: Tensor
+    counters: Tensor
+
+
+class Parts:
+    """The `PartBuffers` of one attention shape, allocated when they are first used.
+
+    Args:
+        each: programs per multiprocessor of a GPU.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, each: int = PROGRAMS) -> None:
+        self._each = each
+        self._group, self._kv_heads, self._dim = heads // kv_heads, kv_heads, dim
+        self._buffers: dict[int, PartBuffers] = {}  # by number of sequences, a power of two
+
+    def of(self, sequences: int, device: torch.device) -> PartBuffers:
+        """Return buffers for at least this number of sequences."""
+        size = triton.next_power_of_2(sequences)
+        if size not in self._buffers:
+            self._buffers[size] = self._allocate(size, device)
+        return self._buffers[size]
+
+    @property
+    def idle(self) -> bool:
+        """Whether all counters are zero, as they are between launches; synchronizes."""
+        return not any(bool(buffers.counters.any()) for buffers in self._buffers.values())
+
+    def _allocate(self, sequences: int, device: torch.device) -> PartBuffers:
+        programs = decode_programs(device, self._each)
+        shape = programs, 2, self._group
+        acc = torch.empty(*shape, self._dim, dtype=torch.float32, device=device)
+        m, l = torch.empty(2, *shape, dtype=torch.float32, device=device)
+        counters = torch.zeros(sequences, self._kv_heads, dtype=torch.int32, device=device)
+        return PartBuffers(acc, m, l, counters)

@@ -1,0 +1,180 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
+"""Encoding and attention of the formats `fp8` and `fp8-e5m2` in Triton."""
+
+import triton
+import triton.language as tl
+
+from runtime.attention.kernels.decode import no_keys
+from runtime.kernels.arith import INTERPRETED, matmul
+from runtime.kv.kernels.transforms import (
+    INFINITE,
+    byte_pairs_at,
+    interleaved,
+    magnitude_bits,
+    words_at,
+)
+from runtime.kv.kernels.windowed import rows_at, softmax_step
+
+
+@triton.jit
+def power_of_two(biased):
+    """Return ``2 ** (biased - 127)``. 0 gives 0, and 255 infinity."""
+    return (biased.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def on_grid(x, LEAST: tl.constexpr, MANTISSA: tl.constexpr):
+    """Round fp32 numbers to nearest even numbers with MANTISSA bits of mantissa.
+
+    The conversion to fp8 is then exact. Triton's interpreter would truncate in a conversion.
+
+    Args:
+        LEAST: exponent of the smallest normal number; smaller numbers have its unit.
+    """
+    exponent = tl.maximum((magnitude_bits(x) >> 23).to(tl.int32), LEAST + 127)
+    # 1.5 * 2**23 units: the last bit of sums near it counts one unit.
+    shift = (((exponent + 23 - MANTISSA) << 23) | 0x400000).to(tl.float32, bitcast=True)
+    rounded = (tl.abs(x) + shift) - shift
+    sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+    return (rounded.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def write_fp8(x, rows, codes, scales, DIM: tl.constexpr):
+    """Encode vectors; see `reference.quantize`.
+
+    Args:
+        x: fp32 `[PAGE, WIDTH]`; columns beyond DIM are 0.
+        rows: int64 `[PAGE]`, rows of the planes.
+        codes: fp8 plane, `[…, DIM]`.
+        scales: uint8 plane, `[…, 1]`.
+    """
+    E5M2: tl.constexpr = codes.dtype.element_ty == tl.float8e5
+    TOP: tl.constexpr = 16 if E5M2 else 9  # 0.875 * 2**TOP is the largest number
+    largest = tl.max(magnitude_bits(x), axis=1)
+    finite = largest < INFINITE
+    above = ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)  # above 0.875 * 2**exponent
+    biased = tl.maximum((largest >> 23).to(tl.int32) + 1 - TOP + above, 1)
+    biased = tl.where(largest == 0, 127 - TOP, biased)
+    inverse = power_of_two(254 - tl.where(finite, biased, 0))
+    scaled = tl.where(finite[:, None], x * inverse[:, None], 0.0)
+    scaled = on_grid(scaled, -14, 2) if E5M2 else on_grid(scaled, -6, 3)
+    d = tl.arange(0, x.shape[1])[None, :]
+    tl.store(codes + rows[:, None] * DIM + d, scaled.to(codes.dtype.element_ty), mask=d < DIM)
+    tl.store(scales + rows, tl.where(finite, biased, 255).to(tl.uint8))
+
+
+@triton.jit
+def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr):
+    """See `runtime.kv.kernels.encode`."""
+    k, v, k_scale, v_scale = planes
+    write_fp8(keys, rows, k, k_scale, DIM)
+    write_fp8(values, rows, v, v_scale, DIM)
+
+
+UNPACK_E4M3 = tl.constexpr("""{
+.reg .b32 c;
+.reg .b16 codes, unused;
+prmt.b32 c, $2, 0, 0x4420;
+mov.b32 {codes, unused}, c;
+cvt.rn.f16x2.e4m3x2 $0, codes;
+prmt.b32 c, $2, 0, 0x4431;
+mov.b32 {codes, unused}, c;
+cvt.rn.f16x2.e4m3x2 $1, codes;
+}""")
+"""PTX that converts the even and the odd bytes of two 16-bit words to fp16."""
+UNPACK_E5M2 = tl.constexpr("""{
+shl.b32 $0, $2, 8;
+and.b32 $0, $0, 0xff00ff00;
+and.b32 $1, $2, 0xff00ff00;
+}""")
+"""As `UNPACK_E4M3`; a number in e5m2 is the high byte of the same number in fp16."""
+
+
+@triton.jit
+def unpack_fp8(pairs, E5M2: tl.constexpr):
+    """Return the even and the odd codes of pairs of bytes, uint16, as fp16."""
+    if INTERPRETED:
+        kind: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
+        even = (pairs & 255).to(tl.uint8).to(kind, bitcast=True)
+        odd = (pairs >> 8).to(tl.uint8).to(kind, bitcast=True)
+        return even.to(tl.float32), odd.to(tl.float32)
+    UNPACK: tl.constexpr = UNPACK_E5M2 if E5M2 else UNPACK_E4M3
+    return tl.inline_asm_elementwise(
+        UNPACK, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def exponents_at(plane, rows, mask):
+    """Load the biased exponents of four tokens per row, int32 `[4 n]`.
+
+    Args:
+        plane: uint8 plane, `[…, 1]`.
+        rows: int64 `[n]`, every fourth row.
+    """
+    words = words_at(plane, rows, mask, 1)
+    even = tl.join(words & 255, (words >> 16) & 255)
+    odd = tl.join((words >> 8) & 255, words >> 24)
+    return tl.reshape(tl.join(even, odd), (4 * words.shape[0],)).to(tl.int32)
+
+
+@triton.jit
+def fp16_queries(queries):
+    """Scale queries by a power of two so that the largest is below 2**15, for fp16.
+
+    Returns:
+        fp16 queries, and the factor that undoes the scale.
+    """
+    x = queries.to(tl.float32)
+    exponent = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0).to(tl.int32) >> 23
+    exponent = tl.maximum(exponent, 15)  # the scale is at most 2**126
+    return (x * power_of_two(268 - exponent)).to(tl.float16), power_of_two(exponent - 14)
+
+
+@triton.jit
+def attend(
+    queries, kv_head, begin, end, count, planes, table, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`.
+
+    Codes are multiplied as fp16, in which they are exact and to which a GPU converts them fastest.
+    Weights times scales might exceed the range of fp16. They are divided by the largest scale so
+    far, 2**top, as in the online softmax, and multiplied by 2**14.
+
+    A scale byte of 255 (NaN) becomes infinity, and its codes are 0: products with it are NaN.
+    """
+    k, v, k_scale, v_scale = planes
+    E5M2: tl.constexpr = v.dtype.element_ty == tl.float8e5
+    even, m, l = no_keys(queries.shape[0], queries.shape[1] // 2)
+    odd = tl.zeros_like(even)
+    q, factor = fp16_queries(queries)
+    top = 0  # biased
+    d = tl.arange(0, queries.shape[1])[None, :]
+    for first in range(begin, end, BLOCK):
+        t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
+        fourth, fourth_rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 4)
+        used, fourth_used = t < count, fourth < count
+        at = rows[:, None] * DIM + d
+        read = used[:, None] & (d < DIM)
+        keys = tl.load(k + at, mask=read, other=0.0)  # [BLOCK, WIDTH]
+        values = byte_pairs_at(v, rows, used, DIM, queries.shape[1] // 2)
+        zeros = tl.zeros((queries.shape[0], BLOCK), tl.float32)
+        scores = matmul(q, tl.trans(keys.to(tl.float16)), zeros)
+        k_scales = power_of_two(exponents_at(k_scale, fourth_rows, fourth_used))
+        scores *= (k_scales * (factor * scale))[None, :]
+        scores = tl.where(used[None, :], scores, float("-inf"))
+        weights, alpha, m, l = softmax_step(scores, m, l)
+        v_exponents = exponents_at(v_scale, fourth_rows, fourth_used)
+        finite = v_exponents < 255
+        new_top = tl.maximum(top, tl.max(tl.where(finite, v_exponents, 0), axis=0))
+        relative = tl.where(finite, tl.maximum(v_exponents - new_top + 141, 0), 255)
+        alpha *= power_of_two(tl.maximum(top - new_top + 127, 0))
+        top = new_top
+        weights = (weights * power_of_two(relative)[None, :]).to(tl.float16)
+        even_values, odd_values = unpack_fp8(values, E5M2)
+        even = matmul(weights, even_values, even * alpha[:, None])
+        odd = matmul(weights, odd_values, odd * alpha[:, None])
+    return interleaved(even, odd) * power_of_two(tl.maximum(top, 15) - 14), m, l

@@ -1,0 +1,116 @@
+"""Triton kernels of a compressed format: encoding of pages, and attention over stored pages."""
+
+import math
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+from triton.runtime import JITFunction
+
+from runtime.attention.base import Batch
+from runtime.attention.parts import MERGED_PARTS, MIN_TILES, PROGRAMS, Parts
+from runtime.config import ModelConfig
+from runtime.core.window import SINK_PAGES, WINDOW
+from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
+from runtime.kv.kernels.windowed import windowed_decode_kernel
+
+_LOG2_E = math.log2(math.e)
+_EXACT = 2
+"""Number of exact planes of a layer, K and V; they come first."""
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """What a format contributes to the kernels.
+
+    Attributes:
+        encode: ENCODE of `runtime.kv.kernels.encode`.
+        attend: ATTEND of `runtime.kv.kernels.windowed`.
+        tile: tokens of a stored tile, a power of two.
+        exact_tile: tokens of an exact tile.
+        warps, stages: warps per program and stages of the software pipeline of attention.
+        programs: programs of attention per multiprocessor.
+    """
+
+    encode: JITFunction
+    attend: JITFunction
+    tile: int
+    exact_tile: int = 32
+    warps: int = 2
+    stages: int = 3
+    programs: int = PROGRAMS
+
+
+class StoredPageKernels:
+    """Implements `runtime.kv.compressed.FusedKernels` for one model's shape."""
+
+    def __init__(self, config: ModelConfig, source: KernelSource) -> None:
+        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
+        self._dim, self._source = config.head_dim, source
+        self._parts = Parts(self._heads, self._kv_heads, self._dim, source.programs)
+
+    def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        planes: tuple[Tensor, ...],
+        targets: Tensor,
+        sources: Tensor | None = None,
+    ) -> None:
+        """Encode whole pages; see `FusedKernels`."""
+        if not len(targets):
+            return
+        if keys.stride(-1) != 1 or values.stride(-1) != 1:
+            keys, values = keys.contiguous(), values.contiguous()
+        encode_kernel[(len(targets), self._kv_heads)](
+            keys, values, keys.stride()[:3], values.stride()[:3], sources, targets,
+            _contiguous(planes),
+            ENCODE=self._source.encode, KV_HEADS=self._kv_heads, DIM=self._dim,
+            WIDTH=triton.next_power_of_2(self._dim), PAGE=keys.shape[2], enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def encode_leaving(self, planes: tuple[Tensor, ...], batch: Batch) -> None:
+        """Encode the pages that leave the window in this step; see `FusedKernels`."""
+        k_pages, v_pages = planes[:_EXACT]
+        table, stored = batch.page_table, _stored_table(batch)
+        encode_leaving_kernel[(len(batch.lengths), self._kv_heads)](
+            k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), stored,
+            stored.stride(0), batch.lengths, _contiguous(planes[_EXACT:]),
+            ENCODE=self._source.encode, KV_HEADS=self._kv_heads, DIM=self._dim,
+            WIDTH=triton.next_power_of_2(self._dim), PAGE=k_pages.shape[2], WINDOW=WINDOW,
+            SINK_PAGES=SINK_PAGES, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        """Attend over stored and exact pages; see `FusedKernels`."""
+        out = q.new_empty(len(q), self._heads * self._dim)
+        if not len(q):
+            return out
+        k_pages, v_pages = planes[:_EXACT]
+        table, stored, source = batch.page_table, _stored_table(batch), self._source
+        parts = self._parts.of(len(q), q.device)
+        group = self._heads // self._kv_heads
+        windowed_decode_kernel[(len(parts.acc),)](
+            q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0),
+            _contiguous(planes[_EXACT:]), stored, stored.stride(0), batch.lengths, len(q),
+            parts.acc, parts.m, parts.l, parts.counters, out, _LOG2_E / math.sqrt(self._dim),
+            ATTEND=source.attend, KV_HEADS=self._kv_heads, GROUP=group,
+            ROWS=max(16, triton.next_power_of_2(group)), DIM=self._dim,
+            WIDTH=max(16, triton.next_power_of_2(self._dim)), PAGE=k_pages.shape[2], WINDOW=WINDOW,
+            SINK_PAGES=SINK_PAGES, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
+            SEQUENCES=len(parts.counters), MIN_TILES=MIN_TILES, PARTS=MERGED_PARTS,
+            num_warps=source.warps, num_stages=source.stages,
+        )  # fmt: skip
+        return out
+
+
+def _stored_table(batch: Batch) -> Tensor:
+    if batch.stored_table is None:
+        raise ValueError("the batch has no stored pages")
+    return batch.stored_table
+
+
+def _contiguous(planes: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if not all(plane.is_contiguous() for plane in planes):
+        raise ValueError("stored planes must be contiguous")
+    return planes

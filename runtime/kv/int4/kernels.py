@@ -1,0 +1,179 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
+"""Encoding and attention of the format `int4` in Triton; see its README for the maths."""
+
+import triton
+import triton.language as tl
+
+from runtime.attention.kernels.decode import no_keys
+from runtime.kernels.arith import INTERPRETED, matmul
+from runtime.kv.kernels.transforms import (
+    INFINITE,
+    alternate,
+    bf16_nan,
+    bf16_pair,
+    byte_pairs_at,
+    hadamard,
+    halves,
+    interleaved,
+    joined,
+    magnitude_bits,
+    round_to_bf16,
+    widened,
+    words_at,
+)
+from runtime.kv.kernels.windowed import rows_at, softmax_step
+
+
+@triton.jit
+def quantize_half(x, largest, finite):
+    """Quantize one half of transformed vectors; see `reference.quantize`.
+
+    Args:
+        x: fp32 `[ROWS, DIM / 2]`.
+        largest: `[ROWS]`, bits of the largest magnitude of each row.
+        finite: `[ROWS]`, whether the whole vector is finite.
+
+    Returns:
+        Codes, uint8, and scales, bf16 `[ROWS]`.
+    """
+    eighth = tl.where(finite, largest, 0).to(tl.float32, bitcast=True) * 0.125
+    scale = round_to_bf16(eighth)
+    step = widened(scale)[:, None]
+    steps = tl.where(step > 0, tl.div_rn(x, tl.where(step > 0, step, 1.0)), 0.0)
+    # Not tl.floor: on a GPU, it takes subnormal numbers for 0.
+    whole = steps.to(tl.int32)
+    whole -= (steps < whole.to(tl.float32)).to(tl.int32)
+    codes = tl.where(finite[:, None], tl.minimum(tl.maximum(whole + 8, 0), 15), 8)
+    return codes.to(tl.uint8), tl.where(finite, scale, bf16_nan(scale))
+
+
+@triton.jit
+def write_int4(x, rows, codes, scales, DIM: tl.constexpr):
+    """Encode vectors.
+
+    Args:
+        x: fp32 `[PAGE, DIM]`.
+        rows: int64 `[PAGE]`, rows of the planes.
+        codes: uint8 plane, `[…, DIM / 2]`.
+        scales: bf16 plane, `[…, 2]`.
+    """
+    low, high = halves(hadamard(x))
+    low_largest = tl.max(magnitude_bits(low), axis=1)
+    high_largest = tl.max(magnitude_bits(high), axis=1)
+    finite = (low_largest < INFINITE) & (high_largest < INFINITE)
+    low_codes, low_scale = quantize_half(low, low_largest, finite)
+    high_codes, high_scale = quantize_half(high, high_largest, finite)
+    i = tl.arange(0, DIM // 2)
+    tl.store(codes + rows[:, None] * (DIM // 2) + i[None, :], low_codes | (high_codes << 4))
+    tl.store(scales + rows * 2, low_scale)
+    tl.store(scales + rows * 2 + 1, high_scale)
+
+
+@triton.jit
+def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr):
+    """See `runtime.kv.kernels.encode`."""
+    k, v, k_scale, v_scale = planes
+    write_int4(keys, rows, k, k_scale, DIM)
+    write_int4(values, rows, v, v_scale, DIM)
+
+
+def _unpack_nibble(number: int, shift: str) -> str:
+    """Return PTX that unpacks one nibble of each of two 16-bit words."""
+    return f"""
+{shift};
+lop3.b32 c, c, 0x001e001e, 0x43004300, 0xea;
+sub.rn.bf16x2 ${number}, c, bias;"""
+
+
+_SHIFTS = "shl.b32 c, $4, 1", "shr.u32 c, $4, 7", "shr.u32 c, $4, 3", "shr.u32 c, $4, 11"
+UNPACK = tl.constexpr(
+    "{\n.reg .b32 c, bias;\nmov.b32 bias, 0x430f430f;"
+    + "".join(_unpack_nibble(number, shift) for number, shift in enumerate(_SHIFTS))
+    + "\n}"
+)
+"""PTX that unpacks two 16-bit words. A nibble is moved to bits 1 to 4 and joined with 0x4300
+(``c & mask | bits``), and 143 is subtracted. 0x4300 is 128 in bf16, whose last mantissa bit counts
+1: the result is 128 + 2 code - 143."""
+
+
+@triton.jit
+def unpack_int4(pairs):
+    """Unpack pairs of bytes, uint16.
+
+    Returns:
+        ``2 code - 15``, twice the value of a code, as bf16: low nibbles of the even bytes, low
+        nibbles of the odd bytes, high nibbles of the even bytes, high nibbles of the odd bytes.
+    """
+    if INTERPRETED:
+        low_even = 2.0 * (pairs & 15).to(tl.float32) - 15.0
+        low_odd = 2.0 * ((pairs >> 8) & 15).to(tl.float32) - 15.0
+        high_even = 2.0 * ((pairs >> 4) & 15).to(tl.float32) - 15.0
+        return low_even, low_odd, high_even, 2.0 * (pairs >> 12).to(tl.float32) - 15.0
+    return tl.inline_asm_elementwise(
+        UNPACK, "=r,=r,=r,=r,r", [pairs],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def transformed_queries(queries):
+    """Return four parts `[ROWS, DIM / 4]` of Hadamard-transformed queries; see `unpack_int4`."""
+    low, high = halves(hadamard(queries.to(tl.float32)).to(queries.dtype))
+    low_even, low_odd = alternate(low)
+    high_even, high_odd = alternate(high)
+    return low_even, low_odd, high_even, high_odd
+
+
+@triton.jit
+def int4_scores(queries, pairs, words, scale):
+    """Return scaled scores, fp32 `[ROWS, BLOCK]`.
+
+    Args:
+        queries: see `transformed_queries`.
+        pairs: uint16 `[BLOCK, DIM / 4]`, codes of K.
+        words: uint32 `[BLOCK]`, both scales of each token.
+    """
+    q1, q2, q3, q4 = queries
+    k1, k2, k3, k4 = unpack_int4(pairs)
+    zeros = tl.zeros((q1.shape[0], pairs.shape[0]), tl.float32)
+    low = matmul(q1, tl.trans(k1.to(q1.dtype)), zeros)
+    low = matmul(q2, tl.trans(k2.to(q1.dtype)), low)
+    high = matmul(q3, tl.trans(k3.to(q1.dtype)), zeros)
+    high = matmul(q4, tl.trans(k4.to(q1.dtype)), high)
+    low_scale, high_scale = bf16_pair(words)
+    half = 0.5 * scale
+    return low * (low_scale * half)[None, :] + high * (high_scale * half)[None, :]
+
+
+@triton.jit
+def attend(
+    queries, kv_head, begin, end, count, planes, table, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`."""
+    k, v, k_scale, v_scale = planes
+    parts = transformed_queries(queries)
+    acc1, m, l = no_keys(queries.shape[0], DIM // 4)
+    acc2 = tl.zeros_like(acc1)
+    acc3 = tl.zeros_like(acc1)
+    acc4 = tl.zeros_like(acc1)
+    for first in range(begin, end, BLOCK):
+        t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
+        used = t < count
+        keys = byte_pairs_at(k, rows, used, DIM // 2, DIM // 4)
+        values = byte_pairs_at(v, rows, used, DIM // 2, DIM // 4)
+        scores = int4_scores(parts, keys, words_at(k_scale, rows, used, 4), scale)
+        scores = tl.where(used[None, :], scores, float("-inf"))
+        weights, alpha, m, l = softmax_step(scores, m, l)
+        low_scale, high_scale = bf16_pair(words_at(v_scale, rows, used, 4))
+        low_weights = (weights * low_scale[None, :]).to(tl.bfloat16)
+        high_weights = (weights * high_scale[None, :]).to(tl.bfloat16)
+        v1, v2, v3, v4 = unpack_int4(values)
+        alpha = alpha[:, None]
+        acc1 = matmul(low_weights, v1, acc1 * alpha)
+        acc2 = matmul(low_weights, v2, acc2 * alpha)
+        acc3 = matmul(high_weights, v3, acc3 * alpha)
+        acc4 = matmul(high_weights, v4, acc4 * alpha)
+    acc = joined(interleaved(acc1, acc2), interleaved(acc3, acc4))
+    return hadamard(acc * 0.5), m, l

@@ -1,0 +1,175 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
+"""Encoding and attention of the format `k4v2` in Triton; see its README for the maths."""
+
+import triton
+import triton.language as tl
+
+from runtime.attention.kernels.decode import no_keys
+from runtime.kernels.arith import INTERPRETED, matmul
+from runtime.kv import lloyd_max
+from runtime.kv.int4.kernels import int4_scores, transformed_queries, write_int4
+from runtime.kv.kernels.transforms import (
+    INFINITE,
+    bf16_nan,
+    bf16_pair,
+    byte_pairs_at,
+    hadamard,
+    halves,
+    interleaved,
+    joined,
+    magnitude_bits,
+    round_to_bf16,
+    sum_by_halves,
+    widened,
+    words_at,
+)
+from runtime.kv.kernels.windowed import rows_at, softmax_step
+
+EDGE = tl.constexpr(lloyd_max.EDGE)
+INNER = tl.constexpr(151 / 128)
+OUTER = tl.constexpr(504 / 128)
+"""bf16 numbers whose ratio differs from the one of the two Lloyd-Max levels by 0.06 %."""
+UNIT = tl.constexpr((lloyd_max.LEVELS[2] * 128 / 151 + lloyd_max.LEVELS[3] * 128 / 504) / 2)
+"""Factor from these numbers to the levels, with errors of 0.03 %."""
+
+
+@triton.jit
+def write_values(x, rows, packed, norms, DIM: tl.constexpr):
+    """Encode vectors; see `lloyd_max.quantize_values`.
+
+    Args:
+        x: fp32 `[PAGE, DIM]`.
+        rows: int64 `[PAGE]`, rows of the planes.
+        packed: uint8 plane, `[…, DIM / 4]`.
+        norms: bf16 plane, `[…, 1]`.
+    """
+    y = hadamard(x)
+    squared = sum_by_halves(y * y)  # [PAGE]
+    finite = magnitude_bits(squared) < INFINITE
+    norm = round_to_bf16(tl.sqrt_rn(tl.where(finite, squared, 0.0)))
+    edge = (widened(norm) * (EDGE * DIM**-0.5))[:, None]
+    codes = (y >= -edge).to(tl.uint8) + (y >= 0).to(tl.uint8) + (y >= edge).to(tl.uint8)
+    low, high = halves(tl.where(finite[:, None], codes, 0))
+    first, second = halves(low)
+    third, fourth = halves(high)
+    i = tl.arange(0, DIM // 4)
+    joint = first | (second << 2) | (third << 4) | (fourth << 6)
+    tl.store(packed + rows[:, None] * (DIM // 4) + i[None, :], joint.to(tl.uint8))
+    tl.store(norms + rows, tl.where(finite, norm, bf16_nan(norm)))
+
+
+@triton.jit
+def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr):
+    """See `runtime.kv.kernels.encode`."""
+    k, v, k_scale, v_norm = planes
+    write_int4(keys, rows, k, k_scale, DIM)
+    write_values(values, rows, v, v_norm, DIM)
+
+
+def _unpack_part(number: int) -> str:
+    """Return PTX that maps the 2-bit codes of one part of a vector to bf16 numbers."""
+    return f"""
+shr.u32 s, bytes, {2 * number};
+and.b32 s, s, 0x03030303;
+mad.lo.u32 s, s, 17, 0x40404040;
+prmt.b32 ${2 * number}, low, high, s;
+shr.u32 s, s, 16;
+prmt.b32 ${2 * number + 1}, low, high, s;"""
+
+
+UNPACK = tl.constexpr(
+    "{\n.reg .b32 s, low, high, bytes;\nmov.b32 low, 0x7c97977c;\nmov.b32 high, 0x403fbfc0;"
+    + "\nprmt.b32 bytes, $8, 0, 0x3120;"
+    + "".join(map(_unpack_part, range(4)))
+    + "\n}"
+)
+"""PTX that unpacks two 16-bit words by table lookup. First, even bytes are moved before odd bytes.
+``low`` and ``high`` hold the low and high bytes of the four bf16 numbers. `prmt` reads byte c of
+``low`` and byte c of ``high`` for each code c; its selector consists of the digits ``c`` and
+``4 + c``, which are ``17 c + 64`` in the code's byte."""
+
+
+@triton.jit
+def level(codes):
+    """Return INNER or OUTER with the sign of a code's level, fp32; for Triton's interpreter."""
+    inner = ((codes ^ (codes >> 1)) & 1) == 1  # codes 1 and 2
+    return tl.where(inner, INNER, OUTER) * tl.where((codes & 2) == 0, -1.0, 1.0)
+
+
+@triton.jit
+def unpack_levels(pairs):
+    """Return INNER or OUTER with the signs of the levels, bf16, from pairs of bytes, uint16.
+
+    Returns:
+        The codes of each of the four parts of vectors: of the even bytes, then of the odd bytes.
+    """
+    if INTERPRETED:
+        odd = pairs >> 8
+        return (
+            level(pairs & 3), level(odd & 3),
+            level((pairs >> 2) & 3), level((odd >> 2) & 3),
+            level((pairs >> 4) & 3), level((odd >> 4) & 3),
+            level((pairs >> 6) & 3), level(odd >> 6),
+        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r,r", [pairs],
+        dtype=(
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+        ),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def norms_at(plane, rows, mask):
+    """Load the norms of two tokens per row, fp32 `[2 n]`.
+
+    Args:
+        plane: bf16 plane, `[…, 1]`.
+        rows: int64 `[n]`, every other row.
+    """
+    first, second = bf16_pair(words_at(plane, rows, mask, 2))
+    return tl.reshape(tl.join(first, second), (2 * first.shape[0],))
+
+
+@triton.jit
+def attend(
+    queries, kv_head, begin, end, count, planes, table, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`."""
+    k, v, k_scale, v_norm = planes
+    parts = transformed_queries(queries)
+    acc1, m, l = no_keys(queries.shape[0], DIM // 8)
+    acc2 = tl.zeros_like(acc1)
+    acc3 = tl.zeros_like(acc1)
+    acc4 = tl.zeros_like(acc1)
+    acc5 = tl.zeros_like(acc1)
+    acc6 = tl.zeros_like(acc1)
+    acc7 = tl.zeros_like(acc1)
+    acc8 = tl.zeros_like(acc1)
+    for first in range(begin, end, BLOCK):
+        t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
+        pair, pair_rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 2)
+        used = t < count
+        keys = byte_pairs_at(k, rows, used, DIM // 2, DIM // 4)
+        values = byte_pairs_at(v, rows, used, DIM // 4, DIM // 8)
+        scores = int4_scores(parts, keys, words_at(k_scale, rows, used, 4), scale)
+        scores = tl.where(used[None, :], scores, float("-inf"))
+        weights, alpha, m, l = softmax_step(scores, m, l)
+        weights = (weights * norms_at(v_norm, pair_rows, pair < count)[None, :]).to(tl.bfloat16)
+        alpha = alpha[:, None]
+        v1, v2, v3, v4, v5, v6, v7, v8 = unpack_levels(values)
+        acc1 = matmul(weights, v1, acc1 * alpha)
+        acc2 = matmul(weights, v2, acc2 * alpha)
+        acc3 = matmul(weights, v3, acc3 * alpha)
+        acc4 = matmul(weights, v4, acc4 * alpha)
+        acc5 = matmul(weights, v5, acc5 * alpha)
+        acc6 = matmul(weights, v6, acc6 * alpha)
+        acc7 = matmul(weights, v7, acc7 * alpha)
+        acc8 = matmul(weights, v8, acc8 * alpha)
+    low = joined(interleaved(acc1, acc2), interleaved(acc3, acc4))
+    high = joined(interleaved(acc5, acc6), interleaved(acc7, acc8))
+    return hadamard(joined(low, high) * (UNIT * DIM**-0.5)), m, l

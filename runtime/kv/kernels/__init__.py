@@ -1,0 +1,1 @@
+"""Triton kernels over stored pages that the compressed formats share."""

@@ -1,0 +1,118 @@
+"""Flags of `headrace calibrate` for compressed KV formats. Imports nothing that is slow to load."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from services.common.errors import SettingsError
+
+CALIBRATED_FORMATS = ("fdc", "palu", "shard")
+"""Names for which the command calibrates the format; for others, it calibrates codebooks."""
+
+_FORMATS = "KV formats fdc, palu and shard"
+
+
+def parse_fraction(text: str) -> float:
+    """Return 0.01 for ``1%`` or ``0.01``."""
+    number = text.strip()
+    try:
+        return float(number[:-1]) / 100 if number.endswith("%") else float(number)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a number nor a percentage") from None
+
+
+@dataclass(frozen=True)
+class Given:
+    """Values of the flags in this module; None for flags that were not given.
+
+    Attributes:
+        text: ``tokens`` and ``files``.
+        search: fields of `runtime.quality.search.Constraint`, and ``evaluations``.
+        options: fields of the options of the formats.
+    """
+
+    text: Mapping[str, Any] = field(default_factory=dict)
+    search: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def refuse(self, kv_format: str) -> None:
+        """Check that no flag was given, as the command calibrates codebooks.
+
+        Raises:
+            SettingsError: one was.
+        """
+        for name, value in (*self.text.items(), *self.search.items(), *self.options.items()):
+            if value is not None:
+                raise SettingsError(
+                    f"KV format {kv_format} has no option {name.replace('_', '-')}, which is for "
+                    f"--kv-format {', '.join(CALIBRATED_FORMATS)}"
+                )
+
+
+Tokens = Annotated[
+    int | None, typer.Option(min=64, help=f"{_FORMATS}: tokens to measure; default: 16,384")
+]
+TextFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--text", help=f"{_FORMATS}: text file, repeatable; default: Python's documentation"
+    ),
+]
+RemovalRate = Annotated[
+    float | None,
+    typer.Option(
+        help="fdc, palu: dropped singular values as a fraction of their sum; default: 0.2"
+    ),
+]
+Rank = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="fdc, palu: rank per KV head, instead of a rate; shard: coefficients of K"
+    ),
+]
+MaxPplIncrease = Annotated[
+    float | None,
+    typer.Option(
+        parser=parse_fraction,
+        metavar="PERCENT",
+        help="fdc, palu: search the removal rate; bound on the increase of perplexity, such as 1%",
+    ),
+]
+MinFidelity = Annotated[
+    float | None,
+    typer.Option(
+        parser=parse_fraction,
+        metavar="PERCENT",
+        help="fdc, palu: search the removal rate; bound on the share of positions with the same "
+        "best token as with exact KV, such as 99%",
+    ),
+]
+Evaluations = Annotated[
+    int | None,
+    typer.Option(min=1, max=20, help="fdc, palu: evaluations of the search; default: 7"),
+]
+NoAdaptive = Annotated[
+    bool, typer.Option("--no-adaptive", help="fdc: one rank per layer, not one per head")
+]
+NoPrc = Annotated[bool, typer.Option("--no-prc", help="fdc: project K before RoPE, not after it")]
+GroupHeads = Annotated[
+    int | None, typer.Option(min=1, help="palu: KV heads with common latents of K; default: 4")
+]
+Step = Annotated[
+    float | None,
+    typer.Option(help="shard: 4-bit quantization step in standard deviations; default: 0.4"),
+]
+Values = Annotated[
+    str | None, typer.Option(help="shard: codes of V, scalar or vq (256 entries); default: scalar")
+]
+Allocation = Annotated[
+    str | None,
+    typer.Option(help="shard: bits of K, uniform or dynamic (0 to 8 per group); default: uniform"),
+]
+Group = Annotated[
+    int | None,
+    typer.Option(min=4, help="shard: coefficients of a group of dynamic allocation; default: 64"),
+]

@@ -1,0 +1,64 @@
+"""Deployments with compressed KV: pages arrive unchanged, tokens equal those of one worker."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.deployment import Running, deployed
+from tests.e2e.equality import digests
+from tests.e2e.serving_bench.models import RandomModel
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
+
+REQUESTS = 10
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return RandomModel("tiny").ensure()
+
+
+def ask(running: Running, number: int) -> list[object]:
+    """Send a request whose length depends on its number; return the logprobs of its tokens."""
+    prompt = [100 + (7919 * number + 31 * index) % 4000 for index in range(40 + 97 * number)]
+    answer = httpx.post(
+        f"{running.url}/v1/completions",
+        json={
+            "model": running.model,
+            "prompt": prompt,
+            "max_tokens": 40,
+            "ignore_eos": True,
+            "seed": number,
+            "logprobs": 1,
+        },
+        timeout=60,
+        trust_env=False,
+    ).json()
+    tokens: list[object] = answer["choices"][0]["logprobs"]["tokens"]
+    return tokens
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_disaggregated_tokens_equal_those_of_one_worker(model: Path, name: str) -> None:
+    flags = ("--model", str(model), "--kv-format", name)
+    with deployed(*flags, "--colocated") as running:
+        expected = [ask(running, number) for number in range(REQUESTS)]
+    environment = {"HEADRACE_PREFILL_KV_DIGEST": "true", "HEADRACE_DECODE_KV_DIGEST": "true"}
+    with deployed(*flags, environment=environment) as running:
+        running.wait_for_all_workers(60)
+        assert [ask(running, number) for number in range(REQUESTS)] == expected
+        with ThreadPoolExecutor(4) as pool:
+            together = list(pool.map(lambda number: ask(running, number), range(REQUESTS)))
+        running.wait_until_idle()
+        computed = digests(running, "prefill-0", "kv computed")
+        arrived = digests(running, "decode-0", "kv verified")
+        free = [worker["pages_free"] for worker in running.workers().values()]
+        total = [worker["pages_total"] for worker in running.workers().values()]
+        wire = running.metric("prefill-0", "headrace_kv_transfer_bytes_total", kind="wire")
+    assert all(len(tokens) == 40 for tokens in together)
+    assert len(arrived) == 2 * REQUESTS
+    assert arrived == computed
+    assert free == total
+    assert wire > 0

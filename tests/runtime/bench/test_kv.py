@@ -1,0 +1,30 @@
+"""Arguments of the benchmark of KV formats; the benchmark itself needs a GPU."""
+
+import pytest
+
+from runtime.bench import kv
+from runtime.kv.registry import COMPRESSED
+
+
+def test_defaults_are_two_cases_and_all_formats_with_kernels() -> None:
+    args = kv.parser().parse_args([])
+    assert args.cases == [(16, 8192), (4, 32_768)]
+    assert set(args.formats) == {"fp8", "fp8-e5m2", "int4", "k4v2"} <= set(COMPRESSED)
+    assert kv.options_of(args) == {}
+
+
+def test_cases_and_kernel_options_are_parsed() -> None:
+    args = kv.parser().parse_args(["--cases", "2x100", "1x7", "--tile", "64", "--exact-tile", "32"])
+    assert args.cases == [(2, 100), (1, 7)]
+    assert kv.options_of(args) == {"tile": 64, "exact_tile": 32}
+
+
+@pytest.mark.parametrize("arguments", [["--cases", "16"], ["--formats", "dense"]])
+def test_malformed_arguments_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        kv.parser().parse_args(arguments)
+
+
+def test_rows_end_with_the_ratio_to_dense() -> None:
+    assert str(kv.Compared("int4", 1.0, 0.5, 2.5)).endswith("50.0%    2.50x")
+    assert str(kv.Compared("encode", 1.0, 0.5)).endswith("50.0%")

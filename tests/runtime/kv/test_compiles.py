@@ -1,0 +1,65 @@
+"""Compile the kernels of formats with stored pages for a Hopper GPU, on a host without one."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.runtime.megakernel.test_compiles import SHARED
+
+pytestmark = pytest.mark.slow
+
+_SCRIPT = """
+import sys
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from runtime.bench.shapes import SHAPES
+from runtime.kv.kernels.encode import encode_leaving_kernel
+from runtime.kv.kernels.windowed import windowed_decode_kernel
+from runtime.kv.registry import COMPRESSED
+
+kv_format = COMPRESSED[sys.argv[1]](SHAPES["llama-3-8b"])
+source = kv_format.kernel_source()
+dtypes = {
+    torch.uint8: "*u8", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+}
+planes = tuple(dtypes[plane.dtype] for plane in kv_format.planes(0, 16))
+types = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*bf16")
+types |= dict.fromkeys(("page_table", "stored_table", "lengths", "counters"), "*i32")
+types |= dict.fromkeys(("part_acc", "part_m", "part_l"), "*fp32") | {"scale": "fp32"}
+types |= {"planes": planes}
+constants = dict(
+    ATTEND=source.attend, ENCODE=source.encode, KV_HEADS=8, GROUP=4, ROWS=16, DIM=128, WIDTH=128,
+    PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
+    SEQUENCES=16, MIN_TILES=2, PARTS=32,
+)
+shared = []
+for kernel, warps in ((windowed_decode_kernel, source.warps), (encode_leaving_kernel, 4)):
+    names = [parameter.name for parameter in kernel.params]
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    given = {(names.index(n),): value for n, value in constants.items() if n in names}
+    aligned = {
+        (n,): [["tt.divisibility", 16]]
+        for n, name in enumerate(names)
+        if str(signature[name]).startswith("*") or name.endswith("_stride")
+    }
+    at = names.index("planes")
+    aligned |= {(at, n): [["tt.divisibility", 16]] for n in range(len(planes))}
+    options = {"num_warps": warps, "num_stages": source.stages}
+    compiled = ASTSource(kernel, signature, given, aligned)
+    made = triton.compile(compiled, target=GPUTarget("cuda", 90, 32), options=options)
+    shared.append(made.metadata.shared)
+print(shared[0] * source.programs)
+"""
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-e5m2", "int4", "k4v2"])
+def test_kernels_compile_and_programs_fit_shared_memory(name: str) -> None:
+    """All programs of a multiprocessor run at the same time."""
+    command = [sys.executable, "-c", _SCRIPT, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 0 < int(done.stdout.split()[-1]) <= SHARED
