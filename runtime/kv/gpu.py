@@ -21,7 +21,7 @@ _EXACT = 2
 
 @dataclass(frozen=True)
 class KernelSource:
-    """What a format contributes to the kernels.
+    """Triton functions and sizes of one format.
 
     Attributes:
         encode: ENCODE of `runtime.kv.kernels.encode`.

@@ -89,7 +89,7 @@ shl.b32 $0, $2, 8;
 and.b32 $0, $0, 0xff00ff00;
 and.b32 $1, $2, 0xff00ff00;
 }""")
-"""As `UNPACK_E4M3`; a number in e5m2 is the high byte of the same number in fp16."""
+"""Like `UNPACK_E4M3`, for e5m2: a number is the high byte of the same number in fp16."""
 
 
 @triton.jit

@@ -100,7 +100,7 @@ def test_name_and_path_create_a_calibrated_format(calibration: Path) -> None:
 
 
 def test_calibration_of_another_model_is_refused(calibration: Path) -> None:
-    """By the hash if it is known, by shapes otherwise."""
+    """The hash is compared if it is known, otherwise the shapes are."""
     spec = f"fdc:{calibration}"
     with pytest.raises(CalibrationError, match=rf"{calibration}: .* tiny-0, not to tiny-1"):
         Model(tiny_checkpoint(seed=1), kv_format=spec)
