@@ -197,6 +197,7 @@ def calibrate(
     group_heads: flags.GroupHeads = None,
     step: flags.Step = None,
     values: flags.Values = None,
+    k_basis: flags.KBasis = None,
     allocation: flags.Allocation = None,
     group: flags.Group = None,
 ) -> None:
@@ -220,6 +221,7 @@ def calibrate(
             "group_heads": group_heads,
             "step": step,
             "values": values,
+            "k_basis": k_basis,
             "allocation": allocation,
             "group": group,
         },

@@ -108,6 +108,10 @@ Step = Annotated[
 Values = Annotated[
     str | None, typer.Option(help="shard: codes of V, scalar or vq (256 entries); default: scalar")
 ]
+KBasis = Annotated[
+    str | None,
+    typer.Option(help="shard: basis of K, pca or commuting (with RoPE); default: pca"),
+]
 Allocation = Annotated[
     str | None,
     typer.Option(help="shard: bits of K, uniform or dynamic (0 to 8 per group); default: uniform"),
