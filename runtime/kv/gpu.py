@@ -1,7 +1,9 @@
 """Triton kernels of a compressed format: encoding of pages, and attention over stored pages."""
 
 import math
+from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -11,7 +13,7 @@ from runtime.attention.base import Batch
 from runtime.attention.parts import MERGED_PARTS, MIN_TILES, PROGRAMS, Parts
 from runtime.config import ModelConfig
 from runtime.core.window import SINK_PAGES, WINDOW
-from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
+from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel, encode_vectors
 from runtime.kv.kernels.windowed import windowed_decode_kernel
 
 _LOG2_E = math.log2(math.e)
@@ -24,30 +26,42 @@ class KernelSource:
     """Triton functions and sizes of one format.
 
     Attributes:
-        encode: ENCODE of `runtime.kv.kernels.encode`.
+        encode: ENCODE of `runtime.kv.kernels.encode`; None for formats with `encode_page`.
         attend: ATTEND of `runtime.kv.kernels.windowed`.
         tile: tokens of a stored tile, a power of two.
         exact_tile: tokens of an exact tile.
         warps, stages: warps per program and stages of the software pipeline of attention.
         programs: programs of attention per multiprocessor.
+        encode_page: ENCODE_PAGE of `runtime.kv.kernels.encode`.
     """
 
-    encode: JITFunction
+    encode: JITFunction | None
     attend: JITFunction
     tile: int
     exact_tile: int = 32
     warps: int = 2
     stages: int = 3
     programs: int = PROGRAMS
+    encode_page: JITFunction = encode_vectors
 
 
 class StoredPageKernels:
-    """Implements `runtime.kv.compressed.FusedKernels` for one model's shape."""
+    """Implements `runtime.kv.compressed.FusedKernels` for the layers of one model."""
 
     def __init__(self, config: ModelConfig, source: KernelSource) -> None:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._dim, self._source = config.head_dim, source
         self._parts = Parts(self._heads, self._kv_heads, self._dim, source.programs)
+        self._inputs: tuple[Tensor | int, ...] = ()
+
+    def of_layer(self, inputs: tuple[Tensor | int, ...]) -> "StoredPageKernels":
+        """Return the kernels of a layer with inputs of its own, which follow the stored planes.
+
+        All layers share the memory of partial results.
+        """
+        made = copy(self)
+        made._inputs = inputs
+        return made
 
     def encode(
         self,
@@ -56,6 +70,7 @@ class StoredPageKernels:
         planes: tuple[Tensor, ...],
         targets: Tensor,
         sources: Tensor | None = None,
+        first_positions: Tensor | None = None,
     ) -> None:
         """Encode whole pages; see `FusedKernels`."""
         if not len(targets):
@@ -64,9 +79,8 @@ class StoredPageKernels:
             keys, values = keys.contiguous(), values.contiguous()
         encode_kernel[(len(targets), self._kv_heads)](
             keys, values, keys.stride()[:3], values.stride()[:3], sources, targets,
-            _contiguous(planes),
-            ENCODE=self._source.encode, KV_HEADS=self._kv_heads, DIM=self._dim,
-            WIDTH=triton.next_power_of_2(self._dim), PAGE=keys.shape[2], enable_fp_fusion=False,
+            first_positions, _contiguous(planes) + self._inputs,
+            **self._encoding(planes), PAGE=keys.shape[2], enable_fp_fusion=False,
         )  # fmt: skip
 
     def encode_leaving(self, planes: tuple[Tensor, ...], batch: Batch) -> None:
@@ -75,9 +89,8 @@ class StoredPageKernels:
         table, stored = batch.page_table, _stored_table(batch)
         encode_leaving_kernel[(len(batch.lengths), self._kv_heads)](
             k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), stored,
-            stored.stride(0), batch.lengths, _contiguous(planes[_EXACT:]),
-            ENCODE=self._source.encode, KV_HEADS=self._kv_heads, DIM=self._dim,
-            WIDTH=triton.next_power_of_2(self._dim), PAGE=k_pages.shape[2], WINDOW=WINDOW,
+            stored.stride(0), batch.lengths, _contiguous(planes[_EXACT:]) + self._inputs,
+            **self._encoding(planes[_EXACT:]), PAGE=k_pages.shape[2], WINDOW=WINDOW,
             SINK_PAGES=SINK_PAGES, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -92,16 +105,29 @@ class StoredPageKernels:
         group = self._heads // self._kv_heads
         windowed_decode_kernel[(len(parts.acc),)](
             q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0),
-            _contiguous(planes[_EXACT:]), stored, stored.stride(0), batch.lengths, len(q),
+            _contiguous(planes[_EXACT:]) + self._inputs, stored, stored.stride(0), batch.lengths, len(q),
             parts.acc, parts.m, parts.l, parts.counters, out, _LOG2_E / math.sqrt(self._dim),
             ATTEND=source.attend, KV_HEADS=self._kv_heads, GROUP=group,
             ROWS=max(16, triton.next_power_of_2(group)), DIM=self._dim,
             WIDTH=max(16, triton.next_power_of_2(self._dim)), PAGE=k_pages.shape[2], WINDOW=WINDOW,
             SINK_PAGES=SINK_PAGES, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
+            K_WIDTH=planes[_EXACT].shape[-1], V_WIDTH=planes[_EXACT + 1].shape[-1],
             SEQUENCES=len(parts.counters), MIN_TILES=MIN_TILES, PARTS=MERGED_PARTS,
             num_warps=source.warps, num_stages=source.stages,
         )  # fmt: skip
         return out
+
+    def _encoding(self, planes: tuple[Tensor, ...]) -> dict[str, Any]:
+        """Return the constants of both encoding kernels, by name."""
+        return {
+            "ENCODE_PAGE": self._source.encode_page,
+            "ENCODE": self._source.encode,
+            "KV_HEADS": self._kv_heads,
+            "DIM": self._dim,
+            "WIDTH": triton.next_power_of_2(self._dim),
+            "K_WIDTH": planes[0].shape[-1],
+            "V_WIDTH": planes[1].shape[-1],
+        }
 
 
 def _stored_table(batch: Batch) -> Tensor:

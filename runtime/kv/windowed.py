@@ -86,7 +86,7 @@ class WindowedLayer:
         k_pages, v_pages = planes[:_EXACT]
         stored = planes[_EXACT:]
         if kernels := self._kernels(k_pages.device):
-            kernels.encode(k_pages, v_pages, stored, targets, sources)
+            kernels.encode(k_pages, v_pages, stored, targets, sources, first_positions)
             return
         self._compressed.encode(
             k_pages[sources], v_pages[sources], first_positions, stored, targets

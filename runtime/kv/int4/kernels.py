@@ -150,6 +150,7 @@ def int4_scores(queries, pairs, words, scale):
 def attend(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`."""
     k, v, k_scale, v_scale = planes

@@ -9,12 +9,17 @@ they are numbered without the gap between the two. Programs have equal numbers o
 
 A format contributes one function that attends over stored tiles of one KV head::
 
-    ATTEND(queries, kv_head, begin, end, count, planes, table, scale, KV_HEADS, DIM, PAGE, BLOCK)
+    ATTEND(
+        queries, kv_head, begin, end, count, planes, table, scale,
+        KV_HEADS, DIM, PAGE, BLOCK, K_WIDTH, V_WIDTH,
+    )
 
 - queries: `[ROWS, WIDTH]`, bf16 or fp32.
 - begin, end: stored tokens, multiples of BLOCK; ``count``: number of stored tokens of the sequence.
-- planes: pointers to the stored planes of the layer, `[page, KV_HEADS, PAGE, width]`, contiguous.
+- planes: pointers to the stored planes of the layer, `[page, KV_HEADS, PAGE, width]`, contiguous,
+  and then other inputs of the format.
 - table: pointer to the page id of the first stored page of the sequence.
+- K_WIDTH, V_WIDTH: widths of the first two planes.
 
 It returns ``acc``, ``m`` and ``l`` of an online softmax, as `decode.attend_tiles` does. Transforms
 of K and V are undone once per call, on the queries and the output, not for each tile.
@@ -76,7 +81,8 @@ def windowed_decode_kernel(
     ATTEND: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SINK_PAGES: tl.constexpr, BLOCK: tl.constexpr, EXACT_BLOCK: tl.constexpr,
-    SEQUENCES: tl.constexpr, MIN_TILES: tl.constexpr, PARTS: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, SEQUENCES: tl.constexpr,
+    MIN_TILES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Attend over one interval of tiles per program, for the GROUP query heads of each KV head.
 
@@ -86,7 +92,7 @@ def windowed_decode_kernel(
         q: `[sequences, KV_HEADS * GROUP, DIM]`, bf16 or fp32.
         k_pages, v_pages: bf16 `[page, KV_HEADS, PAGE, DIM]`, exact pages, of equal strides.
         page_table: int32 `[sequences, pages]`, exact pages, row stride ``table_stride``.
-        planes: pointers to the stored planes.
+        planes, K_WIDTH, V_WIDTH: see the head of this file.
         stored_table: int32 `[sequences, pages]`, stored pages, row stride ``stored_stride``.
         lengths: int32 `[sequences]`, tokens of each sequence, including the new one.
         part_acc, part_m, part_l, counters: see `balance.write_part`.
@@ -126,7 +132,7 @@ def windowed_decode_kernel(
                 queries, kv_head, (tile - head_begin) * BLOCK,
                 (tl.minimum(stop, exact_begin) - head_begin) * BLOCK, own_gap, planes,
                 stored_table + sequence * stored_stride + SINK_PAGES, scale, KV_HEADS, DIM, PAGE,
-                BLOCK,
+                BLOCK, K_WIDTH, V_WIDTH,
             )  # fmt: skip
         acc, m, l = attend_tiles(
             queries, acc, m, l, kv_head, tl.maximum(tile - exact_begin, 0) * EXACT_BLOCK,

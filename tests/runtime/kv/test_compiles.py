@@ -32,7 +32,8 @@ types |= dict.fromkeys(("page_table", "stored_table", "lengths", "counters"), "*
 types |= dict.fromkeys(("part_acc", "part_m", "part_l"), "*fp32") | {"scale": "fp32"}
 types |= {"planes": planes}
 constants = dict(
-    ATTEND=source.attend, ENCODE=source.encode, KV_HEADS=8, GROUP=4, ROWS=16, DIM=128, WIDTH=128,
+    ATTEND=source.attend, ENCODE=source.encode, ENCODE_PAGE=source.encode_page, KV_HEADS=8, GROUP=4, ROWS=16, DIM=128, WIDTH=128,
+    K_WIDTH=kv_format.planes(0, 16)[0].shape[2], V_WIDTH=kv_format.planes(0, 16)[1].shape[2],
     PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
     SEQUENCES=16, MIN_TILES=2, PARTS=32,
 )
