@@ -13,6 +13,8 @@ from runtime.kv.transforms import pack, unpack
 STEPS = {2: 0.9957, 4: 0.4, 6: 0.12, 8: 0.035}
 """Quantization steps by bits, in standard deviations. The step of 2 bits is optimal for normal
 coefficients (Max 1960, table II); the others are larger, as coefficients have heavier tails."""
+LARGEST = 2.0**60
+"""Largest magnitude of an element of K minus the mean that can be encoded."""
 _NOT_FINITE = 0
 """Code of more than 2 bits that no finite coefficient has."""
 _RUN_MULTIPLE = {2: 4, 4: 2, 6: 4, 8: 1}
