@@ -45,6 +45,19 @@ class KernelSource:
     encode_page: JITFunction = encode_vectors
 
 
+@dataclass(frozen=True)
+class LayerInputs:
+    """Inputs of the kernels that differ between layers.
+
+    Attributes:
+        planes: what follows the stored planes in the argument ``planes`` of kernels.
+        costs: cost of a stored tile of each KV head, for balancing.
+    """
+
+    planes: tuple[Tensor | int, ...] = ()
+    costs: tuple[int, ...] = ()
+
+
 class StoredPageKernels:
     """Implements `runtime.kv.compressed.FusedKernels` for the layers of one model."""
 
@@ -52,10 +65,10 @@ class StoredPageKernels:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._dim, self._source = config.head_dim, source
         self._parts = Parts(self._heads, self._kv_heads, self._dim, source.programs)
-        self._inputs: tuple[Tensor | int, ...] = ()
+        self._inputs = LayerInputs()
 
-    def of_layer(self, inputs: tuple[Tensor | int, ...]) -> "StoredPageKernels":
-        """Return the kernels of a layer with inputs of its own, which follow the stored planes.
+    def of_layer(self, inputs: LayerInputs) -> "StoredPageKernels":
+        """Return the kernels of a layer with inputs of its own.
 
         All layers share the memory of partial results.
         """
@@ -79,7 +92,7 @@ class StoredPageKernels:
             keys, values = keys.contiguous(), values.contiguous()
         encode_kernel[(len(targets), self._kv_heads)](
             keys, values, keys.stride()[:3], values.stride()[:3], sources, targets,
-            first_positions, _contiguous(planes) + self._inputs,
+            first_positions, _contiguous(planes) + self._inputs.planes,
             **self._encoding(planes), PAGE=keys.shape[2], enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -89,7 +102,7 @@ class StoredPageKernels:
         table, stored = batch.page_table, _stored_table(batch)
         encode_leaving_kernel[(len(batch.lengths), self._kv_heads)](
             k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), stored,
-            stored.stride(0), batch.lengths, _contiguous(planes[_EXACT:]) + self._inputs,
+            stored.stride(0), batch.lengths, _contiguous(planes[_EXACT:]) + self._inputs.planes,
             **self._encoding(planes[_EXACT:]), PAGE=k_pages.shape[2], WINDOW=WINDOW,
             SINK_PAGES=SINK_PAGES, enable_fp_fusion=False,
         )  # fmt: skip
@@ -105,8 +118,9 @@ class StoredPageKernels:
         group = self._heads // self._kv_heads
         windowed_decode_kernel[(len(parts.acc),)](
             q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0),
-            _contiguous(planes[_EXACT:]) + self._inputs, stored, stored.stride(0), batch.lengths, len(q),
-            parts.acc, parts.m, parts.l, parts.counters, out, _LOG2_E / math.sqrt(self._dim),
+            _contiguous(planes[_EXACT:]) + self._inputs.planes, stored, stored.stride(0),
+            batch.lengths, len(q), parts.acc, parts.m, parts.l, parts.counters, out,
+            _LOG2_E / math.sqrt(self._dim),
             ATTEND=source.attend, KV_HEADS=self._kv_heads, GROUP=group,
             ROWS=max(16, triton.next_power_of_2(group)), DIM=self._dim,
             WIDTH=max(16, triton.next_power_of_2(self._dim)), PAGE=k_pages.shape[2], WINDOW=WINDOW,
