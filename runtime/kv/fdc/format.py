@@ -86,8 +86,8 @@ class FdcLayer:
 
         ranks = torch.tensor([self.k_ranks, self.v_ranks], dtype=torch.int32) // RANK_MULTIPLE
         bases = split_basis(self.k_basis), split_basis(self.v_basis)
-        costs = tuple(ranks.sum(0).tolist())
-        return LayerInputs((*bases, ranks.to(self.k_basis.device)), costs)
+        costs = [2 * (k + v) for k, v in zip(self.k_ranks, self.v_ranks, strict=True)]
+        return LayerInputs((*bases, ranks.to(self.k_basis.device)), tuple(costs))
 
 
 class FdcFormat(CalibratedFormat[FdcLayer]):

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from runtime.attention.kernels.decode import no_keys
-from runtime.kernels.arith import matmul
+from runtime.kernels.arith import matmul, power_of_2
 from runtime.kv.calibration import bases
-from runtime.kv.kernels.latents import basis_at, columns_of, project_page, restored
+from runtime.kv.kernels.latents import basis_at, project_page, restored
 from runtime.kv.kernels.windowed import softmax_step
 
 RANK_MULTIPLE = tl.constexpr(bases.RANK_MULTIPLE)
@@ -29,16 +29,16 @@ def encode_page(
 ):  # fmt: skip
     """See `runtime.kv.kernels.encode`."""
     k, v, k_basis, v_basis, ranks = planes
-    DIMS: tl.constexpr = columns_of(DIM)
+    DIMS: tl.constexpr = power_of_2(DIM)
     k_rank = tl.load(ranks + kv_head) * RANK_MULTIPLE
     v_rank = tl.load(ranks + KV_HEADS + kv_head) * RANK_MULTIPLE
     project_page(
         k_pages, k_at + kv_head * k_strides[0], k_strides[1], k_basis, kv_head, KV_HEADS, k_rank, k,
-        target, DIM, DIMS, PAGE, K_WIDTH, columns_of(K_WIDTH),
+        target, DIM, DIMS, PAGE, K_WIDTH, power_of_2(K_WIDTH),
     )  # fmt: skip
     project_page(
         v_pages, v_at + kv_head * v_strides[0], v_strides[1], v_basis, kv_head, KV_HEADS, v_rank, v,
-        target, DIM, DIMS, PAGE, V_WIDTH, columns_of(V_WIDTH),
+        target, DIM, DIMS, PAGE, V_WIDTH, power_of_2(V_WIDTH),
     )  # fmt: skip
 
 
@@ -53,8 +53,8 @@ def attend(
     Columns beyond the head's rank are not read. Their lanes are 0 in matmuls of COLUMNS columns.
     """
     k, v, k_basis, v_basis, ranks = planes
-    K_COLUMNS: tl.constexpr = columns_of(K_WIDTH)
-    V_COLUMNS: tl.constexpr = columns_of(V_WIDTH)
+    K_COLUMNS: tl.constexpr = power_of_2(K_WIDTH)
+    V_COLUMNS: tl.constexpr = power_of_2(V_WIDTH)
     k_rank = tl.load(ranks + kv_head) * RANK_MULTIPLE
     v_rank = tl.load(ranks + KV_HEADS + kv_head) * RANK_MULTIPLE
     basis = basis_at(

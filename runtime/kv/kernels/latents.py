@@ -8,16 +8,9 @@ first only.
 
 import triton
 import triton.language as tl
-from triton.experimental.gluon import constexpr_function
 
 from runtime.kernels.arith import INTERPRETED, matmul
 from runtime.kv.kernels.transforms import round_to_bf16
-
-
-@constexpr_function
-def columns_of(width):
-    """Return the number of columns of a block that holds ``width``, and that a matmul accepts."""
-    return max(16, triton.next_power_of_2(width))
 
 
 @triton.jit

@@ -37,14 +37,14 @@ planes = tuple(dtypes[x.dtype] for x in (*kv_format.planes(0, 16), *inputs))
 types = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*bf16")
 types |= dict.fromkeys(("page_table", "stored_table", "lengths", "counters"), "*i32")
 types |= dict.fromkeys(("part_acc", "part_m", "part_l"), "*fp32") | {"scale": "fp32"}
-types |= {"planes": planes}
+types |= {"planes": planes} | ({"costs": "*i32"} if inputs else {})
 constants = dict(
     ATTEND=source.attend, ENCODE=source.encode, ENCODE_PAGE=source.encode_page, KV_HEADS=8,
     GROUP=4, ROWS=16, DIM=128, WIDTH=128,
     K_WIDTH=kv_format.planes(0, 16)[0].shape[2], V_WIDTH=kv_format.planes(0, 16)[1].shape[2],
     PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
-    SEQUENCES=16, MIN_TILES=2, PARTS=32,
-)
+    SEQUENCES=16, MIN_TILES=2, PARTS=32, EXACT_COST=8, MIN_COST=16, SPLITS=0,
+) | ({} if inputs else {"costs": None})
 shared = []
 for kernel, warps in ((windowed_decode_kernel, source.warps), (encode_leaving_kernel, 4)):
     names = [parameter.name for parameter in kernel.params]

@@ -208,3 +208,27 @@ def test_non_finite_tokens_are_stored_as_such() -> None:
     k, _ = made.reference.layer(0).decode(tuple(x.cpu() for x in found), page.cpu(), page.cpu())
     assert k[0, 0, 3].isnan().all()
     assert k[0, 0, [0, 1, 2, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("programs", [8, 40])
+@pytest.mark.parametrize(
+    "options", [{"by_cost": False}, {"splits": 0}, {"splits": 1}, {"splits": 3}], ids=str
+)
+def test_attend_is_independent_of_the_division_of_tiles(
+    options: dict[str, int], programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ablations of balancing; three splits of 4 x 2 heads need 24 programs."""
+    monkeypatch.setattr(parts, "decode_programs", lambda device, each: programs)
+    made = fdc(SMALL)
+    sequences = made.sequences(SMALL, [1000, 1, 130, 300])
+    q = random(4, 4, 64)
+    source = replace(made.reference.kernel_source(), **options)  # type: ignore[arg-type]
+    inputs = made.on_device.layer(0).kernel_inputs()
+    kernels = StoredPageKernels(SMALL, source).of_layer(inputs)
+    if programs == 8 and options.get("splits") == 3:
+        with pytest.raises(ValueError, match="8 x 3 parts"):
+            kernels.attend(q, sequences.planes, sequences.batch)
+        return
+    got = kernels.attend(q, sequences.planes, sequences.batch)
+    torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
+    assert kernels._parts.idle
