@@ -3,8 +3,10 @@
 import math
 from copy import copy
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.runtime import JITFunction
@@ -33,6 +35,10 @@ class KernelSource:
         warps, stages: warps per program and stages of the software pipeline of attention.
         programs: programs of attention per multiprocessor.
         encode_page: ENCODE_PAGE of `runtime.kv.kernels.encode`.
+        by_cost: whether programs have tiles of equal cost, if the layers have costs. Otherwise they
+            have equal numbers of tiles.
+        splits: number of programs that share each KV head of a sequence, without balancing
+            (ablation); 0 for as many as fit on the GPU. None for balanced programs.
     """
 
     encode: JITFunction | None
@@ -43,6 +49,45 @@ class KernelSource:
     stages: int = 3
     programs: int = PROGRAMS
     encode_page: JITFunction = encode_vectors
+    by_cost: bool = True
+    splits: int | None = None
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Costs of tiles; see `runtime.kv.kernels.division`.
+
+    Attributes:
+        prefix: int32 `[kv_heads + 1]`, or None if all tiles cost the same.
+        exact: cost of an exact tile.
+        least: minimum cost of a program.
+    """
+
+    prefix: Tensor | None = None
+    exact: int = 1
+    least: int = 1
+
+    @classmethod
+    def of(cls, inputs: "LayerInputs", source: KernelSource, exact_bytes: int) -> "_Costs":
+        stored = [bytes_ * source.tile for bytes_ in inputs.costs]
+        exact = exact_bytes * source.exact_tile
+        unit = math.gcd(exact, *stored)
+        device = next(x.device for x in inputs.planes if isinstance(x, Tensor))
+        prefix = torch.tensor([0, *accumulate(cost // unit for cost in stored)], device=device)
+        return cls(prefix.int(), exact // unit, MIN_TILES * max(exact, *stored) // unit)
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Inputs of the kernels that differ between layers.
+
+    Attributes:
+        planes: what follows the stored planes in the argument ``planes`` of kernels.
+        costs: bytes of a stored token of each KV head; empty if all KV heads are alike.
+    """
+
+    planes: tuple[Tensor | int, ...] = ()
+    costs: tuple[int, ...] = ()
 
 
 class StoredPageKernels:
@@ -52,15 +97,18 @@ class StoredPageKernels:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._dim, self._source = config.head_dim, source
         self._parts = Parts(self._heads, self._kv_heads, self._dim, source.programs)
-        self._inputs: tuple[Tensor | int, ...] = ()
+        self._inputs = LayerInputs()
+        self._costs = _Costs()
 
-    def of_layer(self, inputs: tuple[Tensor | int, ...]) -> "StoredPageKernels":
-        """Return the kernels of a layer with inputs of its own, which follow the stored planes.
+    def of_layer(self, inputs: LayerInputs) -> "StoredPageKernels":
+        """Return the kernels of a layer with inputs of its own.
 
         All layers share the memory of partial results.
         """
         made = copy(self)
         made._inputs = inputs
+        if inputs.costs and self._source.by_cost:
+            made._costs = _Costs.of(inputs, self._source, 4 * self._dim)
         return made
 
     def encode(
@@ -79,7 +127,7 @@ class StoredPageKernels:
             keys, values = keys.contiguous(), values.contiguous()
         encode_kernel[(len(targets), self._kv_heads)](
             keys, values, keys.stride()[:3], values.stride()[:3], sources, targets,
-            first_positions, _contiguous(planes) + self._inputs,
+            first_positions, _contiguous(planes) + self._inputs.planes,
             **self._encoding(planes), PAGE=keys.shape[2], enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -89,7 +137,7 @@ class StoredPageKernels:
         table, stored = batch.page_table, _stored_table(batch)
         encode_leaving_kernel[(len(batch.lengths), self._kv_heads)](
             k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), stored,
-            stored.stride(0), batch.lengths, _contiguous(planes[_EXACT:]) + self._inputs,
+            stored.stride(0), batch.lengths, _contiguous(planes[_EXACT:]) + self._inputs.planes,
             **self._encoding(planes[_EXACT:]), PAGE=k_pages.shape[2], WINDOW=WINDOW,
             SINK_PAGES=SINK_PAGES, enable_fp_fusion=False,
         )  # fmt: skip
@@ -103,19 +151,33 @@ class StoredPageKernels:
         table, stored, source = batch.page_table, _stored_table(batch), self._source
         parts = self._parts.of(len(q), q.device)
         group = self._heads // self._kv_heads
-        windowed_decode_kernel[(len(parts.acc),)](
+        splits = self._splits(len(q), len(parts.acc))
+        programs = len(q) * self._kv_heads * splits or len(parts.acc)
+        windowed_decode_kernel[(programs,)](
             q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0),
-            _contiguous(planes[_EXACT:]) + self._inputs, stored, stored.stride(0), batch.lengths, len(q),
-            parts.acc, parts.m, parts.l, parts.counters, out, _LOG2_E / math.sqrt(self._dim),
+            _contiguous(planes[_EXACT:]) + self._inputs.planes, stored, stored.stride(0),
+            batch.lengths, len(q), parts.acc, parts.m, parts.l, parts.counters, out,
+            _LOG2_E / math.sqrt(self._dim), self._costs.prefix,
             ATTEND=source.attend, KV_HEADS=self._kv_heads, GROUP=group,
             ROWS=max(16, triton.next_power_of_2(group)), DIM=self._dim,
             WIDTH=max(16, triton.next_power_of_2(self._dim)), PAGE=k_pages.shape[2], WINDOW=WINDOW,
             SINK_PAGES=SINK_PAGES, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
             K_WIDTH=planes[_EXACT].shape[-1], V_WIDTH=planes[_EXACT + 1].shape[-1],
             SEQUENCES=len(parts.counters), MIN_TILES=MIN_TILES, PARTS=MERGED_PARTS,
+            EXACT_COST=self._costs.exact, MIN_COST=self._costs.least, SPLITS=splits,
             num_warps=source.warps, num_stages=source.stages,
         )  # fmt: skip
         return out
+
+    def _splits(self, sequences: int, programs: int) -> int:
+        """Return the constant SPLITS of the kernel, for which there must be partial results."""
+        if self._source.splits is None:
+            return 0
+        heads = sequences * self._kv_heads
+        splits = self._source.splits or max(1, programs // heads)
+        if splits > 1 and heads * splits > programs:
+            raise ValueError(f"{heads} x {splits} parts exceed the {programs} of the GPU")
+        return splits
 
     def _encoding(self, planes: tuple[Tensor, ...]) -> dict[str, Any]:
         """Return the constants of both encoding kernels, by name."""

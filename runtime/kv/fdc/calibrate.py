@@ -8,7 +8,7 @@ from torch import Tensor
 
 from runtime.kv.calibration import Artifact, KVMoments, RankChoice, truncated_basis
 
-NAME, VERSION = "fdc", 2
+NAME, VERSION = "fdc", 3
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@
 
 The tiles of a KV head are its stored tiles, BLOCK tokens each, and then its exact tiles,
 EXACT_BLOCK tokens each. The exact tokens are those of the first pages (sinks) and of the window;
-they are numbered without the gap between the two. Programs have equal numbers of tiles, see
-`runtime.attention.kernels.balance`; a program may attend over both kinds.
+they are numbered without the gap between the two. A program may attend over both kinds. Programs
+have equal numbers of tiles, see `runtime.attention.kernels.balance`, or tiles of equal cost, see
+`runtime.kv.kernels.division`.
 
 A format contributes one function that attends over stored tiles of one KV head::
 
@@ -28,8 +29,22 @@ of K and V are undone once per call, on the queries and the output, not for each
 import triton
 import triton.language as tl
 
-from runtime.attention.kernels.balance import divide, interval_begin, locate, write_part
+from runtime.attention.kernels.balance import (
+    divide,
+    head_parts,
+    interval_begin,
+    locate,
+    write_part,
+    write_whole,
+)
 from runtime.attention.kernels.decode import attend_tiles, no_keys
+from runtime.kv.kernels.division import (
+    divide_costs,
+    parts_by_cost,
+    split_interval,
+    split_parts,
+    tile_at,
+)
 
 
 @triton.jit
@@ -77,12 +92,13 @@ def softmax_step(scores, m, l):
 @triton.jit(do_not_specialize=["sequences"])
 def windowed_decode_kernel(
     q, k_pages, v_pages, page_stride, head_stride, page_table, table_stride, planes, stored_table,
-    stored_stride, lengths, sequences, part_acc, part_m, part_l, counters, out, scale,
+    stored_stride, lengths, sequences, part_acc, part_m, part_l, counters, out, scale, costs,
     ATTEND: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SINK_PAGES: tl.constexpr, BLOCK: tl.constexpr, EXACT_BLOCK: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, SEQUENCES: tl.constexpr,
-    MIN_TILES: tl.constexpr, PARTS: tl.constexpr,
+    MIN_TILES: tl.constexpr, PARTS: tl.constexpr, EXACT_COST: tl.constexpr,
+    MIN_COST: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Attend over one interval of tiles per program, for the GROUP query heads of each KV head.
 
@@ -102,6 +118,10 @@ def windowed_decode_kernel(
         ROWS, WIDTH: powers of two of at least 16, and at least GROUP and DIM respectively.
         BLOCK, EXACT_BLOCK: tokens of a stored tile and of an exact tile.
         SEQUENCES, MIN_TILES, PARTS: see `decode.decode_kernel`.
+        costs, EXACT_COST, MIN_COST: see `runtime.kv.kernels.division`; without ``costs``, all tiles
+            cost the same.
+        SPLITS: if positive, the tiles of each KV head are divided over this number of programs,
+            whatever their number. This is the usual kernel without balancing (ablation).
     """
     s = tl.arange(0, SEQUENCES)
     length = tl.load(lengths + s, mask=s < sequences, other=0)
@@ -109,10 +129,29 @@ def windowed_decode_kernel(
     tiles = tl.cdiv(gap, BLOCK) + tl.cdiv(length - gap, EXACT_BLOCK)  # of each KV head
     ends, programs, each, extra = divide(tiles, KV_HEADS, MIN_TILES)
     program = tl.program_id(0)
-    if program >= programs:
-        return
-    begin = interval_begin(program, each, extra)
-    end = interval_begin(program + 1, each, extra)
+    if SPLITS > 0:
+        begin, end = split_interval(program, sequences, tiles, ends, SPLITS, KV_HEADS)
+    elif costs is None:
+        if program >= programs:
+            return
+        begin = interval_begin(program, each, extra)
+        end = interval_begin(program + 1, each, extra)
+    else:
+        stored = tl.cdiv(gap, BLOCK)
+        exact = tiles - stored
+        cost_ends, programs, each, extra = divide_costs(
+            stored, exact, costs, EXACT_COST, MIN_COST, KV_HEADS
+        )
+        if program >= programs:
+            return
+        begin = tile_at(
+            interval_begin(program, each, extra), stored, exact, ends, cost_ends, costs, EXACT_COST,
+            KV_HEADS,
+        )  # fmt: skip
+        end = tile_at(
+            interval_begin(program + 1, each, extra), stored, exact, ends, cost_ends, costs,
+            EXACT_COST, KV_HEADS,
+        )  # fmt: skip
 
     row = tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
@@ -140,8 +179,20 @@ def windowed_decode_kernel(
             page_stride, head_stride, page_table + sequence * table_stride, scale, DIM, WIDTH, PAGE,
             EXACT_BLOCK,
         )  # fmt: skip
-        write_part(
-            acc, m, l, sequence, kv_head, tile, stop, head_begin, count, begin, each, extra,
-            part_acc, part_m, part_l, counters, out, KV_HEADS, GROUP, ROWS, DIM, WIDTH, PARTS,
-        )  # fmt: skip
+        if stop - tile == count:
+            write_whole(acc, l, sequence, kv_head, out, KV_HEADS, GROUP, ROWS, DIM, WIDTH)
+        else:
+            if SPLITS > 0:
+                first, parts, first_slot = split_parts(sequence, kv_head, count, SPLITS, KV_HEADS)
+            elif costs is None:
+                first, parts, first_slot = head_parts(head_begin, count, each, extra)
+            else:
+                first, parts, first_slot = parts_by_cost(
+                    sequence, kv_head, exact_begin - head_begin, count, cost_ends, costs, each,
+                    extra, EXACT_COST, KV_HEADS,
+                )  # fmt: skip
+            write_part(
+                acc, m, l, sequence, kv_head, (tile > begin).to(tl.int32), first, parts, first_slot,
+                part_acc, part_m, part_l, counters, out, KV_HEADS, GROUP, ROWS, DIM, WIDTH, PARTS,
+            )  # fmt: skip
         tile = stop

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 
 _SCRIPT = """
 import sys
+from dataclasses import replace
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -18,25 +19,32 @@ from triton.compiler import ASTSource
 from runtime.bench.shapes import SHAPES
 from runtime.kv.kernels.encode import encode_leaving_kernel
 from runtime.kv.kernels.windowed import windowed_decode_kernel
+from runtime.bench.kv_formats import RANDOM
 from runtime.kv.registry import COMPRESSED
 
-kv_format = COMPRESSED[sys.argv[1]](SHAPES["llama-3-8b"])
+config = replace(SHAPES["llama-3-8b"], num_layers=1)
+if sys.argv[1] in RANDOM:
+    kv_format = RANDOM[sys.argv[1]](config, (48, 64))
+    inputs = kv_format.layer(0).kernel_inputs().planes
+else:
+    kv_format, inputs = COMPRESSED[sys.argv[1]](config), ()
 source = kv_format.kernel_source()
 dtypes = {
     torch.uint8: "*u8", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
+    torch.float8_e5m2: "*fp8e5", torch.int32: "*i32", torch.float32: "*fp32",
 }
-planes = tuple(dtypes[plane.dtype] for plane in kv_format.planes(0, 16))
+planes = tuple(dtypes[x.dtype] for x in (*kv_format.planes(0, 16), *inputs))
 types = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*bf16")
 types |= dict.fromkeys(("page_table", "stored_table", "lengths", "counters"), "*i32")
 types |= dict.fromkeys(("part_acc", "part_m", "part_l"), "*fp32") | {"scale": "fp32"}
-types |= {"planes": planes}
+types |= {"planes": planes} | ({"costs": "*i32"} if inputs else {})
 constants = dict(
-    ATTEND=source.attend, ENCODE=source.encode, ENCODE_PAGE=source.encode_page, KV_HEADS=8, GROUP=4, ROWS=16, DIM=128, WIDTH=128,
+    ATTEND=source.attend, ENCODE=source.encode, ENCODE_PAGE=source.encode_page, KV_HEADS=8,
+    GROUP=4, ROWS=16, DIM=128, WIDTH=128,
     K_WIDTH=kv_format.planes(0, 16)[0].shape[2], V_WIDTH=kv_format.planes(0, 16)[1].shape[2],
     PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
-    SEQUENCES=16, MIN_TILES=2, PARTS=32,
-)
+    SEQUENCES=16, MIN_TILES=2, PARTS=32, EXACT_COST=8, MIN_COST=16, SPLITS=0,
+) | ({} if inputs else {"costs": None})
 shared = []
 for kernel, warps in ((windowed_decode_kernel, source.warps), (encode_leaving_kernel, 4)):
     names = [parameter.name for parameter in kernel.params]
@@ -57,7 +65,7 @@ print(shared[0] * source.programs)
 """
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-e5m2", "int4", "k4v2"])
+@pytest.mark.parametrize("name", ["fp8", "fp8-e5m2", "int4", "k4v2", "fdc"])
 def test_kernels_compile_and_programs_fit_shared_memory(name: str) -> None:
     """All programs of a multiprocessor run at the same time."""
     command = [sys.executable, "-c", _SCRIPT, name]

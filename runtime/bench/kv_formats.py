@@ -1,0 +1,43 @@
+"""Calibrated KV formats with random orthonormal bases, for benchmarks and tests of kernels."""
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+
+from runtime.config import ModelConfig
+from runtime.kv.calibration import Artifact
+from runtime.kv.fdc import FdcFormat
+
+
+def orthonormal(*shape: int, seed: int) -> Tensor:
+    """Return random matrices with orthonormal columns, fp32."""
+    generator = torch.Generator().manual_seed(seed)
+    basis: Tensor = torch.linalg.qr(torch.randn(*shape, generator=generator))[0]
+    return basis
+
+
+def random_fdc(
+    config: ModelConfig, ranks: Sequence[int], device: torch.device | str = "cpu"
+) -> FdcFormat:
+    """Return `fdc` with random bases.
+
+    Args:
+        ranks: ranks of K and then of V of each KV head; they are repeated as often as necessary.
+    """
+    heads, dim = config.num_kv_heads, config.head_dim
+    own = torch.tensor(list(islice(cycle(ranks), 2 * heads))).view(2, heads)
+    tensors = {f"{x}_ranks": own[i].repeat(config.num_layers, 1) for i, x in enumerate("kv")}
+    for layer in range(config.num_layers):
+        for i, x in enumerate("kv"):
+            width = int(own[i].max())
+            basis = orthonormal(heads, dim, width, seed=2 * layer + i)
+            basis *= torch.arange(width) < own[i][:, None, None]
+            tensors[f"{x}_basis.{layer}"] = basis
+    artifact = Artifact(FdcFormat.name, FdcFormat.version, "", {}, tensors)
+    return FdcFormat(config, artifact, device=device)
+
+
+RANDOM = {"fdc": random_fdc}
+"""Functions that return formats, by name."""
