@@ -9,6 +9,9 @@ from torch import Tensor
 from runtime.config import ModelConfig
 from runtime.kv.calibration import Artifact
 from runtime.kv.fdc import FdcFormat
+from runtime.kv.shard import ShardFormat
+from runtime.kv.shard.calibrate import K_BITS
+from runtime.kv.shard.codes import STEPS
 
 
 def orthonormal(*shape: int, seed: int) -> Tensor:
@@ -37,6 +40,26 @@ def random_fdc(
             tensors[f"{x}_basis.{layer}"] = basis
     artifact = Artifact(FdcFormat.name, FdcFormat.version, "", {}, tensors)
     return FdcFormat(config, artifact, device=device)
+
+
+def random_shard(
+    config: ModelConfig, rank: int | None = None, device: torch.device | str = "cpu"
+) -> ShardFormat:
+    """Return `shard` with random bases, and scales for keys of N(0, 1).
+
+    Args:
+        rank: coefficients of a token, a multiple of ``2 kv_heads``; None for 3/16 of K.
+    """
+    heads, width = config.num_kv_heads, config.num_kv_heads * config.head_dim
+    rank = rank or -(-width * 3 // (32 * heads)) * 2 * heads
+    tensors: dict[str, Tensor] = {}
+    for layer in range(config.num_layers):
+        tensors[f"k_basis.{layer}"] = orthonormal(width, rank, seed=layer)
+        tensors[f"k_mean.{layer}"] = orthonormal(width, 1, seed=-layer - 1)[:, 0] * width**0.5
+        tensors[f"k_scale.{layer}"] = STEPS[K_BITS] * torch.linspace(1.5, 0.5, rank)
+        tensors[f"k_bits.{layer}"] = torch.full((rank,), K_BITS)
+    artifact = Artifact(ShardFormat.name, ShardFormat.version, "", {}, tensors)
+    return ShardFormat(config, artifact, device=device)
 
 
 RANDOM = {"fdc": random_fdc}

@@ -75,8 +75,8 @@ def encode_coefficients(coefficients: Tensor, scales: Tensor, runs: Sequence[Run
     return torch.cat(parts, dim=-1)
 
 
-def decode_coefficients(stored: Tensor, scales: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Return the coefficients, fp32 ``[..., rank]``.
+def decode_steps(stored: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Return the coefficients in quantization steps, fp32 ``[..., rank]``.
 
     Args:
         stored: uint8 ``[..., bytes]``; bytes beyond those of the runs are ignored.
@@ -88,7 +88,7 @@ def decode_coefficients(stored: Tensor, scales: Tensor, runs: Sequence[Run]) -> 
             parts.append(codes.float() - (zero - 0.5))
         else:
             parts.append(torch.where(codes == _NOT_FINITE, torch.nan, codes.float() - zero))
-    return torch.cat(parts, dim=-1) * scales
+    return torch.cat(parts, dim=-1)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

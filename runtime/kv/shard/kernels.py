@@ -2,11 +2,18 @@
 # ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
 """Encoding and attention of the format `shard` in Triton; see its README for the maths.
 
-``planes`` are the stored planes and then the tensors of `ShardInputs`, in their order.
+``planes`` are the stored planes and then these tensors:
+
+- weights, offsets: see `decoder.KeyDecoder.kernel_inputs`.
+- units: fp32 `[KV_HEADS + 1]`, factor of the scores of each KV head; the factor of YaRN.
+- columns: fp32 `[KV_HEADS, KV_HEADS * DIM, 2, width]`, columns of the basis for the low and the
+  high nibbles of the bytes that the program of a KV head encodes, and zeros.
+- mean: fp32 `[KV_HEADS * DIM]`; scales: fp32 `[rank]`, see `format.ShardLayer`.
+- cos, sin: fp32 `[context, DIM / 2]`, see `rotation.PageRotation.inverse`.
 
 Attention computes transposed tiles: tokens are rows, since a matmul of a warp group has at least 64
-rows, and a KV head has few queries. Elements ``i`` and ``i + DIM / 2`` of K and of the queries,
-which RoPE rotates together, are at columns ``2 i`` and ``2 i + 1``.
+rows, and a KV head has few queries. Queries are rotated to positions relative to the tile, so that
+all tiles are rotated by the same angles.
 """
 
 import triton
@@ -16,15 +23,13 @@ from runtime.attention.kernels.decode import no_keys
 from runtime.core import window
 from runtime.kernels.arith import INTERPRETED, matmul
 from runtime.kv.k4v2.kernels import UNIT, level, norms_at, write_values
-from runtime.kv.kernels.transforms import hadamard, halves, interleaved, widened
+from runtime.kv.kernels.transforms import NAN, hadamard, halves, interleaved, widened
 from runtime.kv.shard import codes
 
 SINK_PAGES = tl.constexpr(window.SINK_PAGES)
 LARGEST = tl.constexpr(codes.LARGEST)
 ROUND = tl.constexpr(1.5 * 2**23)
 """Adding it to a smaller fp32 number and subtracting it again rounds to the nearest even integer."""
-CHUNK = tl.constexpr(64)
-"""Bytes of a token that one matmul multiplies; the rest is multiplied by one of 32 bytes."""
 
 
 @triton.jit
@@ -44,7 +49,7 @@ def encode_page(
     These are K_WIDTH bytes of each token, of coefficients of all heads; see
     `runtime.kv.kernels.encode`.
     """
-    k, v, v_norm, _, _, _, _, _, projection, mean, scales, cos, sin = planes
+    k, v, v_norm, _, _, _, columns, mean, scales, cos, sin = planes
     BYTES: tl.constexpr = triton.next_power_of_2(K_WIDTH if K_WIDTH > 16 else 16)
     slot = tl.arange(0, PAGE)[:, None]
     i = tl.arange(0, DIM // 2)
@@ -55,8 +60,7 @@ def encode_page(
     low = tl.zeros((PAGE, BYTES), tl.float32)
     high = tl.zeros((PAGE, BYTES), tl.float32)
     finite = tl.full((PAGE, DIM // 2), 1, tl.int32)
-    # Columns of all heads' coefficients in the low nibbles of these bytes, then in the high ones.
-    columns = projection + kv_head * (KV_HEADS * DIM * 2 * BYTES) + b[None, :]
+    columns += kv_head * (KV_HEADS * DIM * 2 * BYTES) + b[None, :]
     for head in range(KV_HEADS):
         at = k_pages + k_at + head * k_strides[0] + slot * k_strides[1] + i[None, :]
         first, second = rotated(
@@ -85,6 +89,9 @@ def encode_page(
     at = v_at + kv_head * v_strides[0] + slot * v_strides[1] + d
     rows = (target * KV_HEADS + kv_head) * PAGE + tl.arange(0, PAGE)
     write_values(widened(tl.load(v_pages + at)), rows, v, v_norm, DIM)
+    tl.debug_barrier()  # threads write the norms of others
+    norm_at = v_norm + rows[:, None]
+    tl.store(norm_at, tl.full((PAGE, 1), NAN, tl.uint16).to(tl.bfloat16, bitcast=True), ~finite)
 
 
 @triton.jit
@@ -265,11 +272,13 @@ def attend(
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`."""
-    k, v, v_norm, weights, offsets, units, cos, sin, _, _, _, _, _ = planes
+    k, v, v_norm, weights, offsets, units, _, _, _, cos, sin = planes
     v_words = v.to(tl.pointer_type(tl.uint32), bitcast=True)
     norm_words = v_norm.to(tl.pointer_type(tl.uint32), bitcast=True)
     ROWS: tl.constexpr = queries.shape[0]
     TOKEN: tl.constexpr = KV_HEADS * K_WIDTH
+    # Bytes of a token are multiplied in chunks of 64, and a rest of 32.
+    CHUNK: tl.constexpr = 64
     BYTES: tl.constexpr = (TOKEN + 31) // 32 * 32
     REST: tl.constexpr = BYTES % CHUNK
     half = tl.arange(0, DIM // 2)
@@ -280,8 +289,9 @@ def attend(
     back = (largest * tl.load(units + kv_head) * scale)[None, :]
     own = (SINK_PAGES * PAGE + begin) * (DIM // 2) + half  # position of the first token
     q1, q2 = rotated(q1, q2, tl.load(cos + own)[None, :], -tl.load(sin + own)[None, :])
-    turn_cos = tl.load(cos + BLOCK * (DIM // 2) + half)[None, :]  # from tile to tile
-    turn_sin = -tl.load(sin + BLOCK * (DIM // 2) + half)[None, :]
+    factor = tl.load(units + KV_HEADS)
+    turn_cos = (factor * tl.load(cos + BLOCK * (DIM // 2) + half))[None, :]  # from tile to tile
+    turn_sin = (-factor * tl.load(sin + BLOCK * (DIM // 2) + half))[None, :]
     steps = tl.arange(0, BLOCK)[:, None] * (DIM // 2) + half[None, :]
     tile_cos = tl.load(cos + steps).to(tl.float16)
     tile_sin = tl.load(sin + steps).to(tl.float16)

@@ -305,12 +305,12 @@ def test_shard_values_are_those_of_k4v2() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("element", [0, 63])
 def test_shard_decodes_non_finite_tokens_to_nan(bad: float, element: int) -> None:
-    """K of a token is encoded for all heads together, V for each head alone."""
+    """K of a token is encoded for all heads together, and marks V of all heads, too."""
     kv_format = create("shard", [moments_of(CONFIG, full_text())] * 2)
     keys, values = (pages_of(x) for x in full_text(seed=70)[1:])
     k, v = round_trip(kv_format, keys, values)
     keys[1, 2, 3, element], values[2, 0, 15, element] = bad, bad
-    k[1, :, 3], v[2, 0, 15] = math.nan, math.nan
+    k[1, :, 3], v[1, :, 3], v[2, 0, 15] = math.nan, math.nan, math.nan
     decoded = round_trip(kv_format, keys, values)
     torch.testing.assert_close(decoded, (k, v), rtol=0, atol=0, equal_nan=True)
 

@@ -15,7 +15,7 @@ from runtime.kv.lloyd_max import dequantize_values, quantize_values
 from runtime.kv.rotation import PageRotation
 from runtime.kv.shard import codebook
 from runtime.kv.shard.allocation import DROP_PENALTY, ERRORS, allocate
-from runtime.kv.shard.codes import STEPS, decode_coefficients, encode_coefficients, runs_of
+from runtime.kv.shard.codes import STEPS, decode_steps, encode_coefficients, runs_of
 from runtime.kv.transforms import hadamard
 from tests.runtime.kv.lowrank import (
     CONFIG,
@@ -44,7 +44,7 @@ def test_errors_of_codes_are_those_of_normal_coefficients(bits: int) -> None:
     density = (-x.square() / 2).exp()
     runs, scale = runs_of([8, *[bits] * 4]), torch.tensor([1.0, *[STEPS[bits]] * 4])
     coefficients = torch.cat((torch.zeros_like(x), x.expand(-1, 4)), 1).float()
-    decoded = decode_coefficients(encode_coefficients(coefficients, scale, runs), scale, runs)
+    decoded = decode_steps(encode_coefficients(coefficients, scale, runs), runs) * scale
     squared = (decoded[:, 1:2].double() - x).square()
     assert float((squared * density).sum() / density.sum()) == pytest.approx(ERRORS[bits], rel=0.01)
 
@@ -62,10 +62,10 @@ def test_codes_of_all_widths_round_trip() -> None:
     coefficients = torch.stack(drawn, 1) * scales
     stored = encode_coefficients(coefficients, scales, runs)
     assert stored.shape == (500, 7)
-    assert torch.equal(decode_coefficients(stored, scales, runs), coefficients)
+    assert torch.equal(decode_steps(stored, runs) * scales, coefficients)
     far = encode_coefficients(coefficients.sign() * 1e30, scales, runs)
     largest = torch.stack([level.abs().max() for level in levels]) * scales
-    assert torch.equal(decode_coefficients(far, scales, runs), coefficients.sign() * largest)
+    assert torch.equal(decode_steps(far, runs) * scales, coefficients.sign() * largest)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -74,7 +74,7 @@ def test_tokens_with_a_coefficient_that_is_not_finite_are_marked(bad: float, ind
     runs, scales = runs_of(BITS), torch.ones(15)
     coefficients = normal(3, 15)
     coefficients[1, index] = bad
-    decoded = decode_coefficients(encode_coefficients(coefficients, scales, runs), scales, runs)
+    decoded = decode_steps(encode_coefficients(coefficients, scales, runs), runs) * scales
     assert decoded[1].isnan().any()
     assert decoded[[0, 2]].isfinite().all()
 
