@@ -308,11 +308,11 @@ def attend(
     acc, _, _ = no_keys(DIM, ROWS)  # transposed
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK, ROWS), tl.float32)
+    token = tl.arange(0, BLOCK)  # tiles begin with a page
+    slot = token % PAGE
     for first in range(begin, end, BLOCK):
-        t = first + tl.arange(0, BLOCK)
-        used = t < count
-        page = tl.load(table + t // PAGE, mask=used, other=0)
-        slot = t % PAGE
+        used = token < count - first
+        page = tl.load(table + first // PAGE + token // PAGE, mask=used, other=0)
         k_rows = (page * PAGE + slot) * TOKEN
         product = tl.zeros((BLOCK, DIM), tl.float32)
         for n in tl.static_range(BYTES // CHUNK):
