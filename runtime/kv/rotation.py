@@ -16,6 +16,11 @@ class PageRotation:
         # YaRN scales cosines and sines, so that the inverse has to divide by the scale.
         self._norm = config.rope.attention_factor**2
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, fp32 ``[context, dim / 2]`` each."""
+        return self._cos, self._sin
+
     def apply(self, x: Tensor, first_positions: Tensor) -> Tensor:
         """Apply RoPE.
 
