@@ -9,6 +9,7 @@ from torch import Tensor
 from runtime.config import ModelConfig
 from runtime.kv.calibration import Artifact
 from runtime.kv.fdc import FdcFormat
+from runtime.kv.palu import PaluFormat
 from runtime.kv.shard import ShardFormat
 from runtime.kv.shard.calibrate import K_BITS
 from runtime.kv.shard.codes import STEPS
@@ -62,5 +63,36 @@ def random_shard(
     return ShardFormat(config, artifact, device=device)
 
 
-RANDOM = {"fdc": random_fdc}
+def random_palu(
+    config: ModelConfig,
+    ranks: Sequence[int],
+    device: torch.device | str = "cpu",
+    group_heads: int = 4,
+) -> PaluFormat:
+    """Return `palu` with random bases.
+
+    Args:
+        ranks: rank of K and rank of V per KV head.
+        group_heads: KV heads of a group, a divisor of their number.
+    """
+    heads, dim = config.num_kv_heads, config.head_dim
+    k_rank, v_rank = ranks
+    groups = heads // group_heads, group_heads * dim, group_heads * k_rank
+    tensors = {}
+    for layer in range(config.num_layers):
+        tensors[f"k_basis.{layer}"] = orthonormal(*groups, seed=2 * layer)
+        tensors[f"v_basis.{layer}"] = orthonormal(heads, dim, v_rank, seed=2 * layer + 1)
+    artifact = Artifact(PaluFormat.name, PaluFormat.version, "", {}, tensors)
+    return PaluFormat(config, artifact, device=device)
+
+
+def _published_shard(
+    config: ModelConfig, ranks: Sequence[int], device: torch.device | str = "cpu"
+) -> ShardFormat:
+    """Return `shard` with its default rank; ``ranks`` are those of other formats."""
+    del ranks
+    return random_shard(config, device=device)
+
+
+RANDOM = {"fdc": random_fdc, "palu": random_palu, "shard": _published_shard}
 """Functions that return formats, by name."""

@@ -24,6 +24,11 @@ class PageRotation:
         norm = self.factor**2
         self.inverse = (self._cos, self._sin) if norm == 1 else (self._cos / norm, self._sin / norm)
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, fp32 ``[context, dim / 2]`` each."""
+        return self._cos, self._sin
+
     def apply(self, x: Tensor, first_positions: Tensor) -> Tensor:
         """Apply RoPE.
 

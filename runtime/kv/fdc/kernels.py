@@ -15,7 +15,7 @@ import triton.language as tl
 from runtime.attention.kernels.decode import no_keys
 from runtime.kernels.arith import matmul, power_of_2
 from runtime.kv.calibration import bases
-from runtime.kv.kernels.latents import basis_at, project_page, restored
+from runtime.kv.kernels.latents import basis_at, project_page, restored, rounded_to
 from runtime.kv.kernels.windowed import softmax_step
 
 RANK_MULTIPLE = tl.constexpr(bases.RANK_MULTIPLE)
@@ -61,7 +61,8 @@ def attend(
         k_basis, kv_head * (DIM * K_WIDTH), DIM, k_rank, K_WIDTH, queries.shape[1], K_COLUMNS
     )
     zeros = tl.zeros((queries.shape[0], K_COLUMNS), tl.float32)
-    projected = matmul(queries, basis.to(queries.dtype), zeros).to(queries.dtype)
+    projected = matmul(queries, basis.to(queries.dtype), zeros)
+    projected = rounded_to(projected, queries.dtype)
     acc, m, l = no_keys(queries.shape[0], V_COLUMNS)
     c = tl.arange(0, K_COLUMNS)[None, :]
     e = tl.arange(0, V_COLUMNS)[None, :]
@@ -79,5 +80,5 @@ def attend(
         scores = matmul(projected, tl.trans(keys.to(projected.dtype)), zeros) * scale
         scores = tl.where(used[None, :], scores, float("-inf"))
         weights, alpha, m, l = softmax_step(scores, m, l)
-        acc = matmul(weights.to(values.dtype), values, acc * alpha[:, None])
+        acc = matmul(rounded_to(weights, values.dtype), values, acc * alpha[:, None])
     return restored(acc, v_basis, kv_head, v_rank, DIM, queries.shape[1], V_WIDTH), m, l

@@ -22,6 +22,14 @@ def to_bf16(x):
 
 
 @triton.jit
+def rounded_to(x, dtype: tl.constexpr):
+    """Round fp32 numbers to bf16 or fp32, also in Triton's interpreter."""
+    if dtype == tl.bfloat16:
+        return to_bf16(x)
+    return x.to(dtype)
+
+
+@triton.jit
 def basis_at(
     basis, first, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
