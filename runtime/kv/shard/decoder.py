@@ -8,7 +8,7 @@ from torch import Tensor
 
 _LARGEST_FP8 = 448.0
 _LARGEST_MEAN = 2.0**22
-"""Largest mean in units of the weights, far below the largest fp16 number after scaling by 1/512."""
+"""Largest mean in units of the weights. The kernel has it in fp16, divided by 512."""
 _CODE_UNIT = 512.0
 """An e4m3 number whose bits are the integer n < 16 has the value n / 512."""
 _ZERO = 8
@@ -52,7 +52,7 @@ class KeyDecoder:
         return cls(weights, unit, means)
 
     def matrix(self) -> Tensor:
-        """Return fp32 ``[rank, kv_heads * dim]``: keys before RoPE are ``steps @ matrix + mean``."""
+        """Return fp32 ``[rank, kv_heads * dim]``: keys are ``steps @ matrix + mean``."""
         exact = self.weights.float() * self.unit[:, None, None]
         return exact.flatten(0, 1).T.contiguous()
 

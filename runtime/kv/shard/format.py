@@ -158,7 +158,12 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
 
         # Matmuls of tokens by warp groups take 4 warps and 64 tokens.
         return KernelSource(
-            None, kernels.attend, tile=64, warps=4, stages=5, programs=2,
+            None,
+            kernels.attend,
+            tile=64,
+            warps=4,
+            stages=5,
+            programs=2,
             encode_page=kernels.encode_page,
         )
 

@@ -1,5 +1,4 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
 """Encoding and attention of the format `shard` in Triton; see its README for the maths.
 
 ``planes`` are the stored planes and then these tensors:
@@ -22,14 +21,14 @@ import triton.language as tl
 from runtime.attention.kernels.decode import no_keys
 from runtime.core import window
 from runtime.kernels.arith import INTERPRETED, matmul
-from runtime.kv.k4v2.kernels import UNIT, level, norms_at, write_values
+from runtime.kv.k4v2.kernels import UNIT, level, write_values
 from runtime.kv.kernels.transforms import NAN, hadamard, halves, interleaved, widened
 from runtime.kv.shard import codes
 
 SINK_PAGES = tl.constexpr(window.SINK_PAGES)
 LARGEST = tl.constexpr(codes.LARGEST)
 ROUND = tl.constexpr(1.5 * 2**23)
-"""Adding it to a smaller fp32 number and subtracting it again rounds to the nearest even integer."""
+"""Adding it to a small fp32 number and subtracting it again rounds to an integer, half to even."""
 
 
 @triton.jit
@@ -63,9 +62,7 @@ def encode_page(
     columns += kv_head * (KV_HEADS * DIM * 2 * BYTES) + b[None, :]
     for head in range(KV_HEADS):
         at = k_pages + k_at + head * k_strides[0] + slot * k_strides[1] + i[None, :]
-        first, second = rotated(
-            widened(tl.load(at)), widened(tl.load(at + DIM // 2)), cos, -sin
-        )
+        first, second = rotated(widened(tl.load(at)), widened(tl.load(at + DIM // 2)), cos, -sin)
         first -= tl.load(mean + head * DIM + i)[None, :]
         second -= tl.load(mean + head * DIM + DIM // 2 + i)[None, :]
         finite &= ((tl.abs(first) <= LARGEST) & (tl.abs(second) <= LARGEST)).to(tl.int32)
@@ -125,7 +122,7 @@ def codes_of(packed):
     if INTERPRETED:
         return (packed & 15).to(tl.float32) / 512, (packed >> 4).to(tl.float32) / 512
     return tl.inline_asm_elementwise(
-        SPLIT, "=r,=r,r", [packed], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
+        SPLIT, "=&r,=&r,r", [packed], dtype=(tl.float8e4nv, tl.float8e4nv), is_pure=True, pack=4
     )
 
 
@@ -301,9 +298,11 @@ def attend(
     offset2 = tl.broadcast_to(tl.load(offsets + DIM // 2)[None, :].to(tl.float16), shape)
     chunks = ()
     for n in tl.static_range(BYTES // CHUNK):
-        chunks = chunks + (weights_at(weights, kv_head, n * CHUNK, DIM, BYTES, CHUNK),)
+        chunk = weights_at(weights, kv_head, n * CHUNK, DIM, BYTES, CHUNK)
+        chunks += (chunk,)  # type: ignore[assignment]
     if REST:
-        chunks = chunks + (weights_at(weights, kv_head, BYTES - REST, DIM, BYTES, REST),)
+        chunk = weights_at(weights, kv_head, BYTES - REST, DIM, BYTES, REST)
+        chunks += (chunk,)  # type: ignore[assignment]
 
     acc, _, _ = no_keys(DIM, ROWS)  # transposed
     m = tl.full((ROWS,), float("-inf"), tl.float32)

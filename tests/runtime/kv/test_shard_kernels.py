@@ -16,6 +16,7 @@ from runtime.kv.format import Plane
 from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.shard import ShardFormat
+from runtime.kv.shard.decoder import KeyDecoder
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import PAGE, gaussian, same_bits, stored_planes
 from tests.runtime.kv.test_kernels import SMALL, TOLERANCE, WIDE, Sequences, on_device
@@ -139,6 +140,24 @@ def test_attend_supports_any_rank(rank: int) -> None:
     sequences = made.sequences(config, [200, 150])
     q = random(2, 4, 128)
     got = made.kernels.attend(q, sequences.planes, sequences.batch)
+    torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_attend_supports_means_that_are_far_larger_than_the_deviations() -> None:
+    """Keys are fp16 in the kernel; one dimension of a head has a mean of 10^4 deviations."""
+    made = Compared.of(SMALL)
+    for one in (made.reference, made.on_device):
+        layer = one.layer(0)
+        mean = layer.k_mean.clone()
+        mean[70], mean[100] = 5e3, -1e4
+        decoder = KeyDecoder.of(layer.k_basis, layer.k_scale, mean, 2)
+        one._layers[0] = replace(layer, k_mean=mean, k_decoder=decoder)
+    sequences = made.sequences(SMALL, [200, 150])
+    q = random(2, 4, 64)
+    q[:, 2:, [6, 36]] = 0  # softmax is over the other dimensions
+    q[:, 2:, [6 + 32, 36 - 32]] = 0  # RoPE mixes pairs
+    got = made.kernels.attend(q, sequences.planes, sequences.batch)
+    assert got.isfinite().all()
     torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
 
 
