@@ -35,6 +35,7 @@ class KernelSource:
         warps, stages: warps per program and stages of the software pipeline of attention.
         programs: programs of attention per multiprocessor.
         encode_page: ENCODE_PAGE of `runtime.kv.kernels.encode`.
+        registers: maximum number of registers of a thread of attention; None for no limit.
         by_cost: whether programs have tiles of equal cost, if the layers have costs. Otherwise they
             have equal numbers of tiles.
         splits: number of programs that share each KV head of a sequence, without balancing
@@ -49,6 +50,7 @@ class KernelSource:
     stages: int = 3
     programs: int = PROGRAMS
     encode_page: JITFunction = encode_vectors
+    registers: int | None = None
     by_cost: bool = True
     splits: int | None = None
 
@@ -165,7 +167,7 @@ class StoredPageKernels:
             K_WIDTH=planes[_EXACT].shape[-1], V_WIDTH=planes[_EXACT + 1].shape[-1],
             SEQUENCES=len(parts.counters), MIN_TILES=MIN_TILES, PARTS=MERGED_PARTS,
             EXACT_COST=self._costs.exact, MIN_COST=self._costs.least, SPLITS=splits,
-            num_warps=source.warps, num_stages=source.stages,
+            num_warps=source.warps, num_stages=source.stages, maxnreg=source.registers,
         )  # fmt: skip
         return out
 

@@ -149,22 +149,21 @@ def weights_at(
 
 @triton.jit
 def times_codes(
-    k, rows, used, weights, acc, BEGIN: tl.constexpr, SIZE: tl.constexpr, TOKEN: tl.constexpr
+    k, rows, weights, acc, BEGIN: tl.constexpr, SIZE: tl.constexpr, TOKEN: tl.constexpr
 ):  # fmt: skip
     """Add the products of the codes in SIZE bytes of each token, from BEGIN on.
 
     Args:
         rows: offsets of the tokens' bytes, `[BLOCK]`.
-        used: `[BLOCK]`, whether a token exists.
         weights: see `weights_at`.
         acc: fp32 `[BLOCK, DIM]`.
         TOKEN: bytes of a token.
     """
     b = BEGIN + tl.arange(0, SIZE)[None, :]
     if BEGIN + SIZE <= TOKEN:
-        packed = tl.load(k + rows[:, None] + b, mask=used[:, None], other=0)
+        packed = tl.load(k + rows[:, None] + b)
     else:
-        packed = tl.load(k + rows[:, None] + b, mask=used[:, None] & (b < TOKEN), other=0)
+        packed = tl.load(k + rows[:, None] + b, mask=b < TOKEN, other=0)
     low, high = codes_of(packed)
     acc = tl.dot(low, weights[0], acc)
     return tl.dot(high, weights[1], acc)
@@ -174,8 +173,8 @@ def _levels_of(number: int) -> str:
     """Return PTX for two bytes, of which `x` or `y` has every other code in a nibble."""
     shifted, out = "xy"[number // 2], 4 * (number // 2) + 2 * (number % 2)
     select = "" if number % 2 == 0 else f"shr.u32 {shifted}, {shifted}, 16;\n"
-    return f"""{select}prmt.b32 l, low, 0, {shifted};
-prmt.b32 h, high, 0, {shifted};
+    return f"""{select}prmt.b32 l, 0, low, {shifted};
+prmt.b32 h, 0, high, {shifted};
 prmt.b32 ${out}, l, h, 0x5140;
 prmt.b32 ${out + 1}, l, h, 0x7362;
 """
@@ -183,13 +182,14 @@ prmt.b32 ${out + 1}, l, h, 0x7362;
 
 LEVELS = tl.constexpr(
     "{\n.reg .b32 x, y, l, h, low, high;\nmov.b32 low, 0x7c97977c;\nmov.b32 high, 0x403fbfc0;\n"
-    "and.b32 x, $8, 0x33333333;\nshr.u32 y, $8, 2;\nand.b32 y, y, 0x33333333;\n"
+    "lop3.b32 x, $8, 0x33333333, 0x44444444, 0xea;\nshr.u32 y, $8, 2;\n"
+    "lop3.b32 y, y, 0x33333333, 0x44444444, 0xea;\n"
     + "".join(map(_levels_of, range(4)))
     + "}"
 )
 """PTX that unpacks the 16 codes of a word to bf16 by table lookup. ``x`` has the codes of parts 0
 and 2 in its nibbles, ``y`` those of parts 1 and 3. ``low`` and ``high`` are the low and high bytes
-of the four numbers, `prmt` reads one of them for each of four nibbles."""
+of the four numbers; `prmt` reads one of them for each of four nibbles, which are 4 plus the code."""
 
 
 @triton.jit
@@ -282,13 +282,16 @@ def attend(
     # fp16 has a small range: queries are scaled to at most 1, and scores scaled back.
     queries = queries.to(tl.float32)
     largest = tl.max(tl.abs(queries), axis=1)  # [ROWS]
-    q1, q2 = halves(queries * (1 / tl.where(largest > 0, largest, 1.0))[:, None])
-    back = (largest * tl.load(units + kv_head) * scale)[None, :]
-    own = (SINK_PAGES * PAGE + begin) * (DIM // 2) + half  # position of the first token
-    q1, q2 = rotated(q1, q2, tl.load(cos + own)[None, :], -tl.load(sin + own)[None, :])
+    largest = tl.where(largest > 0, largest, 1.0)
+    q1, q2 = halves(queries * (1 / largest)[:, None])
+    back = largest * tl.load(units + kv_head) * scale
+    # Tables are loaded for each query, so that a thread has consecutive elements.
+    each = tl.broadcast_to(half[None, :], (ROWS, DIM // 2))
+    own = (SINK_PAGES * PAGE + begin) * (DIM // 2) + each  # position of the first token
+    q1, q2 = rotated(q1, q2, tl.load(cos + own), -tl.load(sin + own))
     factor = tl.load(units + KV_HEADS)
-    turn_cos = (factor * tl.load(cos + BLOCK * (DIM // 2) + half))[None, :]  # from tile to tile
-    turn_sin = (-factor * tl.load(sin + BLOCK * (DIM // 2) + half))[None, :]
+    turn_cos = factor * tl.load(cos + BLOCK * (DIM // 2) + each)  # from tile to tile
+    turn_sin = -factor * tl.load(sin + BLOCK * (DIM // 2) + each)
     steps = tl.arange(0, BLOCK)[:, None] * (DIM // 2) + half[None, :]
     tile_cos = tl.load(cos + steps).to(tl.float16)
     tile_sin = tl.load(sin + steps).to(tl.float16)
@@ -310,36 +313,34 @@ def attend(
     token = tl.arange(0, BLOCK)  # tiles begin with a page
     slot = token % PAGE
     for first in range(begin, end, BLOCK):
-        used = token < count - first
+        used = token < count - first  # others read page 0; their scores and norms are masked
         page = tl.load(table + first // PAGE + token // PAGE, mask=used, other=0)
         k_rows = (page * PAGE + slot) * TOKEN
         product = tl.zeros((BLOCK, DIM), tl.float32)
         for n in tl.static_range(BYTES // CHUNK):
-            product = times_codes(k, k_rows, used, chunks[n], product, n * CHUNK, CHUNK, TOKEN)
+            product = times_codes(k, k_rows, chunks[n], product, n * CHUNK, CHUNK, TOKEN)
         if REST:
             product = times_codes(
-                k, k_rows, used, chunks[BYTES // CHUNK], product, BYTES - REST, REST, TOKEN
+                k, k_rows, chunks[BYTES // CHUNK], product, BYTES - REST, REST, TOKEN
             )
         k1, k2 = halves(product.to(tl.float16))
         k1, k2 = rotated_keys(k1, k2, offset1, offset2, tile_cos, tile_sin)
         scores = matmul(k1, tl.trans(q1.to(tl.float16)), tl.zeros((BLOCK, ROWS), tl.float32))
-        scores = matmul(k2, tl.trans(q2.to(tl.float16)), scores) * back
+        scores = matmul(k2, tl.trans(q2.to(tl.float16)), scores)
         scores = tl.where(used[:, None], scores, float("-inf"))
 
         new_m = tl.maximum(m, tl.max(scores, axis=0))
-        probabilities = tl.exp2(scores - new_m[None, :])
-        alpha = tl.exp2(m - new_m)[None, :]
+        probabilities = tl.exp2(scores * back[None, :] - (new_m * back)[None, :])
+        alpha = tl.exp2((m - new_m) * back)[None, :]
         m = new_m
         sums = sums * alpha + probabilities
         rows = (page * KV_HEADS + kv_head) * PAGE + slot
         pair = tl.load(norm_words + rows // 2, mask=used, other=0)  # words, to copy asynchronously
         norms = tl.where(slot % 2 == 0, pair << 16, pair & 0xFFFF0000).to(tl.float32, bitcast=True)
         word = tl.arange(0, V_WIDTH // 4)[None, :]
-        words = tl.load(
-            v_words + rows[:, None] * (V_WIDTH // 4) + word, mask=used[:, None], other=0
-        )
+        words = tl.load(v_words + rows[:, None] * (V_WIDTH // 4) + word)
         values = tl.trans(values_of(words))  # [DIM, BLOCK]
         acc = matmul(values, (probabilities * norms[:, None]).to(tl.bfloat16), acc * alpha)
         q1, q2 = rotated(q1, q2, turn_cos, turn_sin)
     out = natural(tl.trans(acc)) * (UNIT * DIM**-0.5)
-    return hadamard(out), m, tl.sum(sums, axis=0)
+    return hadamard(out), m * back, tl.sum(sums, axis=0)
