@@ -12,15 +12,17 @@ from torch import Tensor
 from triton.runtime import JITFunction
 
 from runtime.attention.base import Batch
-from runtime.attention.parts import MERGED_PARTS, MIN_TILES, PROGRAMS, Parts
+from runtime.attention.parts import MIN_TILES, PROGRAMS, decode_programs
 from runtime.config import ModelConfig
 from runtime.core.window import SINK_PAGES, WINDOW
 from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel, encode_vectors
-from runtime.kv.kernels.windowed import windowed_decode_kernel
+from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
 
 _LOG2_E = math.log2(math.e)
 _EXACT = 2
 """Number of exact planes of a layer, K and V; they come first."""
+_MERGED_PARTS = 16
+"""Parts of a head that are merged per iteration."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,9 @@ class KernelSource:
 
     Attributes:
         encode: ENCODE of `runtime.kv.kernels.encode`; None for formats with `encode_page`.
-        attend: ATTEND of `runtime.kv.kernels.windowed`.
+        attend, finish: ATTEND and FINISH of `runtime.kv.kernels.windowed`.
         tile: tokens of a stored tile, a power of two.
-        exact_tile: tokens of an exact tile.
+        exact_tile: exact tokens per iteration.
         warps, stages: warps per program and stages of the software pipeline of attention.
         programs: programs of attention per multiprocessor.
         encode_page: ENCODE_PAGE of `runtime.kv.kernels.encode`.
@@ -40,10 +42,13 @@ class KernelSource:
             have equal numbers of tiles.
         splits: number of programs that share each KV head of a sequence, without balancing
             (ablation); 0 for as many as fit on the GPU. None for balanced programs.
+        latents: whether ``acc`` of ``attend`` is as wide as the second stored plane. Otherwise it
+            is as wide as a head.
     """
 
     encode: JITFunction | None
     attend: JITFunction
+    finish: JITFunction
     tile: int
     exact_tile: int = 32
     warps: int = 2
@@ -53,6 +58,7 @@ class KernelSource:
     registers: int | None = None
     by_cost: bool = True
     splits: int | None = None
+    latents: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,22 +67,19 @@ class _Costs:
 
     Attributes:
         prefix: int32 `[kv_heads + 1]`, or None if all tiles cost the same.
-        exact: cost of an exact tile.
         least: minimum cost of a program.
     """
 
     prefix: Tensor | None = None
-    exact: int = 1
     least: int = 1
 
     @classmethod
-    def of(cls, inputs: "LayerInputs", source: KernelSource, exact_bytes: int) -> "_Costs":
-        stored = [bytes_ * source.tile for bytes_ in inputs.costs]
-        exact = exact_bytes * source.exact_tile
-        unit = math.gcd(exact, *stored)
+    def of(cls, inputs: "LayerInputs") -> "_Costs":
+        unit = math.gcd(*inputs.costs)
+        costs = [cost // unit for cost in inputs.costs]
         device = next(x.device for x in inputs.planes if isinstance(x, Tensor))
-        prefix = torch.tensor([0, *accumulate(cost // unit for cost in stored)], device=device)
-        return cls(prefix.int(), exact // unit, MIN_TILES * max(exact, *stored) // unit)
+        prefix = torch.tensor([0, *accumulate(costs)], device=device)
+        return cls(prefix.int(), MIN_TILES * max(costs))
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ class StoredPageKernels:
     def __init__(self, config: ModelConfig, source: KernelSource) -> None:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._dim, self._source = config.head_dim, source
-        self._parts = Parts(self._heads, self._kv_heads, self._dim, source.programs)
+        self._width = max(16, triton.next_power_of_2(self._dim))
+        self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by number of sequences
         self._inputs = LayerInputs()
         self._costs = _Costs()
 
@@ -110,7 +114,7 @@ class StoredPageKernels:
         made = copy(self)
         made._inputs = inputs
         if inputs.costs and self._source.by_cost:
-            made._costs = _Costs.of(inputs, self._source, 4 * self._dim)
+            made._costs = _Costs.of(inputs)
         return made
 
     def encode(
@@ -151,35 +155,53 @@ class StoredPageKernels:
             return out
         k_pages, v_pages = planes[:_EXACT]
         table, stored, source = batch.page_table, _stored_table(batch), self._source
-        parts = self._parts.of(len(q), q.device)
-        group = self._heads // self._kv_heads
-        splits = self._splits(len(q), len(parts.acc))
-        programs = len(q) * self._kv_heads * splits or len(parts.acc)
-        windowed_decode_kernel[(programs,)](
-            q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0),
-            _contiguous(planes[_EXACT:]) + self._inputs.planes, stored, stored.stride(0),
-            batch.lengths, len(q), parts.acc, parts.m, parts.l, parts.counters, out,
-            _LOG2_E / math.sqrt(self._dim), self._costs.prefix,
-            ATTEND=source.attend, KV_HEADS=self._kv_heads, GROUP=group,
-            ROWS=max(16, triton.next_power_of_2(group)), DIM=self._dim,
-            WIDTH=max(16, triton.next_power_of_2(self._dim)), PAGE=k_pages.shape[2], WINDOW=WINDOW,
-            SINK_PAGES=SINK_PAGES, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
-            K_WIDTH=planes[_EXACT].shape[-1], V_WIDTH=planes[_EXACT + 1].shape[-1],
-            SEQUENCES=len(parts.counters), MIN_TILES=MIN_TILES, PARTS=MERGED_PARTS,
-            EXACT_COST=self._costs.exact, MIN_COST=self._costs.least, SPLITS=splits,
-            num_warps=source.warps, num_stages=source.stages, maxnreg=source.registers,
+        sequences, group = len(q), self._heads // self._kv_heads
+        programs = decode_programs(q.device, source.programs)
+        splits = self._splits(sequences, programs)
+        programs = sequences * self._kv_heads * splits or programs
+        parts = self._part_buffers(2 * (programs + sequences * self._kv_heads), q.device)
+        inputs = _contiguous(planes[_EXACT:]) + self._inputs.planes
+        v_width = planes[_EXACT + 1].shape[-1]
+        constants = {
+            "KV_HEADS": self._kv_heads, "GROUP": group, "DIM": self._dim, "WIDTH": self._width,
+            "PAGE": k_pages.shape[2], "WINDOW": WINDOW, "SINK_PAGES": SINK_PAGES,
+            "BLOCK": source.tile, "K_WIDTH": planes[_EXACT].shape[-1], "V_WIDTH": v_width,
+            "SEQUENCES": triton.next_power_of_2(sequences), "MIN_TILES": MIN_TILES,
+            "MIN_COST": self._costs.least, "PROGRAMS": programs, "SPLITS": splits,
+        }  # fmt: skip
+        windowed_decode_kernel[(sequences * self._kv_heads + programs,)](
+            q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), inputs, stored,
+            stored.stride(0), batch.lengths, sequences, *parts, _LOG2_E / math.sqrt(self._dim),
+            self._costs.prefix, **constants, ATTEND=source.attend, EXACT_BLOCK=source.exact_tile,
+            ROWS=max(16, triton.next_power_of_2(group)), num_warps=source.warps,
+            num_stages=source.stages, maxnreg=source.registers,
+        )  # fmt: skip
+        merge_windowed_kernel[(sequences * self._heads,)](
+            inputs, batch.lengths, sequences, *parts, out, self._costs.prefix, **constants,
+            FINISH=source.finish, PARTS=_MERGED_PARTS,
+            SUMS=max(16, triton.next_power_of_2(v_width)) if source.latents else self._width,
+            num_warps=2,
         )  # fmt: skip
         return out
 
+    def _part_buffers(self, parts: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return buffers of partial results, which CUDA graphs hold the addresses of.
+
+        Returns:
+            fp32 ``part_acc``, ``part_m`` and ``part_l`` of `windowed_decode_kernel`.
+        """
+        if parts not in self._parts:
+            shape = parts, self._heads // self._kv_heads
+            acc = torch.empty(*shape, self._width, dtype=torch.float32, device=device)
+            m, l = torch.empty(2, *shape, dtype=torch.float32, device=device)
+            self._parts[parts] = acc, m, l
+        return self._parts[parts]
+
     def _splits(self, sequences: int, programs: int) -> int:
-        """Return the constant SPLITS of the kernel, for which there must be partial results."""
+        """Return the constant SPLITS of the kernel."""
         if self._source.splits is None:
             return 0
-        heads = sequences * self._kv_heads
-        splits = self._source.splits or max(1, programs // heads)
-        if splits > 1 and heads * splits > programs:
-            raise ValueError(f"{heads} x {splits} parts exceed the {programs} of the GPU")
-        return splits
+        return self._source.splits or max(1, programs // (sequences * self._kv_heads))
 
     def _encoding(self, planes: tuple[Tensor, ...]) -> dict[str, Any]:
         """Return the constants of both encoding kernels, by name."""

@@ -22,11 +22,12 @@ import triton.language as tl
 
 
 @triton.jit
-def divide(tiles, KV_HEADS: tl.constexpr, MIN_TILES: tl.constexpr):
+def divide(tiles, most, KV_HEADS: tl.constexpr, MIN_TILES: tl.constexpr):
     """Divide the tiles of a batch into intervals.
 
     Args:
         tiles: int32 `[SEQUENCES]`, number of tiles of one KV head of each sequence.
+        most: maximum number of intervals.
         MIN_TILES: minimum number of tiles of an interval; with little work, some programs get none.
 
     Returns:
@@ -35,8 +36,9 @@ def divide(tiles, KV_HEADS: tl.constexpr, MIN_TILES: tl.constexpr):
     """
     ends = tl.cumsum(tiles, axis=0) * KV_HEADS  # [SEQUENCES], the tile after each sequence
     total = tl.sum(tiles, axis=0) * KV_HEADS
-    programs = tl.minimum(tl.num_programs(0), tl.cdiv(total, MIN_TILES))
-    return ends, programs, total // programs, total % programs
+    programs = tl.minimum(most, tl.cdiv(total, MIN_TILES))
+    shared = tl.maximum(programs, 1)
+    return ends, programs, total // shared, total % shared
 
 
 @triton.jit

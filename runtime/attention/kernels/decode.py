@@ -114,7 +114,7 @@ def decode_kernel(
     """
     s = tl.arange(0, SEQUENCES)
     tiles = tl.cdiv(tl.load(lengths + s, mask=s < sequences, other=0), BLOCK)  # of each KV head
-    ends, programs, each, extra = divide(tiles, KV_HEADS, MIN_TILES)
+    ends, programs, each, extra = divide(tiles, tl.num_programs(0), KV_HEADS, MIN_TILES)
     program = tl.program_id(0)
     if program >= programs:
         return

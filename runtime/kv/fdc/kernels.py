@@ -81,4 +81,15 @@ def attend(
         scores = tl.where(used[None, :], scores, float("-inf"))
         weights, alpha, m, l = softmax_step(scores, m, l)
         acc = matmul(rounded_to(weights, values.dtype), values, acc * alpha[:, None])
-    return restored(acc, v_basis, kv_head, v_rank, DIM, queries.shape[1], V_WIDTH), m, l
+    return acc, m, l
+
+
+@triton.jit
+def finish(
+    acc, kv_head, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`."""
+    _k, _v, _k_basis, v_basis, ranks = planes
+    v_rank = tl.load(ranks + KV_HEADS + kv_head) * RANK_MULTIPLE
+    return restored(acc, v_basis, kv_head, v_rank, DIM, WIDTH, V_WIDTH)

@@ -177,4 +177,13 @@ def attend(
         acc3 = matmul(high_weights, v3, acc3 * alpha)
         acc4 = matmul(high_weights, v4, acc4 * alpha)
     acc = joined(interleaved(acc1, acc2), interleaved(acc3, acc4))
-    return hadamard(acc * 0.5), m, l
+    return acc, m, l
+
+
+@triton.jit
+def finish(
+    acc, kv_head, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`."""
+    return hadamard(acc * 0.5)

@@ -95,4 +95,4 @@ class Int4Format(QuantizedFormat):
         from runtime.kv.int4 import kernels
 
         # Five stages give tiles two buffers; three or four give them one.
-        return KernelSource(kernels.encode, kernels.attend, tile=64, stages=5)
+        return KernelSource(kernels.encode, kernels.attend, kernels.finish, tile=64, stages=5)

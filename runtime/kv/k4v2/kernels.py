@@ -173,4 +173,13 @@ def attend(
         acc8 = matmul(weights, v8, acc8 * alpha)
     low = joined(interleaved(acc1, acc2), interleaved(acc3, acc4))
     high = joined(interleaved(acc5, acc6), interleaved(acc7, acc8))
-    return hadamard(joined(low, high) * (UNIT * DIM**-0.5)), m, l
+    return joined(low, high), m, l
+
+
+@triton.jit
+def finish(
+    acc, kv_head, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`."""
+    return hadamard(acc * (UNIT * DIM**-0.5))

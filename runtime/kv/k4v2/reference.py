@@ -53,5 +53,5 @@ class K4V2Format(QuantizedFormat):
 
         # With more warps, matmuls of 16 columns would be computed twice.
         return KernelSource(
-            kernels.encode, kernels.attend, tile=64, exact_tile=16, warps=1, programs=8
+            kernels.encode, kernels.attend, kernels.finish, tile=64, warps=1, programs=8
         )

@@ -96,12 +96,11 @@ def project_page(
 def restored(
     acc, basis, head, rank, DIM: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return outputs fp32 `[ROWS, DIMS]` from sums of latents of V, fp32 `[ROWS, COLUMNS]`.
+    """Return outputs, fp32 `[1, DIMS]`, from a sum of latents of V, fp32 `[1, COLUMNS]`.
 
     Args:
         basis: bf16 `[2, kv_heads, DIM, WIDTH]`.
         rank: rank of V of the head.
     """
     columns = basis_at(basis, head * (DIM * WIDTH), DIM, rank, WIDTH, DIMS, acc.shape[1])
-    zeros = tl.zeros((acc.shape[0], DIMS), tl.float32)
-    return matmul(to_bf16(acc), tl.trans(columns), zeros)
+    return tl.sum(columns.to(tl.float32) * acc, axis=1)[None, :]

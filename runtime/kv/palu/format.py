@@ -126,8 +126,8 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
 
         group = self._config.num_kv_heads // len(self._layers[0].k_basis)
         return KernelSource(
-            None, kernels.ATTEND[group], tile=64, warps=4, programs=2,
-            encode_page=kernels.encode_page,
+            None, kernels.ATTEND[group], kernels.finish, tile=64, warps=4, programs=2,
+            encode_page=kernels.encode_page, latents=True,
         )  # fmt: skip
 
     def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[PaluLayer]:

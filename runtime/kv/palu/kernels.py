@@ -159,7 +159,7 @@ def attend_groups(
         scores = tl.where(used[None, :], tl.trans(scores) * scale, float("-inf"))
         weights, alpha, m, l = softmax_step(scores, m, l)
         acc = matmul(rounded_to(weights, values.dtype), values, acc * alpha[:, None])
-    return restored(acc, v_basis, kv_head, V_WIDTH, DIM, queries.shape[1], V_WIDTH), m, l
+    return acc, m, l
 
 
 @triton.jit
@@ -212,6 +212,16 @@ def attend_4(
         queries, kv_head, begin, end, count, planes, table, scale, KV_HEADS, DIM, PAGE, BLOCK,
         K_WIDTH, V_WIDTH, 4,
     )  # fmt: skip
+
+
+@triton.jit
+def finish(
+    acc, kv_head, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`."""
+    _k, _v, _k_basis, v_basis, _cos, _sin, _group = planes
+    return restored(acc, v_basis, kv_head, V_WIDTH, DIM, WIDTH, V_WIDTH)
 
 
 ATTEND = {1: attend_1, 2: attend_2, 3: attend_3, 4: attend_4}

@@ -160,6 +160,7 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
         return KernelSource(
             None,
             kernels.attend,
+            kernels.finish,
             tile=64,
             warps=4,
             stages=5,

@@ -342,5 +342,13 @@ def attend(
         values = tl.trans(values_of(words))  # [DIM, BLOCK]
         acc = matmul(values, (probabilities * norms[:, None]).to(tl.bfloat16), acc * alpha)
         q1, q2 = rotated(q1, q2, turn_cos, turn_sin)
-    out = natural(tl.trans(acc)) * (UNIT * DIM**-0.5)
-    return hadamard(out), m * back, tl.sum(sums, axis=0)
+    return tl.trans(acc), m * back, tl.sum(sums, axis=0)
+
+
+@triton.jit
+def finish(
+    acc, kv_head, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`."""
+    return hadamard(natural(acc) * (UNIT * DIM**-0.5))
