@@ -14,6 +14,7 @@ from runtime.bench.kv_formats import random_fdc, random_palu
 from runtime.config import ModelConfig
 from runtime.core.window import first_recent
 from runtime.kv.fdc import FdcFormat
+from runtime.kv.fdc.format import FdcLayer
 from runtime.kv.format import Plane
 from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.palu import PaluFormat
@@ -124,6 +125,7 @@ def test_encode_stores_zeros_beyond_the_ranks() -> None:
     keys = gaussian(SMALL, 1).to(DEVICE)
     made.kernels.encode(keys, keys, found, page, None, page)
     layer = made.reference.layer(0)
+    assert isinstance(layer, FdcLayer)
     for plane, ranks in zip(found, (layer.k_ranks, layer.v_ranks), strict=True):
         for head, rank in enumerate(ranks):
             flat = plane[0, head].flatten()
