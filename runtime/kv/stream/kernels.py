@@ -47,9 +47,9 @@ def write_codes(x, rows, codes, norms, edges, DIM: tl.constexpr, BITS: tl.conste
     unit = (widened(norm) * DIM**-0.5)[:, None]
     scaled = tl.where(unit > 0, tl.div_rn(y, tl.where(unit > 0, unit, 1.0)), 0.0)
     found = tl.zeros(y.shape, tl.int32)  # the number of edges below
-    for bit in tl.static_range(BITS):
-        step: tl.constexpr = 1 << (BITS - 1 - bit)
-        found += tl.where(tl.load(edges + found + (step - 1)) < scaled, step, 0)
+    for bit in tl.static_range(BITS - 1, -1, -1):
+        below = tl.load(edges + found + ((1 << bit) - 1)) < scaled
+        found += below.to(tl.int32) << bit
     found = tl.where(finite[:, None], found, 0)
     if BITS == 4:
         low, high = halves(found)
@@ -110,8 +110,8 @@ LEVELS = tl.constexpr(
     + _pair(3, "0x7351", "mov.b32 t, $4;")
     + "}"
 )
-"""PTX that unpacks two 16-bit words. Levels are symmetric: the low three bits of a code, inverted in
-codes below 8, number the magnitude, whose low and high bytes `prmt` looks up."""
+"""PTX that unpacks two 16-bit words. Levels are symmetric: the low three bits of a code, which are
+inverted in codes below 8, number the magnitude. `prmt` looks up its low and high bytes."""
 
 
 @triton.jit

@@ -148,7 +148,8 @@ class StreamFormat(QuantizedFormat):
 
 def _norms(x: Tensor) -> Tensor:
     squared = sum_by_halves(x * x)
-    return torch.where(squared.isfinite(), squared.sqrt(), torch.nan).to(torch.bfloat16)
+    # A NaN that is converted from fp32 would have other bits on a GPU than on a CPU.
+    return squared.sqrt().to(torch.bfloat16).masked_fill(~squared.isfinite(), torch.nan)
 
 
 def _codes(transformed: Tensor, norms: Tensor, bits: int) -> Tensor:

@@ -70,7 +70,9 @@ print(shared[0] * source.programs)
 """
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-e5m2", "int4", "k4v2", "stream8", "stream4", "fdc", "palu", "shard"])
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp8-e5m2", "int4", "k4v2", "stream8", "stream4", "fdc", "palu", "shard"]
+)
 def test_kernels_compile_and_programs_fit_shared_memory(name: str) -> None:
     """All programs of a multiprocessor run at the same time."""
     command = [sys.executable, "-c", _SCRIPT, name]
