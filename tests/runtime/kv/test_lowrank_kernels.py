@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from runtime.attention import parts
+from runtime.attention.reference import ReferenceAttention
 from runtime.bench.kv_formats import random_fdc, random_palu
 from runtime.config import ModelConfig
 from runtime.core.window import first_recent
+from runtime.kv.calibration import Artifact
+from runtime.kv.dense import DenseFormat
 from runtime.kv.fdc import FdcFormat
 from runtime.kv.fdc.format import FdcLayer
 from runtime.kv.format import Plane
 from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.palu import PaluFormat
 from runtime.kv.quantized import QuantizedFormat
+from runtime.kv.windowed import WindowedFormat
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import PAGE, gaussian, same_bits, stored_planes
 from tests.runtime.kv.test_kernels import SMALL, TOLERANCE, WIDE, Sequences, on_device
@@ -244,3 +248,34 @@ def test_attend_is_independent_of_the_division_of_tiles(
     got = kernels.attend(q, sequences.planes, sequences.batch)
     torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
     assert kernels._parts.idle
+
+
+def test_windowed_layer_uses_the_kernels(create: Create) -> None:
+    config = replace(SMALL, context_length=400)
+    made = create(config)
+    sequences = made.sequences(config, [300, 95, 96])
+    q = random(3, 4, 64)
+    exact = DenseFormat(config, ReferenceAttention())
+    windowed = WindowedFormat(exact, made.on_device)
+    found = windowed.layer(0).attend(q, sequences.planes, sequences.batch)
+    made.on_device.fused = False
+    reference = windowed.layer(0).attend(q, sequences.planes, sequences.batch)
+    torch.testing.assert_close(found, reference, rtol=TOLERANCE, atol=TOLERANCE)
+    assert not torch.equal(found, reference)
+
+
+def test_bases_without_kernels_are_not_fused() -> None:
+    """Rows of other ranks are not aligned, and K before RoPE has to be rebuilt."""
+    assert random_fdc(SMALL, (48, 16)).fused
+    assert not random_fdc(SMALL, (48, 20)).fused
+    made = random_fdc(SMALL, (48,))
+    tensors = {f"{x}_basis.{n}": getattr(made.layer(n), f"{x}_basis") for n in (0, 1) for x in "kv"}
+    tensors |= {f"{x}_ranks": torch.full((2, 2), 48) for x in "kv"}
+    options = {"prc": False}
+    before_rope = FdcFormat(SMALL, Artifact("fdc", FdcFormat.version, "", options, tensors))
+    assert not before_rope.fused
+    assert before_rope.layer(0).kernels(DEVICE) is None
+    assert random_palu(SMALL, (48, 40), group_heads=2).fused
+    assert not random_palu(SMALL, (48, 20), group_heads=2).fused
+    assert not random_palu(replace(SMALL, head_dim=96), (48, 40), group_heads=2).fused
+    assert not random_palu(replace(SMALL, num_kv_heads=8, num_heads=8), (16, 16), "cpu", 8).fused
