@@ -149,7 +149,8 @@ class StreamFormat(QuantizedFormat):
 def _norms(x: Tensor) -> Tensor:
     squared = sum_by_halves(x * x)
     # A NaN that is converted from fp32 would have other bits on a GPU than on a CPU.
-    return squared.sqrt().to(torch.bfloat16).masked_fill(~squared.isfinite(), torch.nan)
+    norms: Tensor = squared.sqrt().to(torch.bfloat16)
+    return norms.masked_fill(~squared.isfinite(), torch.nan)
 
 
 def _codes(transformed: Tensor, norms: Tensor, bits: int) -> Tensor:

@@ -104,9 +104,10 @@ def word_of(stored: Tensor) -> int:
 
 def test_values_of_shard_are_lloyd_max_levels() -> None:
     """Register k has byte k % 4 of parts k // 4 and 2 + k // 4."""
-    from runtime.kv.shard.kernels import LEVELS, UNIT
+    from runtime.kv.k4v2.kernels import UNIT
+    from runtime.kv.shard.kernels import LEVELS
 
-    for stored in random_bytes(80).split(4):
+    for stored in random_bytes(80).view(-1, 4):
         levels = torch.tensor(lloyd_max.LEVELS)[unpack(stored, 2).long()].view(4, 4)  # part, byte
         expected = torch.stack([levels[[k // 4, 2 + k // 4], k % 4] for k in range(8)])
         found = bf16(run(LEVELS, 8, word_of(stored))) * UNIT.value
@@ -116,7 +117,7 @@ def test_values_of_shard_are_lloyd_max_levels() -> None:
 def test_values_of_k4v2_are_lloyd_max_levels() -> None:
     from runtime.kv.k4v2.kernels import UNIT, UNPACK
 
-    for stored in random_bytes(80).split(4):  # two words of an even and an odd byte
+    for stored in random_bytes(80).view(-1, 4):  # two words of an even and an odd byte
         levels = torch.tensor(lloyd_max.LEVELS)[unpack(stored, 2).long()].view(4, 2, 2)
         expected = levels.permute(0, 2, 1).reshape(8, 2)  # part, byte, word
         found = bf16(run(UNPACK, 8, word_of(stored))) * UNIT.value
