@@ -1,15 +1,22 @@
 """Calibrated KV formats with random orthonormal bases, for benchmarks and tests of kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from runtime.bench.shapes import PAGE, SHAPES
 from runtime.config import ModelConfig
 from runtime.kv.calibration import Artifact
+from runtime.kv.compressed import FusedKernels
 from runtime.kv.fdc import FdcFormat
+from runtime.kv.format import Plane
 from runtime.kv.palu import PaluFormat
+from runtime.kv.quantized import QuantizedFormat
+from runtime.kv.registry import COMPRESSED
 from runtime.kv.shard import ShardFormat
 from runtime.kv.shard.calibrate import K_BITS
 from runtime.kv.shard.codes import STEPS
@@ -44,15 +51,16 @@ def random_fdc(
 
 
 def random_shard(
-    config: ModelConfig, rank: int | None = None, device: torch.device | str = "cpu"
+    config: ModelConfig, ranks: Sequence[int] = (), device: torch.device | str = "cpu"
 ) -> ShardFormat:
     """Return `shard` with random bases, and scales for keys of N(0, 1).
 
     Args:
-        rank: coefficients of a token, a multiple of ``2 kv_heads``; None for 3/16 of K.
+        ranks: number of coefficients of a token, a multiple of ``2 kv_heads``; by default, 3/16 of
+            the elements of K.
     """
     heads, width = config.num_kv_heads, config.num_kv_heads * config.head_dim
-    rank = rank or -(-width * 3 // (32 * heads)) * 2 * heads
+    rank = ranks[0] if ranks else -(-width * 3 // (32 * heads)) * 2 * heads
     tensors: dict[str, Tensor] = {}
     for layer in range(config.num_layers):
         tensors[f"k_basis.{layer}"] = orthonormal(width, rank, seed=layer)
@@ -86,13 +94,93 @@ def random_palu(
     return PaluFormat(config, artifact, device=device)
 
 
-def _published_shard(
-    config: ModelConfig, ranks: Sequence[int], device: torch.device | str = "cpu"
-) -> ShardFormat:
-    """Return `shard` with its default rank; ``ranks`` are those of other formats."""
-    del ranks
-    return random_shard(config, device=device)
-
-
-RANDOM = {"fdc": random_fdc, "palu": random_palu, "shard": _published_shard}
+RANDOM: dict[str, Callable[..., FdcFormat | PaluFormat | ShardFormat]] = {
+    "fdc": random_fdc,
+    "palu": random_palu,
+    "shard": random_shard,
+}
 """Functions that return formats, by name."""
+RANKS: dict[str, tuple[int, ...]] = {
+    "fdc": tuple(64 if index in (2, 7, 12) else 48 for index in range(16)),
+    "palu": (48, 56),
+    "shard": (),
+}
+"""Ranks by format. With 8 KV heads, those of `fdc` are 51 on average; `palu` has 52."""
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fdc-tiles": ("fdc", {"by_cost": False}),
+    "fdc-no-balance": ("fdc", {"splits": 0}),
+}
+"""Ablations: the format, and fields of `KernelSource` to replace."""
+FORMATS = (
+    *(
+        name
+        for name in COMPRESSED
+        if getattr(COMPRESSED[name](SHAPES["llama-3-8b"]), "fused", False)
+    ),
+    *RANDOM,
+    *VARIANTS,
+)
+"""Formats with fused kernels, and ablations of them."""
+
+
+@dataclass(frozen=True)
+class MeasuredFormat:
+    """A format of the benchmark.
+
+    Attributes:
+        planes: stored planes of each layer.
+        kernels: kernels of each layer.
+        stored_bytes: mean over layers of the bytes that a stored token takes in a layer.
+        read_bytes: the same without padding, which attention does not read.
+    """
+
+    planes: list[tuple[Plane, ...]]
+    kernels: list[FusedKernels]
+    stored_bytes: float
+    read_bytes: float
+
+
+def measured_format(
+    name: str,
+    config: ModelConfig,
+    ranks: Mapping[str, Sequence[int]],
+    options: Mapping[str, Any],
+    device: torch.device | str,
+) -> MeasuredFormat:
+    """Return a format with random bases.
+
+    Args:
+        name: one of `FORMATS`.
+        config: a model with as many layers as are measured.
+        ranks: ranks by format.
+        options: fields of `KernelSource` to replace.
+    """
+    from runtime.kv.gpu import StoredPageKernels  # optional: Triton
+
+    name, changes = VARIANTS.get(name, (name, {}))
+    layers = range(config.num_layers)
+    kernels: list[FusedKernels]
+    if name in RANDOM:
+        calibrated = RANDOM[name](config, ranks.get(name, ()), device)
+        source = replace(calibrated.kernel_source(), **{**options, **changes})
+        shared = StoredPageKernels(config, source)
+        kernels = [shared.of_layer(calibrated.layer(n).kernel_inputs()) for n in layers]
+        planes = [calibrated.planes(n, PAGE) for n in layers]
+    else:
+        quantized = COMPRESSED[name](config)
+        assert isinstance(quantized, QuantizedFormat)
+        source = replace(quantized.kernel_source(), **options)
+        shared = StoredPageKernels(config, source)
+        kernels = [shared.of_layer(quantized.kernel_inputs(torch.device(device)))] * len(layers)
+        planes = [quantized.planes(n, PAGE) for n in layers]
+    of_layers = [sum(_token_bytes(plane) for plane in layer) for layer in planes]
+    stored = read = sum(of_layers) / len(layers)
+    if name == "fdc":
+        assert isinstance(calibrated, FdcFormat)
+        read = sum(calibrated.unpadded_bytes_per_token(n) for n in layers) / len(layers)
+    return MeasuredFormat(planes, kernels, stored, read)
+
+
+def _token_bytes(plane: Plane) -> int:
+    heads, _, width = plane.shape
+    return heads * width * plane.dtype.itemsize

@@ -99,7 +99,8 @@ def basis_chunks(
     for begin in tl.static_range(0, LATENTS, CHUNK):
         x = begin + tl.arange(0, CHUNK)
         at = row[None, :] * LATENTS + x[:, None]
-        chunks = chunks + (tl.load(basis + at, mask=(x < LATENTS)[:, None], other=0.0),)  # noqa: RUF005
+        loaded = tl.load(basis + at, mask=(x < LATENTS)[:, None], other=0.0)
+        chunks = chunks + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
     return chunks
 
 

@@ -183,13 +183,11 @@ prmt.b32 ${out + 1}, l, h, 0x7362;
 LEVELS = tl.constexpr(
     "{\n.reg .b32 x, y, l, h, low, high;\nmov.b32 low, 0x7c97977c;\nmov.b32 high, 0x403fbfc0;\n"
     "lop3.b32 x, $8, 0x33333333, 0x44444444, 0xea;\nshr.u32 y, $8, 2;\n"
-    "lop3.b32 y, y, 0x33333333, 0x44444444, 0xea;\n"
-    + "".join(map(_levels_of, range(4)))
-    + "}"
+    "lop3.b32 y, y, 0x33333333, 0x44444444, 0xea;\n" + "".join(map(_levels_of, range(4))) + "}"
 )
 """PTX that unpacks the 16 codes of a word to bf16 by table lookup. ``x`` has the codes of parts 0
 and 2 in its nibbles, ``y`` those of parts 1 and 3. ``low`` and ``high`` are the low and high bytes
-of the four numbers; `prmt` reads one of them for each of four nibbles, which are 4 plus the code."""
+of the four numbers; `prmt` reads one of them for each of four nibbles, 4 plus the code."""
 
 
 @triton.jit

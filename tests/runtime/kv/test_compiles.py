@@ -19,16 +19,17 @@ from triton.compiler import ASTSource
 from runtime.bench.shapes import SHAPES
 from runtime.kv.kernels.encode import encode_leaving_kernel
 from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
-from runtime.bench.kv_formats import RANDOM
+from runtime.bench.kv_formats import RANDOM, RANKS
 from runtime.kv.registry import COMPRESSED
 
 config = replace(SHAPES["llama-3-8b"], num_layers=1)
 if sys.argv[1] in RANDOM:
-    kv_format = RANDOM[sys.argv[1]](config, (48, 64))
+    kv_format = RANDOM[sys.argv[1]](config, RANKS[sys.argv[1]])
     made = kv_format.layer(0).kernel_inputs()
     inputs, costs = made.planes, bool(made.costs)
 else:
-    kv_format, inputs, costs = COMPRESSED[sys.argv[1]](config), (), False
+    kv_format = COMPRESSED[sys.argv[1]](config)
+    inputs, costs = kv_format.kernel_inputs(torch.device("cpu")).planes, False
 source = kv_format.kernel_source()
 dtypes = {
     torch.uint8: "*u8", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
@@ -72,7 +73,9 @@ print(shared[0] * source.programs)
 """
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-e5m2", "int4", "k4v2", "fdc", "palu", "shard"])
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp8-e5m2", "int4", "k4v2", "stream8", "stream4", "fdc", "palu", "shard"]
+)
 def test_kernels_compile_and_programs_fit_shared_memory(name: str) -> None:
     """All programs of a multiprocessor run at the same time."""
     command = [sys.executable, "-c", _SCRIPT, name]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.attention import parts
+from runtime.kv import gpu
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.triton, pytest.mark.long]
 SMALL = replace(SMOLLM2_135M, num_heads=4, num_kv_heads=2)
 """4 query heads, 2 KV heads of 64."""
 WIDE = replace(LLAMA_3_8B, num_heads=8, num_kv_heads=1)
-FUSED = [name for name in COMPRESSED if isinstance(COMPRESSED[name](SMALL), QuantizedFormat)]
+FUSED = [name for name, create in COMPRESSED.items() if getattr(create(SMALL), "fused", False)]
 """Formats with Triton kernels."""
 Create = Callable[[ModelConfig], QuantizedFormat]
 

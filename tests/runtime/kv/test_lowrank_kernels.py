@@ -9,15 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.attention import parts
+from runtime.kv import gpu
+from runtime.attention.reference import ReferenceAttention
 from runtime.bench.kv_formats import random_fdc, random_palu
 from runtime.config import ModelConfig
 from runtime.core.window import first_recent
+from runtime.kv.calibration import Artifact
+from runtime.kv.dense import DenseFormat
 from runtime.kv.fdc import FdcFormat
+from runtime.kv.fdc.format import FdcLayer
 from runtime.kv.format import Plane
 from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.palu import PaluFormat
 from runtime.kv.quantized import QuantizedFormat
+from runtime.kv.windowed import WindowedFormat
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import PAGE, gaussian, same_bits, stored_planes
 from tests.runtime.kv.test_kernels import SMALL, TOLERANCE, WIDE, Sequences, on_device
@@ -124,6 +129,7 @@ def test_encode_stores_zeros_beyond_the_ranks() -> None:
     keys = gaussian(SMALL, 1).to(DEVICE)
     made.kernels.encode(keys, keys, found, page, None, page)
     layer = made.reference.layer(0)
+    assert isinstance(layer, FdcLayer)
     for plane, ranks in zip(found, (layer.k_ranks, layer.v_ranks), strict=True):
         for head, rank in enumerate(ranks):
             flat = plane[0, head].flatten()
@@ -225,7 +231,7 @@ def test_non_finite_tokens_are_stored_as_such() -> None:
 def test_attend_is_independent_of_the_division_of_tiles(
     options: dict[str, int], programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ablations of balancing; three splits of 4 x 2 heads need 24 programs."""
+    """The ablations of balancing."""
     monkeypatch.setattr(gpu, "decode_programs", lambda device, each: programs)
     made = fdc(SMALL)
     sequences = made.sequences(SMALL, [1000, 1, 130, 300])
@@ -233,9 +239,36 @@ def test_attend_is_independent_of_the_division_of_tiles(
     source = replace(made.reference.kernel_source(), **options)  # type: ignore[arg-type]
     inputs = made.on_device.layer(0).kernel_inputs()
     kernels = StoredPageKernels(SMALL, source).of_layer(inputs)
-    if programs == 8 and options.get("splits") == 3:
-        with pytest.raises(ValueError, match="8 x 3 parts"):
-            kernels.attend(q, sequences.planes, sequences.batch)
-        return
     got = kernels.attend(q, sequences.planes, sequences.batch)
     torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_windowed_layer_uses_the_kernels(create: Create) -> None:
+    config = replace(SMALL, context_length=400)
+    made = create(config)
+    sequences = made.sequences(config, [300, 95, 96])
+    q = random(3, 4, 64)
+    exact = DenseFormat(config, ReferenceAttention())
+    windowed = WindowedFormat(exact, made.on_device)
+    found = windowed.layer(0).attend(q, sequences.planes, sequences.batch)
+    made.on_device.fused = False
+    reference = windowed.layer(0).attend(q, sequences.planes, sequences.batch)
+    torch.testing.assert_close(found, reference, rtol=TOLERANCE, atol=TOLERANCE)
+    assert not torch.equal(found, reference)
+
+
+def test_bases_without_kernels_are_not_fused() -> None:
+    """Rows of other ranks are not aligned, and K before RoPE has to be rebuilt."""
+    assert random_fdc(SMALL, (48, 16)).fused
+    assert not random_fdc(SMALL, (48, 20)).fused
+    made = random_fdc(SMALL, (48,))
+    tensors = {f"{x}_basis.{n}": getattr(made.layer(n), f"{x}_basis") for n in (0, 1) for x in "kv"}
+    tensors |= {f"{x}_ranks": torch.full((2, 2), 48) for x in "kv"}
+    options = {"prc": False}
+    before_rope = FdcFormat(SMALL, Artifact("fdc", FdcFormat.version, "", options, tensors))
+    assert not before_rope.fused
+    assert before_rope.layer(0).kernels(DEVICE) is None
+    assert random_palu(SMALL, (48, 40), group_heads=2).fused
+    assert not random_palu(SMALL, (48, 20), group_heads=2).fused
+    assert not random_palu(replace(SMALL, head_dim=96), (48, 40), group_heads=2).fused
+    assert not random_palu(replace(SMALL, num_kv_heads=8, num_heads=8), (16, 16), "cpu", 8).fused

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.attention import parts
+from runtime.kv import gpu
 from runtime.bench.kv_formats import random_shard
 from runtime.config import ModelConfig, RopeConfig
 from runtime.core.window import first_recent
@@ -34,7 +34,8 @@ class Compared:
     @classmethod
     def of(cls, config: ModelConfig, rank: int | None = None) -> "Compared":
         config = replace(config, context_length=1100, num_layers=1)
-        return cls(random_shard(config, rank), random_shard(config, rank, DEVICE))
+        ranks = () if rank is None else (rank,)
+        return cls(random_shard(config, ranks), random_shard(config, ranks, DEVICE))
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
         return self.reference.planes(layer, page_size)

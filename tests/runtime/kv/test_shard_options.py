@@ -16,6 +16,7 @@ from runtime.kv.rotation import PageRotation
 from runtime.kv.shard import codebook
 from runtime.kv.shard.allocation import DROP_PENALTY, ERRORS, allocate
 from runtime.kv.shard.codes import STEPS, decode_steps, encode_coefficients, runs_of
+from runtime.kv.shard.commuting import commuting_basis
 from runtime.kv.transforms import hadamard
 from tests.runtime.kv.lowrank import (
     CONFIG,
@@ -234,3 +235,51 @@ def test_codebooks_need_samples_and_fit_the_format() -> None:
     tensors = {**made.tensors, "k_bits.1": torch.full((48,), 3)}
     with pytest.raises(CalibrationError, match="layer 1: 48 coefficients of 3 bits"):
         shard.ShardFormat(CONFIG, replace(made, tensors=tensors))
+
+
+def test_commuting_basis_is_orthonormal_with_descending_deviations() -> None:
+    factor = normal(24, 24, seed=3).double()
+    covariance = factor @ factor.T
+    deviations, basis = commuting_basis(covariance, 3)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(24, dtype=torch.float64))
+    variances = (basis.T @ covariance @ basis).diagonal()
+    torch.testing.assert_close(deviations.square(), variances)
+    assert (deviations[:-1] >= deviations[1:]).all()
+
+
+def test_projection_onto_commuting_components_commutes_with_rope() -> None:
+    """Both parts of a component are kept: RoPE rotates them into each other."""
+    factor = normal(256, 256, seed=4).double() * torch.logspace(0.5, -1.5, 256)[:, None]
+    _, basis = commuting_basis(factor @ factor.T, 4)
+    support = (basis.view(4, 2, 32, 256) != 0).any(0).any(0)  # frequencies of each column
+    assert (support.sum(0) == 1).all()
+    of_frequency = basis[:, support[5]].float()  # 2 columns of each of 4 components
+    plane = of_frequency[:, :1]
+    turned = torch.cat((-plane.view(4, 2, 32)[:, 1:], plane.view(4, 2, 32)[:, :1]), 1).view(-1, 1)
+    pair = torch.cat((plane, turned), 1)
+    assert relative_error(of_frequency @ (of_frequency.T @ turned), turned) < 1e-6
+    keys = normal(3, 4, PAGE, 64)
+    first = torch.tensor([16, 160, 480])
+
+    def projected(x: Tensor) -> Tensor:
+        tokens = x.transpose(1, 2).flatten(2) @ pair @ pair.T
+        return tokens.view(3, PAGE, 4, 64).transpose(1, 2)
+
+    rotation = PageRotation(CONFIG)
+    expected = rotation.apply(projected(keys), first)
+    assert relative_error(projected(rotation.apply(keys, first)), expected) < 1e-5
+
+
+def test_commuting_option_is_recorded_and_served() -> None:
+    moments = [moments_of(CONFIG, decaying())] * 2
+    made = shard.calibrate(moments, shard.ShardOptions(k_basis="commuting"), "")
+    assert made.options["k_basis"] == "commuting"
+    best = shard.calibrate(moments, shard.ShardOptions(), "")
+    _, k, v = decaying(seed=1)
+    errors = []
+    for artifact in (best, made):
+        keys, _ = round_trip(shard.ShardFormat(CONFIG, artifact), pages_of(k), pages_of(v))
+        errors.append(relative_error(keys, pages_of(k)))
+    assert errors[0] < errors[1] < 1
+    with pytest.raises(KVFormatError, match="commuting"):
+        shard.ShardOptions(k_basis="fourier")
