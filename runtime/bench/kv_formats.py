@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -73,6 +74,7 @@ def random_palu(
 RANDOM: dict[str, Callable[..., FdcFormat | PaluFormat]] = {
     "fdc": random_fdc,
     "palu": random_palu,
+    "palu-heads": partial(random_palu, group_heads=1),
 }
 """Functions that return formats, by name."""
 RANKS = {"fdc": tuple(64 if index in (2, 7, 12) else 48 for index in range(16)), "palu": (48, 56)}
@@ -128,7 +130,7 @@ def measured_format(
     layers = range(config.num_layers)
     kernels: list[FusedKernels]
     if name in RANDOM:
-        calibrated = RANDOM[name](config, ranks.get(name, ()), device)
+        calibrated = RANDOM[name](config, ranks.get(name.partition("-")[0], ()), device)
         source = replace(calibrated.kernel_source(), **{**options, **changes})
         shared = StoredPageKernels(config, source)
         kernels = [shared.of_layer(calibrated.layer(n).kernel_inputs()) for n in layers]

@@ -10,7 +10,7 @@ def test_defaults_are_two_cases_and_all_formats_with_kernels() -> None:
     args = kv.parser().parse_args([])
     assert args.cases == [(16, 8192), (4, 32_768)]
     assert {"fp8", "fp8-e5m2", "int4", "k4v2"} <= set(args.formats) & set(COMPRESSED)
-    assert {"fdc", "fdc-tiles", "fdc-no-balance", "palu"} <= set(args.formats)
+    assert {"fdc", "fdc-tiles", "fdc-no-balance", "palu", "palu-heads"} <= set(args.formats)
     assert sum(args.fdc_ranks) / len(args.fdc_ranks) == 51
     assert kv.options_of(args) == {}
 
