@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -97,6 +98,7 @@ def random_palu(
 RANDOM: dict[str, Callable[..., FdcFormat | PaluFormat | ShardFormat]] = {
     "fdc": random_fdc,
     "palu": random_palu,
+    "palu-heads": partial(random_palu, group_heads=1),
     "shard": random_shard,
 }
 """Functions that return formats, by name."""
@@ -161,7 +163,7 @@ def measured_format(
     layers = range(config.num_layers)
     kernels: list[FusedKernels]
     if name in RANDOM:
-        calibrated = RANDOM[name](config, ranks.get(name, ()), device)
+        calibrated = RANDOM[name](config, ranks.get(name.partition("-")[0], ()), device)
         source = replace(calibrated.kernel_source(), **{**options, **changes})
         shared = StoredPageKernels(config, source)
         kernels = [shared.of_layer(calibrated.layer(n).kernel_inputs()) for n in layers]
