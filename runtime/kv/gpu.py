@@ -42,6 +42,7 @@ class KernelSource:
             have equal numbers of tiles.
         splits: number of programs that share each KV head of a sequence, without balancing
             (ablation); 0 for as many as fit on the GPU. None for balanced programs.
+        rows: minimum of STORED_ROWS of `runtime.kv.kernels.windowed`.
         latents: whether ``acc`` of ``attend`` is as wide as the second stored plane. Otherwise it
             is as wide as a head.
     """
@@ -58,6 +59,7 @@ class KernelSource:
     registers: int | None = None
     by_cost: bool = True
     splits: int | None = None
+    rows: int = 16
     latents: bool = False
 
 
@@ -173,7 +175,8 @@ class StoredPageKernels:
             q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), inputs, stored,
             stored.stride(0), batch.lengths, sequences, *parts, _LOG2_E / math.sqrt(self._dim),
             self._costs.prefix, **constants, ATTEND=source.attend, EXACT_BLOCK=source.exact_tile,
-            ROWS=max(16, triton.next_power_of_2(group)), num_warps=source.warps,
+            ROWS=max(16, triton.next_power_of_2(group)),
+            STORED_ROWS=max(source.rows, triton.next_power_of_2(group)), num_warps=source.warps,
             num_stages=source.stages, maxnreg=source.registers,
         )  # fmt: skip
         merge_windowed_kernel[(sequences * self._heads,)](
@@ -193,8 +196,8 @@ class StoredPageKernels:
         if parts not in self._parts:
             shape = parts, self._heads // self._kv_heads
             acc = torch.empty(*shape, self._width, dtype=torch.float32, device=device)
-            m, l = torch.empty(2, *shape, dtype=torch.float32, device=device)
-            self._parts[parts] = acc, m, l
+            maxima, sums = torch.empty(2, *shape, dtype=torch.float32, device=device)
+            self._parts[parts] = acc, maxima, sums
         return self._parts[parts]
 
     def _splits(self, sequences: int, programs: int) -> int:

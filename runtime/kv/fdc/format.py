@@ -122,8 +122,13 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
         from runtime.kv.gpu import KernelSource
 
         return KernelSource(
-            None, kernels.attend, kernels.finish, tile=64, stages=5,
-            encode_page=kernels.encode_page, latents=True,
+            None,
+            kernels.attend,
+            kernels.finish,
+            tile=64,
+            stages=5,
+            encode_page=kernels.encode_page,
+            latents=True,
         )
 
     def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[FdcLayer]:

@@ -52,7 +52,7 @@ def attend(
 
     Columns beyond the head's rank are not read. Their lanes are 0 in matmuls of COLUMNS columns.
     """
-    k, v, k_basis, v_basis, ranks = planes
+    k, v, k_basis, _v_basis, ranks = planes
     K_COLUMNS: tl.constexpr = power_of_2(K_WIDTH)
     V_COLUMNS: tl.constexpr = power_of_2(V_WIDTH)
     k_rank = tl.load(ranks + kv_head) * RANK_MULTIPLE

@@ -16,7 +16,7 @@ A format contributes two functions. The first one attends over stored tiles of o
         KV_HEADS, DIM, PAGE, BLOCK, K_WIDTH, V_WIDTH,
     )
 
-- queries: `[ROWS, WIDTH]`, bf16 or fp32.
+- queries: `[STORED_ROWS, WIDTH]`, bf16 or fp32.
 - begin, end: stored tokens, multiples of BLOCK; ``count``: number of stored tokens of the sequence.
 - planes: pointers to the stored planes of the layer, `[page, KV_HEADS, PAGE, width]`, contiguous,
   and then other inputs of the format.
@@ -24,9 +24,9 @@ A format contributes two functions. The first one attends over stored tiles of o
 - K_WIDTH, V_WIDTH: widths of the first two planes.
 
 It returns ``acc``, ``m`` and ``l`` of an online softmax, as `decode.attend_tiles` does. ``acc`` is
-a sum of V as stored, `[ROWS, SUMS]`, where SUMS is a power of two and at most WIDTH. Transforms of
-K are undone once per call, on the queries. Transforms of V are undone after merging, once per query
-head, by the second function::
+a sum of V as stored, `[STORED_ROWS, SUMS]`, where SUMS is a power of two and at most WIDTH.
+Transforms of K are undone once per call, on the queries. Transforms of V are undone after merging,
+once per query head, by the second function::
 
     FINISH(acc, kv_head, planes, KV_HEADS, DIM, WIDTH, K_WIDTH, V_WIDTH)
 
@@ -90,6 +90,25 @@ def softmax_step(scores, m, l):
 
 
 @triton.jit
+def transposed_softmax_step(scores, m, sums):
+    """Update an online softmax, in base 2, whose tokens are rows.
+
+    Args:
+        scores: fp32 `[BLOCK, ROWS]`.
+        m: fp32 `[ROWS]`, maximum.
+        sums: fp32 `[BLOCK, ROWS]`; the sum over its rows is the sum of the softmax.
+
+    Returns:
+        fp32 weights `[BLOCK, ROWS]`; the factor of previous outputs `[1, ROWS]`; and ``m`` and
+        ``sums``.
+    """
+    new_m = tl.maximum(m, tl.max(scores, axis=0))
+    weights = tl.exp2(scores - new_m[None, :])
+    alpha = tl.exp2(m - new_m)[None, :]
+    return weights, alpha, new_m, sums * alpha + weights
+
+
+@triton.jit
 def divide_stored(
     lengths, sequences, costs,
     KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SINK_PAGES: tl.constexpr,
@@ -118,8 +137,8 @@ def windowed_decode_kernel(
     q, k_pages, v_pages, page_stride, head_stride, page_table, table_stride, planes, stored_table,
     stored_stride, lengths, sequences, part_acc, part_m, part_l, scale, costs,
     ATTEND: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    SINK_PAGES: tl.constexpr, BLOCK: tl.constexpr, EXACT_BLOCK: tl.constexpr,
+    STORED_ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, SINK_PAGES: tl.constexpr, BLOCK: tl.constexpr, EXACT_BLOCK: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, SEQUENCES: tl.constexpr,
     MIN_TILES: tl.constexpr, MIN_COST: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -143,6 +162,8 @@ def windowed_decode_kernel(
         scale: log2(e) / sqrt(DIM).
         ATTEND: see the head of this file.
         ROWS, WIDTH: powers of two of at least 16, and at least GROUP and DIM respectively.
+        STORED_ROWS: power of two, at least GROUP; 8 or more in formats whose tokens are rows of
+            matmuls, otherwise 16 or more.
         BLOCK, EXACT_BLOCK: tokens of a stored tile, and of an iteration over exact tokens.
         SEQUENCES: power of two, at least ``sequences``.
         MIN_TILES: minimum number of tiles of an interval.
@@ -153,10 +174,10 @@ def windowed_decode_kernel(
             whatever their number. This is the usual kernel without balancing (ablation).
     """
     program = tl.program_id(0) - sequences * KV_HEADS
-    row = tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
-    valid = (row < GROUP)[:, None] & (d < DIM)[None, :]
     if program < 0:
+        row = tl.arange(0, ROWS)
+        valid = (row < GROUP)[:, None] & (d < DIM)[None, :]
         index = tl.program_id(0)
         sequence = index // KV_HEADS
         length = tl.load(lengths + sequence)
@@ -185,15 +206,17 @@ def windowed_decode_kernel(
             if costs is not None:
                 begin = tile_at(begin, tiles, costs, KV_HEADS)
                 end = tile_at(end, tiles, costs, KV_HEADS)
+        stored_row = tl.arange(0, STORED_ROWS)
+        of_group = (stored_row < GROUP)[:, None] & (d < DIM)[None, :]
         tile = begin
         while tile < end:
             sequence, kv_head, head_begin, count = locate(tile, tiles, ends, KV_HEADS)
             stop = tl.minimum(head_begin + count, end)
             length = tl.load(lengths + sequence)
-            head = ((sequence * KV_HEADS + kv_head) * GROUP + row).to(tl.int64)  # [ROWS]
-            queries = tl.load(q + head[:, None] * DIM + d[None, :], mask=valid, other=0.0)
+            query_head = ((sequence * KV_HEADS + kv_head) * GROUP + stored_row).to(tl.int64)
+            own = tl.load(q + query_head[:, None] * DIM + d[None, :], mask=of_group, other=0.0)
             acc, m, l = ATTEND(
-                queries, kv_head, (tile - head_begin) * BLOCK, (stop - head_begin) * BLOCK,
+                own, kv_head, (tile - head_begin) * BLOCK, (stop - head_begin) * BLOCK,
                 stored_tokens(length, PAGE, WINDOW, SINK_PAGES), planes,
                 stored_table + sequence * stored_stride + SINK_PAGES, scale, KV_HEADS, DIM, PAGE,
                 BLOCK, K_WIDTH, V_WIDTH,

@@ -111,7 +111,7 @@ def attend_groups(
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`; GROUP is the number of KV heads of a group."""
-    k, v, k_basis, v_basis, cos, sin, _group = planes
+    k, v, k_basis, _v_basis, cos, sin, _group = planes
     HALF: tl.constexpr = DIM // 2
     LATENTS: tl.constexpr = GROUP * K_WIDTH
     ROWS: tl.constexpr = queries.shape[0]

@@ -169,7 +169,7 @@ def attend4(
         acc3 = matmul(weights, v3, acc3 * alpha)
         acc4 = matmul(weights, v4, acc4 * alpha)
     acc = joined(interleaved(acc1, acc2), interleaved(acc3, acc4))
-    return hadamard(acc * DIM**-0.5), m, l
+    return acc, m, l
 
 
 @triton.jit
@@ -199,4 +199,13 @@ def attend8(
         weights = (weights * norms_at(v_norm, pair_rows, pair < count)[None, :]).to(tl.bfloat16)
         values = tl.load(levels + v_codes.to(tl.int32))
         acc = matmul(weights, values, acc * alpha[:, None])
-    return hadamard(acc * DIM**-0.5), m, l
+    return acc, m, l
+
+
+@triton.jit
+def finish(
+    acc, kv_head, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`."""
+    return hadamard(acc * DIM**-0.5)

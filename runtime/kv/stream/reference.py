@@ -135,8 +135,8 @@ class StreamFormat(QuantizedFormat):
         from runtime.kv.stream import kernels
 
         if self._bits == 4:
-            return KernelSource(kernels.encode4, kernels.attend4, tile=64, stages=5)
-        return KernelSource(kernels.encode8, kernels.attend8, tile=64, warps=4)
+            return KernelSource(kernels.encode4, kernels.attend4, kernels.finish, tile=64, stages=5)
+        return KernelSource(kernels.encode8, kernels.attend8, kernels.finish, tile=64, warps=4)
 
     def kernel_inputs(self, device: torch.device) -> "LayerInputs":
         """Return levels and edges; see `runtime.kv.stream.kernels`."""

@@ -44,7 +44,7 @@ types |= {"planes": planes} | ({"costs": "*i32"} if costs else {})
 constants = dict(
     ATTEND=source.attend, FINISH=source.finish, ENCODE=source.encode,
     ENCODE_PAGE=source.encode_page, KV_HEADS=8, SUMS=64 if source.latents else 128, PROGRAMS=528,
-    GROUP=4, ROWS=16, DIM=128, WIDTH=128,
+    GROUP=4, ROWS=16, STORED_ROWS=source.rows, DIM=128, WIDTH=128,
     K_WIDTH=kv_format.planes(0, 16)[0].shape[2], V_WIDTH=kv_format.planes(0, 16)[1].shape[2],
     PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
     SEQUENCES=16, MIN_TILES=2, PARTS=16, MIN_COST=16, SPLITS=0,

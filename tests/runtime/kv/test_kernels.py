@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.kv import gpu
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
 from runtime.core.window import SINK_PAGES, first_recent
+from runtime.kv import gpu
 from runtime.kv.dense import DenseFormat
 from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.quantized import QuantizedFormat

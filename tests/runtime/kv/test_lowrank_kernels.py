@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.kv import gpu
 from runtime.attention.reference import ReferenceAttention
 from runtime.bench.kv_formats import random_fdc, random_palu
 from runtime.config import ModelConfig
 from runtime.core.window import first_recent
+from runtime.kv import gpu
 from runtime.kv.calibration import Artifact
 from runtime.kv.dense import DenseFormat
 from runtime.kv.fdc import FdcFormat

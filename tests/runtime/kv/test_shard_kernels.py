@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.kv import gpu
 from runtime.bench.kv_formats import random_shard
 from runtime.config import ModelConfig, RopeConfig
 from runtime.core.window import first_recent
+from runtime.kv import gpu
 from runtime.kv.format import Plane
 from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.quantized import QuantizedFormat
