@@ -31,12 +31,17 @@ def orthonormal(*shape: int, seed: int) -> Tensor:
 
 
 def random_fdc(
-    config: ModelConfig, ranks: Sequence[int], device: torch.device | str = "cpu"
+    config: ModelConfig,
+    ranks: Sequence[int],
+    device: torch.device | str = "cpu",
+    *,
+    compressed_prefill: bool = False,
 ) -> FdcFormat:
     """Return `fdc` with random bases.
 
     Args:
         ranks: ranks of K and then of V of each KV head; they are repeated as often as necessary.
+        compressed_prefill: see `FdcOptions`.
     """
     heads, dim = config.num_kv_heads, config.head_dim
     own = torch.tensor(list(islice(cycle(ranks), 2 * heads))).view(2, heads)
@@ -47,7 +52,8 @@ def random_fdc(
             basis = orthonormal(heads, dim, width, seed=2 * layer + i)
             basis *= torch.arange(width) < own[i][:, None, None]
             tensors[f"{x}_basis.{layer}"] = basis
-    artifact = Artifact(FdcFormat.name, FdcFormat.version, "", {}, tensors)
+    options = {"compressed_prefill": compressed_prefill}
+    artifact = Artifact(FdcFormat.name, FdcFormat.version, "", options, tensors)
     return FdcFormat(config, artifact, device=device)
 
 
