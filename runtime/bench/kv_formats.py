@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -30,12 +31,17 @@ def orthonormal(*shape: int, seed: int) -> Tensor:
 
 
 def random_fdc(
-    config: ModelConfig, ranks: Sequence[int], device: torch.device | str = "cpu"
+    config: ModelConfig,
+    ranks: Sequence[int],
+    device: torch.device | str = "cpu",
+    *,
+    compressed_prefill: bool = False,
 ) -> FdcFormat:
     """Return `fdc` with random bases.
 
     Args:
         ranks: ranks of K and then of V of each KV head; they are repeated as often as necessary.
+        compressed_prefill: see `FdcOptions`.
     """
     heads, dim = config.num_kv_heads, config.head_dim
     own = torch.tensor(list(islice(cycle(ranks), 2 * heads))).view(2, heads)
@@ -46,14 +52,15 @@ def random_fdc(
             basis = orthonormal(heads, dim, width, seed=2 * layer + i)
             basis *= torch.arange(width) < own[i][:, None, None]
             tensors[f"{x}_basis.{layer}"] = basis
-    artifact = Artifact(FdcFormat.name, FdcFormat.version, "", {}, tensors)
+    options = {"compressed_prefill": compressed_prefill}
+    artifact = Artifact(FdcFormat.name, FdcFormat.version, "", options, tensors)
     return FdcFormat(config, artifact, device=device)
 
 
-def random_shard(
-    config: ModelConfig, ranks: Sequence[int] = (), device: torch.device | str = "cpu"
-) -> ShardFormat:
-    """Return `shard` with random bases, and scales for keys of N(0, 1).
+def shard_artifact(
+    config: ModelConfig, ranks: Sequence[int] = (), model_hash: str = ""
+) -> Artifact:
+    """Return a calibration of `shard` with random bases, and scales for keys of N(0, 1).
 
     Args:
         ranks: number of coefficients of a token, a multiple of ``2 kv_heads``; by default, 3/16 of
@@ -67,8 +74,14 @@ def random_shard(
         tensors[f"k_mean.{layer}"] = orthonormal(width, 1, seed=-layer - 1)[:, 0] * width**0.5
         tensors[f"k_scale.{layer}"] = STEPS[K_BITS] * torch.linspace(1.5, 0.5, rank)
         tensors[f"k_bits.{layer}"] = torch.full((rank,), K_BITS)
-    artifact = Artifact(ShardFormat.name, ShardFormat.version, "", {}, tensors)
-    return ShardFormat(config, artifact, device=device)
+    return Artifact(ShardFormat.name, ShardFormat.version, model_hash, {}, tensors)
+
+
+def random_shard(
+    config: ModelConfig, ranks: Sequence[int] = (), device: torch.device | str = "cpu"
+) -> ShardFormat:
+    """Return `shard` with random bases; see `shard_artifact`."""
+    return ShardFormat(config, shard_artifact(config, ranks), device=device)
 
 
 def random_palu(
@@ -97,6 +110,7 @@ def random_palu(
 RANDOM: dict[str, Callable[..., FdcFormat | PaluFormat | ShardFormat]] = {
     "fdc": random_fdc,
     "palu": random_palu,
+    "palu-heads": partial(random_palu, group_heads=1),
     "shard": random_shard,
 }
 """Functions that return formats, by name."""
@@ -161,7 +175,7 @@ def measured_format(
     layers = range(config.num_layers)
     kernels: list[FusedKernels]
     if name in RANDOM:
-        calibrated = RANDOM[name](config, ranks.get(name, ()), device)
+        calibrated = RANDOM[name](config, ranks.get(name.partition("-")[0], ()), device)
         source = replace(calibrated.kernel_source(), **{**options, **changes})
         shared = StoredPageKernels(config, source)
         kernels = [shared.of_layer(calibrated.layer(n).kernel_inputs()) for n in layers]

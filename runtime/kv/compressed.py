@@ -28,7 +28,11 @@ __all__ = [
 
 
 class CompressedLayer(Protocol):
-    """Encoding of one layer's K and V in some compressed format."""
+    """Encoding of one layer's K and V in some compressed format.
+
+    A layer may also have a method ``attend_prompt(q, planes, batch)``, which replaces exact
+    attention over the exact planes of prompts unless it returns None.
+    """
 
     def encode(
         self,

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from runtime.attention.base import Batch
 from runtime.errors import CalibrationError
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.bases import RANK_MULTIPLE, split_basis
 from runtime.kv.calibration.projection import project_pages
 from runtime.kv.compressed import FusedKernels
 from runtime.kv.fdc.calibrate import NAME, VERSION
+from runtime.kv.fdc.prefill import LatentPrefill, attend_projected
 from runtime.kv.fdc.rows import pack_rows, unpack_rows
 from runtime.kv.format import Plane
 from runtime.kv.rotation import PageRotation
@@ -32,6 +34,7 @@ class FdcLayer:
         k_ranks, v_ranks: rank of each head. Columns of the bases beyond it are 0.
         rotation: RoPE of the model if K is projected before RoPE, else None.
         format_kernels: returns the Triton kernels, or None if they do not run on a device.
+        prefill: prefill attention with projected queries and keys; None for exact prefill.
     """
 
     k_basis: Tensor
@@ -40,6 +43,7 @@ class FdcLayer:
     v_ranks: tuple[int, ...]
     rotation: PageRotation | None = None
     format_kernels: "Callable[[torch.device], StoredPageKernels | None]" = lambda _: None
+    prefill: LatentPrefill | None = None
 
     def encode(
         self,
@@ -70,6 +74,23 @@ class FdcLayer:
             keys = self.rotation.apply(keys, first_positions)
         return keys, project_pages(v.float(), self.v_basis.mT)
 
+    def attend_prompt(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor | None:
+        """Attend with the projected queries and keys of prompts; None if prefill is exact.
+
+        Args:
+            q: `[n, heads, dim]`, after RoPE.
+            planes: exact K and V of the layer.
+        """
+        if self.prefill is None:
+            return None
+        k_pages, v_pages = planes
+        if not self.format_kernels(q.device):
+            return attend_projected(q, k_pages, v_pages, self.k_basis, batch)
+        basis, _, ranks = self._inputs.planes
+        assert isinstance(basis, Tensor)
+        assert isinstance(ranks, Tensor)
+        return self.prefill.attend(q, k_pages, v_pages, basis, ranks, batch)
+
     def kernels(self, device: torch.device) -> FusedKernels | None:
         """Return the fused kernels, or None if they do not run on a device or for this model."""
         return self._kernels if self.format_kernels(device) else None
@@ -78,7 +99,11 @@ class FdcLayer:
     def _kernels(self) -> FusedKernels:
         shared = self.format_kernels(self.k_basis.device)
         assert shared is not None, "kernels are used on the device of the bases"
-        return shared.of_layer(self.kernel_inputs())
+        return shared.of_layer(self._inputs)
+
+    @cached_property
+    def _inputs(self) -> "LayerInputs":
+        return self.kernel_inputs()
 
     def kernel_inputs(self) -> "LayerInputs":
         """Return bases, ranks and costs of tiles; see `runtime.kv.fdc.kernels`."""
@@ -134,6 +159,8 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
         }
         after_rope = artifact.options.get("prc", True)
         rotation = None if after_rope else PageRotation(config, device)
+        compressed = artifact.options.get("compressed_prefill", False)
+        prefill = LatentPrefill(config) if compressed else None
         layers = []
         for index in range(config.num_layers):
             shape = heads, config.head_dim, None
@@ -142,7 +169,7 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
             _check_ranks(index, k_basis, k_ranks)
             _check_ranks(index, v_basis, v_ranks)
             bases = k_basis.to(device), v_basis.to(device)
-            layers.append(FdcLayer(*bases, k_ranks, v_ranks, rotation, self.kernels))
+            layers.append(FdcLayer(*bases, k_ranks, v_ranks, rotation, self.kernels, prefill))
         self.fused = after_rope and all(
             rank % RANK_MULTIPLE == 0 for found in layers for rank in found.k_ranks + found.v_ranks
         )
