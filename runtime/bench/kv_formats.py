@@ -57,10 +57,10 @@ def random_fdc(
     return FdcFormat(config, artifact, device=device)
 
 
-def random_shard(
-    config: ModelConfig, ranks: Sequence[int] = (), device: torch.device | str = "cpu"
-) -> ShardFormat:
-    """Return `shard` with random bases, and scales for keys of N(0, 1).
+def shard_artifact(
+    config: ModelConfig, ranks: Sequence[int] = (), model_hash: str = ""
+) -> Artifact:
+    """Return a calibration of `shard` with random bases, and scales for keys of N(0, 1).
 
     Args:
         ranks: number of coefficients of a token, a multiple of ``2 kv_heads``; by default, 3/16 of
@@ -74,8 +74,14 @@ def random_shard(
         tensors[f"k_mean.{layer}"] = orthonormal(width, 1, seed=-layer - 1)[:, 0] * width**0.5
         tensors[f"k_scale.{layer}"] = STEPS[K_BITS] * torch.linspace(1.5, 0.5, rank)
         tensors[f"k_bits.{layer}"] = torch.full((rank,), K_BITS)
-    artifact = Artifact(ShardFormat.name, ShardFormat.version, "", {}, tensors)
-    return ShardFormat(config, artifact, device=device)
+    return Artifact(ShardFormat.name, ShardFormat.version, model_hash, {}, tensors)
+
+
+def random_shard(
+    config: ModelConfig, ranks: Sequence[int] = (), device: torch.device | str = "cpu"
+) -> ShardFormat:
+    """Return `shard` with random bases; see `shard_artifact`."""
+    return ShardFormat(config, shard_artifact(config, ranks), device=device)
 
 
 def random_palu(

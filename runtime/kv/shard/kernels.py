@@ -22,7 +22,7 @@ from runtime.attention.kernels.decode import no_keys
 from runtime.core import window
 from runtime.kernels.arith import INTERPRETED, matmul
 from runtime.kv.k4v2.kernels import UNIT, level, write_values
-from runtime.kv.kernels.transforms import NAN, hadamard, halves, interleaved, widened
+from runtime.kv.kernels.transforms import NAN, hadamard, halves, interleaved, joined, widened
 from runtime.kv.shard import codes
 
 SINK_PAGES = tl.constexpr(window.SINK_PAGES)
@@ -312,7 +312,7 @@ def attend(
     slot = token % PAGE
     for first in range(begin, end, BLOCK):
         used = token < count - first  # others read page 0; their scores and norms are masked
-        page = tl.load(table + first // PAGE + token // PAGE, mask=used, other=0)
+        page = tl.load(table + first // PAGE + token // PAGE, mask=used, other=0).to(tl.int64)
         k_rows = (page * PAGE + slot) * TOKEN
         product = tl.zeros((BLOCK, DIM), tl.float32)
         for n in tl.static_range(BYTES // CHUNK):
@@ -323,8 +323,8 @@ def attend(
             )
         k1, k2 = halves(product.to(tl.float16))
         k1, k2 = rotated_keys(k1, k2, offset1, offset2, tile_cos, tile_sin)
-        scores = matmul(k1, tl.trans(q1.to(tl.float16)), tl.zeros((BLOCK, ROWS), tl.float32))
-        scores = matmul(k2, tl.trans(q2.to(tl.float16)), scores)
+        q = tl.trans(joined(q1.to(tl.float16), q2.to(tl.float16)))
+        scores = matmul(joined(k1, k2), q, tl.zeros((BLOCK, ROWS), tl.float32))
         scores = tl.where(used[:, None], scores, float("-inf"))
 
         new_m = tl.maximum(m, tl.max(scores, axis=0))

@@ -149,8 +149,8 @@ class StreamFormat(QuantizedFormat):
 def _norms(x: Tensor) -> Tensor:
     squared = sum_by_halves(x * x)
     # A NaN that is converted from fp32 would have other bits on a GPU than on a CPU.
-    norms: Tensor = squared.sqrt().to(torch.bfloat16)
-    return norms.masked_fill(~squared.isfinite(), torch.nan)
+    norms: Tensor = squared.sqrt().to(torch.bfloat16).masked_fill(~squared.isfinite(), torch.nan)
+    return norms
 
 
 def _codes(transformed: Tensor, norms: Tensor, bits: int) -> Tensor:
@@ -164,7 +164,7 @@ def _codes(transformed: Tensor, norms: Tensor, bits: int) -> Tensor:
 
 def _levels(codes: Tensor, norms: Tensor, bits: int) -> Tensor:
     levels, _ = lloyd_max(bits)
-    unit = norms.float() * codes.shape[-1] ** -0.5
+    unit: Tensor = norms.float() * codes.shape[-1] ** -0.5
     return levels.to(codes.device)[codes.long()] * unit
 
 

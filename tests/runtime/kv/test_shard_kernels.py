@@ -8,15 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime.attention.reference import ReferenceAttention
 from runtime.bench.kv_formats import random_shard
 from runtime.config import ModelConfig, RopeConfig
 from runtime.core.window import first_recent
 from runtime.kv import gpu
+from runtime.kv.calibration import KVMoments
+from runtime.kv.dense import DenseFormat
 from runtime.kv.format import Plane
 from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.quantized import QuantizedFormat
-from runtime.kv.shard import ShardFormat
+from runtime.kv.rotation import PageRotation
+from runtime.kv.shard import ShardFormat, ShardOptions, calibrate
 from runtime.kv.shard.decoder import KeyDecoder
+from runtime.kv.windowed import WindowedFormat, WindowedLayer
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import PAGE, gaussian, same_bits, stored_planes
 from tests.runtime.kv.test_kernels import SMALL, TOLERANCE, WIDE, Sequences, on_device
@@ -245,3 +250,30 @@ def test_pages_that_leave_the_window_have_the_bits_of_bulk_encoding() -> None:
             made.kernels.encode(k, v, expected, target, source, first)
     assert not same_bits(found, stored)
     assert same_bits(found, expected)
+
+
+def test_windowed_layer_uses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(SMALL, context_length=400)
+    made = Compared.of(config)
+    windowed = WindowedFormat(DenseFormat(config, ReferenceAttention()), made.on_device)
+    layer = windowed.layer(0)
+    assert isinstance(layer, WindowedLayer)
+    sequences = made.sequences(config, [300, 95, 96])
+    q = random(3, 4, 64)
+    fused = layer.attend(q, sequences.planes, sequences.batch)
+    monkeypatch.setattr(made.on_device, "fused", False)
+    reference = layer.attend(q, sequences.planes, sequences.batch)
+    torch.testing.assert_close(fused, reference, rtol=TOLERANCE, atol=TOLERANCE)
+    assert not torch.equal(fused, reference)
+
+
+@pytest.mark.parametrize("options", [{"allocation": "dynamic"}, {"values": "vq"}])
+def test_other_codes_have_no_kernels(options: dict[str, str]) -> None:
+    moments = KVMoments.of(SMALL, sample_every=1)
+    q, k, v = (torch.randn(1, heads, 600, 64) for heads in (4, 2, 2))
+    config = replace(SMALL, context_length=700, num_layers=1)
+    moments.add(q, k, v, PageRotation(config))
+    artifact = calibrate([moments], ShardOptions(**options), "")  # type: ignore[arg-type]
+    kv_format = ShardFormat(config, artifact, device=DEVICE)
+    assert not kv_format.fused
+    assert kv_format.layer(0).kernels(DEVICE) is None
