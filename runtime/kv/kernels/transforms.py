@@ -122,8 +122,10 @@ def byte_pairs_at(plane, rows, mask, BYTES: tl.constexpr, WIDTH: tl.constexpr):
     words = plane.to(tl.pointer_type(tl.uint16), bitcast=True)
     at = words + rows[:, None] * (BYTES // 2) + i
     if mask is None:
-        return tl.load(at)
-    return tl.load(at, mask=mask[:, None] & (i < BYTES // 2), other=0)
+        found = tl.load(at)
+    else:
+        found = tl.load(at, mask=mask[:, None] & (i < BYTES // 2), other=0)
+    return found
 
 
 @triton.jit
