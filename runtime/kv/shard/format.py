@@ -211,7 +211,14 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
             decoder = KeyDecoder.of(basis.to(device), scale.to(device), mean.to(device), heads)
             tensors = mean.to(device), basis.to(device), scale.to(device)
             layers.append(ShardLayer(*tensors, runs, decoder, rotation, book, self.kernels))
-        self.fused = _MIN_FUSED_DIM <= dim <= _MAX_FUSED_DIM and all(
-            layer.uniform for layer in layers
+        self.fused = (
+            _MIN_FUSED_DIM <= dim <= _MAX_FUSED_DIM
+            and all(layer.uniform for layer in layers)
+            and _multiplies_fp8(torch.device(device))
         )
         return layers
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    """Return whether the kernels' fp8 matmuls run on a device; Triton's interpreter has them."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
