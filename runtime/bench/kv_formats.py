@@ -30,14 +30,10 @@ def orthonormal(*shape: int, seed: int) -> Tensor:
     return basis
 
 
-def random_fdc(
-    config: ModelConfig,
-    ranks: Sequence[int],
-    device: torch.device | str = "cpu",
-    *,
-    compressed_prefill: bool = False,
-) -> FdcFormat:
-    """Return `fdc` with random bases.
+def fdc_artifact(
+    config: ModelConfig, ranks: Sequence[int], *, compressed_prefill: bool = False
+) -> Artifact:
+    """Return a calibration of `fdc` with random bases.
 
     Args:
         ranks: ranks of K and then of V of each KV head; they are repeated as often as necessary.
@@ -53,8 +49,7 @@ def random_fdc(
             basis *= torch.arange(width) < own[i][:, None, None]
             tensors[f"{x}_basis.{layer}"] = basis
     options = {"compressed_prefill": compressed_prefill}
-    artifact = Artifact(FdcFormat.name, FdcFormat.version, "", options, tensors)
-    return FdcFormat(config, artifact, device=device)
+    return Artifact(FdcFormat.name, FdcFormat.version, "", options, tensors)
 
 
 def shard_artifact(
@@ -84,13 +79,20 @@ def random_shard(
     return ShardFormat(config, shard_artifact(config, ranks), device=device)
 
 
-def random_palu(
+def random_fdc(
     config: ModelConfig,
     ranks: Sequence[int],
     device: torch.device | str = "cpu",
-    group_heads: int = 4,
-) -> PaluFormat:
-    """Return `palu` with random bases.
+    *,
+    compressed_prefill: bool = False,
+) -> FdcFormat:
+    """Return `fdc` with random bases; see `fdc_artifact`."""
+    artifact = fdc_artifact(config, ranks, compressed_prefill=compressed_prefill)
+    return FdcFormat(config, artifact, device=device)
+
+
+def palu_artifact(config: ModelConfig, ranks: Sequence[int], group_heads: int = 4) -> Artifact:
+    """Return a calibration of `palu` with random bases.
 
     Args:
         ranks: rank of K and rank of V per KV head.
@@ -103,8 +105,17 @@ def random_palu(
     for layer in range(config.num_layers):
         tensors[f"k_basis.{layer}"] = orthonormal(*groups, seed=2 * layer)
         tensors[f"v_basis.{layer}"] = orthonormal(heads, dim, v_rank, seed=2 * layer + 1)
-    artifact = Artifact(PaluFormat.name, PaluFormat.version, "", {}, tensors)
-    return PaluFormat(config, artifact, device=device)
+    return Artifact(PaluFormat.name, PaluFormat.version, "", {}, tensors)
+
+
+def random_palu(
+    config: ModelConfig,
+    ranks: Sequence[int],
+    device: torch.device | str = "cpu",
+    group_heads: int = 4,
+) -> PaluFormat:
+    """Return `palu` with random bases; see `palu_artifact`."""
+    return PaluFormat(config, palu_artifact(config, ranks, group_heads), device=device)
 
 
 RANDOM: dict[str, Callable[..., FdcFormat | PaluFormat | ShardFormat]] = {
