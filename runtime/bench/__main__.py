@@ -3,7 +3,18 @@
 import sys
 from importlib import import_module
 
-TABLES = ("engine", "step", "decode", "prefill", "mixed", "plan", "host", "compress", "kv")
+TABLES = (
+    "engine",
+    "step",
+    "decode",
+    "prefill",
+    "mixed",
+    "plan",
+    "host",
+    "compress",
+    "kv",
+    "kv_prefill",
+)
 
 
 def main() -> None:

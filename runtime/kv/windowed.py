@@ -46,7 +46,9 @@ class WindowedLayer:
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
         if batch.stored_table is None:
-            return self._exact.attend(q, planes[:_EXACT], batch)
+            projected = getattr(self._compressed, "attend_prompt", None)
+            found = projected(q, planes[:_EXACT], batch) if projected else None
+            return self._exact.attend(q, planes[:_EXACT], batch) if found is None else found
         if kernels := self._kernels(q.device):
             return kernels.attend(q, planes, batch)
         outputs = []
@@ -86,7 +88,7 @@ class WindowedLayer:
         k_pages, v_pages = planes[:_EXACT]
         stored = planes[_EXACT:]
         if kernels := self._kernels(k_pages.device):
-            kernels.encode(k_pages, v_pages, stored, targets, sources)
+            kernels.encode(k_pages, v_pages, stored, targets, sources, first_positions)
             return
         self._compressed.encode(
             k_pages[sources], v_pages[sources], first_positions, stored, targets

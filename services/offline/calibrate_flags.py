@@ -98,6 +98,12 @@ NoAdaptive = Annotated[
     bool, typer.Option("--no-adaptive", help="fdc: one rank per layer, not one per head")
 ]
 NoPrc = Annotated[bool, typer.Option("--no-prc", help="fdc: project K before RoPE, not after it")]
+CompressedPrefill = Annotated[
+    bool,
+    typer.Option(
+        "--compressed-prefill", help="fdc: prompts attend with projected queries and keys, too"
+    ),
+]
 GroupHeads = Annotated[
     int | None, typer.Option(min=1, help="palu: KV heads with common latents of K; default: 4")
 ]
@@ -107,6 +113,10 @@ Step = Annotated[
 ]
 Values = Annotated[
     str | None, typer.Option(help="shard: codes of V, scalar or vq (256 entries); default: scalar")
+]
+KBasis = Annotated[
+    str | None,
+    typer.Option(help="shard: basis of K, pca or commuting (with RoPE); default: pca"),
 ]
 Allocation = Annotated[
     str | None,

@@ -90,6 +90,8 @@ def test_command_prints_bytes_ratio_ranks_and_the_name_for_workers(
         (("--kv-format", "fdc", "--max-ppl-increase", "1%", "--rank", "8"), "leave out --rank"),
         (("--kv-format", "fdc", "--evaluations", "3"), "--evaluations needs"),
         (("--kv-format", "fdc", "--text", "none.txt"), "cannot read the calibration text"),
+        (("--kv-format", "palu", "--compressed-prefill"), "no option compressed-prefill"),
+        (("--kv-format", "fdc", "--no-prc", "--compressed-prefill"), "after RoPE: set prc"),
         (("--removal-rate", "0.1"), "KV format dense has no option removal-rate"),
     ],
 )
