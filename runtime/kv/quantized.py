@@ -48,6 +48,7 @@ class QuantizedFormat(ABC):
     name: str
     version: int
     artifact_hash = ""
+    keeps_rope = True
 
     def __init__(
         self,

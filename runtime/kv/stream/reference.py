@@ -90,6 +90,7 @@ class StreamFormat:
 
     version = 1
     artifact_hash = ""
+    keeps_rope = True
 
     def __init__(self, config: ModelConfig, bits: int, *, qjl: bool = False) -> None:
         self.name = f"stream{bits}-qjl" if qjl else f"stream{bits}"

@@ -1,0 +1,138 @@
+"""Keyformer eviction: scores and compaction against plain loops, and formats that refuse it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.core.eviction import MIN_PROMPT, QUERIES, evicted_tokens
+from runtime.core.window import first_recent
+from runtime.errors import KVFormatError
+from runtime.kv import eviction
+from runtime.kv.eviction import check_eviction, compact, gumbel_noise, kept_tokens, log_scores
+from runtime.kv.registry import COMPRESSED, create_format
+from tests.runtime.tiny import CONFIG
+
+PAGE = 16
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 160, 255, 1000, 1536])
+def test_evicted_tokens_are_whole_pages_between_sinks_and_window(tokens: int, share: float) -> None:
+    evicted = evicted_tokens(tokens, share, PAGE)
+    assert evicted % PAGE == 0
+    if tokens < MIN_PROMPT:
+        assert evicted == 0
+        return
+    between = PAGE * (first_recent(tokens, PAGE) - 1)
+    wanted = int(share * tokens)
+    assert evicted == between or wanted - PAGE < evicted <= wanted
+    assert evicted <= between
+    kept = tokens - evicted
+    assert first_recent(kept, PAGE) == first_recent(tokens, PAGE) - evicted // PAGE
+
+
+def test_no_share_evicts_nothing() -> None:
+    assert evicted_tokens(4096, 0.0, PAGE) == 0
+    assert QUERIES <= MIN_PROMPT
+
+
+def scores_by_loops(queries: torch.Tensor, keys: torch.Tensor, noise: torch.Tensor) -> np.ndarray:
+    count, heads, dim = queries.shape
+    kv_heads, tokens, _ = keys.shape
+    group = heads // kv_heads
+    scores = np.zeros((kv_heads, tokens))
+    for head in range(heads):
+        kv = head // group
+        for row in range(count):
+            visible = tokens - count + row + 1
+            logits = [
+                float(queries[row, head] @ keys[kv, t]) / math.sqrt(dim) + float(noise[kv, t])
+                for t in range(visible)
+            ]
+            weights = np.exp(np.array(logits) - max(logits))
+            scores[kv, :visible] += weights / weights.sum()
+    return scores
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("count", "tokens"), [(1, 20), (7, 50), (32, 33)])
+def test_scores_equal_plain_loops(
+    heads: int, kv_heads: int, count: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries, keys = random(count, heads, 8), random(kv_heads, tokens, 8, seed=1)
+    noise = torch.from_numpy(gumbel_noise(tokens, kv_heads))
+    found = log_scores(queries, keys, noise)
+    # fp32 against fp64; logarithms of sums of probabilities
+    expected = scores_by_loops(queries, keys, noise)
+    assert torch.allclose(found.double().exp(), torch.from_numpy(expected), rtol=1e-4, atol=1e-7)
+    monkeypatch.setattr(eviction, "_ELEMENTS", 1)  # one KV head at a time
+    assert torch.equal(log_scores(queries, keys, noise), found)
+
+
+def test_scores_do_not_underflow() -> None:
+    """Tokens whose probabilities are 0 in fp32 are still ordered."""
+    queries, keys = torch.full((4, 1, 4), 100.0), torch.zeros(1, 40, 4)
+    keys[0, :, 0] = torch.arange(40.0).flip(0)
+    scores = log_scores(queries, keys, torch.zeros(1, 40))
+    assert scores.isfinite().all()
+    assert (scores[0, :35].diff() < 0).all()
+
+
+def test_noise_is_gumbel_and_depends_on_position_and_head_alone() -> None:
+    noise = gumbel_noise(20_000, 8)
+    assert noise.dtype == np.float32
+    assert np.array_equal(noise[:3, :100], gumbel_noise(100, 3))
+    assert abs(noise.mean() - np.euler_gamma) < 0.01
+    assert abs(noise.std() - math.pi / math.sqrt(6)) < 0.01
+    assert np.abs(np.corrcoef(noise) - np.eye(8)).max() < 0.03
+    assert abs(np.corrcoef(noise[0, 1:], noise[0, :-1])[0, 1]) < 0.03
+    assert noise[0, 0].item() == pytest.approx(-math.log(-math.log(hash_by_hand(0, 0))))
+    assert noise[5, 777].item() == pytest.approx(-math.log(-math.log(hash_by_hand(777, 5))))
+
+
+def hash_by_hand(position: int, head: int) -> float:
+    x = (position * 0x9E3779B1 ^ (head + 1) * 0x85EBCA77) % 2**32
+    x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+    x = (x ^ x >> 15) * 0x846CA68B % 2**32
+    return ((x ^ x >> 16) + 0.5) / 2**32
+
+
+def test_kept_tokens_are_the_best_of_each_head_in_order() -> None:
+    scores = torch.tensor([[3.0, 9.0, 1.0, 9.0, 4.0], [5.0, 5.0, 5.0, 5.0, 6.0]])
+    assert kept_tokens(scores, 3).tolist() == [[1, 3, 4], [0, 1, 4]]
+
+
+def test_compaction_moves_tokens_of_each_head() -> None:
+    plane = random(9, 2, PAGE, 4)
+    before, pages = plane.clone(), torch.tensor([7, 2, 5, 0, 3])
+    kept = torch.stack([torch.arange(16, 64)[::3], torch.arange(18, 66)[::3]])
+    compact(plane, pages, kept, PAGE)
+    for head in range(2):
+        for index, token in enumerate(kept[head].tolist()):
+            target = PAGE + index
+            assert torch.equal(
+                plane[pages[target // PAGE], head, target % PAGE],
+                before[pages[token // PAGE], head, token % PAGE],
+            )
+    untouched = [page for page in range(9) if page != 2]
+    assert torch.equal(plane[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("name", ["dense", *COMPRESSED])
+def test_formats_that_keep_rope_support_eviction(name: str) -> None:
+    check_eviction(create_format(name, CONFIG, torch.device("cpu"), torch.float32))
+
+
+class Foreign:
+    name = "foreign"
+
+
+def test_other_formats_are_refused_by_name() -> None:
+    with pytest.raises(KVFormatError, match="foreign does not support eviction"):
+        check_eviction(Foreign())  # type: ignore[arg-type]
