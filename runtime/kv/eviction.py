@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.errors import KVFormatError
+from runtime.kv.compressed import CompressedFormat
 from runtime.kv.format import KVFormat
 
 _ELEMENTS = 1 << 26
 """Maximum elements of the keys, and of the scores, that are widened to fp32 at a time."""
 
 
-def check_eviction(kv_format: KVFormat) -> None:
+def check_eviction(kv_format: KVFormat | CompressedFormat) -> None:
     """Raise `KVFormatError` if the tokens of a format's pages cannot be moved.
 
     Formats that undo RoPE derive the positions of a page's tokens from its index. After an
@@ -36,7 +37,7 @@ def check_eviction(kv_format: KVFormat) -> None:
     """
     if not getattr(kv_format, "keeps_rope", False):
         raise KVFormatError(
-            f"KV format {kv_format.name} does not support eviction: it undoes RoPE by the "
+            f"KV format {kv_format.name} does not support kv_eviction: it undoes RoPE by the "
             "positions of a page, which are not consecutive after an eviction"
         )
 

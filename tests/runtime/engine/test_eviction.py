@@ -9,7 +9,6 @@ from torch import Tensor
 
 from runtime.attention.base import Batch, QueryLog, SequenceSlice
 from runtime.core.eviction import QUERIES, evicted_tokens
-from runtime.core.limits import Limits
 from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.core.window import SINK_PAGES, first_recent, stored_pages
 from runtime.engine import Add, Arrived, Cancel, Engine, Release, Reserve
@@ -19,7 +18,16 @@ from runtime.kv.pages import pages_for
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
 from runtime.sampling.reference import SamplingRow, sample
-from tests.runtime.tiny import Record, drive, replayed, request_of, tiny_checkpoint
+from tests.runtime.tiny import (
+    Record,
+    drive,
+    replayed,
+    request_of,
+    tiny_checkpoint,
+)
+from tests.runtime.tiny import (
+    engine_of as tiny_engine,
+)
 
 PAGE = 16
 SHARE = 0.5
@@ -36,15 +44,10 @@ def model(request: pytest.FixtureRequest) -> Model:
 def engine_of(
     model: Model, *, pages: int = 64, stored: int = 64, share: float = SHARE, **options: int
 ) -> Engine:
-    bounds = {"max_running": 16, "max_waiting": 64, "step_tokens": 64, "chunk_tokens": 32}
+    stored *= model.layout.has_stored
     replay = bool(options.pop("replay", 0))
-    return Engine(
-        model,
-        num_pages=pages,
-        num_stored=stored if model.layout.has_stored else 0,
-        limits=Limits(**(bounds | options)),
-        kv_eviction=share,
-        replay=replay,
+    return tiny_engine(
+        model, pages=pages, stored=stored, kv_eviction=share, replay=replay, **options
     )
 
 

@@ -134,5 +134,5 @@ class Foreign:
 
 
 def test_other_formats_are_refused_by_name() -> None:
-    with pytest.raises(KVFormatError, match="foreign does not support eviction"):
+    with pytest.raises(KVFormatError, match="foreign does not support kv_eviction"):
         check_eviction(Foreign())  # type: ignore[arg-type]
