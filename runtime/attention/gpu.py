@@ -119,7 +119,7 @@ class TritonAttention:
         """Compute prefill attention with queries computed from their factors inside the kernel.
 
         The head dimension must be a power of two. K and V of the batch must be in the pages
-        already.
+        already, and no token may be evicted: positions follow from the lengths.
 
         Args:
             inner: bf16 `[n, …]`; its first ``rank`` columns are V_q x.

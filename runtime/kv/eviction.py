@@ -5,7 +5,7 @@ x = q·k / √dim of query i of the G query heads of a KV head, and noise ζ,
 
     score[t] = sum over queries i and heads g of softmax over t of (x[i, g, t] + ζ[t])
 
-(Keyformer, section 3.3, with temperature 1, as for prompts). ζ is standard Gumbel noise, which
+(Keyformer's score function with temperature 1, as for prompts). ζ is standard Gumbel noise, which
 gives tokens with a small logit a chance to be kept. It is a hash of position and KV head, so that
 all workers keep the same tokens. Scores are compared as logarithms, which do not underflow.
 
@@ -14,6 +14,7 @@ moved without being rotated again.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -24,8 +25,9 @@ from runtime.errors import KVFormatError
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.format import KVFormat
 
-_ELEMENTS = 1 << 26
-"""Maximum elements of the keys, and of the scores, that are widened to fp32 at a time."""
+MAX_ELEMENTS = 1 << 24
+"""Maximum elements of the fp32 keys, and of the logits, that are in memory at a time, if they are
+those of more than one KV head."""
 
 
 def check_eviction(kv_format: KVFormat | CompressedFormat) -> None:
@@ -71,7 +73,7 @@ def log_scores(queries: Tensor, keys: Tensor, noise: Tensor) -> Tensor:
     order = torch.arange(tokens, device=keys.device)
     row = torch.arange(count * group, device=keys.device) // group
     later = order > (tokens - count + row)[:, None]  # [w * group, t]
-    each = max(1, _ELEMENTS // (tokens * max(dim, count * group)))  # KV heads at a time
+    each = max(1, MAX_ELEMENTS // (tokens * max(dim, count * group)))  # KV heads at a time
     found = []
     for first in range(0, kv_heads, each):
         own = slice(first, first + each)
@@ -93,17 +95,21 @@ def kept_tokens(scores: Tensor, count: int) -> Tensor:
     return best.sort(dim=1).values
 
 
-def compact(plane: Tensor, pages: Tensor, kept: Tensor, first: int) -> None:
+def compact(layers: Sequence[tuple[Tensor, ...]], pages: Tensor, kept: Tensor, first: int) -> None:
     """Move tokens of each KV head to consecutive slots.
 
     Args:
-        plane: `[page, kv_heads, slot, dim]`, updated.
+        layers: planes of each layer, `[page, kv_heads, slot, dim]` each, updated.
         pages: int64 `[p]`, pages of the sequence.
-        kept: int64 `[kv_heads, count]`, indices of the tokens to move.
+        kept: int64 `[layers, kv_heads, count]`, indices of the tokens to move.
         first: index within the sequence of the slot for the first of them.
     """
-    kv_heads, size = plane.shape[1:3]
-    head = torch.arange(kv_heads, device=plane.device)[:, None]
-    moved = plane[pages[kept // size], head, kept % size]  # a copy, [kv_heads, count, dim]
-    target = first + torch.arange(kept.shape[1], device=plane.device)
-    plane[pages[target // size], head, target % size] = moved
+    kv_heads, size = layers[0][0].shape[1:3]
+    head = torch.arange(kv_heads, device=pages.device)[:, None]
+    sources, slots = pages[kept // size], kept % size
+    target = first + torch.arange(kept.shape[2], device=pages.device)
+    target_pages, target_slots = pages[target // size], target % size
+    for planes, page, slot in zip(layers, sources, slots, strict=True):
+        for plane in planes:
+            moved = plane[page, head, slot]  # a copy, [kv_heads, count, dim]
+            plane[target_pages, head, target_slots] = moved

@@ -135,8 +135,7 @@ def measure(
     """Measure formats by teacher-forced passes. The passes of the baseline are shared.
 
     Args:
-        model: model on the CPU with KV format `dense`, which is the second kernel of the noise
-            floor.
+        model: model on the CPU with KV format `dense`, the second kernel of the noise floor.
         formats: the formats by spec; None is exact KV.
         texts: int64 `[texts, tokens]`.
         inputs: description of the model and the texts, see `describe`.
@@ -146,29 +145,19 @@ def measure(
 
     Raises:
         QualityError: a text does not fit into the model's context, or logits are not finite.
-        KVFormatError: the format decodes tensors of a wrong shape, or values that are not finite,
-            or does not support eviction.
+        KVFormatError: a format decodes malformed values, or does not support eviction.
     """
-    started = time.monotonic()
+    started, size = time.monotonic(), model.page_size
     bootstrap = bootstrap or Bootstrap()
-    tokens = texts.shape[1]
-    if not 2 <= tokens <= model.context_length:
-        raise QualityError(f"texts of {tokens} tokens: expected 2 to {model.context_length}")
-    for compressed in formats.values():
-        if eviction and compressed is not None:
-            check_eviction(compressed)
+    _check(model, formats, texts.shape[1], eviction)
+    inputs = replace(inputs, first_scored=inputs.tokens // 2 if eviction else 0)
     exact = TeacherForced(model.config, None, window=window)
     tested: dict[str, KVFormat] = {
         spec: TeacherForced(model.config, compressed, window=window)
         for spec, compressed in formats.items()
     }
-    prompt = tokens // 2 if eviction else 0
-    inputs = replace(inputs, first_scored=prompt)
     scores, noise = _scores(model, exact, tested, texts, eviction, progress)
-    size = model.page_size
-    evicted = evicted_tokens(prompt, eviction, size)
-    lengths = range(prompt + 1 - evicted, tokens - evicted)
-    stored = sum(bool(stored_pages(n, size, window=window)) for n in lengths)
+    stored = _stored_positions(inputs, eviction, size, window=window)
     floor, seconds = summarize(noise, bootstrap), time.monotonic() - started
     return [
         Result(
@@ -192,6 +181,24 @@ def measure(
         )
         for spec, compressed in formats.items()
     ]
+
+
+def _check(
+    model: Model, formats: Mapping[str, CompressedFormat | None], tokens: int, eviction: float
+) -> None:
+    """Raise an error of `measure` for texts of ``tokens`` tokens, or for the formats."""
+    if not 2 <= tokens <= model.context_length:
+        raise QualityError(f"texts of {tokens} tokens: expected 2 to {model.context_length}")
+    for compressed in formats.values():
+        if eviction and compressed is not None:
+            check_eviction(compressed)
+
+
+def _stored_positions(inputs: Inputs, eviction: float, page_size: int, *, window: bool) -> int:
+    """Return the number of scored positions of a text that attend stored pages."""
+    evicted = evicted_tokens(inputs.first_scored, eviction, page_size)
+    lengths = range(inputs.first_scored + 1 - evicted, inputs.tokens - evicted)
+    return sum(bool(stored_pages(length, page_size, window=window)) for length in lengths)
 
 
 def _scores(

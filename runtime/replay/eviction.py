@@ -19,7 +19,7 @@ from runtime.core.sequence import SequenceGroup
 from runtime.core.window import SINK_PAGES, first_recent
 from runtime.graphs.host_copy import to_device
 from runtime.kv.cache import PagedCache
-from runtime.kv.eviction import compact, gumbel_noise, kept_tokens, log_scores
+from runtime.kv.eviction import MAX_ELEMENTS, compact, gumbel_noise, kept_tokens, log_scores
 from runtime.models.model import Model
 
 _EXACT = 2
@@ -75,31 +75,38 @@ class PromptEviction:
 
     def _evict(self, group: SequenceGroup, queries: list[list[Tensor]]) -> None:
         first, tokens, size = group.sequences[0], len(group.tokens), self._cache.page_size
+        config = self._model.config
         begin, end = SINK_PAGES * size, first_recent(tokens, size) * size
         kept = end - begin - first.evicts
         if kept:
             pages = to_device(np.array(first.pages, np.int64), self._model.device)
-            for index in range(self._model.config.num_layers):
-                own = torch.cat([chunk[index] for chunk in queries])
-                self._compact(index, pages, own, tokens, range(begin, end), kept)
+            each = max(1, MAX_ELEMENTS // (tokens * config.num_kv_heads * config.head_dim))
+            for layer in range(0, config.num_layers, each):  # several, to launch fewer kernels
+                layers = range(layer, min(layer + each, config.num_layers))
+                self._compact(layers, pages, queries, tokens, range(begin, end), kept)
         vacated = range((begin + kept) // size, end // size)
         for sequence in group.sequences:
             sequence.evict(vacated)
 
     def _compact(
-        self, index: int, pages: Tensor, queries: Tensor, tokens: int, candidates: range, kept: int
+        self,
+        layers: range,
+        pages: Tensor,
+        queries: list[list[Tensor]],
+        tokens: int,
+        candidates: range,
+        kept: int,
     ) -> None:
-        """Keep some of the candidates of one layer, directly after the sinks.
-
-        Args:
-            queries: `[QUERIES, heads, dim]`.
-        """
-        planes = self._cache.layer(index)[:_EXACT]
-        keys = planes[0][pages].transpose(0, 1).flatten(1, 2)[:, :tokens]  # [kv_heads, t, dim]
-        scores = log_scores(queries, keys, self._noise_of(tokens))
+        """Keep some of the candidates in each KV head of some layers, directly after the sinks."""
+        planes = [self._cache.layer(index)[:_EXACT] for index in layers]
+        by_head = [keys[pages].transpose(0, 1).flatten(1, 2) for keys, _ in planes]
+        keys = torch.cat(by_head)[:, :tokens]  # [layers * kv_heads, t, dim]
+        # [QUERIES, layers * heads, dim]
+        own = torch.cat([torch.cat([chunk[i] for chunk in queries]) for i in layers], dim=1)
+        scores = log_scores(own, keys, self._noise_of(tokens).repeat(len(layers), 1))
         best = kept_tokens(scores[:, candidates.start : candidates.stop], kept)
-        for plane in planes:
-            compact(plane, pages, candidates.start + best, candidates.start)
+        best = candidates.start + best.view(len(layers), -1, kept)
+        compact(planes, pages, best, candidates.start)
 
     def _noise_of(self, tokens: int) -> Tensor:
         if self._noise.shape[1] < tokens:

@@ -98,20 +98,23 @@ class MixedReplay:
             decoding: the batch slot of each sequence to decode.
             completed: pairs of a batch slot and the index of a piece: the slot's logits are those
                 of the piece's last token.
-            queries: log of queries of the chunks' tokens. A pass with a log is computed without a
-                graph.
+            queries: log of queries of the chunks' tokens. A pass with a log is launched in the same
+                shape, but without a graph.
         """
         rows = sum(len(piece.tokens) for piece in pieces) + len(decoding)
         sampled = max((*decoding, *(slot for slot, _ in completed)), default=-1) + 1
         wanted = PassShape(rows, len(decoding), sampled)
         shape, inputs = self._captured_shape(wanted), self._inputs
-        if shape is None or len(pieces) > MAX_CHUNKS or queries is not None:
+        if shape is None or len(pieces) > MAX_CHUNKS:
             inputs = PassInputs(wanted, len(pieces), self._slots)
             inputs.write(wanted, pieces, decoding, completed)
             self._compute(inputs, replace(inputs.batch(wanted), queries=queries))
         else:
             inputs.write(shape, pieces, decoding, completed)
-            self._replay(shape)
+            if queries is None:
+                self._replay(shape)
+            else:
+                self._compute(inputs, replace(inputs.batch(shape), queries=queries))
 
     def warm_up(self, progress: Callable[[int], None]) -> None:
         """Capture all graphs, the largest first, so that the others reuse its memory.

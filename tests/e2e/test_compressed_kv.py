@@ -1,4 +1,4 @@
-"""Deployments with compressed or evicted KV: pages arrive unchanged, tokens equal those of one worker."""
+"""Deployments with compressed KV: pages arrive unchanged, tokens equal those of one worker."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Keyformer eviction: scores and compaction against plain loops, and formats that refuse it."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,9 +10,17 @@ import torch
 from runtime.core.eviction import MIN_PROMPT, QUERIES, evicted_tokens
 from runtime.core.window import first_recent
 from runtime.errors import KVFormatError
-from runtime.kv import eviction
+from runtime.kv import eviction, fdc, palu, shard
+from runtime.kv.compressed import CompressedFormat
+from runtime.kv.dense import DenseFormat
 from runtime.kv.eviction import check_eviction, compact, gumbel_noise, kept_tokens, log_scores
+from runtime.kv.fdc import FdcFormat
+from runtime.kv.palu import PaluFormat
 from runtime.kv.registry import COMPRESSED, create_format
+from runtime.kv.shard import ShardFormat
+from runtime.kv.windowed import WindowedFormat
+from tests.runtime.kv.lowrank import CONFIG as SHAPE
+from tests.runtime.kv.lowrank import activations, moments_of, orthonormal
 from tests.runtime.tiny import CONFIG
 
 PAGE = 16
@@ -71,7 +80,7 @@ def test_scores_equal_plain_loops(
     # fp32 against fp64; logarithms of sums of probabilities
     expected = scores_by_loops(queries, keys, noise)
     assert torch.allclose(found.double().exp(), torch.from_numpy(expected), rtol=1e-4, atol=1e-7)
-    monkeypatch.setattr(eviction, "_ELEMENTS", 1)  # one KV head at a time
+    monkeypatch.setattr(eviction, "MAX_ELEMENTS", 1)  # one KV head at a time
     assert torch.equal(log_scores(queries, keys, noise), found)
 
 
@@ -109,24 +118,47 @@ def test_kept_tokens_are_the_best_of_each_head_in_order() -> None:
 
 
 def test_compaction_moves_tokens_of_each_head() -> None:
-    plane = random(9, 2, PAGE, 4)
-    before, pages = plane.clone(), torch.tensor([7, 2, 5, 0, 3])
-    kept = torch.stack([torch.arange(16, 64)[::3], torch.arange(18, 66)[::3]])
-    compact(plane, pages, kept, PAGE)
-    for head in range(2):
-        for index, token in enumerate(kept[head].tolist()):
-            target = PAGE + index
-            assert torch.equal(
-                plane[pages[target // PAGE], head, target % PAGE],
-                before[pages[token // PAGE], head, token % PAGE],
-            )
+    layers = [tuple(random(9, 2, PAGE, 4, seed=2 * n + i) for i in range(2)) for n in range(2)]
+    before = [[plane.clone() for plane in planes] for planes in layers]
+    pages = torch.tensor([7, 2, 5, 0, 3])
+    kept = torch.stack([torch.arange(first, 48 + first)[::3] for first in (16, 18, 30, 31)])
+    kept = kept.view(2, 2, 16)  # [layers, kv_heads, count]
+    compact(layers, pages, kept, PAGE)
     untouched = [page for page in range(9) if page != 2]
-    assert torch.equal(plane[untouched], before[untouched])
+    for layer, head, i in product(range(2), range(2), range(2)):
+        plane, old = layers[layer][i], before[layer][i]
+        for slot, token in enumerate(kept[layer, head].tolist()):
+            source = pages[token // PAGE]
+            assert torch.equal(plane[2, head, slot], old[source, head, token % PAGE])
+        assert torch.equal(plane[untouched], old[untouched])
 
 
 @pytest.mark.parametrize("name", ["dense", *COMPRESSED])
 def test_formats_that_keep_rope_support_eviction(name: str) -> None:
     check_eviction(create_format(name, CONFIG, torch.device("cpu"), torch.float32))
+
+
+@pytest.mark.parametrize("name", ["fdc", "fdc without prc", "palu", "shard"])
+def test_formats_that_undo_rope_are_refused(name: str) -> None:
+    """After an eviction, the tokens of a page have positions that do not follow from its index."""
+    text = [activations(orthonormal(h, 64, 64, seed=h), h) for h in (8, 4, 4)]
+    moments = [moments_of(SHAPE, (text[0], text[1], text[2]))] * 2
+    compressed: CompressedFormat
+    if name == "palu":
+        compressed = PaluFormat(SHAPE, palu.calibrate(moments, palu.PaluOptions(), ""))
+    elif name == "shard":
+        compressed = ShardFormat(SHAPE, shard.calibrate(moments, shard.ShardOptions(), ""))
+    else:
+        options = fdc.FdcOptions(prc=name == "fdc")
+        compressed = FdcFormat(SHAPE, fdc.calibrate(moments, options, ""))
+    exact = DenseFormat.create(SHAPE, torch.device("cpu"), torch.float32)
+    windowed = WindowedFormat(exact, compressed)
+    if name == "fdc":
+        check_eviction(windowed)
+        return
+    message = f"KV format {compressed.name} does not support kv_eviction: it undoes RoPE"
+    with pytest.raises(KVFormatError, match=message):
+        check_eviction(windowed)
 
 
 class Foreign:

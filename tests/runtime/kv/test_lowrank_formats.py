@@ -13,12 +13,8 @@ from runtime.config import ModelConfig
 from runtime.errors import KVFormatError
 from runtime.kv import fdc, palu, shard
 from runtime.kv.calibration import KVMoments
-from runtime.kv.compressed import CompressedFormat
-from runtime.kv.dense import DenseFormat
-from runtime.kv.eviction import check_eviction
 from runtime.kv.k4v2 import K4V2Format
 from runtime.kv.rotation import PageRotation
-from runtime.kv.windowed import WindowedFormat
 from tests.runtime.kv.lowrank import (
     CONFIG,
     PAGE,
@@ -195,26 +191,6 @@ def test_fdc_shared_basis_covers_queries() -> None:
         widths.append(found.shape[2])
         assert (relative_error(kept, q.view(4, -1, 64)) < 1e-4) is share
     assert widths == [48, 16]
-
-
-def test_formats_that_undo_rope_refuse_eviction() -> None:
-    """After an eviction, the tokens of a page have positions that do not follow from its index."""
-    moments = [moments_of(CONFIG, full_text())] * 2
-    made: list[tuple[CompressedFormat, bool]] = [
-        (fdc.FdcFormat(CONFIG, fdc.calibrate(moments, fdc.FdcOptions(prc=prc), HASH)), prc)
-        for prc in (True, False)
-    ]
-    palus = palu.PaluFormat(CONFIG, palu.calibrate(moments, palu.PaluOptions(), HASH))
-    shards = shard.ShardFormat(CONFIG, shard.calibrate(moments, shard.ShardOptions(), HASH))
-    exact = DenseFormat.create(CONFIG, torch.device("cpu"), torch.float32)
-    for compressed, supported in [*made, (palus, False), (shards, False)]:
-        windowed = WindowedFormat(exact, compressed)
-        if supported:
-            check_eviction(windowed)
-            continue
-        message = f"KV format {compressed.name} does not support kv_eviction: it undoes RoPE"
-        with pytest.raises(KVFormatError, match=message):
-            check_eviction(windowed)
 
 
 def test_fdc_without_prc_is_exact_if_the_rank_before_rope_suffices() -> None:

@@ -68,5 +68,5 @@ def test_tables_name_the_share() -> None:
 
 
 def test_formats_that_do_not_keep_rope_are_refused() -> None:
-    with pytest.raises(KVFormatError, match="does not support kv_eviction"):
+    with pytest.raises(KVFormatError, match="test-int8 does not support kv_eviction"):
         measured("Int8", 0.5)
