@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,21 +14,15 @@ from runtime.core.request import Request, SampledToken, SamplingParams
 from runtime.core.window import SINK_PAGES, first_recent, stored_pages
 from runtime.engine import Add, Arrived, Cancel, Engine, Release, Reserve
 from runtime.errors import OutOfPages
+from runtime.kv import fdc
 from runtime.kv.eviction import gumbel_noise, log_scores
 from runtime.kv.pages import pages_for
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
 from runtime.sampling.reference import SamplingRow, sample
-from tests.runtime.tiny import (
-    Record,
-    drive,
-    replayed,
-    request_of,
-    tiny_checkpoint,
-)
-from tests.runtime.tiny import (
-    engine_of as tiny_engine,
-)
+from tests.runtime.kv.lowrank import activations, moments_of, orthonormal
+from tests.runtime.tiny import CONFIG, Record, drive, replayed, request_of, tiny_checkpoint
+from tests.runtime.tiny import engine_of as tiny_engine
 
 PAGE = 16
 SHARE = 0.5
@@ -138,6 +133,20 @@ def test_output_equals_a_plain_loop(model: Model, replay: int) -> None:
         assert drive(alone, Add(request)).tokens[request.id, 0] == expected
         assert together.tokens[request.id, 0] == expected
         assert all_free(alone)
+    assert all_free(engine)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4", "stream8", "fdc"])
+def test_formats_store_what_is_kept(name: str, tmp_path: Path) -> None:
+    if name == "fdc":
+        text = [activations(orthonormal(h, 16, 16, seed=h), h) for h in (6, 2, 2)]
+        moments = [moments_of(CONFIG, (text[0], text[1], text[2]))] * 2
+        fdc.calibrate(moments, fdc.FdcOptions(rank=16), "tiny-0").save(tmp_path / "fdc")
+        name = f"fdc:{tmp_path / 'fdc'}"
+    model = Model(tiny_checkpoint(), kv_format=name)
+    request = request_of("r", 190, 60, sampling=SEEDED)
+    engine = engine_of(model)
+    assert drive(engine, Add(request)).tokens["r", 0] == output_by_hand(model, request)
     assert all_free(engine)
 
 
