@@ -7,7 +7,7 @@ x = q·k / √dim of query i of the G query heads of a KV head, and noise ζ,
 
 (Keyformer's score function with temperature 1, as for prompts). ζ is standard Gumbel noise, which
 gives tokens with a small logit a chance to be kept. It is a hash of position and KV head, so that
-all workers keep the same tokens. Scores are compared as logarithms, which do not underflow.
+all workers keep the same tokens.
 
 `runtime.core.eviction` defines how many tokens are kept. K is stored after RoPE, and therefore
 moved without being rotated again.
@@ -57,8 +57,8 @@ def gumbel_noise(positions: int, kv_heads: int) -> NDArray[np.float32]:
     return noise
 
 
-def log_scores(queries: Tensor, keys: Tensor, noise: Tensor) -> Tensor:
-    """Return the logarithms of the scores of a prompt's tokens, fp32 `[kv_heads, t]`.
+def key_scores(queries: Tensor, keys: Tensor, noise: Tensor) -> Tensor:
+    """Return the scores of a prompt's tokens, fp32 `[kv_heads, t]`.
 
     Args:
         queries: `[w, heads, dim]`, those of the last ``w`` tokens, after RoPE.
@@ -68,17 +68,19 @@ def log_scores(queries: Tensor, keys: Tensor, noise: Tensor) -> Tensor:
     kv_heads, tokens, dim = keys.shape
     count, heads, _ = queries.shape
     group = heads // kv_heads
+    scaled = queries.float() / math.sqrt(dim)
     # [w, kv_heads * group, dim] -> [kv_heads, w, group, dim] -> [kv_heads, w * group, dim]
-    by_head = queries.float().view(count, kv_heads, group, dim).transpose(0, 1).flatten(1, 2)
-    order = torch.arange(tokens, device=keys.device)
+    by_head = scaled.view(count, kv_heads, group, dim).transpose(0, 1).flatten(1, 2)
     row = torch.arange(count * group, device=keys.device) // group
-    later = order > (tokens - count + row)[:, None]  # [w * group, t]
+    later = torch.arange(count, device=keys.device) > row[:, None]  # of the last w tokens
     each = max(1, MAX_ELEMENTS // (tokens * max(dim, count * group)))  # KV heads at a time
     found = []
     for first in range(0, kv_heads, each):
         own = slice(first, first + each)
-        scores = by_head[own] @ keys[own].float().mT / math.sqrt(dim) + noise[own, None]
-        found.append(scores.masked_fill_(later, -math.inf).log_softmax(-1).logsumexp(1))
+        # [kv_heads, w * group, t]
+        logits = torch.baddbmm(noise[own, None], by_head[own], keys[own].float().mT)
+        logits[:, :, tokens - count :].masked_fill_(later, -math.inf)
+        found.append(logits.softmax(-1).sum(1))
     return torch.cat(found)
 
 

@@ -19,7 +19,7 @@ from runtime.core.sequence import SequenceGroup
 from runtime.core.window import SINK_PAGES, first_recent
 from runtime.graphs.host_copy import to_device
 from runtime.kv.cache import PagedCache
-from runtime.kv.eviction import MAX_ELEMENTS, compact, gumbel_noise, kept_tokens, log_scores
+from runtime.kv.eviction import MAX_ELEMENTS, compact, gumbel_noise, kept_tokens, key_scores
 from runtime.models.model import Model
 
 _EXACT = 2
@@ -103,7 +103,7 @@ class PromptEviction:
         keys = torch.cat(by_head)[:, :tokens]  # [layers * kv_heads, t, dim]
         # [QUERIES, layers * heads, dim]
         own = torch.cat([torch.cat([chunk[i] for chunk in queries]) for i in layers], dim=1)
-        scores = log_scores(own, keys, self._noise_of(tokens).repeat(len(layers), 1))
+        scores = key_scores(own, keys, self._noise_of(tokens).repeat(len(layers), 1))
         best = kept_tokens(scores[:, candidates.start : candidates.stop], kept)
         best = candidates.start + best.view(len(layers), -1, kept)
         compact(planes, pages, best, candidates.start)

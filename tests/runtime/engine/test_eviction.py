@@ -15,7 +15,7 @@ from runtime.core.window import SINK_PAGES, first_recent, stored_pages
 from runtime.engine import Add, Arrived, Cancel, Engine, Release, Reserve
 from runtime.errors import OutOfPages
 from runtime.kv import fdc
-from runtime.kv.eviction import gumbel_noise, log_scores
+from runtime.kv.eviction import gumbel_noise, key_scores
 from runtime.kv.pages import pages_for
 from runtime.kv.windowed import WindowedFormat
 from runtime.models.model import Model
@@ -51,7 +51,7 @@ def kept_by_hand(model: Model, cache: object, index: int, log: QueryLog, tokens:
     k_pages = cache.layer(index)[0]  # type: ignore[attr-defined]
     keys = k_pages.transpose(0, 1).flatten(1, 2)[:, :tokens]
     noise = torch.from_numpy(gumbel_noise(tokens, len(keys)))
-    scores = log_scores(log.layers[index], keys, noise)
+    scores = key_scores(log.layers[index], keys, noise)
     begin, end = PAGE * SINK_PAGES, PAGE * first_recent(tokens, PAGE)
     best = end - begin - evicted_tokens(tokens, SHARE, PAGE)
     rows = []
