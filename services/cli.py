@@ -133,6 +133,10 @@ def up(
     ] = "auto",
     device: Annotated[str, typer.Option(help="device of the workers: auto, cpu or cuda")] = "auto",
     kv_format: KVFormat = "dense",
+    kv_eviction: Annotated[
+        float,
+        typer.Option(min=0, max=0.99, help="share of a prompt's tokens whose KV is evicted"),
+    ] = 0.0,
     detach: Annotated[
         bool, typer.Option(help="run in the background; return when the deployment is ready")
     ] = False,
@@ -153,6 +157,7 @@ def up(
         codec=codec,
         device=device,
         kv_format=kv_format,
+        kv_eviction=kv_eviction,
     )
     raise typer.Exit(start(options, detach=detach))
 

@@ -117,6 +117,9 @@ class FusedKernels(Protocol):
 class CompressedFormat(Protocol):
     """A lossy representation of K and V in pages.
 
+    A format that ignores ``first_positions``, because it encodes K after RoPE, has the attribute
+    ``keeps_rope = True``. The tokens of a page may then have any positions (`runtime.kv.eviction`).
+
     Attributes:
         name: stable name of the format.
         version: number to increase whenever the same K and V are stored as different bits.

@@ -47,6 +47,7 @@ class QuantizedFormat(ABC):
     name: str
     version: int
     artifact_hash = ""
+    keeps_rope = True
 
     def __init__(
         self,

@@ -139,6 +139,7 @@ class WindowedFormat:
 
     Attributes:
         compressed: True; formats without stored pages lack this attribute.
+        keeps_rope: see `CompressedFormat`.
     """
 
     lossless = False
@@ -149,6 +150,7 @@ class WindowedFormat:
         self._exact, self._compressed = exact, compressed
         self.name, self.version = compressed.name, compressed.version
         self.artifact_hash = compressed.artifact_hash
+        self.keeps_rope = bool(getattr(compressed, "keeps_rope", False))
         self.graph_safe = exact.graph_safe and bool(getattr(compressed, "fused", False))
 
     @property

@@ -108,6 +108,7 @@ class Compatibility(_Message):
     codec: Label  # "raw", or "splitzip" if the worker supports both
     codebook_id: Label
     kernel_plan_hash: Label
+    kv_eviction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of a prompt's tokens
 
     def mismatches(self, other: "Compatibility") -> list[str]:
         """Return the names of the fields that differ; empty if the workers are compatible."""

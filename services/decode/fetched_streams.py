@@ -11,7 +11,7 @@ from runtime.engine import Arrived, Cancel, Reserve, StepOutput
 from runtime.kv.pages import pages_for
 from services.decode.settings import DecodeSettings
 from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
-from services.transfer.manifest import sent_tokens
+from services.transfer.manifest import SentTokens
 from services.transfer.receiver import Receiver
 from services.worker.lifecycle import Worker
 from services.worker.loading import PAGE_SIZE, digest_pages
@@ -99,7 +99,7 @@ class FetchedStreams(StreamService):
                 on_verified=start_decoding,
                 deadline_s=stream.deadline_s,
                 on_computing=reserve if has_room else None,
-                samples_first=self._sent_tokens(stream) == len(stream.request.tokens),
+                samples_first=self._sent_tokens(stream).computed == len(stream.request.tokens),
             )
             times = await self._receiver.fetch(fetch)
             found = None if digest is None else await digest
@@ -121,7 +121,8 @@ class FetchedStreams(StreamService):
         """
         load = self._worker.engine.load
         waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]
-        pages = sum(pages_for(len(s.request.tokens), PAGE_SIZE) for s in waiting)
+        tokens = [len(s.request.tokens) - self._sent_tokens(s).evicted for s in waiting]
+        pages = sum(pages_for(count, PAGE_SIZE) for count in tokens)
         fits = 2 * (load.running + len(waiting)) <= self._worker.sizes.max_running
         return fits and load.waiting == 0 and 2 * pages < load.pages_free
 
@@ -142,13 +143,13 @@ class FetchedStreams(StreamService):
         """Start to compute the digest of a prompt's pages, if that is enabled."""
         if not self._settings.kv_digest or stream.reserved is None:
             return None
-        reserved, tokens = stream.reserved.result(), self._sent_tokens(stream)
+        reserved, tokens = stream.reserved.result(), self._sent_tokens(stream).kept
         return self._worker.engine.run(
             lambda engine: digest_pages(engine, reserved.pages, tokens, reserved.stored)
         )
 
-    def _sent_tokens(self, stream: Stream) -> int:
-        return sent_tokens(stream.start.request, self._receiver.layout)
+    def _sent_tokens(self, stream: Stream) -> SentTokens:
+        return self._receiver.sent_tokens(stream.start.request)
 
     def _record(
         self, stream: Stream, times: FetchTimes, total_s: float, digest: str | None

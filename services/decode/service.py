@@ -52,6 +52,7 @@ class DecodeWorker(Worker):
             credits_per_sequence=settings.credits_per_sequence,
             read_timeout_s=settings.read_timeout_s,
             metrics=TransferMetrics(self.metrics.registry),
+            kv_eviction=loaded.identity.compatibility.kv_eviction,
         )
         self.service = FetchedStreams(self, self.receiver, settings)
 

@@ -62,6 +62,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             lease_s=settings.lease_s,
             max_sequences=self._max_sequences,
             metrics=TransferMetrics(self.metrics.registry),
+            kv_eviction=loaded.identity.compatibility.kv_eviction,
         )
         self.jobs: dict[str, Job] = {}
         self.service = StreamService(self, max_deadline_s=settings.max_deadline_s)

@@ -14,7 +14,6 @@ from runtime.core.request import Request, SampledToken
 from runtime.engine import Add, Cancel
 from runtime.errors import InvalidRequest, RuntimeFault
 from services.common.grpc_server import MessageStream, drain, next_message
-from services.transfer.manifest import sent_tokens
 from services.transfer.outgoing import Outgoing
 from services.transfer.policy import SegmentTiming
 from services.transfer.sender import Sender
@@ -29,6 +28,7 @@ class Job:
     """State of one sequence that this worker computes.
 
     Attributes:
+        samples_first: whether the engine samples first tokens after the tokens that it computes.
         accepted: time of acceptance, in seconds of `time.perf_counter`.
         computing_since: start time of the first chunk, on the same clock; 0 until then.
         pages: pages with computed KV.
@@ -38,16 +38,12 @@ class Job:
 
     outgoing: Outgoing
     request: Request
+    samples_first: bool
     accepted: float = field(default_factory=time.perf_counter)
     computing_since: float = 0.0
     pages: tuple[int, ...] = ()
     stored: tuple[int, ...] = ()
     first: list[SampledToken] = field(default_factory=list)
-
-    @property
-    def samples_first(self) -> bool:
-        """Whether the engine samples first tokens after the tokens whose KV is sent."""
-        return self.outgoing.tokens == len(self.request.tokens)
 
     @property
     def ends_at_once(self) -> bool:
@@ -149,12 +145,13 @@ class PrefillSession:
             self._fail(start.sequence, error_pb2.ERROR_CODE_OVERLOADED, "the worker is full")
             return
         request = request_from_message(key, message)
+        sent = self._sender.sent_tokens(message)
         outgoing = Outgoing(
             key=key,
             reader=self._name,
             peer=self.peer,
             sequence=start.sequence,
-            tokens=sent_tokens(message, self._sender.layout),
+            tokens=sent.kept,
             request_id=message.request_id,
             attempt=message.attempt,
             agent=self._agent,
@@ -162,7 +159,8 @@ class PrefillSession:
             emit=self._outbox.put_nowait,
             fail=lambda code, message: self.fail(key, code, message),
         )
-        self._jobs[key] = Job(outgoing, request)
+        samples_first = sent.computed == len(request.tokens)
+        self._jobs[key] = Job(outgoing, request, samples_first)
         self._own.add(key)
         self._sender.open(outgoing)
         self._engine.submit(Add(request, hold=True))

@@ -88,6 +88,7 @@ class FetchProgress:
     """Progress of one fetch.
 
     Attributes:
+        evicted: number of evicted tokens, which the prefill worker must confirm.
         expected: total number of segments, once it is known.
         announced: segments announced so far.
         verified: segments that were read, verified and decoded.
@@ -98,6 +99,7 @@ class FetchProgress:
     """
 
     coverage: Coverage
+    evicted: int = 0
     times: FetchTimes = field(default_factory=FetchTimes)
     expected: int | None = None
     announced: int = 0

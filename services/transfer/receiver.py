@@ -9,10 +9,10 @@ import asyncio
 from contextlib import suppress
 
 import codec
-from headrace.v1 import error_pb2
+from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.core.window import SINK_PAGES
-from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.cache import PagedCache
 from services.transfer.agent import TransferAgent
 from services.transfer.announced import AnnouncedSegments
 from services.transfer.codecs import SegmentCodecs
@@ -27,7 +27,7 @@ from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch, FetchFailed, FetchProgress, FetchTimes
 from services.transfer.landed import SegmentDecoder
 from services.transfer.landing import LandingSlots
-from services.transfer.manifest import Coverage, sent_tokens
+from services.transfer.manifest import Coverage, SentTokens, sent_tokens
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
 from services.transfer.pulls import Pull, Pulls
@@ -46,6 +46,7 @@ class Receiver:
         codecs: codecs of that cache.
         credits_per_sequence: maximum number of segments of one sequence in flight.
         read_timeout_s: deadline of one segment's READ, in seconds.
+        kv_eviction: fraction of the prompt tokens that prefill workers evict.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class Receiver:
         credits_per_sequence: int,
         read_timeout_s: float,
         metrics: TransferMetrics,
+        kv_eviction: float = 0.0,
     ) -> None:
         self._agent = agent
         self.landing = LandingSlots(landing, credits_per_sequence, self._grant)
         self._clients = clients
-        self._codecs = codecs
+        self._codecs, self._kv_eviction = codecs, kv_eviction
         self._metrics = metrics
         self._subscriptions: dict[str, Subscription] = {}
         announced = AnnouncedSegments(on_waiting=agent.wake)
@@ -71,10 +73,9 @@ class Receiver:
         decoder = SegmentDecoder(cache, codecs, landing)
         self._pulls = Pulls(agent, decoder, landing, read_timeout_s, announced)
 
-    @property
-    def layout(self) -> CacheLayout:
-        """Layout of the cache."""
-        return self._codecs.layout
+    def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
+        """Return which tokens of a request are sent; see `manifest.sent_tokens`."""
+        return sent_tokens(request, self._codecs.layout, self._kv_eviction)
 
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         """Fetch a prompt's KV into reserved pages; return when all of it is verified.
@@ -101,8 +102,8 @@ class Receiver:
         self._metrics.landing_slots.labels("quarantined").set(self.landing.quarantined)
 
     async def _run(self, fetch: Fetch, client: PrefillClient) -> FetchTimes:
-        tokens = sent_tokens(fetch.request, self._codecs.layout)
-        progress = FetchProgress(Coverage(tokens, self._codecs.layout))
+        sent = self.sent_tokens(fetch.request)
+        progress = FetchProgress(Coverage(sent.kept, self._codecs.layout), sent.evicted)
         with client.subscribe(fetch.request) as subscription:
             self._subscriptions[fetch.key] = subscription
             try:
@@ -194,6 +195,10 @@ class Receiver:
                     raise ForeignSegment(
                         f"a total of {event.done.segments} segments after {progress.announced} "
                         f"segments and a total of {progress.expected}"
+                    )
+                if event.done.evicted_tokens != progress.evicted:
+                    raise ForeignSegment(
+                        f"{event.done.evicted_tokens} tokens were evicted, not {progress.evicted}"
                     )
                 progress.expected = event.done.segments
                 self._check_verified(fetch, progress)

@@ -133,6 +133,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             codec="splitzip" if codebook_id else "raw",
             codebook_id=codebook_id,
             kernel_plan_hash=model.kernel_plan_hash,
+            kv_eviction=settings.kv_eviction,
         ),
     )
     return Loaded(engine, codebooks, identity, config, device, sizes, weight_bytes)
@@ -239,6 +240,7 @@ def _engine(model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decod
         replay=model.replayable,
         decodes=decodes,
         by_layer=settings.decode_graphs == "layer",
+        kv_eviction=settings.kv_eviction,
     )
 
 

@@ -68,6 +68,13 @@ class WorkerSettings(ServiceSettings):
         "calibration of a format from `headrace calibrate`, or module:Class; the same for all "
         "workers",
     )
+    kv_eviction: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="fraction of a prompt's tokens whose KV is evicted once the prompt is complete "
+        "(Keyformer), at least 128 tokens; 0: none; the same for all workers",
+    )
     kernel_plan_file: Path | None = Field(
         None,
         description="kernel plan from `headrace tune` for this model and GPU, the same file for "

@@ -40,9 +40,13 @@ def ask(running: Running, number: int) -> list[object]:
     return tokens
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4"])
-def test_disaggregated_tokens_equal_those_of_one_worker(model: Path, name: str) -> None:
-    flags = ("--model", str(model), "--kv-format", name)
+@pytest.mark.parametrize(
+    ("name", "eviction"), [("fp8", "0"), ("int4", "0"), ("dense", "0.5"), ("int4", "0.5")]
+)
+def test_disaggregated_tokens_equal_those_of_one_worker(
+    model: Path, name: str, eviction: str
+) -> None:
+    flags = ("--model", str(model), "--kv-format", name, "--kv-eviction", eviction)
     with deployed(*flags, "--colocated") as running:
         expected = [ask(running, number) for number in range(REQUESTS)]
     environment = {"HEADRACE_PREFILL_KV_DIGEST": "true", "HEADRACE_DECODE_KV_DIGEST": "true"}

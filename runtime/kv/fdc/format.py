@@ -128,6 +128,11 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
             for name, basis in zip(("k", "v"), bases, strict=True)
         )
 
+    @property
+    def keeps_rope(self) -> bool:
+        """Whether K is projected after RoPE; see `CompressedFormat`."""
+        return all(layer.rotation is None for layer in self._layers)
+
     def unpadded_bytes_per_token(self, layer: int) -> int:
         """Return the bytes of one layer and token that are not padding of heads with lower rank.
 

@@ -39,9 +39,16 @@ def script() -> list[list[Command]]:
     ]
 
 
-def played(model: Model, pages: int, stored: int) -> Record:
+def played(model: Model, pages: int, stored: int, kv_eviction: float = 0.0) -> Record:
     limits = Limits(max_running=6, max_waiting=64, step_tokens=64, chunk_tokens=32)
-    engine = Engine(model, num_pages=pages, num_stored=stored, limits=limits, replay=True)
+    engine = Engine(
+        model,
+        num_pages=pages,
+        num_stored=stored,
+        limits=limits,
+        replay=True,
+        kv_eviction=kv_eviction,
+    )
     engine.warm_up()
     record = play(engine, script())
     held = engine._scheduler.pages
@@ -71,3 +78,26 @@ def test_graphs_give_the_tokens_of_their_launches(
     for module in ("decode", "mixed"):
         monkeypatch.setattr(f"runtime.replay.{module}.capture", lambda run, pool: run)
     compare(found, played(model, pages, stored), set())
+
+
+@pytest.mark.parametrize("name", ["dense", "int4"])
+def test_graphs_give_the_tokens_of_their_launches_after_an_eviction(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With backend "gemm" and format `dense`, decode steps are launches of the megakernel."""
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    model = Model(
+        tiny_checkpoint(config=WIDE),
+        device="cuda",
+        dtype=torch.bfloat16,
+        backend="gemm" if hopper else "torch",
+        kv_format=name,
+    )
+    stored = 80 * model.layout.has_stored
+    found = played(model, 80, stored, 0.5)
+    exact = played(model, 80, stored)
+    assert found.tokens["r8", 0][0] == exact.tokens["r8", 0][0]
+    assert found.tokens["r8", 0] != exact.tokens["r8", 0]
+    for module in ("decode", "mixed"):
+        monkeypatch.setattr(f"runtime.replay.{module}.capture", lambda run, pool: run)
+    compare(found, played(model, 80, stored, 0.5), set())
