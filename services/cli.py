@@ -199,11 +199,16 @@ def calibrate(
     values: flags.Values = None,
     allocation: flags.Allocation = None,
     group: flags.Group = None,
+    bits: flags.Bits = None,
+    quantize_bits: flags.QuantizeBits = None,
+    outliers: flags.Outliers = None,
+    levels: flags.Levels = None,
+    rope: flags.Rope = None,
 ) -> None:
     """Calibrate the codec's codebooks on the KV of a model, or a compressed KV format.
 
-    With --kv-format fdc, palu or shard, the result is the calibration that the KV format fdc:PATH,
-    palu:PATH or shard:PATH reads. Otherwise it is a file of codebooks.
+    With --kv-format fdc, palu, shard or kvquant, the result is the calibration that the KV format
+    fdc:PATH, palu:PATH, shard:PATH or kvquant:PATH reads. Otherwise it is a file of codebooks.
     """
     given = flags.Given(
         text={"tokens": tokens, "files": text},
@@ -222,6 +227,11 @@ def calibrate(
             "values": values,
             "allocation": allocation,
             "group": group,
+            "bits": bits,
+            "quantize_bits": quantize_bits,
+            "outliers": outliers,
+            "levels": levels,
+            "rope": rope,
         },
     )
     with _reported_errors("calibrate"):

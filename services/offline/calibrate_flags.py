@@ -9,10 +9,10 @@ import typer
 
 from services.common.errors import SettingsError
 
-CALIBRATED_FORMATS = ("fdc", "palu", "shard")
+CALIBRATED_FORMATS = ("fdc", "palu", "shard", "kvquant")
 """Names for which the command calibrates the format; for others, it calibrates codebooks."""
 
-_FORMATS = "KV formats fdc, palu and shard"
+_FORMATS = "KV formats fdc, palu, shard and kvquant"
 
 
 def parse_fraction(text: str) -> float:
@@ -45,11 +45,17 @@ class Given:
             SettingsError: one was.
         """
         for name, value in (*self.text.items(), *self.search.items(), *self.options.items()):
-            if value is not None:
+            if value is None:
+                continue
+            if name == "quantize_bits":
                 raise SettingsError(
-                    f"KV format {kv_format} has no option {name.replace('_', '-')}, which is for "
-                    f"--kv-format {', '.join(CALIBRATED_FORMATS)}"
+                    f"KV format {kv_format} cannot be quantized again: --quantize-bits is for the "
+                    "latents of fdc and palu"
                 )
+            raise SettingsError(
+                f"KV format {kv_format} has no option {name.replace('_', '-')}, which is for "
+                f"--kv-format {', '.join(CALIBRATED_FORMATS)}"
+            )
 
 
 Tokens = Annotated[
@@ -115,4 +121,29 @@ Allocation = Annotated[
 Group = Annotated[
     int | None,
     typer.Option(min=4, help="shard: coefficients of a group of dynamic allocation; default: 64"),
+]
+
+Bits = Annotated[
+    int | None, typer.Option(min=3, max=4, help="kvquant: bits of a code, 3 or 4; default: 4")
+]
+QuantizeBits = Annotated[
+    int | None,
+    typer.Option(
+        min=3, max=4, help="fdc, palu: quantize the latents as kvquant does, to 3 or 4 bits"
+    ),
+]
+Outliers = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="kvquant, --quantize-bits: exact elements per token and head; default: 1"
+    ),
+]
+Levels = Annotated[
+    str | None,
+    typer.Option(
+        help="kvquant, --quantize-bits: levels of the codes, kmeans or uniform; default: kmeans"
+    ),
+]
+Rope = Annotated[
+    str | None, typer.Option(help="kvquant: quantize K before or after RoPE; default: after")
 ]
