@@ -132,10 +132,16 @@ QuantizeBits = Annotated[
         min=3, max=4, help="fdc, palu: quantize the latents as kvquant does, to 3 or 4 bits"
     ),
 ]
-Outliers = Annotated[
+KOutliers = Annotated[
     int | None,
     typer.Option(
-        min=0, help="kvquant, --quantize-bits: exact elements per token and head; default: 1"
+        min=0, max=4, help="kvquant, --quantize-bits: exact elements of K per token; default: 2"
+    ),
+]
+VOutliers = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=4, help="kvquant, --quantize-bits: exact elements of V per token; default: 0"
     ),
 ]
 Levels = Annotated[

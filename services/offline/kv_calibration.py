@@ -140,8 +140,8 @@ def parse_options(
     codes = None
     if (bits := given.pop("quantize_bits", None)) is not None:
         kvquant.check_quantizable(name)
-        own = {key: given.pop(key) for key in ("outliers", "levels") if key in given}
-        codes = kvquant.CodeOptions(bits, **own)
+        names = {"k_outliers", "v_outliers", "levels"} & set(given)
+        codes = kvquant.CodeOptions(bits, **{key: given.pop(key) for key in names})
     known = {field.name for field in fields(kind)}
     for option in given:
         if option not in known:
@@ -203,7 +203,13 @@ def _texts(
 
 
 def _moments(
-    checkpoint: Checkpoint, rows: Tensor, on: torch.device, console: Console, *, values: bool, pages: bool
+    checkpoint: Checkpoint,
+    rows: Tensor,
+    on: torch.device,
+    console: Console,
+    *,
+    values: bool,
+    pages: bool,
 ) -> list[KVMoments]:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"measuring {rows.numel():,} tokens", total=1.0)
@@ -290,7 +296,9 @@ def _table(
     table.add_column("layer", "all", justify="right")
     table.add_column("bytes per token", f"{total:,.0f}", justify="right")
     table.add_column("ratio", f"{config.num_layers * dense / total:.2f}x", justify="right")
-    table.add_column("ranks per KV head" if compressed.name in kvquant.LATENT_FORMATS else "K and V")
+    table.add_column(
+        "ranks per KV head" if compressed.name in kvquant.LATENT_FORMATS else "K and V"
+    )
     for layer in range(config.num_layers):
         size = _layer_bytes(compressed, layer)
         table.add_row(str(layer), f"{size:,}", f"{dense / size:.2f}x", compressed.describe(layer))

@@ -1,6 +1,6 @@
 """Codes of K and V, or of their latents, from sample pages."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -11,7 +11,14 @@ from runtime.errors import KVFormatError
 from runtime.kv.calibration import Artifact, KVMoments
 from runtime.kv.calibration.moments import SKIPPED
 from runtime.kv.compressed import CompressedFormat, CompressedLayer
-from runtime.kv.kvquant.codes import BITS, MAX_WIDTH, NAME, WIDTH_MULTIPLE, VectorCode
+from runtime.kv.kvquant.codes import (
+    BITS,
+    MAX_OUTLIERS,
+    MAX_WIDTH,
+    NAME,
+    WIDTH_MULTIPLE,
+    VectorCode,
+)
 from runtime.kv.kvquant.exact import ExactPages
 from runtime.kv.kvquant.levels import LEVELS, fit_levels
 
@@ -25,7 +32,7 @@ _LEAST_SCALE = 1e-12
 _POSITIONS = 4
 """Positions over which the importance of K is averaged."""
 _ROUNDS = 3
-"""Fits of the levels of K; each but the first one leaves out the outliers of the previous levels."""
+"""Fits of the levels of K; each leaves out the outliers of the previous levels."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class CodeOptions:
 
     Attributes:
         bits: bits of a code, 4 or 3.
-        outliers: number of exact elements per token and head of K, and of V.
+        k_outliers, v_outliers: number of exact elements per token and head of K and of V.
         levels: "kmeans" for non-uniform levels per layer, or "uniform".
 
     Raises:
@@ -42,16 +49,18 @@ class CodeOptions:
     """
 
     bits: int = 4
-    outliers: int = 1
+    k_outliers: int = 2
+    v_outliers: int = 0
     levels: str = "kmeans"
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise KVFormatError(f"codes of {self.bits} bits: choose {' or '.join(map(str, BITS))}")
-        if not 0 <= self.outliers <= WIDTH_MULTIPLE // 2:
-            raise KVFormatError(
-                f"{self.outliers} outliers per token and head: expected 0 to {WIDTH_MULTIPLE // 2}"
-            )
+        for count in (self.k_outliers, self.v_outliers):
+            if not 0 <= count <= MAX_OUTLIERS:
+                raise KVFormatError(
+                    f"{count} outliers per token and head: expected 0 to {MAX_OUTLIERS}"
+                )
         if self.levels not in LEVELS:
             raise KVFormatError(f"levels {self.levels!r} are unknown: choose {' or '.join(LEVELS)}")
 
@@ -241,7 +250,10 @@ def _gains(
         return channels
 
     count = kv_heads * max(k_width, v_width)
-    planes, pages = (one_hot(k_width, count), one_hot(v_width, count)), torch.arange(count, device=device)
+    planes, pages = (
+        (one_hot(k_width, count), one_hot(v_width, count)),
+        torch.arange(count, device=device),
+    )
     k_gain: Tensor = torch.zeros(count, dtype=torch.float64, device=device)
     ordered = first_positions.sort().values
     for part in range(_POSITIONS):
@@ -269,7 +281,8 @@ def _code(side: str, samples: Tensor, gains: Tensor, options: CodeOptions) -> Ve
     by_token = side == "v"
     mean, scale, weight = (x.float() for x in (mean, scale, weight))
     levels = torch.zeros(2**options.bits, device=samples.device)
-    code = VectorCode(mean, scale, weight, levels, options.outliers, by_token)
+    outliers = options.v_outliers if by_token else options.k_outliers
+    code = VectorCode(mean, scale, weight, levels, outliers, by_token)
     for _ in range(1 if by_token else _ROUNDS):
         found = code.analyze(samples[None])
         kept = torch.ones_like(found.z, dtype=torch.bool).scatter(-1, found.outliers, False)

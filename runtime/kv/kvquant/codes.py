@@ -19,6 +19,8 @@ WIDTH_MULTIPLE = 8
 """Vectors have a multiple of this many elements, so that codes of 3 bits fill whole bytes."""
 MAX_WIDTH = 256
 """Largest number of elements of a vector: an index of an outlier is one byte."""
+MAX_OUTLIERS = 4
+"""Largest number of outliers of a vector."""
 _LARGEST = 1e30
 """Bound of normalized elements, so that their scales and losses stay finite."""
 
@@ -59,9 +61,9 @@ class Analyzed(NamedTuple):
 class VectorCode:
     """Quantization of the vectors of one layer, K or V.
 
-    An element x of channel j is normalized to ``z = (x - mean_j) / scale_j``. With scales of tokens,
-    z is divided by the largest magnitude of the vector's normalized elements that are no outliers.
-    A code is the number of the nearest level.
+    An element x of channel j is normalized to ``z = (x - mean_j) / scale_j``. With scales of
+    tokens, z is divided by the largest magnitude of the vector's normalized elements that are no
+    outliers. A code is the number of the nearest level.
 
     The ``outliers`` elements of a vector whose loss would be largest are stored as bf16: by
     ``weight_j |z - level|``, or with scales of tokens by ``|z|``, on which the scale depends.
@@ -124,7 +126,7 @@ class VectorCode:
 
 
 def edges_of(levels: Tensor) -> Tensor:
-    """Return the edges between ascending levels, one fewer: a value at an edge has the lower one."""
+    """Return the edges between ascending levels; a value at an edge has the lower level."""
     return (levels[1:] + levels[:-1]) / 2
 
 

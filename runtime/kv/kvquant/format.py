@@ -20,7 +20,7 @@ from runtime.kv.kvquant.calibrate import (
     quantized_version,
     unquantized_version,
 )
-from runtime.kv.kvquant.codes import BITS, NAME, Coded, VectorCode
+from runtime.kv.kvquant.codes import BITS, MAX_OUTLIERS, NAME, Coded, VectorCode
 from runtime.kv.kvquant.exact import ExactPages
 
 
@@ -60,7 +60,7 @@ class QuantizedLayer:
         # A NaN that is converted from fp32 would have other bits on a GPU than on a CPU.
         scales = v_coded.scale.masked_fill(~finite, torch.nan)
         parts = [k_coded.codes, v_coded.codes, scales]
-        if self.keys.outliers:
+        if self.keys.outliers + self.values.outliers:
             parts.append(torch.cat((k_coded.outliers, v_coded.outliers), dim=-1))
             parts.append(torch.cat((k_coded.indices, v_coded.indices), dim=-1))
         for plane, part in zip(planes, parts, strict=True):
@@ -72,13 +72,16 @@ class QuantizedLayer:
         k_codes, v_codes, scales, *exact = (plane[pages] for plane in planes)
         if not exact:
             exact = [scales[..., :0], k_codes[..., :0]]
-        (k_exact, v_exact), (k_at, v_at) = (x.chunk(2, dim=-1) for x in exact)
+        count = self.keys.outliers
+        (k_exact, v_exact), (k_at, v_at) = ((x[..., :count], x[..., count:]) for x in exact)
         ones = torch.ones_like(scales)
         k = self.keys.decode(Coded(k_codes, ones, k_exact, k_at))
         v = self.values.decode(Coded(v_codes, scales, v_exact, v_at))
         finite = ~scales.isnan()
         k, v = (torch.where(finite, x, torch.nan) for x in (k, v))
-        return self.latents.decode((k, v), torch.arange(len(pages), device=k.device), first_positions)
+        return self.latents.decode(
+            (k, v), torch.arange(len(pages), device=k.device), first_positions
+        )
 
 
 class QuantizedPages:
@@ -106,21 +109,22 @@ class QuantizedPages:
         self._heads = config.num_kv_heads
         artifact.check_layers(config.num_layers, "k_code")
         options = artifact.options.get(OPTION, artifact.options)
-        outliers = options.get("outliers")
-        if not isinstance(outliers, int) or outliers < 0:
-            raise CalibrationError(f"calibration of {name}: {outliers!r} outliers are not possible")
+        outliers = {side: options.get(f"{side}_outliers") for side in "kv"}
+        for count in outliers.values():
+            if type(count) is not int or not 0 <= count <= MAX_OUTLIERS:
+                raise CalibrationError(f"calibration of {name}: {count!r} outliers are impossible")
         self._layers = []
         for index in range(config.num_layers):
             layer = latents.layer(index)
             codes = [
-                _read_code(artifact, plane, index, outliers, device)
+                _read_code(artifact, plane, index, outliers[plane.name], device)
                 for plane in latents.planes(index, 1)
             ]
             self._layers.append(QuantizedLayer(layer, *codes))
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
         found = self._layers[layer]
-        outliers = 2 * found.keys.outliers
+        outliers = found.keys.outliers + found.values.outliers
 
         def plane(name: str, dtype: torch.dtype, dim: int) -> Plane:
             return Plane(name, dtype, (self._heads, page_size, dim), encodable=False)

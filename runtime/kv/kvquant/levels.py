@@ -8,7 +8,7 @@ from runtime.kv.kvquant.codes import edges_of
 
 LEVELS = "kmeans", "uniform"
 """Kinds of levels."""
-_ITERATIONS = 20
+_ITERATIONS = 200
 _RANGES = 40
 """Ranges that are compared for uniform levels."""
 
@@ -16,9 +16,9 @@ _RANGES = 40
 def fit_levels(samples: Tensor, weights: Tensor, count: int, kind: str) -> Tensor:
     """Return levels with a small weighted squared error.
 
-    Levels "kmeans" are a local optimum of Σ weight (sample - nearest level)², from quantiles of the
-    samples by Lloyd's iteration. Levels "uniform" have equal steps and are symmetric about 0; their
-    range is the best of `_RANGES` fractions of the largest magnitude.
+    Levels "kmeans" are a local optimum of Σ weight (sample - nearest level)², by Lloyd's iteration
+    from weighted quantiles of the samples. Levels "uniform" have equal steps and are symmetric
+    about 0; their range is the best of `_RANGES` fractions of the largest magnitude.
 
     Args:
         samples: fp32 ``[n]``.
@@ -46,8 +46,9 @@ def fit_levels(samples: Tensor, weights: Tensor, count: int, kind: str) -> Tenso
         steps = torch.linspace(-1, 1, count, dtype=torch.float64, device=samples.device)
         ranges = [steps * largest * (part / _RANGES) for part in range(1, _RANGES + 1)]
         return min(ranges, key=lambda levels: _error(ordered, prefix, levels)).float()
-    at = (torch.arange(count, device=samples.device) * 2 + 1) * len(ordered) // (2 * count)
-    levels = ordered[at]
+    parts = (torch.arange(count, dtype=torch.float64, device=samples.device) + 0.5) / count
+    at = torch.searchsorted(prefix[0][1:], parts * prefix[0][-1])
+    levels = ordered[at.clamp_max(len(ordered) - 1)]
     for _ in range(_ITERATIONS):
         total, moment, _ = _sums(ordered, prefix, levels)
         means = moment / total.clamp_min(torch.finfo(torch.float64).tiny)

@@ -144,7 +144,9 @@ def test_missing_calibration_is_a_settings_error(
     commands: list[dict[str, str]], dense: UpOptions
 ) -> None:
     options = replace(dense, kv_format="kvquant:/no/such/file")
-    with pytest.raises(SettingsError, match=r"No such file.*headrace calibrate --kv-format kvquant"):
+    with pytest.raises(
+        SettingsError, match=r"No such file.*headrace calibrate --kv-format kvquant"
+    ):
         prepare(options, Console(quiet=True))
     assert not commands
 
