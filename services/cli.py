@@ -211,31 +211,7 @@ def calibrate(
     With --kv-format fdc, palu, shard or kvquant, the result is the calibration that the KV format
     fdc:PATH, palu:PATH, shard:PATH or kvquant:PATH reads. Otherwise it is a file of codebooks.
     """
-    given = flags.Given(
-        text={"tokens": tokens, "files": text},
-        search={
-            "max_perplexity_increase": max_ppl_increase,
-            "min_fidelity": min_fidelity,
-            "evaluations": evaluations,
-        },
-        options={
-            "removal_rate": removal_rate,
-            "rank": rank,
-            "adaptive": False if no_adaptive else None,
-            "prc": False if no_prc else None,
-            "group_heads": group_heads,
-            "step": step,
-            "values": values,
-            "allocation": allocation,
-            "group": group,
-            "bits": bits,
-            "quantize_bits": quantize_bits,
-            "k_outliers": k_outliers,
-            "v_outliers": v_outliers,
-            "levels": levels,
-            "rope": rope,
-        },
-    )
+    given = flags.Given.of(locals())
     with _reported_errors("calibrate"):
         if kv_format in flags.CALIBRATED_FORMATS:
             from services.offline.kv_calibration import calibrate_kv

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
 
@@ -11,6 +11,13 @@ from services.common.errors import SettingsError
 
 CALIBRATED_FORMATS = ("fdc", "palu", "shard", "kvquant")
 """Names for which the command calibrates the format; for others, it calibrates codebooks."""
+
+_OPTIONS = (
+    *("removal_rate", "rank", "group_heads"),
+    *("step", "values", "allocation", "group"),
+    *("bits", "quantize_bits", "k_outliers", "v_outliers", "levels", "rope"),
+)
+"""Flags that are options of a format under the same name."""
 
 _FORMATS = "KV formats fdc, palu, shard and kvquant"
 
@@ -37,6 +44,23 @@ class Given:
     text: Mapping[str, Any] = field(default_factory=dict)
     search: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the values of the command's arguments, which have the names of their flags."""
+        unset = {"adaptive": "no_adaptive", "prc": "no_prc"}
+        return cls(
+            text={"tokens": arguments["tokens"], "files": arguments["text"]},
+            search={
+                "max_perplexity_increase": arguments["max_ppl_increase"],
+                "min_fidelity": arguments["min_fidelity"],
+                "evaluations": arguments["evaluations"],
+            },
+            options={
+                **{name: arguments[name] for name in _OPTIONS},
+                **{name: False if arguments[flag] else None for name, flag in unset.items()},
+            },
+        )
 
     def refuse(self, kv_format: str) -> None:
         """Check that no flag was given, as the command calibrates codebooks.
