@@ -11,6 +11,7 @@ from runtime.errors import KVFormatError
 from runtime.kv.calibration import Artifact, KVMoments
 from runtime.kv.calibration.moments import SKIPPED
 from runtime.kv.compressed import CompressedFormat, CompressedLayer
+from runtime.kv.fdc.format import FdcLayer
 from runtime.kv.kvquant.codes import (
     BITS,
     MAX_OUTLIERS,
@@ -178,7 +179,7 @@ def code_tensors(
     for index, moments in enumerate(layers):
         if not moments.sample_pages:
             raise KVFormatError(f"layer {index}: no pages were kept to quantize")
-        layer = latents.layer(index)
+        layer = by_channel(latents.layer(index))
         parts = [torch.cat(x) for x in zip(*moments.sample_pages, strict=True)]
         samples = _latents(layer, latents, index, *parts)
         for x in samples:
@@ -190,6 +191,17 @@ def code_tensors(
             tensors[f"{side}_code.{index}"] = parameters.cpu()
             tensors[f"{side}_levels.{index}"] = code.levels.cpu()
     return tensors
+
+
+def by_channel(layer: CompressedLayer) -> CompressedLayer:
+    """Return a layer whose stored planes have one channel in each column, for all heads.
+
+    `fdc` may pack the rows of heads whose rank is below the width of the plane.
+    """
+    if not isinstance(layer, FdcLayer):
+        return layer
+    (heads, _, k_width), v_width = layer.k_basis.shape, layer.v_basis.shape[2]
+    return replace(layer, k_ranks=(k_width,) * heads, v_ranks=(v_width,) * heads)
 
 
 def check_width(name: str, width: int) -> None:

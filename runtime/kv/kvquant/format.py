@@ -14,6 +14,7 @@ from runtime.kv.format import Plane
 from runtime.kv.kvquant.calibrate import (
     OPTION,
     VERSION,
+    by_channel,
     check_quantizable,
     check_width,
     quantized_name,
@@ -115,7 +116,7 @@ class QuantizedPages:
                 raise CalibrationError(f"calibration of {name}: {count!r} outliers are impossible")
         self._layers = []
         for index in range(config.num_layers):
-            layer = latents.layer(index)
+            layer = by_channel(latents.layer(index))
             codes = [
                 _read_code(artifact, plane, index, outliers[plane.name], device)
                 for plane in latents.planes(index, 1)

@@ -6,20 +6,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime.kv import kvquant
+from runtime.kv import fdc, kvquant
 from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.calibration import KVMoments
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.kvquant.codes import VectorCode
 from runtime.kv.registry import CALIBRATED, from_artifact
+from runtime.kv.rotation import PageRotation
 from tests.runtime.kv.compressed_data import same_bits
 from tests.runtime.kv.lowrank import (
     CONFIG,
     PAGE,
+    activations,
+    orthonormal,
+    pages_of,
     relative_error,
     round_trip,
     stored_planes,
 )
-from tests.runtime.kv.quantized import HASH, NAMES, calibration, create, held_out
+from tests.runtime.kv.quantized import HASH, NAMES, calibration, create, held_out, text
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -196,3 +201,20 @@ def test_scales_of_tokens_ignore_outliers() -> None:
     exact = values[0, 0, 0, others].float()
     assert relative_error(changed[0, 0, 0, others], exact) < 0.2
     assert same_bits((decoded[0, 1:],), (changed[0, 1:],))
+
+
+def test_heads_of_lower_rank_keep_their_channels() -> None:
+    """K of head 0 has rank 16, that of the others 64: errors are those of the codes."""
+    _, k, v = text()
+    k = torch.cat((activations(orthonormal(1, 64, 16, seed=2), 1, k.shape[1]), k[1:]))
+    found = KVMoments.of(CONFIG, page_every=1)
+    tokens = (torch.cat((x[:, :PAGE], x), 1)[None] for x in (k.repeat_interleave(2, 0), k, v))
+    found.add(*tokens, PageRotation(CONFIG))
+    layers = [found] * 2
+    made = fdc.calibrate(layers, fdc.FdcOptions(removal_rate=1e-4), HASH)
+    latents = fdc.FdcFormat(CONFIG, made)
+    assert latents.layer(0).k_ranks == (16, 64, 64, 64)
+    codes = kvquant.quantize_latents(made, latents, layers, kvquant.CodeOptions())
+    decoded = round_trip(from_artifact("fdc", codes, CONFIG), pages_of(k), pages_of(v))
+    for head in range(4):
+        assert relative_error(decoded[0][:, head], pages_of(k)[:, head]) < 0.15

@@ -118,9 +118,9 @@ def test_artifact_round_trip_and_other_models(name: str, tmp_path: Path) -> None
 
 def test_quantized_calibration_is_refused_where_the_codes_would_be_ignored() -> None:
     """A format of the name `fdc` must not read it as a calibration of bf16 latents."""
-    with pytest.raises(CalibrationError, match=r"is of KV format fdc\+kvquant version 201, not of"):
+    with pytest.raises(CalibrationError, match=r"is of KV format fdc\+kvquant .*, not of fdc"):
         fdc.FdcFormat(CONFIG, calibration("fdc"), HASH)
-    with pytest.raises(CalibrationError, match=r"fdc\+kvquant version 201, not of palu"):
+    with pytest.raises(CalibrationError, match=r"fdc\+kvquant version .*, not of palu"):
         from_artifact("palu", calibration("fdc"), CONFIG, HASH)
 
 
