@@ -208,8 +208,10 @@ def test_heads_of_lower_rank_keep_their_channels() -> None:
     _, k, v = text()
     k = torch.cat((activations(orthonormal(1, 64, 16, seed=2), 1, k.shape[1]), k[1:]))
     found = KVMoments.of(CONFIG, page_every=1)
-    tokens = (torch.cat((x[:, :PAGE], x), 1)[None] for x in (k.repeat_interleave(2, 0), k, v))
-    found.add(*tokens, PageRotation(CONFIG))
+    q, keys, values = (
+        torch.cat((x[:, :PAGE], x), 1)[None] for x in (k.repeat_interleave(2, 0), k, v)
+    )
+    found.add(q, keys, values, PageRotation(CONFIG))
     layers = [found] * 2
     made = fdc.calibrate(layers, fdc.FdcOptions(removal_rate=1e-4), HASH)
     latents = fdc.FdcFormat(CONFIG, made)
