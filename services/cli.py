@@ -206,33 +206,19 @@ def calibrate(
     k_basis: flags.KBasis = None,
     allocation: flags.Allocation = None,
     group: flags.Group = None,
+    bits: flags.Bits = None,
+    quantize_bits: flags.QuantizeBits = None,
+    k_outliers: flags.KOutliers = None,
+    v_outliers: flags.VOutliers = None,
+    levels: flags.Levels = None,
+    rope: flags.Rope = None,
 ) -> None:
     """Calibrate the codec's codebooks on the KV of a model, or a compressed KV format.
 
-    With --kv-format fdc, palu or shard, the result is the calibration that the KV format fdc:PATH,
-    palu:PATH or shard:PATH reads. Otherwise it is a file of codebooks.
+    With --kv-format fdc, palu, shard or kvquant, the result is the calibration that the KV format
+    fdc:PATH, palu:PATH, shard:PATH or kvquant:PATH reads. Otherwise it is a file of codebooks.
     """
-    given = flags.Given(
-        text={"tokens": tokens, "files": text},
-        search={
-            "max_perplexity_increase": max_ppl_increase,
-            "min_fidelity": min_fidelity,
-            "evaluations": evaluations,
-        },
-        options={
-            "removal_rate": removal_rate,
-            "rank": rank,
-            "adaptive": False if no_adaptive else None,
-            "prc": False if no_prc else None,
-            "compressed_prefill": True if compressed_prefill else None,
-            "group_heads": group_heads,
-            "step": step,
-            "values": values,
-            "k_basis": k_basis,
-            "allocation": allocation,
-            "group": group,
-        },
-    )
+    given = flags.Given.of(locals())
     with _reported_errors("calibrate"):
         if kv_format in flags.CALIBRATED_FORMATS:
             from services.offline.kv_calibration import calibrate_kv

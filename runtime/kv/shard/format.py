@@ -154,7 +154,7 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
     def kernel_source(self) -> "KernelSource":
         """See `CalibratedFormat`."""
         from runtime.kv.gpu import KernelSource
-        from runtime.kv.shard import kernels
+        from runtime.kv.shard import encode_kernels, kernels
 
         # Matmuls of tokens by warp groups take 4 warps and 64 tokens.
         return KernelSource(
@@ -165,7 +165,7 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
             warps=4,
             stages=5,
             programs=2,
-            encode_page=kernels.encode_page,
+            encode_page=encode_kernels.encode_page,
         )
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
