@@ -124,6 +124,8 @@ class Receiver:
                 "segments are missing from the manifest",
                 fetch.prefill.worker_id,
             )
+        if not progress.ended:
+            self._metrics.completed(tokens)
         return progress.times
 
     async def _follow(

@@ -29,7 +29,8 @@ class EngineLoad:
     Attributes:
         commands: number of commands taken since the start, in the order of their submission.
         queue_tokens: tokens accepted and not yet finished.
-        pages_free: free KV pages.
+        pages_free: free KV pages; exact ones with a compressed KV format.
+        stored_free: free stored pages; 0 without a compressed KV format.
         running: sequences in the batch.
         waiting: sequences that wait for pages or a place in the batch.
         steps: steps since the start.
@@ -39,6 +40,7 @@ class EngineLoad:
     commands: int
     queue_tokens: int
     pages_free: int
+    stored_free: int
     running: int
     waiting: int
     steps: int
@@ -63,6 +65,8 @@ class EngineThread:
     Attributes:
         submitted: number of commands submitted since the start; see `EngineLoad.commands`.
         load: load after the last step.
+        pages_total: number of pages; of exact pages with a compressed KV format.
+        stored_total: number of stored pages; 0 without a compressed KV format.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class EngineThread:
         self.submitted = self._taken = 0
         self._steps, self._busy_s, self._since = 0, 0.0, time.perf_counter()
         self.load = self._measure()
-        self.pages_total = engine.pages_total
+        self.pages_total, self.stored_total = engine.num_pages
 
     def start(self) -> None:
         """Start the thread."""
@@ -139,6 +143,7 @@ class EngineThread:
             commands=self._taken,
             queue_tokens=engine.queue_tokens,
             pages_free=engine.pages_free,
+            stored_free=engine.stored_free,
             running=engine.num_running,
             waiting=engine.num_waiting,
             steps=self._steps,

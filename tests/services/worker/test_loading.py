@@ -53,7 +53,6 @@ def test_compressed_format_has_exact_pages_for_the_batch_and_one_prompt(model: P
     settings = settings_of(model, kv_format="int4")
     loaded = load_worker(settings, decodes=True)
     assert loaded.engine.num_pages == (7 * 4 + 25, 1024)
-    assert loaded.engine.pages_total == 7 * 4 + 25
     assert loaded.identity.compatibility.kv_format == "int4"
     request = request_of("r", 120, 40)
     assert len(drive(loaded.engine, Add(request)).output("r")) == 40
