@@ -4,16 +4,8 @@ import sys
 from importlib import import_module
 
 TABLES = (
-    "engine",
-    "step",
-    "decode",
-    "prefill",
-    "mixed",
-    "plan",
-    "host",
-    "compress",
-    "kv",
-    "kv-bytes",
+    *("engine", "step", "decode", "prefill", "mixed", "plan", "host", "compress"),
+    *("kv", "kv-bytes"),
 )
 
 
