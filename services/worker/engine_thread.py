@@ -4,7 +4,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 log = structlog.get_logger()
 
+MAX_PLANS = 1 << 16
+"""Plans whose durations are kept until they are taken; older ones are dropped."""
 STOP_S = 10.0  # seconds for the last step and jobs at shutdown
 
 _NOTHING = StepOutput()
@@ -84,6 +87,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.submitted = self._taken = 0
         self._steps, self._busy_s, self._since = 0, 0.0, time.perf_counter()
+        self._plan_s: deque[float] = deque(maxlen=MAX_PLANS)
         self.load = self._measure()
         self.pages_total, self.stored_total = engine.num_pages
 
@@ -119,6 +123,14 @@ class EngineThread:
 
         self._inbox.put(_Job(call))
         return future
+
+    def take_plan_times(self) -> Iterator[float]:
+        """Remove and yield the seconds that `Engine.plan` took in each step since the last call.
+
+        If the in-flight step had to be read before the launch, they include this wait.
+        """
+        while self._plan_s:
+            yield self._plan_s.popleft()
 
     async def stop(self) -> None:
         """End the thread once it has processed all earlier submissions.
@@ -186,7 +198,10 @@ class EngineThread:
         if not commands and not self._engine.has_work:
             return
         self._taken += len(commands)
-        self._report(self._engine.plan(commands))
+        began = time.perf_counter()
+        planned = self._engine.plan(commands)
+        self._plan_s.append(time.perf_counter() - began)
+        self._report(planned)
         output = self._engine.compute()
         now = time.perf_counter()
         self._steps += 1

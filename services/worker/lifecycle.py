@@ -92,6 +92,7 @@ class Worker(ABC):
         if self.engine.stored_total:
             self.metrics.observe_pages("stored", load.stored_free, self.engine.stored_total)
         self.metrics.observe_steps(load.steps, load.busy_s)
+        self.metrics.observe_plans(self.engine.take_plan_times())
 
     async def close(self) -> None:
         """Stop the engine thread; the memory of the pages is freed when the process ends."""

@@ -1,8 +1,10 @@
 """Metrics that prefill and decode workers share; the transfer adds its own to the registry."""
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry
 
-from services.common.metrics import MetricFactory
+from services.common.metrics import STEP_SECONDS, MetricFactory
 
 
 class WorkerMetrics:
@@ -29,6 +31,11 @@ class WorkerMetrics:
         self.generation_tokens = make.counter("generation_tokens", "tokens sampled")
         self.steps = make.counter("engine_steps", "steps of the engine")
         self.busy_seconds = make.counter("engine_busy_seconds", "time spent in engine steps")
+        self.plan_seconds = make.seconds(
+            "engine_plan",
+            "time in which a step takes commands and is scheduled",
+            buckets=STEP_SECONDS,
+        )
         self.info = make.gauge(
             "worker_info",
             "always 1; the labels name the model and its kernels",
@@ -50,6 +57,11 @@ class WorkerMetrics:
         self.pages_total.labels(kind).set(total)
         self.pages_free.labels(kind).set(free)
         self.cache_usage.labels(kind).set(1 - free / total)
+
+    def observe_plans(self, seconds: Iterable[float]) -> None:
+        """Record the durations of plans; see `EngineThread.take_plan_times`."""
+        for duration in seconds:
+            self.plan_seconds.observe(duration)
 
     def observe_steps(self, steps: int, busy_s: float) -> None:
         """Advance the step counters to these totals since the start."""

@@ -4,7 +4,8 @@ Rows of one group were measured with the same parameters. Ratios compare a row w
 document's ``baseline``, or of the first system of the group.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -27,6 +28,8 @@ def tables(document: Document) -> dict[str, Table]:
         "Poisson load": load(document),
         "Highest rate within objectives": search(document),
         "Gaps of running streams": interference(document),
+        "Mixes of lengths, closed loop": mixes(document),
+        "Requests/s of mixes at equal latency": mixes_at_equal_latency(document),
         "Stages and KV transfer": transfer(document),
     }
     return {title: table for title, table in made.items() if table.groups}
@@ -143,6 +146,85 @@ def interference(document: Document) -> Table:
     )
 
 
+def mixes(document: Document) -> Table:
+    def cells(row: Row, base: Row) -> list[str]:
+        measures, p99 = row["summary"]["measures"], row["p99"]
+        overhead = [_overhead(p99, one, measures["e2e"]) for one in ("kv_encode", "engine_plan")]
+        return [
+            _percentiles(measures["e2e"]),
+            ms(_mean(row, "e2e")),
+            ms(_mean(row, "ttft")),
+            ms(_mean(row, "tpot")),
+            plain(row["summary"]["throughput"]["requests"]),
+            plain(row["wire_bytes_per_token"]),
+            *overhead,
+            *(_ratio(row, base, _mean_of(name)) for name in ("e2e", "ttft", "tpot")),
+            _ratio(row, base, lambda one: one["summary"]["throughput"]["requests"]),
+            remarks(row["summary"]),
+        ]
+
+    return Table(
+        [
+            ("system", ""),
+            ("JCT", _PAIR),
+            *((name, "ms, mean") for name in ("JCT", "first token", "per output token")),
+            ("answered", "requests/s"),
+            ("on the wire", "bytes/token"),
+            ("segment encode, p99", "% of mean JCT"),
+            ("step plan, p99", "% of mean JCT"),
+            *((name, "ratio") for name in ("JCT", "first token", "per output token", "answered")),
+            ("remarks", ""),
+        ],
+        _groups(document, "mixes", _mix_title, cells),
+    )
+
+
+def _mix_title(row: Row) -> str:
+    return (
+        f"{row['mix']} x {row['scale']:.3g} ({row['tokens']:,} tokens on average), "
+        f"{row['concurrency']} requests in flight"
+    )
+
+
+def _overhead(p99: Row, name: str, jct: Row | None) -> str:
+    """Return the 99th percentile of a duration in a worker, as a share of the mean JCT."""
+    found = [seconds for series, seconds in p99.items() if f"headrace_{name}_seconds" in series]
+    return percent(max(found) / jct["mean"]) if found and jct else "–"
+
+
+def mixes_at_equal_latency(document: Document) -> Table:
+    """Compare requests/s at the same mean normalized latency (JCT per output token).
+
+    The latency is that of the baseline at its largest number of requests in flight. Rates between
+    measured points are interpolated; beyond them no rate is shown.
+    """
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for name, row in _rows(document, "mixes"):
+        latency = _mean(row, "normalized_latency")
+        if latency is not None:
+            point = latency, float(row["summary"]["throughput"]["requests"])
+            curves.setdefault(row["mix"], {}).setdefault(name, []).append(point)
+    groups = {}
+    for mix, systems in curves.items():
+        base = systems.get(document.get("baseline") or "", next(iter(systems.values())))
+        latency, rate = base[-1]
+        title = f"{mix}, {ms(latency)} ms per output token"
+        found = [(name, rate_at(points, latency)) for name, points in systems.items()]
+        groups[title] = [
+            [name, plain(own), f"{own / rate:.2f}" if own else "–"] for name, own in found
+        ]
+    return Table([("system", ""), ("answered", "requests/s"), ("answered", "ratio")], groups)
+
+
+def rate_at(points: Sequence[tuple[float, float]], latency: float) -> float | None:
+    """Return the rate at a latency, interpolated between (latency, rate) points; None outside."""
+    ordered = sorted(points)
+    for (low, slower), (high, faster) in pairwise(ordered):
+        if low <= latency <= high and high > low:
+            return slower + (faster - slower) * (latency - low) / (high - low)
+    return next((rate for found, rate in ordered if found == latency), None)
+
+
 def transfer(document: Document) -> Table:
     """Return stage times and KV transfer of single requests and of load."""
 
@@ -238,6 +320,15 @@ def _measured(name: str) -> Callable[[Row], float | None]:
         return None if found is None else float(found["p99"])
 
     return p99
+
+
+def _mean(row: Row, name: str) -> float | None:
+    found = row["summary"]["measures"][name]
+    return None if found is None else float(found["mean"])
+
+
+def _mean_of(name: str) -> Callable[[Row], float | None]:
+    return lambda row: _mean(row, name)
 
 
 def _ratio(row: Row, base: Row, value: Callable[[Row], float | None]) -> str:
