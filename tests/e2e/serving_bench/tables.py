@@ -29,6 +29,7 @@ def tables(document: Document) -> dict[str, Table]:
         "Highest rate within objectives": search(document),
         "Gaps of running streams": interference(document),
         "Mixes of lengths, closed loop": mixes(document),
+        "KV transfer and overhead of mixes": overhead(document),
         "Requests/s of mixes at equal latency": mixes_at_equal_latency(document),
         "Stages and KV transfer": transfer(document),
     }
@@ -148,16 +149,12 @@ def interference(document: Document) -> Table:
 
 def mixes(document: Document) -> Table:
     def cells(row: Row, base: Row) -> list[str]:
-        measures, p99 = row["summary"]["measures"], row["p99"]
-        overhead = [_overhead(p99, one, measures["e2e"]) for one in ("kv_encode", "engine_plan")]
         return [
-            _percentiles(measures["e2e"]),
+            _percentiles(row["summary"]["measures"]["e2e"]),
             ms(_mean(row, "e2e")),
             ms(_mean(row, "ttft")),
             ms(_mean(row, "tpot")),
             plain(row["summary"]["throughput"]["requests"]),
-            plain(row["wire_bytes_per_token"]),
-            *overhead,
             *(_ratio(row, base, _mean_of(name)) for name in ("e2e", "ttft", "tpot")),
             _ratio(row, base, lambda one: one["summary"]["throughput"]["requests"]),
             remarks(row["summary"]),
@@ -167,16 +164,38 @@ def mixes(document: Document) -> Table:
         [
             ("system", ""),
             ("JCT", _PAIR),
-            *((name, "ms, mean") for name in ("JCT", "first token", "per output token")),
+            *((name, "ms, mean") for name in ("JCT", "first token", "per token")),
             ("answered", "requests/s"),
-            ("on the wire", "bytes/token"),
-            ("segment encode, p99", "% of mean JCT"),
-            ("step plan, p99", "% of mean JCT"),
-            *((name, "ratio") for name in ("JCT", "first token", "per output token", "answered")),
+            *((name, "ratio") for name in ("JCT", "first token", "per token", "answered")),
             ("remarks", ""),
         ],
         _groups(document, "mixes", _mix_title, cells),
     )
+
+
+def overhead(document: Document) -> Table:
+    """Return bytes on the wire, and 99th percentiles of overhead as shares of the mean JCT."""
+
+    def cells(row: Row, base: Row) -> list[str]:
+        p99, jct = row["p99"], row["summary"]["measures"]["e2e"]
+        return [
+            plain(row["wire_bytes_per_token"]),
+            _ratio(row, base, itemgetter("wire_bytes_per_token")),
+            *(_overhead(p99, name, jct) for name in ("kv_encode", "kv_decode", "engine_plan")),
+        ]
+
+    return Table(
+        [
+            ("system", ""),
+            ("on the wire", "bytes/token"),
+            ("on the wire", "ratio"),
+            *((f"{name}, p99", "% of mean JCT") for name in _OVERHEADS),
+        ],
+        _groups(document, "mixes", _mix_title, cells),
+    )
+
+
+_OVERHEADS = ("encode of a segment", "decode of a segment", "plan of a step")
 
 
 def _mix_title(row: Row) -> str:
