@@ -22,6 +22,13 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m tests.e2e.serving_bench",
         description="Measure deployments and peers with the same requests, and compare them.",
     )
+    _add_systems(made)
+    _add_cases(made)
+    _add_limits(made)
+    return made
+
+
+def _add_systems(made: argparse.ArgumentParser) -> None:
     add = made.add_argument_group("systems").add_argument
     add("--shape", help="shape of a model of random weights, such as llama-3-8b")
     add("--model", default=DEFAULT_MODEL, help="without --shape: name or path of a checkpoint")
@@ -46,6 +53,9 @@ def parser() -> argparse.ArgumentParser:
     add("--peer", action="append", default=[], metavar="NAME=URL[,URL]", help="repeatable")
     add("--peer-command", action="append", default=[], metavar="NAME=COMMAND", help="repeatable")
     add("--peer-tokenizer", type=Path, help="tokenizer.json; default: that of --shape")
+
+
+def _add_cases(made: argparse.ArgumentParser) -> None:
     add = made.add_argument_group("cases").add_argument
     add("--cases", type=listed(str), default=("single", "load"), help=",".join(CASES))
     add("--lengths", type=listed(int), default=Single.lengths, help="prompts of single requests")
@@ -69,6 +79,9 @@ def parser() -> argparse.ArgumentParser:
     add("--mix-tokens", type=int, default=Mixes.tokens, help="tokens of a mean request of a mix")
     add("--concurrency", type=listed(int), default=Mixes.concurrency, help="requests in flight")
     add("--mix-requests", type=int, default=Mixes.requests, help="for each one in flight")
+
+
+def _add_limits(made: argparse.ArgumentParser) -> None:
     add = made.add_argument_group("limits and output").add_argument
     add("--out", type=Path, default=Path("runs/serving"), help="output folder")
     add("--limit", type=float, default=120.0, help="seconds of one run")
@@ -79,7 +92,6 @@ def parser() -> argparse.ArgumentParser:
     add("--baseline", metavar="SYSTEM", help="system of the ratios; default: the first")
     add("--commit", help="commit of a copy without a Git repository")
     add("--merge", type=Path, nargs="+", metavar="RESULTS", help="compare earlier results only")
-    return made
 
 
 def listed(kind: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
