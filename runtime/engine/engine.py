@@ -117,18 +117,18 @@ class Engine:
 
     @property
     def pages_total(self) -> int:
-        """Number of pages of the longest request; see `SequencePages.capacity`.
-
-        Without a compressed KV format, these are all pages.
-        """
-        pages = self._scheduler.pages
-        return pages.capacity(pages.total)
+        """Number of pages; of exact pages with a compressed KV format."""
+        return self._scheduler.pages.total.exact
 
     @property
     def pages_free(self) -> int:
-        """Number of pages of the longest request that the free pages can hold."""
-        pages = self._scheduler.pages
-        return pages.capacity(pages.free)
+        """Number of free pages; of exact pages with a compressed KV format."""
+        return self._scheduler.pages.free.exact
+
+    @property
+    def stored_free(self) -> int:
+        """Number of free stored pages; 0 without a compressed KV format."""
+        return self._scheduler.pages.free.stored
 
     @property
     def num_running(self) -> int:

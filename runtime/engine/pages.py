@@ -56,15 +56,6 @@ class SequencePages:
         """Number of pages."""
         return PageCount(self.exact.total, self.stored.total if self.stored else 0)
 
-    def capacity(self, pages: PageCount) -> int:
-        """Return the number of pages of the longest request that these pages can hold.
-
-        Its prompt is computed over exact pages. Later, all but the sinks and the window are stored.
-        """
-        if not self.stored:
-            return pages.exact
-        return min(pages.exact, pages.stored + max_exact_pages(self._page_size) - 1)
-
     def need(self, group: SequenceGroup) -> PageCount:
         """Return the number of free pages needed to admit a group and run one decode step.
 

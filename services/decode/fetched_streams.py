@@ -7,6 +7,7 @@ from functools import partial
 import structlog
 
 from headrace.v1 import error_pb2, prefill_pb2
+from runtime.core.window import stored_pages
 from runtime.engine import Arrived, Cancel, Reserve, StepOutput
 from runtime.kv.pages import pages_for
 from services.decode.settings import DecodeSettings
@@ -121,10 +122,13 @@ class FetchedStreams(StreamService):
         """
         load = self._worker.engine.load
         waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]
-        tokens = [len(s.request.tokens) - self._sent_tokens(s).evicted for s in waiting]
-        pages = sum(pages_for(count, PAGE_SIZE) for count in tokens)
+        lengths = [len(s.request.tokens) - self._sent_tokens(s).evicted for s in waiting]
+        pages, stored = sum(pages_for(tokens, PAGE_SIZE) for tokens in lengths), 0
+        if self._worker.engine.cache.layout.has_stored:
+            stored = sum(stored_pages(tokens, PAGE_SIZE) for tokens in lengths)
         fits = 2 * (load.running + len(waiting)) <= self._worker.sizes.max_running
-        return fits and load.waiting == 0 and 2 * pages < load.pages_free
+        fits = fits and 2 * (pages - stored) < load.pages_free and 2 * stored <= load.stored_free
+        return fits and load.waiting == 0
 
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
         """Send the first tokens before the KV arrives; return True if all choices end with them."""

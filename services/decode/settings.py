@@ -17,6 +17,10 @@ class DecodeSettings(WorkerSettings):
     model_config = SettingsConfigDict(env_prefix="HEADRACE_DECODE_")
     gpu_batch: ClassVar[int] = 256
 
+    @property
+    def computes_prompts(self) -> bool:
+        return self.colocated
+
     colocated: bool = Field(False, description="this worker also computes prompts")
     credits_per_sequence: int = Field(
         4, ge=1, le=1024, description="maximum number of segments of one sequence in flight"

@@ -125,6 +125,8 @@ class Receiver:
                 "segments are missing from the manifest",
                 fetch.prefill.worker_id,
             )
+        if not progress.ended:
+            self._metrics.completed(sent.computed)
         return progress.times
 
     async def _follow(

@@ -132,6 +132,7 @@ class Sender:
         if outgoing := self._outgoing.get(key):
             outgoing.computed = True
             outgoing.announce_if_complete()
+            self._count_if_complete(outgoing)
 
     def credit(self, key: str, segments: int) -> None:
         """Add credits that the reader granted."""
@@ -153,6 +154,7 @@ class Sender:
             self.policy.arrived(outgoing.peer, sent.mode, *sizes, timing)
         self._slots.release(sent.ref)
         self._leases.renew(key, time.monotonic())
+        self._count_if_complete(outgoing)
         self._pump()
 
     def close(self, key: str) -> None:
@@ -192,6 +194,11 @@ class Sender:
         self._metrics.slab_slots.set(self.slots_in_use)
         for peer, link in self.policy.links().items():
             self._metrics.observe_link(peer, link)
+
+    def _count_if_complete(self, outgoing: Outgoing) -> None:
+        """Count the tokens of a sequence once all of its segments are acknowledged."""
+        if outgoing.computed and outgoing.issued and not outgoing.outstanding:
+            self._metrics.completed(outgoing.tokens)
 
     def _pump(self) -> None:
         """Start every encode that has a credit and a slot, oldest sequence first."""

@@ -11,11 +11,12 @@ from wsgiref.simple_server import WSGIServer
 
 import structlog
 
+from runtime.core.window import SINK_PAGES, WINDOW
 from runtime.engine import StepOutput
 from services.common.collector import freeze_loaded
 from services.common.grpc_server import GrpcServer
 from services.common.metrics_server import start_metrics_server
-from services.common.placement import Registration, Role
+from services.common.placement import Registration, Role, StoredPages
 from services.transfer.agent import TransferAgent
 from services.worker.engine_thread import EngineThread
 from services.worker.loading import PAGE_SIZE, Loaded
@@ -86,10 +87,12 @@ class Worker(ABC):
             running=load.running,
             waiting=load.waiting,
             queue_tokens=load.queue_tokens,
-            free=load.pages_free,
-            total=self.engine.pages_total,
         )
+        self.metrics.observe_pages("exact", load.pages_free, self.engine.pages_total)
+        if self.engine.stored_total:
+            self.metrics.observe_pages("stored", load.stored_free, self.engine.stored_total)
         self.metrics.observe_steps(load.steps, load.busy_s)
+        self.metrics.observe_plans(self.engine.take_plan_times())
 
     async def close(self) -> None:
         """Stop the engine thread; the memory of the pages is freed when the process ends."""
@@ -185,10 +188,15 @@ def _registration(
         compatibility=identity.compatibility,
         page_size=PAGE_SIZE,
         pages_total=worker.engine.pages_total,
+        stored=_stored_pages(worker.engine.stored_total),
         max_running=worker.sizes.max_running,
         decodes=worker.decodes,
         overflow_tokens=worker.overflow_tokens,
     )
+
+
+def _stored_pages(total: int) -> StoredPages | None:
+    return StoredPages(total=total, sink_pages=SINK_PAGES, window=WINDOW) if total else None
 
 
 def stop_on_signals() -> asyncio.Event:

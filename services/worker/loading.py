@@ -29,6 +29,7 @@ from services.transfer.slab import Slab
 from services.worker.device import torch_device
 from services.worker.kv_budget import (
     CPU_TOKENS,
+    PREEMPTED_TOKENS,
     DeviceMemory,
     exact_pages_for,
     kv_bytes_for,
@@ -253,7 +254,10 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
     layout, tokens = model.layout, settings.kv_tokens
     exact = MAX_KV_TOKENS // PAGE_SIZE
     if not settings.holds_prompts:
-        exact = exact_pages_for(sizes.max_running, model.context_length, PAGE_SIZE)
+        prompt = model.context_length
+        if not settings.computes_prompts:
+            prompt = min(prompt, PREEMPTED_TOKENS)
+        exact = exact_pages_for(sizes.max_running, prompt, PAGE_SIZE)
     if tokens == "auto" and model.device.type == "cpu":
         tokens = CPU_TOKENS
     if tokens != "auto":

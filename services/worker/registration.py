@@ -108,6 +108,7 @@ class Registrar:
             state=self.state,
             queue_tokens=load.queue_tokens,
             pages_free=load.pages_free,
+            stored_free=load.stored_free,
             running=load.running,
             waiting=load.waiting,
             admitted=admitted,

