@@ -124,7 +124,7 @@ class FetchedStreams(StreamService):
         waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]
         lengths = [len(s.request.tokens) - self._sent_tokens(s).evicted for s in waiting]
         pages, stored = sum(pages_for(tokens, PAGE_SIZE) for tokens in lengths), 0
-        if self._worker.engine.cache.layout.has_stored:
+        if self._receiver.layout.has_stored:
             stored = sum(stored_pages(tokens, PAGE_SIZE) for tokens in lengths)
         fits = 2 * (load.running + len(waiting)) <= self._worker.sizes.max_running
         fits = fits and 2 * (pages - stored) < load.pages_free and 2 * stored <= load.stored_free

@@ -73,6 +73,11 @@ class Receiver:
         decoder = SegmentDecoder(cache, codecs, landing)
         self._pulls = Pulls(agent, decoder, landing, read_timeout_s, announced)
 
+    @property
+    def layout(self) -> CacheLayout:
+        """Layout of the cache."""
+        return self._codecs.layout
+
     def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
         """Return which tokens of a request are sent; see `manifest.sent_tokens`."""
         return sent_tokens(request, self._codecs.layout, self._kv_eviction)
