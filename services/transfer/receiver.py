@@ -12,7 +12,7 @@ import codec
 from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.core.window import SINK_PAGES
-from runtime.kv.cache import PagedCache
+from runtime.kv.cache import CacheLayout, PagedCache
 from services.transfer.agent import TransferAgent
 from services.transfer.announced import AnnouncedSegments
 from services.transfer.codecs import SegmentCodecs
