@@ -20,6 +20,8 @@ from runtime.models.model import Model
 from runtime.sampling.reference import SamplingRow, sample
 from tests.runtime.tiny import Record, drive, engine_of, replayed, request_of, tiny_checkpoint
 
+pytestmark = pytest.mark.slow
+
 PAGE = 16
 GREEDY = SamplingParams(repetition_penalty=1.5, logprobs=1)  # without it, tokens repeat
 SEEDED = SamplingParams(temperature=0.8, seed=5, logprobs=1)

@@ -24,6 +24,8 @@ from tests.runtime.kv.lowrank import activations, moments_of, orthonormal
 from tests.runtime.tiny import CONFIG, Record, drive, replayed, request_of, tiny_checkpoint
 from tests.runtime.tiny import engine_of as tiny_engine
 
+pytestmark = pytest.mark.slow
+
 PAGE = 16
 SHARE = 0.5
 GREEDY = SamplingParams(repetition_penalty=1.5, logprobs=1)  # without it, tokens repeat

@@ -134,6 +134,7 @@ def test_errors_are_bounded_by_the_levels_and_outliers_are_exact(
         assert (errors <= bound)[within].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kvquant", "fdc"])
 def test_more_bits_and_outliers_have_smaller_errors(name: str) -> None:
     exact = held_out()

@@ -15,6 +15,8 @@ from runtime.replay.eviction import PromptEviction
 from tests.runtime.replay.scripts import SAMPLINGS, STOPS, Watch, compare, play, request
 from tests.runtime.tiny import CONFIG, replayed, tiny_checkpoint
 
+pytestmark = pytest.mark.slow
+
 TINY = replace(CONFIG, num_layers=1, vocab_size=1300)
 FORMATS = ("dense", "k4v2")
 MODELS = {name: Model(tiny_checkpoint(config=TINY), kv_format=name) for name in FORMATS}

@@ -9,6 +9,8 @@ from services.transfer.outgoing import Outgoing
 from tests.services.transfer.sampled_streams import ANSWER, idle, start, tokens_of
 from tests.services.workers import Decode, Prefill, Site, output_of, until
 
+pytestmark = pytest.mark.slow
+
 SHARE = 0.5
 LENGTHS = (5, 127, 128, 150, 176, 300)
 

@@ -9,6 +9,8 @@ from tests.runtime.kv.calibrated import QUANTIZED, quantized_spec
 from tests.services.transfer.sampled_streams import ANSWER, idle, start, tokens_of
 from tests.services.workers import Site, until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", QUANTIZED)
 async def test_tokens_equal_those_of_one_worker(site: Site, name: str, tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def held(pages: PageCount, slots: int) -> int:
     return len(running)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "slots"),
     [("fp8", 256), ("fdc, rank 64", 256), ("int4", 512), ("k4v2", 512), ("shard", 1088)],
