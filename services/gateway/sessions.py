@@ -106,7 +106,9 @@ class WorkerStream:
 
 
 def _failure_of(error: error_pb2.Error, worker_id: str) -> WorkerFailure:
-    code = error.code or error_pb2.ERROR_CODE_INTERNAL
+    """Return the failure of a stream; an unknown error code becomes INTERNAL."""
+    known = error.code and error.code in error_pb2.ErrorCode.values()
+    code = error.code if known else error_pb2.ERROR_CODE_INTERNAL
     return WorkerFailure(error.message, code, error.worker_id or worker_id)
 
 

@@ -85,9 +85,11 @@ class Receiver:
             FetchFailed: the KV did not arrive; the content of the pages is undefined.
         """
         try:
+            start = asyncio.get_running_loop().time()
             async with asyncio.timeout(fetch.deadline_s):
                 client = await self._clients.connect(fetch.prefill)
-                return await self._run(fetch, client)
+                spent_s = asyncio.get_running_loop().time() - start
+                return await self._run(fetch, client, fetch.deadline_s - spent_s)
         except TimeoutError:
             raise FetchFailed(
                 error_pb2.ERROR_CODE_DEADLINE, "the request's deadline passed"
@@ -100,13 +102,13 @@ class Receiver:
         self._metrics.landing_slots.labels("held").set(self.landing.held)
         self._metrics.landing_slots.labels("quarantined").set(self.landing.quarantined)
 
-    async def _run(self, fetch: Fetch, client: PrefillClient) -> FetchTimes:
+    async def _run(self, fetch: Fetch, client: PrefillClient, deadline_s: float) -> FetchTimes:
         tokens = sent_tokens(fetch.request, self._codecs.layout)
         progress = FetchProgress(Coverage(tokens, self._codecs.layout))
         with client.subscribe(fetch.request) as subscription:
             self._subscriptions[fetch.key] = subscription
             try:
-                subscription.send_start()
+                subscription.send_start(deadline_s)
                 async with asyncio.TaskGroup() as pulls:
                     await self._follow(fetch, subscription, progress, pulls)
                 if progress.ended:
@@ -178,8 +180,7 @@ class Receiver:
                     fetch.on_computing()
                 fetch.reserved.add_done_callback(lambda _: self._join(fetch))
             case "first_tokens":
-                progress.times.queue = event.first_tokens.queue_s
-                progress.times.prefill = event.first_tokens.prefill_s
+                progress.times.start(event.first_tokens)
                 choices = sorted(token.choice for token in event.first_tokens.tokens)
                 expected = fetch.request.choices if fetch.samples_first else 0
                 if progress.started or choices != list(range(expected)):

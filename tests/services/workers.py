@@ -191,7 +191,9 @@ def message_of(tokens: int, max_tokens: int = 8) -> request_pb2.Request:
 
 
 def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPrefill:
-    return pb.StartPrefill(sequence=sequence, request=message_of(tokens, max_tokens))
+    return pb.StartPrefill(
+        sequence=sequence, request=message_of(tokens, max_tokens), deadline_s=LIMIT_S
+    )
 
 
 def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:

@@ -187,3 +187,13 @@ async def test_protocol_violation_of_a_worker_is_retried_elsewhere(
     assert response.json()["choices"][0]["text"] == "one two three"
     replayed = site.workers[1].streams[0].start.request
     assert unpack_tokens(replayed.tokens) == (10, 11, 12, ids[0])
+
+
+async def test_unknown_error_code_of_a_worker_is_an_internal_failure(open_site: OpenSite) -> None:
+    site: Site = await open_site(workers=2)
+    site.workers[0].script = failing(99)
+    site.workers[1].script = say(5)
+    assert (await completion(site)).status_code == 200
+    await site.router.settled()
+    assert outcomes(site) == [("failed", "decode-0"), ("ok", None)]
+    assert site.metric("headrace_failovers_total", reason="internal") == 1
