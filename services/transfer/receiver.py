@@ -45,7 +45,8 @@ class Receiver:
         cache: pages of the engine.
         codecs: codecs of that cache.
         credits_per_sequence: maximum number of segments of one sequence in flight.
-        read_timeout_s: deadline of one segment's READ, in seconds.
+        read_timeout_s: seconds without the end of any READ from a peer after which its READs are
+            overdue.
     """
 
     def __init__(
