@@ -61,6 +61,7 @@ class WorkerState(StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    NOT_READY = "not_ready"
     DRAINING = "draining"
 
 

@@ -31,6 +31,7 @@ from services.transfer.manifest import Coverage, sent_tokens
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
 from services.transfer.pulls import Pull, Pulls
+from services.transfer.shares import single_share
 from services.transfer.slab import Slab
 
 _LAUNCH_S = 1.5e-3
@@ -97,6 +98,17 @@ class Receiver:
             ) from None
         except ExceptionGroup as group:
             raise _first_failure(group, fetch.prefill.worker_id) from group
+
+    @property
+    def blocked(self) -> str | None:
+        """Why this worker should get no more requests, or None.
+
+        One prefill worker that has stopped cannot hold as many landing slots, but several can.
+        """
+        slots, overdue = self.landing.slab.slots, self.landing.overdue
+        if overdue <= single_share(slots):
+            return None
+        return f"{overdue} of {slots} landing slots are held by prefill workers that do not answer"
 
     def observe(self) -> None:
         """Set the gauges of the landing slots."""
@@ -207,7 +219,7 @@ class Receiver:
     def _join(self, fetch: Fetch) -> None:
         """Ask for landing slots, now that there are pages for a sequence that is computed."""
         if fetch.key in self._subscriptions and not fetch.reserved.cancelled():
-            self.landing.join(fetch.key)
+            self.landing.join(fetch.key, fetch.prefill.worker_id)
 
     async def _stop_decodes(self, fetch: Fetch) -> None:
         """Close a fetch and wait for its decodes in progress, even if cancelled again.

@@ -27,9 +27,7 @@ def request_from_message(key: str, message: request_pb2.Request) -> Request:
             is out of bounds.
     """
     if not 1 <= message.choices <= MAX_CHOICES:
-        raise InvalidRequest(
-            f"choices must be between 1 and {MAX_CHOICES}, not {message.choices}"
-        )
+        raise InvalidRequest(f"choices must be between 1 and {MAX_CHOICES}, not {message.choices}")
     if not re.fullmatch(PLACEMENT_ID, message.placement_id):
         raise InvalidRequest(f"placement_id {message.placement_id[:80]!r} is malformed")
     try:

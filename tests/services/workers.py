@@ -156,7 +156,7 @@ class Site:
         self, make_agent: Callable[[str], TransferAgent] = TransferAgent, **changes: object
     ) -> Decode:
         settings = DecodeSettings.model_validate(
-            {"codec": "raw", "slots": 2, "slot_bytes": SLOT_BYTES, **changes}
+            {"codec": "raw", "slots": 3, "slot_bytes": SLOT_BYTES, **changes}
         )
         loaded = load(codebooks=settings.codec != "raw", kv_format=settings.kv_format)
         loaded = replace(loaded, sizes=sizes_of(loaded, settings))

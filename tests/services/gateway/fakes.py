@@ -21,9 +21,7 @@ LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 class FakeStream:
     """The worker's side of a stream, through which a script sends deltas."""
 
-    def __init__(
-        self, worker: "FakeWorker", start: decode_pb2.StartStream, context: Any
-    ) -> None:
+    def __init__(self, worker: "FakeWorker", start: decode_pb2.StartStream, context: Any) -> None:
         self.worker = worker
         self.start = start
         self._context = context

@@ -23,7 +23,7 @@ from tests.services.workers import (
     until,
 )
 
-TOKENS = 100  # four segments, through two landing slots
+TOKENS = 100  # four segments; two of three landing slots are for one prefill worker
 
 
 class HeldReads(TransferAgent):
@@ -62,7 +62,7 @@ async def wait_until_all_is_free(decode: Decode, prefill: Prefill) -> None:
 
 async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> None:
     """The stream is dropped at each point between a READ's end and the segment's decode."""
-    prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=2)
+    prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=3)
     thread = decode.worker.engine
 
     def overwrite(engine: Engine) -> None:
@@ -132,7 +132,7 @@ async def test_pages_wait_for_decodes_of_a_fetch_that_is_cancelled_twice(
 
 
 async def test_dropped_streams_landing_slots_wait_for_its_reads(site: Site) -> None:
-    prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=2)
+    prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=3)
     stream, agent = await reading(decode, prefill, 1)
     assert decode.landing_slots() == {"held": 2, "quarantined": 0}
     stream.session.end(stream)

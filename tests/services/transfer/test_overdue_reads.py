@@ -19,10 +19,10 @@ class FakeNixl:
     def __init__(self, states: dict[int, int]) -> None:
         self.states = states
 
-    def getXferStatus(self, handle: int) -> int:  # noqa: N802 - NIXL's name
+    def getXferStatus(self, handle: int) -> int:
         return self.states[handle]
 
-    def releaseXferReq(self, handle: int) -> None:  # noqa: N802 - NIXL's name
+    def releaseXferReq(self, handle: int) -> None:
         del self.states[handle]
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -56,10 +57,10 @@ def test_placement_id_that_no_heartbeat_could_report_is_refused(placement_id: st
 )
 def test_malformed_token_is_refused(token: sampling_pb2.Token) -> None:
     good = sampling_pb2.Token(token=9, index=2, logprob=-1.0)
-    limits = {"index": 2, "vocab_size": 10, "with_logprobs": True}
-    assert token_from_message(good, **limits).token == 9
+    convert = partial(token_from_message, index=2, vocab_size=10, with_logprobs=True)
+    assert convert(good).token == 9
     with pytest.raises(InvalidRequest):
-        token_from_message(token, **limits)
+        convert(token)
 
 
 async def _refused_stream(site: Site, start: decode_pb2.StartStream) -> error_pb2.Error:
