@@ -96,7 +96,8 @@ class TransferAgent:
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
-        SettingsError: this machine has no interface with the name given in ``network``.
+        SettingsError: this machine has no interface with the name given in ``network``, or UCX
+            listens elsewhere.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from services.transfer.errors import (
     TransferError,
     TransferUnavailable,
 )
-from services.transfer.network import TransferNetwork
+from services.transfer.network import TransferNetwork, checked_listeners
 from services.transfer.slab import Slab
 
 _PROGRESS_TIMEOUT_US = 1000  # longest sleep of NIXL's progress thread; 0 makes it spin
@@ -75,6 +75,7 @@ class Owner:
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
+        SettingsError: UCX listens elsewhere than its variables allow.
     """
 
     def __init__(self, name: str, device: str, network: TransferNetwork) -> None:
@@ -93,8 +94,9 @@ class Owner:
         config.pthrDelay = _PROGRESS_TIMEOUT_US
         config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
         try:
-            self._nixl = nixl.nixlAgent(name, config)
-            self._ucx = [self._nixl.createBackend("UCX", {})]
+            with checked_listeners():
+                self._nixl = nixl.nixlAgent(name, config)
+                self._ucx = [self._nixl.createBackend("UCX", {})]
         except self._faults as error:
             raise TransferUnavailable(
                 f"NIXL does not start with UCX ({error}); NIXL_LOG_LEVEL=ERROR shows why"
