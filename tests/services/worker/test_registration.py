@@ -123,3 +123,18 @@ async def test_placement_is_reported_with_the_first_load_that_includes_it(
     await beat()
     assert reported == [[], ["a"], []]
     await registrar.stop()
+
+
+@pytest.mark.parametrize("bad", ["", "not an id", "x" * 65])
+async def test_invalid_placement_id_does_not_stop_the_heartbeats(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    router = Router()
+    registrar = registrar_of(engine, router, monkeypatch)
+    for placement in ("a", bad, "b"):
+        registrar.admit(placement)
+    registrar.start()
+    beat, answered = await router.next()
+    answered.set()
+    assert beat["admitted"] == ["a", "b"]
+    await registrar.stop()
