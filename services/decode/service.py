@@ -60,6 +60,10 @@ class DecodeWorker(Worker):
         """Whether no stream is open."""
         return not self.service.streams
 
+    def end_requests(self) -> None:
+        """End every stream with DRAINING."""
+        self.service.end_all()
+
     def _deliver(self, output: StepOutput) -> None:
         self.service.deliver(output)
 

@@ -153,7 +153,11 @@ class Site:
         return self._prefills[-1]
 
     async def decode(
-        self, make_agent: Callable[[str], TransferAgent] = TransferAgent, **changes: object
+        self,
+        make_agent: Callable[[str], TransferAgent] = TransferAgent,
+        *,
+        started: bool = True,
+        **changes: object,
     ) -> Decode:
         settings = DecodeSettings.model_validate(
             {"codec": "raw", "slots": 2, "slot_bytes": SLOT_BYTES, **changes}
@@ -164,7 +168,8 @@ class Site:
         agent = make_agent(f"decode-{loaded.identity.epoch}")
         agent.register(landing)
         worker = DecodeWorker(settings, loaded, agent, landing)
-        worker.engine.start()
+        if started:
+            worker.engine.start()
         self._decodes.append(Decode(worker, loaded, agent))
         return self._decodes[-1]
 
