@@ -84,6 +84,7 @@ class ErrorCode(StrEnum):
     QUEUE_FULL = "queue_full"  # 429
     INTERNAL = "internal"  # 500
     NO_WORKERS = "no_workers"  # 503
+    CLOSING = "closing"  # 503: the router is shutting down
 
 
 class ModelInfo(_Message):

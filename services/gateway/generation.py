@@ -19,6 +19,7 @@ from services.common.errors import (
     InternalFault,
     InvalidRequest,
     Overloaded,
+    ServiceError,
     TooLarge,
     Unavailable,
 )
@@ -27,7 +28,7 @@ from services.common.tokenizer import Tokenizer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.progress import Progress
 from services.gateway.requests import GenerationRequest
-from services.gateway.router_client import RoutedPlacement, RouterClient
+from services.gateway.router_client import NoRouter, RoutedPlacement, RouterClient
 from services.gateway.sessions import SessionPool, WorkerFailure
 from services.gateway.settings import GatewaySettings
 from services.gateway.text import TextAssembler, TextDelta
@@ -175,7 +176,8 @@ class Generator:
         """Place an attempt. Workers that failed this request are used only as a last resort."""
         began = _now()
         context, replayed = request.context, len(progress.replayed)
-        wait_s = max(0.0, min(self._settings.queue_wait_s, context.deadline - began))
+        until = min(began + self._settings.queue_wait_s, context.deadline)
+        tries = 0
         while True:
             call = PlaceRequest(
                 request_id=context.request_id,
@@ -186,14 +188,18 @@ class Generator:
                 choices=request.options.n,
                 tenant=context.tenant,
                 exclude=sorted(retries.excluded),
-                wait_s=wait_s,
+                wait_s=max(0.0, until - _now()),
             )
             try:
                 routed = await self._router.place(call)
-            except (TooLarge, Unavailable):
-                if not retries.excluded:
+            except (Overloaded, TooLarge, Unavailable) as error:
+                if retries.excluded and not isinstance(error, NoRouter | Overloaded):
+                    retries.excluded.clear()
+                elif _is_passing(error, retries) and _now() < until:
+                    tries += 1
+                    await asyncio.sleep(min(_backoff_s(tries), until - _now()))
+                else:
                     raise
-                retries.excluded.clear()
             else:
                 self._metrics.observe_routing(_now() - began)
                 return routed
@@ -255,6 +261,17 @@ def _blamed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> str | Non
     if placement.prefill is not None:
         workers.add(placement.prefill.worker_id)
     return failure.blame if failure.blame in workers else None
+
+
+def _is_passing(refusal: ServiceError, retries: _Retries) -> bool:
+    """Return whether a refused placement is repeated.
+
+    A router may restart, and after it the workers must register again. A request that a worker has
+    already begun also waits for workers.
+    """
+    if isinstance(refusal, NoRouter):
+        return True
+    return retries.number > 0 and isinstance(refusal, Overloaded | Unavailable)
 
 
 def _backoff_s(failures: int) -> float:

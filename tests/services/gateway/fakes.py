@@ -152,8 +152,10 @@ class FakeRouter:
         refusals: status and error code of the next answers to place calls.
         drops: number of place calls after which the connection is closed without an answer.
         hold: if True, place calls block until their client disconnects.
+        hung: if True, all other calls block as well, as those of a stopped process.
         view: fields of the workers' views that differ from those of ready colocated workers.
         abandoned: number of clients that disconnected from a blocked place call.
+        probes: number of health checks.
         peers: address and port of every client connection that was used.
     """
 
@@ -164,8 +166,10 @@ class FakeRouter:
     refusals: list[tuple[int, str]] = field(default_factory=list)
     drops: int = 0
     hold: bool = False
+    hung: bool = False
     view: dict[str, Any] = field(default_factory=dict)
     abandoned: int = 0
+    probes: int = 0
     prefill: str | None = "prefill-0"
     authorizations: set[str | None] = field(default_factory=set)
     peers: set[Any] = field(default_factory=set)
@@ -196,6 +200,7 @@ class FakeRouter:
         app.router.add_post("/v1/place", self._place)
         app.router.add_post("/v1/release", self._release)
         app.router.add_get("/v1/workers", self._list)
+        app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
@@ -243,9 +248,15 @@ class FakeRouter:
     async def _list(self, http: web.Request) -> web.Response:
         return web.json_response({"workers": [self._view(w) for w in self.workers]})
 
+    async def _health(self, _: web.Request) -> web.Response:
+        self.probes += 1
+        while self.hung:  # noqa: ASYNC110 - a flag is simplest for tests
+            await asyncio.sleep(0.005)
+        return web.json_response({})
+
     async def _block(self) -> None:
         try:
-            while self.hold:  # noqa: ASYNC110 - a flag is simplest for tests
+            while self.hold or self.hung:  # noqa: ASYNC110 - a flag is simplest for tests
                 await asyncio.sleep(0.005)
         except asyncio.CancelledError:
             self.abandoned += 1

@@ -27,7 +27,12 @@ def free_port() -> int:
 async def test_serves_both_ports_until_sigterm() -> None:
     port, grpc_port, router = free_port(), free_port(), free_port()
     settings = GatewaySettings.model_validate(
-        {"port": port, "grpc_port": grpc_port, "routers": [f"http://127.0.0.1:{router}"]}
+        {
+            "port": port,
+            "grpc_port": grpc_port,
+            "routers": [f"http://127.0.0.1:{router}"],
+            "queue_wait_s": 0,
+        }
     )
     serving = asyncio.create_task(serve(settings))
     async with (
