@@ -1,6 +1,7 @@
 """Client of the routers: places requests and reports when they end."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -20,13 +21,13 @@ from services.common.errors import (
 )
 from services.common.placement import (
     ErrorCode,
+    ModelReadiness,
     Outcome,
     Placement,
     PlaceRequest,
+    ReadinessList,
     Release,
-    Role,
     RouterError,
-    WorkerList,
 )
 
 log = structlog.get_logger()
@@ -36,6 +37,7 @@ _RELEASE_ATTEMPTS = 3
 PROBE_PERIOD_S = 1.0
 """Time without an answer after which a router with a waiting call is probed, seconds."""
 _PROBE_TIMEOUT_S = 2.0
+_MAX_NAMED = 4  # models that a reason names
 _JSON = {"Content-Type": "application/json"}
 _KEEP_ALIVE_S = 60.0  # shorter than the router's, so that this client closes idle connections
 
@@ -109,24 +111,26 @@ class RouterClient:
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def can_place(self, model: str) -> bool:
-        """Return whether any router has ready workers for a model."""
+    async def not_ready(self, model: str) -> str | None:
+        """Return the reason why no router can place requests for a model, or None if one can."""
+        reason = None
         for router in tuple(self._routers):
             try:
                 response, body = await self._request(
-                    "GET", f"{router}/v1/workers", timeout_s=self._timeout_s
+                    "GET",
+                    f"{router}/v1/readiness",
+                    timeout_s=min(self._timeout_s, _PROBE_TIMEOUT_S),
                 )
                 response.raise_for_status()
-                known = WorkerList.model_validate_json(body)
+                found = _not_ready(model, ReadinessList.model_validate_json(body).models)
             except (aiohttp.ClientError, ValidationError) as error:
-                log.debug("router does not list workers", router=router, error=repr(error))
+                log.debug("router does not report readiness", router=router, error=repr(error))
                 continue
-            ready = [w for w in known.workers if w.model == model and w.state == "ready"]
-            alone = any(w.role is Role.COLOCATED or w.decodes for w in ready)
-            if alone or {Role.PREFILL, Role.DECODE} <= {w.role for w in ready}:
+            if found is None:
                 self._prefer(router)
-                return True
-        return False
+                return None
+            reason = reason or found
+        return reason or "no router answers"
 
     async def close(self) -> None:
         """Send the outstanding releases, then close the connections."""
@@ -226,6 +230,15 @@ class RouterClient:
             method, url, data=body, headers=_JSON, timeout=timeout, allow_redirects=False
         ) as response:
             return response, await response.read()
+
+
+def _not_ready(model: str, known: Sequence[ModelReadiness]) -> str | None:
+    """Return the reason why a router cannot place requests for a model, or None."""
+    for entry in known:
+        if entry.model == model:
+            return None if entry.ready else entry.reason or "not ready"
+    others = ", ".join(repr(entry.model) for entry in known[:_MAX_NAMED])
+    return f"no worker of the model {model!r} is registered" + (others and f", only of {others}")
 
 
 def _raise_refusal(response: aiohttp.ClientResponse, body: bytes) -> NoReturn:

@@ -153,7 +153,7 @@ class FakeRouter:
         drops: number of place calls after which the connection is closed without an answer.
         hold: if True, place calls block until their client disconnects.
         hung: if True, all other calls block as well, as those of a stopped process.
-        view: fields of the workers' views that differ from those of ready colocated workers.
+        not_ready: reason why the model is not ready, if it is not.
         abandoned: number of clients that disconnected from a blocked place call.
         probes: number of health checks.
         peers: address and port of every client connection that was used.
@@ -167,7 +167,7 @@ class FakeRouter:
     drops: int = 0
     hold: bool = False
     hung: bool = False
-    view: dict[str, Any] = field(default_factory=dict)
+    not_ready: str | None = None
     abandoned: int = 0
     probes: int = 0
     prefill: str | None = "prefill-0"
@@ -199,7 +199,7 @@ class FakeRouter:
         app.on_response_prepare.append(self._record)
         app.router.add_post("/v1/place", self._place)
         app.router.add_post("/v1/release", self._release)
-        app.router.add_get("/v1/workers", self._list)
+        app.router.add_get("/v1/readiness", self._readiness)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
@@ -245,8 +245,9 @@ class FakeRouter:
         self.releases.append(Release.model_validate_json(await http.read()))
         return web.json_response({})
 
-    async def _list(self, http: web.Request) -> web.Response:
-        return web.json_response({"workers": [self._view(w) for w in self.workers]})
+    async def _readiness(self, _: web.Request) -> web.Response:
+        entry = {"model": self.model, "ready": self.not_ready is None, "reason": self.not_ready}
+        return web.json_response({"models": [entry]})
 
     async def _health(self, _: web.Request) -> web.Response:
         self.probes += 1
@@ -261,21 +262,6 @@ class FakeRouter:
         except asyncio.CancelledError:
             self.abandoned += 1
             raise
-
-    def _view(self, worker: FakeWorker) -> dict[str, Any]:
-        counts = (
-            "queue_tokens promised_tokens pages_free promised_pages pages_total running waiting"
-        )
-        return {
-            **worker.address,
-            "role": "colocated",
-            "model": self.model,
-            "state": "ready",
-            "reason": None,
-            **dict.fromkeys(counts.split(), 0),
-            "silent_s": 0.0,
-            **self.view,
-        }
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:

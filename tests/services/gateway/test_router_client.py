@@ -67,31 +67,29 @@ async def test_no_reachable_router_is_unavailable(open_client: OpenClient, unuse
     client = open_client(unused)
     with pytest.raises(NoRouter, match="no router is reachable"):
         await client.place(REQUEST)
-    assert not await client.can_place("small")
+    assert await client.not_ready("small") == "no router answers"
 
 
-@pytest.mark.parametrize(
-    ("view", "ready"),
-    [
-        ({}, True),
-        ({"role": "prefill"}, False),
-        ({"role": "prefill", "decodes": True}, True),
-        ({"role": "prefill", "decodes": True, "state": "starting"}, False),
-        ({"model": "other"}, False),
-    ],
-)
-async def test_model_can_be_placed_if_one_ready_worker_decodes_and_prefills(
-    router: FakeRouter, open_client: OpenClient, view: dict[str, object], ready: bool
+async def test_readiness_is_that_of_the_first_router_that_is_ready(
+    router: FakeRouter, open_client: OpenClient, unused: str
 ) -> None:
-    router.view = view
-    assert await open_client(router.url).can_place("small") is ready
+    other = FakeRouter([], "small", not_ready="other reason")
+    async with running(other):
+        client = open_client(unused, other.url, router.url)
+        assert await client.not_ready("small") is None
+        assert client._routers[0] == router.url, "the router that is ready is tried first"
+        router.not_ready = "reason"
+        assert await client.not_ready("small") == "reason"
+        assert await client.not_ready("big") == (
+            "no worker of the model 'big' is registered, only of 'small'"
+        )
 
 
 async def test_calls_use_one_connection(router: FakeRouter, open_client: OpenClient) -> None:
     client = open_client(router.url)
     for _ in range(3):
         await client.place(REQUEST)
-        assert await client.can_place("small")
+        assert await client.not_ready("small") is None
     assert len(router.peers) == 1
 
 

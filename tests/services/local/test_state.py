@@ -2,8 +2,10 @@
 
 import json
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,36 @@ def test_state_of_another_version_is_an_error_that_says_what_to_do(
     for command in (control.down, control.status):
         assert command(PORT) == 2
         assert "Another version" in " ".join(capsys.readouterr().err.split())
+
+
+def test_status_shows_why_requests_cannot_be_placed(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = "prefill-0 and decode-0 are not compatible: kv_format is 'fp8' and 'dense'"
+    answers = {
+        "/v1/workers": {"workers": []},
+        "/v1/readiness": {
+            "models": [
+                {"model": "small", "ready": False, "reason": reason},
+                {"model": "big", "ready": True, "reason": None},
+            ]
+        },
+    }
+
+    class Router(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answers[self.path]).encode())
+
+    with HTTPServer(("127.0.0.1", 0), Router) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        replace(deployment, router_port=server.server_port).save()
+        assert control.status(PORT) == 0
+        server.shutdown()
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"small is not ready: {reason}" in shown
+    assert "big" not in shown
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"version": 7}', "{}"])
