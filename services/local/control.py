@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -89,9 +88,10 @@ def _processes(deployment: Deployment) -> Table:
         try:
             process = psutil.Process(pid)
             memory = f"{process.memory_info().rss / 2**20:.0f} MiB"
-            running = f"{time.time() - process.create_time():.0f} s"
+            identity = ProcessIdentity.of(pid)
         except psutil.NoSuchProcess:
-            memory, running = "-", "restarting"
+            memory, identity = "-", None
+        running = "restarting" if identity is None else f"{identity.age_s:.0f} s"
         table.add_row(name, str(pid), memory, running)
     return table
 

@@ -1,5 +1,6 @@
 """State file of a deployment: atomic writes, and files of other versions."""
 
+import errno
 import json
 import subprocess
 import threading
@@ -76,18 +77,16 @@ def test_saved_deployment_is_found_until_its_supervisor_ends(
     assert Deployment.find(PORT) is None
 
 
-def test_unknown_fields_and_a_missing_version_are_accepted(
-    deployment: Deployment, state_file: Path
-) -> None:
+def test_unknown_fields_are_accepted(deployment: Deployment, state_file: Path) -> None:
     deployment.save()
-    change(state_file, version=None, added_later=["anything"])
+    change(state_file, added_later=["anything"])
     assert Deployment.find(PORT) == deployment
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"version": 2}, "format version is 2, not 1"),
+        ({"version": 3}, "format version is 3, not 2"),
         ({"cluster_token": None}, "field cluster_token is None"),
         ({"pids": [1]}, r"field pids is \[1\]"),
     ],
@@ -107,6 +106,21 @@ def test_state_of_another_version_is_an_error_that_says_what_to_do(
     for command in (control.down, control.status):
         assert command(PORT) == 2
         assert "Another version" in " ".join(capsys.readouterr().err.split())
+
+
+def test_failed_save_keeps_the_last_state_and_leaves_no_draft(
+    deployment: Deployment, state_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment.save()
+
+    def fail(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="No space left"):
+        replace(deployment, pids={"router": 2}).save()
+    assert Deployment.find(PORT) == deployment
+    assert [path.name for path in state_file.parent.iterdir()] == ["state.json"]
 
 
 def test_status_shows_why_requests_cannot_be_placed(
@@ -137,6 +151,15 @@ def test_status_shows_why_requests_cannot_be_placed(
     shown = " ".join(capsys.readouterr().err.split())
     assert f"small is not ready: {reason}" in shown
     assert "big" not in shown
+
+
+def test_running_deployment_of_version_1_is_named(deployment: Deployment, state_file: Path) -> None:
+    deployment.save()
+    change(state_file, version=None, supervisor_started=psutil.Process().create_time())
+    with pytest.raises(StateUnreadable, match=f"version is 1, not 2.*{deployment.supervisor_pid}"):
+        Deployment.find(PORT)
+    change(state_file, supervisor_started=1.0)
+    assert Deployment.find(PORT) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"version": 7}', "{}"])
