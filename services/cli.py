@@ -13,6 +13,7 @@ import typer
 import yaml
 
 from services.common.errors import SettingsError
+from services.common.file_limit import raise_file_limit
 from services.common.logging import configure_logging
 from services.common.settings import ServiceSettings
 from services.local.options import UpOptions
@@ -61,6 +62,7 @@ def _run_service(service: str, arguments: list[str]) -> None:
     try:
         settings = _load(service, arguments)
         configure_logging(service, format=settings.log_format, level=settings.log_level)
+        raise_file_limit()
         module = _import_service(f"services.{service}.service")
         with asyncio.Runner(loop_factory=getattr(module, "loop_factory", None)) as runner:
             runner.run(module.serve(settings))

@@ -12,6 +12,7 @@ response body. If a cluster token is configured, requests under ``/v1`` need
 ``POST /v1/release``        `Release`             200 ``{}``, also if the placement is unknown
 ``GET /v1/workers``         –                     200 `WorkerList`
 ``GET /v1/models``          –                     200 `ModelList`
+``GET /v1/readiness``       –                     200 `ReadinessList`
 ``GET /health``, ``/ready``, ``/metrics``         no token needed
 ==========================  ====================  =============================================
 
@@ -87,6 +88,7 @@ class ErrorCode(StrEnum):
     QUEUE_FULL = "queue_full"  # 429
     INTERNAL = "internal"  # 500
     NO_WORKERS = "no_workers"  # 503
+    CLOSING = "closing"  # 503: the router is shutting down
 
 
 class ModelInfo(_Message):
@@ -303,6 +305,20 @@ class ModelList(_Message):
     """The served models, one entry for each name."""
 
     models: list[ModelInfo]
+
+
+class ModelReadiness(_Message):
+    """Whether requests for a model can be placed now; ``reason`` says why not."""
+
+    model: Label
+    ready: bool
+    reason: str | None = None
+
+
+class ReadinessList(_Message):
+    """The registered models, one entry for each name."""
+
+    models: list[ModelReadiness]
 
 
 class RouterErrorDetail(_Message):

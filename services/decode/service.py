@@ -66,6 +66,10 @@ class DecodeWorker(Worker):
         """Why this worker should get no more requests, or None."""
         return self.receiver.blocked
 
+    def end_requests(self) -> None:
+        """End every stream with DRAINING."""
+        self.service.end_all()
+
     def _deliver(self, output: StepOutput) -> None:
         self.service.deliver(output)
 

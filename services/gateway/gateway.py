@@ -44,7 +44,7 @@ _ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _LONG_TEXT = 4096  # maximum characters tokenized on the event loop; longer texts use a thread
 _MAX_NAME_CHARS = 128  # an error message truncates the client's model name to this length
-_READY_CACHE_S = 0.5  # time for which a positive result of `Gateway.ready` is reused
+_READY_CACHE_S = 0.5  # time for which an answer of `Gateway.not_ready` is reused
 _MERGE_QUEUE_SIZE = 32  # batches of deltas buffered for a request with several prompts
 _RETRY_AFTER_S = 5.0
 
@@ -99,6 +99,8 @@ class Gateway:
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._asking = asyncio.Lock()
+        self._not_ready: str | None = None
         self._ready_until = 0.0
         self._max_token_bytes = max(map(len, model.tokenizer.pieces))
         self._router = router or RouterClient(
@@ -207,16 +209,19 @@ class Gateway:
                 async for deltas in output:
                     yield deltas
 
-    async def ready(self) -> bool:
-        """Return whether a router has ready workers. A positive answer is cached for 0.5 s."""
+    async def not_ready(self) -> str | None:
+        """Return the reason why requests cannot be served now, or None if they can.
+
+        Answers of routers are used for 0.5 s, and concurrent callers share one.
+        """
         if self.draining:
-            return False
-        now = asyncio.get_running_loop().time()
-        if now >= self._ready_until:
-            if not await self._router.can_place(self.model.name):
-                return False
-            self._ready_until = now + _READY_CACHE_S
-        return True
+            return "draining"
+        loop = asyncio.get_running_loop()
+        async with self._asking:
+            if loop.time() >= self._ready_until:
+                self._not_ready = await self._router.not_ready(self.model.name)
+                self._ready_until = loop.time() + _READY_CACHE_S
+        return self._not_ready
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests. After ``limit_s`` seconds, fail all that are still running."""

@@ -9,6 +9,7 @@ that no token is repeated or changed.
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -18,6 +19,7 @@ from services.common.errors import (
     InternalFault,
     InvalidRequest,
     Overloaded,
+    ServiceError,
     TooLarge,
     Unavailable,
 )
@@ -26,7 +28,7 @@ from services.common.tokenizer import Tokenizer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.progress import Progress
 from services.gateway.requests import GenerationRequest
-from services.gateway.router_client import RoutedPlacement, RouterClient
+from services.gateway.router_client import NoRouter, RoutedPlacement, RouterClient
 from services.gateway.sessions import SessionPool, WorkerFailure
 from services.gateway.settings import GatewaySettings
 from services.gateway.text import TextAssembler, TextDelta
@@ -44,6 +46,35 @@ _FINAL = {
     error_pb2.ERROR_CODE_CANCELLED: InternalFault,
 }
 _BLAMELESS = (*_FINAL, error_pb2.ERROR_CODE_LEASE_EXPIRED)  # caused by the request or by congestion
+
+
+@dataclass
+class _Retries:
+    """Attempts of one request that did not complete it.
+
+    Attributes:
+        number: number of all of them.
+        failures: number of those that count towards ``max_attempts``. An attempt that a draining
+            worker ended after it had delivered tokens does not count: in a rolling restart, a long
+            stream moves once for each worker.
+        lost: number of lost workers.
+        excluded: ids of workers that are used only as a last resort.
+    """
+
+    number: int = 0
+    failures: int = 0
+    lost: int = 0
+    excluded: set[str] = field(default_factory=set)
+
+    def add(self, failure: WorkerFailure, worker_id: str, *, progressed: bool) -> None:
+        """Add an attempt that ``worker_id`` failed; ``progressed``: it had delivered tokens."""
+        self.number += 1
+        self.lost += failure.code in _LOST_WORKER
+        if progressed and failure.code == error_pb2.ERROR_CODE_DRAINING:
+            self.excluded = {worker_id}
+        else:
+            self.failures += 1
+            self.excluded.add(worker_id)
 
 
 class Generator:
@@ -80,18 +111,17 @@ class Generator:
         progress = Progress(request, stop_token_ids)
         latency = _LatencyRecorder(context.arrived, self._metrics)
         self._metrics.prompt_tokens.inc(len(request.prompt))
-        excluded: set[str] = set()
-        attempt, lost = 0, 0
+        retries = _Retries()
         while not text.done:
-            routed = await self._place(request, progress, attempt, excluded)
-            worker = routed.placement.decode
+            routed = await self._place(request, progress, retries)
+            worker, delivered = routed.placement.decode, progress.count
             outcome, blame, stream = Outcome.CANCELLED, None, None
             try:
                 stream = self._sessions.get(worker).start(
                     start_stream_message(
                         request,
                         routed.placement,
-                        attempt=attempt,
+                        attempt=retries.number,
                         replayed=progress.replayed,
                         stop_token_ids=stop_token_ids,
                         deadline_s=context.deadline - _now(),
@@ -108,10 +138,11 @@ class Generator:
                 outcome = Outcome.REFUSED if failure.code in _REFUSALS else Outcome.FAILED
                 failed = _failed_worker(failure, routed)
                 blame = None if failure.code in _BLAMELESS else failed
-                attempt, lost = attempt + 1, lost + (failure.code in _LOST_WORKER)
+                retries.add(
+                    failure, failed or worker.worker_id, progressed=progress.count > delivered
+                )
                 if not progress.finish_reason():
-                    self._check_retry(failure, progress, attempt, lost)
-                excluded.add(failed or worker.worker_id)
+                    self._check_retry(failure, progress, retries)
             finally:
                 if stream is not None:
                     stream.close(cancel=bool(progress.unfinished))
@@ -120,7 +151,7 @@ class Generator:
                 if reason := progress.finish_reason():
                     yield text.push((), ((0, reason),))
                 else:
-                    await asyncio.sleep(_backoff_s(attempt))
+                    await asyncio.sleep(_backoff_s(retries.failures))
         latency.finish()
 
     def _assemble(
@@ -142,37 +173,40 @@ class Generator:
         return text.push(tokens, ended)
 
     async def _place(
-        self, request: GenerationRequest, progress: Progress, attempt: int, excluded: set[str]
+        self, request: GenerationRequest, progress: Progress, retries: _Retries
     ) -> RoutedPlacement:
         """Place an attempt. Workers that failed this request are used only as a last resort."""
         began = _now()
         context, replayed = request.context, len(progress.replayed)
-        wait_s = max(0.0, min(self._settings.queue_wait_s, context.deadline - began))
+        until = min(began + self._settings.queue_wait_s, context.deadline)
+        tries = 0
         while True:
             call = PlaceRequest(
                 request_id=context.request_id,
-                attempt=attempt,
+                attempt=retries.number,
                 model=self._model,
                 prompt_tokens=len(request.prompt) + replayed,
                 max_tokens=request.max_tokens - replayed,
                 choices=request.options.n,
                 tenant=context.tenant,
-                exclude=sorted(excluded),
-                wait_s=wait_s,
+                exclude=sorted(retries.excluded),
+                wait_s=max(0.0, until - _now()),
             )
             try:
                 routed = await self._router.place(call)
-            except (TooLarge, Unavailable):
-                if not excluded:
+            except (Overloaded, TooLarge, Unavailable) as error:
+                if retries.excluded and not isinstance(error, NoRouter | Overloaded):
+                    retries.excluded.clear()
+                elif _is_passing(error, retries) and _now() < until:
+                    tries += 1
+                    await asyncio.sleep(min(_backoff_s(tries), until - _now()))
+                else:
                     raise
-                excluded.clear()
             else:
                 self._metrics.observe_routing(_now() - began)
                 return routed
 
-    def _check_retry(
-        self, failure: WorkerFailure, progress: Progress, attempts: int, lost: int
-    ) -> None:
+    def _check_retry(self, failure: WorkerFailure, progress: Progress, retries: _Retries) -> None:
         """Check that the request may be retried, and count the failover.
 
         Raises:
@@ -182,7 +216,7 @@ class Generator:
             "worker failed a request",
             reason=failure.reason,
             blame=failure.blame,
-            attempt=attempts,
+            attempt=retries.number,
             started=progress.started,
             error=failure.message[:300],
         )
@@ -192,11 +226,12 @@ class Generator:
             raise Unavailable(
                 f"{failure.message}; a request with n > 1 cannot continue on another worker"
             )
+        lost, failures = retries.lost, retries.failures
         if lost >= self._settings.max_lost_workers:  # the request itself may be what crashes them
             raise Unavailable(f"{lost} workers were lost during this request: {failure.message}")
-        if attempts >= self._settings.max_attempts:
+        if failures >= self._settings.max_attempts:
             error = Overloaded if failure.code in _REFUSALS else Unavailable
-            raise error(f"after {attempts} attempts: {failure.message}", retry_after_s=1.0)
+            raise error(f"after {failures} attempts: {failure.message}", retry_after_s=1.0)
         self._metrics.failovers.labels(failure.reason).inc()
 
 
@@ -230,12 +265,23 @@ def _failed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> str | Non
     return failure.blame if failure.blame in workers else None
 
 
-def _backoff_s(attempt: int) -> float:
+def _is_passing(refusal: ServiceError, retries: _Retries) -> bool:
+    """Return whether a refused placement is repeated.
+
+    A router may restart, and after it the workers must register again. A request that a worker has
+    already begun also waits for workers.
+    """
+    if isinstance(refusal, NoRouter):
+        return True
+    return retries.number > 0 and isinstance(refusal, Overloaded | Unavailable)
+
+
+def _backoff_s(failures: int) -> float:
     """Return the delay before the next attempt, in seconds.
 
     It is random, so that the requests of a lost worker do not all retry at the same time.
     """
-    return float(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1))
+    return float(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (failures - 1)) * random.uniform(0.5, 1))
 
 
 def _now() -> float:

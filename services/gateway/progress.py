@@ -28,6 +28,11 @@ class Progress:
         return any(self.delivered)
 
     @property
+    def count(self) -> int:
+        """Number of delivered tokens of all choices."""
+        return sum(map(len, self.delivered))
+
+    @property
     def replayed(self) -> Sequence[int]:
         """Output tokens that the next attempt replays. Requires a request with a single choice."""
         return self.delivered[0]

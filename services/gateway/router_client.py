@@ -1,7 +1,9 @@
 """Client of the routers: places requests and reports when they end."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import NoReturn
 
@@ -19,21 +21,29 @@ from services.common.errors import (
 )
 from services.common.placement import (
     ErrorCode,
+    ModelReadiness,
     Outcome,
     Placement,
     PlaceRequest,
+    ReadinessList,
     Release,
-    Role,
     RouterError,
-    WorkerList,
 )
 
 log = structlog.get_logger()
 
 _RETRY_AFTER_S = 1.0
 _RELEASE_ATTEMPTS = 3
+PROBE_PERIOD_S = 1.0
+"""Time without an answer after which a router with a waiting call is probed, seconds."""
+_PROBE_TIMEOUT_S = 2.0
+_MAX_NAMED = 4  # models that a reason names
 _JSON = {"Content-Type": "application/json"}
 _KEEP_ALIVE_S = 60.0  # shorter than the router's, so that this client closes idle connections
+
+
+class NoRouter(Unavailable):
+    """No router takes calls now: none is reachable, or those that are shut down."""
 
 
 @dataclass(frozen=True)
@@ -64,25 +74,31 @@ class RouterClient:
             headers={"Authorization": f"Bearer {token}"} if token else {},
         )
         self._releases: set[asyncio.Task[None]] = set()
+        self._probes: dict[str, asyncio.Task[object]] = {}
+        self._answered: dict[str, float] = {}  # event-loop time of a router's last answer, seconds
 
     async def place(self, request: PlaceRequest) -> RoutedPlacement:
         """Place a request. The router may queue it for up to ``request.wait_s`` seconds.
 
-        Routers that are unreachable or have no workers are skipped.
+        Routers that are unreachable or have no workers are skipped. A call that waits in a queue
+        keeps its position while its router answers probes.
 
         Raises:
+            NoRouter: if every router is unreachable or shuts down.
             Overloaded, QueueTimeout, TooLarge, Unavailable: if no router places the request.
             InternalFault: if a router rejects the call as invalid.
         """
-        body = request.model_dump_json().encode()
-        refusal: ServiceError = Unavailable("no router is reachable", retry_after_s=_RETRY_AFTER_S)
+        until = _now() + request.wait_s
+        refusal: ServiceError = NoRouter("no router is reachable", retry_after_s=_RETRY_AFTER_S)
         for router in tuple(self._routers):
+            left_s = min(request.wait_s, max(0.0, until - _now()))
             try:
-                placement = await self._place(router, body, request.wait_s)
+                placement = await self._place(router, request.model_copy(update={"wait_s": left_s}))
             except aiohttp.ClientError as error:
                 log.warning("router does not answer", router=router, error=repr(error))
             except Unavailable as error:
-                refusal = error
+                if isinstance(refusal, NoRouter):
+                    refusal = error
             else:
                 self._prefer(router)
                 return RoutedPlacement(placement, router)
@@ -95,26 +111,32 @@ class RouterClient:
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def can_place(self, model: str) -> bool:
-        """Return whether any router has ready workers for a model."""
+    async def not_ready(self, model: str) -> str | None:
+        """Return the reason why no router can place requests for a model, or None if one can."""
+        reason = None
         for router in tuple(self._routers):
             try:
-                response, body = await self._request("GET", f"{router}/v1/workers")
+                response, body = await self._request(
+                    "GET",
+                    f"{router}/v1/readiness",
+                    timeout_s=min(self._timeout_s, _PROBE_TIMEOUT_S),
+                )
                 response.raise_for_status()
-                known = WorkerList.model_validate_json(body)
+                found = _not_ready(model, ReadinessList.model_validate_json(body).models)
             except (aiohttp.ClientError, ValidationError) as error:
-                log.debug("router does not list workers", router=router, error=repr(error))
+                log.debug("router does not report readiness", router=router, error=repr(error))
                 continue
-            ready = [w for w in known.workers if w.model == model and w.state == "ready"]
-            alone = any(w.role is Role.COLOCATED or w.decodes for w in ready)
-            if alone or {Role.PREFILL, Role.DECODE} <= {w.role for w in ready}:
+            if found is None:
                 self._prefer(router)
-                return True
-        return False
+                return None
+            reason = reason or found
+        return reason or "no router answers"
 
     async def close(self) -> None:
         """Send the outstanding releases, then close the connections."""
-        await asyncio.gather(*self._releases, return_exceptions=True)
+        for probe in self._probes.values():
+            probe.cancel()
+        await asyncio.gather(*self._releases, *self._probes.values(), return_exceptions=True)
         await self._http.close()
 
     def _prefer(self, router: str) -> None:
@@ -135,14 +157,49 @@ class RouterClient:
             else:
                 return
 
-    async def _place(self, router: str, body: bytes, wait_s: float) -> Placement:
-        response, answer = await self._post(f"{router}/v1/place", body, wait_s=wait_s)
+    async def _place(self, router: str, request: PlaceRequest) -> Placement:
+        body = request.model_dump_json().encode()
+        answering = asyncio.create_task(
+            self._post(f"{router}/v1/place", body, wait_s=request.wait_s)
+        )
+        try:
+            while not (await asyncio.wait({answering}, timeout=PROBE_PERIOD_S))[0]:
+                await self._probe(router)
+            response, answer = answering.result()
+        finally:
+            answering.cancel()
+        self._answered[router] = _now()
         if response.status != HTTPStatus.OK:
             _raise_refusal(response, answer)
         try:
             return Placement.model_validate_json(answer)
         except ValidationError as error:
             raise InternalFault(f"invalid placement from a router: {error}") from error
+
+    async def _probe(self, router: str) -> None:
+        """Check that a router answers, unless it has done so within `PROBE_PERIOD_S`.
+
+        Concurrent callers share one probe.
+
+        Raises:
+            aiohttp.ClientError: if it does not answer.
+        """
+        if _now() - self._answered.get(router, float("-inf")) < PROBE_PERIOD_S:
+            return
+        probe = self._probes.get(router)
+        if probe is None:
+            timeout_s = min(self._timeout_s, _PROBE_TIMEOUT_S)
+            probe = asyncio.create_task(
+                self._request("GET", f"{router}/health", timeout_s=timeout_s)
+            )
+            self._probes[router] = probe
+            probe.add_done_callback(partial(self._end_probe, router))
+        await asyncio.shield(probe)
+
+    def _end_probe(self, router: str, probe: asyncio.Task[object]) -> None:
+        del self._probes[router]
+        if not probe.cancelled() and probe.exception() is None:
+            self._answered[router] = _now()
 
     async def _post(
         self, url: str, body: bytes, *, wait_s: float = 0.0
@@ -153,25 +210,35 @@ class RouterClient:
         Whether it executed the call is unknown. A repetition is harmless: an unused placement
         expires, and a second release has no effect.
         """
+        timeout_s = self._timeout_s + wait_s
         try:
-            return await self._request("POST", url, body, wait_s=wait_s)
+            return await self._request("POST", url, body, timeout_s=timeout_s)
         except aiohttp.ClientConnectorError:
             raise
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             log.debug("router closed a connection", url=url, error=repr(error))
-            return await self._request("POST", url, body, wait_s=wait_s)
+            return await self._request("POST", url, body, timeout_s=timeout_s)
 
     async def _request(
-        self, method: str, url: str, body: bytes | None = None, *, wait_s: float = 0.0
+        self, method: str, url: str, body: bytes | None = None, *, timeout_s: float
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Return the response and its body."""
+        """Return the response, which must begin within ``timeout_s`` seconds, and its body."""
         timeout = aiohttp.ClientTimeout(
-            total=None, connect=self._timeout_s, sock_read=self._timeout_s + wait_s
+            total=None, connect=min(self._timeout_s, timeout_s), sock_read=timeout_s
         )
         async with self._http.request(
             method, url, data=body, headers=_JSON, timeout=timeout, allow_redirects=False
         ) as response:
             return response, await response.read()
+
+
+def _not_ready(model: str, known: Sequence[ModelReadiness]) -> str | None:
+    """Return the reason why a router cannot place requests for a model, or None."""
+    for entry in known:
+        if entry.model == model:
+            return None if entry.ready else entry.reason or "not ready"
+    others = ", ".join(repr(entry.model) for entry in known[:_MAX_NAMED])
+    return f"no worker of the model {model!r} is registered" + (others and f", only of {others}")
 
 
 def _raise_refusal(response: aiohttp.ClientResponse, body: bytes) -> NoReturn:
@@ -190,6 +257,8 @@ def _raise_refusal(response: aiohttp.ClientResponse, body: bytes) -> NoReturn:
             raise Overloaded(detail.message, retry_after_s=retry_after_s)
         case ErrorCode.TOO_LARGE:
             raise TooLarge(detail.message, param="prompt")
+        case ErrorCode.CLOSING:
+            raise NoRouter(detail.message, retry_after_s=retry_after_s)
         case ErrorCode.NO_WORKERS | ErrorCode.UNKNOWN_MODEL | ErrorCode.INTERNAL:
             raise Unavailable(detail.message, retry_after_s=retry_after_s)
         case _:
@@ -201,3 +270,7 @@ def _retry_after(response: aiohttp.ClientResponse) -> float:
         return float(response.headers.get("Retry-After", _RETRY_AFTER_S))
     except ValueError:
         return _RETRY_AFTER_S
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -9,6 +9,7 @@ import uvloop
 from headrace.v1 import inference_pb2_grpc
 from services.common.collector import freeze_loaded
 from services.common.errors import SettingsError
+from services.common.file_limit import check_file_limit
 from services.common.grpc_server import GrpcServer
 from services.common.http_server import HttpServer
 from services.gateway.gateway import Gateway, ServedModel
@@ -32,6 +33,7 @@ async def serve(settings: GatewaySettings) -> None:
     Raises:
         SettingsError: if the model, the API keys or a port is not available.
     """
+    check_file_limit(settings.max_connections)
     keys = ApiKeys.load(settings.api_keys_file)
     model = await asyncio.to_thread(ServedModel.load, settings)
     listener = listen_for_clients(
@@ -79,7 +81,7 @@ async def serve(settings: GatewaySettings) -> None:
 async def _update_health(gateway: Gateway, rpc: GrpcServer) -> None:
     """Set the status of ``grpc.health.v1`` to that of ``/ready``, once per second."""
     while True:
-        await rpc.set_serving(await gateway.ready())
+        await rpc.set_serving(await gateway.not_ready() is None)
         await asyncio.sleep(_HEALTH_PERIOD_S)
 
 

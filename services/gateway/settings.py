@@ -111,7 +111,11 @@ class GatewaySettings(ServiceSettings):
         60.0, ge=0, le=3600, description="maximum time in a router's queue, seconds"
     )
     max_attempts: int = Field(
-        5, ge=1, le=64, description="maximum placements of one request, including the first"
+        5,
+        ge=1,
+        le=64,
+        description="maximum placements of one request, including the first, without those "
+        "that a draining worker ended after it had delivered tokens",
     )
     max_lost_workers: int = Field(
         2, ge=1, le=64, description="number of lost workers after which a request is not retried"

@@ -3,8 +3,8 @@
 import json
 import os
 import signal
-import time
 from contextlib import suppress
+from typing import Any
 
 import httpx
 import psutil
@@ -72,6 +72,8 @@ def status(port: int, *, as_json: bool = False) -> int:
     console.print(_processes(deployment))
     try:
         console.print(_workers(deployment))
+        for line in _not_ready(deployment):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     except (httpx.HTTPError, ValueError) as error:
         console.print(f"[yellow]the router does not answer: {error}[/]")
         return 1
@@ -86,9 +88,10 @@ def _processes(deployment: Deployment) -> Table:
         try:
             process = psutil.Process(pid)
             memory = f"{process.memory_info().rss / 2**20:.0f} MiB"
-            running = f"{time.time() - process.create_time():.0f} s"
+            identity = ProcessIdentity.of(pid)
         except psutil.NoSuchProcess:
-            memory, running = "-", "restarting"
+            memory, identity = "-", None
+        running = "restarting" if identity is None else f"{identity.age_s:.0f} s"
         table.add_row(name, str(pid), memory, running)
     return table
 
@@ -99,13 +102,39 @@ def _workers(deployment: Deployment) -> Table:
     Raises:
         httpx.HTTPError, ValueError: if the router does not answer, or its answer is not JSON.
     """
-    answer = httpx.get(
-        f"http://{deployment.host}:{deployment.router_port}/v1/workers",
-        headers={"authorization": f"Bearer {deployment.cluster_token}"},
-        trust_env=False,
-    ).json()
+    answer = _ask_router(deployment, "workers")
     columns = ("worker_id", "role", "state", "queue_tokens", "pages_free", "stored_free")
     table = Table("worker", *(name.replace("_", " ") for name in columns[1:]), title="router")
     for worker in answer["workers"]:
         table.add_row(*(str(worker.get(column, "-")) for column in columns))
     return table
+
+
+def _not_ready(deployment: Deployment) -> list[str]:
+    """Return a line for each model that is not ready, or one if there is no worker.
+
+    Raises:
+        httpx.HTTPError, ValueError: as `_workers`.
+    """
+    models = _ask_router(deployment, "readiness")["models"]
+    if not models:
+        return ["not ready: no worker is registered"]
+    return [
+        f"{entry['model']} is not ready: {entry['reason']}"
+        for entry in models
+        if not entry["ready"]
+    ]
+
+
+def _ask_router(deployment: Deployment, name: str) -> dict[str, Any]:
+    """Return the router's answer to ``GET /v1/<name>``."""
+    answer: dict[str, Any] = (
+        httpx.get(
+            f"http://{deployment.host}:{deployment.router_port}/v1/{name}",
+            headers={"authorization": f"Bearer {deployment.cluster_token}"},
+            trust_env=False,
+        )
+        .raise_for_status()
+        .json()
+    )
+    return answer

@@ -2,12 +2,11 @@
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,8 @@ class ProcessIdentity:
 
     Attributes:
         pid: process id.
-        started: start time, seconds since 1970.
+        started: start time, seconds since the boot of the machine. Steps of the wall clock do not
+            change it.
     """
 
     pid: int
@@ -25,19 +25,30 @@ class ProcessIdentity:
     @classmethod
     def current(cls) -> "ProcessIdentity":
         """Return the identity of this process."""
-        return cls(os.getpid(), psutil.Process().create_time())
+        me = cls.of(os.getpid())
+        if me is None:
+            raise RuntimeError("this process has no entry in /proc")
+        return me
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessIdentity | None":
+        """Return the identity of a process, or None if it does not run. A zombie does not count."""
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        state, *fields = stat[stat.rindex(")") + 1 :].split()  # fields 3 and above of proc(5)
+        return None if state in "ZX" else cls(pid, int(fields[18]) / os.sysconf("SC_CLK_TCK"))
+
+    @property
+    def age_s(self) -> float:
+        """Time since the start of the process, seconds."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - self.started
 
     @property
     def alive(self) -> bool:
         """Whether the process still runs. A zombie does not count."""
-        try:
-            process = psutil.Process(self.pid)
-            return (
-                abs(process.create_time() - self.started) < 1.0
-                and process.status() != psutil.STATUS_ZOMBIE
-            )
-        except psutil.NoSuchProcess:
-            return False
+        return self.of(self.pid) == self
 
 
 class LockHeld(Exception):

@@ -3,14 +3,16 @@
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from services.local.lock import LockHeld, ProcessIdentity, holder_of, locked
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 """Format version of ``state.json``. Increment it when a field is removed or redefined."""
 
 
@@ -55,7 +57,7 @@ class Deployment:
         grpc_port: gRPC port of the gateway.
         router_port: HTTP port of the router.
         supervisor_pid: process id of `headrace up`.
-        supervisor_started: start time of that process, seconds since 1970.
+        supervisor_started: start time of that process, seconds since the boot of the machine.
         cluster_token: shared secret between the services.
         pids: process id of each service process, by name.
     """
@@ -105,7 +107,7 @@ class Deployment:
         Raises:
             ValueError: if the version differs, or a field is missing or has another type.
         """
-        version = state.get("version", STATE_VERSION)  # absent before the field was introduced
+        version = state.get("version", 1)  # absent before the field was introduced
         if version != STATE_VERSION:
             raise ValueError(f"its format version is {version}, not {STATE_VERSION}")
         for name, kind in _FIELDS.items():
@@ -122,13 +124,19 @@ class Deployment:
         """Replace the state file atomically.
 
         Only its owner may read it, because it contains the cluster token.
+
+        Raises:
+            OSError: if it cannot be written; the last state is kept.
         """
         folder = self.folder(self.port)
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f"state.json.{os.getpid()}"
-        draft.touch(mode=0o600)
-        draft.write_text(json.dumps({"version": STATE_VERSION, **asdict(self)}, indent=1))
-        draft.replace(folder / "state.json")
+        try:
+            draft.touch(mode=0o600)
+            draft.write_text(json.dumps({"version": STATE_VERSION, **asdict(self)}, indent=1))
+            draft.replace(folder / "state.json")
+        finally:
+            draft.unlink(missing_ok=True)
 
     @classmethod
     def forget(cls, port: int) -> None:
@@ -184,6 +192,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _supervisor(state: dict[str, Any]) -> ProcessIdentity | None:
     pid, started = state.get("supervisor_pid"), state.get("supervisor_started")
-    if isinstance(pid, int) and isinstance(started, int | float):
-        return ProcessIdentity(pid, started)
-    return None
+    if not isinstance(pid, int) or not isinstance(started, int | float):
+        return None
+    if state.get("version", 1) == 1:  # `started` is in seconds since 1970
+        with suppress(psutil.NoSuchProcess):
+            if abs(psutil.Process(pid).create_time() - started) < 1.0:
+                return ProcessIdentity.of(pid)
+        return None
+    return ProcessIdentity(pid, started)

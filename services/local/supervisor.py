@@ -12,6 +12,8 @@ from pathlib import Path
 
 import structlog
 
+from services.local.logs import open_log, previous_log, rotate
+
 log = structlog.get_logger()
 
 EXIT_SETTINGS_ERROR = 2
@@ -21,6 +23,9 @@ MAX_START_FAILURES = 3
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0
 STABLE_S = 30.0  # a process that ran longer than this restarts after the first backoff
 GRACE_S = 35.0  # longer than a service's own `drain_s`, which is 30 s by default
+RETRY_S = 5.0  # time after which `on_change` is called again if it failed
+MAX_LOG_BYTES = 64 << 20  # size above which a log is rotated
+ROTATE_PERIOD_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -74,9 +79,10 @@ class Supervisor:
 
     Args:
         specs: the processes.
-        folder: log folder. Each process writes to ``<folder>/<name>.log``; the log of the previous
-            deployment is kept as ``<name>.log.1``.
-        on_change: callback that gets `pids` whenever a process was started.
+        folder: log folder. Each process writes to ``<folder>/<name>.log``. The log of the previous
+            deployment, or the last `MAX_LOG_BYTES` before a rotation, are kept as ``<name>.log.1``.
+        on_change: callback that gets `pids` after processes were started. If it raises OSError, for
+            example on a full disk, it is called again after `RETRY_S`.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class Supervisor:
         self._folder = folder
         self._on_change = on_change
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._changed = asyncio.Event()
         self._ready = False
         self._stopping = False
 
@@ -110,11 +117,13 @@ class Supervisor:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         for previous in self._folder.glob("*.log"):
-            previous.replace(previous.with_suffix(".log.1"))
+            previous.replace(previous_log(previous))
         try:
             async with asyncio.TaskGroup() as keepers:
                 for spec in self._specs:
                     keepers.create_task(self._keep_running(spec))
+                keepers.create_task(self._report_changes())
+                keepers.create_task(self._rotate_logs())
         except* ServiceFailed as failures:
             raise failures.exceptions[0] from None
         finally:
@@ -125,8 +134,7 @@ class Supervisor:
         failures = 0
         while not self._stopping:
             started = time.monotonic()
-            process = await self._spawn(spec)
-            code = await process.wait()
+            code = await self._run_once(spec)
             if self._stopping:
                 return
             if not self._ready:
@@ -138,8 +146,17 @@ class Supervisor:
             log.warning("process exited", process=spec.name, code=code, restart_in_s=backoff)
             await asyncio.sleep(backoff)
 
+    async def _run_once(self, spec: ProcessSpec) -> int:
+        """Start a process and return its exit code; 1 if the system cannot create it now."""
+        try:
+            process = await self._spawn(spec)
+        except OSError as error:
+            log.warning("process not started", process=spec.name, error=str(error))
+            return 1
+        return await process.wait()
+
     async def _spawn(self, spec: ProcessSpec) -> asyncio.subprocess.Process:
-        with self._log_file(spec.name).open("ab") as log_file:
+        with open_log(self._log_file(spec.name)) as log_file:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -155,8 +172,28 @@ class Supervisor:
             )
         self._processes[spec.name] = process
         log.info("process started", process=spec.name, pid=process.pid)
-        self._on_change(self.pids)
+        self._changed.set()
         return process
+
+    async def _report_changes(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                self._on_change(self.pids)
+            except OSError as error:
+                log.warning("state not saved", error=str(error), retry_in_s=RETRY_S)
+                self._changed.set()
+                await asyncio.sleep(RETRY_S)
+
+    async def _rotate_logs(self) -> None:
+        while True:
+            await asyncio.sleep(ROTATE_PERIOD_S)
+            for spec in self._specs:
+                try:
+                    await asyncio.to_thread(rotate, self._log_file(spec.name), MAX_LOG_BYTES)
+                except OSError as error:
+                    log.warning("log not rotated", process=spec.name, error=str(error))
 
     def _log_file(self, name: str) -> Path:
         return self._folder / f"{name}.log"

@@ -123,16 +123,19 @@ async def _wait_until_ready(options: UpOptions) -> None:
         SettingsError: if it is not ready within `READY_TIMEOUT_S`.
     """
     url = f"http://{options.host}:{options.port}/ready"
+    reason = "it does not answer"
     deadline = time.monotonic() + READY_TIMEOUT_S
     async with httpx.AsyncClient(trust_env=False, timeout=2.0) as client:
         while time.monotonic() < deadline:
-            with suppress(httpx.HTTPError):
-                if (await client.get(url)).status_code == httpx.codes.OK:
+            with suppress(httpx.HTTPError, ValueError):
+                answer = await client.get(url)
+                if answer.status_code == httpx.codes.OK:
                     return
+                reason = answer.json().get("reason", reason)
             await asyncio.sleep(0.2)
     logs = Deployment.folder(options.port) / "logs"
     raise SettingsError(
-        f"the gateway is not ready after {READY_TIMEOUT_S:.0f} s; see the logs in {logs}"
+        f"the gateway is not ready after {READY_TIMEOUT_S:.0f} s: {reason}; see the logs in {logs}"
     )
 
 

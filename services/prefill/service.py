@@ -11,7 +11,7 @@ import grpc
 import structlog
 import uvloop
 
-from headrace.v1 import decode_pb2_grpc, prefill_pb2_grpc
+from headrace.v1 import decode_pb2_grpc, error_pb2, prefill_pb2_grpc
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Engine, StepOutput
 from services.common.grpc_server import GrpcServer, MessageStream, next_message
@@ -73,6 +73,14 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     def idle(self) -> bool:
         """Whether no sequence is being computed or transferred, and no stream is open."""
         return not self.jobs and not self.service.streams
+
+    def end_requests(self) -> None:
+        """End every sequence and every stream with DRAINING."""
+        self.service.end_all()
+        for key in list(self.jobs):
+            self._session_of(key).fail(
+                key, error_pb2.ERROR_CODE_DRAINING, "this worker is shutting down"
+            )
 
     async def Session(  # type: ignore[override]  # noqa: N802 - named by the schema
         self,

@@ -21,6 +21,7 @@ from services.common.placement import (
     ModelList,
     Placement,
     PlaceRequest,
+    ReadinessList,
     Registration,
     Release,
     RouterError,
@@ -32,6 +33,7 @@ from services.router.errors import InvalidBody, RouterException, Unauthenticated
 from services.router.fleet import Fleet
 from services.router.metrics import RouterMetrics
 from services.router.queue import PlacementQueue
+from services.router.readiness import readiness
 from services.router.settings import RouterSettings
 
 log = structlog.get_logger()
@@ -170,6 +172,10 @@ def _add_gateways_api(
     @app.get("/v1/workers")
     async def workers() -> Response:
         return _json(WorkerList(workers=router.fleet.views(clock())))
+
+    @app.get("/v1/readiness")
+    async def ready_models() -> Response:
+        return _json(ReadinessList(models=readiness(router.fleet.snapshots(clock()))))
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -22,6 +22,7 @@ from services.common.placement import (
 )
 from services.router.capacity import USABLE, Demand, WorkerSnapshot
 from services.router.errors import (
+    Closing,
     InvalidBody,
     NoWorkers,
     QueueFull,
@@ -74,7 +75,7 @@ class Dispatcher:
         )
         call = PendingPlacement(request, demand, now, now + min(request.wait_s, self._max_wait_s))
         if self.closed:
-            call.resolve(NoWorkers("this router is shutting down"))
+            call.resolve(Closing("this router is shutting down"))
             return call
         result = self._place(demand, self.fleet.snapshots(now))
         if isinstance(result, NoPlacement) and result.reason is not Reason.BUSY:
@@ -129,7 +130,7 @@ class Dispatcher:
         """Refuse all queued and future calls."""
         self.closed = True
         for call in self.queue:
-            self._answer(call, NoWorkers("this router is shutting down"))
+            self._answer(call, Closing("this router is shutting down"))
 
     def _place_waiting(self, now: float) -> None:
         """Answer the queued calls that can be placed or refused, in order."""

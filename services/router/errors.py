@@ -8,7 +8,8 @@ RouterException         body: `RouterError`
 ├── StaleEpoch          409  stale_epoch
 ├── TooLarge            413  too_large
 ├── QueueFull           429  queue_full, with Retry-After
-└── NoWorkers           503  no_workers, with Retry-After
+├── NoWorkers           503  no_workers, with Retry-After
+└── Closing             503  closing, with Retry-After
 """
 
 from typing import ClassVar
@@ -70,3 +71,9 @@ class NoWorkers(RouterException):
     """No compatible pair of workers is ready, suspect or on probation."""
 
     status, code, retry = 503, ErrorCode.NO_WORKERS, True
+
+
+class Closing(RouterException):
+    """The router is shutting down. Another router, or this one after a restart, takes the call."""
+
+    status, code, retry = 503, ErrorCode.CLOSING, True

@@ -121,6 +121,11 @@ def place(
     return _choose(ready, policy, rng) if ready else _explain(demand, workers)
 
 
+def can_serve(workers: Iterable[WorkerSnapshot]) -> bool:
+    """Return whether one of the workers, or a compatible pair of them, can serve requests."""
+    return bool(_compatible_groups((w, role) for w in workers for role in w.roles))
+
+
 def _explain(demand: Demand, workers: Iterable[WorkerSnapshot]) -> NoPlacement:
     serving = list(_offers(demand, workers))
     sufficient = [(w, role) for w, role in serving if w.fits_when_idle(demand, role)]

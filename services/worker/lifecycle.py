@@ -73,6 +73,10 @@ class Worker(ABC):
         return None
 
     @abstractmethod
+    def end_requests(self) -> None:
+        """End every request with DRAINING, so that its gateway continues it on another worker."""
+
+    @abstractmethod
     def _deliver(self, output: StepOutput) -> None:
         """Pass a step's output to its sequences; called on the event loop."""
 
@@ -113,6 +117,10 @@ SWITCH_S = 5e-5
 step, which the engine thread must launch while the event loop serves many streams."""
 
 
+SEND_S = 0.5
+"""Time in which a worker that stops sends its last messages, seconds."""
+
+
 def share_interpreter() -> None:
     """Let the threads of a worker take turns at the interval `SWITCH_S`."""
     sys.setswitchinterval(SWITCH_S)
@@ -120,6 +128,8 @@ def share_interpreter() -> None:
 
 async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role) -> None:
     """Run a worker until SIGTERM or SIGINT, then let running work finish within ``drain_s``.
+
+    Requests that are still running after that end with DRAINING.
 
     Raises:
         BaseException: the error that ended the engine or transfer thread, after the shutdown.
@@ -140,11 +150,14 @@ async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, rol
             await _wait_until_idle(worker, settings.drain_s)
     finally:
         log.info("stopping", worker=worker.identity.worker_id, idle=worker.idle)
+        if worker.draining:
+            worker.end_requests()
         tending.cancel()
         await registrar.stop()
-        await server.stop(0.5)
+        await server.stop(SEND_S)
         await worker.close()
         metrics_server.shutdown()
+        metrics_server.server_close()
     for watched in (worker.fault, tending):
         if watched.done() and not watched.cancelled():
             watched.result()

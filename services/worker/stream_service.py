@@ -85,6 +85,14 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         self._worker.metrics.requests.labels("decode", "ended").inc()
         self._free(stream)
 
+    def end_all(self) -> None:
+        """End every stream with DRAINING."""
+        worker_id = self._worker.identity.worker_id
+        for stream in list(self.streams.values()):
+            stream.session.fail(
+                stream, error_pb2.ERROR_CODE_DRAINING, "this worker is shutting down", worker_id
+            )
+
     def deliver(self, output: StepOutput) -> None:
         """Pass a step's output to the streams that are still open."""
         for key, fault in output.refused:

@@ -163,7 +163,11 @@ class Site:
         return self._prefills[-1]
 
     async def decode(
-        self, make_agent: Callable[[str], TransferAgent] = TransferAgent, **changes: object
+        self,
+        make_agent: Callable[[str], TransferAgent] = TransferAgent,
+        *,
+        started: bool = True,
+        **changes: object,
     ) -> Decode:
         settings = DecodeSettings.model_validate(
             {"codec": "raw", "slots": 3, "slot_bytes": SLOT_BYTES, **changes}
@@ -173,7 +177,8 @@ class Site:
         agent = make_agent(f"decode-{loaded.identity.epoch}")
         agent.register(landing)
         worker = DecodeWorker(settings, loaded, agent, landing)
-        worker.engine.start()
+        if started:
+            worker.engine.start()
         self._decodes.append(Decode(worker, loaded, agent))
         return self._decodes[-1]
 

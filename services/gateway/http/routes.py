@@ -225,11 +225,10 @@ class _Routes:
         return _json({"status": "ok"})
 
     async def ready(self) -> Response:
-        """Return 200 if the gateway accepts requests and workers are ready, else 503."""
-        if await self._gateway.ready():
-            return _json({"status": "ready"})
-        reason = "draining" if self._gateway.draining else "no workers"
-        return _json({"status": "not ready", "reason": reason}, status=503)
+        """Return 200 if requests can be served now, else 503 with the reason."""
+        if reason := await self._gateway.not_ready():
+            return _json({"status": "not ready", "reason": reason}, status=503)
+        return _json({"status": "ready"})
 
     async def version(self) -> Response:
         """Return the version of the gateway."""

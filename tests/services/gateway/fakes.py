@@ -148,8 +148,10 @@ class FakeRouter:
         refusals: status and error code of the next answers to place calls.
         drops: number of place calls after which the connection is closed without an answer.
         hold: if True, place calls block until their client disconnects.
-        view: fields of the workers' views that differ from those of ready colocated workers.
+        hung: if True, all other calls block as well, as those of a stopped process.
+        not_ready: reason why the model is not ready, if it is not.
         abandoned: number of clients that disconnected from a blocked place call.
+        probes: number of health checks.
         peers: address and port of every client connection that was used.
     """
 
@@ -160,8 +162,10 @@ class FakeRouter:
     refusals: list[tuple[int, str]] = field(default_factory=list)
     drops: int = 0
     hold: bool = False
-    view: dict[str, Any] = field(default_factory=dict)
+    hung: bool = False
+    not_ready: str | None = None
     abandoned: int = 0
+    probes: int = 0
     prefill: str | None = "prefill-0"
     authorizations: set[str | None] = field(default_factory=set)
     peers: set[Any] = field(default_factory=set)
@@ -191,7 +195,8 @@ class FakeRouter:
         app.on_response_prepare.append(self._record)
         app.router.add_post("/v1/place", self._place)
         app.router.add_post("/v1/release", self._release)
-        app.router.add_get("/v1/workers", self._list)
+        app.router.add_get("/v1/readiness", self._readiness)
+        app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
@@ -236,31 +241,23 @@ class FakeRouter:
         self.releases.append(Release.model_validate_json(await http.read()))
         return web.json_response({})
 
-    async def _list(self, http: web.Request) -> web.Response:
-        return web.json_response({"workers": [self._view(w) for w in self.workers]})
+    async def _readiness(self, _: web.Request) -> web.Response:
+        entry = {"model": self.model, "ready": self.not_ready is None, "reason": self.not_ready}
+        return web.json_response({"models": [entry]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        self.probes += 1
+        while self.hung:  # noqa: ASYNC110 - a flag is simplest for tests
+            await asyncio.sleep(0.005)
+        return web.json_response({})
 
     async def _block(self) -> None:
         try:
-            while self.hold:  # noqa: ASYNC110 - a flag is simplest for tests
+            while self.hold or self.hung:  # noqa: ASYNC110 - a flag is simplest for tests
                 await asyncio.sleep(0.005)
         except asyncio.CancelledError:
             self.abandoned += 1
             raise
-
-    def _view(self, worker: FakeWorker) -> dict[str, Any]:
-        counts = (
-            "queue_tokens promised_tokens pages_free promised_pages pages_total running waiting"
-        )
-        return {
-            **worker.address,
-            "role": "colocated",
-            "model": self.model,
-            "state": "ready",
-            "reason": None,
-            **dict.fromkeys(counts.split(), 0),
-            "silent_s": 0.0,
-            **self.view,
-        }
 
 
 async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:

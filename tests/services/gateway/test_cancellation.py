@@ -50,7 +50,7 @@ async def test_disconnect_while_queued_cancels_the_place_call(site: Site) -> Non
 
 
 async def test_unexpected_error_is_500(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site.gateway, "ready", None)
+    monkeypatch.setattr(site.gateway, "not_ready", None)
     response = await site.http.get("/ready")
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"

@@ -175,6 +175,35 @@ async def test_lost_workers_of_one_request_are_bounded(
     await site.router.settled()
 
 
+async def test_stream_outlasts_the_drains_of_a_rolling_restart(open_site: OpenSite) -> None:
+    """Each worker drains in turn, more often than `max_attempts` and `max_lost_workers` allow."""
+    site: Site = await open_site(workers=2, max_attempts=3, max_lost_workers=1)
+    ids = site.encode("one two three four five six seven")
+
+    async def drain_after_one(stream: FakeStream) -> None:
+        at = stream.replayed
+        await stream.tokens(ids[at])
+        await stream.fail(error_pb2.ERROR_CODE_DRAINING)
+
+    for worker in site.workers:
+        worker.queued = [drain_after_one] * 3
+        worker.script = say(*ids)
+    response = await completion(site)
+    assert response.json()["choices"][0]["text"] == "one two three four five six seven"
+    assert sum(len(worker.streams) for worker in site.workers) == 7
+    await site.router.settled()
+    assert {outcome for outcome, _ in outcomes(site)} == {"refused", "ok"}
+    assert all(len(place.exclude) <= 1 for place in site.router.places)
+
+
+async def test_drains_without_progress_are_bounded(open_site: OpenSite) -> None:
+    site: Site = await open_site(max_attempts=3)
+    site.worker.script = failing(error_pb2.ERROR_CODE_DRAINING)
+    assert (await completion(site)).status_code == 429
+    assert len(site.worker.streams) == 3
+    await site.router.settled()
+
+
 @pytest.mark.parametrize("broken", ["repeated", "skipped", "choice", "reason"])
 async def test_protocol_violation_of_a_worker_is_retried_elsewhere(
     open_site: OpenSite, broken: str

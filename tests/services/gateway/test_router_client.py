@@ -1,4 +1,4 @@
-"""The client of the routers: failover, stale connections, timeouts, errors."""
+"""The client of the routers: failover, hung routers, stale connections, timeouts, errors."""
 
 import asyncio
 import socket
@@ -16,7 +16,8 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.placement import Outcome, PlaceRequest
-from services.gateway.router_client import RouterClient
+from services.gateway import router_client
+from services.gateway.router_client import NoRouter, RouterClient
 from tests.services.gateway.fakes import FakeRouter, FakeWorker, running, until
 
 REQUEST = PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
@@ -64,33 +65,31 @@ async def test_second_router_places_if_the_first_is_down(
 
 async def test_no_reachable_router_is_unavailable(open_client: OpenClient, unused: str) -> None:
     client = open_client(unused)
-    with pytest.raises(Unavailable, match="no router is reachable"):
+    with pytest.raises(NoRouter, match="no router is reachable"):
         await client.place(REQUEST)
-    assert not await client.can_place("small")
+    assert await client.not_ready("small") == "no router answers"
 
 
-@pytest.mark.parametrize(
-    ("view", "ready"),
-    [
-        ({}, True),
-        ({"role": "prefill"}, False),
-        ({"role": "prefill", "decodes": True}, True),
-        ({"role": "prefill", "decodes": True, "state": "starting"}, False),
-        ({"model": "other"}, False),
-    ],
-)
-async def test_model_can_be_placed_if_one_ready_worker_decodes_and_prefills(
-    router: FakeRouter, open_client: OpenClient, view: dict[str, object], ready: bool
+async def test_readiness_is_that_of_the_first_router_that_is_ready(
+    router: FakeRouter, open_client: OpenClient, unused: str
 ) -> None:
-    router.view = view
-    assert await open_client(router.url).can_place("small") is ready
+    other = FakeRouter([], "small", not_ready="other reason")
+    async with running(other):
+        client = open_client(unused, other.url, router.url)
+        assert await client.not_ready("small") is None
+        assert client._routers[0] == router.url, "the router that is ready is tried first"
+        router.not_ready = "reason"
+        assert await client.not_ready("small") == "reason"
+        assert await client.not_ready("big") == (
+            "no worker of the model 'big' is registered, only of 'small'"
+        )
 
 
 async def test_calls_use_one_connection(router: FakeRouter, open_client: OpenClient) -> None:
     client = open_client(router.url)
     for _ in range(3):
         await client.place(REQUEST)
-        assert await client.can_place("small")
+        assert await client.not_ready("small") is None
     assert len(router.peers) == 1
 
 
@@ -134,6 +133,59 @@ async def test_answer_may_take_the_timeout_and_the_wait(
     await placing
 
 
+async def test_second_router_places_if_the_first_hangs(
+    router: FakeRouter, open_client: OpenClient
+) -> None:
+    """The kernel accepts connections to a stopped process, so that only an answer is missing."""
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        client = open_client(f"http://127.0.0.1:{stopped.getsockname()[1]}", router.url)
+        async with asyncio.timeout(20):
+            placed = await client.place(REQUEST.model_copy(update={"wait_s": 60.0}))
+        assert placed.router == router.url
+        assert router.places[0].wait_s <= 59.0, "the time that the first router took is deducted"
+
+
+async def test_router_that_hangs_with_a_queued_call_is_unavailable(
+    router: FakeRouter, open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_client, "PROBE_PERIOD_S", 0.05)
+    client = open_client(router.url, timeout_s=0.2)
+    router.hold = True
+    placing = asyncio.create_task(client.place(REQUEST.model_copy(update={"wait_s": 60.0})))
+    await asyncio.sleep(0.5)
+    assert not placing.done(), "probes are answered"
+    router.hung = True
+    with pytest.raises(NoRouter):
+        await asyncio.wait_for(placing, 5)
+
+
+async def test_queued_calls_keep_their_place_and_share_probes(
+    router: FakeRouter, open_client: OpenClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_client, "PROBE_PERIOD_S", 0.05)
+    client = open_client(router.url)
+    router.hold = True
+    request = REQUEST.model_copy(update={"wait_s": 60.0})
+    placing = [asyncio.create_task(client.place(request)) for _ in range(20)]
+    await asyncio.sleep(0.5)
+    router.hold = False
+    await asyncio.gather(*placing)
+    assert (len(router.places), router.abandoned) == (20, 0)
+    assert 1 <= router.probes <= 20, "not 20 for each period"
+
+
+async def test_router_that_closes_does_not_hide_a_lack_of_workers(
+    router: FakeRouter, open_client: OpenClient
+) -> None:
+    other = FakeRouter([], "small")
+    async with running(other):
+        client = open_client(other.url, router.url)
+        router.refusals = [(503, "closing")]
+        with pytest.raises(Unavailable, match="no_workers") as refused:
+            await client.place(REQUEST)
+        assert not isinstance(refused.value, NoRouter)
+
+
 async def test_proxy_of_the_environment_is_not_used(
     router: FakeRouter, open_client: OpenClient, unused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +201,7 @@ async def test_proxy_of_the_environment_is_not_used(
         (429, "queue_full", Overloaded, 3.0),
         (413, "too_large", TooLarge, None),
         (503, "no_workers", Unavailable, 3.0),
+        (503, "closing", NoRouter, 3.0),
         (500, "internal", Unavailable, 3.0),
         (400, "invalid", InternalFault, None),
         (302, "not a code", Unavailable, 1.0),

@@ -27,7 +27,12 @@ def free_port() -> int:
 async def test_serves_both_ports_until_sigterm() -> None:
     port, grpc_port, router = free_port(), free_port(), free_port()
     settings = GatewaySettings.model_validate(
-        {"port": port, "grpc_port": grpc_port, "routers": [f"http://127.0.0.1:{router}"]}
+        {
+            "port": port,
+            "grpc_port": grpc_port,
+            "routers": [f"http://127.0.0.1:{router}"],
+            "queue_wait_s": 0,
+        }
     )
     serving = asyncio.create_task(serve(settings))
     async with (
@@ -38,7 +43,7 @@ async def test_serves_both_ports_until_sigterm() -> None:
             await channel.channel_ready()
         assert (await http.get("/health")).status_code == 200
         ready = await http.get("/ready")
-        assert (ready.status_code, ready.json()["reason"]) == (503, "no workers")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "no router answers")
         refused = await http.post("/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())

@@ -1,8 +1,11 @@
 """Locks between processes: exclusive, and released when the holder ends."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from services.local.lock import LockHeld, ProcessIdentity, holder_of, locked
@@ -47,6 +50,28 @@ def test_identity_of_a_reused_pid_is_not_alive() -> None:
     me = ProcessIdentity.current()
     assert me.alive
     assert not ProcessIdentity(me.pid, me.started - 100).alive
+
+
+def test_identity_does_not_depend_on_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil derives start times from that clock: they move with it."""
+    me = ProcessIdentity.current()
+    before = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: before(process) + 3600)
+    assert me.alive
+    assert ProcessIdentity.current() == me
+    assert 0 <= me.age_s < 86400
+
+
+def test_zombie_and_missing_process_are_not_alive() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        identity = ProcessIdentity.of(child.pid)
+        assert identity is not None
+        assert identity.alive
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not identity.alive, "it was not reaped yet"
+    assert not identity.alive
+    assert ProcessIdentity.of(child.pid) is None
 
 
 @pytest.mark.parametrize("content", ["", "nonsense", "1", "x y"])

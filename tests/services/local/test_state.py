@@ -1,9 +1,12 @@
 """State file of a deployment: atomic writes, and files of other versions."""
 
+import errno
 import json
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +77,16 @@ def test_saved_deployment_is_found_until_its_supervisor_ends(
     assert Deployment.find(PORT) is None
 
 
-def test_unknown_fields_and_a_missing_version_are_accepted(
-    deployment: Deployment, state_file: Path
-) -> None:
+def test_unknown_fields_are_accepted(deployment: Deployment, state_file: Path) -> None:
     deployment.save()
-    change(state_file, version=None, added_later=["anything"])
+    change(state_file, added_later=["anything"])
     assert Deployment.find(PORT) == deployment
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"version": 2}, "format version is 2, not 1"),
+        ({"version": 3}, "format version is 3, not 2"),
         ({"cluster_token": None}, "field cluster_token is None"),
         ({"pids": [1]}, r"field pids is \[1\]"),
     ],
@@ -105,6 +106,60 @@ def test_state_of_another_version_is_an_error_that_says_what_to_do(
     for command in (control.down, control.status):
         assert command(PORT) == 2
         assert "Another version" in " ".join(capsys.readouterr().err.split())
+
+
+def test_failed_save_keeps_the_last_state_and_leaves_no_draft(
+    deployment: Deployment, state_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment.save()
+
+    def fail(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="No space left"):
+        replace(deployment, pids={"router": 2}).save()
+    assert Deployment.find(PORT) == deployment
+    assert [path.name for path in state_file.parent.iterdir()] == ["state.json"]
+
+
+def test_status_shows_why_requests_cannot_be_placed(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = "prefill-0 and decode-0 are not compatible: kv_format is 'fp8' and 'dense'"
+    answers = {
+        "/v1/workers": {"workers": []},
+        "/v1/readiness": {
+            "models": [
+                {"model": "small", "ready": False, "reason": reason},
+                {"model": "big", "ready": True, "reason": None},
+            ]
+        },
+    }
+
+    class Router(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answers[self.path]).encode())
+
+    with HTTPServer(("127.0.0.1", 0), Router) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        replace(deployment, router_port=server.server_port).save()
+        assert control.status(PORT) == 0
+        server.shutdown()
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"small is not ready: {reason}" in shown
+    assert "big" not in shown
+
+
+def test_running_deployment_of_version_1_is_named(deployment: Deployment, state_file: Path) -> None:
+    deployment.save()
+    change(state_file, version=None, supervisor_started=psutil.Process().create_time())
+    with pytest.raises(StateUnreadable, match=f"version is 1, not 2.*{deployment.supervisor_pid}"):
+        Deployment.find(PORT)
+    change(state_file, supervisor_started=1.0)
+    assert Deployment.find(PORT) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"version": 7}', "{}"])

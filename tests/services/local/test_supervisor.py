@@ -1,10 +1,12 @@
 """The supervisor restarts processes that exit, and gives up on those that cannot start."""
 
 import asyncio
+import errno
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -47,6 +49,7 @@ async def test_killed_process_is_restarted_and_stopped_with_the_supervisor(tmp_p
     first = await _pid(supervisor)
     os.kill(first, signal.SIGKILL)
     second = await _pid(supervisor, other_than=first)
+    await asyncio.sleep(0.05)  # `on_change` is called by another task
     assert seen == [{"router": first}, {"router": second}]
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -125,3 +128,78 @@ async def test_logs_of_the_previous_deployment_are_kept(tmp_path: Path) -> None:
         await supervisor.run()
     assert "the previous deployment" not in log_file.read_text()
     assert (tmp_path / "router.log.1").read_text() == "the previous deployment"
+
+
+async def test_full_disk_does_not_stop_the_deployment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the state nor a log can be written at first."""
+    monkeypatch.setattr("services.local.supervisor.RETRY_S", 0.01)
+    saved: list[dict[str, int]] = []
+    failures = [OSError(errno.ENOSPC, "No space left on device") for _ in range(3)]
+
+    def save(pids: dict[str, int]) -> None:
+        if failures:
+            raise failures.pop()
+        saved.append(pids)
+
+    (tmp_path / "router.log").mkdir()  # cannot be opened
+    supervisor = Supervisor([ROUTER], tmp_path, on_change=save)
+    monkeypatch.setattr(Path, "replace", lambda path, target: target)
+    running = asyncio.create_task(supervisor.run())
+    pid = await _pid(supervisor)
+    for _ in range(500):
+        if saved:
+            break
+        await asyncio.sleep(0.01)
+    assert saved == [{"router": pid}]
+    assert not running.done()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_process_that_cannot_be_created_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = asyncio.create_subprocess_exec
+    failures = [OSError(errno.EAGAIN, "Resource temporarily unavailable")] * 2
+
+    async def fail_at_first(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        if failures:
+            raise failures.pop()
+        return await create(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fail_at_first)
+    monkeypatch.setattr("services.local.supervisor.MAX_BACKOFF_S", 0.01)
+    supervisor = Supervisor([ROUTER], tmp_path, on_change=lambda _: None)
+    running = asyncio.create_task(supervisor.run())
+    await _pid(supervisor)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_log_of_a_running_process_is_rotated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.local.supervisor.MAX_LOG_BYTES", 50)
+    monkeypatch.setattr("services.local.supervisor.ROTATE_PERIOD_S", 0.01)
+    supervisor = Supervisor([ROUTER], tmp_path, on_change=lambda _: None)
+    running = asyncio.create_task(supervisor.run())
+    rotated, log_file = tmp_path / "router.log.1", tmp_path / "router.log"
+    for _ in range(600):
+        if rotated.exists() and b"ready" in rotated.read_bytes():
+            break
+        await asyncio.sleep(0.05)
+    os.kill(await _pid(supervisor), signal.SIGTERM)  # it logs that it stops
+    for _ in range(600):
+        if b"stopping" in log_file.read_bytes() + rotated.read_bytes():
+            break
+        await asyncio.sleep(0.01)
+    both = rotated.read_bytes() + log_file.read_bytes()
+    assert b"stopping" in both
+    assert b"\0" not in both, "the process appends at the new end"
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from services.common.placement import Outcome, Placement, Release, Role
 from services.router.dispatcher import Dispatcher
-from services.router.errors import NoWorkers, QueueFull, QueueTimeout, TooLarge, UnknownModel
+from services.router.errors import (
+    Closing,
+    NoWorkers,
+    QueueFull,
+    QueueTimeout,
+    TooLarge,
+    UnknownModel,
+)
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
 from services.router.queue import PendingPlacement, PlacementQueue
@@ -167,8 +174,8 @@ def test_closing_refuses_queued_and_new_calls() -> None:
     router = dispatcher("c0", pages_free=0)
     waiting = router.submit(place_request(wait_s=9), 0.0)
     router.close()
-    assert isinstance(waiting.answer, NoWorkers)
-    assert isinstance(router.submit(place_request(wait_s=9), 0.0).answer, NoWorkers)
+    assert isinstance(waiting.answer, Closing)
+    assert isinstance(router.submit(place_request(wait_s=9), 0.0).answer, Closing)
 
 
 @settings(max_examples=60, deadline=None)

@@ -63,7 +63,7 @@ async def test_sigterm_refuses_queued_calls() -> None:
         queued = await queue_calls(http, 3)
     for response in await asyncio.gather(*queued):
         assert response.status_code == 503
-        assert RouterError.model_validate_json(response.content).error.code is ErrorCode.NO_WORKERS
+        assert RouterError.model_validate_json(response.content).error.code is ErrorCode.CLOSING
 
 
 async def test_disconnected_caller_is_removed_from_the_queue() -> None:

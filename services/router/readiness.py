@@ -1,0 +1,62 @@
+"""Whether requests for each model can be placed, and the reason if they cannot."""
+
+from collections.abc import Sequence
+from itertools import product
+
+from services.common.placement import ModelReadiness, Role
+from services.router.capacity import WorkerHealth, WorkerSnapshot
+from services.router.policy import can_serve
+
+_MAX_NAMED = 4  # workers that a reason names
+_MAX_VALUE_CHARS = 24  # of a property of a worker
+
+
+def readiness(workers: Sequence[WorkerSnapshot]) -> list[ModelReadiness]:
+    """Return the readiness of each registered model, sorted by name."""
+    return [_readiness(model, workers) for model in sorted({w.model for w in workers})]
+
+
+def _readiness(model: str, workers: Sequence[WorkerSnapshot]) -> ModelReadiness:
+    serving = [worker for worker in workers if worker.model == model]
+    ready = [worker for worker in serving if worker.health is WorkerHealth.READY]
+    if can_serve(ready):
+        return ModelReadiness(model=model, ready=True)
+    return ModelReadiness(model=model, ready=False, reason=_reason(serving, ready))
+
+
+def _reason(serving: Sequence[WorkerSnapshot], ready: Sequence[WorkerSnapshot]) -> str:
+    if all(worker.role is Role.COLOCATED for worker in serving):
+        return f"no worker is ready: {_states(serving)}"
+    for role in (Role.PREFILL, Role.DECODE):
+        if not any(worker.role is role for worker in ready):
+            registered = [w for w in serving if w.role in (role, Role.COLOCATED)]
+            if not registered:
+                return f"no {role.value} worker is registered"
+            return f"no {role.value} worker is ready: {_states(registered)}"
+    return _difference(ready)
+
+
+def _states(workers: Sequence[WorkerSnapshot]) -> str:
+    named = [f"{w.worker_id} is {w.health.value}" for w in workers[:_MAX_NAMED]]
+    further = [f"{len(workers) - _MAX_NAMED} more"] if len(workers) > _MAX_NAMED else []
+    return ", ".join(named + further)
+
+
+def _difference(ready: Sequence[WorkerSnapshot]) -> str:
+    """Return the properties in which the most similar pair of workers differs."""
+    roles = {role: [w for w in ready if w.role is role] for role in (Role.PREFILL, Role.DECODE)}
+    prefill, decode = min(
+        product(roles[Role.PREFILL], roles[Role.DECODE]),
+        key=lambda pair: len(pair[0].compatibility.mismatches(pair[1].compatibility)),
+    )
+    differing = [
+        f"{name} is {_value(prefill, name)} and {_value(decode, name)}"
+        for name in prefill.compatibility.mismatches(decode.compatibility)
+    ]
+    names = f"{prefill.worker_id} and {decode.worker_id}"
+    return f"the workers {names} are not compatible: {', '.join(differing)}"
+
+
+def _value(worker: WorkerSnapshot, name: str) -> str:
+    value = getattr(worker.compatibility, name)
+    return repr(value[:_MAX_VALUE_CHARS] if isinstance(value, str) else value)
