@@ -46,7 +46,7 @@ _LONG_TEXT = 4096  # maximum characters tokenized on the event loop; longer text
 _MAX_NAME_CHARS = 128  # an error message truncates the client's model name to this length
 _READY_CACHE_S = 0.5  # time for which a positive result of `Gateway.ready` is reused
 _MERGE_QUEUE_SIZE = 32  # batches of deltas buffered for a request with several prompts
-_RETRY_AFTER_S = 5.0
+_DRAIN_RETRY_AFTER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Gateway:
         """
         tenant = self._keys.tenant(authorization)
         if self.draining:
-            raise Unavailable("the gateway is shutting down", retry_after_s=_RETRY_AFTER_S)
+            raise _shutting_down()
         now = asyncio.get_running_loop().time()
         return RequestContext(request_id, tenant, now, now + self.settings.deadline_s)
 
@@ -225,7 +225,7 @@ class Gateway:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
         except TimeoutError:
-            self._sessions.fail_all(Unavailable("the gateway is shutting down"))
+            self._sessions.fail_all(_shutting_down())
 
     async def close(self) -> None:
         """Close the sessions with workers, then the connections to routers."""
@@ -237,8 +237,7 @@ class Gateway:
         if self._running + count > self.settings.max_concurrent:
             raise Overloaded(
                 f"{self._running} prompts are in progress, the limit is "
-                f"{self.settings.max_concurrent}",
-                retry_after_s=1.0,
+                f"{self.settings.max_concurrent}"
             )
         self._running += count
         self.metrics.running.set(self._running)
@@ -302,6 +301,10 @@ async def enforce_deadline(deadline: float) -> AsyncGenerator[None]:
             yield
     except TimeoutError:
         raise DeadlineExceeded("the request's deadline passed") from None
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the gateway is shutting down", retry_after_s=_DRAIN_RETRY_AFTER_S)
 
 
 def valid_request_id(given: str | None) -> str:

@@ -194,7 +194,7 @@ class Generator:
             raise Unavailable(f"{lost} workers were lost during this request: {failure.message}")
         if attempts >= self._settings.max_attempts:
             error = Overloaded if failure.code in _REFUSALS else Unavailable
-            raise error(f"after {attempts} attempts: {failure.message}", retry_after_s=1.0)
+            raise error(f"after {attempts} attempts: {failure.message}")
         self._metrics.failovers.labels(failure.reason).inc()
 
 

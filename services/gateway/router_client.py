@@ -30,7 +30,6 @@ from services.common.placement import (
 
 log = structlog.get_logger()
 
-_RETRY_AFTER_S = 1.0
 _RELEASE_ATTEMPTS = 3
 _JSON = {"Content-Type": "application/json"}
 _KEEP_ALIVE_S = 60.0  # shorter than the router's, so that this client closes idle connections
@@ -75,7 +74,7 @@ class RouterClient:
             InternalFault: if a router rejects the call as invalid.
         """
         body = request.model_dump_json().encode()
-        refusal: ServiceError = Unavailable("no router is reachable", retry_after_s=_RETRY_AFTER_S)
+        refusal: ServiceError = Unavailable("no router is reachable")
         for router in tuple(self._routers):
             try:
                 placement = await self._place(router, body, request.wait_s)
@@ -178,10 +177,7 @@ def _raise_refusal(response: aiohttp.ClientResponse, body: bytes) -> NoReturn:
     try:
         detail = RouterError.model_validate_json(body).error
     except ValidationError:
-        raise Unavailable(
-            f"a router answered with HTTP status {response.status}",
-            retry_after_s=_RETRY_AFTER_S,
-        ) from None
+        raise Unavailable(f"a router answered with HTTP status {response.status}") from None
     retry_after_s = _retry_after(response)
     match detail.code:
         case ErrorCode.QUEUE_TIMEOUT:
@@ -196,8 +192,8 @@ def _raise_refusal(response: aiohttp.ClientResponse, body: bytes) -> NoReturn:
             raise InternalFault(f"the router refused: {detail.message}")
 
 
-def _retry_after(response: aiohttp.ClientResponse) -> float:
+def _retry_after(response: aiohttp.ClientResponse) -> float | None:
     try:
-        return float(response.headers.get("Retry-After", _RETRY_AFTER_S))
-    except ValueError:
-        return _RETRY_AFTER_S
+        return float(response.headers["Retry-After"])
+    except (KeyError, ValueError):
+        return None

@@ -69,7 +69,7 @@ def create_app(
     metrics = RouterMetrics()
     _add_workers_api(app, router, clock)
     _add_gateways_api(app, router, metrics, clock)
-    _add_probes(app, router, metrics, clock)
+    _add_probes(app, router, metrics, clock, settings.retry_after_s)
     _add_auth(app, settings.token)
     _add_errors(app, settings.retry_after_s)
 
@@ -177,7 +177,11 @@ def _add_gateways_api(
 
 
 def _add_probes(
-    app: Quart, router: Dispatcher, metrics: RouterMetrics, clock: Callable[[], float]
+    app: Quart,
+    router: Dispatcher,
+    metrics: RouterMetrics,
+    clock: Callable[[], float],
+    retry_after_s: int,
 ) -> None:
     @app.get("/health")
     async def health() -> Response:
@@ -189,7 +193,11 @@ def _add_probes(
 
         Kubernetes sends no traffic to a router that is not ready. Workers could then not register.
         """
-        return _empty(503 if router.closed else 200)
+        if not router.closed:
+            return _empty()
+        response = _empty(503)
+        response.headers["Retry-After"] = str(retry_after_s)
+        return response
 
     @app.get("/metrics")
     async def expose() -> Response:

@@ -46,6 +46,7 @@ _DESCRIPTION = """OpenAI-compatible API.
 
 Every error has the same body, `ErrorResponse`. An unknown path is a 404, and a method that a path
 does not support is a 405 with `Allow`. Probes also support HEAD."""
+_READY_RETRY_AFTER_S = "1"
 _METRICS_CONTENT = {"text/plain": {"schema": {"type": "string"}}}
 
 
@@ -229,7 +230,9 @@ class _Routes:
         if await self._gateway.ready():
             return _json({"status": "ready"})
         reason = "draining" if self._gateway.draining else "no workers"
-        return _json({"status": "not ready", "reason": reason}, status=503)
+        response = _json({"status": "not ready", "reason": reason}, status=503)
+        response.headers["retry-after"] = _READY_RETRY_AFTER_S
+        return response
 
     async def version(self) -> Response:
         """Return the version of the gateway."""
