@@ -4,9 +4,10 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
@@ -67,6 +68,7 @@ class ServedModel:
         """
         path = resolve_model(settings.model)
         tokenizer = load_tokenizer(path)
+        tokenizer.encode_rendered("")  # builds what would otherwise delay the first chat
         context_length = settings.context_length or tokenizer.context_length
         if context_length is None:
             raise SettingsError(f"{path} does not state its context length: set --context-length")
@@ -144,30 +146,23 @@ class Gateway:
                 param="model",
             )
 
-    async def encode_prompt(self, text: str, *, add_special: bool = True) -> list[int]:
+    async def encode_prompt(self, text: str) -> list[int]:
         """Return the token ids of a prompt.
 
         Raises:
             ContextLengthExceeded: if the text cannot fit the context, even with the longest tokens.
         """
-        context = self.model.context_length
-        if len(text) > self._max_token_bytes * context:
-            raise ContextLengthExceeded(
-                f"{len(text)} characters cannot fit the model's context of {context} tokens",
-                param="prompt",
-            )
-        return await self.encode(text, add_special=add_special)
+        self._check_length(len(text), "prompt")
+        return await self.encode(text)
 
     async def encode(
-        self, text: str, *, add_special: bool, parse_special: bool = True
+        self, text: str, *, add_special: bool = True, parse_special: bool = True
     ) -> list[int]:
         """Return the token ids of a text. A long text is encoded in a thread."""
-        tokenizer = self.model.tokenizer
-        if len(text) <= _LONG_TEXT:
-            return tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
-        return await asyncio.to_thread(
-            tokenizer.encode, text, add_special=add_special, parse_special=parse_special
+        encode = partial(
+            self.model.tokenizer.encode, add_special=add_special, parse_special=parse_special
         )
+        return await _in_thread_if_long(encode, text)
 
     async def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Return the token ids of a conversation.
@@ -184,8 +179,9 @@ class Gateway:
                     f"role must be one of {', '.join(_ROLES)}", param=f"messages[{at}].role"
                 )
         known = [{**message, "role": _ROLES[message["role"]]} for message in messages]
-        prompt = self.model.tokenizer.render_chat(known)
-        return await self.encode_prompt(prompt, add_special=False)
+        self._check_length(sum(len(message["content"]) for message in known), "messages")
+        tokenizer = self.model.tokenizer
+        return await _in_thread_if_long(tokenizer.encode_rendered, tokenizer.render_chat(known))
 
     async def generate(
         self, requests: Sequence[GenerationRequest]
@@ -231,6 +227,14 @@ class Gateway:
         """Close the sessions with workers, then the connections to routers."""
         await self._sessions.close()
         await self._router.close()
+
+    def _check_length(self, characters: int, param: str) -> None:
+        context = self.model.context_length
+        if characters > self._max_token_bytes * context:
+            raise ContextLengthExceeded(
+                f"{characters} characters cannot fit the model's context of {context} tokens",
+                param=param,
+            )
 
     @contextmanager
     def _admit(self, count: int) -> Iterator[None]:
@@ -288,6 +292,10 @@ class Gateway:
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
+
+
+async def _in_thread_if_long(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    return encode(text) if len(text) <= _LONG_TEXT else await asyncio.to_thread(encode, text)
 
 
 @asynccontextmanager
