@@ -4,18 +4,15 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import structlog
 
 from services.common.errors import (
     DeadlineExceeded,
     InternalFault,
-    InvalidRequest,
     ModelNotFound,
     Overloaded,
     ServiceError,
@@ -27,12 +24,8 @@ from services.common.tokenizer import Tokenizer, load_tokenizer
 from services.gateway.generation import Generator
 from services.gateway.keys import ApiKeys
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.requests import (
-    ContextLengthExceeded,
-    GenerationRequest,
-    RequestBuilder,
-    RequestContext,
-)
+from services.gateway.prompts import PromptEncoder
+from services.gateway.requests import GenerationRequest, RequestBuilder, RequestContext
 from services.gateway.router_client import RouterClient
 from services.gateway.sessions import SessionPool
 from services.gateway.settings import GatewaySettings
@@ -40,10 +33,7 @@ from services.gateway.text import TextDelta
 
 log = structlog.get_logger()
 
-# Role names of chat templates. `developer` is OpenAI's newer name for `system`.
-_ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_LONG_TEXT = 4096  # maximum characters tokenized on the event loop; longer texts use a thread
 _MAX_NAME_CHARS = 128  # an error message truncates the client's model name to this length
 _READY_CACHE_S = 0.5  # time for which a positive result of `Gateway.ready` is reused
 _MERGE_QUEUE_SIZE = 32  # batches of deltas buffered for a request with several prompts
@@ -83,6 +73,7 @@ class Gateway:
         draining: whether new requests are refused.
         requires_key: whether requests need an API key.
         builder: builder that validates generation requests.
+        prompts: encoder of prompts and conversations.
     """
 
     def __init__(
@@ -102,7 +93,6 @@ class Gateway:
         self._idle = asyncio.Event()
         self._idle.set()
         self._ready_until = 0.0
-        self._max_token_bytes = max(map(len, model.tokenizer.pieces))
         self._router = router or RouterClient(
             settings.routers, token=settings.token, timeout_s=settings.connect_timeout_s
         )
@@ -111,6 +101,7 @@ class Gateway:
             connect_timeout_s=settings.connect_timeout_s,
             max_buffered_tokens=settings.stream_buffer_tokens,
         )
+        self.prompts = PromptEncoder(model.tokenizer, model.context_length, settings.max_concurrent)
         self.builder = RequestBuilder(
             settings,
             context_length=model.context_length,
@@ -145,43 +136,6 @@ class Gateway:
                 f"the model {name[:_MAX_NAME_CHARS]!r} is not served, only {self.model.name!r}",
                 param="model",
             )
-
-    async def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Raises:
-            ContextLengthExceeded: if the text cannot fit the context, even with the longest tokens.
-        """
-        self._check_length(len(text), "prompt")
-        return await self.encode(text)
-
-    async def encode(
-        self, text: str, *, add_special: bool = True, parse_special: bool = True
-    ) -> list[int]:
-        """Return the token ids of a text. A long text is encoded in a thread."""
-        encode = partial(
-            self.model.tokenizer.encode, add_special=add_special, parse_special=parse_special
-        )
-        return await _in_thread_if_long(encode, text)
-
-    async def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation.
-
-        Raises:
-            InvalidRequest: if there is no message, a role is unknown, or the chat template of the
-                model rejects the messages.
-        """
-        if not messages:
-            raise InvalidRequest("at least one message is required", param="messages")
-        for at, message in enumerate(messages):
-            if message["role"] not in _ROLES:  # templates copy roles into the prompt
-                raise InvalidRequest(
-                    f"role must be one of {', '.join(_ROLES)}", param=f"messages[{at}].role"
-                )
-        known = [{**message, "role": _ROLES[message["role"]]} for message in messages]
-        self._check_length(sum(len(message["content"]) for message in known), "messages")
-        tokenizer = self.model.tokenizer
-        return await _in_thread_if_long(tokenizer.encode_rendered, tokenizer.render_chat(known))
 
     async def generate(
         self, requests: Sequence[GenerationRequest]
@@ -227,14 +181,7 @@ class Gateway:
         """Close the sessions with workers, then the connections to routers."""
         await self._sessions.close()
         await self._router.close()
-
-    def _check_length(self, characters: int, param: str) -> None:
-        context = self.model.context_length
-        if characters > self._max_token_bytes * context:
-            raise ContextLengthExceeded(
-                f"{characters} characters cannot fit the model's context of {context} tokens",
-                param=param,
-            )
+        self.prompts.close()
 
     @contextmanager
     def _admit(self, count: int) -> Iterator[None]:
@@ -292,10 +239,6 @@ class Gateway:
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
-
-
-async def _in_thread_if_long(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    return encode(text) if len(text) <= _LONG_TEXT else await asyncio.to_thread(encode, text)
 
 
 @asynccontextmanager
