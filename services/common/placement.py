@@ -87,13 +87,19 @@ class ErrorCode(StrEnum):
 
 
 class ModelInfo(_Message):
-    """The model that a worker serves. ``context_length`` is in tokens."""
+    """The model that a worker serves.
+
+    Attributes:
+        context_length: in tokens.
+        tokenizer_hash: `TokenizerIdentity.hash`; empty if the model's files have no tokenizer.
+    """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     context_length: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     vocab_size: Annotated[int, Field(ge=1, le=1 << 24)]
     eos_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)] = ()
     model_hash: Label
+    tokenizer_hash: Label = ""
 
 
 class Compatibility(_Message):
@@ -216,11 +222,15 @@ class Placement(_Message):
 
     If one worker computes both phases, it is ``decode``, and ``prefill`` is None. It is a colocated
     worker, or a prefill worker that decodes.
+
+    Attributes:
+        model: model of the decode worker, as it registered it.
     """
 
     placement_id: PlacementId
     prefill: WorkerAddress | None
     decode: WorkerAddress
+    model: ModelInfo | None = None
 
 
 class Release(_Message):
@@ -236,6 +246,7 @@ class WorkerView(_Message):
 
     Attributes:
         decodes: on a prefill worker, whether it can also decode prompts that it computes.
+        model_info: the model, as the worker registered it.
         state: the reported state, or ``suspect`` or ``probation``.
         promised_tokens: number of queued tokens of the promised placements, which the last
             heartbeat does not include.
@@ -259,6 +270,7 @@ class WorkerView(_Message):
     waiting: Count
     silent_s: float
     decodes: bool = False
+    model_info: ModelInfo | None = None
 
 
 class WorkerList(_Message):

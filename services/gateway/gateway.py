@@ -21,6 +21,7 @@ from services.common.errors import (
 )
 from services.common.model_source import model_name, resolve_model
 from services.common.tokenizer import Tokenizer, load_tokenizer
+from services.common.tokenizer_identity import TokenizerIdentity
 from services.gateway.generation import Generator
 from services.gateway.keys import ApiKeys
 from services.gateway.metrics import GatewayMetrics
@@ -35,7 +36,7 @@ log = structlog.get_logger()
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _MAX_NAME_CHARS = 128  # an error message truncates the client's model name to this length
-_READY_CACHE_S = 0.5  # time for which a positive result of `Gateway.ready` is reused
+_READY_CACHE_S = 0.5  # time for which a positive result of `Gateway.not_ready_reason` is reused
 _MERGE_QUEUE_SIZE = 32  # batches of deltas buffered for a request with several prompts
 _DRAIN_RETRY_AFTER_S = 5.0
 
@@ -46,6 +47,7 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
+    identity: TokenizerIdentity
     context_length: int
     created: int
 
@@ -63,7 +65,8 @@ class ServedModel:
         if context_length is None:
             raise SettingsError(f"{path} does not state its context length: set --context-length")
         name = settings.served_model_name or model_name(path)
-        return cls(name, tokenizer, context_length, int(time.time()))
+        identity = TokenizerIdentity.of(tokenizer)
+        return cls(name, tokenizer, identity, context_length, int(time.time()))
 
 
 class Gateway:
@@ -111,6 +114,7 @@ class Gateway:
             settings,
             model=model.name,
             tokenizer=model.tokenizer,
+            identity=model.identity,
             router=self._router,
             sessions=self._sessions,
             metrics=self.metrics,
@@ -157,16 +161,24 @@ class Gateway:
                 async for deltas in output:
                     yield deltas
 
-    async def ready(self) -> bool:
-        """Return whether a router has ready workers. A positive answer is cached for 0.5 s."""
+    async def not_ready_reason(self) -> str | None:
+        """Return None if a router has ready workers that fit the tokenizer, else the reason.
+
+        None is cached for 0.5 s.
+        """
         if self.draining:
-            return False
+            return "draining"
         now = asyncio.get_running_loop().time()
         if now >= self._ready_until:
-            if not await self._router.can_place(self.model.name):
-                return False
+            workers = await self._router.ready_workers(self.model.name)
+            if not workers:
+                return "no workers"
+            for worker in workers:
+                fault = worker.model_info and self.model.identity.mismatch(worker.model_info)
+                if fault:
+                    return f"the gateway's tokenizer does not fit the workers: {fault}"
             self._ready_until = now + _READY_CACHE_S
-        return True
+        return None
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests. After ``limit_s`` seconds, fail all that are still running."""

@@ -23,6 +23,7 @@ from services.common.errors import (
 )
 from services.common.placement import Outcome, PlaceRequest
 from services.common.tokenizer import Tokenizer
+from services.common.tokenizer_identity import TokenizerIdentity
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.progress import Progress
 from services.gateway.requests import GenerationRequest
@@ -54,6 +55,7 @@ class Generator:
         *,
         model: str,
         tokenizer: Tokenizer,
+        identity: TokenizerIdentity,
         router: RouterClient,
         sessions: SessionPool,
         metrics: GatewayMetrics,
@@ -61,6 +63,7 @@ class Generator:
         self._settings = settings
         self._model = model
         self._tokenizer = tokenizer
+        self._identity = identity
         self._router = router
         self._sessions = sessions
         self._metrics = metrics
@@ -165,8 +168,17 @@ class Generator:
                     raise
                 excluded.clear()
             else:
+                self._check_tokenizer(routed)
                 self._metrics.observe_routing(_now() - began)
                 return routed
+
+    def _check_tokenizer(self, routed: RoutedPlacement) -> None:
+        """Release the placement and raise `Unavailable` if the tokenizer does not fit its model."""
+        model = routed.placement.model
+        fault = model and self._identity.mismatch(model)
+        if fault:
+            self._router.release(routed, Outcome.CANCELLED)
+            raise Unavailable(f"the gateway's tokenizer does not fit the workers: {fault}")
 
     def _check_retry(
         self, failure: WorkerFailure, progress: Progress, attempts: int, lost: int

@@ -26,6 +26,7 @@ from services.common.placement import (
     Role,
     RouterError,
     WorkerList,
+    WorkerView,
 )
 
 log = structlog.get_logger()
@@ -94,8 +95,8 @@ class RouterClient:
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def can_place(self, model: str) -> bool:
-        """Return whether any router has ready workers for a model."""
+    async def ready_workers(self, model: str) -> list[WorkerView]:
+        """Return the ready workers of a model; none if no router has both of prefill and decode."""
         for router in tuple(self._routers):
             try:
                 response, body = await self._request("GET", f"{router}/v1/workers")
@@ -108,8 +109,8 @@ class RouterClient:
             alone = any(w.role is Role.COLOCATED or w.decodes for w in ready)
             if alone or {Role.PREFILL, Role.DECODE} <= {w.role for w in ready}:
                 self._prefer(router)
-                return True
-        return False
+                return ready
+        return []
 
     async def close(self) -> None:
         """Send the outstanding releases, then close the connections."""

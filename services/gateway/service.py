@@ -79,7 +79,7 @@ async def serve(settings: GatewaySettings) -> None:
 async def _update_health(gateway: Gateway, rpc: GrpcServer) -> None:
     """Set the status of ``grpc.health.v1`` to that of ``/ready``, once per second."""
     while True:
-        await rpc.set_serving(await gateway.ready())
+        await rpc.set_serving(await gateway.not_ready_reason() is None)
         await asyncio.sleep(_HEALTH_PERIOD_S)
 
 

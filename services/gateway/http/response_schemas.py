@@ -158,7 +158,7 @@ class NotReadyResponse(_Response):
     """Response of ``GET /ready`` with status 503."""
 
     status: Literal["not ready"]
-    reason: Literal["draining", "no workers"]
+    reason: str
 
 
 class VersionResponse(_Response):

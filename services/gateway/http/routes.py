@@ -239,10 +239,10 @@ class _Routes:
         return _json({"status": "ok"})
 
     async def ready(self) -> Response:
-        """Return 200 if the gateway accepts requests and workers are ready, else 503."""
-        if await self._gateway.ready():
+        """Return 200 if the gateway accepts requests and fitting workers are ready, else 503."""
+        reason = await self._gateway.not_ready_reason()
+        if reason is None:
             return _json({"status": "ready"})
-        reason = "draining" if self._gateway.draining else "no workers"
         response = _json({"status": "not ready", "reason": reason}, status=503)
         response.headers["retry-after"] = _READY_RETRY_AFTER_S
         return response

@@ -153,6 +153,7 @@ class FakeRouter:
         drops: number of place calls after which the connection is closed without an answer.
         hold: if True, place calls block until their client disconnects.
         view: fields of the workers' views that differ from those of ready colocated workers.
+        model_info: the model as the workers registered it, for views and placements.
         abandoned: number of clients that disconnected from a blocked place call.
         peers: address and port of every client connection that was used.
     """
@@ -165,6 +166,7 @@ class FakeRouter:
     drops: int = 0
     hold: bool = False
     view: dict[str, Any] = field(default_factory=dict)
+    model_info: dict[str, Any] | None = None
     abandoned: int = 0
     prefill: str | None = "prefill-0"
     authorizations: set[str | None] = field(default_factory=set)
@@ -233,6 +235,7 @@ class FakeRouter:
                 "placement_id": f"p{self.placed}",
                 "prefill": prefill if self.prefill else None,
                 "decode": free[0].address,
+                "model": self.model_info,
             }
         )
 
@@ -263,6 +266,7 @@ class FakeRouter:
             "reason": None,
             **dict.fromkeys(counts.split(), 0),
             "silent_s": 0.0,
+            "model_info": self.model_info,
             **self.view,
         }
 

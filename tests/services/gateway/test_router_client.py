@@ -66,7 +66,7 @@ async def test_no_reachable_router_is_unavailable(open_client: OpenClient, unuse
     client = open_client(unused)
     with pytest.raises(Unavailable, match="no router is reachable"):
         await client.place(REQUEST)
-    assert not await client.can_place("small")
+    assert not await client.ready_workers("small")
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ async def test_model_can_be_placed_if_one_ready_worker_decodes_and_prefills(
     router: FakeRouter, open_client: OpenClient, view: dict[str, object], ready: bool
 ) -> None:
     router.view = view
-    assert await open_client(router.url).can_place("small") is ready
+    assert bool(await open_client(router.url).ready_workers("small")) is ready
 
 
 async def test_calls_use_one_connection(router: FakeRouter, open_client: OpenClient) -> None:
     client = open_client(router.url)
     for _ in range(3):
         await client.place(REQUEST)
-        assert await client.can_place("small")
+        assert await client.ready_workers("small")
     assert len(router.peers) == 1
 
 

@@ -108,6 +108,10 @@ async def test_colocated_worker_is_placed_as_decode_without_prefill(router: Rout
     await router.join("c0", Role.COLOCATED)
     status, body, _ = await router.post("/v1/place", place_request())
     assert (status, body["prefill"], body["decode"]["worker_id"]) == (200, None, "c0")
+    model = registration("c0", Role.COLOCATED).model.model_dump(mode="json")
+    assert body["model"] == model
+    workers = await (await router.client.get("/v1/workers", headers=HEADERS)).get_json()
+    assert workers["workers"][0]["model_info"] == model
 
 
 async def test_heartbeat_of_unknown_worker_registers_again_and_of_replaced_epoch_is_409(
