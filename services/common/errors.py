@@ -25,12 +25,14 @@ class ServiceError(Exception):
     Args:
         message: explanation for the client.
         param: path of the invalid field, if any.
-        retry_after_s: time after which the client should retry, seconds.
+        retry_after_s: time after which the client should retry, seconds; default: that of the
+            class, which is None for errors that a retry does not help.
     """
 
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
+    default_retry_after_s: ClassVar[float | None] = None
     grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
     def __init__(
@@ -39,7 +41,7 @@ class ServiceError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = self.default_retry_after_s if retry_after_s is None else retry_after_s
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """Return the error as a response body in OpenAI's format."""
@@ -93,6 +95,7 @@ class Overloaded(ServiceError):
 
     status, kind, code = 429, "rate_limit_error", "overloaded"
     grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    default_retry_after_s = 1.0
 
 
 class ClientGone(ServiceError):
@@ -107,6 +110,7 @@ class Unavailable(ServiceError):
 
     status, kind, code = 503, "server_error", "unavailable"
     grpc_status = grpc.StatusCode.UNAVAILABLE
+    default_retry_after_s = 1.0
 
 
 class DeadlineExceeded(ServiceError):

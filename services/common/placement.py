@@ -92,13 +92,19 @@ class ErrorCode(StrEnum):
 
 
 class ModelInfo(_Message):
-    """The model that a worker serves. ``context_length`` is in tokens."""
+    """The model that a worker serves.
+
+    Attributes:
+        context_length: in tokens.
+        tokenizer_hash: `TokenizerIdentity.hash`; empty if the model's files have no tokenizer.
+    """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     context_length: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     vocab_size: Annotated[int, Field(ge=1, le=1 << 24)]
     eos_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)] = ()
     model_hash: Label
+    tokenizer_hash: Label = ""
 
 
 class Compatibility(_Message):
@@ -245,11 +251,15 @@ class Placement(_Message):
 
     If one worker computes both phases, it is ``decode``, and ``prefill`` is None. It is a colocated
     worker, or a prefill worker that decodes.
+
+    Attributes:
+        model: model of the decode worker, as it registered it.
     """
 
     placement_id: PlacementId
     prefill: WorkerAddress | None
     decode: WorkerAddress
+    model: ModelInfo | None = None
 
 
 class Release(_Message):
@@ -265,6 +275,7 @@ class WorkerView(_Message):
 
     Attributes:
         decodes: on a prefill worker, whether it can also decode prompts that it computes.
+        model_info: the model, as the worker registered it.
         state: the reported state, or ``suspect`` or ``probation``.
         promised_tokens: number of queued tokens of the promised placements, which the last
             heartbeat does not include.
@@ -293,6 +304,7 @@ class WorkerView(_Message):
     waiting: Count
     silent_s: float
     decodes: bool = False
+    model_info: ModelInfo | None = None
 
 
 class WorkerList(_Message):
@@ -308,11 +320,17 @@ class ModelList(_Message):
 
 
 class ModelReadiness(_Message):
-    """Whether requests for a model can be placed now; ``reason`` says why not."""
+    """Whether requests for a model can be placed now.
+
+    Attributes:
+        reason: why not; None if ``ready``.
+        infos: the model as its ready workers registered it, without repetitions.
+    """
 
     model: Label
     ready: bool
     reason: str | None = None
+    infos: list[ModelInfo] = []
 
 
 class ReadinessList(_Message):

@@ -20,6 +20,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from services.common.chat_template import ChatTemplate
+from services.common.content_guard import ContentGuard
 from services.common.gguf_metadata import MetadataError, read_metadata
 from services.common.token_pieces import (
     TokenizerError,
@@ -100,11 +101,13 @@ class Tokenizer:
             parse_special: convert text such as ``<|im_end|>`` to the special token of that name
                 instead of treating it as plain text.
         """
-        backend = self._backend if parse_special else self._plain_backend
-        # Only the batch call releases the interpreter lock. Without it, encoding a long text in a
-        # thread would block the event loop.
-        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
-        return list(encoding.ids)
+        if parse_special:
+            return _encode(self._backend, text, add_special=add_special)
+        return _encode(self._guard.backend, self._guard.protect(text), add_special=add_special)
+
+    def encode_rendered(self, prompt: str) -> list[int]:
+        """Return the token ids of a prompt from `render_chat`."""
+        return _encode(self._guard.backend, prompt, add_special=False)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD."""
@@ -115,6 +118,9 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """Return the prompt of a conversation, up to the start of the assistant's message.
 
+        The result is for `encode_rendered`: names of special tokens in the content are protected,
+        as `ContentGuard` describes. The prompt of any other conversation is that of the template.
+
         Args:
             messages: mappings with ``role`` and ``content``.
 
@@ -122,7 +128,9 @@ class Tokenizer:
             ChatTemplateError: if the model has no template, or it rejects the messages.
         """
         template = self.chat_template or ChatTemplate.missing()
-        return template.render(messages, self.special_names)
+        protect = self._guard.protect
+        guarded = [{**message, "content": protect(message["content"])} for message in messages]
+        return template.render(guarded, self.special_names)
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer files of a Hugging Face directory, which `load_tokenizer` can read.
@@ -138,10 +146,16 @@ class Tokenizer:
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
     @cached_property
-    def _plain_backend(self) -> tokenizers.Tokenizer:
-        plain = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        plain.encode_special_tokens = True
-        return plain
+    def _guard(self) -> ContentGuard:
+        ends = (self._backend.id_to_token(id) or "" for id in self.eos_ids)
+        return ContentGuard(self._backend, (*ends, *self.special_names.values()))
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, *, add_special: bool) -> list[int]:
+    # Only the batch call releases the interpreter lock. Without it, encoding a long text in a
+    # thread would block the event loop.
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
+    return list(encoding.ids)
 
 
 class IncrementalDetokenizer:

@@ -7,14 +7,12 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 
 from services.common.errors import (
     DeadlineExceeded,
     InternalFault,
-    InvalidRequest,
     ModelNotFound,
     Overloaded,
     ServiceError,
@@ -22,16 +20,14 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.model_source import model_name, resolve_model
+from services.common.placement import ModelReadiness
 from services.common.tokenizer import Tokenizer, load_tokenizer
+from services.common.tokenizer_identity import TokenizerIdentity
 from services.gateway.generation import Generator
 from services.gateway.keys import ApiKeys
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.requests import (
-    ContextLengthExceeded,
-    GenerationRequest,
-    RequestBuilder,
-    RequestContext,
-)
+from services.gateway.prompts import PromptEncoder
+from services.gateway.requests import GenerationRequest, RequestBuilder, RequestContext
 from services.gateway.router_client import RouterClient
 from services.gateway.sessions import SessionPool
 from services.gateway.settings import GatewaySettings
@@ -39,14 +35,11 @@ from services.gateway.text import TextDelta
 
 log = structlog.get_logger()
 
-# Role names of chat templates. `developer` is OpenAI's newer name for `system`.
-_ROLES = {role: role for role in ("system", "user", "assistant")} | {"developer": "system"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_LONG_TEXT = 4096  # maximum characters tokenized on the event loop; longer texts use a thread
 _MAX_NAME_CHARS = 128  # an error message truncates the client's model name to this length
 _READY_CACHE_S = 0.5  # time for which an answer of `Gateway.not_ready` is reused
 _MERGE_QUEUE_SIZE = 32  # batches of deltas buffered for a request with several prompts
-_RETRY_AFTER_S = 5.0
+_DRAIN_RETRY_AFTER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +48,7 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
+    identity: TokenizerIdentity
     context_length: int
     created: int
 
@@ -67,11 +61,13 @@ class ServedModel:
         """
         path = resolve_model(settings.model)
         tokenizer = load_tokenizer(path)
+        tokenizer.encode_rendered("")  # builds what would otherwise delay the first chat
         context_length = settings.context_length or tokenizer.context_length
         if context_length is None:
             raise SettingsError(f"{path} does not state its context length: set --context-length")
         name = settings.served_model_name or model_name(path)
-        return cls(name, tokenizer, context_length, int(time.time()))
+        identity = TokenizerIdentity.of(tokenizer)
+        return cls(name, tokenizer, identity, context_length, int(time.time()))
 
 
 class Gateway:
@@ -81,6 +77,7 @@ class Gateway:
         draining: whether new requests are refused.
         requires_key: whether requests need an API key.
         builder: builder that validates generation requests.
+        prompts: encoder of prompts and conversations.
     """
 
     def __init__(
@@ -102,7 +99,6 @@ class Gateway:
         self._asking = asyncio.Lock()
         self._not_ready: str | None = None
         self._ready_until = 0.0
-        self._max_token_bytes = max(map(len, model.tokenizer.pieces))
         self._router = router or RouterClient(
             settings.routers, token=settings.token, timeout_s=settings.connect_timeout_s
         )
@@ -111,6 +107,7 @@ class Gateway:
             connect_timeout_s=settings.connect_timeout_s,
             max_buffered_tokens=settings.stream_buffer_tokens,
         )
+        self.prompts = PromptEncoder(model.tokenizer, model.context_length, settings.max_concurrent)
         self.builder = RequestBuilder(
             settings,
             context_length=model.context_length,
@@ -120,6 +117,7 @@ class Gateway:
             settings,
             model=model.name,
             tokenizer=model.tokenizer,
+            identity=model.identity,
             router=self._router,
             sessions=self._sessions,
             metrics=self.metrics,
@@ -134,7 +132,7 @@ class Gateway:
         """
         tenant = self._keys.tenant(authorization)
         if self.draining:
-            raise Unavailable("the gateway is shutting down", retry_after_s=_RETRY_AFTER_S)
+            raise _shutting_down()
         now = asyncio.get_running_loop().time()
         return RequestContext(request_id, tenant, now, now + self.settings.deadline_s)
 
@@ -145,49 +143,6 @@ class Gateway:
                 f"the model {name[:_MAX_NAME_CHARS]!r} is not served, only {self.model.name!r}",
                 param="model",
             )
-
-    async def encode_prompt(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Raises:
-            ContextLengthExceeded: if the text cannot fit the context, even with the longest tokens.
-        """
-        context = self.model.context_length
-        if len(text) > self._max_token_bytes * context:
-            raise ContextLengthExceeded(
-                f"{len(text)} characters cannot fit the model's context of {context} tokens",
-                param="prompt",
-            )
-        return await self.encode(text, add_special=add_special)
-
-    async def encode(
-        self, text: str, *, add_special: bool, parse_special: bool = True
-    ) -> list[int]:
-        """Return the token ids of a text. A long text is encoded in a thread."""
-        tokenizer = self.model.tokenizer
-        if len(text) <= _LONG_TEXT:
-            return tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
-        return await asyncio.to_thread(
-            tokenizer.encode, text, add_special=add_special, parse_special=parse_special
-        )
-
-    async def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation.
-
-        Raises:
-            InvalidRequest: if there is no message, a role is unknown, or the chat template of the
-                model rejects the messages.
-        """
-        if not messages:
-            raise InvalidRequest("at least one message is required", param="messages")
-        for at, message in enumerate(messages):
-            if message["role"] not in _ROLES:  # templates copy roles into the prompt
-                raise InvalidRequest(
-                    f"role must be one of {', '.join(_ROLES)}", param=f"messages[{at}].role"
-                )
-        known = [{**message, "role": _ROLES[message["role"]]} for message in messages]
-        prompt = self.model.tokenizer.render_chat(known)
-        return await self.encode_prompt(prompt, add_special=False)
 
     async def generate(
         self, requests: Sequence[GenerationRequest]
@@ -219,9 +174,17 @@ class Gateway:
         loop = asyncio.get_running_loop()
         async with self._asking:
             if loop.time() >= self._ready_until:
-                self._not_ready = await self._router.not_ready(self.model.name)
+                found = await self._router.readiness(self.model.name)
+                self._not_ready = found.reason or self._unfit(found)
                 self._ready_until = loop.time() + _READY_CACHE_S
         return self._not_ready
+
+    def _unfit(self, found: ModelReadiness) -> str | None:
+        """Return why the tokenizer does not fit the model of ready workers, or None."""
+        for info in found.infos:
+            if fault := self.model.identity.mismatch(info):
+                return f"the gateway's tokenizer does not fit the workers: {fault}"
+        return None
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests. After ``limit_s`` seconds, fail all that are still running."""
@@ -230,20 +193,20 @@ class Gateway:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
         except TimeoutError:
-            self._sessions.fail_all(Unavailable("the gateway is shutting down"))
+            self._sessions.fail_all(_shutting_down())
 
     async def close(self) -> None:
         """Close the sessions with workers, then the connections to routers."""
         await self._sessions.close()
         await self._router.close()
+        self.prompts.close()
 
     @contextmanager
     def _admit(self, count: int) -> Iterator[None]:
         if self._running + count > self.settings.max_concurrent:
             raise Overloaded(
                 f"{self._running} prompts are in progress, the limit is "
-                f"{self.settings.max_concurrent}",
-                retry_after_s=1.0,
+                f"{self.settings.max_concurrent}"
             )
         self._running += count
         self.metrics.running.set(self._running)
@@ -307,6 +270,10 @@ async def enforce_deadline(deadline: float) -> AsyncGenerator[None]:
             yield
     except TimeoutError:
         raise DeadlineExceeded("the request's deadline passed") from None
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the gateway is shutting down", retry_after_s=_DRAIN_RETRY_AFTER_S)
 
 
 def valid_request_id(given: str | None) -> str:

@@ -25,6 +25,7 @@ from services.common.errors import (
 )
 from services.common.placement import Outcome, PlaceRequest
 from services.common.tokenizer import Tokenizer
+from services.common.tokenizer_identity import TokenizerIdentity
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.progress import Progress
 from services.gateway.requests import GenerationRequest
@@ -86,6 +87,7 @@ class Generator:
         *,
         model: str,
         tokenizer: Tokenizer,
+        identity: TokenizerIdentity,
         router: RouterClient,
         sessions: SessionPool,
         metrics: GatewayMetrics,
@@ -93,6 +95,7 @@ class Generator:
         self._settings = settings
         self._model = model
         self._tokenizer = tokenizer
+        self._identity = identity
         self._router = router
         self._sessions = sessions
         self._metrics = metrics
@@ -203,8 +206,17 @@ class Generator:
                 else:
                     raise
             else:
+                self._check_tokenizer(routed)
                 self._metrics.observe_routing(_now() - began)
                 return routed
+
+    def _check_tokenizer(self, routed: RoutedPlacement) -> None:
+        """Release the placement and raise `Unavailable` if the tokenizer does not fit its model."""
+        model = routed.placement.model
+        fault = model and self._identity.mismatch(model)
+        if fault:
+            self._router.release(routed, Outcome.CANCELLED)
+            raise Unavailable(f"the gateway's tokenizer does not fit the workers: {fault}")
 
     def _check_retry(self, failure: WorkerFailure, progress: Progress, retries: _Retries) -> None:
         """Check that the request may be retried, and count the failover.
@@ -231,7 +243,7 @@ class Generator:
             raise Unavailable(f"{lost} workers were lost during this request: {failure.message}")
         if failures >= self._settings.max_attempts:
             error = Overloaded if failure.code in _REFUSALS else Unavailable
-            raise error(f"after {failures} attempts: {failure.message}", retry_after_s=1.0)
+            raise error(f"after {failures} attempts: {failure.message}")
         self._metrics.failovers.labels(failure.reason).inc()
 
 

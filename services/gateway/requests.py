@@ -37,6 +37,15 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+def check_message_count(count: int, context_length: int) -> None:
+    """Raise `ContextLengthExceeded` if each message of a chat cannot have one token."""
+    if count > context_length:
+        raise ContextLengthExceeded(
+            f"{count} messages cannot fit the model's context of {context_length} tokens",
+            param="messages",
+        )
+
+
 class UnsupportedField(InvalidRequest):
     """A field of OpenAI's API that this service does not support."""
 

@@ -32,7 +32,6 @@ from services.common.placement import (
 
 log = structlog.get_logger()
 
-_RETRY_AFTER_S = 1.0
 _RELEASE_ATTEMPTS = 3
 PROBE_PERIOD_S = 1.0
 """Time without an answer after which a router with a waiting call is probed, seconds."""
@@ -89,7 +88,7 @@ class RouterClient:
             InternalFault: if a router rejects the call as invalid.
         """
         until = _now() + request.wait_s
-        refusal: ServiceError = NoRouter("no router is reachable", retry_after_s=_RETRY_AFTER_S)
+        refusal: ServiceError = NoRouter("no router is reachable")
         for router in tuple(self._routers):
             left_s = min(request.wait_s, max(0.0, until - _now()))
             try:
@@ -111,8 +110,8 @@ class RouterClient:
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def not_ready(self, model: str) -> str | None:
-        """Return the reason why no router can place requests for a model, or None if one can."""
+    async def readiness(self, model: str) -> ModelReadiness:
+        """Return whether a router can place requests for a model, or the reason why none can."""
         reason = None
         for router in tuple(self._routers):
             try:
@@ -122,15 +121,15 @@ class RouterClient:
                     timeout_s=min(self._timeout_s, _PROBE_TIMEOUT_S),
                 )
                 response.raise_for_status()
-                found = _not_ready(model, ReadinessList.model_validate_json(body).models)
+                found = _readiness(model, ReadinessList.model_validate_json(body).models)
             except (aiohttp.ClientError, ValidationError) as error:
                 log.debug("router does not report readiness", router=router, error=repr(error))
                 continue
-            if found is None:
+            if found.ready:
                 self._prefer(router)
-                return None
-            reason = reason or found
-        return reason or "no router answers"
+                return found
+            reason = reason or found.reason
+        return ModelReadiness(model=model, ready=False, reason=reason or "no router answers")
 
     async def close(self) -> None:
         """Send the outstanding releases, then close the connections."""
@@ -232,23 +231,21 @@ class RouterClient:
             return response, await response.read()
 
 
-def _not_ready(model: str, known: Sequence[ModelReadiness]) -> str | None:
-    """Return the reason why a router cannot place requests for a model, or None."""
+def _readiness(model: str, known: Sequence[ModelReadiness]) -> ModelReadiness:
+    """Return the entry of a model, or one with the reason that it is not registered."""
     for entry in known:
         if entry.model == model:
-            return None if entry.ready else entry.reason or "not ready"
+            return entry
     others = ", ".join(repr(entry.model) for entry in known[:_MAX_NAMED])
-    return f"no worker of the model {model!r} is registered" + (others and f", only of {others}")
+    reason = f"no worker of the model {model!r} is registered" + (others and f", only of {others}")
+    return ModelReadiness(model=model, ready=False, reason=reason)
 
 
 def _raise_refusal(response: aiohttp.ClientResponse, body: bytes) -> NoReturn:
     try:
         detail = RouterError.model_validate_json(body).error
     except ValidationError:
-        raise Unavailable(
-            f"a router answered with HTTP status {response.status}",
-            retry_after_s=_RETRY_AFTER_S,
-        ) from None
+        raise Unavailable(f"a router answered with HTTP status {response.status}") from None
     retry_after_s = _retry_after(response)
     match detail.code:
         case ErrorCode.QUEUE_TIMEOUT:
@@ -265,11 +262,11 @@ def _raise_refusal(response: aiohttp.ClientResponse, body: bytes) -> NoReturn:
             raise InternalFault(f"the router refused: {detail.message}")
 
 
-def _retry_after(response: aiohttp.ClientResponse) -> float:
+def _retry_after(response: aiohttp.ClientResponse) -> float | None:
     try:
-        return float(response.headers.get("Retry-After", _RETRY_AFTER_S))
-    except ValueError:
-        return _RETRY_AFTER_S
+        return float(response.headers["Retry-After"])
+    except (KeyError, ValueError):
+        return None
 
 
 def _now() -> float:

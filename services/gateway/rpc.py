@@ -18,6 +18,7 @@ from services.gateway.requests import (
     GenerationOptions,
     GenerationRequest,
     RequestContext,
+    check_message_count,
     invalid_field,
 )
 
@@ -90,11 +91,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, message: inference_pb2.GenerateRequest, request_id: str, context: Context
     ) -> None:
         accepted = self._accept(request_id, context)
-        limit = self._gateway.settings.max_body_bytes
-        if message.ByteSize() > limit:
+        check_message_count(len(message.chat.messages), self._gateway.model.context_length)
+        limit, size = self._gateway.settings.max_body_bytes, message.ByteSize()
+        if size > limit:
             raise TooLarge(f"the request is larger than {limit} bytes")
         self._gateway.require_model(message.model)
-        request = await self._parse(message, accepted)
+        request = await self._parse(message, size, accepted)
         usage = inference_pb2.Usage(prompt_tokens=len(request.prompt))
         unfinished = request.options.n
         async with (
@@ -116,21 +118,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     await context.write(response)
 
     async def _parse(
-        self, message: inference_pb2.GenerateRequest, context: RequestContext
+        self, message: inference_pb2.GenerateRequest, size: int, context: RequestContext
     ) -> GenerationRequest:
         kind = message.WhichOneof("prompt")
         if kind == "chat":
-            prompt = await self._gateway.encode_chat(
-                [{"role": m.role, "content": m.content} for m in message.chat.messages]
-            )
+            messages = message.chat.messages
+            prompt = await self._gateway.prompts.encode_chat(messages, _template_input, size)
         elif kind == "text":
-            prompt = await self._gateway.encode_prompt(message.text)
+            prompt = await self._gateway.prompts.encode_prompt(message.text)
         elif kind == "tokens":
             prompt = list(message.tokens.ids)
         else:
             raise InvalidRequest("set one of text, tokens and chat", param="prompt")
         options = _options(message)
         return self._gateway.builder.build(context, prompt, options, fill_context=kind == "chat")
+
+
+def _template_input(message: inference_pb2.ChatMessage) -> dict[str, str]:
+    return {"role": message.role, "content": message.content}
 
 
 def _options(message: inference_pb2.GenerateRequest) -> GenerationOptions:

@@ -71,7 +71,7 @@ def create_app(
     metrics = RouterMetrics()
     _add_workers_api(app, router, clock)
     _add_gateways_api(app, router, metrics, clock)
-    _add_probes(app, router, metrics, clock)
+    _add_probes(app, router, metrics, clock, settings.retry_after_s)
     _add_auth(app, settings.token)
     _add_errors(app, settings.retry_after_s)
 
@@ -175,7 +175,9 @@ def _add_gateways_api(
 
     @app.get("/v1/readiness")
     async def ready_models() -> Response:
-        return _json(ReadinessList(models=readiness(router.fleet.snapshots(clock()))))
+        now = clock()
+        infos = {v.worker_id: v.model_info for v in router.fleet.views(now) if v.model_info}
+        return _json(ReadinessList(models=readiness(router.fleet.snapshots(now), infos)))
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -183,7 +185,11 @@ def _add_gateways_api(
 
 
 def _add_probes(
-    app: Quart, router: Dispatcher, metrics: RouterMetrics, clock: Callable[[], float]
+    app: Quart,
+    router: Dispatcher,
+    metrics: RouterMetrics,
+    clock: Callable[[], float],
+    retry_after_s: int,
 ) -> None:
     @app.get("/health")
     async def health() -> Response:
@@ -195,7 +201,11 @@ def _add_probes(
 
         Kubernetes sends no traffic to a router that is not ready. Workers could then not register.
         """
-        return _empty(503 if router.closed else 200)
+        if not router.closed:
+            return _empty()
+        response = _empty(503)
+        response.headers["Retry-After"] = str(retry_after_s)
+        return response
 
     @app.get("/metrics")
     async def expose() -> Response:

@@ -175,6 +175,7 @@ class Fleet:
             placement_id=placement_id,
             prefill=_address(pair.prefill) if pair.prefill else None,
             decode=_address(pair.decode),
+            model=self._workers[pair.decode.worker_id].registration.model,
         )
         record = _PlacementRecord(placement, now)
         for worker, role in pair.roles:
@@ -302,6 +303,7 @@ class Fleet:
             waiting=load.waiting if load else 0,
             silent_s=now - worker.last_heartbeat_at,
             decodes=registration.decodes,
+            model_info=registration.model,
         )
 
 

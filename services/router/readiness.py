@@ -1,9 +1,9 @@
 """Whether requests for each model can be placed, and the reason if they cannot."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
-from services.common.placement import ModelReadiness, Role
+from services.common.placement import ModelInfo, ModelReadiness, Role
 from services.router.capacity import WorkerHealth, WorkerSnapshot
 from services.router.policy import can_serve
 
@@ -11,17 +11,31 @@ _MAX_NAMED = 4  # workers that a reason names
 _MAX_VALUE_CHARS = 24  # of a property of a worker
 
 
-def readiness(workers: Sequence[WorkerSnapshot]) -> list[ModelReadiness]:
-    """Return the readiness of each registered model, sorted by name."""
-    return [_readiness(model, workers) for model in sorted({w.model for w in workers})]
+def readiness(
+    workers: Sequence[WorkerSnapshot], infos: Mapping[str, ModelInfo] | None = None
+) -> list[ModelReadiness]:
+    """Return the readiness of each registered model, sorted by name.
+
+    Args:
+        infos: models as the workers registered them, by id of the worker.
+    """
+    names = sorted({w.model for w in workers})
+    return [_readiness(model, workers, infos or {}) for model in names]
 
 
-def _readiness(model: str, workers: Sequence[WorkerSnapshot]) -> ModelReadiness:
+def _readiness(
+    model: str, workers: Sequence[WorkerSnapshot], infos: Mapping[str, ModelInfo]
+) -> ModelReadiness:
     serving = [worker for worker in workers if worker.model == model]
     ready = [worker for worker in serving if worker.health is WorkerHealth.READY]
-    if can_serve(ready):
-        return ModelReadiness(model=model, ready=True)
-    return ModelReadiness(model=model, ready=False, reason=_reason(serving, ready))
+    if not can_serve(ready):
+        return ModelReadiness(model=model, ready=False, reason=_reason(serving, ready))
+    found: list[ModelInfo] = []
+    for worker in ready:
+        info = infos.get(worker.worker_id)
+        if info and info not in found:
+            found.append(info)
+    return ModelReadiness(model=model, ready=True, infos=found)
 
 
 def _reason(serving: Sequence[WorkerSnapshot], ready: Sequence[WorkerSnapshot]) -> str:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from services.common.logging import configure_logging
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.slab import Slab
 
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--best", action="store_true", help="print the best rate of GPU READs")
     parser.add_argument(SERVE, action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    configure_logging("bench", level="warning")
     torch.set_num_threads(1)
     slots, slot_bytes = (1, BEST_BYTES) if arguments.best else (SLOTS, SLOT_BYTES)
     device = "cuda" if arguments.best else arguments.device

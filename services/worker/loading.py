@@ -23,6 +23,7 @@ from runtime.models.model import Model, unsupported_by_gemm
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
 from services.common.placement import Compatibility, ModelInfo
+from services.common.tokenizer_identity import tokenizer_hash
 from services.transfer.codecs import Books, SegmentCodecs, group_planes
 from services.transfer.manifest import sent_pages
 from services.transfer.slab import Slab
@@ -123,6 +124,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             model_hash=model_hash,
+            tokenizer_hash=tokenizer_hash(path),
         ),
         compatibility=Compatibility(
             model_hash=model_hash,

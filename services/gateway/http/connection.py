@@ -85,7 +85,7 @@ class Connection(HttpToolsProtocol):
         self._start_timer(self._settings.header_timeout_s)
         if len(self.connections) - len(self._rejected) > self._settings.max_connections:
             self._rejected.add(self)
-            self._refuse(Overloaded("too many connections", retry_after_s=1.0))
+            self._refuse(Overloaded("too many connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

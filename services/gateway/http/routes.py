@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
@@ -37,6 +38,7 @@ from services.gateway.http.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    Message,
     TokenizeBody,
     parse_body,
 )
@@ -46,6 +48,9 @@ _DESCRIPTION = """OpenAI-compatible API.
 
 Every error has the same body, `ErrorResponse`. An unknown path is a 404, and a method that a path
 does not support is a 405 with `Allow`. Probes also support HEAD."""
+_READY_RETRY_AFTER_S = "1"
+
+_Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _METRICS_CONTENT = {"text/plain": {"schema": {"type": "string"}}}
 
 
@@ -143,19 +148,27 @@ class _Routes:
     def _accept(self, request: Request) -> RequestContext:
         return self._gateway.accept(request.state.request_id, request.headers.get("authorization"))
 
-    async def _read(self, request: Request, body: type[Any]) -> Any:
+    async def _read(self, request: Request, body: type[_Body]) -> tuple[_Body, int]:
+        """Return the parsed body and its size in bytes."""
         settings = self._gateway.settings
         raw = await read_body(
             request, limit=settings.max_body_bytes, timeout_s=settings.body_timeout_s
         )
-        parsed = parse_body(raw, body, max_depth=settings.max_json_depth)
+        parse = partial(
+            parse_body,
+            raw,
+            body,
+            max_depth=settings.max_json_depth,
+            context_length=self._gateway.model.context_length,
+        )
+        parsed = await self._gateway.prompts.compute(len(raw), parse)
         self._gateway.require_model(parsed.model)
-        return parsed
+        return parsed, len(raw)
 
     async def completions(self, request: Request) -> Response:
         """Complete one or several prompts."""
         context = self._accept(request)
-        body: CompletionBody = await self._read(request, CompletionBody)
+        body, _ = await self._read(request, CompletionBody)
         options = body.options()
         requests = [
             self._gateway.builder.build(context, prompt, options, fill_context=False)
@@ -167,10 +180,10 @@ class _Routes:
     async def chat_completions(self, request: Request) -> Response:
         """Generate the next message of a conversation."""
         context = self._accept(request)
-        body: ChatBody = await self._read(request, ChatBody)
+        body, size = await self._read(request, ChatBody)
         options = body.options()
-        prompt = await self._gateway.encode_chat(
-            [message.as_template_input() for message in body.messages]
+        prompt = await self._gateway.prompts.encode_chat(
+            body.messages, Message.as_template_input, size
         )
         generation = self._gateway.builder.build(
             context, prompt, options, fill_context=True, names=body.names
@@ -181,15 +194,15 @@ class _Routes:
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or of a conversation."""
         self._accept(request)
-        body: TokenizeBody = await self._read(request, TokenizeBody)
+        body, size = await self._read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("set either prompt or messages, and not both", param="prompt")
         if body.messages is not None:
-            tokens = await self._gateway.encode_chat(
-                [message.as_template_input() for message in body.messages]
+            tokens = await self._gateway.prompts.encode_chat(
+                body.messages, Message.as_template_input, size
             )
         else:
-            tokens = await self._gateway.encode(
+            tokens = await self._gateway.prompts.encode(
                 body.prompt or "",
                 add_special=body.add_special_tokens,
                 parse_special=body.parse_special,
@@ -200,12 +213,13 @@ class _Routes:
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids, including special tokens."""
         self._accept(request)
-        body: DetokenizeBody = await self._read(request, DetokenizeBody)
+        body, size = await self._read(request, DetokenizeBody)
         tokenizer = self._gateway.model.tokenizer
-        for token in body.tokens:
-            if not 0 <= token < tokenizer.vocab_size:
-                raise InvalidRequest(f"token id {token} is outside the vocabulary", param="tokens")
-        return _json({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
+        largest = max(body.tokens, default=0)
+        if largest >= tokenizer.vocab_size:
+            raise InvalidRequest(f"token id {largest} is outside the vocabulary", param="tokens")
+        decode = partial(tokenizer.decode, body.tokens, skip_special=False)
+        return _json({"prompt": await self._gateway.prompts.compute(size, decode)})
 
     async def models(self, request: Request) -> Response:
         """Return a list with the served model."""
@@ -226,9 +240,12 @@ class _Routes:
 
     async def ready(self) -> Response:
         """Return 200 if requests can be served now, else 503 with the reason."""
-        if reason := await self._gateway.not_ready():
-            return _json({"status": "not ready", "reason": reason}, status=503)
-        return _json({"status": "ready"})
+        reason = await self._gateway.not_ready()
+        if reason is None:
+            return _json({"status": "ready"})
+        response = _json({"status": "not ready", "reason": reason}, status=503)
+        response.headers["retry-after"] = _READY_RETRY_AFTER_S
+        return response
 
     async def version(self) -> Response:
         """Return the version of the gateway."""
@@ -269,7 +286,7 @@ class _Routes:
     ) -> list[Sequence[int]]:
         """Return the token ids of each prompt."""
         if isinstance(prompt, str):
-            return [await self._gateway.encode_prompt(prompt)]
+            return [await self._gateway.prompts.encode_prompt(prompt)]
         if prompt and isinstance(prompt[0], int):
             return [[token for token in prompt if isinstance(token, int)]]
         limit = self._gateway.settings.max_prompts
@@ -278,7 +295,7 @@ class _Routes:
         prompts: list[Sequence[int]] = []
         for one in prompt:
             if isinstance(one, str):
-                prompts.append(await self._gateway.encode_prompt(one))
+                prompts.append(await self._gateway.prompts.encode_prompt(one))
             elif isinstance(one, list):
                 prompts.append(one)
         return prompts

@@ -12,6 +12,7 @@ from services.gateway.requests import (
     GenerationFields,
     GenerationOptions,
     UnsupportedField,
+    check_message_count,
     field_path,
     invalid_field,
 )
@@ -229,14 +230,23 @@ BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody, TokenizeBody, D
 _AnyBody = TypeVar("_AnyBody", bound=_Body)
 
 
-def parse_body(raw: bytes, body: type[_AnyBody], *, max_depth: int) -> _AnyBody:
+def parse_body(
+    raw: bytes, body: type[_AnyBody], *, max_depth: int, context_length: int
+) -> _AnyBody:
     """Parse a request body.
+
+    Args:
+        context_length: maximum number of messages and parts of messages.
 
     Raises:
         InvalidRequest: if the body is not JSON in UTF-8, is nested too deeply, or has an invalid
             or unsupported field; ``param`` names the field.
+        ContextLengthExceeded: if there are too many messages. They are counted before the slower
+            validation.
     """
     content = _load_json(raw)
+    if isinstance(content, dict):
+        check_message_count(_count_messages(content.get("messages")), context_length)
     if _is_deeper(content, raw, max_depth):
         raise InvalidRequest(f"the body is nested deeper than {max_depth} levels")
     if not isinstance(content, dict):
@@ -254,6 +264,14 @@ def parse_body(raw: bytes, body: type[_AnyBody], *, max_depth: int) -> _AnyBody:
     except ValidationError as error:
         invalid = _first_error(error.errors(include_url=False, include_input=False))
     raise invalid  # outside of `except`, whose error would keep the whole body in memory
+
+
+def _count_messages(messages: Any) -> int:
+    """Return the number of messages, or of parts for messages that consist of parts."""
+    if not isinstance(messages, list):
+        return 0
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    return len(messages) + sum(len(parts) - 1 for parts in contents if isinstance(parts, list))
 
 
 def _load_json(raw: bytes) -> Any:

@@ -150,6 +150,7 @@ class FakeRouter:
         hold: if True, place calls block until their client disconnects.
         hung: if True, all other calls block as well, as those of a stopped process.
         not_ready: reason why the model is not ready, if it is not.
+        model_info: the model as the workers registered it, for readiness and placements.
         abandoned: number of clients that disconnected from a blocked place call.
         probes: number of health checks.
         peers: address and port of every client connection that was used.
@@ -164,6 +165,7 @@ class FakeRouter:
     hold: bool = False
     hung: bool = False
     not_ready: str | None = None
+    model_info: dict[str, Any] | None = None
     abandoned: int = 0
     probes: int = 0
     prefill: str | None = "prefill-0"
@@ -234,6 +236,7 @@ class FakeRouter:
                 "placement_id": f"p{self.placed}",
                 "prefill": prefill if self.prefill else None,
                 "decode": free[0].address,
+                "model": self.model_info,
             }
         )
 
@@ -242,7 +245,9 @@ class FakeRouter:
         return web.json_response({})
 
     async def _readiness(self, _: web.Request) -> web.Response:
+        infos = [self.model_info] if self.model_info else []
         entry = {"model": self.model, "ready": self.not_ready is None, "reason": self.not_ready}
+        entry["infos"] = infos
         return web.json_response({"models": [entry]})
 
     async def _health(self, _: web.Request) -> web.Response:

@@ -129,7 +129,7 @@ async def test_null_of_unsupported_fields_is_accepted(site: Site) -> None:
 @pytest.mark.parametrize("raw", [b'{"prompt": 7}', b'{"prompt": "x'])
 def test_error_does_not_keep_the_body_alive(raw: bytes) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse_body(raw, CompletionBody, max_depth=16)
+        parse_body(raw, CompletionBody, max_depth=16, context_length=9)
     assert caught.value.__context__ is None
 
 

@@ -67,7 +67,7 @@ async def test_no_reachable_router_is_unavailable(open_client: OpenClient, unuse
     client = open_client(unused)
     with pytest.raises(NoRouter, match="no router is reachable"):
         await client.place(REQUEST)
-    assert await client.not_ready("small") == "no router answers"
+    assert (await client.readiness("small")).reason == "no router answers"
 
 
 async def test_readiness_is_that_of_the_first_router_that_is_ready(
@@ -76,11 +76,11 @@ async def test_readiness_is_that_of_the_first_router_that_is_ready(
     other = FakeRouter([], "small", not_ready="other reason")
     async with running(other):
         client = open_client(unused, other.url, router.url)
-        assert await client.not_ready("small") is None
+        assert (await client.readiness("small")).ready
         assert client._routers[0] == router.url, "the router that is ready is tried first"
         router.not_ready = "reason"
-        assert await client.not_ready("small") == "reason"
-        assert await client.not_ready("big") == (
+        assert (await client.readiness("small")).reason == "reason"
+        assert (await client.readiness("big")).reason == (
             "no worker of the model 'big' is registered, only of 'small'"
         )
 
@@ -89,7 +89,7 @@ async def test_calls_use_one_connection(router: FakeRouter, open_client: OpenCli
     client = open_client(router.url)
     for _ in range(3):
         await client.place(REQUEST)
-        assert await client.not_ready("small") is None
+        assert (await client.readiness("small")).ready
     assert len(router.peers) == 1
 
 

@@ -45,7 +45,7 @@ def registration(
         epoch=epoch,
         role=role,
         address="127.0.0.1:5000",
-        model=ModelInfo(name=model, context_length=8192, vocab_size=100, model_hash="m0"),
+        model=ModelInfo(name=model, context_length=8192, vocab_size=49152, model_hash="m0"),
         compatibility=compatibility,
         page_size=16,
         pages_total=pages_total,

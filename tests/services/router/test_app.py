@@ -108,6 +108,10 @@ async def test_colocated_worker_is_placed_as_decode_without_prefill(router: Rout
     await router.join("c0", Role.COLOCATED)
     status, body, _ = await router.post("/v1/place", place_request())
     assert (status, body["prefill"], body["decode"]["worker_id"]) == (200, None, "c0")
+    model = registration("c0", Role.COLOCATED).model.model_dump(mode="json")
+    assert body["model"] == model
+    workers = await (await router.client.get("/v1/workers", headers=HEADERS)).get_json()
+    assert workers["workers"][0]["model_info"] == model
 
 
 async def test_heartbeat_of_unknown_worker_registers_again_and_of_replaced_epoch_is_409(
@@ -197,7 +201,8 @@ async def test_closing_refuses_queued_calls(router: Router) -> None:
     assert (await router.client.get("/ready")).status_code == 200
     router.dispatcher.close()
     assert (await call)[0] == 503
-    assert (await router.client.get("/ready")).status_code == 503
+    not_ready = await router.client.get("/ready")
+    assert (not_ready.status_code, not_ready.headers["Retry-After"]) == (503, "7")
     assert (await router.client.get("/health")).status_code == 200
 
 

@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from services.common.logging import configure_logging
 from services.transfer.agent import TransferAgent
 from services.transfer.slab import Slab
 
@@ -20,6 +21,7 @@ def content(slot: int) -> torch.Tensor:
 
 def main() -> None:
     name, device = sys.argv[1:]
+    configure_logging(name, level="warning")
     agent = TransferAgent(name, device)
     slab = Slab(SLOTS, SLOT_BYTES, device)
     for slot in range(SLOTS):

@@ -13,6 +13,9 @@ from runtime.engine import Add
 from runtime.kv.int4 import Int4Format
 from runtime.models.model import Model
 from services.common.errors import SettingsError
+from services.common.model_source import resolve_model
+from services.common.tokenizer import load_tokenizer
+from services.common.tokenizer_identity import TokenizerIdentity
 from services.offline.tune import tune
 from services.prefill.settings import PrefillSettings
 from services.worker import loading as worker
@@ -98,6 +101,15 @@ def test_prefill_and_decode_workers_of_one_model_are_compatible(model: Path) -> 
     request = request_of("r", 30)
     expected = drive(engine_of(Model(load_checkpoint(model))), Add(request))
     assert drive(decode.engine, Add(request)).tokens == expected.tokens
+
+
+def test_hash_of_the_tokenizer_is_registered(tmp_path: Path) -> None:
+    write_checkpoint(tiny_checkpoint(), tmp_path)
+    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
+    assert load_worker(settings_of(tmp_path), decodes=False).identity.model.tokenizer_hash == ""
+    tokenizer.save(tmp_path)
+    loaded = load_worker(settings_of(tmp_path), decodes=False)
+    assert loaded.identity.model.tokenizer_hash == TokenizerIdentity.of(tokenizer).hash
 
 
 def test_checkpoint_is_freed_after_loading(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,57 @@
+"""What a tokenizer and a model must have in common, so that token ids mean the same to both."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from services.common.placement import ModelInfo
+from services.common.token_pieces import TokenizerError
+from services.common.tokenizer import Tokenizer, load_tokenizer
+
+_PADDING = re.compile(rb"\[PAD\d+\]")
+
+
+@dataclass(frozen=True)
+class TokenizerIdentity:
+    """Properties of a tokenizer.
+
+    Attributes:
+        vocab_size: number of tokens. A model may have more: padding of its embedding.
+        eos_ids: ids of the tokens that end the output.
+        hash: SHA-256 of the bytes of all tokens in the order of their ids, as hex digits. It does
+            not depend on the file format. Padding tokens that converters append are ignored.
+    """
+
+    vocab_size: int
+    eos_ids: frozenset[int]
+    hash: str
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self:
+        pieces = list(tokenizer.pieces)
+        while pieces and _PADDING.fullmatch(pieces[-1]):
+            pieces.pop()
+        digest = hashlib.sha256()
+        for piece in pieces:
+            digest.update(len(piece).to_bytes(4, "little") + piece)
+        return cls(len(pieces), frozenset(tokenizer.eos_ids), digest.hexdigest())
+
+    def mismatch(self, model: ModelInfo) -> str | None:
+        """Return why a model cannot be served with this tokenizer, or None."""
+        if self.vocab_size > model.vocab_size:
+            return f"it has {self.vocab_size} tokens, the model of the workers {model.vocab_size}"
+        if missing := sorted(set(model.eos_token_ids) - self.eos_ids):
+            return f"token {missing[0]} ends the output of the workers' model, but not its own"
+        if model.tokenizer_hash and model.tokenizer_hash != self.hash:
+            return "its vocabulary is not that of the workers' tokenizer"
+        return None
+
+
+def tokenizer_hash(path: Path) -> str:
+    """Return the hash of a model's tokenizer; empty if the model has no usable one."""
+    try:
+        return TokenizerIdentity.of(load_tokenizer(path)).hash
+    except TokenizerError:
+        return ""
