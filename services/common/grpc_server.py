@@ -14,6 +14,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_reflection.v1alpha import reflection
 
 from services.common.errors import SettingsError
+from services.common.grpc_limits import CallLimiter, ServerLimits
 
 M = TypeVar("M", bound=Message)
 
@@ -85,8 +86,9 @@ class GrpcServer:
         address: ``host:port``; port 0 selects a free port.
         services: full names of the services, for health and reflection.
         token: cluster token, or None for a server without authentication.
-        max_message_bytes: size above which a message is rejected before it is parsed.
-        max_rpcs: maximum number of concurrent calls; further calls are rejected.
+        limits: limits of a public port, or None for a port between services.
+        interceptors: called before the limits apply, so that a call that they reject counts in
+            none.
 
     Attributes:
         port: TCP port that the server listens on.
@@ -101,15 +103,15 @@ class GrpcServer:
         services: Sequence[str],
         *,
         token: str | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-        max_rpcs: int | None = None,
+        limits: ServerLimits | None = None,
+        interceptors: Sequence[aio.ServerInterceptor] = (),
     ) -> None:
-        interceptors = [TokenInterceptor(token)] if token else []
-        limit = ("grpc.max_receive_message_length", max_message_bytes)
-        options = [option for option in _OPTIONS if option[0] != limit[0]]
-        self.server = aio.server(
-            options=[*options, limit], interceptors=interceptors, maximum_concurrent_rpcs=max_rpcs
-        )
+        chain = [*([TokenInterceptor(token)] if token else []), *interceptors]
+        options = dict(_OPTIONS)
+        if limits is not None:
+            chain.append(CallLimiter(limits))
+            options |= dict(limits.options)
+        self.server = aio.server(options=list(options.items()), interceptors=chain)
         try:
             self.port = self.server.add_insecure_port(address)
         except RuntimeError as error:  # grpc writes the reason to its own log only

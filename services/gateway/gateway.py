@@ -123,6 +123,10 @@ class Gateway:
             metrics=self.metrics,
         )
 
+    def authenticate(self, authorization: str | None) -> str | None:
+        """Return the tenant of an API key, or raise `Unauthenticated`."""
+        return self._keys.tenant(authorization)
+
     def accept(self, request_id: str, authorization: str | None) -> RequestContext:
         """Authenticate a request and set its deadline.
 
@@ -130,7 +134,7 @@ class Gateway:
             Unauthenticated: if its key is missing or unknown.
             Unavailable: if the gateway is draining.
         """
-        tenant = self._keys.tenant(authorization)
+        tenant = self.authenticate(authorization)
         if self.draining:
             raise _shutting_down()
         now = asyncio.get_running_loop().time()

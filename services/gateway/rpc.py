@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+import grpc
 import structlog
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
@@ -13,6 +14,8 @@ from pydantic import ValidationError
 
 from headrace.v1 import inference_pb2, inference_pb2_grpc
 from services.common.errors import InternalFault, InvalidRequest, ServiceError, TooLarge
+from services.common.grpc_limits import ServerLimits
+from services.common.grpc_server import GrpcServer
 from services.gateway.gateway import Gateway, enforce_deadline, valid_request_id
 from services.gateway.requests import (
     GenerationOptions,
@@ -32,6 +35,57 @@ _T = TypeVar("_T")
 Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
+def build_rpc_server(gateway: Gateway, address: str) -> GrpcServer:
+    """Return the public gRPC server of a gateway.
+
+    Raises:
+        SettingsError: if the address is invalid or the port is in use.
+    """
+    settings = gateway.settings
+    limits = ServerLimits(
+        # gRPC rejects larger messages; the service rejects smaller ones with details.
+        max_message_bytes=2 * settings.max_body_bytes,
+        max_connections=settings.max_connections,
+        max_calls=settings.max_connections,
+        idle_s=settings.keep_alive_s,
+        request_timeout_s=settings.body_timeout_s,
+    )
+    servicer = InferenceServicer(gateway)
+    server = GrpcServer(
+        address, [SERVICE], limits=limits, interceptors=[_KeyInterceptor(gateway, servicer)]
+    )
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.server)
+    return server
+
+
+class _KeyInterceptor(aio.ServerInterceptor):
+    """Rejects calls without an API key before their request arrives and before any limit."""
+
+    def __init__(self, gateway: Gateway, servicer: "InferenceServicer") -> None:
+        self._gateway = gateway
+        self._servicer = servicer
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
+    ) -> Any:
+        service, _, method = handler_call_details.method[1:].partition("/")
+        if service == SERVICE:
+            try:
+                self._gateway.authenticate(_authorization(handler_call_details.invocation_metadata))
+            except ServiceError as error:
+                return self._rejection(method, error)
+        return await continuation(handler_call_details)
+
+    def _rejection(self, method: str, error: ServiceError) -> Any:
+        async def fail() -> None:
+            raise error
+
+        async def reject(_requests: Any, context: Context) -> None:
+            await self._servicer.guard(method, context, fail)
+
+        return grpc.stream_stream_rpc_method_handler(reject)
+
+
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Serves ``headrace.v1.Inference`` for one gateway."""
 
@@ -44,7 +98,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Stream one response per text delta. The last response has the token usage."""
         request_id = valid_request_id(request.request_id)
         with structlog.contextvars.bound_contextvars(request_id=request_id):
-            await self._guard(
+            await self.guard(
                 "Generate", context, lambda: self._generate(request, request_id, context)
             )
 
@@ -59,11 +113,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             listed = inference_pb2.Model(id=model.name, context_length=model.context_length)
             return inference_pb2.ListModelsResponse(models=[listed])
 
-        return await self._guard("ListModels", context, answer)
+        return await self.guard("ListModels", context, answer)
 
-    async def _guard(
-        self, method: str, context: Context, answer: Callable[[], Awaitable[_T]]
-    ) -> _T:
+    async def guard(self, method: str, context: Context, answer: Callable[[], Awaitable[_T]]) -> _T:
         """Count and log a call, and convert its exception to a status with details."""
         endpoint, status = f"{SERVICE}/{method}", "499"  # status if the client cancels the call
         try:
@@ -82,10 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             log.info("answered", endpoint=endpoint, status=status)
 
     def _accept(self, request_id: str, context: Context) -> RequestContext:
-        metadata = dict(context.invocation_metadata() or ())
-        given = metadata.get("authorization")
-        authorization = given.decode("latin-1") if isinstance(given, bytes) else given
-        return self._gateway.accept(request_id, authorization)
+        return self._gateway.accept(request_id, _authorization(context.invocation_metadata()))
 
     async def _generate(
         self, message: inference_pb2.GenerateRequest, request_id: str, context: Context
@@ -132,6 +181,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             raise InvalidRequest("set one of text, tokens and chat", param="prompt")
         options = _options(message)
         return self._gateway.builder.build(context, prompt, options, fill_context=kind == "chat")
+
+
+def _authorization(metadata: Any) -> str | None:
+    given = dict(metadata or ()).get("authorization")
+    return given.decode("latin-1") if isinstance(given, bytes) else given
 
 
 def _template_input(message: inference_pb2.ChatMessage) -> dict[str, str]:

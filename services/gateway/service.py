@@ -6,7 +6,6 @@ import signal
 import structlog
 import uvloop
 
-from headrace.v1 import inference_pb2_grpc
 from services.common.collector import freeze_loaded
 from services.common.errors import SettingsError
 from services.common.file_limit import check_file_limit
@@ -16,7 +15,7 @@ from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.http.routes import build_app
 from services.gateway.http.server import http_config, listen_for_clients
 from services.gateway.keys import ApiKeys
-from services.gateway.rpc import SERVICE, InferenceServicer
+from services.gateway.rpc import build_rpc_server
 from services.gateway.settings import GatewaySettings
 
 log = structlog.get_logger()
@@ -42,18 +41,11 @@ async def serve(settings: GatewaySettings) -> None:
     gateway = Gateway(settings, model, keys)
     try:
         http = HttpServer(http_config(build_app(gateway), gateway))
-        rpc = GrpcServer(
-            f"{_bracketed(settings.host)}:{settings.grpc_port}",
-            [SERVICE],
-            # gRPC rejects larger messages; the service rejects smaller ones with details.
-            max_message_bytes=2 * settings.max_body_bytes,
-            max_rpcs=settings.max_connections,
-        )
+        rpc = build_rpc_server(gateway, f"{_bracketed(settings.host)}:{settings.grpc_port}")
     except SettingsError:
         listener.close()
         await gateway.close()
         raise
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), rpc.server)
     stop = _stop_on_signals()
     freeze_loaded()
     await rpc.start()

@@ -48,7 +48,8 @@ class GatewaySettings(ServiceSettings):
         4096,
         ge=1,
         le=1 << 20,
-        description="maximum HTTP connections; further ones are refused with 429",
+        description="maximum connections of each port; further ones are refused, by HTTP with 429; "
+        "also the maximum concurrent calls over gRPC",
     )
     max_header_bytes: int = Field(
         1 << 16,

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from services.common.errors import SettingsError
 from services.common.grpc_server import GrpcServer, drain
+from tests.services.common.test_grpc_limits import LIMITS
 
 
 async def code_of(call: aio.UnaryUnaryCall[object, object]) -> grpc.StatusCode:
@@ -20,7 +22,7 @@ async def code_of(call: aio.UnaryUnaryCall[object, object]) -> grpc.StatusCode:
 
 
 async def test_message_above_the_size_limit_is_rejected() -> None:
-    server = GrpcServer("127.0.0.1:0", [], max_message_bytes=1000)
+    server = GrpcServer("127.0.0.1:0", [], limits=replace(LIMITS, max_message_bytes=1000))
     await server.start()
     try:
         async with aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -29,23 +31,6 @@ async def test_message_above_the_size_limit_is_rejected() -> None:
             assert await code_of(stub.Check(long)) is grpc.StatusCode.RESOURCE_EXHAUSTED
             short = health_pb2.HealthCheckRequest(service="x" * 900)
             assert await code_of(stub.Check(short)) is grpc.StatusCode.NOT_FOUND
-    finally:
-        await server.stop(0)
-
-
-async def test_calls_above_the_concurrency_limit_are_rejected() -> None:
-    server = GrpcServer("127.0.0.1:0", [], max_rpcs=1)
-    await server.start()
-    try:
-        async with aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            stub = HealthStub(channel)
-            watch = stub.Watch(health_pb2.HealthCheckRequest())
-            await watch.read()
-            call = stub.Check(health_pb2.HealthCheckRequest())
-            assert await code_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
-            watch.cancel()
-            await asyncio.sleep(0.1)
-            await stub.Check(health_pb2.HealthCheckRequest())
     finally:
         await server.stop(0)
 

@@ -11,14 +11,12 @@ import pytest
 import uvicorn
 from grpc import aio
 
-from headrace.v1 import inference_pb2_grpc
-from services.common.grpc_server import GrpcServer
 from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.http.routes import build_app
 from services.gateway.http.server import http_config, listen_for_clients
 from services.gateway.keys import ApiKeys
 from services.gateway.router_client import RouterClient
-from services.gateway.rpc import SERVICE, InferenceServicer
+from services.gateway.rpc import build_rpc_server
 from services.gateway.settings import GatewaySettings
 from tests.services.gateway.fakes import FakeRouter, FakeWorker, running
 
@@ -82,8 +80,7 @@ async def _site(
     async with running(router, *workers):
         client = RouterClient([router.url], token=settings.token, timeout_s=2)
         gateway = Gateway(settings, model, keys or ApiKeys(), client)
-        rpc = GrpcServer("127.0.0.1:0", [SERVICE])
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(gateway), rpc.server)
+        rpc = build_rpc_server(gateway, "127.0.0.1:0")
         listener = listen_for_clients("127.0.0.1", 0, write_timeout_s=settings.write_timeout_s)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = uvicorn.Server(http_config(build_app(gateway), gateway))

@@ -152,6 +152,22 @@ async def test_api_keys(open_site: OpenSite) -> None:
     assert site.router.places[0].tenant == "team-a"
 
 
+async def test_call_without_a_key_is_rejected_before_its_request(open_site: OpenSite) -> None:
+    """Such calls must not count in a limit while their request is missing."""
+    keys = ApiKeys({hashlib.sha256(b"sk-right").digest(): "team-a"})
+    site: Site = await open_site(keys=keys)
+    call: Any = site.rpc.stream_unary("/headrace.v1.Inference/Generate")()
+    with pytest.raises(aio.AioRpcError) as caught:
+        async with asyncio.timeout(5):
+            await call
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    info = error_details_pb2.ErrorInfo()
+    assert details(caught.value).details[0].Unpack(info)
+    assert info.reason == "INVALID_API_KEY"
+    labels = {"endpoint": "headrace.v1.Inference/Generate", "status": "401"}
+    assert site.metric("headrace_requests_total", **labels) == 1
+
+
 async def test_disconnect_cancels_the_stream(site: Site) -> None:
     async def script(stream: FakeStream) -> None:
         await stream.tokens(5)

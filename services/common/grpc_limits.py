@@ -1,0 +1,146 @@
+"""Limits of a public gRPC port, on connections and calls."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc import aio
+
+_CHECK = "/grpc.health.v1.Health/Check"
+_OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+_MAX_OPEN_STREAMS = 64  # concurrent streams of health and reflection, which need no key
+_OPEN_STREAM_S = 600.0  # after this time such a stream ends; clients open it again
+
+Handler = Any  # grpc.RpcMethodHandler, which is generic in the type stubs only
+Context = aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Limits of one port.
+
+    Attributes:
+        max_message_bytes: size above which a message is rejected before it is parsed.
+        max_connections: number above which connections are closed at once.
+        max_calls: maximum concurrent calls, without those of health and reflection.
+        idle_s: time after which a connection without calls is closed, seconds.
+        request_timeout_s: maximum time until a connection is set up, and until the request of a
+            call has arrived, seconds.
+    """
+
+    max_message_bytes: int
+    max_connections: int
+    max_calls: int
+    idle_s: float
+    request_timeout_s: float
+
+    @property
+    def options(self) -> list[tuple[str, int]]:
+        """The limits that gRPC enforces, as channel arguments."""
+        return [
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
+            # One client may use all calls, and watch health or use reflection beside them.
+            ("grpc.max_concurrent_streams", self.max_calls + 2 * _MAX_OPEN_STREAMS),
+            ("grpc.max_connection_idle_ms", int(self.idle_s * 1000)),
+            ("grpc.server_handshake_timeout_ms", int(self.request_timeout_s * 1000)),
+        ]
+
+
+class CallLimiter(aio.ServerInterceptor):
+    """Bounds concurrent calls, and the time until the request of a call arrives.
+
+    Health and reflection need no key, so their calls must not use up those of the services: their
+    streams have a number and a duration of their own. ``Health/Check`` has no maximum number, since
+    probes must not fail because of other clients; its duration is bounded.
+    """
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self._limits = limits
+        self._calls = _Counter(limits.max_calls)
+        self._open_streams = _Counter(_MAX_OPEN_STREAMS)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None:  # unknown method
+            return None
+        if method == _CHECK:
+            return self._bounded(handler, None, None)
+        if method.startswith(_OPEN_SERVICES):
+            return self._bounded(handler, self._open_streams, _OPEN_STREAM_S)
+        return self._bounded(handler, self._calls, None)
+
+    def _bounded(
+        self, handler: Handler, counter: "_Counter | None", duration_s: float | None
+    ) -> Handler:
+        """Return a handler with limits. It is called before the request has arrived."""
+
+        async def call(requests: Any, context: Context) -> Any:
+            if counter is not None and not counter.take():
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, "there are too many concurrent calls"
+                )
+            try:
+                request = requests if handler.request_streaming else await self._first(requests)
+                async with asyncio.timeout(duration_s):
+                    return await _answer(handler, request, context)
+            except _NoRequest as error:
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+            except TimeoutError:
+                await context.abort(
+                    grpc.StatusCode.UNAVAILABLE, f"a stream ends after {duration_s} s"
+                )
+            finally:
+                if counter is not None:
+                    counter.release()
+
+        wrap = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return wrap(call, handler.request_deserializer, handler.response_serializer)
+
+    async def _first(self, requests: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                return await anext(requests)
+        except (TimeoutError, StopAsyncIteration):
+            raise _NoRequest("the request of the call did not arrive") from None
+
+
+class _NoRequest(Exception):
+    pass
+
+
+class _Counter:
+    def __init__(self, limit: int) -> None:
+        self._free = limit
+
+    def take(self) -> bool:
+        if not self._free:
+            return False
+        self._free -= 1
+        return True
+
+    def release(self) -> None:
+        self._free += 1
+
+
+async def _answer(handler: Handler, request: Any, context: Context) -> Any:
+    """Call the method; write its messages if it is an asynchronous generator."""
+    kind = ("unary", "stream")
+    name = f"{kind[handler.request_streaming]}_{kind[handler.response_streaming]}"
+    result = getattr(handler, name)(request, context)
+    if not hasattr(result, "__aiter__"):
+        return await result
+    async for message in result:
+        await context.write(message)
+    return None
