@@ -135,6 +135,10 @@ def up(
     ] = "auto",
     device: Annotated[str, typer.Option(help="device of the workers: auto, cpu or cuda")] = "auto",
     kv_format: KVFormat = "dense",
+    kv_eviction: Annotated[
+        float,
+        typer.Option(min=0, max=0.99, help="share of a prompt's tokens whose KV is evicted"),
+    ] = 0.0,
     detach: Annotated[
         bool, typer.Option(help="run in the background; return when the deployment is ready")
     ] = False,
@@ -155,6 +159,7 @@ def up(
         codec=codec,
         device=device,
         kv_format=kv_format,
+        kv_eviction=kv_eviction,
     )
     raise typer.Exit(start(options, detach=detach))
 
@@ -196,36 +201,26 @@ def calibrate(
     rank: flags.Rank = None,
     no_adaptive: flags.NoAdaptive = False,
     no_prc: flags.NoPrc = False,
+    compressed_prefill: flags.CompressedPrefill = False,
     group_heads: flags.GroupHeads = None,
     step: flags.Step = None,
     values: flags.Values = None,
+    k_basis: flags.KBasis = None,
     allocation: flags.Allocation = None,
     group: flags.Group = None,
+    bits: flags.Bits = None,
+    quantize_bits: flags.QuantizeBits = None,
+    k_outliers: flags.KOutliers = None,
+    v_outliers: flags.VOutliers = None,
+    levels: flags.Levels = None,
+    rope: flags.Rope = None,
 ) -> None:
     """Calibrate the codec's codebooks on the KV of a model, or a compressed KV format.
 
-    With --kv-format fdc, palu or shard, the result is the calibration that the KV format fdc:PATH,
-    palu:PATH or shard:PATH reads. Otherwise it is a file of codebooks.
+    With --kv-format fdc, palu, shard or kvquant, the result is the calibration that the KV format
+    fdc:PATH, palu:PATH, shard:PATH or kvquant:PATH reads. Otherwise it is a file of codebooks.
     """
-    given = flags.Given(
-        text={"tokens": tokens, "files": text},
-        search={
-            "max_perplexity_increase": max_ppl_increase,
-            "min_fidelity": min_fidelity,
-            "evaluations": evaluations,
-        },
-        options={
-            "removal_rate": removal_rate,
-            "rank": rank,
-            "adaptive": False if no_adaptive else None,
-            "prc": False if no_prc else None,
-            "group_heads": group_heads,
-            "step": step,
-            "values": values,
-            "allocation": allocation,
-            "group": group,
-        },
-    )
+    given = flags.Given.of(locals())
     with _reported_errors("calibrate"):
         if kv_format in flags.CALIBRATED_FORMATS:
             from services.offline.kv_calibration import calibrate_kv

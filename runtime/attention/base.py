@@ -1,7 +1,7 @@
 """Inputs of a forward pass, and the interface of attention backends."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -24,6 +24,7 @@ class SequenceSlice:
         want_logits: whether to compute logits at the last of these tokens.
         stored: stored pages of a sequence to decode, in the order of its pages from the first one
             that is not a sink; None for prompts and for formats without stored pages.
+        evicted: number of earlier tokens that are not in ``pages``; see `runtime.core.eviction`.
     """
 
     tokens: Sequence[int]
@@ -31,6 +32,20 @@ class SequenceSlice:
     pages: Sequence[int]
     want_logits: bool = True
     stored: Sequence[int] | None = None
+    evicted: int = 0
+
+
+@dataclass(frozen=True)
+class QueryLog:
+    """Queries of some tokens of a pass, which the pass appends for use after it.
+
+    Attributes:
+        rows: int64 `[m]`, indices of the tokens in the batch.
+        layers: for each layer computed so far, `[m, heads, dim]`, after RoPE.
+    """
+
+    rows: Tensor
+    layers: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -39,15 +54,18 @@ class Batch:
 
     Attributes:
         tokens: int64 `[n]`, token ids, grouped by sequence.
-        positions: int64 `[n]`, position of each token in its sequence.
+        positions: int64 `[n]`, position of each token in its sequence, which RoPE depends on.
         page_table: int32 `[s, p]`, page ids of each sequence, padded with 0.
         starts: int32 `[s + 1]`, index of each sequence's first token in ``tokens``, then `n`.
-        lengths: int32 `[s]`, length of each sequence after this pass, including earlier tokens.
+        lengths: int32 `[s]`, number of tokens in the pages of each sequence after this pass. It is
+            the position of its last token plus 1, less the evicted tokens. The KV of the last token
+            is at index ``lengths - 1`` of the pages.
         sequences: int32 `[n]`, index of each token's sequence.
         logit_rows: int64 `[m]`, indices of the tokens for which logits are computed.
         single: whether every sequence has exactly one token (a decode step).
         stored_table: int32 `[s, p]`, stored pages of each sequence by the index of the page in the
             sequence; None unless the batch decodes with a compressed format.
+        queries: log of queries to fill; None if none are needed.
     """
 
     tokens: Tensor
@@ -59,6 +77,20 @@ class Batch:
     logit_rows: Tensor
     single: bool
     stored_table: Tensor | None = None
+    queries: QueryLog | None = None
+
+    def kv_indices(self, rows: Tensor | None = None) -> Tensor:
+        """Return the index of tokens in the pages of their sequences, int64.
+
+        It equals the position, less the evicted tokens of the sequence.
+
+        Args:
+            rows: int64, indices of tokens in the batch; by default, all.
+        """
+        if rows is None:
+            rows = torch.arange(len(self.tokens), device=self.tokens.device)
+        sequences = self.sequences[rows]
+        return rows + self.lengths[sequences] - self.starts[sequences + 1]
 
     @cached_property
     def tables(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
@@ -78,7 +110,7 @@ class Batch:
             positions=self.positions[rows],
             page_table=self.page_table[self.sequences[rows]],
             starts=count.int(),
-            lengths=self.positions[rows].int() + 1,
+            lengths=self.kv_indices(rows).int() + 1,
             sequences=count[:-1].int(),
             logit_rows=count[:-1],
             single=True,
@@ -141,7 +173,7 @@ class Batch:
             sequences += [number] * len(piece.tokens)
             positions += range(piece.first, end)
             starts.append(len(tokens))
-            lengths.append(end)
+            lengths.append(end - piece.evicted)
             if piece.want_logits:
                 rows.append(len(tokens) - 1)
 

@@ -60,6 +60,7 @@ class CompiledAttention:
             sin.numpy(),
             _patterns(k_pages),
             _patterns(v_pages),
+            batch.positions.numpy(),
             *batch.tables,
             q.numpy(),
         )

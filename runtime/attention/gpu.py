@@ -98,8 +98,9 @@ class TritonAttention:
         heads = query_heads + 2 * self._kv_heads
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
         rope_write_kernel[(len(qkv), triton.cdiv(heads, _ROWS))](
-            qkv, *rope, batch.positions, batch.sequences, batch.page_table,
-            batch.page_table.stride(0), q, k_pages, v_pages, *k_pages.stride()[:2], q_norm, k_norm,
+            qkv, *rope, batch.positions, batch.sequences, batch.starts, batch.lengths,
+            batch.page_table, batch.page_table.stride(0), q, k_pages, v_pages,
+            *k_pages.stride()[:2], q_norm, k_norm,
             HEADS=query_heads, KV_HEADS=self._kv_heads, DIM=self._dim, PAGE=k_pages.shape[2],
             ROWS=_ROWS, HALF=triton.next_power_of_2(self._dim // 2), BY_HALVES=self._by_halves,
             NORM=norms is not None, EPS=eps, num_warps=2,
@@ -118,7 +119,7 @@ class TritonAttention:
         """Compute prefill attention with queries computed from their factors inside the kernel.
 
         The head dimension must be a power of two. K and V of the batch must be in the pages
-        already.
+        already, and no token may be evicted: positions follow from the lengths.
 
         Args:
             inner: bf16 `[n, …]`; its first ``rank`` columns are V_q x.

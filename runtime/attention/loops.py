@@ -39,6 +39,7 @@ def write(
     sin: Floats,
     k_pages: Halves,
     v_pages: Halves,
+    positions: NDArray[np.int64],
     page_table: Ints,
     starts: Ints,
     lengths: Ints,
@@ -49,6 +50,7 @@ def write(
     Args:
         qkv: fp32 `[n, heads + 2 kv_heads, dim]`.
         cos, sin: fp32 `[context, dim / 2]`.
+        positions: int64 `[n]`.
         q_out: fp32 `[n, heads, dim]`, written.
     """
     heads, dim = q_out.shape[1], q_out.shape[2]
@@ -56,8 +58,8 @@ def write(
     half = dim // 2
     for s in range(len(lengths)):
         for row in range(starts[s], starts[s + 1]):
-            position = lengths[s] - starts[s + 1] + row
-            page, slot = page_table[s, position // size], position % size
+            position, index = positions[row], lengths[s] - starts[s + 1] + row
+            page, slot = page_table[s, index // size], index % size
             for h in range(heads):
                 for d in range(half):
                     first, second = qkv[row, h, d], qkv[row, h, d + half]

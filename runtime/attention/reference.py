@@ -30,8 +30,9 @@ class ReferenceAttention:
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         tokens_each = batch.starts.diff().long()
         sequences = torch.repeat_interleave(tokens_each)
-        pages = batch.page_table[sequences, batch.positions // page_size].long()
-        slots = batch.positions % page_size
+        indices = batch.kv_indices()
+        pages = batch.page_table[sequences, indices // page_size].long()
+        slots = indices % page_size
         k_pages[pages, :, slots] = rotated[:, heads:].to(k_pages.dtype)
         v_pages[pages, :, slots] = by_head[:, heads + kv_heads :].to(v_pages.dtype)
         return rotated[:, :heads].to(qkv.dtype)
@@ -52,7 +53,8 @@ class ReferenceAttention:
             # n: new tokens, h: KV heads, g: query heads of a KV head, t: tokens, d: dim
             queries = q[rows].float().view(-1, kv_heads, heads // kv_heads, dim)
             scores = torch.einsum("nhgd,htd->hgnt", queries, keys) / math.sqrt(dim)
-            later = torch.arange(length, device=q.device)[None] > batch.positions[rows][:, None]
+            indices = torch.arange(length, device=q.device)
+            later = indices[None] > indices[length - len(queries) :, None]
             weights = scores.masked_fill(later, -math.inf).softmax(dim=-1)
             attended = torch.einsum("hgnt,htd->nhgd", weights, values)
             out[rows] = attended.reshape(-1, heads * dim).to(q.dtype)

@@ -3,12 +3,15 @@
 import sys
 from importlib import import_module
 
-TABLES = ("engine", "step", "decode", "prefill", "mixed", "plan", "host", "compress", "kv")
+TABLES = (
+    *("engine", "step", "decode", "prefill", "mixed", "plan", "host", "compress"),
+    *("kv", "kv-bytes", "kv-prefill"),
+)
 
 
 def main() -> None:
     table = sys.argv.pop(1) if len(sys.argv) > 1 and sys.argv[1] in TABLES else "engine"
-    import_module(f"runtime.bench.{table}").main()
+    import_module("runtime.bench." + table.replace("-", "_")).main()
 
 
 if __name__ == "__main__":

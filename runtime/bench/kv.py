@@ -9,25 +9,27 @@ of the prompts that are not recent, and a decode step in which no page leaves th
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from runtime.attention.base import Batch
 from runtime.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
+from runtime.bench.kv_formats import FORMATS, RANKS, measured_format
 from runtime.bench.shapes import PAGE, SHAPES
 from runtime.config import ModelConfig
 from runtime.core.window import SINK_PAGES, first_recent
-from runtime.kv.compressed import FusedKernels
 from runtime.kv.dense import DenseFormat
-from runtime.kv.quantized import QuantizedFormat
-from runtime.kv.registry import COMPRESSED
+from runtime.kv.format import Plane
 
-FORMATS = tuple(
-    name for name in COMPRESSED if isinstance(COMPRESSED[name](SHAPES["tiny"]), QuantizedFormat)
-)
-"""Formats with fused kernels."""
+_SHORTEST, _LONGEST = 1.6 / 6.3, 14.1 / 6.3
+"""Lengths of arXiv prompts divided by their mean (FDC, table 6)."""
+_SPREAD = 0.5
+"""Standard deviation of the logarithm of these lengths."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,24 @@ class Compared(Figure):
         return super().__str__() + speedup
 
 
+def arxiv_lengths(batch: int, mean: int, seed: int) -> list[int]:
+    """Return lengths of sequences with the range of arXiv prompts, scaled to a mean.
+
+    They have a lognormal distribution between the shortest and the longest prompt.
+    """
+    drawn = np.random.default_rng(seed).lognormal(sigma=_SPREAD, size=batch)
+    clipped = np.clip(drawn, _SHORTEST, _LONGEST)
+    lengths: list[int] = (clipped * (batch * mean / clipped.sum())).astype(int).tolist()
+    lengths[-1] += batch * mean - sum(lengths)
+    return lengths
+
+
 class KVBench:
     """Benchmark of one batch of decoding sequences.
 
     Args:
-        batch, context: number of sequences, and their length.
+        lengths: length of each sequence.
+        title: name of the batch.
         layers: layers that are measured together.
         rate: bandwidth of a copy, in bytes per millisecond.
     """
@@ -53,22 +68,25 @@ class KVBench:
     def __init__(
         self,
         config: ModelConfig,
-        batch: int,
-        context: int,
+        lengths: Sequence[int],
+        title: str,
         layers: int,
         rate: float,
         device: str,
         runs: int,
     ) -> None:
-        self._config, self._batch, self._context = config, batch, context
+        self._config = replace(config, context_length=max(lengths), num_layers=layers)
+        self._lengths, self._title = lengths, title
         self._layers, self._rate, self._runs = layers, rate, runs
         self._device = torch.device(device)
-        pages = -(-context // PAGE)
-        self._inputs = Batch.static(batch, pages, device)
-        self._inputs.page_table.copy_(torch.randperm(batch * pages).view(batch, pages))
-        self._inputs.positions.fill_(context - 1)
-        self._inputs.lengths.fill_(context)
-        self._pages = batch * pages
+        batch, counts = len(lengths), [-(-length // PAGE) for length in lengths]
+        self._pages = sum(counts)
+        self._inputs = Batch.static(batch, max(counts), device)
+        ids = torch.split(torch.randperm(self._pages), counts)
+        for row, own in zip(self._inputs.page_table, ids, strict=True):
+            row[: len(own)] = own
+        self._inputs.lengths.copy_(torch.tensor(lengths))
+        self._inputs.positions.copy_(self._inputs.lengths - 1)
         shape = self._pages, config.num_kv_heads, PAGE, config.head_dim
         self._exact = [tuple(self._random(*shape) for _ in range(2)) for _ in range(layers)]
         self._q = self._random(batch, config.num_heads, config.head_dim)
@@ -82,55 +100,46 @@ class KVBench:
             for planes in self._exact
         ]
         self._dense_ms = self._time(calls)
-        floor = self._batch * self._context * self._exact_bytes / self._rate
+        floor = sum(self._lengths) * self._exact_bytes / self._rate
         yield Compared(f"{self._title}, dense", self._dense_ms, floor, 1.0)
 
-    def compressed(self, name: str, options: Mapping[str, int]) -> Iterator[Figure]:
-        """Measure a compressed format.
-
-        Args:
-            options: fields of `KernelSource` to replace.
-        """
-        kv_format = COMPRESSED[name](self._config)
-        assert isinstance(kv_format, QuantizedFormat)
-        kernels = _kernels(kv_format, self._config, options)
-        recent = first_recent(self._context, PAGE)
-        old = self._inputs.page_table[:, SINK_PAGES:recent].flatten().long()
-        layers = [(*exact, *self._stored(kv_format)) for exact in self._exact]
+    def compressed(
+        self, name: str, ranks: Mapping[str, Sequence[int]], options: Mapping[str, Any]
+    ) -> Iterator[Figure]:
+        """Measure a compressed format; see `measured_format`."""
+        made = measured_format(name, self._config, ranks, options, self._device)
+        table = self._inputs.page_table.long()
+        recent = [first_recent(length, PAGE) for length in self._lengths]
+        old = torch.cat([row[SINK_PAGES:end] for row, end in zip(table, recent, strict=True)])
+        first = torch.cat([torch.arange(SINK_PAGES, end) for end in recent]) * PAGE
+        first = first.to(self._device)
+        layers = [
+            (kernels, (*exact, *self._stored(planes)))
+            for kernels, exact, planes in zip(made.kernels, self._exact, made.planes, strict=True)
+        ]
         batch = replace(self._inputs, stored_table=self._inputs.page_table)
-        encodes = [
-            lambda planes=planes: kernels.encode(planes[0], planes[1], planes[2:], old, old)
-            for planes in layers
-        ]
-        encoded_ms = self._time(encodes)
-        attends = [
-            lambda planes=planes: kernels.attend(self._q, planes, batch) for planes in layers
-        ]
-        attended_ms = self._time(attends)
-        leaves = [lambda planes=planes: kernels.encode_leaving(planes, batch) for planes in layers]
-        leaving_ms = self._time(leaves)
+        encoded_ms = self._time(
+            [partial(of.encode, x[0], x[1], x[2:], old, old, first) for of, x in layers]
+        )
+        attended_ms = self._time([partial(of.attend, self._q, x, batch) for of, x in layers])
+        leaving_ms = self._time([partial(of.encode_leaving, x, batch) for of, x in layers])
         stored_tokens = len(old) * PAGE
-        stored = sum(plane[0, :, 0].nbytes for plane in layers[0][2:])  # bytes of a token
-        exact_tokens = self._batch * self._context - stored_tokens
-        read = stored_tokens * stored + exact_tokens * self._exact_bytes
-        title = f"{self._title}, {name}"
+        exact_tokens = sum(self._lengths) - stored_tokens
+        read = stored_tokens * made.read_bytes + exact_tokens * self._exact_bytes
+        title = f"{self._title}, {name}, {made.stored_bytes:.0f} B"
         yield Compared(title, attended_ms, read / self._rate, self._dense_ms / attended_ms)
-        moved = stored_tokens * (stored + self._exact_bytes)
+        moved = stored_tokens * (made.stored_bytes + self._exact_bytes)
         yield Compared(f"{title}, encode prompts", encoded_ms, moved / self._rate)
         yield Compared(f"{title}, no page leaves", leaving_ms, 0.0)
-
-    @property
-    def _title(self) -> str:
-        return f"batch {self._batch}, context {self._context}"
 
     @property
     def _exact_bytes(self) -> int:
         return 4 * self._config.num_kv_heads * self._config.head_dim  # of a token
 
-    def _stored(self, kv_format: QuantizedFormat) -> list[Tensor]:
+    def _stored(self, planes: Sequence[Plane]) -> list[Tensor]:
         return [
             torch.empty(self._pages, *plane.shape, dtype=plane.dtype, device=self._device)
-            for plane in kv_format.planes(0, PAGE)
+            for plane in planes
         ]
 
     def _random(self, *shape: int) -> Tensor:
@@ -147,37 +156,38 @@ class KVBench:
         return milliseconds(graph, device=self._device.type, runs=self._runs) / len(calls)
 
 
-def _kernels(
-    kv_format: QuantizedFormat, config: ModelConfig, options: Mapping[str, int]
-) -> FusedKernels:
-    from runtime.kv.gpu import StoredPageKernels  # optional: Triton
-
-    return StoredPageKernels(config, replace(kv_format.kernel_source(), **options))
-
-
 def figures(
     shape: str,
     cases: Sequence[tuple[int, int]],
     formats: Sequence[str],
-    options: Mapping[str, int],
+    ranks: Mapping[str, Sequence[int]],
+    options: Mapping[str, Any],
     *,
     layers: int,
     device: str,
     runs: int,
+    ragged: Sequence[int] = (),
 ) -> Iterator[Figure]:
     """Measure dense attention, then each format, in each case.
 
     Args:
-        cases: pairs of batch size and context length.
+        cases: pairs of batch size and mean length.
+        ranks: ranks by format.
         options: fields of `KernelSource` to replace.
+        ragged: seeds of `arxiv_lengths`; sequences have equal lengths without one.
     """
     rate = copy_rate(device)
     yield Figure("copy rate, GB/s", rate / 1e6, rate / 1e6)
     for batch, context in cases:
-        bench = KVBench(SHAPES[shape], batch, context, layers, rate, device, runs)
-        yield from bench.dense()
-        for name in formats:
-            yield from bench.compressed(name, options)
+        title = f"batch {batch}, context {context}"
+        batches = [([context] * batch, title)]
+        if ragged:
+            batches = [(arxiv_lengths(batch, context, s), f"{title}, seed {s}") for s in ragged]
+        for lengths, name in batches:
+            bench = KVBench(SHAPES[shape], lengths, name, layers, rate, device, runs)
+            yield from bench.dense()
+            for kv_format in formats:
+                yield from bench.compressed(kv_format, ranks, options)
 
 
 def case(text: str) -> tuple[int, int]:
@@ -196,8 +206,20 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b", help="model shape")
     made.add_argument(
         "--cases", type=case, nargs="+", default=[(16, 8192), (4, 32_768)], metavar="BxC",
-        help="numbers of sequences and their lengths in tokens",
+        help="numbers of sequences and their (mean) lengths in tokens",
     )  # fmt: skip
+    made.add_argument(
+        "--ragged", type=int, nargs="+", default=(), metavar="SEED",
+        help="draw lengths with the range of arXiv prompts, once for each seed",
+    )  # fmt: skip
+    for name, text in (
+        ("fdc", "ranks of K and then of V of the KV heads, repeated as often as necessary"),
+        ("palu", "rank of K and rank of V per KV head"),
+        ("shard", "coefficients of K of a token; by default, 3/16 of its elements"),
+    ):
+        made.add_argument(
+            f"--{name}-ranks", type=int, nargs="+", default=RANKS[name], help=f"{name}: {text}"
+        )
     made.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     made.add_argument("--layers", type=int, default=4, help="layers that are measured together")
     for name, text in (
@@ -206,6 +228,8 @@ def parser() -> argparse.ArgumentParser:
         ("warps", "warps per program"),
         ("stages", "stages of the software pipeline"),
         ("programs", "programs per multiprocessor"),
+        ("registers", "maximum registers of a thread"),
+        ("splits", "programs that share a KV head, without balancing; 0 to fill the GPU"),
     ):
         made.add_argument(f"--{name}", type=int, help=f"{text}; by default, the format's own")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -216,7 +240,7 @@ def parser() -> argparse.ArgumentParser:
 
 def options_of(args: argparse.Namespace) -> dict[str, int]:
     """Return the fields of `KernelSource` that the arguments set."""
-    fields = "tile", "exact_tile", "warps", "stages", "programs"
+    fields = "tile", "exact_tile", "warps", "stages", "programs", "registers", "splits"
     return {name: getattr(args, name) for name in fields if getattr(args, name) is not None}
 
 
@@ -224,7 +248,8 @@ def main() -> None:
     args = parser().parse_args()
     with torch.inference_mode():
         rows = figures(
-            args.shape, args.cases, args.formats, options_of(args), layers=args.layers,
-            device=args.device, runs=args.runs,
+            args.shape, args.cases, args.formats,
+            {name: getattr(args, f"{name}_ranks") for name in RANKS}, options_of(args),
+            layers=args.layers, device=args.device, runs=args.runs, ragged=args.ragged,
         )  # fmt: skip
         show(describe(args.device), rows, args.json)

@@ -18,6 +18,7 @@ def kv_moments(
     device: torch.device | str = "cpu",
     progress: Callable[[float], None] = lambda _: None,
     value_samples: int = 0,
+    page_samples: int = 0,
 ) -> Iterator[KVMoments]:
     """Compute the layers one after another, in fp32, and yield the moments of each.
 
@@ -26,6 +27,7 @@ def kv_moments(
         device: device of the computation and of the moments. It holds one layer at a time.
         progress: called with the fraction of the layers that are done.
         value_samples: least number of tokens of each layer whose V is kept, if there are as many.
+        page_samples: least number of pages of each layer that are kept, if there are as many.
     """
     model = LayerwiseModel(checkpoint, device)
     rotation = PageRotation(checkpoint.config, device)
@@ -33,8 +35,10 @@ def kv_moments(
     count = checkpoint.config.num_layers
     measured = tokens.shape[0] * max(0, tokens.shape[1] - SKIPPED)
     sample_every = max(1, measured // value_samples) if value_samples else 0
+    pages = measured // SKIPPED
+    page_every = max(1, pages // page_samples) if page_samples else 0
     for index in range(count):
-        moments = KVMoments.of(checkpoint.config, device, sample_every)
+        moments = KVMoments.of(checkpoint.config, device, sample_every, page_every)
 
         def add(q: Tensor, k: Tensor, v: Tensor, into: KVMoments = moments) -> None:
             into.add(q, k, v, rotation)

@@ -32,8 +32,11 @@ class Sequence:
         stored: stored pages of a compressed KV format, in the order of the sequence's pages from
             the first one that is not a sink.
         forced: known tokens that follow ``tokens``. Decode steps compute their KV one by one and
-            take them in place of sampled tokens, because output tokens attend stored pages, which
-            a prompt does not.
+            take them in place of sampled tokens, because output tokens attend stored pages or
+            what eviction has kept, which a prompt does not.
+        evicts: number of prompt tokens to evict from each KV head, see `runtime.core.eviction`.
+        evicted: number of tokens that are evicted: 0 until the prompt is complete, then ``evicts``.
+        vacated: exact pages that eviction has left without tokens, to be released.
         running: whether the sequence is in the decode batch.
         lookahead: number of tokens in flight: sampled by launched steps, but not yet read by the
             host.
@@ -49,6 +52,9 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
     forced: deque[int] = field(default_factory=deque)
+    evicts: int = 0
+    evicted: int = 0
+    vacated: list[int] = field(default_factory=list)
     running: bool = False
     lookahead: int = 0
     resolved: bool = True
@@ -59,9 +65,24 @@ class Sequence:
         return len(self.tokens) + self.lookahead
 
     @property
+    def kv_length(self) -> int:
+        """Number of tokens in the pages of each KV head: ``length`` without evicted tokens."""
+        return self.length - self.evicted
+
+    @property
     def known(self) -> int:
         """Number of tokens that the host knows, including forced ones."""
         return len(self.tokens) + len(self.forced)
+
+    def evict(self, pages: range) -> None:
+        """Record an eviction that has left exact pages without tokens.
+
+        Args:
+            pages: indices of these pages; a sequence without pages has none.
+        """
+        self.evicted = self.evicts
+        self.vacated += self.pages[pages.start : pages.stop]
+        del self.pages[pages.start : pages.stop]
 
     def rewind(self) -> None:
         """Return to the end of the prompt. All later tokens become forced ones."""

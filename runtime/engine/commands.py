@@ -23,7 +23,10 @@ class Add:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Allocate pages for a request's tokens. Another worker will send their KV."""
+    """Allocate pages for a request's tokens. Another worker will send their KV.
+
+    Tokens of the prompt that the other worker evicts get no pages.
+    """
 
     request: Request
 
@@ -65,11 +68,13 @@ class Computed:
     """A prompt chunk whose computation was launched.
 
     Attributes:
-        first_token: position of the chunk's first token, a multiple of the page size.
+        first_token: position of the chunk's first token, a multiple of the page size. A prompt of
+            which tokens are evicted is reported once, as one chunk of the tokens that are kept.
         pages: ids of the pages that hold the chunk's KV, exact ones with a compressed KV format.
         stored: stored pages of the chunk, in token order; see `runtime.core.window`.
         ready: CUDA event recorded once the KV is in the pages. Other CUDA streams must wait for it.
             None if the KV is in the pages already.
+        evicted: number of tokens that were evicted.
     """
 
     id: str
@@ -78,6 +83,7 @@ class Computed:
     pages: tuple[int, ...]
     ready: torch.cuda.Event | None = None
     stored: tuple[int, ...] = ()
+    evicted: int = 0
 
 
 @dataclass(frozen=True)

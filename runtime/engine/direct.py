@@ -1,17 +1,18 @@
 """Steps that call the model directly, without CUDA graphs and without lookahead."""
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from runtime.attention.base import Batch, SequenceSlice
+from runtime.attention.base import Batch, QueryLog, SequenceSlice
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk
 from runtime.core.sequence import FREED, Sequence
 from runtime.graphs.events import record_event
 from runtime.kv.cache import PagedCache
 from runtime.models.model import Model
+from runtime.replay.eviction import PromptEviction
 from runtime.replay.prompts import encode_prompts, slice_of
 from runtime.replay.warm_up import Progress, warm_up_prefill
 from runtime.sampling.reference import Draw, SamplingRow, sample
@@ -36,6 +37,7 @@ class DirectSteps:
 
     def __init__(self, model: Model, cache: PagedCache, limits: Limits) -> None:
         self._model, self._cache, self._limits = model, cache, limits
+        self._eviction = PromptEviction(model, cache)
 
     def warm_up(self, progress: Progress) -> None:
         """Compile kernels; see `warm_up_prefill`."""
@@ -51,7 +53,9 @@ class DirectSteps:
         sequences, draws = self._compute(slices, groups)
         slices = [slice_of(chunk) for chunk in chunks]
         groups = [chunk.group.sequences for chunk in chunks if chunk.completes]
-        first, first_draws = self._compute(slices, groups)
+        log = self._eviction.log(chunks)
+        first, first_draws = self._compute(slices, groups, log)
+        self._eviction.evict(chunks, log)
         encode_prompts(self._model, self._cache, chunks)
         ready = record_event(self._model.device)
         return DirectStep(sequences + first, draws + first_draws, ready)
@@ -60,12 +64,18 @@ class DirectSteps:
         """Return the last token of a sequence, whose KV the step computes."""
         last = len(sequence.tokens) - 1
         if not self._cache.layout.has_stored:
-            return SequenceSlice(sequence.tokens[-1:], last, sequence.pages)
-        pages = [0 if page == FREED else page for page in sequence.pages]  # never attended
-        return SequenceSlice(sequence.tokens[-1:], last, pages, stored=sequence.stored)
+            stored, pages = None, sequence.pages
+        else:
+            stored = sequence.stored
+            pages = [0 if page == FREED else page for page in sequence.pages]  # never attended
+        evicted = sequence.evicted
+        return SequenceSlice(sequence.tokens[-1:], last, pages, stored=stored, evicted=evicted)
 
     def _compute(
-        self, slices: list[SequenceSlice], groups: list[list[Sequence]]
+        self,
+        slices: list[SequenceSlice],
+        groups: list[list[Sequence]],
+        queries: QueryLog | None = None,
     ) -> tuple[list[Sequence], list[Draw | None]]:
         """Compute a batch, and sample for the sequences of each of its rows of logits.
 
@@ -73,7 +83,8 @@ class DirectSteps:
         """
         if not slices:
             return [], []
-        logits = self._model.forward(Batch.of(slices, self._model.device), self._cache)
+        batch = replace(Batch.of(slices, self._model.device), queries=queries)
+        logits = self._model.forward(batch, self._cache)
         sampled = [
             (sequence, row)
             for row, group in enumerate(groups)

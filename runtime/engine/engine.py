@@ -33,6 +33,7 @@ from runtime.engine.scheduler import Scheduler
 from runtime.engine.steps import LaunchedStep, StepRunner
 from runtime.errors import NotFinite, RuntimeFault
 from runtime.graphs.events import record_event
+from runtime.kv.eviction import check_eviction
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
 from runtime.replay.prompts import stored_range
@@ -57,9 +58,11 @@ class Engine:
         decodes: whether the engine decodes. False on a prefill worker, which needs no graphs of
             passes that decode.
         by_layer: whether to capture a decode graph for each layer instead of one for the step.
+        kv_eviction: fraction of the tokens of a prompt to evict, see `runtime.core.eviction`.
 
     Raises:
         ValueError: there are stored pages without a compressed format, or none with one.
+        KVFormatError: the KV format does not support eviction.
     """
 
     def __init__(
@@ -72,7 +75,10 @@ class Engine:
         replay: bool = False,
         decodes: bool = True,
         by_layer: bool = False,
+        kv_eviction: float = 0.0,
     ) -> None:
+        if kv_eviction:
+            check_eviction(model.kv_format)
         if bool(num_stored) is not model.layout.has_stored:
             name = model.kv_format.name
             raise ValueError(f"{num_stored} stored pages with KV format {name}")
@@ -89,6 +95,7 @@ class Engine:
             num_stored=num_stored,
             page_size=model.page_size,
             context_length=model.context_length,
+            kv_eviction=kv_eviction,
         )
         self._planned: StepPlan | None = None
         self._in_flight: LaunchedStep | None = None  # not read yet
@@ -110,18 +117,18 @@ class Engine:
 
     @property
     def pages_total(self) -> int:
-        """Number of pages of the longest request; see `SequencePages.capacity`.
-
-        Without a compressed KV format, these are all pages.
-        """
-        pages = self._scheduler.pages
-        return pages.capacity(pages.total)
+        """Number of pages; of exact pages with a compressed KV format."""
+        return self._scheduler.pages.total.exact
 
     @property
     def pages_free(self) -> int:
-        """Number of pages of the longest request that the free pages can hold."""
-        pages = self._scheduler.pages
-        return pages.capacity(pages.free)
+        """Number of free pages; of exact pages with a compressed KV format."""
+        return self._scheduler.pages.free.exact
+
+    @property
+    def stored_free(self) -> int:
+        """Number of free stored pages; 0 without a compressed KV format."""
+        return self._scheduler.pages.free.stored
 
     @property
     def num_running(self) -> int:
@@ -228,28 +235,40 @@ class Engine:
         """Launch a step and report its chunks. Choices of completed prompts start running."""
         step = self._steps.launch(plan.decode, plan.chunks)
         computed = list(plan.decode)
+        evicted: list[Sequence] = []
         for chunk in plan.chunks:
             self._report(chunk, step.ready, output)
             self._scheduler.computed(chunk)
+            evicted += [s for s in chunk.group.sequences if s.vacated]
             if chunk.completes and chunk.group.purpose is Purpose.GENERATE:
                 self._fork(chunk.group)
                 computed += chunk.group.sequences
                 for sequence in chunk.group.sequences:
                     self._scheduler.run(sequence)
         self._scheduler.step_launched(step.sequences)
+        self._scheduler.pages.release_vacated(evicted)
         for sequence in computed:
             if sequence.forced:
                 self._scheduler.append_forced(sequence)
         return step
 
     def _report(self, chunk: Chunk, ready: torch.cuda.Event | None, output: StepOutput) -> None:
-        """Add a chunk and its pages to ``output.computed``."""
+        """Add a chunk and its pages to ``output.computed``.
+
+        Of a prompt with evicted tokens, all that is kept is added with the last chunk.
+        """
         group, size = chunk.group, self.model.page_size
-        first, end = chunk.first, chunk.first + chunk.count
         sequence, encoded = group.sequences[0], stored_range(chunk, size)
+        first, end = chunk.first, chunk.first + chunk.count
+        if sequence.evicts:
+            if not chunk.completes:
+                return
+            first, end = 0, end - sequence.evicted
         pages = tuple(sequence.pages[first // size : pages_for(end, size)])
         stored = tuple(sequence.stored[encoded.start - SINK_PAGES : encoded.stop - SINK_PAGES])
-        output.computed.append(Computed(group.request.id, first, chunk.count, pages, ready, stored))
+        output.computed.append(
+            Computed(group.request.id, first, end - first, pages, ready, stored, sequence.evicted)
+        )
 
     def _can_launch_ahead(self, step: LaunchedStep) -> bool:
         """Return whether the next step can be launched before ``step`` is read.

@@ -56,15 +56,6 @@ class SequencePages:
         """Number of pages."""
         return PageCount(self.exact.total, self.stored.total if self.stored else 0)
 
-    def capacity(self, pages: PageCount) -> int:
-        """Return the number of pages of the longest request that these pages can hold.
-
-        Its prompt is computed over exact pages. Later, all but the sinks and the window are stored.
-        """
-        if not self.stored:
-            return pages.exact
-        return min(pages.exact, pages.stored + max_exact_pages(self._page_size) - 1)
-
     def need(self, group: SequenceGroup) -> PageCount:
         """Return the number of free pages needed to admit a group and run one decode step.
 
@@ -72,21 +63,23 @@ class SequencePages:
         """
         first, size = group.sequences[0], self._page_size
         tokens, choices = len(first.tokens), len(group.sequences)
+        kept = tokens - first.evicts  # once the prompt is complete
         if group.purpose is Purpose.HOLD:
-            return PageCount(
-                pages_for(tokens, size), stored_pages(tokens, size) * bool(self.stored)
-            )
+            return PageCount(pages_for(tokens, size), stored_pages(kept, size) * bool(self.stored))
         longest = first.limit - 1
+        if group.purpose is Purpose.RECEIVE:
+            tokens, longest = kept, longest - first.evicts
         shared = tokens // size
         exact = shared + choices * (pages_for(min(tokens + 1, longest), size) - shared)
+        length = min(first.known + 1, first.limit - 1) - first.evicts
         if not self.stored:
-            return PageCount(exact)
+            shared = kept // size
+            return PageCount(max(exact, shared + choices * (pages_for(length, size) - shared)))
         if group.purpose is Purpose.RECEIVE:  # the others arrive as stored pages
             exact -= stored_pages(tokens, size)
-        length = min(first.known + 1, longest)
         if first.forced:
             exact = max(exact, choices * min(pages_for(length, size), max_exact_pages(size)))
-        shared = stored_pages(tokens, size)
+        shared = stored_pages(kept, size)
         return PageCount(exact, shared + choices * (stored_pages(length, size) - shared))
 
     def check_fits(self, group: SequenceGroup) -> None:
@@ -104,11 +97,11 @@ class SequencePages:
         """
         size = self._page_size
         if not self.stored:
-            return [s for s in sequences if s.length > size * len(s.pages)]
+            return [s for s in sequences if s.kv_length > size * len(s.pages)]
         return [
             s
             for s in sequences
-            if (length := s.length) > size * len(s.pages)
+            if (length := s.kv_length) > size * len(s.pages)
             or length - WINDOW >= size * (SINK_PAGES + 1 + len(s.stored))
         ]
 
@@ -117,7 +110,7 @@ class SequencePages:
 
         It lacks at most one of each kind.
         """
-        length, size = sequence.length, self._page_size
+        length, size = sequence.kv_length, self._page_size
         exact = max(0, pages_for(length, size) - len(sequence.pages))
         if not self.stored:
             return PageCount(exact)
@@ -133,13 +126,19 @@ class SequencePages:
         """Allocate the pages of a group's prompt.
 
         Choices share stored pages and full exact pages, but not a partly filled last page. A prompt
-        whose KV will be received has no exact pages beside its stored ones.
+        whose KV will be received has no exact pages beside its stored ones, and none for tokens
+        that the other worker evicts.
         """
         first, *others = group.sequences
         tokens, size = len(group.tokens), self._page_size
-        count = pages_for(tokens, size)
+        kept = tokens - first.evicts
         if self.stored:
-            first.stored = self.stored.allocate(stored_pages(tokens, size))
+            first.stored = self.stored.allocate(stored_pages(kept, size))
+        if group.purpose is Purpose.RECEIVE:
+            tokens = kept
+            for sequence in group.sequences:
+                sequence.evict(range(0))
+        count = pages_for(tokens, size)
         if group.purpose is Purpose.RECEIVE and self.stored:
             encoded = len(first.stored)
             exact = self.exact.allocate(count - encoded)
@@ -165,16 +164,27 @@ class SequencePages:
         pages = sequence.pages
         if not self.stored or not pages:  # other choices of a held prompt have no pages
             return
-        first = end = first_recent(len(sequence.tokens) - 1, self._page_size)
+        length = len(sequence.tokens) - sequence.evicted
+        first = end = first_recent(length - 1, self._page_size)
         while first > SINK_PAGES and pages[first - 1] != FREED:
             first -= 1
         if first < end:
             self._release(pages[first:end], [])
             pages[first:end] = [FREED] * (end - first)
 
-    def release(self, sequences: Iterable[Sequence]) -> None:
-        """Release all pages of sequences."""
+    def release_vacated(self, sequences: Iterable[Sequence]) -> None:
+        """Release the exact pages that an eviction has left without tokens.
+
+        Call it when the step that evicts was launched.
+        """
         for sequence in sequences:
+            self._release(sequence.vacated, [])
+            sequence.vacated = []
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Release all pages of sequences. Their prompts must be computed again."""
+        for sequence in sequences:
+            sequence.evicted = 0
             held = [page for page in sequence.pages if page != FREED]
             self._release(held, sequence.stored)
             sequence.pages, sequence.stored = [], []

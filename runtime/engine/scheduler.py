@@ -13,15 +13,17 @@ count in the lengths of its sequences. Pages released in the meantime become fre
 has completed, because the step and work launched before it may still write to them. CUDA stream
 order does not protect these pages, because KV from another worker is written outside of the stream.
 
-With a compressed KV format, output tokens attend stored pages, but a prompt attends exact pages
-only. A preempted sequence is therefore prefilled up to the end of its prompt. Decode steps then
-compute its output tokens again, as forced tokens (`Sequence.forced`).
+With a compressed KV format or eviction, output tokens attend stored pages or what eviction has
+kept, but a prompt attends all of its exact pages. A preempted sequence is therefore prefilled up to
+the end of its prompt. Decode steps then compute its output tokens again, as forced tokens
+(`Sequence.forced`).
 """
 
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
+from runtime.core.eviction import evicted_tokens
 from runtime.core.limits import Limits
 from runtime.core.plan import Chunk, StepPlan, choose_chunks
 from runtime.core.request import Request
@@ -37,6 +39,7 @@ class Scheduler:
 
     Args:
         num_pages, num_stored: numbers of exact and of stored pages; see `SequencePages`.
+        kv_eviction: fraction of the tokens of a prompt to evict.
 
     Attributes:
         pages: pages of all sequences.
@@ -50,12 +53,14 @@ class Scheduler:
         page_size: int,
         context_length: int,
         num_stored: int = 0,
+        kv_eviction: float = 0.0,
     ) -> None:
         if limits.chunk_tokens % page_size:
             raise ValueError(f"chunk_tokens must be a multiple of the page size, {page_size}")
         self._limits = limits
         self._page_size = page_size
         self._context_length = context_length
+        self._kv_eviction = kv_eviction
         self.pages = SequencePages(num_pages, num_stored, page_size)
         self._arrivals = 0
         self._waiting: list[SequenceGroup] = []  # by age
@@ -128,13 +133,12 @@ class Scheduler:
         if request.id in self:
             raise ValueError(f"request {request.id} already exists")
         limit = min(request.prompt_tokens + request.max_tokens, self._context_length)
+        evicts = evicted_tokens(request.prompt_tokens, self._kv_eviction, self._page_size)
         sequences = [
-            Sequence(request, choice, self._arrivals, list(request.tokens), limit)
+            Sequence(request, choice, self._arrivals, list(request.tokens), limit, evicts=evicts)
             for choice in range(request.choices)
         ]
-        if self.pages.stored:
-            for sequence in sequences:
-                sequence.rewind()
+        self._rewind(sequences)
         group = SequenceGroup(purpose, sequences)
         if group.slots > self._limits.max_running:
             raise InvalidRequest(
@@ -276,6 +280,7 @@ class Scheduler:
                 self._requeue(prefill)
                 continue
             self._stop(youngest)
+            self._rewind([youngest])
             group = SequenceGroup(Purpose.GENERATE, [youngest])
             try:
                 self.pages.check_fits(group)
@@ -292,11 +297,15 @@ class Scheduler:
     def _requeue(self, group: SequenceGroup) -> None:
         """Return a preempted group to the waiting queue."""
         self.pages.release(group.sequences)
-        if self.pages.stored:
-            for sequence in group.sequences:
-                sequence.rewind()
+        self._rewind(group.sequences)
         group.computed = 0
         insort(self._waiting, group, key=_age)
+
+    def _rewind(self, sequences: Iterable[Sequence]) -> None:
+        """Make output tokens forced ones if decode steps attend other KV than a prompt does."""
+        for sequence in sequences:
+            if self.pages.stored or sequence.evicts:
+                sequence.rewind()
 
     def _admit(self) -> list[SequenceGroup]:
         """Admit waiting groups in order. Return those whose KV another worker will send."""

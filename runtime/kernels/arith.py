@@ -4,12 +4,19 @@
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.experimental.gluon import constexpr_function
 
 from runtime.kernels.alignment import LINE_ELEMENTS, VECTOR_ELEMENTS
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 VECTOR = tl.constexpr(VECTOR_ELEMENTS)
 LINE = tl.constexpr(LINE_ELEMENTS)
+
+
+@constexpr_function
+def power_of_2(size):
+    """Return the least power of two of at least 16, as matmuls require, and at least ``size``."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 @triton.jit

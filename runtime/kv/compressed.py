@@ -28,7 +28,11 @@ __all__ = [
 
 
 class CompressedLayer(Protocol):
-    """Encoding of one layer's K and V in some compressed format."""
+    """Encoding of one layer's K and V in some compressed format.
+
+    A layer may also have a method ``attend_prompt(q, planes, batch)``, which replaces exact
+    attention over the exact planes of prompts unless it returns None.
+    """
 
     def encode(
         self,
@@ -80,14 +84,20 @@ class FusedKernels(Protocol):
         planes: tuple[Tensor, ...],
         targets: Tensor,
         sources: Tensor | None = None,
+        first_positions: Tensor | None = None,
     ) -> None:
-        """Encode whole pages, with the bits of `CompressedLayer.encode`.
+        """Encode whole pages.
+
+        Pages have the same bits whether this function or `encode_leaving` encodes them. Formats of
+        codes have the bits of `CompressedLayer.encode`, too.
 
         Args:
             keys, values: bf16 `[p, kv_heads, page_size, dim]`, K after RoPE.
             planes: the stored planes alone.
             targets: int64 `[t]`, stored pages to write, without repetition.
             sources: int64 `[t]`, the pages of ``keys`` and ``values`` to encode. By default, all.
+            first_positions: int64 `[t]`, position of the first token of each page to encode.
+                Formats that undo RoPE need it.
         """
         ...
 
@@ -106,6 +116,9 @@ class FusedKernels(Protocol):
 
 class CompressedFormat(Protocol):
     """A lossy representation of K and V in pages.
+
+    A format that ignores ``first_positions``, because it encodes K after RoPE, has the attribute
+    ``keeps_rope = True``. The tokens of a page may then have any positions (`runtime.kv.eviction`).
 
     Attributes:
         name: stable name of the format.

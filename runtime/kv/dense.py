@@ -20,6 +20,7 @@ class DenseFormat:
     lossless = True
     artifact_hash = ""
     dense_bf16 = True
+    keeps_rope = True
 
     def __init__(self, config: ModelConfig, attention: DenseAttention) -> None:
         self._config = config

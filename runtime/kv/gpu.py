@@ -1,22 +1,28 @@
 """Triton kernels of a compressed format: encoding of pages, and attention over stored pages."""
 
 import math
+from copy import copy
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton.runtime import JITFunction
 
 from runtime.attention.base import Batch
-from runtime.attention.parts import MERGED_PARTS, MIN_TILES, PROGRAMS, Parts
+from runtime.attention.parts import MIN_TILES, PROGRAMS, decode_programs
 from runtime.config import ModelConfig
 from runtime.core.window import SINK_PAGES, WINDOW
-from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel
-from runtime.kv.kernels.windowed import windowed_decode_kernel
+from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel, encode_vectors
+from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
 
 _LOG2_E = math.log2(math.e)
 _EXACT = 2
 """Number of exact planes of a layer, K and V; they come first."""
+_MERGED_PARTS = 16
+"""Parts of a head that are merged per iteration."""
 
 
 @dataclass(frozen=True)
@@ -24,30 +30,94 @@ class KernelSource:
     """Triton functions and sizes of one format.
 
     Attributes:
-        encode: ENCODE of `runtime.kv.kernels.encode`.
-        attend: ATTEND of `runtime.kv.kernels.windowed`.
+        encode: ENCODE of `runtime.kv.kernels.encode`; None for formats with `encode_page`.
+        attend, finish: ATTEND and FINISH of `runtime.kv.kernels.windowed`.
         tile: tokens of a stored tile, a power of two.
-        exact_tile: tokens of an exact tile.
+        exact_tile: exact tokens per iteration.
         warps, stages: warps per program and stages of the software pipeline of attention.
         programs: programs of attention per multiprocessor.
+        encode_page: ENCODE_PAGE of `runtime.kv.kernels.encode`.
+        registers: maximum number of registers of a thread of attention; None for no limit.
+        by_cost: whether programs have tiles of equal cost, if the layers have costs. Otherwise they
+            have equal numbers of tiles.
+        splits: number of programs that share each KV head of a sequence, without balancing
+            (ablation); 0 for as many as fit on the GPU. None for balanced programs.
+        rows: minimum of STORED_ROWS of `runtime.kv.kernels.windowed`.
+        latents: whether ``acc`` of ``attend`` is as wide as the second stored plane. Otherwise it
+            is as wide as a head.
     """
 
-    encode: JITFunction
+    encode: JITFunction | None
     attend: JITFunction
+    finish: JITFunction
     tile: int
     exact_tile: int = 32
     warps: int = 2
     stages: int = 3
     programs: int = PROGRAMS
+    encode_page: JITFunction = encode_vectors
+    registers: int | None = None
+    by_cost: bool = True
+    splits: int | None = None
+    rows: int = 16
+    latents: bool = False
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Costs of tiles; see `runtime.kv.kernels.division`.
+
+    Attributes:
+        prefix: int32 `[kv_heads + 1]`, or None if all tiles cost the same.
+        least: minimum cost of a program.
+    """
+
+    prefix: Tensor | None = None
+    least: int = 1
+
+    @classmethod
+    def of(cls, inputs: "LayerInputs") -> "_Costs":
+        unit = math.gcd(*inputs.costs)
+        costs = [cost // unit for cost in inputs.costs]
+        device = next(x.device for x in inputs.planes if isinstance(x, Tensor))
+        prefix = torch.tensor([0, *accumulate(costs)], device=device)
+        return cls(prefix.int(), MIN_TILES * max(costs))
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Inputs of the kernels that differ between layers.
+
+    Attributes:
+        planes: what follows the stored planes in the argument ``planes`` of kernels.
+        costs: bytes of a stored token of each KV head; empty if all KV heads are alike.
+    """
+
+    planes: tuple[Tensor | int, ...] = ()
+    costs: tuple[int, ...] = ()
 
 
 class StoredPageKernels:
-    """Implements `runtime.kv.compressed.FusedKernels` for one model's shape."""
+    """Implements `runtime.kv.compressed.FusedKernels` for the layers of one model."""
 
     def __init__(self, config: ModelConfig, source: KernelSource) -> None:
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._dim, self._source = config.head_dim, source
-        self._parts = Parts(self._heads, self._kv_heads, self._dim, source.programs)
+        self._width = max(16, triton.next_power_of_2(self._dim))
+        self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by number of sequences
+        self._inputs = LayerInputs()
+        self._costs = _Costs()
+
+    def of_layer(self, inputs: LayerInputs) -> "StoredPageKernels":
+        """Return the kernels of a layer with inputs of its own.
+
+        All layers share the memory of partial results.
+        """
+        made = copy(self)
+        made._inputs = inputs
+        if inputs.costs and self._source.by_cost:
+            made._costs = _Costs.of(inputs)
+        return made
 
     def encode(
         self,
@@ -56,6 +126,7 @@ class StoredPageKernels:
         planes: tuple[Tensor, ...],
         targets: Tensor,
         sources: Tensor | None = None,
+        first_positions: Tensor | None = None,
     ) -> None:
         """Encode whole pages; see `FusedKernels`."""
         if not len(targets):
@@ -64,9 +135,8 @@ class StoredPageKernels:
             keys, values = keys.contiguous(), values.contiguous()
         encode_kernel[(len(targets), self._kv_heads)](
             keys, values, keys.stride()[:3], values.stride()[:3], sources, targets,
-            _contiguous(planes),
-            ENCODE=self._source.encode, KV_HEADS=self._kv_heads, DIM=self._dim,
-            WIDTH=triton.next_power_of_2(self._dim), PAGE=keys.shape[2], enable_fp_fusion=False,
+            first_positions, _contiguous(planes) + self._inputs.planes,
+            **self._encoding(planes), PAGE=keys.shape[2], enable_fp_fusion=False,
         )  # fmt: skip
 
     def encode_leaving(self, planes: tuple[Tensor, ...], batch: Batch) -> None:
@@ -75,9 +145,8 @@ class StoredPageKernels:
         table, stored = batch.page_table, _stored_table(batch)
         encode_leaving_kernel[(len(batch.lengths), self._kv_heads)](
             k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), stored,
-            stored.stride(0), batch.lengths, _contiguous(planes[_EXACT:]),
-            ENCODE=self._source.encode, KV_HEADS=self._kv_heads, DIM=self._dim,
-            WIDTH=triton.next_power_of_2(self._dim), PAGE=k_pages.shape[2], WINDOW=WINDOW,
+            stored.stride(0), batch.lengths, _contiguous(planes[_EXACT:]) + self._inputs.planes,
+            **self._encoding(planes[_EXACT:]), PAGE=k_pages.shape[2], WINDOW=WINDOW,
             SINK_PAGES=SINK_PAGES, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -88,20 +157,66 @@ class StoredPageKernels:
             return out
         k_pages, v_pages = planes[:_EXACT]
         table, stored, source = batch.page_table, _stored_table(batch), self._source
-        parts = self._parts.of(len(q), q.device)
-        group = self._heads // self._kv_heads
-        windowed_decode_kernel[(len(parts.acc),)](
-            q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0),
-            _contiguous(planes[_EXACT:]), stored, stored.stride(0), batch.lengths, len(q),
-            parts.acc, parts.m, parts.l, parts.counters, out, _LOG2_E / math.sqrt(self._dim),
-            ATTEND=source.attend, KV_HEADS=self._kv_heads, GROUP=group,
-            ROWS=max(16, triton.next_power_of_2(group)), DIM=self._dim,
-            WIDTH=max(16, triton.next_power_of_2(self._dim)), PAGE=k_pages.shape[2], WINDOW=WINDOW,
-            SINK_PAGES=SINK_PAGES, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
-            SEQUENCES=len(parts.counters), MIN_TILES=MIN_TILES, PARTS=MERGED_PARTS,
-            num_warps=source.warps, num_stages=source.stages,
+        sequences, group = len(q), self._heads // self._kv_heads
+        programs = decode_programs(q.device, source.programs)
+        splits = self._splits(sequences, programs)
+        programs = sequences * self._kv_heads * splits or programs
+        parts = self._part_buffers(2 * (programs + sequences * self._kv_heads), q.device)
+        inputs = _contiguous(planes[_EXACT:]) + self._inputs.planes
+        v_width = planes[_EXACT + 1].shape[-1]
+        constants = {
+            "KV_HEADS": self._kv_heads, "GROUP": group, "DIM": self._dim, "WIDTH": self._width,
+            "PAGE": k_pages.shape[2], "WINDOW": WINDOW, "SINK_PAGES": SINK_PAGES,
+            "BLOCK": source.tile, "K_WIDTH": planes[_EXACT].shape[-1], "V_WIDTH": v_width,
+            "SEQUENCES": triton.next_power_of_2(sequences), "MIN_TILES": MIN_TILES,
+            "MIN_COST": self._costs.least, "PROGRAMS": programs, "SPLITS": splits,
+        }  # fmt: skip
+        windowed_decode_kernel[(sequences * self._kv_heads + programs,)](
+            q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), inputs, stored,
+            stored.stride(0), batch.lengths, sequences, *parts, _LOG2_E / math.sqrt(self._dim),
+            self._costs.prefix, **constants, ATTEND=source.attend, EXACT_BLOCK=source.exact_tile,
+            ROWS=max(16, triton.next_power_of_2(group)),
+            STORED_ROWS=max(source.rows, triton.next_power_of_2(group)), num_warps=source.warps,
+            num_stages=source.stages, maxnreg=source.registers,
+        )  # fmt: skip
+        merge_windowed_kernel[(sequences * self._heads,)](
+            inputs, batch.lengths, sequences, *parts, out, self._costs.prefix, **constants,
+            FINISH=source.finish, PARTS=_MERGED_PARTS,
+            SUMS=max(16, triton.next_power_of_2(v_width)) if source.latents else self._width,
+            num_warps=2,
         )  # fmt: skip
         return out
+
+    def _part_buffers(self, parts: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return buffers of partial results, which CUDA graphs hold the addresses of.
+
+        Returns:
+            fp32 ``part_acc``, ``part_m`` and ``part_l`` of `windowed_decode_kernel`.
+        """
+        if parts not in self._parts:
+            shape = parts, self._heads // self._kv_heads
+            acc = torch.empty(*shape, self._width, dtype=torch.float32, device=device)
+            maxima, sums = torch.empty(2, *shape, dtype=torch.float32, device=device)
+            self._parts[parts] = acc, maxima, sums
+        return self._parts[parts]
+
+    def _splits(self, sequences: int, programs: int) -> int:
+        """Return the constant SPLITS of the kernel."""
+        if self._source.splits is None:
+            return 0
+        return self._source.splits or max(1, programs // (sequences * self._kv_heads))
+
+    def _encoding(self, planes: tuple[Tensor, ...]) -> dict[str, Any]:
+        """Return the constants of both encoding kernels, by name."""
+        return {
+            "ENCODE_PAGE": self._source.encode_page,
+            "ENCODE": self._source.encode,
+            "KV_HEADS": self._kv_heads,
+            "DIM": self._dim,
+            "WIDTH": triton.next_power_of_2(self._dim),
+            "K_WIDTH": planes[0].shape[-1],
+            "V_WIDTH": planes[1].shape[-1],
+        }
 
 
 def _stored_table(batch: Batch) -> Tensor:

@@ -4,7 +4,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -15,7 +14,7 @@ from runtime.kv.compressed import FusedKernels
 from runtime.kv.format import Plane
 
 if TYPE_CHECKING:  # optional: Triton
-    from runtime.kv.gpu import KernelSource
+    from runtime.kv.gpu import KernelSource, LayerInputs
 
 _MAX_FUSED_DIM = 256
 """Maximum head dimension of the Triton kernels."""
@@ -48,6 +47,7 @@ class QuantizedFormat(ABC):
     name: str
     version: int
     artifact_hash = ""
+    keeps_rope = True
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class QuantizedFormat(ABC):
             min_fused_dim: minimum head dimension of the Triton kernels.
         """
         self._config, self._keys, self._values = config, keys, values
+        self._kernels: dict[torch.device, FusedKernels] = {}
         dim = config.head_dim
         self.fused = min_fused_dim <= dim <= _MAX_FUSED_DIM and dim % 2 == 0
 
@@ -77,16 +78,23 @@ class QuantizedFormat(ABC):
     def kernel_source(self) -> "KernelSource":
         """Return the format's Triton functions; called only where Triton is installed."""
 
-    @cached_property
-    def _kernels(self) -> FusedKernels:
-        from runtime.kv.gpu import StoredPageKernels
+    def kernel_inputs(self, device: torch.device) -> "LayerInputs":  # noqa: ARG002 - no tensors
+        """Return what the kernels read besides the stored planes."""
+        from runtime.kv.gpu import LayerInputs
 
-        return StoredPageKernels(self._config, self.kernel_source())
+        return LayerInputs()
 
     def kernels(self, device: torch.device) -> FusedKernels | None:
         """Return the fused kernels, or None if they do not run on a device or for this model."""
         on_device = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-        return self._kernels if self.fused and on_device else None
+        if not (self.fused and on_device):
+            return None
+        if device not in self._kernels:
+            from runtime.kv.gpu import StoredPageKernels
+
+            shared = StoredPageKernels(self._config, self.kernel_source())
+            self._kernels[device] = shared.of_layer(self.kernel_inputs(device))
+        return self._kernels[device]
 
     def encode(
         self,

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from runtime.config import ModelConfig
 from runtime.errors import CalibrationError, KVFormatError
-from runtime.kv.calibration import CalibratedFormat
+from runtime.kv.calibration import Artifact
 from runtime.kv.compressed import CompressedFormat
 from runtime.kv.dense import DenseFormat
 from runtime.kv.fdc import FdcFormat
@@ -21,6 +21,7 @@ from runtime.kv.format import KVFormat, KVFormatFactory
 from runtime.kv.fp8 import FP8Format
 from runtime.kv.int4 import Int4Format
 from runtime.kv.k4v2 import K4V2Format
+from runtime.kv.kvquant import KvQuantFormat, quantized_format, quantized_name
 from runtime.kv.palu import PaluFormat
 from runtime.kv.shard import ShardFormat
 from runtime.kv.stream import StreamFormat
@@ -36,10 +37,38 @@ COMPRESSED: dict[str, Callable[[ModelConfig], CompressedFormat]] = {
     "stream4-qjl": partial(StreamFormat, bits=4, qjl=True),
 }
 """Compressed formats by name. `create_format` combines them with exact pages of `dense`."""
-CALIBRATED: dict[str, type[CalibratedFormat[Any]]] = {
-    found.name: found for found in (FdcFormat, PaluFormat, ShardFormat)
+
+
+class Calibrated(CompressedFormat, Protocol):
+    """A compressed format that reads a calibration."""
+
+    def describe(self, layer: int) -> str:
+        """Return the ranks or bits of one layer in words."""
+        ...
+
+
+class CalibratedFactory(Protocol):
+    """Creates a format from a calibration; see `runtime.kv.calibration.CalibratedFormat`."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        artifact: Artifact,
+        model_hash: str = "",
+        device: torch.device | str = "cpu",
+    ) -> Calibrated: ...
+
+
+CALIBRATED: dict[str, CalibratedFactory] = {
+    FdcFormat.name: FdcFormat,
+    PaluFormat.name: PaluFormat,
+    ShardFormat.name: ShardFormat,
+    KvQuantFormat.name: KvQuantFormat,
 }
-"""Compressed formats that read a calibration, by name; ``name:PATH`` names the file as well."""
+"""Compressed formats that read a calibration, by name; ``name:PATH`` names the file as well.
+
+`from_artifact` also creates the variants of `fdc` and `palu` with quantized latents.
+"""
 
 _MEMBERS = (
     *("name", "version", "lossless", "artifact_hash", "graph_safe", "dense_bf16"),
@@ -129,8 +158,34 @@ def calibrated_format(
             f"KV format {name} reads a calibration, which {name}:PATH names: create it with "
             f"`headrace calibrate --kv-format {name}`"
         )
-    found: CompressedFormat = CALIBRATED[name].load(Path(path), config, model_hash, device)
-    return found
+    artifact = Artifact.load(Path(path))
+    try:
+        return from_artifact(name, artifact, config, model_hash, device)
+    except CalibrationError as error:
+        raise CalibrationError(f"{path}: {error}") from error
+
+
+def from_artifact(
+    name: str,
+    artifact: Artifact,
+    config: ModelConfig,
+    model_hash: str = "",
+    device: torch.device | str = "cpu",
+) -> Calibrated:
+    """Create a format from a calibration, with quantized latents if the calibration has codes.
+
+    Args:
+        name: key of `CALIBRATED`.
+        model_hash: as in `create_format`.
+
+    Raises:
+        CalibrationError: the calibration is for another format or model, or is malformed.
+        KVFormatError: the format does not support the model.
+    """
+    create = CALIBRATED[name]
+    if artifact.format == quantized_name(name):
+        return quantized_format(name, create, config, artifact, model_hash, device)
+    return create(config, artifact, model_hash, device)
 
 
 def _plug_in(spec: str) -> KVFormatFactory:

@@ -8,13 +8,26 @@ from runtime.layers.rope import cos_sin_table
 
 
 class PageRotation:
-    """RoPE of one model for runs of consecutive positions, in fp32."""
+    """RoPE of one model for runs of consecutive positions, in fp32.
+
+    Attributes:
+        factor: factor on rotated vectors, which YaRN has; 1 for other models.
+        inverse: cosines and sines that undo RoPE with a negative sine, fp32
+            ``[context_length, dim / 2]``. They include the inverse of the factor.
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         cos, sin = cos_sin_table(config, config.context_length)
         self._cos, self._sin = cos.to(device), sin.to(device)
+        self.factor = config.rope.attention_factor
         # YaRN scales cosines and sines, so that the inverse has to divide by the scale.
-        self._norm = config.rope.attention_factor**2
+        norm = self.factor**2
+        self.inverse = (self._cos, self._sin) if norm == 1 else (self._cos / norm, self._sin / norm)
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, fp32 ``[context, dim / 2]`` each."""
+        return self._cos, self._sin
 
     def apply(self, x: Tensor, first_positions: Tensor) -> Tensor:
         """Apply RoPE.
@@ -26,19 +39,22 @@ class PageRotation:
         Returns:
             fp32, the shape of ``x``.
         """
-        cos, sin = self._rows(x, first_positions)
+        cos, sin = _rows((self._cos, self._sin), x, first_positions)
         return _rotate(x, cos, sin)
 
     def undo(self, x: Tensor, first_positions: Tensor) -> Tensor:
         """Return ``x`` before RoPE: the inverse of `apply`, with the same arguments."""
-        cos, sin = self._rows(x, first_positions)
-        return _rotate(x, cos / self._norm, -sin / self._norm)
+        cos, sin = _rows(self.inverse, x, first_positions)
+        return _rotate(x, cos, -sin)
 
-    def _rows(self, x: Tensor, first_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines ``[p, 1, n, dim / 2]``."""
-        steps = torch.arange(x.shape[2], device=first_positions.device)
-        positions = first_positions[:, None] + steps
-        return self._cos[positions][:, None], self._sin[positions][:, None]
+
+def _rows(
+    table: tuple[Tensor, Tensor], x: Tensor, first_positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines ``[p, 1, n, dim / 2]``."""
+    positions = first_positions[:, None] + torch.arange(x.shape[2], device=first_positions.device)
+    cos, sin = table
+    return cos[positions][:, None], sin[positions][:, None]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -46,7 +46,9 @@ class WindowedLayer:
 
     def attend(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor:
         if batch.stored_table is None:
-            return self._exact.attend(q, planes[:_EXACT], batch)
+            projected = getattr(self._compressed, "attend_prompt", None)
+            found = projected(q, planes[:_EXACT], batch) if projected else None
+            return self._exact.attend(q, planes[:_EXACT], batch) if found is None else found
         if kernels := self._kernels(q.device):
             return kernels.attend(q, planes, batch)
         outputs = []
@@ -86,7 +88,7 @@ class WindowedLayer:
         k_pages, v_pages = planes[:_EXACT]
         stored = planes[_EXACT:]
         if kernels := self._kernels(k_pages.device):
-            kernels.encode(k_pages, v_pages, stored, targets, sources)
+            kernels.encode(k_pages, v_pages, stored, targets, sources, first_positions)
             return
         self._compressed.encode(
             k_pages[sources], v_pages[sources], first_positions, stored, targets
@@ -137,6 +139,7 @@ class WindowedFormat:
 
     Attributes:
         compressed: True; formats without stored pages lack this attribute.
+        keeps_rope: see `CompressedFormat`.
     """
 
     lossless = False
@@ -147,6 +150,7 @@ class WindowedFormat:
         self._exact, self._compressed = exact, compressed
         self.name, self.version = compressed.name, compressed.version
         self.artifact_hash = compressed.artifact_hash
+        self.keeps_rope = bool(getattr(compressed, "keeps_rope", False))
         self.graph_safe = exact.graph_safe and bool(getattr(compressed, "fused", False))
 
     @property

@@ -125,11 +125,14 @@ class DecoderLayer:
         some = last and not every
         x, carried = self._before(parts, hidden)
         mixed = isinstance(batch, MixedBatch)
-        if parts.prefill is not None and not (some or mixed or batch.single):
-            attended = parts.prefill(x, rope, planes, batch)
+        fused = parts.prefill if batch.queries is None else None
+        if fused is not None and not (some or mixed or batch.single):
+            attended = fused(x, rope, planes, batch)
         else:
             append = parts.append or kv.append
             q = append(self._norm_heads(parts.qkv(x)), rope, planes, batch)
+            if batch.queries is not None:
+                batch.queries.layers.append(q[batch.queries.rows])
             if some:
                 rows = batch.logit_rows
                 if not len(rows):

@@ -125,11 +125,12 @@ def _measure(arguments: argparse.Namespace, log: Console) -> list[Result]:
         texts,
         inputs,
         window=arguments.window,
+        eviction=arguments.eviction,
         bootstrap=Bootstrap(seed=arguments.seed),
         progress=progress,
     )
     lossy = {spec: compressed for spec, compressed in formats.items() if compressed is not None}
-    if lossy and arguments.window:
+    if lossy and arguments.window and not arguments.eviction:
         outputs = _outputs(arguments, model, encoder, lossy, progress)
         needles = _needles(arguments, model, encoder, lossy, progress)
         return [_with_parts(result, outputs, needles) for result in results]
@@ -226,6 +227,14 @@ def _file_name(spec: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in spec)
 
 
+def _share(value: str) -> float:
+    """Return a share of at least 0 and below 1; argparse reports other values."""
+    share = float(value)
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 0 and below 1")
+    return share
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m runtime.quality", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -255,6 +264,14 @@ def _parser() -> argparse.ArgumentParser:
         dest="window",
         action="store_false",
         help="store the sinks and the recent tokens, too; only for teacher-forced figures",
+    )
+    add(
+        "--eviction",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="evict this share of the first half of each text, and score the second half; only for "
+        "teacher-forced figures",
     )
     add("--prompts", type=int, default=20, help="prompts for greedy outputs; 0 for none")
     add("--prompt-tokens", type=int, default=512, help="tokens of a prompt")

@@ -109,20 +109,20 @@ class TeacherForcedLayer:
                 finite.
         """
         page_size = planes[0].shape[2]
-        positions = batch.positions.tolist()
+        positions = batch.kv_indices()  # without evicted tokens
         exact = [plane[batch.page_table[0].long()] for plane in planes]  # [p, kv_head, slot, dim]
         keys, values = (_by_token(pages) for pages in exact)  # [kv_head, length, dim]
-        last = stored_pages(positions[-1] + 1, page_size, window=self._window)
+        last = stored_pages(int(positions[-1]) + 1, page_size, window=self._window)
         decoded = self._decoded(exact[0], exact[1], last)
         done = offset = last.start * page_size  # tokens before `done` are as the block reads them
         out = torch.empty(len(q), q[0].numel(), dtype=q.dtype, device=q.device)
-        for rows, stored in blocks(positions, page_size, window=self._window):
+        for rows, stored in blocks(positions.tolist(), page_size, window=self._window):
             end = stored.stop * page_size
             if decoded is not None and end > done:
                 keys[:, done:end] = decoded[0][:, done - offset : end - offset]
                 values[:, done:end] = decoded[1][:, done - offset : end - offset]
                 done = end
-            out[rows] = _causal(q[rows], keys, values, batch.positions[rows])
+            out[rows] = _causal(q[rows], keys, values, positions[rows])
         return out
 
     def decode_dense(

@@ -4,7 +4,9 @@ import hashlib
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,8 +14,13 @@ from torch import Tensor
 
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.config import ModelConfig
+from runtime.core.eviction import evicted_tokens
+from runtime.core.plan import Chunk
+from runtime.core.request import Request, SamplingParams
+from runtime.core.sequence import Purpose, Sequence, SequenceGroup
 from runtime.errors import QualityError
 from runtime.kv.compressed import CompressedFormat
+from runtime.kv.eviction import check_eviction
 from runtime.kv.format import KVFormat
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
@@ -22,6 +29,7 @@ from runtime.quality.fidelity import Fidelity
 from runtime.quality.formats import EXACT
 from runtime.quality.metrics import Bootstrap, Scores, Summary, compare, summarize
 from runtime.quality.needles import NeedleScore
+from runtime.replay.eviction import PromptEviction
 
 Progress = Callable[[str], None]
 """Callback with the name of the text that is computed next."""
@@ -36,6 +44,7 @@ class Inputs:
         model_hash: hash of its weights.
         text: name of the text.
         texts, tokens: number of texts, and tokens of each.
+        first_scored: first position of each text that is scored.
         text_hash: sha256 of the token ids, 16 hex digits.
     """
 
@@ -45,6 +54,7 @@ class Inputs:
     texts: int
     tokens: int
     text_hash: str
+    first_scored: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,8 @@ class Result:
         outputs, outputs_noise: the same for greedy outputs; None if none were generated.
         needles: retrieval, for each task and length.
         seconds: elapsed seconds of the teacher-forced passes, without loading the model.
+        eviction: fraction of the tokens of the first half of each text that was evicted before the
+            second half was computed; 0 for none.
     """
 
     spec: str
@@ -105,6 +117,7 @@ class Result:
     outputs: Fidelity | None = None
     outputs_noise: Fidelity | None = None
     needles: tuple[NeedleScore, ...] = ()
+    eviction: float = 0.0
 
 
 @torch.inference_mode()
@@ -115,36 +128,36 @@ def measure(
     inputs: Inputs,
     *,
     window: bool = True,
+    eviction: float = 0.0,
     bootstrap: Bootstrap | None = None,
     progress: Progress = lambda _: None,
 ) -> list[Result]:
     """Measure formats by teacher-forced passes. The passes of the baseline are shared.
 
     Args:
-        model: model on the CPU with KV format `dense`, which is the second kernel of the noise
-            floor.
+        model: model on the CPU with KV format `dense`, the second kernel of the noise floor.
         formats: the formats by spec; None is exact KV.
         texts: int64 `[texts, tokens]`.
         inputs: description of the model and the texts, see `describe`.
+        eviction: if not 0, the first half of each text is a prompt of which this fraction of the
+            tokens is evicted, and only the second half is scored.
         progress: called before each text.
 
     Raises:
         QualityError: a text does not fit into the model's context, or logits are not finite.
-        KVFormatError: the format decodes tensors of a wrong shape, or values that are not finite.
+        KVFormatError: a format decodes malformed values, or does not support eviction.
     """
-    started = time.monotonic()
+    started, size = time.monotonic(), model.page_size
     bootstrap = bootstrap or Bootstrap()
-    tokens = texts.shape[1]
-    if not 2 <= tokens <= model.context_length:
-        raise QualityError(f"texts of {tokens} tokens: expected 2 to {model.context_length}")
+    _check(model, formats, texts.shape[1], eviction)
+    inputs = replace(inputs, first_scored=inputs.tokens // 2 if eviction else 0)
     exact = TeacherForced(model.config, None, window=window)
     tested: dict[str, KVFormat] = {
         spec: TeacherForced(model.config, compressed, window=window)
         for spec, compressed in formats.items()
     }
-    scores, noise = _scores(model, exact, tested, texts, progress)
-    size = model.page_size
-    stored = sum(bool(stored_pages(n, size, window=window)) for n in range(1, tokens))
+    scores, noise = _scores(model, exact, tested, texts, eviction, progress)
+    stored = _stored_positions(inputs, eviction, size, window=window)
     floor, seconds = summarize(noise, bootstrap), time.monotonic() - started
     return [
         Result(
@@ -164,9 +177,28 @@ def measure(
             quality=summarize(scores[spec], bootstrap),
             noise=floor,
             seconds=seconds,
+            eviction=eviction,
         )
         for spec, compressed in formats.items()
     ]
+
+
+def _check(
+    model: Model, formats: Mapping[str, CompressedFormat | None], tokens: int, eviction: float
+) -> None:
+    """Raise an error of `measure` for texts of ``tokens`` tokens, or for the formats."""
+    if not 2 <= tokens <= model.context_length:
+        raise QualityError(f"texts of {tokens} tokens: expected 2 to {model.context_length}")
+    for compressed in formats.values():
+        if eviction and compressed is not None:
+            check_eviction(compressed)
+
+
+def _stored_positions(inputs: Inputs, eviction: float, page_size: int, *, window: bool) -> int:
+    """Return the number of scored positions of a text that attend stored pages."""
+    evicted = evicted_tokens(inputs.first_scored, eviction, page_size)
+    lengths = range(inputs.first_scored + 1 - evicted, inputs.tokens - evicted)
+    return sum(bool(stored_pages(length, page_size, window=window)) for length in lengths)
 
 
 def _scores(
@@ -174,17 +206,23 @@ def _scores(
     exact: KVFormat,
     tested: Mapping[str, KVFormat],
     texts: Tensor,
+    eviction: float,
     progress: Progress,
 ) -> tuple[dict[str, list[Scores]], list[Scores]]:
     """Return the scores of each text, for each format and for the model's own attention kernel."""
     scores: dict[str, list[Scores]] = {spec: [] for spec in tested}
     noise: list[Scores] = []
+    first = texts.shape[1] // 2 if eviction else 0
     for number, text in enumerate(texts):
         progress(f"text {number + 1} of {len(texts)}")
-        baseline = logits_of(model, text, exact)
-        noise.append(compare(baseline, logits_of(model, text, model.kv_format), text))
+        baseline, scored = logits_of(model, text, exact)[first:], text[first:]
+        noise.append(compare(baseline, logits_of(model, text, model.kv_format)[first:], scored))
         for spec, kv_format in tested.items():
-            scores[spec].append(compare(baseline, logits_of(model, text, kv_format), text))
+            if eviction:
+                found = logits_after_eviction(model, text, exact, kv_format, eviction)
+            else:
+                found = logits_of(model, text, kv_format)
+            scores[spec].append(compare(baseline, found, scored))
     return scores, noise
 
 
@@ -198,12 +236,57 @@ def logits_of(model: Model, text: Tensor, kv_format: KVFormat) -> Tensor:
         kv_format: format with the planes of `dense`, which replaces the model's for this pass.
     """
     pages = pages_for(len(text), model.page_size)
-    device = model.device
-    batch = Batch.of([SequenceSlice(text.tolist(), 0, list(range(pages)))], device)
-    batch = replace(batch, logit_rows=torch.arange(len(text), device=device))
+    piece = SequenceSlice(text.tolist(), 0, list(range(pages)))
+    with _replaced(model, kv_format):
+        return model.forward(_with_all_logits(piece, model.device), model.new_cache(pages))
+
+
+def logits_after_eviction(
+    model: Model, text: Tensor, exact: KVFormat, kv_format: KVFormat, eviction: float
+) -> Tensor:
+    """Return the logits after every token of the second half of a text, fp32 `[n, vocab]`.
+
+    The first half is computed as a prompt, from which tokens are evicted.
+
+    Args:
+        text: int64 `[t]`.
+        exact, kv_format: formats of the first and of the second half, with the planes of `dense`.
+        eviction: fraction of the tokens of the first half to evict.
+    """
+    tokens, prompt, size = text.tolist(), len(text) // 2, model.page_size
+    pages = pages_for(len(text), size)
+    used = pages_for(prompt, size)
+    sequence = Sequence(
+        Request("text", tuple(tokens), prompt, SamplingParams(), len(text) - prompt),
+        *(0, 0, tokens[:prompt], len(text)),
+        pages=list(range(used)),
+        evicts=evicted_tokens(prompt, eviction, size),
+    )
+    chunk = Chunk(SequenceGroup(Purpose.HOLD, [sequence]), 0, prompt)
+    batch = Batch.of([SequenceSlice(sequence.tokens, 0, sequence.pages)], model.device)
+    cache = model.new_cache(pages)
+    evictions = PromptEviction(model, cache)
+    log = evictions.log([chunk])
+    with _replaced(model, exact):
+        model.forward(replace(batch, queries=log), cache)
+    evictions.evict([chunk], log)
+    held = [*sequence.pages, *range(used, pages)]
+    piece = SequenceSlice(tokens[prompt:], prompt, held, evicted=sequence.evicted)
+    with _replaced(model, kv_format):
+        return model.forward(_with_all_logits(piece, model.device), cache)
+
+
+def _with_all_logits(piece: SequenceSlice, device: torch.device) -> Batch:
+    batch = Batch.of([piece], device)
+    return replace(batch, logit_rows=torch.arange(len(piece.tokens), device=device))
+
+
+@contextmanager
+def _replaced(model: Model, kv_format: KVFormat) -> Iterator[None]:
+    """Replace the KV format of a model."""
     own, model.kv_format = model.kv_format, kv_format
     try:
-        return model.forward(batch, model.new_cache(pages))
+        yield
     finally:
         model.kv_format = own
 
@@ -218,7 +301,7 @@ def bytes_per_token(
     return sum(math.prod(plane.shape) * plane.dtype.itemsize for plane in planes) / page_size
 
 
-def perplexity(texts: Sequence[Scores]) -> float:
+def perplexity(texts: Items[Scores]) -> float:
     """Return the baseline's perplexity."""
     return math.exp(torch.cat([text.baseline_nll for text in texts]).mean())
 

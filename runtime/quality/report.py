@@ -92,7 +92,7 @@ def result_table(result: Result) -> Table:
         f"positions attend stored pages; {result.seconds:.0f} s",
     )
     table.add_column("against exact bf16 KV")
-    table.add_column(result.name, justify="right")
+    table.add_column(_name(result) if result.eviction else result.name, justify="right")
     table.add_column("noise floor", justify="right")
     level = f"{result.bootstrap.level:.0%} interval"
     both = result.quality, result.noise
@@ -238,9 +238,10 @@ def _found(found: Sequence[int], asked: int) -> str:
 
 
 def _name(result: Result) -> str:
+    evicted = f", {result.eviction:.0%} evicted" if result.eviction else ""
     if result.name == result.spec:
-        return result.name
-    return f"{result.name} ({result.spec.rpartition(':')[2]})"
+        return f"{result.name}{evicted}"
+    return f"{result.name} ({result.spec.rpartition(':')[2]}){evicted}"
 
 
 def _window(result: Result) -> str:

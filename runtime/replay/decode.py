@@ -79,7 +79,9 @@ class DecodeReplay:
         else:
             stages, logits_of = [], self._model.static_step(batch, self._cache)
         return [
-            lambda: torch.add(slots.positions[leading], 1, out=slots.lengths[leading]),
+            lambda: torch.add(
+                slots.positions[leading], slots.offsets[leading], out=slots.lengths[leading]
+            ),
             *stages,
             lambda: self._logits[leading].copy_(logits_of()),
         ]

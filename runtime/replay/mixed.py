@@ -12,12 +12,13 @@ graphs are used.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from runtime.attention.base import Batch, SequenceSlice
+from runtime.attention.base import Batch, QueryLog, SequenceSlice
 from runtime.core.plan import MAX_CHUNKS
 from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
@@ -88,6 +89,7 @@ class MixedReplay:
         pieces: Sequence[SequenceSlice],
         decoding: Sequence[int] = (),
         completed: Sequence[tuple[int, int]] = (),
+        queries: QueryLog | None = None,
     ) -> None:
         """Compute the KV of prompt chunks and of running sequences, and logits of batch slots.
 
@@ -96,6 +98,8 @@ class MixedReplay:
             decoding: the batch slot of each sequence to decode.
             completed: pairs of a batch slot and the index of a piece: the slot's logits are those
                 of the piece's last token.
+            queries: log of queries of the chunks' tokens. A pass with a log is launched in the same
+                shape, but without a graph.
         """
         rows = sum(len(piece.tokens) for piece in pieces) + len(decoding)
         sampled = max((*decoding, *(slot for slot, _ in completed)), default=-1) + 1
@@ -104,10 +108,13 @@ class MixedReplay:
         if shape is None or len(pieces) > MAX_CHUNKS:
             inputs = PassInputs(wanted, len(pieces), self._slots)
             inputs.write(wanted, pieces, decoding, completed)
-            self._compute(inputs, inputs.batch(wanted))
+            self._compute(inputs, replace(inputs.batch(wanted), queries=queries))
         else:
             inputs.write(shape, pieces, decoding, completed)
-            self._replay(shape)
+            if queries is None:
+                self._replay(shape)
+            else:
+                self._compute(inputs, replace(inputs.batch(shape), queries=queries))
 
     def warm_up(self, progress: Callable[[int], None]) -> None:
         """Capture all graphs, the largest first, so that the others reuse its memory.

@@ -169,7 +169,7 @@ class PassInputs:
         positions = slots.positions[index]
         torch.where(decoding, slots.tokens[index], decode.tokens, out=decode.tokens)
         torch.where(decoding, positions, decode.positions, out=decode.positions)
-        decode.lengths.copy_(torch.where(decoding, positions + 1, 1))
+        decode.lengths.copy_(torch.where(decoding, positions + slots.offsets[index], 1))
         torch.index_select(slots.page_table, 0, index, out=decode.page_table)
         if slots.stored_table is not None:
             torch.index_select(slots.stored_table, 0, index, out=decode.stored_table)

@@ -69,8 +69,14 @@ def _encode(
 
 
 def stored_range(chunk: Chunk, page_size: int) -> range:
-    """Return the pages of a chunk, as indices within its sequence, that have stored pages."""
-    end = SINK_PAGES + len(chunk.group.sequences[0].stored)
+    """Return the pages of a chunk, as indices within its sequence, that have stored pages.
+
+    Of a prompt with evicted tokens, all pages belong to the last chunk.
+    """
+    sequence = chunk.group.sequences[0]
+    end = SINK_PAGES + len(sequence.stored)
+    if sequence.evicts:
+        return range(SINK_PAGES, end if chunk.completes else SINK_PAGES)
     first = max(SINK_PAGES, chunk.first // page_size)
     last = min(end, (chunk.first + chunk.count) // page_size)
     return range(first, max(first, last))

@@ -47,8 +47,10 @@ class BatchSlots:
         tokens: int64 `[max_slots]`, last token of each sequence, the input of the next step.
         positions: int64 `[max_slots]`, position of that token.
         active: int64 `[max_slots]`, 1 for an assigned slot.
-        state: int64 `[3, max_slots]`, the storage of ``tokens``, ``positions`` and ``active``.
-        lengths: int32 `[max_slots]`, buffer for ``positions + 1``.
+        offsets: int64 `[max_slots]`, 1 minus the evicted tokens of each sequence.
+        state: int64 `[4, max_slots]`, the storage of ``tokens``, ``positions``, ``active`` and
+            ``offsets``.
+        lengths: int32 `[max_slots]`, buffer for ``positions + offsets``, see `Batch.lengths`.
         page_table: int32 `[max_slots, max_pages]`.
         stored_table: int32 `[max_slots, max_pages]`, see `Batch.stored_table`; None without stored
             pages.
@@ -65,8 +67,9 @@ class BatchSlots:
     ) -> None:
         self._max_slots, self._max_pages = max_slots, max_pages
         self.null_page, self._device = null_page, device
-        self.state = torch.zeros(3, max_slots, dtype=torch.int64, device=device)
-        self.tokens, self.positions, self.active = self.state
+        self.state = torch.zeros(4, max_slots, dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.active, self.offsets = self.state
+        self.offsets.fill_(1)
         self.lengths = torch.ones(max_slots, dtype=torch.int32, device=device)
         self._tables = torch.zeros(
             1 + has_stored, max_slots, max_pages, dtype=torch.int32, device=device
@@ -134,8 +137,10 @@ class BatchSlots:
             self._vacated.clear()
         entries += [slot * self._max_pages for slot in empty]
         pages += [self.null_page] * len(empty)
-        rows = [(slot, s.tokens[-1], len(s.tokens) - 1, 1) for slot, s in joined.items()]
-        rows += [(slot, 0, 0, 0) for slot in empty]
+        rows = [
+            (slot, s.tokens[-1], len(s.tokens) - 1, 1, 1 - s.evicted) for slot, s in joined.items()
+        ]
+        rows += [(slot, 0, 0, 0, 1) for slot in empty]
         if rows or entries:
             self._write(rows, entries, pages)
         return joined
@@ -174,16 +179,17 @@ class BatchSlots:
         state.stored = len(sequence.stored)
 
     def _write(
-        self, rows: list[tuple[int, int, int, int]], entries: list[int], pages: list[int]
+        self, rows: list[tuple[int, int, int, int, int]], entries: list[int], pages: list[int]
     ) -> None:
         """Write slots and page-table entries with one copy to the device.
 
         Args:
-            rows: a slot, its token, its position, and whether it is active, for each slot.
+            rows: a slot, its token, its position, whether it is active, and its offset, for each
+                slot.
             entries: flat indices into the page tables.
             pages: page ids of these entries.
         """
-        state = np.array(rows, np.int64).reshape(-1, 4).T
+        state = np.array(rows, np.int64).reshape(-1, 5).T
         words = to_device(
             np.concatenate([state.ravel(), entries, pages], dtype=np.int64), self._device
         )

@@ -31,6 +31,7 @@ from runtime.kv.cache import PagedCache
 from runtime.kv.pages import pages_for
 from runtime.models.model import Model
 from runtime.replay.decode import DecodeReplay
+from runtime.replay.eviction import PromptEviction
 from runtime.replay.mixed import MixedReplay
 from runtime.replay.prompts import encode_prompts, slice_of, warm_up_encode
 from runtime.replay.sampling import SlotSampler
@@ -144,6 +145,7 @@ class StepReplay:
         self._decode = DecodeReplay(*passes, by_layer=by_layer)
         rows = max(limits.step_tokens, limits.max_running + model.page_size)  # one page of prompts
         self._mixed = MixedReplay(*passes, max_rows=rows, decodes=decodes)
+        self._eviction = PromptEviction(model, cache)
         self._host_copies = cycle(HostCopy(self._sampler.results) for _ in range(2))
         self._assignment = _NOTHING_SAMPLED
         self._latest: InFlightStep | None = None
@@ -168,8 +170,9 @@ class StepReplay:
         suffices. To move a sequence, the host must have read all of its tokens.
 
         Return False as well if the last step completed a prompt whose first token is random, and
-        the KV format has stored pages. If the device could not draw that token, the next step would
-        compute the last prompt token again, and attend stored pages, which prompts do not.
+        the KV format has stored pages or tokens were evicted. If the device could not draw that
+        token, the next step would compute the last prompt token again, and attend stored pages or
+        what eviction has kept, which prompts do not.
         """
         if self._latest is not None and self._latest.read_first:
             return False
@@ -198,7 +201,9 @@ class StepReplay:
             pieces = [slice_of(chunk) for chunk in chunks]
             ends = zip(assignment.slots[len(decode) :], completed, strict=True)
             last_tokens = [(slot, index) for slot, (_, index) in ends]
-            self._mixed.run(pieces, assignment.slots[: len(decode)], last_tokens)
+            log = self._eviction.log(chunks)
+            self._mixed.run(pieces, assignment.slots[: len(decode)], last_tokens, log)
+            self._eviction.evict(chunks, log)
             encode_prompts(self._model, self._cache, chunks)
         else:
             self._decode.run(assignment.bucket)
@@ -249,11 +254,13 @@ class StepReplay:
             held = self._held_logits(assignment, chunks) if features.random else {}
         self._sampler.start_copy(results, bucket, features)
         used = assignment.without_forced()
-        read_first = self._cache.layout.has_stored and any(
+        has_stored = self._cache.layout.has_stored
+        read_first = any(
             sequence.request.sampling.temperature > 0 and not sequence.forced
             for chunk in chunks
             if chunk.completes
             for sequence in chunk.group.sequences
+            if has_stored or sequence.evicted
         )
         self._latest = InFlightStep(self, used, results, ready, held, read_first)
         return self._latest

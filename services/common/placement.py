@@ -29,10 +29,12 @@ MAX_TOKENS = 1 << 31  # maximum tokens of one request or one queue
 MAX_PAGES = 1 << 31
 MAX_ADMITTED = 8192  # maximum placement ids in one heartbeat
 MAX_EXCLUDED = 64
+MAX_CHOICES = 1024
+PLACEMENT_ID = r"^[A-Za-z0-9-]{1,64}$"
 
 WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Epoch = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")]
-PlacementId = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")]
+PlacementId = Annotated[str, Field(pattern=PLACEMENT_ID)]
 Address = Annotated[
     str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$", max_length=261)
 ]
@@ -60,6 +62,7 @@ class WorkerState(StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    NOT_READY = "not_ready"
     DRAINING = "draining"
 
 
@@ -110,6 +113,7 @@ class Compatibility(_Message):
     codec: Label  # "raw", or "splitzip" if the worker supports both
     codebook_id: Label
     kernel_plan_hash: Label
+    kv_eviction: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of a prompt's tokens
 
     def mismatches(self, other: "Compatibility") -> list[str]:
         """Return the names of the fields that differ; empty if the workers are compatible."""
@@ -118,12 +122,31 @@ class Compatibility(_Message):
         ]
 
 
+class StoredPages(_Message):
+    """Stored pages of a worker with a compressed KV format.
+
+    A prompt is computed over exact pages. In decode, a sequence occupies stored pages, except for
+    its first pages and its recent tokens, which stay exact.
+
+    Attributes:
+        total: number of stored pages.
+        sink_pages: number of pages at the start of a sequence that stay exact.
+        window: minimum number of recent tokens that stay exact.
+    """
+
+    total: Annotated[int, Field(ge=1, le=MAX_PAGES)]
+    sink_pages: Pages
+    window: Tokens
+
+
 class Registration(_Message):
     """Registration of a worker: once per epoch, and again when a router requests it.
 
     Attributes:
         address: host and port of the gRPC server.
         page_size: tokens in a KV page.
+        pages_total: number of pages; of exact pages with a compressed KV format.
+        stored: stored pages; None if the KV format has none.
         max_running: number of batch slots.
         decodes: on a prefill worker, whether it can also decode prompts that it computes. Its
             address then serves the decode service too. Ignored for other roles.
@@ -139,6 +162,7 @@ class Registration(_Message):
     compatibility: Compatibility
     page_size: Annotated[int, Field(ge=1, le=4096)]
     pages_total: Annotated[int, Field(ge=1, le=MAX_PAGES)]
+    stored: StoredPages | None = None
     max_running: Annotated[int, Field(ge=1, le=1 << 20)]
     decodes: bool = False
     overflow_tokens: Tokens | None = None
@@ -151,6 +175,8 @@ class Heartbeat(_Message):
         queue_tokens: on a prefill worker, number of accepted prompt tokens that are not computed
             yet; on a decode worker, number of tokens of all sequences, with or without KV pages. A
             prefill worker that decodes adds the tokens of all sequences that it decodes.
+        pages_free: number of free pages; of exact pages with a compressed KV format.
+        stored_free: number of free stored pages; 0 if the KV format has none.
         running: number of occupied batch slots; each choice occupies one.
         waiting: number of requests without a batch slot.
         admitted: ids of the placements that this load includes for the first time. A worker repeats
@@ -163,6 +189,7 @@ class Heartbeat(_Message):
     state: WorkerState
     queue_tokens: Tokens
     pages_free: Pages
+    stored_free: Pages = 0
     running: Sequences
     waiting: Sequences
     admitted: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = []
@@ -198,7 +225,7 @@ class PlaceRequest(_Message):
     model: Annotated[str, Field(max_length=256)] | None = None
     prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    choices: Annotated[int, Field(ge=1, le=1024)] = 1
+    choices: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     tenant: Annotated[str, Field(max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     exclude: Annotated[list[WorkerId], Field(max_length=MAX_EXCLUDED)] = []
@@ -241,7 +268,9 @@ class WorkerView(_Message):
         state: the reported state, or ``suspect`` or ``probation``.
         promised_tokens: number of queued tokens of the promised placements, which the last
             heartbeat does not include.
-        promised_pages: number of KV pages of the promised placements.
+        pages_free, promised_pages, pages_total: numbers of free pages, of pages of the promised
+            placements, and of all pages; of exact pages with a compressed KV format.
+        stored_free, promised_stored, stored_total: the same of stored pages.
         silent_s: time since the last heartbeat, seconds.
     """
 
@@ -257,6 +286,9 @@ class WorkerView(_Message):
     pages_free: Count
     promised_pages: Count
     pages_total: Count
+    stored_free: Count = 0
+    promised_stored: Count = 0
+    stored_total: Count = 0
     running: Count
     waiting: Count
     silent_s: float

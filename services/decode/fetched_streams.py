@@ -7,11 +7,14 @@ from functools import partial
 import structlog
 
 from headrace.v1 import error_pb2, prefill_pb2
+from runtime.core.window import stored_pages
 from runtime.engine import Arrived, Cancel, Reserve, StepOutput
+from runtime.errors import InvalidRequest
 from runtime.kv.pages import pages_for
 from services.decode.settings import DecodeSettings
+from services.transfer.errors import ForeignSegment
 from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
-from services.transfer.manifest import sent_tokens
+from services.transfer.manifest import SentTokens
 from services.transfer.receiver import Receiver
 from services.worker.lifecycle import Worker
 from services.worker.loading import PAGE_SIZE, digest_pages
@@ -99,7 +102,7 @@ class FetchedStreams(StreamService):
                 on_verified=start_decoding,
                 deadline_s=stream.deadline_s,
                 on_computing=reserve if has_room else None,
-                samples_first=self._sent_tokens(stream) == len(stream.request.tokens),
+                samples_first=self._sent_tokens(stream).computed == len(stream.request.tokens),
             )
             times = await self._receiver.fetch(fetch)
             found = None if digest is None else await digest
@@ -121,20 +124,38 @@ class FetchedStreams(StreamService):
         """
         load = self._worker.engine.load
         waiting = [s for s in self.streams.values() if s.reserved and not s.reserved.done()]
-        pages = sum(pages_for(len(s.request.tokens), PAGE_SIZE) for s in waiting)
+        lengths = [len(s.request.tokens) - self._sent_tokens(s).evicted for s in waiting]
+        pages, stored = sum(pages_for(tokens, PAGE_SIZE) for tokens in lengths), 0
+        if self._receiver.layout.has_stored:
+            stored = sum(stored_pages(tokens, PAGE_SIZE) for tokens in lengths)
         fits = 2 * (load.running + len(waiting)) <= self._worker.sizes.max_running
-        return fits and load.waiting == 0 and 2 * pages < load.pages_free
+        fits = fits and 2 * (pages - stored) < load.pages_free and 2 * stored <= load.stored_free
+        return fits and load.waiting == 0
 
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
-        """Send the first tokens before the KV arrives; return True if all choices end with them."""
-        with_logprobs = stream.request.sampling.logprobs is not None
-        for wire_token in message.tokens:
-            token = token_from_message(wire_token, with_logprobs=with_logprobs)
-            stream.first.append(token)
+        """Send the first tokens before the KV arrives; return True if all choices end with them.
+
+        Raises:
+            ForeignSegment: a token is malformed; none is sent then.
+        """
+        request, model = stream.request, self._worker.identity.model
+        try:
+            stream.first += [
+                token_from_message(
+                    token,
+                    index=len(request.tokens) - request.prompt_tokens,
+                    vocab_size=model.vocab_size,
+                    with_logprobs=request.sampling.logprobs is not None,
+                )
+                for token in message.tokens
+            ]
+        except InvalidRequest as error:
+            raise ForeignSegment(f"malformed first tokens: {error}") from error
+        for token in stream.first:
             stream.session.push(stream, token)
             self._worker.metrics.generation_tokens.inc()
         for token in stream.first:
-            if reason := stream.ends_with(token, self._worker.identity.model.context_length):
+            if reason := stream.ends_with(token, model.context_length):
                 stream.session.finish(stream, token.choice, reason)
         return not stream.unfinished
 
@@ -142,13 +163,13 @@ class FetchedStreams(StreamService):
         """Start to compute the digest of a prompt's pages, if that is enabled."""
         if not self._settings.kv_digest or stream.reserved is None:
             return None
-        reserved, tokens = stream.reserved.result(), self._sent_tokens(stream)
+        reserved, tokens = stream.reserved.result(), self._sent_tokens(stream).kept
         return self._worker.engine.run(
             lambda engine: digest_pages(engine, reserved.pages, tokens, reserved.stored)
         )
 
-    def _sent_tokens(self, stream: Stream) -> int:
-        return sent_tokens(stream.start.request, self._receiver.layout)
+    def _sent_tokens(self, stream: Stream) -> SentTokens:
+        return self._receiver.sent_tokens(stream.start.request)
 
     def _record(
         self, stream: Stream, times: FetchTimes, total_s: float, digest: str | None

@@ -52,6 +52,7 @@ class DecodeWorker(Worker):
             credits_per_sequence=settings.credits_per_sequence,
             read_timeout_s=settings.read_timeout_s,
             metrics=TransferMetrics(self.metrics.registry),
+            kv_eviction=loaded.identity.compatibility.kv_eviction,
         )
         self.service = FetchedStreams(self, self.receiver, settings)
 
@@ -59,6 +60,11 @@ class DecodeWorker(Worker):
     def idle(self) -> bool:
         """Whether no stream is open."""
         return not self.service.streams
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why this worker should get no more requests, or None."""
+        return self.receiver.blocked
 
     def end_requests(self) -> None:
         """End every stream with DRAINING."""

@@ -17,12 +17,20 @@ class DecodeSettings(WorkerSettings):
     model_config = SettingsConfigDict(env_prefix="HEADRACE_DECODE_")
     gpu_batch: ClassVar[int] = 256
 
+    @property
+    def computes_prompts(self) -> bool:
+        return self.colocated
+
     colocated: bool = Field(False, description="this worker also computes prompts")
     credits_per_sequence: int = Field(
         4, ge=1, le=1024, description="maximum number of segments of one sequence in flight"
     )
     read_timeout_s: float = Field(
-        10.0, gt=0, le=600, description="deadline of one segment's READ, seconds"
+        10.0,
+        gt=0,
+        le=600,
+        description="seconds without the end of any READ from a prefill worker after which its "
+        "READs are overdue",
     )
     handshake_s: float = Field(
         5.0,

@@ -45,6 +45,7 @@ _FINAL = {
     error_pb2.ERROR_CODE_DEADLINE: DeadlineExceeded,
     error_pb2.ERROR_CODE_CANCELLED: InternalFault,
 }
+_BLAMELESS = (*_FINAL, error_pb2.ERROR_CODE_LEASE_EXPIRED)  # caused by the request or by congestion
 
 
 @dataclass
@@ -135,9 +136,10 @@ class Generator:
                 outcome = Outcome.OK
             except WorkerFailure as failure:
                 outcome = Outcome.REFUSED if failure.code in _REFUSALS else Outcome.FAILED
-                blame = _blamed_worker(failure, routed)
+                failed = _failed_worker(failure, routed)
+                blame = None if failure.code in _BLAMELESS else failed
                 retries.add(
-                    failure, blame or worker.worker_id, progressed=progress.count > delivered
+                    failure, failed or worker.worker_id, progressed=progress.count > delivered
                 )
                 if not progress.finish_reason():
                     self._check_retry(failure, progress, retries)
@@ -254,8 +256,8 @@ class _LatencyRecorder:
         self._metrics.end_to_end.observe(_now() - self._arrived)
 
 
-def _blamed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> str | None:
-    """Return the id of the worker blamed for a failure, or None if it is not in the placement."""
+def _failed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> str | None:
+    """Return the id of the worker named by a failure, or None if it is not in the placement."""
     placement = routed.placement
     workers = {placement.decode.worker_id}
     if placement.prefill is not None:

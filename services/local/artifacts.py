@@ -17,6 +17,7 @@ from services.local.options import UpOptions
 from services.local.seal import is_intact, is_sealed, seal
 from services.local.state import cache_dir
 from services.local.supervisor import end_with_parent
+from services.offline.calibrate_flags import CALIBRATED_FORMATS
 
 RECIPE = 5  # version of the commands that make artifacts, including the default method
 CODEBOOKS = 3  # version of the codebook file, see codec/codebook.py
@@ -121,10 +122,27 @@ def _needs_making(artifact: Path, console: Console) -> bool:
 
 
 def _codebooks_name(kv_format: str) -> str:
-    """Return the file name of the codebooks for one KV format."""
+    """Return the file name of the codebooks for one KV format.
+
+    It changes with the content of a calibration, whose path may stay the same.
+
+    Raises:
+        SettingsError: the calibration cannot be read.
+    """
     if kv_format == "dense":
         return f"codebooks-{CODEBOOKS}.json"
-    return f"codebooks-{CODEBOOKS}-{hashlib.sha256(kv_format.encode()).hexdigest()[:8]}.json"
+    name, _, path = kv_format.partition(":")
+    identity = kv_format
+    if path and name in CALIBRATED_FORMATS:
+        try:
+            # The hash of `runtime.kv.calibration.Artifact`, without importing torch.
+            identity = f"{name}:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
+        except OSError as error:
+            raise SettingsError(
+                f"cannot read the calibration of KV format {name}: {error}; create it with "
+                f"`headrace calibrate --kv-format {name}`"
+            ) from error
+    return f"codebooks-{CODEBOOKS}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}.json"
 
 
 def _make(*arguments: str) -> None:

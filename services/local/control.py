@@ -103,9 +103,9 @@ def _workers(deployment: Deployment) -> Table:
         httpx.HTTPError, ValueError: if the router does not answer, or its answer is not JSON.
     """
     answer = _ask_router(deployment, "workers")
-    table = Table("worker", "role", "state", "queue tokens", "pages free", title="router")
+    columns = ("worker_id", "role", "state", "queue_tokens", "pages_free", "stored_free")
+    table = Table("worker", *(name.replace("_", " ") for name in columns[1:]), title="router")
     for worker in answer["workers"]:
-        columns = ("worker_id", "role", "state", "queue_tokens", "pages_free")
         table.add_row(*(str(worker.get(column, "-")) for column in columns))
     return table
 

@@ -22,6 +22,7 @@ class UpOptions:
             unchanged.
         codec: encoding of KV transfers: auto, raw or splitzip.
         device: device of the workers: auto, cpu or cuda.
+        kv_eviction: fraction of a prompt's tokens whose KV is evicted.
     """
 
     host: str = "127.0.0.1"
@@ -36,6 +37,7 @@ class UpOptions:
     codec: str = "auto"
     device: str = "auto"
     kv_format: str = "dense"
+    kv_eviction: float = 0.0
 
     @property
     def wire_codec(self) -> str:

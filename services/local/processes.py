@@ -75,6 +75,7 @@ def _worker(
         *("--device", options.device),
         *("--codec", options.wire_codec),
         *("--kv-format", options.kv_format),
+        *("--kv-eviction", str(options.kv_eviction)),
     )
     if artifacts.codebooks is not None:
         arguments += ("--codebooks", str(artifacts.codebooks))

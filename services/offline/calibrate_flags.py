@@ -3,16 +3,23 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
 
 from services.common.errors import SettingsError
 
-CALIBRATED_FORMATS = ("fdc", "palu", "shard")
+CALIBRATED_FORMATS = ("fdc", "palu", "shard", "kvquant")
 """Names for which the command calibrates the format; for others, it calibrates codebooks."""
 
-_FORMATS = "KV formats fdc, palu and shard"
+_OPTIONS = (
+    *("removal_rate", "rank", "group_heads"),
+    *("step", "values", "k_basis", "allocation", "group"),
+    *("bits", "quantize_bits", "k_outliers", "v_outliers", "levels", "rope"),
+)
+"""Flags that are options of a format under the same name."""
+
+_FORMATS = "KV formats fdc, palu, shard and kvquant"
 
 
 def parse_fraction(text: str) -> float:
@@ -38,6 +45,24 @@ class Given:
     search: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the values of the command's arguments, which have the names of their flags."""
+        unset = {"adaptive": "no_adaptive", "prc": "no_prc"}
+        return cls(
+            text={"tokens": arguments["tokens"], "files": arguments["text"]},
+            search={
+                "max_perplexity_increase": arguments["max_ppl_increase"],
+                "min_fidelity": arguments["min_fidelity"],
+                "evaluations": arguments["evaluations"],
+            },
+            options={
+                **{name: arguments[name] for name in _OPTIONS},
+                **{name: False if arguments[flag] else None for name, flag in unset.items()},
+                "compressed_prefill": arguments["compressed_prefill"] or None,
+            },
+        )
+
     def refuse(self, kv_format: str) -> None:
         """Check that no flag was given, as the command calibrates codebooks.
 
@@ -45,11 +70,17 @@ class Given:
             SettingsError: one was.
         """
         for name, value in (*self.text.items(), *self.search.items(), *self.options.items()):
-            if value is not None:
+            if value is None:
+                continue
+            if name == "quantize_bits":
                 raise SettingsError(
-                    f"KV format {kv_format} has no option {name.replace('_', '-')}, which is for "
-                    f"--kv-format {', '.join(CALIBRATED_FORMATS)}"
+                    f"KV format {kv_format} cannot be quantized again: --quantize-bits is for the "
+                    "latents of fdc and palu"
                 )
+            raise SettingsError(
+                f"KV format {kv_format} has no option {name.replace('_', '-')}, which is for "
+                f"--kv-format {', '.join(CALIBRATED_FORMATS)}"
+            )
 
 
 Tokens = Annotated[
@@ -98,6 +129,12 @@ NoAdaptive = Annotated[
     bool, typer.Option("--no-adaptive", help="fdc: one rank per layer, not one per head")
 ]
 NoPrc = Annotated[bool, typer.Option("--no-prc", help="fdc: project K before RoPE, not after it")]
+CompressedPrefill = Annotated[
+    bool,
+    typer.Option(
+        "--compressed-prefill", help="fdc: prompts attend with projected queries and keys, too"
+    ),
+]
 GroupHeads = Annotated[
     int | None, typer.Option(min=1, help="palu: KV heads with common latents of K; default: 4")
 ]
@@ -108,6 +145,10 @@ Step = Annotated[
 Values = Annotated[
     str | None, typer.Option(help="shard: codes of V, scalar or vq (256 entries); default: scalar")
 ]
+KBasis = Annotated[
+    str | None,
+    typer.Option(help="shard: basis of K, pca or commuting (with RoPE); default: pca"),
+]
 Allocation = Annotated[
     str | None,
     typer.Option(help="shard: bits of K, uniform or dynamic (0 to 8 per group); default: uniform"),
@@ -115,4 +156,34 @@ Allocation = Annotated[
 Group = Annotated[
     int | None,
     typer.Option(min=4, help="shard: coefficients of a group of dynamic allocation; default: 64"),
+]
+Bits = Annotated[
+    int | None, typer.Option(min=3, max=4, help="kvquant: bits of a code, 3 or 4; default: 4")
+]
+QuantizeBits = Annotated[
+    int | None,
+    typer.Option(
+        min=3, max=4, help="fdc, palu: quantize the latents as kvquant does, to 3 or 4 bits"
+    ),
+]
+KOutliers = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=4, help="kvquant, --quantize-bits: exact elements of K per token; default: 2"
+    ),
+]
+VOutliers = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=4, help="kvquant, --quantize-bits: exact elements of V per token; default: 0"
+    ),
+]
+Levels = Annotated[
+    str | None,
+    typer.Option(
+        help="kvquant, --quantize-bits: levels of the codes, kmeans or uniform; default: kmeans"
+    ),
+]
+Rope = Annotated[
+    str | None, typer.Option(help="kvquant: quantize K before or after RoPE; default: after")
 ]

@@ -1,8 +1,8 @@
-"""`headrace calibrate --kv-format fdc|palu|shard`: calibrate a KV format on real text."""
+"""`headrace calibrate --kv-format fdc|palu|shard|kvquant`: calibrate a KV format on real text."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from runtime.checkpoint import Checkpoint, load_checkpoint
 from runtime.compress import cut_rows, documentation
 from runtime.compress.kv_moments import kv_moments
 from runtime.errors import CompressionError
-from runtime.kv import fdc, palu, shard
-from runtime.kv.calibration import Artifact, CalibratedFormat, KVMoments
-from runtime.kv.registry import CALIBRATED
+from runtime.kv import fdc, kvquant, palu, shard
+from runtime.kv.calibration import Artifact, KVMoments
+from runtime.kv.registry import CALIBRATED, Calibrated, from_artifact
 from runtime.models.model import Model
 from runtime.quality.measure import bytes_per_token
 from runtime.quality.search import Constraint, Evaluator, Trial, search_rate
@@ -35,6 +35,8 @@ HELD_OUT_TOKENS = 1536
 """Tokens of the text on which removal rates are compared; never a part of the calibration."""
 VALUE_SAMPLES = 1024
 """Tokens of each layer whose values are kept for the codebooks of `shard`."""
+PAGE_SAMPLES = 128
+"""Pages of each layer that are kept for the codes of `kvquant`."""
 EVALUATIONS = 7
 
 Calibrate = Callable[[Iterable[KVMoments], Any, str], Artifact]
@@ -42,12 +44,26 @@ _OPTIONS: dict[str, type[Any]] = {
     "fdc": fdc.FdcOptions,
     "palu": palu.PaluOptions,
     "shard": shard.ShardOptions,
+    "kvquant": kvquant.KvQuantOptions,
 }
 _CALIBRATE: dict[str, Calibrate] = {
     "fdc": fdc.calibrate,
     "palu": palu.calibrate,
     "shard": shard.calibrate,
 }
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a calibration.
+
+    Attributes:
+        of_format: options of the format.
+        codes: options of the codes of its latents, or None to store them in bf16.
+    """
+
+    of_format: Any
+    codes: kvquant.CodeOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -93,12 +109,17 @@ def calibrate_kv(
             checkpoint.config.context_length,
             hold_out=search is not None,
         )
-    moments = _moments(checkpoint, train, on, console, values=getattr(chosen, "values", "") == "vq")
+    moments = _moments(
+        *(checkpoint, train, on, console),
+        values=getattr(chosen.of_format, "values", "") == "vq",
+        pages=chosen.codes is not None or name == "kvquant",
+    )
     if search is not None:
         rate = _search(checkpoint, name, chosen, moments, held_out, search, on, console)
-        chosen = replace(chosen, removal_rate=rate)
-    artifact = _CALIBRATE[name](moments, chosen, checkpoint.model_hash)
-    compressed = CALIBRATED[name](checkpoint.config, artifact, checkpoint.model_hash)
+        chosen = replace(chosen, of_format=replace(chosen.of_format, removal_rate=rate))
+    with console.status(f"calibrating {name}"):
+        artifact = _artifact(name, moments, chosen, checkpoint, on)
+    compressed = from_artifact(name, artifact, checkpoint.config, checkpoint.model_hash)
     with atomic_file(out) as draft:
         artifact.save(draft)
     console.print(_table(compressed, checkpoint, artifact, train))
@@ -106,13 +127,23 @@ def calibrate_kv(
     return artifact
 
 
-def parse_options(name: str, options: Mapping[str, Any], search: RateSearch | None = None) -> Any:
+def parse_options(
+    name: str, options: Mapping[str, Any], search: RateSearch | None = None
+) -> Options:
     """Return the options of a format.
 
     Raises:
         SettingsError: an option does not apply to this format, or contradicts the search.
+        KVFormatError: a value is out of range, or the format stores no latents to quantize.
     """
     kind, given = _OPTIONS[name], {k: v for k, v in options.items() if v is not None}
+    codes = None
+    if (bits := given.pop("quantize_bits", None)) is not None:
+        kvquant.check_quantizable(name)
+        if given.get("compressed_prefill"):
+            raise SettingsError("--compressed-prefill and --quantize-bits exclude each other")
+        names = {"k_outliers", "v_outliers", "levels"} & set(given)
+        codes = kvquant.CodeOptions(bits, **{key: given.pop(key) for key in names})
     known = {field.name for field in fields(kind)}
     for option in given:
         if option not in known:
@@ -121,7 +152,7 @@ def parse_options(name: str, options: Mapping[str, Any], search: RateSearch | No
         raise SettingsError(f"KV format {name} has no removal rate to search for")
     if search is not None and {"rank", "removal_rate"} & set(given):
         raise SettingsError("a search determines the removal rate: leave out --rank and the rate")
-    return kind(**given)
+    return Options(kind(**given), codes)
 
 
 def _rate_search(given: Mapping[str, Any]) -> RateSearch | None:
@@ -174,19 +205,47 @@ def _texts(
 
 
 def _moments(
-    checkpoint: Checkpoint, rows: Tensor, on: torch.device, console: Console, *, values: bool
+    checkpoint: Checkpoint,
+    rows: Tensor,
+    on: torch.device,
+    console: Console,
+    *,
+    values: bool,
+    pages: bool,
 ) -> list[KVMoments]:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"measuring {rows.numel():,} tokens", total=1.0)
         update = partial(progress.update, task)
-        samples = VALUE_SAMPLES if values else 0
-        return list(kv_moments(checkpoint, rows, on, lambda done: update(completed=done), samples))
+        samples = VALUE_SAMPLES if values else 0, PAGE_SAMPLES if pages else 0
+        return list(kv_moments(checkpoint, rows, on, lambda done: update(completed=done), *samples))
+
+
+def _artifact(
+    name: str,
+    moments: Sequence[KVMoments],
+    options: Options,
+    checkpoint: Checkpoint,
+    on: torch.device,
+) -> Artifact:
+    """Calibrate a format, and its codes if it has any.
+
+    Args:
+        on: device of the moments.
+    """
+    config, model_hash = checkpoint.config, checkpoint.model_hash
+    if name == "kvquant":
+        return kvquant.calibrate(moments, options.of_format, model_hash, config, on)
+    artifact = _CALIBRATE[name](moments, options.of_format, model_hash)
+    if options.codes is None:
+        return artifact
+    latents = CALIBRATED[name](config, artifact, model_hash, on)
+    return kvquant.quantize_latents(artifact, latents, moments, options.codes)
 
 
 def _search(
     checkpoint: Checkpoint,
     name: str,
-    options: Any,
+    options: Options,
     moments: Sequence[KVMoments],
     held_out: Tensor,
     search: RateSearch,
@@ -198,11 +257,11 @@ def _search(
         model = Model(checkpoint, device=on, dtype=dtype, page_size=PAGE_SIZE)
         evaluator = Evaluator(model, held_out)
 
-    def made(rate: float) -> CalibratedFormat[Any]:
-        artifact = _CALIBRATE[name](
-            moments, replace(options, removal_rate=rate), checkpoint.model_hash
-        )
-        return CALIBRATED[name](checkpoint.config, artifact, device=on)
+    @lru_cache(maxsize=1)  # of the rate that is evaluated, for the report
+    def made(rate: float) -> Calibrated:
+        with_rate = replace(options, of_format=replace(options.of_format, removal_rate=rate))
+        artifact = _artifact(name, moments, with_rate, checkpoint, on)
+        return from_artifact(name, artifact, checkpoint.config, device=on)
 
     def report(trial: Trial) -> None:
         found = trial.quality
@@ -222,7 +281,7 @@ def _search(
 
 
 def _table(
-    compressed: CalibratedFormat[Any], checkpoint: Checkpoint, artifact: Artifact, rows: Tensor
+    compressed: Calibrated, checkpoint: Checkpoint, artifact: Artifact, rows: Tensor
 ) -> Table:
     """Return the bytes per token, the compression ratio and the ranks of each layer."""
     config = checkpoint.config
@@ -239,14 +298,16 @@ def _table(
     table.add_column("layer", "all", justify="right")
     table.add_column("bytes per token", f"{total:,.0f}", justify="right")
     table.add_column("ratio", f"{config.num_layers * dense / total:.2f}x", justify="right")
-    table.add_column("ranks per KV head" if compressed.name != "shard" else "K and V")
+    table.add_column(
+        "ranks per KV head" if compressed.name in kvquant.LATENT_FORMATS else "K and V"
+    )
     for layer in range(config.num_layers):
         size = _layer_bytes(compressed, layer)
         table.add_row(str(layer), f"{size:,}", f"{dense / size:.2f}x", compressed.describe(layer))
     return table
 
 
-def _layer_bytes(compressed: CalibratedFormat[Any], layer: int) -> int:
+def _layer_bytes(compressed: Calibrated, layer: int) -> int:
     return sum(
         plane.shape[0] * plane.shape[2] * plane.dtype.itemsize
         for plane in compressed.planes(layer, PAGE_SIZE)

@@ -62,6 +62,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             lease_s=settings.lease_s,
             max_sequences=self._max_sequences,
             metrics=TransferMetrics(self.metrics.registry),
+            kv_eviction=loaded.identity.compatibility.kv_eviction,
         )
         self.jobs: dict[str, Job] = {}
         self.service = StreamService(self, max_deadline_s=settings.max_deadline_s)
@@ -98,6 +99,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             self.jobs,
             slot_bytes=hello.slot_bytes,
             max_sequences=self._max_sequences,
+            max_deadline_s=self._settings.max_deadline_s,
             is_draining=lambda: self.draining,
             on_admitted=self.report_admitted,
         )

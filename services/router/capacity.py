@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
-from services.common.placement import Compatibility, Role
+from services.common.placement import Compatibility, Registration, Role, StoredPages
 
 
 class WorkerHealth(StrEnum):
@@ -11,12 +12,63 @@ class WorkerHealth(StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    NOT_READY = "not_ready"  # reported by the worker, with a reason
     DRAINING = "draining"
     SUSPECT = "suspect"  # missed heartbeats
     PROBATION = "probation"  # failed a request; gets no requests for a while
 
 
 USABLE = frozenset({WorkerHealth.READY, WorkerHealth.SUSPECT, WorkerHealth.PROBATION})
+
+
+class PageCount(NamedTuple):
+    """Numbers of exact and of stored pages. Without a compressed KV format, all are exact."""
+
+    exact: int
+    stored: int = 0
+
+    def fits(self, free: "PageCount") -> bool:
+        """Return whether there are enough pages of both kinds."""
+        return self.exact <= free.exact and self.stored <= free.stored
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """How sequences occupy KV pages on a worker.
+
+    Attributes:
+        page_size: tokens in a page.
+        stored: stored pages; None if the KV format has none.
+    """
+
+    page_size: int
+    stored: StoredPages | None = None
+
+    @classmethod
+    def of(cls, registration: Registration) -> "Paging":
+        """Return the paging that a worker has registered."""
+        return cls(registration.page_size, registration.stored)
+
+    def pages(self, tokens: int) -> int:
+        """Return the pages of a sequence, exact and stored ones."""
+        return -(-tokens // self.page_size)
+
+    def stored_pages(self, tokens: int) -> int:
+        """Return how many of the `pages` are stored once the tokens' KV is encoded."""
+        if self.stored is None:
+            return 0
+        recent = (tokens - self.stored.window) // self.page_size  # first page of the window
+        return max(0, recent - self.stored.sink_pages)
+
+    def decode_pages(self, tokens: int) -> int:
+        """Return the maximum number of exact pages in decode, up to this number of tokens.
+
+        With a compressed format, these are the sinks, the window, and the page that is encoded.
+        """
+        if self.stored is None:
+            return self.pages(tokens)
+        window = -(-self.stored.window // self.page_size)
+        return min(self.pages(tokens), self.stored.sink_pages + window + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +100,35 @@ class Demand:
         """Return the batch slots that the request needs on a worker with this role."""
         return 1 if role is Role.PREFILL else self.choices
 
-    def pages(self, role: Role, page_size: int) -> int:
-        """Return the free pages needed to start. Choices share the full pages of the prompt."""
-        if role is Role.PREFILL:
-            return -(-self.prompt_tokens // page_size)
-        shared = self.prompt_tokens // page_size
-        return shared + self.choices * (-(-self.choice_tokens // page_size) - shared)
+    def pages(self, role: Role, paging: Paging) -> PageCount:
+        """Return the pages that the request occupies on a worker with this role.
 
-    def min_pages(self, role: Role, page_size: int) -> int:
-        """Return the larger of `pages` and the pages of one choice with ``max_tokens`` tokens."""
+        A worker that computes the prompt needs exact pages for all of it, and stored pages for what
+        it encodes. A decode worker receives a prompt as stored pages and those of its window.
+        Choices share the stored pages of the prompt, and its full exact pages.
+        """
+        prompt, stored = paging.pages(self.prompt_tokens), paging.stored_pages(self.prompt_tokens)
         if role is Role.PREFILL:
-            return self.pages(role, page_size)
-        whole = -(-(self.prompt_tokens + self.max_tokens - 1) // page_size)
-        return max(whole, self.pages(role, page_size))
+            return PageCount(prompt, stored)
+        full = self.prompt_tokens // paging.page_size
+        own = self.choices * (paging.stored_pages(self.choice_tokens) - stored)
+        if paging.stored is None:
+            return PageCount(full + self.choices * (paging.pages(self.choice_tokens) - full))
+        sinks = min(full, paging.stored.sink_pages)
+        exact = sinks + self.choices * (paging.decode_pages(self.choice_tokens) - sinks)
+        if role is Role.COLOCATED:
+            first = paging.pages(min(self.prompt_tokens + 1, self.choice_tokens))  # decode step
+            exact = max(exact, full + self.choices * (first - full))
+        return PageCount(exact, stored + own)
+
+    def min_pages(self, role: Role, paging: Paging) -> PageCount:
+        """Return the larger of `pages` and the pages of one choice with ``max_tokens`` tokens."""
+        now = self.pages(role, paging)
+        if role is Role.PREFILL:
+            return now
+        whole = self.prompt_tokens + self.max_tokens - 1
+        exact, stored = paging.decode_pages(whole), paging.stored_pages(whole)
+        return PageCount(max(exact, now.exact), max(stored, now.stored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +137,7 @@ class WorkerSnapshot:
 
     Attributes:
         queue_tokens: queued tokens: reported ones plus those of promised placements.
+        pages_total: number of pages.
         pages_free: reported free pages minus promised ones; may be negative.
         slots: number of batch slots for running, waiting and promised sequences.
         max_slots: number of slots at which the worker counts as full.
@@ -86,10 +155,10 @@ class WorkerSnapshot:
     model: str
     compatibility: Compatibility
     health: WorkerHealth
-    page_size: int
-    pages_total: int
+    paging: Paging
+    pages_total: PageCount
     queue_tokens: int
-    pages_free: int
+    pages_free: PageCount
     slots: int
     max_slots: int
     max_running: int
@@ -106,7 +175,7 @@ class WorkerSnapshot:
 
     def fits_when_idle(self, demand: Demand, role: Role) -> bool:
         """Return whether the request would fit in one of the `roles` if the worker were idle."""
-        return demand.min_pages(role, self.page_size) <= self.pages_total
+        return demand.min_pages(role, self.paging).fits(self.pages_total)
 
     def has_capacity(self, demand: Demand, role: Role) -> bool:
         """Return whether the request fits now, in one of the `roles`.
@@ -122,4 +191,4 @@ class WorkerSnapshot:
             free = self.max_running - self.slots
             if free < min(demand.slots(role), self.max_running):
                 return False
-        return demand.pages(role, self.page_size) <= self.pages_free
+        return demand.pages(role, self.paging).fits(self.pages_free)

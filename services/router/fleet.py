@@ -24,7 +24,7 @@ from services.common.placement import (
     WorkerState,
     WorkerView,
 )
-from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
+from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
 from services.router.errors import QueueFull, StaleEpoch
 from services.router.policy import Pair
 
@@ -51,7 +51,7 @@ class FleetLimits:
 @dataclass(frozen=True)
 class _Promise:
     tokens: int
-    pages: int
+    pages: PageCount
     slots: int
 
 
@@ -65,6 +65,7 @@ class _Worker:
     promises: dict[str, _Promise] = field(default_factory=dict)
     promised_tokens: int = 0
     promised_pages: int = 0
+    promised_stored: int = 0
     promised_slots: int = 0
     failures: int = 0
     probation_until: float = float("-inf")
@@ -72,11 +73,12 @@ class _Worker:
     snapshot: WorkerSnapshot | None = None  # cached until the worker changes
 
     def promise(self, placement_id: str, demand: Demand, role: Role, number: int) -> None:
-        page_size = self.registration.page_size
-        promise = _Promise(demand.tokens(role), demand.pages(role, page_size), demand.slots(role))
+        pages = demand.pages(role, Paging.of(self.registration))
+        promise = _Promise(demand.tokens(role), pages, demand.slots(role))
         self.promises[placement_id] = promise
         self.promised_tokens += promise.tokens
-        self.promised_pages += promise.pages
+        self.promised_pages += promise.pages.exact
+        self.promised_stored += promise.pages.stored
         self.promised_slots += promise.slots
         self.last_placement = number
         self.snapshot = None
@@ -84,15 +86,16 @@ class _Worker:
     def forget(self, placement_id: str) -> None:
         if promise := self.promises.pop(placement_id, None):
             self.promised_tokens -= promise.tokens
-            self.promised_pages -= promise.pages
+            self.promised_pages -= promise.pages.exact
+            self.promised_stored -= promise.pages.stored
             self.promised_slots -= promise.slots
             self.snapshot = None
 
     def health(self, now: float, suspect_after_s: float) -> WorkerHealth:
         if self.load is None or self.load.state is WorkerState.STARTING:
             return WorkerHealth.STARTING
-        if self.load.state is WorkerState.DRAINING:
-            return WorkerHealth.DRAINING
+        if self.load.state in (WorkerState.NOT_READY, WorkerState.DRAINING):
+            return WorkerHealth(self.load.state)
         if now - self.last_heartbeat_at > suspect_after_s:
             return WorkerHealth.SUSPECT
         return WorkerHealth.PROBATION if now < self.probation_until else WorkerHealth.READY
@@ -261,10 +264,13 @@ class Fleet:
             model=registration.model.name,
             compatibility=registration.compatibility,
             health=health,
-            page_size=registration.page_size,
-            pages_total=registration.pages_total,
+            paging=Paging.of(registration),
+            pages_total=PageCount(registration.pages_total, _stored_total(registration)),
             queue_tokens=(load.queue_tokens if load else 0) + worker.promised_tokens,
-            pages_free=(load.pages_free if load else 0) - worker.promised_pages,
+            pages_free=PageCount(
+                (load.pages_free if load else 0) - worker.promised_pages,
+                (load.stored_free if load else 0) - worker.promised_stored,
+            ),
             slots=(load.running + load.waiting if load else 0) + worker.promised_slots,
             max_slots=int(registration.max_running * self._limits.backlog),
             max_running=registration.max_running,
@@ -289,11 +295,18 @@ class Fleet:
             pages_free=load.pages_free if load else 0,
             promised_pages=worker.promised_pages,
             pages_total=registration.pages_total,
+            stored_free=load.stored_free if load else 0,
+            promised_stored=worker.promised_stored,
+            stored_total=_stored_total(registration),
             running=load.running if load else 0,
             waiting=load.waiting if load else 0,
             silent_s=now - worker.last_heartbeat_at,
             decodes=registration.decodes,
         )
+
+
+def _stored_total(registration: Registration) -> int:
+    return registration.stored.total if registration.stored else 0
 
 
 def _store(memory: OrderedDict[K, V], key: K, value: V) -> None:

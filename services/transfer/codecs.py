@@ -42,7 +42,7 @@ class SegmentCodecs:
             for group in layout.groups
         ]
         self._coded = [any(map(any, books)) for books in self._books]
-        self._shapes = [_wire_shape(group) for group in layout.groups]
+        self._shapes = [_wire_shape(group, layout.page_size) for group in layout.groups]
         self._elements = [element_of(dtype) for _, dtype in self._shapes]
         self._kept: dict[tuple[int | WireMode, ...], codec.PagedCodec] = {}
 
@@ -129,14 +129,19 @@ def group_planes(
     The codec has no integer element types, but its raw mode copies bits. Planes that are not
     encodable are therefore viewed as a float type of the codec, `[page, kv_head, slot, wire dim]`.
     """
-    _, dtype = _wire_shape(group)
     members = group.members[first_layer : first_layer + num_layers]
-    return [planes[index].view(dtype) for each in members for _, index in each]
+    found = [planes[index] for each in members for _, index in each]
+    return [plane.view(_wire_shape(group, plane.shape[2])[1]) for plane in found]
 
 
-def _wire_shape(group: PlaneGroup) -> tuple[int, torch.dtype]:
-    """Return the last dimension and the dtype of the views that `group_planes` returns."""
+def _wire_shape(group: PlaneGroup, page_size: int) -> tuple[int, torch.dtype]:
+    """Return the last dimension and the dtype of the views that `group_planes` returns.
+
+    The codec pads the elements of a head in a page to a multiple of 32. Elements of one byte avoid
+    padding of narrow planes: 16 scales of two bytes would be padded to 32.
+    """
     if group.encodable:
         return group.dim, group.dtype
     row = group.dim * group.dtype.itemsize
-    return (row, torch.float8_e4m3fn) if row % 2 else (row // 2, torch.bfloat16)
+    narrow = row % 2 or page_size * row % 64
+    return (row, torch.float8_e4m3fn) if narrow else (row // 2, torch.bfloat16)

@@ -1,12 +1,14 @@
 """State of one fetch: a sequence whose prompt another worker computes."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.v1 import decode_pb2, error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Reserved
+from services.transfer.errors import ForeignSegment
 from services.transfer.manifest import Coverage
 
 
@@ -74,6 +76,16 @@ class FetchTimes:
     wire_bytes: int = 0
     raw_bytes: int = 0
 
+    def start(self, first: pb.FirstTokens) -> None:
+        """Record the times before the first tokens.
+
+        Raises:
+            ForeignSegment: a time is negative or not finite.
+        """
+        if not (0 <= first.queue_s < math.inf and 0 <= first.prefill_s < math.inf):
+            raise ForeignSegment(f"implausible times: {first.queue_s} s, {first.prefill_s} s")
+        self.queue, self.prefill = first.queue_s, first.prefill_s
+
     def add(self, ready: pb.SegmentReady, read_s: float, decode_s: float) -> None:
         """Add the times and sizes of one segment."""
         self.segments += 1
@@ -88,6 +100,7 @@ class FetchProgress:
     """Progress of one fetch.
 
     Attributes:
+        evicted: number of evicted tokens, which the prefill worker must confirm.
         expected: total number of segments, once it is known.
         announced: segments announced so far.
         verified: segments that were read, verified and decoded.
@@ -98,6 +111,7 @@ class FetchProgress:
     """
 
     coverage: Coverage
+    evicted: int = 0
     times: FetchTimes = field(default_factory=FetchTimes)
     expected: int | None = None
     announced: int = 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.v1 import request_pb2
+from runtime.core.eviction import evicted_tokens
 from runtime.core.window import SINK_PAGES, first_recent
 from runtime.kv.cache import CacheLayout, PlaneGroup
 from runtime.kv.pages import pages_for
@@ -41,15 +42,40 @@ def sent_pages(layout: CacheLayout, group: PlaneGroup, num_tokens: int) -> tuple
     return range(min(SINK_PAGES, pages)), range(recent, pages)
 
 
-def sent_tokens(request: request_pb2.Request, layout: CacheLayout) -> int:
-    """Return the number of tokens of a request whose KV is sent.
+@dataclass(frozen=True)
+class SentTokens:
+    """Tokens of a request whose KV is sent.
 
-    With a compressed format, it is that of the prompt: output tokens of an earlier attempt attend
-    stored pages, so the decode worker computes them again.
+    Attributes:
+        computed: number of tokens that the prefill worker computes.
+        evicted: number of them whose KV it evicts. The others are sent.
     """
-    if layout.has_stored:
-        return request.prompt_tokens
-    return count_tokens(request.tokens)
+
+    computed: int
+    evicted: int
+
+    @property
+    def kept(self) -> int:
+        """Number of tokens in the pages that are sent."""
+        return self.computed - self.evicted
+
+
+def sent_tokens(
+    request: request_pb2.Request, layout: CacheLayout, kv_eviction: float = 0.0
+) -> SentTokens:
+    """Return which tokens of a request are computed and sent by a prefill worker.
+
+    With a compressed format or an eviction, these are tokens of the prompt alone: output tokens of
+    an earlier attempt attend stored pages, or what eviction has kept, so the decode worker computes
+    them again.
+
+    Args:
+        kv_eviction: fraction of the prompt tokens to evict.
+    """
+    evicted = evicted_tokens(request.prompt_tokens, kv_eviction, layout.page_size)
+    if layout.has_stored or evicted:
+        return SentTokens(request.prompt_tokens, evicted)
+    return SentTokens(count_tokens(request.tokens), 0)
 
 
 def plan_segments(

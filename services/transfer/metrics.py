@@ -20,6 +20,9 @@ class TransferMetrics:
             "bytes of transferred KV: raw as in the pages, wire as sent",
             "kind",
         )
+        self._tokens = make.counter(
+            "kv_transfer_tokens", "tokens of sequences whose KV was transferred completely"
+        )
         self._read_seconds = make.seconds("kv_transfer", "READ of one segment")
         self._ratio = make.gauge("kv_compress_ratio", "raw bytes over wire bytes since the start")
         self._encode_seconds = make.seconds("kv_encode", "encode of one segment")
@@ -81,6 +84,10 @@ class TransferMetrics:
         self._count(raw_bytes, wire_bytes)
         self._read_seconds.observe(read_s)
         self._decode_seconds.observe(decode_s)
+
+    def completed(self, tokens: int) -> None:
+        """Record a sequence whose segments have all arrived."""
+        self._tokens.inc(tokens)
 
     def observe_link(self, peer: str, link: LinkView) -> None:
         """Set the gauges of one link to what the policy has measured so far."""

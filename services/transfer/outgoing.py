@@ -37,7 +37,8 @@ class Outgoing:
         reader: name of the decode worker's session; `SharedSlots` limits the slots of each.
         peer: id of the decode worker; the link policy measures per peer.
         sequence: the reader's number of the sequence.
-        tokens: tokens whose KV is sent.
+        tokens: number of tokens in the pages that are sent.
+        evicted: number of tokens that the engine has evicted.
         agent: name of the reader's agent, which receives notifications.
         slot_bytes: bytes of a slot of the reader's landing slab.
         emit: callback that sends an event to the reader.
@@ -61,6 +62,7 @@ class Outgoing:
     slot_bytes: int
     emit: Callable[[pb.PrefillEvent], None]
     fail: Callable[["error_pb2.ErrorCode.ValueType", str], None]
+    evicted: int = 0
     credits: int = 0
     planned: deque[tuple[SegmentPlan, torch.cuda.Event | None]] = field(default_factory=deque)
     unacknowledged: dict[int, SentSegment] = field(default_factory=dict)
@@ -73,8 +75,15 @@ class Outgoing:
         """Planned segments that are not acknowledged yet."""
         return len(self.planned) + len(self.unacknowledged)
 
+    @property
+    def readable(self) -> bool:
+        """Whether segments are encoded that the reader has not acknowledged."""
+        return any(not sent.encoding for sent in self.unacknowledged.values())
+
     def announce_if_complete(self) -> None:
         """Emit the number of segments once the last of them has been announced."""
         if self.computed and not self.planned:
-            done = pb.PrefillDone(sequence=self.sequence, segments=self.issued)
+            done = pb.PrefillDone(
+                sequence=self.sequence, segments=self.issued, evicted_tokens=self.evicted
+            )
             self.emit(pb.PrefillEvent(done=done))

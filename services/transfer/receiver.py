@@ -9,7 +9,7 @@ import asyncio
 from contextlib import suppress
 
 import codec
-from headrace.v1 import error_pb2
+from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.core.window import SINK_PAGES
 from runtime.kv.cache import CacheLayout, PagedCache
@@ -27,10 +27,11 @@ from services.transfer.extent import Extent
 from services.transfer.fetch import Fetch, FetchFailed, FetchProgress, FetchTimes
 from services.transfer.landed import SegmentDecoder
 from services.transfer.landing import LandingSlots
-from services.transfer.manifest import Coverage, sent_tokens
+from services.transfer.manifest import Coverage, SentTokens, sent_tokens
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
 from services.transfer.pulls import Pull, Pulls
+from services.transfer.shares import single_share
 from services.transfer.slab import Slab
 
 _LAUNCH_S = 1.5e-3
@@ -45,7 +46,9 @@ class Receiver:
         cache: pages of the engine.
         codecs: codecs of that cache.
         credits_per_sequence: maximum number of segments of one sequence in flight.
-        read_timeout_s: deadline of one segment's READ, in seconds.
+        read_timeout_s: seconds without the end of any READ from a peer after which its READs are
+            overdue.
+        kv_eviction: fraction of the prompt tokens that prefill workers evict.
     """
 
     def __init__(
@@ -59,11 +62,12 @@ class Receiver:
         credits_per_sequence: int,
         read_timeout_s: float,
         metrics: TransferMetrics,
+        kv_eviction: float = 0.0,
     ) -> None:
         self._agent = agent
         self.landing = LandingSlots(landing, credits_per_sequence, self._grant)
         self._clients = clients
-        self._codecs = codecs
+        self._codecs, self._kv_eviction = codecs, kv_eviction
         self._metrics = metrics
         self._subscriptions: dict[str, Subscription] = {}
         announced = AnnouncedSegments(on_waiting=agent.wake)
@@ -76,6 +80,10 @@ class Receiver:
         """Layout of the cache."""
         return self._codecs.layout
 
+    def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
+        """Return which tokens of a request are sent; see `manifest.sent_tokens`."""
+        return sent_tokens(request, self._codecs.layout, self._kv_eviction)
+
     async def fetch(self, fetch: Fetch) -> FetchTimes:
         """Fetch a prompt's KV into reserved pages; return when all of it is verified.
 
@@ -85,9 +93,11 @@ class Receiver:
             FetchFailed: the KV did not arrive; the content of the pages is undefined.
         """
         try:
+            start = asyncio.get_running_loop().time()
             async with asyncio.timeout(fetch.deadline_s):
                 client = await self._clients.connect(fetch.prefill)
-                return await self._run(fetch, client)
+                spent_s = asyncio.get_running_loop().time() - start
+                return await self._run(fetch, client, fetch.deadline_s - spent_s)
         except TimeoutError:
             raise FetchFailed(
                 error_pb2.ERROR_CODE_DEADLINE, "the request's deadline passed"
@@ -95,18 +105,29 @@ class Receiver:
         except ExceptionGroup as group:
             raise _first_failure(group, fetch.prefill.worker_id) from group
 
+    @property
+    def blocked(self) -> str | None:
+        """Why this worker should get no more requests, or None.
+
+        One prefill worker that has stopped cannot hold as many landing slots, but several can.
+        """
+        slots, overdue = self.landing.slab.slots, self.landing.overdue
+        if overdue <= single_share(slots):
+            return None
+        return f"{overdue} of {slots} landing slots are held by prefill workers that do not answer"
+
     def observe(self) -> None:
         """Set the gauges of the landing slots."""
         self._metrics.landing_slots.labels("held").set(self.landing.held)
         self._metrics.landing_slots.labels("quarantined").set(self.landing.quarantined)
 
-    async def _run(self, fetch: Fetch, client: PrefillClient) -> FetchTimes:
-        tokens = sent_tokens(fetch.request, self._codecs.layout)
-        progress = FetchProgress(Coverage(tokens, self._codecs.layout))
+    async def _run(self, fetch: Fetch, client: PrefillClient, deadline_s: float) -> FetchTimes:
+        sent = self.sent_tokens(fetch.request)
+        progress = FetchProgress(Coverage(sent.kept, self._codecs.layout), sent.evicted)
         with client.subscribe(fetch.request) as subscription:
             self._subscriptions[fetch.key] = subscription
             try:
-                subscription.send_start()
+                subscription.send_start(deadline_s)
                 async with asyncio.TaskGroup() as pulls:
                     await self._follow(fetch, subscription, progress, pulls)
                 if progress.ended:
@@ -124,6 +145,8 @@ class Receiver:
                 "segments are missing from the manifest",
                 fetch.prefill.worker_id,
             )
+        if not progress.ended:
+            self._metrics.completed(sent.computed)
         return progress.times
 
     async def _follow(
@@ -178,8 +201,7 @@ class Receiver:
                     fetch.on_computing()
                 fetch.reserved.add_done_callback(lambda _: self._join(fetch))
             case "first_tokens":
-                progress.times.queue = event.first_tokens.queue_s
-                progress.times.prefill = event.first_tokens.prefill_s
+                progress.times.start(event.first_tokens)
                 choices = sorted(token.choice for token in event.first_tokens.tokens)
                 expected = fetch.request.choices if fetch.samples_first else 0
                 if progress.started or choices != list(range(expected)):
@@ -195,6 +217,10 @@ class Receiver:
                         f"a total of {event.done.segments} segments after {progress.announced} "
                         f"segments and a total of {progress.expected}"
                     )
+                if event.done.evicted_tokens != progress.evicted:
+                    raise ForeignSegment(
+                        f"{event.done.evicted_tokens} tokens were evicted, not {progress.evicted}"
+                    )
                 progress.expected = event.done.segments
                 self._check_verified(fetch, progress)
             case "failed":
@@ -205,7 +231,7 @@ class Receiver:
     def _join(self, fetch: Fetch) -> None:
         """Ask for landing slots, now that there are pages for a sequence that is computed."""
         if fetch.key in self._subscriptions and not fetch.reserved.cancelled():
-            self.landing.join(fetch.key)
+            self.landing.join(fetch.key, fetch.prefill.worker_id)
 
     async def _stop_decodes(self, fetch: Fetch) -> None:
         """Close a fetch and wait for its decodes in progress, even if cancelled again.

@@ -16,16 +16,16 @@ import structlog
 import torch
 
 import codec
-from headrace.v1 import error_pb2
+from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Computed
-from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.cache import PagedCache
 from services.transfer.codec_calls import CodecJob, CodecRunner, Timed
 from services.transfer.codecs import SegmentCodecs
 from services.transfer.extent import Extent
 from services.transfer.frame import HEADER_BYTES, FrameHeader
 from services.transfer.lease import LeaseTable
-from services.transfer.manifest import SegmentPlan, plan_segments
+from services.transfer.manifest import SegmentPlan, SentTokens, plan_segments, sent_tokens
 from services.transfer.metrics import TransferMetrics
 from services.transfer.outgoing import Outgoing, SentSegment
 from services.transfer.policy import LinkPolicy, SegmentTiming, WireMode
@@ -47,8 +47,10 @@ class Sender:
         codecs: codecs of that cache.
         policy: chooses between raw and SplitZip.
         epoch: epoch of this worker, 32 hex digits; part of every frame.
-        lease_s: seconds without a message from the reader after which a lease expires.
+        lease_s: seconds without progress of a reader after which the leases of its sequences with
+            unacknowledged segments expire.
         max_sequences: maximum number of leases.
+        kv_eviction: fraction of the prompt tokens that the engine evicts.
         rank: rank of this worker in its tensor-parallel group.
         first_kv_head: index of the cache's first KV head, counted over all ranks.
     """
@@ -65,6 +67,7 @@ class Sender:
         lease_s: float,
         max_sequences: int,
         metrics: TransferMetrics,
+        kv_eviction: float = 0.0,
         rank: int = 0,
         first_kv_head: int = 0,
     ) -> None:
@@ -75,16 +78,12 @@ class Sender:
         self._codecs = codecs
         self.policy = policy
         self._epoch = epoch
+        self._kv_eviction = kv_eviction
         self._rank, self._first_kv_head = rank, first_kv_head
         self._leases = LeaseTable(lease_s, max_sequences)
         self._outgoing: dict[str, Outgoing] = {}
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def layout(self) -> CacheLayout:
-        """Layout of the cache."""
-        return self._codecs.layout
 
     @property
     def active(self) -> int:
@@ -96,6 +95,10 @@ class Sender:
         """Number of slots with a segment that is being encoded or not acknowledged."""
         return self._slots.in_use
 
+    def sent_tokens(self, request: request_pb2.Request) -> SentTokens:
+        """Return which tokens of a request are sent; see `manifest.sent_tokens`."""
+        return sent_tokens(request, self._codecs.layout, self._kv_eviction)
+
     def open(self, outgoing: Outgoing) -> None:
         """Register a sequence, before its chunks are added."""
         self._outgoing[outgoing.key] = outgoing
@@ -105,7 +108,8 @@ class Sender:
         outgoing = self._outgoing.get(chunk.id)
         if outgoing is None or outgoing.closed:
             return
-        self._leases.grant(outgoing.key, time.monotonic())
+        outgoing.evicted = chunk.evicted
+        self._leases.grant(outgoing.key, outgoing.reader)
         self._metrics.leases.set(self._leases.active)
         outgoing.planned.extend(
             (plan, chunk.ready)
@@ -129,12 +133,13 @@ class Sender:
         if outgoing := self._outgoing.get(key):
             outgoing.computed = True
             outgoing.announce_if_complete()
+            self._count_if_complete(outgoing)
 
     def credit(self, key: str, segments: int) -> None:
         """Add credits that the reader granted."""
         if outgoing := self._outgoing.get(key):
             outgoing.credits += segments
-            self._leases.renew(key, time.monotonic())
+            self._leases.progressed(outgoing.reader, time.monotonic())
             self._pump()
 
     def acknowledge(self, key: str, index: int, timing: SegmentTiming | None = None) -> None:
@@ -149,7 +154,10 @@ class Sender:
             sizes = sent.ready.raw_bytes, sent.ready.length
             self.policy.arrived(outgoing.peer, sent.mode, *sizes, timing)
         self._slots.release(sent.ref)
-        self._leases.renew(key, time.monotonic())
+        self._leases.progressed(outgoing.reader, time.monotonic())
+        if not outgoing.readable:
+            self._leases.pause(key)
+        self._count_if_complete(outgoing)
         self._pump()
 
     def close(self, key: str) -> None:
@@ -189,6 +197,11 @@ class Sender:
         self._metrics.slab_slots.set(self.slots_in_use)
         for peer, link in self.policy.links().items():
             self._metrics.observe_link(peer, link)
+
+    def _count_if_complete(self, outgoing: Outgoing) -> None:
+        """Count the tokens of a sequence once all of its segments are acknowledged."""
+        if outgoing.computed and outgoing.issued and not outgoing.outstanding:
+            self._metrics.completed(outgoing.tokens)
 
     def _pump(self) -> None:
         """Start every encode that has a credit and a slot, oldest sequence first."""
@@ -297,6 +310,7 @@ class Sender:
             if not outgoing.closed:
                 if index in outgoing.unacknowledged:
                     outgoing.emit(pb.PrefillEvent(ready=ready))
+                    self._leases.run(outgoing.key, time.monotonic())
                 return
         if outgoing.unacknowledged.pop(index, None) is not None:
             self._slots.release(sent.ref)

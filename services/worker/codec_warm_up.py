@@ -67,7 +67,10 @@ def _kinds_of_segments(
 ) -> Iterator[SegmentPlan]:
     """Yield the longest segment of each plane group and number of layers."""
     layout, seen = loaded.engine.cache.layout, set()
-    tokens = min(loaded.sizes.chunk_tokens, loaded.engine.pages_total * layout.page_size)
+    exact, stored = loaded.engine.num_pages
+    if layout.has_stored:
+        exact = min(exact, stored)
+    tokens = min(loaded.sizes.chunk_tokens, exact * layout.page_size)
     while tokens > 0:
         for plan in plan_segments(
             layout,

@@ -4,7 +4,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 log = structlog.get_logger()
 
+MAX_PLANS = 1 << 16
+"""Plans whose durations are kept until they are taken; older ones are dropped."""
 STOP_S = 10.0  # seconds for the last step and jobs at shutdown
 
 _NOTHING = StepOutput()
@@ -29,7 +32,8 @@ class EngineLoad:
     Attributes:
         commands: number of commands taken since the start, in the order of their submission.
         queue_tokens: tokens accepted and not yet finished.
-        pages_free: free KV pages.
+        pages_free: free KV pages; exact ones with a compressed KV format.
+        stored_free: free stored pages; 0 without a compressed KV format.
         running: sequences in the batch.
         waiting: sequences that wait for pages or a place in the batch.
         steps: steps since the start.
@@ -39,6 +43,7 @@ class EngineLoad:
     commands: int
     queue_tokens: int
     pages_free: int
+    stored_free: int
     running: int
     waiting: int
     steps: int
@@ -63,6 +68,8 @@ class EngineThread:
     Attributes:
         submitted: number of commands submitted since the start; see `EngineLoad.commands`.
         load: load after the last step.
+        pages_total: number of pages; of exact pages with a compressed KV format.
+        stored_total: number of stored pages; 0 without a compressed KV format.
     """
 
     def __init__(
@@ -80,8 +87,9 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.submitted = self._taken = 0
         self._steps, self._busy_s, self._since = 0, 0.0, time.perf_counter()
+        self._plan_s: deque[float] = deque(maxlen=MAX_PLANS)
         self.load = self._measure()
-        self.pages_total = engine.pages_total
+        self.pages_total, self.stored_total = engine.num_pages
 
     def start(self) -> None:
         """Start the thread."""
@@ -116,6 +124,14 @@ class EngineThread:
         self._inbox.put(_Job(call))
         return future
 
+    def take_plan_times(self) -> Iterator[float]:
+        """Remove and yield the seconds that `Engine.plan` took in each step since the last call.
+
+        If the in-flight step had to be read before the launch, they include this wait.
+        """
+        while self._plan_s:
+            yield self._plan_s.popleft()
+
     async def stop(self) -> None:
         """End the thread once it has processed all earlier submissions.
 
@@ -139,6 +155,7 @@ class EngineThread:
             commands=self._taken,
             queue_tokens=engine.queue_tokens,
             pages_free=engine.pages_free,
+            stored_free=engine.stored_free,
             running=engine.num_running,
             waiting=engine.num_waiting,
             steps=self._steps,
@@ -181,7 +198,10 @@ class EngineThread:
         if not commands and not self._engine.has_work:
             return
         self._taken += len(commands)
-        self._report(self._engine.plan(commands))
+        began = time.perf_counter()
+        planned = self._engine.plan(commands)
+        self._plan_s.append(time.perf_counter() - began)
+        self._report(planned)
         output = self._engine.compute()
         now = time.perf_counter()
         self._steps += 1

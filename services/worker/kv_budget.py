@@ -2,9 +2,13 @@
 
 A compressed KV format has two kinds of pages. Sequences occupy stored pages, except for their first
 page and the window of recent tokens. Exact pages are needed for these, and for prompts until they
-are complete. A worker gets as many exact pages as its batch needs in addition to one prompt of
-maximum length (`exact_pages_for`), but at most half of the memory. A prefill worker, which keeps
+are complete. A worker gets as many exact pages as its batch needs in addition to one prompt
+(`exact_pages_for`), but at most half of the memory. The prompt has the maximum length, or at most
+`PREEMPTED_TOKENS` on a worker that receives the KV of prompts. A prefill worker, which keeps
 prompts until they are read, gets half. The rest is for stored pages.
+
+The number of long sequences that a worker holds therefore grows with the compression ratio if its
+batch is not much larger: windows of unused batch slots are not available for stored pages.
 """
 
 from dataclasses import dataclass
@@ -21,6 +25,10 @@ from services.worker.settings import MAX_KV_TOKENS
 
 CPU_TOKENS = 16_384
 """Default token slots on the CPU, whose memory other processes need as well."""
+PREEMPTED_TOKENS = 8192
+"""Tokens of the prompt for which a decode worker has exact pages. It computes a prompt only after
+preemption. A longer one waits for pages of ended sequences; if it needs more than all exact pages,
+the worker refuses the request, and the gateway continues it elsewhere."""
 RESERVE = 5 << 28
 """Bytes (1.25 GiB) for CUDA's context, graphs and activations."""
 ROW_BYTES = 60
@@ -50,12 +58,13 @@ class DeviceMemory:
         return cls(total, free, torch.cuda.memory_reserved(device))
 
 
-def exact_pages_for(max_running: int, context_length: int, page_size: int) -> int:
-    """Return the exact pages of a full batch, and of one prompt of maximum length.
+def exact_pages_for(max_running: int, prompt_tokens: int, page_size: int) -> int:
+    """Return the exact pages of a full batch, and of one prompt.
 
-    A sequence keeps one page more than its last step used, until that step has completed.
+    A sequence keeps one page more than its last step used, until that step has completed. The
+    engine waits for this step if no page is free (`Scheduler.must_preempt`).
     """
-    return max_running * (max_exact_pages(page_size) + 1) + pages_for(context_length, page_size)
+    return max_running * max_exact_pages(page_size) + pages_for(prompt_tokens, page_size)
 
 
 def pages_of_tokens(tokens: int, layout: CacheLayout, exact: int) -> PageCount:

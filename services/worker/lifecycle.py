@@ -11,11 +11,12 @@ from wsgiref.simple_server import WSGIServer
 
 import structlog
 
+from runtime.core.window import SINK_PAGES, WINDOW
 from runtime.engine import StepOutput
 from services.common.collector import freeze_loaded
 from services.common.grpc_server import GrpcServer
 from services.common.metrics_server import start_metrics_server
-from services.common.placement import Registration, Role
+from services.common.placement import Registration, Role, StoredPages
 from services.transfer.agent import TransferAgent
 from services.worker.engine_thread import EngineThread
 from services.worker.loading import PAGE_SIZE, Loaded
@@ -66,6 +67,11 @@ class Worker(ABC):
     def idle(self) -> bool:
         """Whether the worker has no request."""
 
+    @property
+    def not_ready(self) -> str | None:
+        """Why a running worker should get no more requests, or None; checked periodically."""
+        return None
+
     @abstractmethod
     def end_requests(self) -> None:
         """End every request with DRAINING, so that its gateway continues it on another worker."""
@@ -90,10 +96,12 @@ class Worker(ABC):
             running=load.running,
             waiting=load.waiting,
             queue_tokens=load.queue_tokens,
-            free=load.pages_free,
-            total=self.engine.pages_total,
         )
+        self.metrics.observe_pages("exact", load.pages_free, self.engine.pages_total)
+        if self.engine.stored_total:
+            self.metrics.observe_pages("stored", load.stored_free, self.engine.stored_total)
         self.metrics.observe_steps(load.steps, load.busy_s)
+        self.metrics.observe_plans(self.engine.take_plan_times())
 
     async def close(self) -> None:
         """Stop the engine thread; the memory of the pages is freed when the process ends."""
@@ -130,7 +138,7 @@ async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, rol
     freeze_loaded()
     stop = stop_on_signals()
     registrar, metrics_server = await _start(worker, server, settings, role)
-    tending = asyncio.create_task(_tend(worker, settings.heartbeat_s))
+    tending = asyncio.create_task(_tend(worker, server, registrar, settings.heartbeat_s))
     try:
         stopping = asyncio.create_task(stop.wait())
         ends: set[asyncio.Future[Any]] = {stopping, worker.fault, tending}
@@ -198,10 +206,15 @@ def _registration(
         compatibility=identity.compatibility,
         page_size=PAGE_SIZE,
         pages_total=worker.engine.pages_total,
+        stored=_stored_pages(worker.engine.stored_total),
         max_running=worker.sizes.max_running,
         decodes=worker.decodes,
         overflow_tokens=worker.overflow_tokens,
     )
+
+
+def _stored_pages(total: int) -> StoredPages | None:
+    return StoredPages(total=total, sink_pages=SINK_PAGES, window=WINDOW) if total else None
 
 
 def stop_on_signals() -> asyncio.Event:
@@ -213,9 +226,14 @@ def stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _tend(worker: Worker, period_s: float) -> None:
+async def _tend(worker: Worker, server: GrpcServer, registrar: Registrar, period_s: float) -> None:
+    """Set the gauges periodically, and report whether the worker is ready."""
     while True:
         worker.observe()
+        if worker.not_ready != registrar.not_ready and not worker.draining:
+            registrar.not_ready = worker.not_ready
+            log.warning("readiness changed", not_ready=worker.not_ready)
+            await server.set_serving(worker.not_ready is None)
         await asyncio.sleep(period_s)
 
 

@@ -29,6 +29,7 @@ from services.transfer.slab import Slab
 from services.worker.device import torch_device
 from services.worker.kv_budget import (
     CPU_TOKENS,
+    PREEMPTED_TOKENS,
     DeviceMemory,
     exact_pages_for,
     kv_bytes_for,
@@ -133,6 +134,7 @@ def load_worker(settings: WorkerSettings, *, decodes: bool) -> Loaded:
             codec="splitzip" if codebook_id else "raw",
             codebook_id=codebook_id,
             kernel_plan_hash=model.kernel_plan_hash,
+            kv_eviction=settings.kv_eviction,
         ),
     )
     return Loaded(engine, codebooks, identity, config, device, sizes, weight_bytes)
@@ -239,6 +241,7 @@ def _engine(model: Model, settings: WorkerSettings, sizes: WorkerSizes, *, decod
         replay=model.replayable,
         decodes=decodes,
         by_layer=settings.decode_graphs == "layer",
+        kv_eviction=settings.kv_eviction,
     )
 
 
@@ -251,7 +254,10 @@ def _kv_pages(model: Model, settings: WorkerSettings, sizes: WorkerSizes) -> Pag
     layout, tokens = model.layout, settings.kv_tokens
     exact = MAX_KV_TOKENS // PAGE_SIZE
     if not settings.holds_prompts:
-        exact = exact_pages_for(sizes.max_running, model.context_length, PAGE_SIZE)
+        prompt = model.context_length
+        if not settings.computes_prompts:
+            prompt = min(prompt, PREEMPTED_TOKENS)
+        exact = exact_pages_for(sizes.max_running, prompt, PAGE_SIZE)
     if tokens == "auto" and model.device.type == "cpu":
         tokens = CPU_TOKENS
     if tokens != "auto":

@@ -23,6 +23,11 @@ class WorkerSettings(ServiceSettings):
     gpu_batch: ClassVar[int] = 64
     holds_prompts: ClassVar[bool] = False
 
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether the worker computes prompts regularly, not only after preemption."""
+        return True
+
     worker_id: str = Field(
         default_factory=lambda: f"worker-{uuid.uuid4().hex[:8]}",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
@@ -67,6 +72,13 @@ class WorkerSettings(ServiceSettings):
         description="how KV is stored, sent and attended: a built-in format, name:PATH with the "
         "calibration of a format from `headrace calibrate`, or module:Class; the same for all "
         "workers",
+    )
+    kv_eviction: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="fraction of a prompt's tokens whose KV is evicted once the prompt is complete "
+        "(Keyformer), at least 128 tokens; 0: none; the same for all workers",
     )
     kernel_plan_file: Path | None = Field(
         None,

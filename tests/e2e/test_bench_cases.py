@@ -8,10 +8,11 @@ from rich.console import Console
 
 from tests.e2e.serving_bench.arguments import cases_of, parser, systems_of
 from tests.e2e.serving_bench.bench import Bench, Limits
-from tests.e2e.serving_bench.cases import Case, Interference, Load, Single
+from tests.e2e.serving_bench.cases import Case, Interference, Load, Mixes, Single
 from tests.e2e.serving_bench.cases.load import Traffic
+from tests.e2e.serving_bench.cases.mixes import scale_of
 from tests.e2e.serving_bench.cases.search import Search
-from tests.e2e.serving_bench.counters import mean, stages, total
+from tests.e2e.serving_bench.counters import histogram_quantile, mean, stages, total
 from tests.e2e.serving_bench.results import Results
 from tests.e2e.serving_bench.systems import HeadraceSystem, Layout, Peer
 from tests.loadgen.synthetic import Behaviour, Outcome, serving
@@ -90,6 +91,39 @@ def test_search_keeps_a_row_for_each_rate(tmp_path: Path) -> None:
     rows = entry["cases"]["search"]
     assert len({row["rate"] for row in rows}) == len(rows)
     assert rows[-1]["passed"] < rows[-1]["failed"] <= 1.5 * rows[-1]["passed"]
+
+
+@pytest.mark.slow
+def test_mixes_keep_the_requests_in_flight(tmp_path: Path) -> None:
+    with serving(Behaviour(ttft_s=TTFT_S, itl_s=ITL_S)) as server:
+        case = Mixes(("imdb", "pg19"), tokens=40, concurrency=(1, 4), requests=3)
+        (entry,) = measured(tmp_path, case, Peer("peer", (server.url,)))
+    rows = entry["cases"]["mixes"]
+    assert [(row["mix"], row["concurrency"]) for row in rows] == [
+        *(("imdb", 1), ("imdb", 4), ("pg19", 1), ("pg19", 4))
+    ]
+    for row in rows:
+        assert row["summary"]["outcomes"]["total"] == 3 * row["concurrency"]
+        assert row["summary"]["measures"]["ttft"]["mean"] >= TTFT_S
+        assert row["wire_bytes_per_token"] is None, "the server has no workers"
+    assert rows[0]["scale"] == pytest.approx(40 / (315 + 37))
+    assert rows[2]["summary"]["measures"]["e2e"]["mean"] >= TTFT_S + 15 * ITL_S
+
+
+def test_mean_request_of_a_scaled_mix() -> None:
+    assert scale_of("arxiv", 6543) == 1
+    assert scale_of("pg19", 61_777 // 7) == pytest.approx(1 / 7, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("quantile", "expected"), [(0.5, 1.0), (0.25, 0.5), (0.75, 1.5), (0.95, 2.0)]
+)
+def test_quantiles_are_interpolated_within_buckets(quantile: float, expected: float) -> None:
+    """10 of 20 are below 1, 10 between 1 and 2; the last 2 are beyond the bounds."""
+    buckets = [(1.0, 10.0), (2.0, 20.0), (4.0, 20.0), (float("inf"), 20.0)]
+    if quantile == 0.95:
+        buckets = [(1.0, 9.0), (2.0, 18.0), (float("inf"), 20.0)]
+    assert histogram_quantile(buckets, quantile) == pytest.approx(expected)
 
 
 @pytest.mark.slow
@@ -179,6 +213,18 @@ def test_arguments_become_systems_and_cases() -> None:
     assert isinstance(peer, Peer)
     assert (peer.urls, peer.commands) == (("http://a:1", "http://b:2"), ("run --x=1",))
     assert [case.name for case in cases_of(own)] == ["search", "single"]
+
+
+def test_each_kv_format_is_a_system() -> None:
+    own = parser().parse_args(["--kv-formats", "int4,fdc:/a/b.fdc", "--systems", "1+1"])
+    systems = [system for system in systems_of(own) if isinstance(system, HeadraceSystem)]
+    assert [system.name.split(" ", 1)[1] for system in systems] == ["1+1 int4", "1+1 fdc:b.fdc"]
+    assert systems[1].describe()["flags"][-2:] == ["--kv-format", "fdc:/a/b.fdc"]
+
+
+def test_unknown_mix_is_refused() -> None:
+    with pytest.raises(ValueError, match="imdb"):
+        cases_of(parser().parse_args(["--mixes", "novels"]))
 
 
 @pytest.mark.parametrize(

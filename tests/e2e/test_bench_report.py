@@ -45,6 +45,36 @@ def test_transfer_table_has_stages_and_compression() -> None:
     assert row[-3:] == ["32 raw", "256 MiB", "2.000"]
 
 
+def test_rates_of_mixes_are_compared_at_equal_latency() -> None:
+    def row(concurrency: int, latency: float, rate: float) -> dict[str, object]:
+        measures = {
+            name: {"mean": latency, "p50": latency, "p99": latency}
+            for name in ("e2e", "ttft", "tpot", "normalized_latency")
+        }
+        summary = {
+            "measures": measures,
+            "throughput": {"requests": rate},
+            "outcomes": {"failed": {}, "total": 1},
+            "invalid": [],
+        }
+        shape = {"mix": "imdb", "tokens": 352, "scale": 1.0, "concurrency": concurrency}
+        p99 = {"decode-0 headrace_engine_plan_seconds": latency / 100}
+        return {**shape, "summary": summary, "p99": p99, "wire_bytes_per_token": 8.0}
+
+    document = results_of("one", "two", "slow")
+    curves = (((1, 0.1, 5), (2, 0.2, 8)), ((1, 0.1, 6), (2, 0.3, 10)), ((1, 0.4, 2), (2, 0.5, 3)))
+    for system, points in zip(document["systems"], curves, strict=True):
+        system["cases"] = {"mixes": [row(*point) for point in points]}
+    made = tables(document)
+    (equal,) = made["Requests/s of mixes at equal latency"].groups.values()
+    assert equal == [["one", "8", "1.00"], ["two", "8", "1.00"], ["slow", "–", "–"]]
+    (first, _) = made["Mixes of lengths, closed loop"].groups.values()
+    (bytes_and_overhead, _) = made["KV transfer and overhead of mixes"].groups.values()
+    assert bytes_and_overhead[1] == ["two", "8", "1.00", "–", "–", "1.0"]
+    assert first[1][-5:-1] == ["1.00", "1.00", "1.00", "1.20"]
+    assert "equal latency" in page(document)
+
+
 def test_document_without_rows_has_no_table() -> None:
     document = results_of("one")
     document["systems"][0]["cases"] = {"single": [{"error": "failed"}]}

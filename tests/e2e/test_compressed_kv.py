@@ -6,6 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.common.model_source import DEFAULT_MODEL
+from services.offline.calibrate_flags import Given
+from services.offline.kv_calibration import calibrate_kv
 from tests.e2e.deployment import Running, deployed
 from tests.e2e.equality import digests
 from tests.e2e.serving_bench.models import RandomModel
@@ -40,9 +43,25 @@ def ask(running: Running, number: int) -> list[object]:
     return tokens
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4"])
-def test_disaggregated_tokens_equal_those_of_one_worker(model: Path, name: str) -> None:
-    flags = ("--model", str(model), "--kv-format", name)
+@pytest.fixture(scope="module")
+def calibration(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a calibration of fdc, with ranks that differ between heads."""
+    path = tmp_path_factory.mktemp("calibration") / "fdc"
+    given = Given(text={"tokens": 1024}, options={"removal_rate": 0.2})
+    calibrate_kv(str(model), DEFAULT_MODEL, "fdc", given, path, device="cpu")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "eviction"),
+    [("fp8", "0"), ("int4", "0"), ("fdc", "0"), ("dense", "0.5"), ("int4", "0.5")],
+)
+def test_disaggregated_tokens_equal_those_of_one_worker(
+    model: Path, name: str, eviction: str, request: pytest.FixtureRequest
+) -> None:
+    if name == "fdc":
+        name += f":{request.getfixturevalue('calibration')}"
+    flags = ("--model", str(model), "--kv-format", name, "--kv-eviction", eviction)
     with deployed(*flags, "--colocated") as running:
         expected = [ask(running, number) for number in range(REQUESTS)]
     environment = {"HEADRACE_PREFILL_KV_DIGEST": "true", "HEADRACE_DECODE_KV_DIGEST": "true"}
@@ -54,11 +73,20 @@ def test_disaggregated_tokens_equal_those_of_one_worker(model: Path, name: str) 
         running.wait_until_idle()
         computed = digests(running, "prefill-0", "kv computed")
         arrived = digests(running, "decode-0", "kv verified")
-        free = [worker["pages_free"] for worker in running.workers().values()]
-        total = [worker["pages_total"] for worker in running.workers().values()]
+        workers = running.workers().values()
+        free = [(worker["pages_free"], worker["stored_free"]) for worker in workers]
+        total = [(worker["pages_total"], worker["stored_total"]) for worker in workers]
         wire = running.metric("prefill-0", "headrace_kv_transfer_bytes_total", kind="wire")
+        sent = [
+            running.metric(worker, "headrace_kv_transfer_tokens_total")
+            for worker in ("prefill-0", "decode-0")
+        ]
+        pages = running.metric("decode-0", "headrace_kv_pages", kind="stored")
+        assert pages == running.workers()["decode-0"]["stored_total"]
     assert all(len(tokens) == 40 for tokens in together)
     assert len(arrived) == 2 * REQUESTS
     assert arrived == computed
     assert free == total
     assert wire > 0
+    assert sent == [2 * sum(40 + 97 * number for number in range(REQUESTS))] * 2
+    assert pages > 0

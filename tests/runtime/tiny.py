@@ -90,9 +90,24 @@ def tiny_model(**kinds: object) -> Model:
     return Model(tiny_checkpoint(**kinds))  # type: ignore[arg-type]
 
 
-def engine_of(model: Model, *, pages: int = 64, stored: int = 0, **limits: int) -> Engine:
+def engine_of(
+    model: Model,
+    *,
+    pages: int = 64,
+    stored: int = 0,
+    kv_eviction: float = 0.0,
+    replay: bool = False,
+    **limits: int,
+) -> Engine:
     bounds = {"max_running": 16, "max_waiting": 64, "step_tokens": 64, "chunk_tokens": 32}
-    return Engine(model, num_pages=pages, num_stored=stored, limits=Limits(**(bounds | limits)))
+    return Engine(
+        model,
+        num_pages=pages,
+        num_stored=stored,
+        limits=Limits(**(bounds | limits)),
+        replay=replay,
+        kv_eviction=kv_eviction,
+    )
 
 
 def prompt_of(length: int, seed: int = 0, vocab: int = CONFIG.vocab_size) -> tuple[int, ...]:

@@ -39,14 +39,14 @@ SLOT_BYTES = 1 << 14
 _numbers = itertools.count(1)
 
 
-def load(*, codebooks: bool = False, kv_format: str = "dense", **limits: int) -> Loaded:
+def load(*, codebooks: bool = False, kv_format: str = "dense", kv_eviction: float = 0.0) -> Loaded:
     """Return a loaded worker; workers are compatible if both or neither have codebooks.
 
     All planes have the same codebook, calibrated with normally distributed numbers.
     """
     tiny = Model(tiny_checkpoint(), kv_format=kv_format)
     stored = 64 * tiny.layout.has_stored
-    engine = engine_of(tiny, chunk_tokens=CHUNK, stored=stored, **limits)
+    engine = engine_of(tiny, chunk_tokens=CHUNK, stored=stored, kv_eviction=kv_eviction)
     model = ModelInfo(
         name="tiny",
         context_length=CONFIG.context_length,
@@ -63,12 +63,23 @@ def load(*, codebooks: bool = False, kv_format: str = "dense", **limits: int) ->
         codec="splitzip" if codebooks else "raw",
         codebook_id="normal" if codebooks else "",
         kernel_plan_hash="tiny",
+        kv_eviction=kv_eviction,
     )
     identity = Identity(f"worker-{next(_numbers)}", uuid.uuid4().hex, model, compatibility)
     book = normal_codebook()
     books = {(layer, plane.name): book for layer, plane in engine.cache.layout.planes}
     sizes = WorkerSizes(64, 512, 512, slots=2, slot_bytes=SLOT_BYTES)
     return Loaded(engine, books if codebooks else {}, identity, CONFIG, "cpu", sizes, 1 << 20)
+
+
+def loaded_of(settings: WorkerSettings) -> Loaded:
+    """Return a loaded worker with these settings."""
+    loaded = load(
+        codebooks=settings.codec != "raw",
+        kv_format=settings.kv_format,
+        kv_eviction=settings.kv_eviction,
+    )
+    return replace(loaded, sizes=sizes_of(loaded, settings))
 
 
 def sizes_of(loaded: Loaded, settings: WorkerSettings) -> WorkerSizes:
@@ -133,8 +144,7 @@ class Site:
         settings = PrefillSettings.model_validate(
             {"codec": "raw", "slots": 4, "slot_bytes": SLOT_BYTES, **changes}
         )
-        loaded = load(codebooks=settings.codec != "raw", kv_format=settings.kv_format)
-        loaded = replace(loaded, sizes=sizes_of(loaded, settings))
+        loaded = loaded_of(settings)
         slab = loaded.new_slab()
         agent = make_agent(f"prefill-{loaded.identity.epoch}")
         agent.register(slab)
@@ -160,10 +170,9 @@ class Site:
         **changes: object,
     ) -> Decode:
         settings = DecodeSettings.model_validate(
-            {"codec": "raw", "slots": 2, "slot_bytes": SLOT_BYTES, **changes}
+            {"codec": "raw", "slots": 3, "slot_bytes": SLOT_BYTES, **changes}
         )
-        loaded = load(codebooks=settings.codec != "raw", kv_format=settings.kv_format)
-        loaded = replace(loaded, sizes=sizes_of(loaded, settings))
+        loaded = loaded_of(settings)
         landing = loaded.new_slab()
         agent = make_agent(f"decode-{loaded.identity.epoch}")
         agent.register(landing)
@@ -196,7 +205,9 @@ def message_of(tokens: int, max_tokens: int = 8) -> request_pb2.Request:
 
 
 def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPrefill:
-    return pb.StartPrefill(sequence=sequence, request=message_of(tokens, max_tokens))
+    return pb.StartPrefill(
+        sequence=sequence, request=message_of(tokens, max_tokens), deadline_s=LIMIT_S
+    )
 
 
 def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:

@@ -13,8 +13,8 @@ that one launch suffices. Lengths are read on the device, so that a CUDA graph c
 other lengths.
 
 Kernels that use these functions have a grid `(programs,)`, find their interval with `divide`, walk
-through it from head to head with `locate`, and write each part with `write_part`. What a tile
-contains is up to the kernel.
+through it from head to head with `locate`, and write results with `write_whole` or `write_part`.
+What a tile contains is up to the kernel.
 """
 
 import triton
@@ -22,11 +22,12 @@ import triton.language as tl
 
 
 @triton.jit
-def divide(tiles, KV_HEADS: tl.constexpr, MIN_TILES: tl.constexpr):
+def divide(tiles, most, KV_HEADS: tl.constexpr, MIN_TILES: tl.constexpr):
     """Divide the tiles of a batch into intervals.
 
     Args:
         tiles: int32 `[SEQUENCES]`, number of tiles of one KV head of each sequence.
+        most: maximum number of intervals.
         MIN_TILES: minimum number of tiles of an interval; with little work, some programs get none.
 
     Returns:
@@ -35,8 +36,9 @@ def divide(tiles, KV_HEADS: tl.constexpr, MIN_TILES: tl.constexpr):
     """
     ends = tl.cumsum(tiles, axis=0) * KV_HEADS  # [SEQUENCES], the tile after each sequence
     total = tl.sum(tiles, axis=0) * KV_HEADS
-    programs = tl.minimum(tl.num_programs(0), tl.cdiv(total, MIN_TILES))
-    return ends, programs, total // programs, total % programs
+    programs = tl.minimum(most, tl.cdiv(total, MIN_TILES))
+    shared = tl.maximum(programs, 1)
+    return ends, programs, total // shared, total % shared
 
 
 @triton.jit
@@ -108,20 +110,48 @@ def merge_parts(
 
 
 @triton.jit
+def head_parts(head_begin, count, each, extra):
+    """Return the first program with a part of a KV head, the number of parts, and the first's slot.
+
+    Args:
+        head_begin, count: first tile of the head, and its number of tiles.
+        each, extra: see `interval_begin`.
+    """
+    first = program_of(head_begin, each, extra)
+    parts = program_of(head_begin + count - 1, each, extra) - first + 1
+    return first, parts, (head_begin > interval_begin(first, each, extra)).to(tl.int32)
+
+
+@triton.jit
+def write_whole(
+    acc, l, sequence, kv_head, out,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the output of a KV head whose tiles are all in one interval; see `write_part`."""
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, WIDTH)
+    valid = (row < GROUP)[:, None] & (d < DIM)[None, :]
+    head = ((sequence * KV_HEADS + kv_head) * GROUP + row).to(tl.int64)  # [ROWS]
+    at = head[:, None] * DIM + d[None, :]
+    tl.store(out + at, (acc / l[:, None]).to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit
 def write_part(
-    acc, m, l, sequence, kv_head, tile, stop, head_begin, count, begin, each, extra,
-    part_acc, part_m, part_l, counters, out,
+    acc, m, l, sequence, kv_head, slot, first, parts, first_slot, part_acc, part_m, part_l,
+    counters, out,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of one KV head's tiles ``tile`` to ``stop``, and merge it if it is the last.
+    """Write one part of a KV head, and merge the parts of the head if this is the last one.
 
     Args:
         acc: fp32 `[ROWS, WIDTH]`, unnormalized outputs; the first GROUP rows are query heads.
         m, l: fp32 `[ROWS]`, maximum and sum of the online softmax.
-        head_begin, count: first tile of the head, and its number of tiles.
-        begin: first tile of this program's interval.
-        each, extra: see `interval_begin`.
+        slot: slot of this part, see ``part_acc``.
+        first, parts, first_slot: see `head_parts`. The other parts are in slot 0 of the programs
+            after ``first``.
         part_acc: fp32 `[programs, 2, GROUP, DIM]`, unnormalized outputs. The part with which a
             program's interval begins is in slot 0, the one with which it ends in slot 1.
         part_m, part_l: fp32 `[programs, 2, GROUP]`, maximum and sum of each part.
@@ -132,25 +162,16 @@ def write_part(
     row = tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
     valid = (row < GROUP)[:, None] & (d < DIM)[None, :]
-    if stop - tile == count:
-        head = ((sequence * KV_HEADS + kv_head) * GROUP + row).to(tl.int64)  # [ROWS]
-        at = head[:, None] * DIM + d[None, :]
-        tl.store(out + at, (acc / l[:, None]).to(out.dtype.element_ty), mask=valid)
-    else:
-        program = tl.program_id(0)
-        part = (program * 2 + (tile > begin).to(tl.int32)) * GROUP + row
-        tl.store(part_acc + part[:, None] * DIM + d[None, :], acc, mask=valid)
-        tl.store(part_m + part, m, mask=row < GROUP)
-        tl.store(part_l + part, l, mask=row < GROUP)
-        tl.debug_barrier()
-        first = program_of(head_begin, each, extra)
-        parts = program_of(head_begin + count - 1, each, extra) - first + 1
-        counter = counters + sequence * KV_HEADS + kv_head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
-            first_slot = (head_begin > interval_begin(first, each, extra)).to(tl.int32)
-            for g in range(GROUP):
-                merge_parts(
-                    (sequence * KV_HEADS + kv_head).to(tl.int64) * GROUP + g, g, first, parts,
-                    first_slot, part_acc, part_m, part_l, out, GROUP, DIM, WIDTH, PARTS,
-                )  # fmt: skip
-            tl.store(counter, 0)
+    part = (tl.program_id(0) * 2 + slot) * GROUP + row
+    tl.store(part_acc + part[:, None] * DIM + d[None, :], acc, mask=valid)
+    tl.store(part_m + part, m, mask=row < GROUP)
+    tl.store(part_l + part, l, mask=row < GROUP)
+    tl.debug_barrier()
+    counter = counters + sequence * KV_HEADS + kv_head
+    if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+        for g in range(GROUP):
+            merge_parts(
+                (sequence * KV_HEADS + kv_head).to(tl.int64) * GROUP + g, g, first, parts,
+                first_slot, part_acc, part_m, part_l, out, GROUP, DIM, WIDTH, PARTS,
+            )  # fmt: skip
+        tl.store(counter, 0)

@@ -8,7 +8,14 @@ A tile is BLOCK consecutive keys; see `runtime.attention.kernels.balance`.
 import triton
 import triton.language as tl
 
-from runtime.attention.kernels.balance import divide, interval_begin, locate, write_part
+from runtime.attention.kernels.balance import (
+    divide,
+    head_parts,
+    interval_begin,
+    locate,
+    write_part,
+    write_whole,
+)
 from runtime.kernels.arith import matmul
 
 
@@ -107,7 +114,7 @@ def decode_kernel(
     """
     s = tl.arange(0, SEQUENCES)
     tiles = tl.cdiv(tl.load(lengths + s, mask=s < sequences, other=0), BLOCK)  # of each KV head
-    ends, programs, each, extra = divide(tiles, KV_HEADS, MIN_TILES)
+    ends, programs, each, extra = divide(tiles, tl.num_programs(0), KV_HEADS, MIN_TILES)
     program = tl.program_id(0)
     if program >= programs:
         return
@@ -129,8 +136,12 @@ def decode_kernel(
             tl.load(lengths + sequence), 0, k_pages, v_pages, page_stride, head_stride,
             page_table + sequence * table_stride, scale, DIM, WIDTH, PAGE, BLOCK,
         )  # fmt: skip
-        write_part(
-            acc, m, l, sequence, kv_head, tile, stop, head_begin, count, begin, each, extra,
-            part_acc, part_m, part_l, counters, out, KV_HEADS, GROUP, ROWS, DIM, WIDTH, PARTS,
-        )  # fmt: skip
+        if stop - tile == count:
+            write_whole(acc, l, sequence, kv_head, out, KV_HEADS, GROUP, ROWS, DIM, WIDTH)
+        else:
+            first, parts, first_slot = head_parts(head_begin, count, each, extra)
+            write_part(
+                acc, m, l, sequence, kv_head, (tile > begin).to(tl.int32), first, parts, first_slot,
+                part_acc, part_m, part_l, counters, out, KV_HEADS, GROUP, ROWS, DIM, WIDTH, PARTS,
+            )  # fmt: skip
         tile = stop

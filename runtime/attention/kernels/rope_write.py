@@ -39,8 +39,8 @@ def norm_heads(
 
 @triton.jit
 def rope_write_kernel(
-    qkv, cos, sin, positions, sequences, page_table, table_stride, q, k_pages, v_pages,
-    page_stride, head_stride, q_norm, k_norm,
+    qkv, cos, sin, positions, sequences, starts, lengths, page_table, table_stride, q, k_pages,
+    v_pages, page_stride, head_stride, q_norm, k_norm,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, BY_HALVES: tl.constexpr, NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -53,8 +53,10 @@ def rope_write_kernel(
         qkv: `[tokens, (HEADS + 2 KV_HEADS) * DIM]`; with BY_HALVES, the elements of a head are in
             the order of `gemm.weights.by_halves`.
         cos, sin: fp32 `[context, DIM / 2]`.
-        positions: int64 `[tokens]`.
+        positions: int64 `[tokens]`, which RoPE depends on.
         sequences: int32 `[tokens]`, the row of ``page_table`` for each token.
+        starts, lengths: int32 `[sequences + 1]` and `[sequences]`, see `Batch`. They determine
+            where k and v are written, as a sequence may have evicted tokens.
         page_table: int32 `[sequences, pages]`, row stride ``table_stride``.
         q: `[tokens, HEADS, DIM]`, written, with the dtype of ``qkv``.
         k_pages, v_pages: bf16 `[page, KV_HEADS, PAGE, DIM]`, written, of equal strides.
@@ -65,7 +67,9 @@ def rope_write_kernel(
     """
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
-    page = tl.load(page_table + tl.load(sequences + token) * table_stride + position // PAGE)
+    sequence = tl.load(sequences + token)
+    index = tl.load(lengths + sequence) - tl.load(starts + sequence + 1) + token
+    page = tl.load(page_table + sequence * table_stride + index // PAGE)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     d = tl.arange(0, HALF)[None, :]  # [1, HALF]
     inside = (head < HEADS + 2 * KV_HEADS) & (d < DIM // 2)
@@ -89,7 +93,7 @@ def rope_write_kernel(
     target = q + token * (HEADS * DIM) + head * DIM + d
     tl.store(target, a.to(dtype), mask=inside & (head < HEADS))
     tl.store(target + DIM // 2, b.to(dtype), mask=inside & (head < HEADS))
-    slot = page.to(tl.int64) * page_stride + (position % PAGE) * DIM + d
+    slot = page.to(tl.int64) * page_stride + (index % PAGE) * DIM + d
     at = slot + (head - HEADS) * head_stride
     is_k = inside & (head >= HEADS) & rotated
     tl.store(k_pages + at, a.to(tl.bfloat16), mask=is_k)

@@ -1,8 +1,10 @@
 """Base class of the KV formats that read a calibration."""
 
+import os
 from abc import ABC, abstractmethod
+from functools import cached_property
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import torch
 
@@ -11,6 +13,9 @@ from runtime.errors import CalibrationError
 from runtime.kv.calibration.artifact import Artifact
 from runtime.kv.compressed import CompressedLayer
 from runtime.kv.format import Plane
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.kv.gpu import KernelSource, StoredPageKernels
 
 LayerT = TypeVar("LayerT", bound=CompressedLayer)
 
@@ -32,6 +37,8 @@ class CalibratedFormat(ABC, Generic[LayerT]):
 
     name: str
     version: int
+    fused = False
+    """Whether the Triton kernels support the model and the calibration."""
 
     def __init__(
         self,
@@ -77,6 +84,24 @@ class CalibratedFormat(ABC, Generic[LayerT]):
     def layer(self, index: int) -> LayerT:
         """Return the encoding of one layer."""
         return self._layers[index]
+
+    def kernel_source(self) -> "KernelSource":
+        """Return the format's Triton functions; called only where Triton is installed."""
+        raise NotImplementedError(f"KV format {self.name} has no kernels")
+
+    @cached_property
+    def _kernels(self) -> "StoredPageKernels":
+        from runtime.kv.gpu import StoredPageKernels
+
+        return StoredPageKernels(self._config, self.kernel_source())
+
+    def kernels(self, device: torch.device) -> "StoredPageKernels | None":
+        """Return the fused kernels that the layers share; None if they do not run on a device.
+
+        They run on GPUs, and on CPUs in Triton's interpreter.
+        """
+        on_device = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+        return self._kernels if self.fused and on_device else None
 
     @abstractmethod
     def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[LayerT]:

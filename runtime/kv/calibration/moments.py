@@ -20,6 +20,7 @@ class KVMoments:
 
     Args:
         sample_every: V of one of this many tokens is kept; 0 keeps none.
+        page_every: one of this many pages is kept; 0 keeps none.
 
     Attributes:
         queries: ``[kv_heads, dim, dim]``, Σ qᵀq of q after RoPE, over the query heads of each KV
@@ -31,6 +32,8 @@ class KVMoments:
         unrotated_sum: ``[kv_heads * dim]``, Σ k of the same k.
         tokens: number of tokens.
         value_samples: V of the tokens that are kept, bf16 ``[kv_heads, n, dim]`` each.
+        sample_pages: pages of `SKIPPED` tokens that are kept: K after RoPE and V, bf16 ``[p,
+            kv_heads, SKIPPED, dim]``, and the positions of their first tokens, int64 ``[p]``.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class KVMoments:
         dim: int,
         device: torch.device | str = "cpu",
         sample_every: int = 0,
+        page_every: int = 0,
     ) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
@@ -48,14 +52,19 @@ class KVMoments:
         self.unrotated_sum = zeros(kv_heads * dim)
         self.tokens = 0
         self.value_samples: list[Tensor] = []
-        self._sample_every = sample_every
+        self.sample_pages: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._sample_every, self._page_every, self._pages = sample_every, page_every, 0
 
     @classmethod
     def of(
-        cls, config: ModelConfig, device: torch.device | str = "cpu", sample_every: int = 0
+        cls,
+        config: ModelConfig,
+        device: torch.device | str = "cpu",
+        sample_every: int = 0,
+        page_every: int = 0,
     ) -> Self:
         """Return empty sums for one layer of a model."""
-        return cls(config.num_kv_heads, config.head_dim, device, sample_every)
+        return cls(config.num_kv_heads, config.head_dim, device, sample_every, page_every)
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, rotation: PageRotation) -> None:
         """Add texts that start at position 0, without their first `SKIPPED` tokens.
@@ -81,7 +90,25 @@ class KVMoments:
             by_token = v.transpose(0, 1).flatten(1, 2)  # [kv_heads, batch * n, dim]
             kept = by_token[:, first_sample :: self._sample_every]
             self.value_samples.append(kept.to(torch.bfloat16, copy=True))
+        if self._page_every:
+            self._keep_pages(k, v)
         self.tokens += len(unrotated)
+
+    def _keep_pages(self, k: Tensor, v: Tensor) -> None:
+        """Keep pages of texts without their first `SKIPPED` tokens; see `sample_pages`."""
+        count = k.shape[2] // SKIPPED
+        first = -self._pages % self._page_every  # continue the interval of earlier calls
+        kept = torch.arange(first, len(k) * count, self._page_every, device=k.device)
+        keys, values = (
+            x[:, :, : count * SKIPPED]
+            .reshape(*x.shape[:2], count, SKIPPED, x.shape[3])
+            .transpose(1, 2)
+            .flatten(0, 1)[kept]
+            .to(torch.bfloat16)
+            for x in (k, v)
+        )
+        self.sample_pages.append((keys, values, (kept % count + 1) * SKIPPED))
+        self._pages += len(k) * count
 
 
 def _gram(vectors: Tensor) -> Tensor:

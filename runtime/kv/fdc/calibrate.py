@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from runtime.errors import KVFormatError
 from runtime.kv.calibration import Artifact, KVMoments, RankChoice, truncated_basis
 
-NAME, VERSION = "fdc", 2
+NAME, VERSION = "fdc", 3
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class FdcOptions:
             alone (ablation).
         prc: whether K is projected after RoPE. Without (ablation "FDC/PRC", section 6.6), K is
             projected before RoPE to its own best basis, and attention has to restore it.
+        compressed_prefill: whether prompts attend with projected queries and keys, too, over exact
+            values. It needs ``prc``.
     """
 
     removal_rate: float = 0.2
@@ -33,6 +36,11 @@ class FdcOptions:
     adaptive: bool = True
     share_r: bool = True
     prc: bool = True
+    compressed_prefill: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compressed_prefill and not self.prc:
+            raise KVFormatError("prompts attend with keys that are projected after RoPE: set prc")
 
 
 def calibrate(layers: Iterable[KVMoments], options: FdcOptions, model_hash: str) -> Artifact:

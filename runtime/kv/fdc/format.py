@@ -1,16 +1,27 @@
 """Stored pages of `fdc`: encoding and decoding in plain torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from runtime.attention.base import Batch
 from runtime.errors import CalibrationError
 from runtime.kv.calibration import Artifact, CalibratedFormat
+from runtime.kv.calibration.bases import RANK_MULTIPLE, split_basis
 from runtime.kv.calibration.projection import project_pages
+from runtime.kv.compressed import FusedKernels
 from runtime.kv.fdc.calibrate import NAME, VERSION
+from runtime.kv.fdc.prefill import LatentPrefill, attend_projected
+from runtime.kv.fdc.rows import pack_rows, unpack_rows
 from runtime.kv.format import Plane
 from runtime.kv.rotation import PageRotation
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.kv.gpu import KernelSource, LayerInputs, StoredPageKernels
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,8 @@ class FdcLayer:
         v_basis: B of the values, fp32 ``[kv_heads, dim, v_width]``.
         k_ranks, v_ranks: rank of each head. Columns of the bases beyond it are 0.
         rotation: RoPE of the model if K is projected before RoPE, else None.
+        format_kernels: returns the Triton kernels, or None if they do not run on a device.
+        prefill: prefill attention with projected queries and keys; None for exact prefill.
     """
 
     k_basis: Tensor
@@ -29,6 +42,8 @@ class FdcLayer:
     k_ranks: tuple[int, ...]
     v_ranks: tuple[int, ...]
     rotation: PageRotation | None = None
+    format_kernels: "Callable[[torch.device], StoredPageKernels | None]" = lambda _: None
+    prefill: LatentPrefill | None = None
 
     def encode(
         self,
@@ -42,18 +57,62 @@ class FdcLayer:
         k = keys.float()
         if self.rotation is not None:
             k = self.rotation.undo(k, first_positions)
-        k_plane[targets] = project_pages(k, self.k_basis).to(k_plane.dtype)
-        v_plane[targets] = project_pages(values.float(), self.v_basis).to(v_plane.dtype)
+        v = values.float()
+        for plane, x, basis, ranks in (
+            (k_plane, k, self.k_basis, self.k_ranks),
+            (v_plane, v, self.v_basis, self.v_ranks),
+        ):
+            plane[targets] = pack_rows(project_pages(x, basis).to(plane.dtype), ranks)
 
     def decode(
         self, planes: tuple[Tensor, ...], pages: Tensor, first_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         k_plane, v_plane = planes
-        keys = project_pages(k_plane[pages].float(), self.k_basis.mT)
+        k, v = unpack_rows(k_plane[pages], self.k_ranks), unpack_rows(v_plane[pages], self.v_ranks)
+        keys = project_pages(k.float(), self.k_basis.mT)
         if self.rotation is not None:
             keys = self.rotation.apply(keys, first_positions)
-        values = project_pages(v_plane[pages].float(), self.v_basis.mT)
-        return keys, values
+        return keys, project_pages(v.float(), self.v_basis.mT)
+
+    def attend_prompt(self, q: Tensor, planes: tuple[Tensor, ...], batch: Batch) -> Tensor | None:
+        """Attend with the projected queries and keys of prompts; None if prefill is exact.
+
+        Args:
+            q: `[n, heads, dim]`, after RoPE.
+            planes: exact K and V of the layer.
+        """
+        if self.prefill is None:
+            return None
+        k_pages, v_pages = planes
+        if not self.format_kernels(q.device):
+            return attend_projected(q, k_pages, v_pages, self.k_basis, batch)
+        basis, _, ranks = self._inputs.planes
+        assert isinstance(basis, Tensor)
+        assert isinstance(ranks, Tensor)
+        return self.prefill.attend(q, k_pages, v_pages, basis, ranks, batch)
+
+    def kernels(self, device: torch.device) -> FusedKernels | None:
+        """Return the fused kernels, or None if they do not run on a device or for this model."""
+        return self._kernels if self.format_kernels(device) else None
+
+    @cached_property
+    def _kernels(self) -> FusedKernels:
+        shared = self.format_kernels(self.k_basis.device)
+        assert shared is not None, "kernels are used on the device of the bases"
+        return shared.of_layer(self._inputs)
+
+    @cached_property
+    def _inputs(self) -> "LayerInputs":
+        return self.kernel_inputs()
+
+    def kernel_inputs(self) -> "LayerInputs":
+        """Return bases, ranks and costs of tiles; see `runtime.kv.fdc.kernels`."""
+        from runtime.kv.gpu import LayerInputs
+
+        ranks = torch.tensor([self.k_ranks, self.v_ranks], dtype=torch.int32) // RANK_MULTIPLE
+        bases = split_basis(self.k_basis), split_basis(self.v_basis)
+        costs = [2 * (k + v) for k, v in zip(self.k_ranks, self.v_ranks, strict=True)]
+        return LayerInputs((*bases, ranks.to(self.k_basis.device)), tuple(costs))
 
 
 class FdcFormat(CalibratedFormat[FdcLayer]):
@@ -69,6 +128,11 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
             for name, basis in zip(("k", "v"), bases, strict=True)
         )
 
+    @property
+    def keeps_rope(self) -> bool:
+        """Whether K is projected after RoPE; see `CompressedFormat`."""
+        return all(layer.rotation is None for layer in self._layers)
+
     def unpadded_bytes_per_token(self, layer: int) -> int:
         """Return the bytes of one layer and token that are not padding of heads with lower rank.
 
@@ -82,6 +146,21 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
         sides = ("K", found.k_ranks), ("V", found.v_ranks)
         return ", ".join(f"{side} {' '.join(map(str, ranks))}" for side, ranks in sides)
 
+    def kernel_source(self) -> "KernelSource":
+        """See `CalibratedFormat`."""
+        from runtime.kv.fdc import kernels
+        from runtime.kv.gpu import KernelSource
+
+        return KernelSource(
+            None,
+            kernels.attend,
+            kernels.finish,
+            tile=64,
+            stages=5,
+            encode_page=kernels.encode_page,
+            latents=True,
+        )
+
     def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[FdcLayer]:
         config = self._config
         heads = config.num_kv_heads
@@ -91,6 +170,8 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
         }
         after_rope = artifact.options.get("prc", True)
         rotation = None if after_rope else PageRotation(config, device)
+        compressed = artifact.options.get("compressed_prefill", False)
+        prefill = LatentPrefill(config) if compressed else None
         layers = []
         for index in range(config.num_layers):
             shape = heads, config.head_dim, None
@@ -99,7 +180,10 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
             _check_ranks(index, k_basis, k_ranks)
             _check_ranks(index, v_basis, v_ranks)
             bases = k_basis.to(device), v_basis.to(device)
-            layers.append(FdcLayer(*bases, k_ranks, v_ranks, rotation))
+            layers.append(FdcLayer(*bases, k_ranks, v_ranks, rotation, self.kernels, prefill))
+        self.fused = after_rope and all(
+            rank % RANK_MULTIPLE == 0 for found in layers for rank in found.k_ranks + found.v_ranks
+        )
         return layers
 
 

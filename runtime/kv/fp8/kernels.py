@@ -137,6 +137,7 @@ def fp16_queries(queries):
 def attend(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`.
 
@@ -178,3 +179,12 @@ def attend(
         even = matmul(weights, even_values, even * alpha[:, None])
         odd = matmul(weights, odd_values, odd * alpha[:, None])
     return interleaved(even, odd) * power_of_two(tl.maximum(top, 15) - 14), m, l
+
+
+@triton.jit
+def finish(
+    acc, kv_head, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`."""
+    return acc

@@ -93,4 +93,4 @@ class FP8Format(QuantizedFormat):
         from runtime.kv.fp8 import kernels
         from runtime.kv.gpu import KernelSource
 
-        return KernelSource(kernels.encode, kernels.attend, tile=64)
+        return KernelSource(kernels.encode, kernels.attend, kernels.finish, tile=64, stages=5)

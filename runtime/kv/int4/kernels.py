@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
+
 """Encoding and attention of the format `int4` in Triton; see its README for the maths."""
 
 import triton
@@ -22,7 +22,7 @@ from runtime.kv.kernels.transforms import (
     widened,
     words_at,
 )
-from runtime.kv.kernels.windowed import rows_at, softmax_step
+from runtime.kv.kernels.windowed import rows_at, transposed_softmax_step
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def transformed_queries(queries):
 
 @triton.jit
 def int4_scores(queries, pairs, words, scale):
-    """Return scaled scores, fp32 `[ROWS, BLOCK]`.
+    """Return scaled scores, fp32 `[BLOCK, ROWS]`.
 
     Args:
         queries: see `transformed_queries`.
@@ -136,44 +136,60 @@ def int4_scores(queries, pairs, words, scale):
     """
     q1, q2, q3, q4 = queries
     k1, k2, k3, k4 = unpack_int4(pairs)
-    zeros = tl.zeros((q1.shape[0], pairs.shape[0]), tl.float32)
-    low = matmul(q1, tl.trans(k1.to(q1.dtype)), zeros)
-    low = matmul(q2, tl.trans(k2.to(q1.dtype)), low)
-    high = matmul(q3, tl.trans(k3.to(q1.dtype)), zeros)
-    high = matmul(q4, tl.trans(k4.to(q1.dtype)), high)
+    zeros = tl.zeros((pairs.shape[0], q1.shape[0]), tl.float32)
+    low = matmul(k1.to(q1.dtype), tl.trans(q1), zeros)
+    low = matmul(k2.to(q1.dtype), tl.trans(q2), low)
+    high = matmul(k3.to(q1.dtype), tl.trans(q3), zeros)
+    high = matmul(k4.to(q1.dtype), tl.trans(q4), high)
     low_scale, high_scale = bf16_pair(words)
     half = 0.5 * scale
-    return low * (low_scale * half)[None, :] + high * (high_scale * half)[None, :]
+    return low * (low_scale * half)[:, None] + high * (high_scale * half)[:, None]
 
 
 @triton.jit
 def attend(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """See `runtime.kv.kernels.windowed`."""
+    """See `runtime.kv.kernels.windowed`.
+
+    Tokens and dimensions are rows of matmuls and queries are columns, since a matmul has at least
+    16 rows, but 8 columns.
+    """
     k, v, k_scale, v_scale = planes
     parts = transformed_queries(queries)
-    acc1, m, l = no_keys(queries.shape[0], DIM // 4)
+    acc1, m, _ = no_keys(queries.shape[0], DIM // 4)
+    acc1 = tl.trans(acc1)  # [DIM / 4, ROWS]
     acc2 = tl.zeros_like(acc1)
     acc3 = tl.zeros_like(acc1)
     acc4 = tl.zeros_like(acc1)
+    sums = tl.zeros((BLOCK, queries.shape[0]), tl.float32)
     for first in range(begin, end, BLOCK):
         t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
-        used = t < count
-        keys = byte_pairs_at(k, rows, used, DIM // 2, DIM // 4)
-        values = byte_pairs_at(v, rows, used, DIM // 2, DIM // 4)
+        used = t < count  # the rows of others are those of page 0
+        keys = byte_pairs_at(k, rows, None, DIM // 2, DIM // 4)
+        values = byte_pairs_at(v, rows, None, DIM // 2, DIM // 4)
         scores = int4_scores(parts, keys, words_at(k_scale, rows, used, 4), scale)
-        scores = tl.where(used[None, :], scores, float("-inf"))
-        weights, alpha, m, l = softmax_step(scores, m, l)
+        scores = tl.where(used[:, None], scores, float("-inf"))
+        weights, alpha, m, sums = transposed_softmax_step(scores, m, sums)
         low_scale, high_scale = bf16_pair(words_at(v_scale, rows, used, 4))
-        low_weights = (weights * low_scale[None, :]).to(tl.bfloat16)
-        high_weights = (weights * high_scale[None, :]).to(tl.bfloat16)
+        low_weights = (weights * low_scale[:, None]).to(tl.bfloat16)
+        high_weights = (weights * high_scale[:, None]).to(tl.bfloat16)
         v1, v2, v3, v4 = unpack_int4(values)
-        alpha = alpha[:, None]
-        acc1 = matmul(low_weights, v1, acc1 * alpha)
-        acc2 = matmul(low_weights, v2, acc2 * alpha)
-        acc3 = matmul(high_weights, v3, acc3 * alpha)
-        acc4 = matmul(high_weights, v4, acc4 * alpha)
-    acc = joined(interleaved(acc1, acc2), interleaved(acc3, acc4))
-    return hadamard(acc * 0.5), m, l
+        acc1 = matmul(tl.trans(v1), low_weights, acc1 * alpha)
+        acc2 = matmul(tl.trans(v2), low_weights, acc2 * alpha)
+        acc3 = matmul(tl.trans(v3), high_weights, acc3 * alpha)
+        acc4 = matmul(tl.trans(v4), high_weights, acc4 * alpha)
+    low = interleaved(tl.trans(acc1), tl.trans(acc2))
+    high = interleaved(tl.trans(acc3), tl.trans(acc4))
+    return joined(low, high), m, tl.sum(sums, axis=0)
+
+
+@triton.jit
+def finish(
+    acc, kv_head, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`."""
+    return hadamard(acc * 0.5)

@@ -94,5 +94,13 @@ class Int4Format(QuantizedFormat):
         from runtime.kv.gpu import KernelSource
         from runtime.kv.int4 import kernels
 
-        # Five stages give tiles two buffers; three or four give them one.
-        return KernelSource(kernels.encode, kernels.attend, tile=64, stages=5)
+        return KernelSource(
+            kernels.encode,
+            kernels.attend,
+            kernels.finish,
+            tile=32,
+            exact_tile=16,
+            warps=1,
+            programs=8,
+            rows=8,
+        )

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: E741 - `l` is the sum of an online softmax, as in the literature
+
 """Encoding and attention of the format `k4v2` in Triton; see its README for the maths."""
 
 import triton
@@ -24,7 +24,7 @@ from runtime.kv.kernels.transforms import (
     widened,
     words_at,
 )
-from runtime.kv.kernels.windowed import rows_at, softmax_step
+from runtime.kv.kernels.windowed import rows_at, transposed_softmax_step
 
 EDGE = tl.constexpr(lloyd_max.EDGE)
 INNER = tl.constexpr(151 / 128)
@@ -138,11 +138,13 @@ def norms_at(plane, rows, mask):
 def attend(
     queries, kv_head, begin, end, count, planes, table, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """See `runtime.kv.kernels.windowed`."""
     k, v, k_scale, v_norm = planes
     parts = transformed_queries(queries)
-    acc1, m, l = no_keys(queries.shape[0], DIM // 8)
+    acc1, m, _ = no_keys(queries.shape[0], DIM // 8)
+    acc1 = tl.trans(acc1)  # [DIM / 8, ROWS]
     acc2 = tl.zeros_like(acc1)
     acc3 = tl.zeros_like(acc1)
     acc4 = tl.zeros_like(acc1)
@@ -150,26 +152,38 @@ def attend(
     acc6 = tl.zeros_like(acc1)
     acc7 = tl.zeros_like(acc1)
     acc8 = tl.zeros_like(acc1)
+    sums = tl.zeros((BLOCK, queries.shape[0]), tl.float32)
     for first in range(begin, end, BLOCK):
         t, rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 1)
         pair, pair_rows = rows_at(first, kv_head, count, table, KV_HEADS, PAGE, BLOCK, 2)
-        used = t < count
-        keys = byte_pairs_at(k, rows, used, DIM // 2, DIM // 4)
-        values = byte_pairs_at(v, rows, used, DIM // 4, DIM // 8)
+        used = t < count  # the rows of others are those of page 0
+        keys = byte_pairs_at(k, rows, None, DIM // 2, DIM // 4)
+        values = byte_pairs_at(v, rows, None, DIM // 4, DIM // 8)
         scores = int4_scores(parts, keys, words_at(k_scale, rows, used, 4), scale)
-        scores = tl.where(used[None, :], scores, float("-inf"))
-        weights, alpha, m, l = softmax_step(scores, m, l)
-        weights = (weights * norms_at(v_norm, pair_rows, pair < count)[None, :]).to(tl.bfloat16)
-        alpha = alpha[:, None]
+        scores = tl.where(used[:, None], scores, float("-inf"))
+        weights, alpha, m, sums = transposed_softmax_step(scores, m, sums)
+        norms = norms_at(v_norm, pair_rows, pair < count)
+        weights = (weights * norms[:, None]).to(tl.bfloat16)
         v1, v2, v3, v4, v5, v6, v7, v8 = unpack_levels(values)
-        acc1 = matmul(weights, v1, acc1 * alpha)
-        acc2 = matmul(weights, v2, acc2 * alpha)
-        acc3 = matmul(weights, v3, acc3 * alpha)
-        acc4 = matmul(weights, v4, acc4 * alpha)
-        acc5 = matmul(weights, v5, acc5 * alpha)
-        acc6 = matmul(weights, v6, acc6 * alpha)
-        acc7 = matmul(weights, v7, acc7 * alpha)
-        acc8 = matmul(weights, v8, acc8 * alpha)
-    low = joined(interleaved(acc1, acc2), interleaved(acc3, acc4))
-    high = joined(interleaved(acc5, acc6), interleaved(acc7, acc8))
-    return hadamard(joined(low, high) * (UNIT * DIM**-0.5)), m, l
+        acc1 = matmul(tl.trans(v1), weights, acc1 * alpha)
+        acc2 = matmul(tl.trans(v2), weights, acc2 * alpha)
+        acc3 = matmul(tl.trans(v3), weights, acc3 * alpha)
+        acc4 = matmul(tl.trans(v4), weights, acc4 * alpha)
+        acc5 = matmul(tl.trans(v5), weights, acc5 * alpha)
+        acc6 = matmul(tl.trans(v6), weights, acc6 * alpha)
+        acc7 = matmul(tl.trans(v7), weights, acc7 * alpha)
+        acc8 = matmul(tl.trans(v8), weights, acc8 * alpha)
+    first = interleaved(tl.trans(acc1), tl.trans(acc2))
+    second = interleaved(tl.trans(acc3), tl.trans(acc4))
+    third = interleaved(tl.trans(acc5), tl.trans(acc6))
+    fourth = interleaved(tl.trans(acc7), tl.trans(acc8))
+    return joined(joined(first, second), joined(third, fourth)), m, tl.sum(sums, axis=0)
+
+
+@triton.jit
+def finish(
+    acc, kv_head, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed`."""
+    return hadamard(acc * (UNIT * DIM**-0.5))

@@ -52,6 +52,4 @@ class K4V2Format(QuantizedFormat):
         from runtime.kv.k4v2 import kernels
 
         # With more warps, matmuls of 16 columns would be computed twice.
-        return KernelSource(
-            kernels.encode, kernels.attend, tile=64, exact_tile=16, warps=1, programs=8
-        )
+        return KernelSource(kernels.encode, kernels.attend, kernels.finish, tile=64, rows=8)

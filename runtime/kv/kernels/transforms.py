@@ -115,13 +115,17 @@ def byte_pairs_at(plane, rows, mask, BYTES: tl.constexpr, WIDTH: tl.constexpr):
     Args:
         plane: plane with BYTES bytes per row, an even number.
         rows: int64 `[n]`.
-        mask: `[n]`.
-        WIDTH: power of two, at least BYTES / 2.
+        mask: `[n]`, or None.
+        WIDTH: power of two, at least BYTES / 2; with no mask, equal to it.
     """
     i = tl.arange(0, WIDTH)[None, :]
     words = plane.to(tl.pointer_type(tl.uint16), bitcast=True)
-    read = mask[:, None] & (i < BYTES // 2)
-    return tl.load(words + rows[:, None] * (BYTES // 2) + i, mask=read, other=0)
+    at = words + rows[:, None] * (BYTES // 2) + i
+    if mask is None:
+        found = tl.load(at)
+    else:
+        found = tl.load(at, mask=mask[:, None] & (i < BYTES // 2), other=0)
+    return found
 
 
 @triton.jit

@@ -1,6 +1,9 @@
 """Stored pages of `palu`: encoding and decoding in plain torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -8,10 +11,21 @@ from torch import Tensor
 from runtime.config import ModelConfig
 from runtime.errors import CalibrationError
 from runtime.kv.calibration import Artifact, CalibratedFormat
+from runtime.kv.calibration.bases import split_basis
 from runtime.kv.calibration.projection import project_pages
+from runtime.kv.compressed import FusedKernels
 from runtime.kv.format import Plane
 from runtime.kv.palu.calibrate import NAME, VERSION
 from runtime.kv.rotation import PageRotation
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.kv.gpu import KernelSource, LayerInputs, StoredPageKernels
+
+_MAX_FUSED_GROUP = 4
+"""Maximum number of KV heads of a group in the Triton kernels."""
+_MAX_FUSED_DIM = 256
+_ALIGNED = 8
+"""Latents in 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +36,13 @@ class PaluLayer:
         k_basis: fp32 ``[groups, g * dim, g * k_width]``, for K before RoPE of g heads.
         v_basis: fp32 ``[kv_heads, dim, v_width]``.
         rotation: RoPE of the model.
+        format_kernels: returns the Triton kernels, or None if they do not run on a device.
     """
 
     k_basis: Tensor
     v_basis: Tensor
     rotation: PageRotation
+    format_kernels: "Callable[[torch.device], StoredPageKernels | None]" = lambda _: None
 
     def encode(
         self,
@@ -50,6 +66,24 @@ class PaluLayer:
         unrotated = self._ungroup(grouped, k_plane.shape[1])
         values = project_pages(v_plane[pages].float(), self.v_basis.mT)
         return self.rotation.apply(unrotated, first_positions), values
+
+    def kernels(self, device: torch.device) -> FusedKernels | None:
+        """Return the fused kernels, or None if they do not run on a device or for this model."""
+        return self._kernels if self.format_kernels(device) else None
+
+    @cached_property
+    def _kernels(self) -> FusedKernels:
+        shared = self.format_kernels(self.k_basis.device)
+        assert shared is not None, "kernels are used on the device of the bases"
+        return shared.of_layer(self.kernel_inputs())
+
+    def kernel_inputs(self) -> "LayerInputs":
+        """Return bases, RoPE and the size of groups; see `runtime.kv.palu.kernels`."""
+        from runtime.kv.gpu import LayerInputs
+
+        bases = split_basis(self.k_basis), split_basis(self.v_basis)
+        group = len(self.v_basis) // len(self.k_basis)
+        return LayerInputs((*bases, *self.rotation.tables, group))
 
     def _group(self, heads: Tensor) -> Tensor:
         """Concatenate heads: ``[p, kv_heads, n, a]`` to ``[p, groups, n, g * a]``."""
@@ -85,6 +119,17 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
         size = self._config.num_kv_heads // groups
         return f"K {groups} x {k_width} for {size} heads each, V {found.v_basis.shape[2]} per head"
 
+    def kernel_source(self) -> "KernelSource":
+        """See `CalibratedFormat`."""
+        from runtime.kv.gpu import KernelSource
+        from runtime.kv.palu import kernels
+
+        group = self._config.num_kv_heads // len(self._layers[0].k_basis)
+        return KernelSource(
+            None, kernels.ATTEND[group], kernels.finish, tile=64, warps=4, programs=2,
+            encode_page=kernels.encode_page, latents=True,
+        )  # fmt: skip
+
     def _read_layers(self, artifact: Artifact, device: torch.device | str) -> list[PaluLayer]:
         config = self._config
         rotation = PageRotation(config, device)
@@ -95,8 +140,26 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
                 f"v_basis.{index}", (config.num_kv_heads, config.head_dim, None)
             )
             _check_groups(index, k_basis, config)
-            layers.append(PaluLayer(k_basis.to(device), v_basis.to(device), rotation))
+            bases = k_basis.to(device), v_basis.to(device)
+            layers.append(PaluLayer(*bases, rotation, self.kernels))
+        self.fused = _kernels_support(layers, config)
         return layers
+
+
+def _kernels_support(layers: list[PaluLayer], config: ModelConfig) -> bool:
+    """Return whether the Triton kernels support the bases: equal groups, and aligned latents."""
+    dim, groups = config.head_dim, {len(layer.k_basis) for layer in layers}
+    widths = {layer.v_basis.shape[2] for layer in layers}
+    widths |= {
+        layer.k_basis.shape[2] * len(layer.k_basis) // config.num_kv_heads for layer in layers
+    }
+    return (
+        len(groups) == 1
+        and config.num_kv_heads // min(groups) <= _MAX_FUSED_GROUP
+        and dim & (dim - 1) == 0
+        and 32 <= dim <= _MAX_FUSED_DIM
+        and not any(width % _ALIGNED for width in widths)
+    )
 
 
 def _check_groups(layer: int, basis: Tensor, config: ModelConfig) -> None:

@@ -11,8 +11,9 @@ from runtime.kv.calibration import Artifact, KVMoments, spectral_basis
 from runtime.kv.shard.allocation import allocate
 from runtime.kv.shard.codebook import train
 from runtime.kv.shard.codes import STEPS
+from runtime.kv.shard.commuting import commuting_basis
 
-NAME, VERSION = "shard", 3
+NAME, VERSION = "shard", 4
 K_BITS = 4
 """Bits of a coefficient of K with uniform allocation."""
 
@@ -31,6 +32,8 @@ class ShardOptions:
         group: coefficients of a group; a multiple of 4 that divides ``kv_heads * dim``. None is
             64, or 1/16 of ``kv_heads * dim`` if that is less: 12 for 3 heads of 64.
         values: codes of V: "scalar", or "vq" with a codebook of 256 vectors of 4 elements.
+        k_basis: "pca" for the principal components of all heads, or "commuting" for those that
+            commute with RoPE; see `runtime.kv.shard.commuting`.
         seed: seed of the first codebooks.
     """
 
@@ -39,6 +42,7 @@ class ShardOptions:
     allocation: str = "uniform"
     group: int | None = None
     values: str = "scalar"
+    k_basis: str = "pca"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -47,6 +51,7 @@ class ShardOptions:
         for name, found, known in (
             ("allocation", self.allocation, ("uniform", "dynamic")),
             ("values", self.values, ("scalar", "vq")),
+            ("k_basis", self.k_basis, ("pca", "commuting")),
         ):
             if found not in known:
                 raise KVFormatError(f"{name} {found!r} is unknown: choose {' or '.join(known)}")
@@ -74,7 +79,10 @@ def calibrate(layers: Iterable[KVMoments], options: ShardOptions, model_hash: st
             raise KVFormatError(f"layer {index}: no tokens were measured")
         mean = moments.unrotated_sum / moments.tokens
         covariance = moments.unrotated_keys / moments.tokens - torch.outer(mean, mean)
-        deviations, vectors = spectral_basis(covariance)
+        if options.k_basis == "pca":
+            deviations, vectors = spectral_basis(covariance)
+        else:
+            deviations, vectors = commuting_basis(covariance, moments.values.shape[0])
         bits = _bits(deviations.square(), options, *moments.values.shape[:2])
         kept = bits.nonzero()[:, 0]
         bits, on_device = bits[kept], kept.to(deviations.device)

@@ -13,6 +13,8 @@ from runtime.kv.transforms import pack, unpack
 STEPS = {2: 0.9957, 4: 0.4, 6: 0.12, 8: 0.035}
 """Quantization steps by bits, in standard deviations. The step of 2 bits is optimal for normal
 coefficients (Max 1960, table II); the others are larger, as coefficients have heavier tails."""
+LARGEST = 2.0**60
+"""Largest magnitude of an element of K minus the mean that can be encoded."""
 _NOT_FINITE = 0
 """Code of more than 2 bits that no finite coefficient has."""
 _RUN_MULTIPLE = {2: 4, 4: 2, 6: 4, 8: 1}
@@ -73,8 +75,8 @@ def encode_coefficients(coefficients: Tensor, scales: Tensor, runs: Sequence[Run
     return torch.cat(parts, dim=-1)
 
 
-def decode_coefficients(stored: Tensor, scales: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Return the coefficients, fp32 ``[..., rank]``.
+def decode_steps(stored: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Return the coefficients in quantization steps, fp32 ``[..., rank]``.
 
     Args:
         stored: uint8 ``[..., bytes]``; bytes beyond those of the runs are ignored.
@@ -86,7 +88,7 @@ def decode_coefficients(stored: Tensor, scales: Tensor, runs: Sequence[Run]) -> 
             parts.append(codes.float() - (zero - 0.5))
         else:
             parts.append(torch.where(codes == _NOT_FINITE, torch.nan, codes.float() - zero))
-    return torch.cat(parts, dim=-1) * scales
+    return torch.cat(parts, dim=-1)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

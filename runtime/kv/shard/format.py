@@ -1,6 +1,9 @@
 """Stored pages of `shard`: encoding and decoding in plain torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,14 +12,22 @@ from torch.nn.functional import pad
 from runtime.errors import CalibrationError, KVFormatError
 from runtime.kv.calibration import Artifact, CalibratedFormat
 from runtime.kv.calibration.projection import project_pages
+from runtime.kv.compressed import FusedKernels
 from runtime.kv.format import Plane
 from runtime.kv.lloyd_max import BITS as V_BITS
 from runtime.kv.lloyd_max import dequantize_values, quantize_values
 from runtime.kv.rotation import PageRotation
 from runtime.kv.shard import codebook
-from runtime.kv.shard.calibrate import NAME, VERSION
-from runtime.kv.shard.codes import Run, decode_coefficients, encode_coefficients, runs_of
+from runtime.kv.shard.calibrate import K_BITS, NAME, VERSION
+from runtime.kv.shard.codes import LARGEST, Run, decode_steps, encode_coefficients, runs_of
+from runtime.kv.shard.decoder import KeyDecoder
 from runtime.kv.transforms import check_transformable
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.kv.gpu import KernelSource, LayerInputs, StoredPageKernels
+
+_MIN_FUSED_DIM, _MAX_FUSED_DIM = 64, 128
+"""Head dimensions of the Triton kernels."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +39,25 @@ class ShardLayer:
         k_basis: fp32 ``[kv_heads * dim, rank]``.
         k_scale: fp32 ``[rank]``, value of one quantization step.
         k_runs: bits of the coefficients.
+        k_decoder: what maps codes back to keys before RoPE.
         rotation: RoPE of the model.
         v_book: fp32 ``[256, 4]``, codebook of V, or None for scalar codes.
+        format_kernels: returns the Triton kernels, or None if they do not run on a device.
     """
 
     k_mean: Tensor
     k_basis: Tensor
     k_scale: Tensor
     k_runs: tuple[Run, ...]
+    k_decoder: KeyDecoder
     rotation: PageRotation
     v_book: Tensor | None = None
+    format_kernels: "Callable[[torch.device], StoredPageKernels | None]" = lambda _: None
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all coefficients have 4 bits and V has scalar codes."""
+        return self.v_book is None and [run.bits for run in self.k_runs] == [K_BITS]
 
     def encode(
         self,
@@ -47,28 +67,45 @@ class ShardLayer:
         planes: tuple[Tensor, ...],
         targets: Tensor,
     ) -> None:
+        if kernels := self.kernels(keys.device):
+            kernels.encode(keys, values, planes, targets, first_positions=first_positions)
+        else:
+            self.encode_reference(keys, values, first_positions, planes, targets)
+
+    def encode_reference(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        first_positions: Tensor,
+        planes: tuple[Tensor, ...],
+        targets: Tensor,
+    ) -> None:
+        """Encode whole pages in plain torch, up to the order of sums as the kernels do."""
         k_plane, v_plane, norm_plane = planes
         unrotated = self.rotation.undo(keys.float(), first_positions)
         tokens = unrotated.transpose(1, 2).flatten(2) - self.k_mean  # [p, n, kv_heads * dim]
+        finite = (tokens.abs() <= LARGEST).all(dim=-1, keepdim=True)
         coefficients = project_pages(tokens[:, None], self.k_basis[None])[:, 0]
+        coefficients = coefficients.masked_fill(~finite, torch.nan)
         packed = encode_coefficients(coefficients, self.k_scale, self.k_runs)  # [p, n, bytes]
         kv_heads, width = k_plane.shape[1], k_plane.shape[3]
         padded = pad(packed, (0, kv_heads * width - packed.shape[-1]))
-        # [p, n, kv_heads * width] -> [p, kv_heads, n, width]
-        k_plane[targets] = padded.view(*packed.shape[:2], kv_heads, width).transpose(1, 2)
+        k_plane[targets] = padded.view(-1, *k_plane.shape[1:])  # the same bytes in another shape
         if self.v_book is None:
-            v_plane[targets], norm_plane[targets] = quantize_values(values)
+            v_plane[targets], norms = quantize_values(values)
         else:
-            v_plane[targets], norm_plane[targets] = codebook.quantize(values, self.v_book)
+            v_plane[targets], norms = codebook.quantize(values, self.v_book)
+        norm_plane[targets] = norms.masked_fill(~finite[:, None], torch.nan)
 
     def decode(
         self, planes: tuple[Tensor, ...], pages: Tensor, first_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         k_plane, v_plane, norm_plane = planes
-        kv_heads, dim = k_plane.shape[1], v_plane.shape[3] * 8 // V_BITS
-        stored = k_plane[pages].transpose(1, 2).flatten(2)  # [p, n, kv_heads * width]
-        coefficients = decode_coefficients(stored, self.k_scale, self.k_runs)
-        tokens = project_pages(coefficients[:, None], self.k_basis.mT[None])[:, 0] + self.k_mean
+        kv_heads, page_size, width = k_plane.shape[1:]
+        dim = v_plane.shape[3] * 8 // V_BITS
+        stored = k_plane[pages].view(-1, page_size, kv_heads * width)
+        steps = decode_steps(stored, self.k_runs)  # [p, n, rank]
+        tokens = project_pages(steps[:, None], self._k_matrix[None])[:, 0] + self.k_mean
         unrotated = tokens.view(*tokens.shape[:2], kv_heads, dim).transpose(1, 2)
         v_stored = v_plane[pages], norm_plane[pages]
         if self.v_book is None:
@@ -77,12 +114,59 @@ class ShardLayer:
             values = codebook.dequantize(*v_stored, self.v_book)
         return self.rotation.apply(unrotated, first_positions), values
 
+    @cached_property
+    def _k_matrix(self) -> Tensor:
+        return self.k_decoder.matrix()
+
+    def kernels(self, device: torch.device) -> FusedKernels | None:
+        """Return the fused kernels, or None if they do not run on a device or for this model."""
+        return self._kernels if self.format_kernels(device) else None
+
+    @cached_property
+    def _kernels(self) -> FusedKernels:
+        shared = self.format_kernels(self.k_basis.device)
+        assert shared is not None, "kernels are used on the device of the bases"
+        return shared.of_layer(self.kernel_inputs())
+
+    def kernel_inputs(self) -> "LayerInputs":
+        """Return the tensors that `runtime.kv.shard.kernels` reads after the stored planes."""
+        from runtime.kv.gpu import LayerInputs
+
+        weights, offsets, unit = self.k_decoder.kernel_inputs()
+        kv_heads, rank = len(unit), self.k_basis.shape[1]
+        own = rank // 2 // kv_heads  # bytes of a token that the program of a KV head encodes
+        width = max(16, 1 << (own - 1).bit_length())
+        columns = self.k_basis.new_zeros(kv_heads, len(self.k_basis), 2, width)
+        columns[..., :own] = self.k_basis.view(-1, 2, kv_heads, own).permute(2, 0, 1, 3)
+        # Attention uses the tables of the inverse three times and cancels their factors.
+        factor = unit.new_tensor([self.rotation.factor])
+        units = torch.cat((unit * factor**3, factor))
+        encoding = columns, self.k_mean, self.k_scale
+        return LayerInputs((weights, offsets, units, *encoding, *self.rotation.inverse))
+
 
 class ShardFormat(CalibratedFormat[ShardLayer]):
     """Format `shard`; artifacts are results of `runtime.kv.shard.calibrate`."""
 
     name = NAME
     version = VERSION
+
+    def kernel_source(self) -> "KernelSource":
+        """See `CalibratedFormat`."""
+        from runtime.kv.gpu import KernelSource
+        from runtime.kv.shard import encode_kernels, kernels
+
+        # Matmuls of tokens by warp groups take 4 warps and 64 tokens.
+        return KernelSource(
+            None,
+            kernels.attend,
+            kernels.finish,
+            tile=64,
+            warps=4,
+            stages=5,
+            programs=2,
+            encode_page=encode_kernels.encode_page,
+        )
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:
         heads, dim = self._config.num_kv_heads, self._config.head_dim
@@ -124,6 +208,17 @@ class ShardFormat(CalibratedFormat[ShardLayer]):
             if f"v_book.{index}" in artifact.tensors:
                 shape = codebook.ENTRIES, codebook.WIDTH
                 book = artifact.tensor(f"v_book.{index}", shape).to(device)
+            decoder = KeyDecoder.of(basis.to(device), scale.to(device), mean.to(device), heads)
             tensors = mean.to(device), basis.to(device), scale.to(device)
-            layers.append(ShardLayer(*tensors, runs, rotation, book))
+            layers.append(ShardLayer(*tensors, runs, decoder, rotation, book, self.kernels))
+        self.fused = (
+            _MIN_FUSED_DIM <= dim <= _MAX_FUSED_DIM
+            and all(layer.uniform for layer in layers)
+            and _multiplies_fp8(torch.device(device))
+        )
         return layers
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    """Return whether the kernels' fp8 matmuls run on a device; Triton's interpreter has them."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -30,3 +30,9 @@ def lloyd_max(bits: int) -> tuple[Tensor, Tensor]:
         ]
     levels = torch.tensor([*(-level for level in reversed(half)), *half], dtype=torch.float64)
     return levels.float(), ((levels[1:] + levels[:-1]) / 2).float()
+
+
+def bf16_magnitudes() -> list[int]:
+    """Return the bits of the eight positive levels of 4 bits in bf16, ascending."""
+    levels, _ = lloyd_max(4)
+    return [bits & 0xFFFF for bits in levels[8:].to(torch.bfloat16).view(torch.int16).tolist()]

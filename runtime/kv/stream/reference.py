@@ -1,16 +1,20 @@
 """Reference of `stream8`, `stream4` and `stream4-qjl` in plain torch; it specifies the bits."""
 
 import math
-from functools import cache
-from typing import Self
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from runtime.config import ModelConfig
 from runtime.kv.format import Plane
+from runtime.kv.quantized import QuantizedFormat, VectorQuantizer
 from runtime.kv.stream.levels import lloyd_max
 from runtime.kv.transforms import check_transformable, hadamard, pack, sum_by_halves, unpack
+
+if TYPE_CHECKING:  # optional: Triton
+    from runtime.kv.gpu import KernelSource, LayerInputs
 
 _SIGNS_PER_BYTE = 8
 _SIGN_SEED = 0
@@ -77,26 +81,37 @@ def dequantize_qjl(stored: Tensor, norms: Tensor, bits: int) -> Tensor:
     return hadamard(levels + residual)
 
 
-class StreamFormat:
-    """Implements `runtime.kv.compressed.CompressedFormat`; all layers are alike.
+class StreamFormat(QuantizedFormat):
+    """K after RoPE and V as Lloyd-Max codes with a norm; all layers are alike.
 
-    Args:
-        bits: bits of a code, 4 or 8.
-        qjl: whether K has the QJL correction; only with 4 bits.
-
-    Raises:
-        ValueError: the head dimension is not a power of two of at least 8.
+    `stream8` and `stream4` have Triton kernels, `stream4-qjl` has none.
     """
 
-    version = 1
-    artifact_hash = ""
+    version = 2
 
     def __init__(self, config: ModelConfig, bits: int, *, qjl: bool = False) -> None:
+        """Create the format.
+
+        Args:
+            bits: bits of a code, 4 or 8.
+            qjl: whether K has the QJL correction; only with 4 bits.
+
+        Raises:
+            ValueError: the head dimension is not a power of two of at least 8.
+        """
         self.name = f"stream{bits}-qjl" if qjl else f"stream{bits}"
         check_transformable(config.head_dim, self.name)
         if config.head_dim % _SIGNS_PER_BYTE:
             raise ValueError(f"KV format {self.name} needs heads of at least 8 dimensions")
-        self._config, self._bits, self._qjl = config, bits, qjl
+        self._bits, self._qjl = bits, qjl
+        values = VectorQuantizer(partial(quantize, bits=bits), partial(dequantize, bits=bits))
+        keys = values
+        if qjl:
+            keys = VectorQuantizer(
+                partial(quantize_qjl, bits=bits), partial(dequantize_qjl, bits=bits)
+            )
+        super().__init__(config, keys, values, min_fused_dim=64)
+        self.fused &= not qjl
 
     def planes(self, layer: int, page_size: int) -> tuple[Plane, ...]:  # noqa: ARG002 - all alike
         dim = self._config.head_dim
@@ -114,42 +129,34 @@ class StreamFormat:
             plane("v_norm", torch.bfloat16, 1),
         )
 
-    def layer(self, index: int) -> Self:  # noqa: ARG002 - all layers are alike
-        return self
+    def kernel_source(self) -> "KernelSource":
+        """See `QuantizedFormat`."""
+        from runtime.kv.gpu import KernelSource
+        from runtime.kv.stream import kernels
 
-    def encode(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
-        planes: tuple[Tensor, ...],
-        targets: Tensor,
-    ) -> None:
-        k, v, k_norm, v_norm = planes
-        of_keys = quantize_qjl if self._qjl else quantize
-        k[targets], k_norm[targets] = of_keys(keys, self._bits)
-        v[targets], v_norm[targets] = quantize(values, self._bits)
+        if self._bits == 4:
+            return KernelSource(kernels.encode4, kernels.attend4, kernels.finish, tile=64, stages=5)
+        return KernelSource(kernels.encode8, kernels.attend8, kernels.finish, tile=64, warps=4)
 
-    def decode(
-        self,
-        planes: tuple[Tensor, ...],
-        pages: Tensor,
-        first_positions: Tensor,  # noqa: ARG002 - K stays after RoPE
-    ) -> tuple[Tensor, Tensor]:
-        k, v, k_norm, v_norm = (plane[pages] for plane in planes)
-        of_keys = dequantize_qjl if self._qjl else dequantize
-        return of_keys(k, k_norm, self._bits), dequantize(v, v_norm, self._bits)
+    def kernel_inputs(self, device: torch.device) -> "LayerInputs":
+        """Return levels and edges; see `runtime.kv.stream.kernels`."""
+        from runtime.kv.gpu import LayerInputs
+
+        levels, edges = lloyd_max(self._bits)
+        return LayerInputs((levels.to(device, torch.bfloat16), edges.to(device)))
 
 
 def _norms(x: Tensor) -> Tensor:
     squared = sum_by_halves(x * x)
-    return torch.where(squared.isfinite(), squared.sqrt(), torch.nan).to(torch.bfloat16)
+    # A NaN that is converted from fp32 would have other bits on a GPU than on a CPU.
+    norms: Tensor = squared.sqrt().to(torch.bfloat16).masked_fill(~squared.isfinite(), torch.nan)
+    return norms
 
 
 def _codes(transformed: Tensor, norms: Tensor, bits: int) -> Tensor:
     """Return codes, uint8 `[..., d]`."""
     _, edges = lloyd_max(bits)
-    unit = norms.float() / math.sqrt(transformed.shape[-1])
+    unit = norms.float() * transformed.shape[-1] ** -0.5
     scaled = torch.where(unit > 0, transformed / unit, 0.0)
     codes = torch.bucketize(scaled, edges.to(scaled.device)).to(torch.uint8)
     return codes * norms.isfinite()
@@ -157,7 +164,7 @@ def _codes(transformed: Tensor, norms: Tensor, bits: int) -> Tensor:
 
 def _levels(codes: Tensor, norms: Tensor, bits: int) -> Tensor:
     levels, _ = lloyd_max(bits)
-    unit = norms.float() / math.sqrt(codes.shape[-1])
+    unit: Tensor = norms.float() * codes.shape[-1] ** -0.5
     return levels.to(codes.device)[codes.long()] * unit
 
 

@@ -136,12 +136,12 @@ def run_epilogue(
         at = query_offset + r // DIM * DIM + dim
         if opcode != QUERY:
             at += (SHAPE.HEADS + gl.where(opcode == VALUE, SHAPE.KV_HEADS, 0)) * DIM
-            position = gl.load(batch.positions + b, mask=b < SHAPE.B, other=0)
+            index = gl.load(batch.lengths + b, mask=b < SHAPE.B, other=1) - 1
             page = gl.load(
-                batch.page_table + b * batch.table_stride + position // PAGE,
+                batch.page_table + b * batch.table_stride + index // PAGE,
                 mask=b < SHAPE.B, other=0,
             )  # fmt: skip
-            slot = page.to(gl.int64) * (pages.page_stride * LINE) + position % PAGE * DIM
+            slot = page.to(gl.int64) * (pages.page_stride * LINE) + index % PAGE * DIM
             place = target.to(gl.int64) * LINE + r // DIM * (pages.head_stride * LINE) + dim
             gl.store(pages.base + slot + place, rotated, mask=inside)
         send_bf16(own + at, rotated, flag, inside)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from services.common.model_source import DEFAULT_MODEL
-from tests.e2e.serving_bench.cases import Case, Interference, Load, Search, Single
+from tests.e2e.serving_bench.cases import Case, Interference, Load, Mixes, Search, Single
 from tests.e2e.serving_bench.cases.load import Traffic
+from tests.e2e.serving_bench.cases.mixes import MIXES
 from tests.e2e.serving_bench.models import RandomModel
 from tests.e2e.serving_bench.systems import HeadraceSystem, Layout, Peer, System
 
 _T = TypeVar("_T")
-CASES = ("single", "load", "search", "interference")
+CASES = ("single", "load", "search", "interference", "mixes")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,6 +22,13 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m tests.e2e.serving_bench",
         description="Measure deployments and peers with the same requests, and compare them.",
     )
+    _add_systems(made)
+    _add_cases(made)
+    _add_limits(made)
+    return made
+
+
+def _add_systems(made: argparse.ArgumentParser) -> None:
     add = made.add_argument_group("systems").add_argument
     add("--shape", help="shape of a model of random weights, such as llama-3-8b")
     add("--model", default=DEFAULT_MODEL, help="without --shape: name or path of a checkpoint")
@@ -33,12 +41,21 @@ def parser() -> argparse.ArgumentParser:
         help="such as colocated,colocated:2,1+1 (prefill + decode); '' for peers only",
     )
     add("--codec", type=listed(str), default=(None,), help="of n+m systems: auto,raw,splitzip")
+    add(
+        "--kv-formats",
+        type=listed(str),
+        default=(None,),
+        help="such as dense,int4,fdc:FILE; names in tables have the name of the file alone",
+    )
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="setting; repeatable")
     add("--label", help="added to the names of deployments, to tell settings apart")
     add("--peer", action="append", default=[], metavar="NAME=URL[,URL]", help="repeatable")
     add("--peer-command", action="append", default=[], metavar="NAME=COMMAND", help="repeatable")
     add("--peer-tokenizer", type=Path, help="tokenizer.json; default: that of --shape")
+
+
+def _add_cases(made: argparse.ArgumentParser) -> None:
     add = made.add_argument_group("cases").add_argument
     add("--cases", type=listed(str), default=("single", "load"), help=",".join(CASES))
     add("--lengths", type=listed(int), default=Single.lengths, help="prompts of single requests")
@@ -58,6 +75,13 @@ def parser() -> argparse.ArgumentParser:
     add("--arriving", type=int, default=Interference.arriving, help="prompts beside streams")
     add("--stream-tokens", type=int, default=Interference.answer, help="longest stream")
     add("--window", type=float, default=Interference.seconds, help="seconds beside streams")
+    add("--mixes", type=listed(str), default=Mixes.mixes, help="presets of the load generator")
+    add("--mix-tokens", type=int, default=Mixes.tokens, help="tokens of a mean request of a mix")
+    add("--concurrency", type=listed(int), default=Mixes.concurrency, help="requests in flight")
+    add("--mix-requests", type=int, default=Mixes.requests, help="for each one in flight")
+
+
+def _add_limits(made: argparse.ArgumentParser) -> None:
     add = made.add_argument_group("limits and output").add_argument
     add("--out", type=Path, default=Path("runs/serving"), help="output folder")
     add("--limit", type=float, default=120.0, help="seconds of one run")
@@ -68,7 +92,6 @@ def parser() -> argparse.ArgumentParser:
     add("--baseline", metavar="SYSTEM", help="system of the ratios; default: the first")
     add("--commit", help="commit of a copy without a Git repository")
     add("--merge", type=Path, nargs="+", metavar="RESULTS", help="compare earlier results only")
-    return made
 
 
 def listed(kind: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
@@ -95,8 +118,9 @@ def systems_of(own: argparse.Namespace) -> list[System]:
         ValueError: if a setting or a peer has an invalid syntax.
     """
     deployments = [
-        _deployment(own, keep, layout, codec)
+        _deployment(own, keep, layout, codec, kv_format)
         for keep in own.keep
+        for kv_format in own.kv_formats
         for layout in own.systems
         for codec in (own.codec if layout.prefill else (None,))
     ]
@@ -104,7 +128,11 @@ def systems_of(own: argparse.Namespace) -> list[System]:
 
 
 def _deployment(
-    own: argparse.Namespace, keep: float, layout: Layout, codec: str | None
+    own: argparse.Namespace,
+    keep: float,
+    layout: Layout,
+    codec: str | None,
+    kv_format: str | None,
 ) -> HeadraceSystem:
     model: RandomModel | str = own.model
     name, factorize = own.model, keep if keep < 1 else None
@@ -114,15 +142,24 @@ def _deployment(
     elif factorize is not None:
         name += f"-keep{keep:g}"
     return HeadraceSystem(
-        " ".join(filter(None, (name, str(layout), codec, own.label))),
+        " ".join(filter(None, (name, str(layout), codec, _short(kv_format), own.label))),
         layout,
         model,
         keep=factorize,
         codec=codec,
+        kv_format=kv_format,
         device=own.device,
         settings=dict(map(pair, own.set)),
         start_s=own.start_limit,
     )
+
+
+def _short(kv_format: str | None) -> str | None:
+    """Return a KV format for the name of a system: a calibration without its folder."""
+    if kv_format is None or "/" not in kv_format:
+        return kv_format
+    name, _, file = kv_format.partition(":")
+    return f"{name}:{Path(file).name}"
 
 
 def _peers(own: argparse.Namespace) -> list[System]:
@@ -162,7 +199,10 @@ def cases_of(own: argparse.Namespace) -> list[Case]:
         "interference": Interference(
             own.streams, answer=own.stream_tokens, seconds=own.window, arriving=own.arriving
         ),
+        "mixes": Mixes(own.mixes, own.mix_tokens, own.concurrency, own.mix_requests),
     }
+    if unknown := set(own.mixes) - set(MIXES):
+        raise ValueError(f"--mixes {','.join(unknown)}: expected some of {','.join(MIXES)}")
     if unknown := set(own.cases) - cases.keys():
         raise ValueError(f"--cases {','.join(unknown)}: expected some of {','.join(CASES)}")
     return [cases[name] for name in own.cases]

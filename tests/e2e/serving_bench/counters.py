@@ -1,6 +1,7 @@
 """Prometheus metrics of a deployment's processes before and after a measurement."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -8,6 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 _PREFIX, _TIMEOUT_S = "headrace_", 10.0
 _COUNTERS = ("counter", "histogram")
+_BUCKET = " le="
+"""Separates a series of a histogram from the upper bound of a bucket."""
 
 Samples = dict[str, float]
 """Values by sample, such as ``headrace_kv_segments_total{mode="raw"}``."""
@@ -23,6 +26,7 @@ class MetricsReader:
     def __init__(self, urls: Mapping[str, str]) -> None:
         self._urls = urls
         self._before = {name: _read(url)[0] for name, url in urls.items()}
+        self._after: dict[str, Samples] = {}
 
     def collect(self) -> dict[str, Samples]:
         """Return the growth of each counter and the value of each gauge, by process name.
@@ -33,9 +37,46 @@ class MetricsReader:
         for name, url in self._urls.items():
             counters, gauges = _read(url)
             before = self._before[name]
+            self._after[name] = counters
+            counters = {key: value for key, value in counters.items() if _BUCKET not in key}
             grown = {key: value - before.get(key, 0.0) for key, value in counters.items()}
             found[name] = {key: value for key, value in grown.items() if value} | gauges
         return found
+
+    def quantiles(self, quantile: float) -> dict[str, float]:
+        """Return a quantile of each histogram that has grown, by process and sample.
+
+        As Prometheus does, it is interpolated within its bucket. Call `collect` first.
+        """
+        found = {}
+        for name, counters in self._after.items():
+            before = self._before[name]
+            buckets: dict[str, list[tuple[float, float]]] = {}
+            for key, value in counters.items():
+                if _BUCKET in key:
+                    series, _, bound = key.rpartition(_BUCKET)
+                    grown = value - before.get(key, 0.0)
+                    buckets.setdefault(series, []).append((float(bound), grown))
+            for series, counts in buckets.items():
+                if counts[-1][1] > 0:
+                    found[f"{name} {series}"] = histogram_quantile(counts, quantile)
+        return found
+
+
+def histogram_quantile(buckets: Sequence[tuple[float, float]], quantile: float) -> float:
+    """Return a quantile of a histogram, interpolated linearly within its bucket.
+
+    Args:
+        buckets: upper bound and cumulative count, in rising order; the last bound is infinite.
+    """
+    rank, low, below = quantile * buckets[-1][1], 0.0, 0.0
+    for high, count in buckets:
+        if count >= rank and count > below:
+            if high == math.inf:
+                break
+            return low + (high - low) * (rank - below) / (count - below)
+        low, below = high, count
+    return low
 
 
 def _read(url: str) -> tuple[Samples, Samples]:
@@ -48,10 +89,13 @@ def _read(url: str) -> tuple[Samples, Samples]:
         return counters, gauges
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            skipped = sample.name.endswith(("_bucket", "_created"))
-            if sample.name.startswith(_PREFIX) and not skipped:
-                into = counters if family.type in _COUNTERS else gauges
-                into[_key(sample.name, sample.labels)] = sample.value
+            if not sample.name.startswith(_PREFIX) or sample.name.endswith("_created"):
+                continue
+            into = counters if family.type in _COUNTERS else gauges
+            labels = dict(sample.labels)
+            bound = labels.pop("le", None)
+            key = _key(sample.name.removesuffix("_bucket"), labels)
+            into[key if bound is None else f"{key}{_BUCKET}{bound}"] = sample.value
     return counters, gauges
 
 

@@ -110,6 +110,7 @@ class HeadraceSystem:
         model: model of random weights, or name or path of a checkpoint.
         keep: ``--keep`` for a checkpoint; a model of random weights has its own.
         codec: ``--codec``; None for the default.
+        kv_format: ``--kv-format``; None for the default.
         settings: environment variables of the deployment.
         start_s: time limit for the start, in seconds.
     """
@@ -119,6 +120,7 @@ class HeadraceSystem:
     model: RandomModel | str
     keep: float | None = None
     codec: str | None = None
+    kv_format: str | None = None
     device: str = "auto"
     settings: Mapping[str, str] = field(default_factory=dict)
     start_s: float = 900.0
@@ -141,6 +143,8 @@ class HeadraceSystem:
         flags: tuple[str, ...] = ("--device", self.device)
         if self.codec is not None:
             flags += ("--codec", self.codec)
+        if self.kv_format is not None:
+            flags += ("--kv-format", self.kv_format)
         if self.keep is not None:
             flags += ("--keep", f"{self.keep:g}")
         return flags

@@ -4,20 +4,23 @@ Rows of one group were measured with the same parameters. Ratios compare a row w
 document's ``baseline``, or of the first system of the group.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
 from loadgen.report import Table
 from loadgen.report.number import ms, percent, plain, size
-
-Document = Mapping[str, Any]
-Row = Mapping[str, Any]
-Cells = Callable[[Row, Row], list[str]]
-"""Formats a row, given the row of the baseline."""
-
-_PERCENTILES = ("p50", "p99")
-_PAIR = "p50 / p99, ms"
+from tests.e2e.serving_bench.mix_tables import mixes, mixes_at_equal_latency, overhead
+from tests.e2e.serving_bench.rows import (
+    PAIR,
+    Document,
+    Row,
+    groups_of,
+    measured,
+    percentiles,
+    ratio,
+    remarks,
+)
 
 
 def tables(document: Document) -> dict[str, Table]:
@@ -27,6 +30,9 @@ def tables(document: Document) -> dict[str, Table]:
         "Poisson load": load(document),
         "Highest rate within objectives": search(document),
         "Gaps of running streams": interference(document),
+        "Mixes of lengths, closed loop": mixes(document),
+        "KV transfer and overhead of mixes": overhead(document),
+        "Requests/s of mixes at equal latency": mixes_at_equal_latency(document),
         "Stages and KV transfer": transfer(document),
     }
     return {title: table for title, table in made.items() if table.groups}
@@ -38,7 +44,7 @@ def single(document: Document) -> Table:
             return [*("–",) * 5, row["error"][:120]]
         return [
             *(ms(row[name]) for name in ("first", "second", "gap")),
-            *(_ratio(row, base, itemgetter(name)) for name in ("first", "second")),
+            *(ratio(row, base, itemgetter(name)) for name in ("first", "second")),
             "",
         ]
 
@@ -50,7 +56,7 @@ def single(document: Document) -> Table:
             ("second token", "ratio"),
             ("remarks", ""),
         ],
-        _groups(document, "single", lambda row: f"{row['tokens']:,} tokens", cells),
+        groups_of(document, "single", lambda row: f"{row['tokens']:,} tokens", cells),
     )
 
 
@@ -59,18 +65,18 @@ def load(document: Document) -> Table:
         summary = row["summary"]
         goodput = summary["goodput"]
         return [
-            *(_percentiles(summary["measures"][name]) for name in ("ttft", "itl", "tpot")),
+            *(percentiles(summary["measures"][name]) for name in ("ttft", "itl", "tpot")),
             plain(summary["throughput"]["requests"]),
             plain(summary["throughput"]["output_tokens"]),
             percent(None if goodput is None else goodput["attainment"]),
-            *(_ratio(row, base, _measured(name)) for name in ("ttft", "itl")),
+            *(ratio(row, base, measured(name)) for name in ("ttft", "itl")),
             remarks(summary),
         ]
 
     return Table(
         [
             ("system", ""),
-            *((name, _PAIR) for name in ("first token", "gap", "per output token")),
+            *((name, PAIR) for name in ("first token", "gap", "per output token")),
             ("answered", "requests/s"),
             ("output", "tokens/s"),
             ("attained", "%"),
@@ -78,7 +84,7 @@ def load(document: Document) -> Table:
             ("gap, p99", "ratio"),
             ("remarks", ""),
         ],
-        _groups(document, "load", load_title, cells),
+        groups_of(document, "load", load_title, cells),
     )
 
 
@@ -88,19 +94,12 @@ def load_title(row: Row) -> str:
     return f"{row['rate']:g} requests/s, answers of {row['answer']} tokens{seed}"
 
 
-def remarks(summary: Row) -> str:
-    """Return failures of a run, and why it is invalid."""
-    failed = sum(summary["outcomes"]["failed"].values())
-    found = [f"{failed} of {summary['outcomes']['total']} failed"] if failed else []
-    return "; ".join(found + (["invalid"] if summary["invalid"] else []))
-
-
 def search(document: Document) -> Table:
     def cells(row: Row, base: Row) -> list[str]:
         return [
             plain(row["passed"]),
             plain(row["failed"]),
-            _ratio(row, base, lambda one: one["passed"]),
+            ratio(row, base, lambda one: one["passed"]),
             ", ".join(row["probes"]),
         ]
 
@@ -112,7 +111,7 @@ def search(document: Document) -> Table:
             ("highest passing", "ratio"),
             ("attained at each rate", "%"),
         ],
-        _groups(document, "search", lambda row: f"answers of {row['answer']} tokens", cells),
+        groups_of(document, "search", lambda row: f"answers of {row['answer']} tokens", cells),
     )
 
 
@@ -121,8 +120,8 @@ def interference(document: Document) -> Table:
         if "error" in row:
             return [*("–",) * 5, row["error"][:120]]
         return [
-            _percentiles(row["quiet"]),
-            _percentiles(row["busy"]),
+            percentiles(row["quiet"]),
+            percentiles(row["busy"]),
             f"{row['busy']['p99'] / row['quiet']['p99']:.2f}",
             plain(row["arrived"]["requests"]),
             plain(row["arrived"]["tokens"]),
@@ -132,14 +131,14 @@ def interference(document: Document) -> Table:
     return Table(
         [
             ("system", ""),
-            ("gap, without", _PAIR),
-            ("gap, with prompts arriving", _PAIR),
+            ("gap, without", PAIR),
+            ("gap, with prompts arriving", PAIR),
             ("p99", "ratio"),
             ("arrived", "prompts/s"),
             ("arrived", "tokens/s"),
             ("remarks", ""),
         ],
-        _groups(document, "interference", lambda row: f"{row['streams']} streams", cells),
+        groups_of(document, "interference", lambda row: f"{row['streams']} streams", cells),
     )
 
 
@@ -174,8 +173,8 @@ def transfer(document: Document) -> Table:
         ("KV", ""),
         ("raw / wire", ""),
     ]
-    groups = _groups(document, "single", lambda row: f"{row['tokens']:,} tokens", cells, "stages")
-    return Table(columns, groups | _groups(document, "load", load_title, cells, "stages"))
+    groups = groups_of(document, "single", lambda row: f"{row['tokens']:,} tokens", cells, "stages")
+    return Table(columns, groups | groups_of(document, "load", load_title, cells, "stages"))
 
 
 def errors(system: Mapping[str, Any]) -> list[str]:
@@ -184,65 +183,3 @@ def errors(system: Mapping[str, Any]) -> list[str]:
     for name, rows in system["cases"].items():
         found += [f"{name}: {row['error']}" for row in rows if row.keys() == {"error"}]
     return found
-
-
-def _groups(
-    document: Document, case: str, title: Callable[[Row], str], cells: Cells, needs: str = ""
-) -> dict[str, list[list[str]]]:
-    """Group the rows of a case by their title.
-
-    Args:
-        needs: key that a row must have, with a value that is not empty.
-    """
-    found: dict[str, list[tuple[str, Row]]] = {}
-    for name, row in _rows(document, case):
-        if not needs or row.get(needs):
-            found.setdefault(title(row), []).append((name, row))
-    baseline = document.get("baseline") or ""
-    return {
-        group: [[name, *cells(row, dict(rows).get(baseline, rows[0][1]))] for name, row in rows]
-        for group, rows in found.items()
-    }
-
-
-def _rows(document: Document, case: str) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a case, except those of a case that failed as a whole."""
-    for system in document["systems"]:
-        rows = system["cases"].get(case, ())
-        if case == "search":
-            rows = _searches(rows)
-        for row in rows:
-            if row.keys() != {"error"}:
-                yield system["name"], row
-
-
-def _searches(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row for each answer length: the last bracket, with all rates of the search."""
-    found: dict[int, dict[str, Any]] = {}
-    for row in rows:
-        if "answer" in row:
-            probes = found.get(row["answer"], {"probes": []})["probes"]
-            early = " (ended early)" if row["gave_up"] else ""
-            probe = f"{row['rate']:g}: {percent(row['attainment'])}{early}"
-            found[row["answer"]] = row | {"probes": [*probes, probe]}
-    return list(found.values())
-
-
-def _percentiles(found: Row | None) -> str:
-    return "–" if found is None else " / ".join(ms(found[name]) for name in _PERCENTILES)
-
-
-def _measured(name: str) -> Callable[[Row], float | None]:
-    def p99(row: Row) -> float | None:
-        found = row["summary"]["measures"][name]
-        return None if found is None else float(found["p99"])
-
-    return p99
-
-
-def _ratio(row: Row, base: Row, value: Callable[[Row], float | None]) -> str:
-    """Return a figure of a row divided by that of the baseline."""
-    if row is base or "error" in row or "error" in base:
-        return ""
-    own, other = value(row), value(base)
-    return f"{own / other:.2f}" if own and other else "–"

@@ -1,5 +1,7 @@
 """Paged sequences with random K and V, and NaN in all unused slots."""
 
+from collections.abc import Sequence
+
 import torch
 
 from runtime.attention.base import Batch, SequenceSlice
@@ -14,12 +16,26 @@ def pages_of(lengths: list[int]) -> list[list[int]]:
     return [part.tolist() for part in torch.split(ids, counts)]
 
 
-def batch_of(lengths: list[int], new: int, device: torch.device | str = "cpu") -> Batch:
-    """Return a batch of the last ``new`` tokens of each sequence."""
+def batch_of(
+    lengths: list[int],
+    new: int,
+    device: torch.device | str = "cpu",
+    *,
+    evicted: Sequence[int] | None = None,
+) -> Batch:
+    """Return a batch of the last ``new`` tokens of each sequence.
+
+    Args:
+        lengths: tokens in the pages of each sequence.
+        evicted: number of tokens of each sequence that are not in its pages; by default 0.
+    """
+    each = zip(lengths, evicted or [0] * len(lengths), pages_of(lengths), strict=True)
     return Batch.of(
         [
-            SequenceSlice([0] * min(new, length), length - min(new, length), pages)
-            for length, pages in zip(lengths, pages_of(lengths), strict=True)
+            SequenceSlice(
+                [0] * min(new, length), length + gone - min(new, length), pages, evicted=gone
+            )
+            for length, gone, pages in each
         ],
         device,
     )

@@ -54,16 +54,19 @@ def test_attend_is_softmax_attention(attention: DenseAttention) -> None:
             torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("evicted", [(0, 0, 0), (32, 160, 16)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_write_equals_the_reference_bit_for_bit(shape: tuple[int, int, int]) -> None:
+def test_write_equals_the_reference_bit_for_bit(
+    shape: tuple[int, int, int], evicted: tuple[int, ...]
+) -> None:
     heads, kv_heads, dim = shape
     lengths = [63, 1, 100]
-    batch = batch_of(lengths, 19)
+    batch = batch_of(lengths, 19, evicted=evicted)
     generator = torch.Generator().manual_seed(6)
     qkv = torch.randn(len(batch.tokens), (heads + 2 * kv_heads) * dim, generator=generator)
     qkv[0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     qkv[1, -3:] = torch.tensor([torch.inf, torch.nan, 3.4e38])
-    angles = torch.rand(100, dim // 2, generator=generator) * 6
+    angles = torch.rand(200, dim // 2, generator=generator) * 6
     rope = (angles.cos(), angles.sin())
     written = []
     for attention in (ReferenceAttention(), CompiledAttention(heads, kv_heads, dim)):
@@ -93,6 +96,37 @@ def test_decode_and_prefill_attention_give_the_same_bits(
         prompt = attention.attend(q, k.bfloat16(), v.bfloat16(), whole)
         alone = attention.attend(q[-1:].contiguous(), k.bfloat16(), v.bfloat16(), last)
         assert torch.equal(alone[0], prompt[-1]), length
+
+
+@pytest.mark.parametrize("new", [1, 19])
+@pytest.mark.parametrize("attention", [ReferenceAttention(), CompiledAttention(6, 2, 16)])
+def test_eviction_changes_rope_and_not_where_tokens_are_written(
+    attention: DenseAttention, new: int
+) -> None:
+    """A token of a sequence with evicted tokens has a later position at the same slot."""
+    lengths, evicted = [63, 100], [48, 16]
+    generator = torch.Generator().manual_seed(8)
+    angles = torch.rand(200, 8, generator=generator) * 6
+    batch, plain = batch_of(lengths, new, evicted=evicted), batch_of(lengths, new)
+    qkv = torch.randn(len(batch.tokens), 10 * 16, generator=generator)
+    k, v = random_pages(lengths, 2, 16)
+    q = attention.write(qkv, (angles.cos(), angles.sin()), k, v, batch)
+    for sequence, (length, gone) in enumerate(zip(lengths, evicted, strict=True)):
+        rows = slice(sequence * new, (sequence + 1) * new)
+        moved = angles[gone:]  # angles at positions that are `gone` tokens later
+        k_plain, v_plain = random_pages(lengths, 2, 16)
+        q_plain = attention.write(qkv, (moved.cos(), moved.sin()), k_plain, v_plain, plain)
+        pages = batch.page_table[sequence, : -(-length // 16)].long()
+        assert torch.equal(q[rows], q_plain[rows])
+        for found, expected in ((k, k_plain), (v, v_plain)):
+            bits = found[pages].view(torch.int16), expected[pages].view(torch.int16)
+            assert torch.equal(*bits)
+    assert torch.equal(attention.attend(q, k, v, batch), attention.attend(q, k, v, plain))
+    last = batch.where_logits()
+    assert last.lengths.tolist() == lengths
+    assert last.positions.tolist() == [
+        length + gone - 1 for length, gone in zip(lengths, evicted, strict=True)
+    ]
 
 
 def test_exp_is_within_two_ulp() -> None:

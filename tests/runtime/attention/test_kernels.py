@@ -114,19 +114,20 @@ def test_lengths_may_change_between_launches(sequences: int) -> None:
 
 
 def random_rope(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = torch.rand(100, dim // 2, generator=torch.Generator().manual_seed(6)) * 6
+    angles = torch.rand(200, dim // 2, generator=torch.Generator().manual_seed(6)) * 6
     return angles.cos().to(DEVICE), angles.sin().to(DEVICE)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("new", [1, 19])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("evicted", [(0, 0, 0), (32, 160, 16)])
 def test_write_matches_the_reference(
-    shape: tuple[int, int, int], new: int, dtype: torch.dtype
+    shape: tuple[int, int, int], new: int, dtype: torch.dtype, evicted: tuple[int, ...]
 ) -> None:
     heads, kv_heads, dim = shape
     lengths = [63, 1, 100]
-    batch = batch_of(lengths, new, DEVICE)
+    batch = batch_of(lengths, new, DEVICE, evicted=evicted)
     qkv = random(len(batch.tokens), (heads + 2 * kv_heads) * dim).to(dtype)
     rope = random_rope(dim)
     found = []

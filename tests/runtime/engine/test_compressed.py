@@ -20,6 +20,8 @@ from runtime.models.model import Model
 from runtime.sampling.reference import SamplingRow, sample
 from tests.runtime.tiny import Record, drive, engine_of, replayed, request_of, tiny_checkpoint
 
+pytestmark = pytest.mark.slow
+
 PAGE = 16
 GREEDY = SamplingParams(repetition_penalty=1.5, logprobs=1)  # without it, tokens repeat
 SEEDED = SamplingParams(temperature=0.8, seed=5, logprobs=1)
@@ -64,7 +66,7 @@ def output_by_hand(model: Model, request: Request, choice: int = 0) -> list[Samp
 
 def all_free(engine: Engine) -> bool:
     pages = engine._scheduler.pages
-    return pages.free == pages.total and engine.pages_free == engine.pages_total
+    return pages.free == pages.total and (engine.pages_free, engine.stored_free) == engine.num_pages
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
@@ -202,14 +204,14 @@ def test_cancelled_requests_return_their_pages(model: Model) -> None:
     assert all_free(engine)
 
 
-def test_pages_free_are_those_of_the_longest_request(model: Model) -> None:
-    assert engine_of(model, pages=40, stored=8).pages_total == 8 + 5
-    assert engine_of(model, pages=40, stored=64).pages_total == 40
+def test_free_pages_of_both_kinds_are_reported(model: Model) -> None:
     engine = engine_of(model, pages=40, stored=13)
+    assert (engine.pages_free, engine.stored_free) == engine.num_pages == (40, 13)
     for _ in range(8):
         engine.step([] if engine.has_work else [Add(request_of("r", 160, 50))])
     assert stored_pages(160, PAGE) == 5
-    assert engine.pages_free == 8 + 5
+    assert engine.stored_free == 13 - 5
+    assert engine.pages_free == 40 - 6
 
 
 @pytest.mark.parametrize(("name", "stored"), [("dense", 4), ("int4", 0)])

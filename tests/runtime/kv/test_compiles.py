@@ -11,33 +11,48 @@ pytestmark = pytest.mark.slow
 
 _SCRIPT = """
 import sys
+from dataclasses import replace
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from runtime.bench.shapes import SHAPES
 from runtime.kv.kernels.encode import encode_leaving_kernel
-from runtime.kv.kernels.windowed import windowed_decode_kernel
+from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
+from runtime.bench.kv_formats import RANDOM, RANKS
 from runtime.kv.registry import COMPRESSED
 
-kv_format = COMPRESSED[sys.argv[1]](SHAPES["llama-3-8b"])
+config = replace(SHAPES["llama-3-8b"], num_layers=1)
+if sys.argv[1] in RANDOM:
+    kv_format = RANDOM[sys.argv[1]](config, RANKS[sys.argv[1]])
+    made = kv_format.layer(0).kernel_inputs()
+    inputs, costs = made.planes, bool(made.costs)
+else:
+    kv_format = COMPRESSED[sys.argv[1]](config)
+    inputs, costs = kv_format.kernel_inputs(torch.device("cpu")).planes, False
 source = kv_format.kernel_source()
 dtypes = {
     torch.uint8: "*u8", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
+    torch.float8_e5m2: "*fp8e5", torch.int32: "*i32", torch.float32: "*fp32",
 }
-planes = tuple(dtypes[plane.dtype] for plane in kv_format.planes(0, 16))
+inputs = (*kv_format.planes(0, 16), *inputs)
+planes = tuple("i32" if isinstance(x, int) else dtypes[x.dtype] for x in inputs)
 types = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*bf16")
 types |= dict.fromkeys(("page_table", "stored_table", "lengths", "counters"), "*i32")
 types |= dict.fromkeys(("part_acc", "part_m", "part_l"), "*fp32") | {"scale": "fp32"}
-types |= {"planes": planes}
+types |= {"planes": planes} | ({"costs": "*i32"} if costs else {})
 constants = dict(
-    ATTEND=source.attend, ENCODE=source.encode, KV_HEADS=8, GROUP=4, ROWS=16, DIM=128, WIDTH=128,
+    ATTEND=source.attend, FINISH=source.finish, ENCODE=source.encode,
+    ENCODE_PAGE=source.encode_page, KV_HEADS=8, SUMS=64 if source.latents else 128, PROGRAMS=528,
+    GROUP=4, ROWS=16, STORED_ROWS=source.rows, DIM=128, WIDTH=128,
+    K_WIDTH=kv_format.planes(0, 16)[0].shape[2], V_WIDTH=kv_format.planes(0, 16)[1].shape[2],
     PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=source.tile, EXACT_BLOCK=source.exact_tile,
-    SEQUENCES=16, MIN_TILES=2, PARTS=32,
-)
+    SEQUENCES=16, MIN_TILES=2, PARTS=16, MIN_COST=16, SPLITS=0,
+) | ({} if costs else {"costs": None})
 shared = []
-for kernel, warps in ((windowed_decode_kernel, source.warps), (encode_leaving_kernel, 4)):
+for kernel, warps in (
+    (windowed_decode_kernel, source.warps), (merge_windowed_kernel, 2), (encode_leaving_kernel, 4)
+):
     names = [parameter.name for parameter in kernel.params]
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
     given = {(names.index(n),): value for n, value in constants.items() if n in names}
@@ -47,7 +62,9 @@ for kernel, warps in ((windowed_decode_kernel, source.warps), (encode_leaving_ke
         if str(signature[name]).startswith("*") or name.endswith("_stride")
     }
     at = names.index("planes")
-    aligned |= {(at, n): [["tt.divisibility", 16]] for n in range(len(planes))}
+    aligned |= {
+        (at, n): [["tt.divisibility", 16]] for n, kind in enumerate(planes) if kind != "i32"
+    }
     options = {"num_warps": warps, "num_stages": source.stages}
     compiled = ASTSource(kernel, signature, given, aligned)
     made = triton.compile(compiled, target=GPUTarget("cuda", 90, 32), options=options)
@@ -56,7 +73,9 @@ print(shared[0] * source.programs)
 """
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-e5m2", "int4", "k4v2"])
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp8-e5m2", "int4", "k4v2", "stream8", "stream4", "fdc", "palu", "shard"]
+)
 def test_kernels_compile_and_programs_fit_shared_memory(name: str) -> None:
     """All programs of a multiprocessor run at the same time."""
     command = [sys.executable, "-c", _SCRIPT, name]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.attention import parts
 from runtime.attention.base import Batch, SequenceSlice
 from runtime.attention.reference import ReferenceAttention
 from runtime.config import ModelConfig
 from runtime.core.window import SINK_PAGES, first_recent
+from runtime.kv import gpu
 from runtime.kv.dense import DenseFormat
 from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.quantized import QuantizedFormat
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.triton, pytest.mark.long]
 SMALL = replace(SMOLLM2_135M, num_heads=4, num_kv_heads=2)
 """4 query heads, 2 KV heads of 64."""
 WIDE = replace(LLAMA_3_8B, num_heads=8, num_kv_heads=1)
-FUSED = [name for name in COMPRESSED if isinstance(COMPRESSED[name](SMALL), QuantizedFormat)]
+FUSED = [name for name, create in COMPRESSED.items() if getattr(create(SMALL), "fused", False)]
 """Formats with Triton kernels."""
 Create = Callable[[ModelConfig], QuantizedFormat]
 
@@ -217,13 +217,12 @@ def test_attend_is_independent_of_how_tiles_are_divided(
     create: Create, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One program takes all tiles, or intervals begin and end in both kinds of tiles."""
-    monkeypatch.setattr(parts, "decode_programs", lambda device, each: programs)
+    monkeypatch.setattr(gpu, "decode_programs", lambda device, each: programs)
     sequences = Sequences.of(create(SMALL), SMALL, [1000, 1, 130, 300])
     q = random(4, 4, 64)
     kernels = kernels_of(sequences.kv_format)
     got = kernels.attend(q, sequences.planes, sequences.batch)
     torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
-    assert kernels._parts.idle
 
 
 def test_lengths_may_change_between_launches(create: Create) -> None:
@@ -235,7 +234,6 @@ def test_lengths_may_change_between_launches(create: Create) -> None:
         q = random(2, 4, 64)
         got = kernels.attend(q, sequences.planes, sequences.batch)
         torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
-    assert kernels._parts.idle
 
 
 def test_pages_that_leave_the_window_are_encoded(create: Create) -> None:

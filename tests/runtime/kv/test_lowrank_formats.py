@@ -305,18 +305,21 @@ def test_shard_values_are_those_of_k4v2() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("element", [0, 63])
 def test_shard_decodes_non_finite_tokens_to_nan(bad: float, element: int) -> None:
-    """K of a token is encoded for all heads together, V for each head alone."""
+    """K of a token is encoded for all heads together, and marks V of all heads, too."""
     kv_format = create("shard", [moments_of(CONFIG, full_text())] * 2)
     keys, values = (pages_of(x) for x in full_text(seed=70)[1:])
     k, v = round_trip(kv_format, keys, values)
     keys[1, 2, 3, element], values[2, 0, 15, element] = bad, bad
-    k[1, :, 3], v[2, 0, 15] = math.nan, math.nan
+    k[1, :, 3], v[1, :, 3], v[2, 0, 15] = math.nan, math.nan, math.nan
     decoded = round_trip(kv_format, keys, values)
     torch.testing.assert_close(decoded, (k, v), rtol=0, atol=0, equal_nan=True)
 
 
 def test_shard_stores_keys_as_nibbles_of_the_joined_heads() -> None:
-    """Byte i of a token has coefficient i in its low nibble and i + rank / 2 in its high one."""
+    """Byte i of a token has coefficient i in its low nibble and i + rank / 2 in its high one.
+
+    A token's bytes are contiguous in the page.
+    """
     made = shard.calibrate([moments_of(CONFIG, full_text())] * 2, shard.ShardOptions(rank=8), HASH)
     tensors = {
         **made.tensors,
@@ -332,7 +335,7 @@ def test_shard_stores_keys_as_nibbles_of_the_joined_heads() -> None:
     page = keys.bfloat16()
     # No RoPE at position 0: the first token is stored as it is.
     kv_format.layer(0).encode(page, page, position, planes, position)
-    assert planes[0][0, :, 0].flatten().tolist() == [0xF9, 0x17, 0x8F, 0xA1]
+    assert planes[0].flatten()[:4].tolist() == [0xF9, 0x17, 0x8F, 0xA1]
 
 
 def test_shard_rejects_heads_without_a_hadamard_matrix() -> None:

@@ -15,7 +15,8 @@ from runtime.kv.lloyd_max import dequantize_values, quantize_values
 from runtime.kv.rotation import PageRotation
 from runtime.kv.shard import codebook
 from runtime.kv.shard.allocation import DROP_PENALTY, ERRORS, allocate
-from runtime.kv.shard.codes import STEPS, decode_coefficients, encode_coefficients, runs_of
+from runtime.kv.shard.codes import STEPS, decode_steps, encode_coefficients, runs_of
+from runtime.kv.shard.commuting import commuting_basis
 from runtime.kv.transforms import hadamard
 from tests.runtime.kv.lowrank import (
     CONFIG,
@@ -44,7 +45,7 @@ def test_errors_of_codes_are_those_of_normal_coefficients(bits: int) -> None:
     density = (-x.square() / 2).exp()
     runs, scale = runs_of([8, *[bits] * 4]), torch.tensor([1.0, *[STEPS[bits]] * 4])
     coefficients = torch.cat((torch.zeros_like(x), x.expand(-1, 4)), 1).float()
-    decoded = decode_coefficients(encode_coefficients(coefficients, scale, runs), scale, runs)
+    decoded = decode_steps(encode_coefficients(coefficients, scale, runs), runs) * scale
     squared = (decoded[:, 1:2].double() - x).square()
     assert float((squared * density).sum() / density.sum()) == pytest.approx(ERRORS[bits], rel=0.01)
 
@@ -62,10 +63,10 @@ def test_codes_of_all_widths_round_trip() -> None:
     coefficients = torch.stack(drawn, 1) * scales
     stored = encode_coefficients(coefficients, scales, runs)
     assert stored.shape == (500, 7)
-    assert torch.equal(decode_coefficients(stored, scales, runs), coefficients)
+    assert torch.equal(decode_steps(stored, runs) * scales, coefficients)
     far = encode_coefficients(coefficients.sign() * 1e30, scales, runs)
     largest = torch.stack([level.abs().max() for level in levels]) * scales
-    assert torch.equal(decode_coefficients(far, scales, runs), coefficients.sign() * largest)
+    assert torch.equal(decode_steps(far, runs) * scales, coefficients.sign() * largest)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -74,7 +75,7 @@ def test_tokens_with_a_coefficient_that_is_not_finite_are_marked(bad: float, ind
     runs, scales = runs_of(BITS), torch.ones(15)
     coefficients = normal(3, 15)
     coefficients[1, index] = bad
-    decoded = decode_coefficients(encode_coefficients(coefficients, scales, runs), scales, runs)
+    decoded = decode_steps(encode_coefficients(coefficients, scales, runs), runs) * scales
     assert decoded[1].isnan().any()
     assert decoded[[0, 2]].isfinite().all()
 
@@ -171,14 +172,15 @@ def test_unsuitable_options_are_rejected(options: dict[str, object]) -> None:
         formats(**options)
 
 
+@pytest.mark.slow
 def test_codebook_has_smaller_errors_than_scalar_codes_on_its_own_samples() -> None:
     """The bound of 2 bits is 0.25 for normal values, that of scalar codes 0.343 = sqrt(0.1175)."""
-    values = normal(2, 4096, 64).to(torch.bfloat16)
+    values = normal(2, 1024, 64).to(torch.bfloat16)
     book = codebook.train(values, 0)
     assert book.shape == (256, 4)
     assert torch.equal(book, codebook.train(values, 0))
     assert not torch.equal(book, codebook.train(values, 1))
-    pages = values.view(2, 256, PAGE, 64).transpose(0, 1)
+    pages = values.view(2, 64, PAGE, 64).transpose(0, 1)
     by_book = codebook.dequantize(*codebook.quantize(pages, book), book)
     scalar = dequantize_values(*quantize_values(pages))
     assert relative_error(by_book, pages) < 0.97 * relative_error(scalar, pages)
@@ -234,3 +236,51 @@ def test_codebooks_need_samples_and_fit_the_format() -> None:
     tensors = {**made.tensors, "k_bits.1": torch.full((48,), 3)}
     with pytest.raises(CalibrationError, match="layer 1: 48 coefficients of 3 bits"):
         shard.ShardFormat(CONFIG, replace(made, tensors=tensors))
+
+
+def test_commuting_basis_is_orthonormal_with_descending_deviations() -> None:
+    factor = normal(24, 24, seed=3).double()
+    covariance = factor @ factor.T
+    deviations, basis = commuting_basis(covariance, 3)
+    torch.testing.assert_close(basis.T @ basis, torch.eye(24, dtype=torch.float64))
+    variances = (basis.T @ covariance @ basis).diagonal()
+    torch.testing.assert_close(deviations.square(), variances)
+    assert (deviations[:-1] >= deviations[1:]).all()
+
+
+def test_projection_onto_commuting_components_commutes_with_rope() -> None:
+    """Both parts of a component are kept: RoPE rotates them into each other."""
+    factor = normal(256, 256, seed=4).double() * torch.logspace(0.5, -1.5, 256)[:, None]
+    _, basis = commuting_basis(factor @ factor.T, 4)
+    support = (basis.view(4, 2, 32, 256) != 0).any(0).any(0)  # frequencies of each column
+    assert (support.sum(0) == 1).all()
+    of_frequency = basis[:, support[5]].float()  # 2 columns of each of 4 components
+    plane = of_frequency[:, :1]
+    turned = torch.cat((-plane.view(4, 2, 32)[:, 1:], plane.view(4, 2, 32)[:, :1]), 1).view(-1, 1)
+    pair = torch.cat((plane, turned), 1)
+    assert relative_error(of_frequency @ (of_frequency.T @ turned), turned) < 1e-6
+    keys = normal(3, 4, PAGE, 64)
+    first = torch.tensor([16, 160, 480])
+
+    def projected(x: Tensor) -> Tensor:
+        tokens = x.transpose(1, 2).flatten(2) @ pair @ pair.T
+        return tokens.view(3, PAGE, 4, 64).transpose(1, 2)
+
+    rotation = PageRotation(CONFIG)
+    expected = rotation.apply(projected(keys), first)
+    assert relative_error(projected(rotation.apply(keys, first)), expected) < 1e-5
+
+
+def test_commuting_option_is_recorded_and_served() -> None:
+    moments = [moments_of(CONFIG, decaying())] * 2
+    made = shard.calibrate(moments, shard.ShardOptions(k_basis="commuting"), "")
+    assert made.options["k_basis"] == "commuting"
+    best = shard.calibrate(moments, shard.ShardOptions(), "")
+    _, k, v = decaying(seed=1)
+    errors = []
+    for artifact in (best, made):
+        keys, _ = round_trip(shard.ShardFormat(CONFIG, artifact), pages_of(k), pages_of(v))
+        errors.append(relative_error(keys, pages_of(k)))
+    assert errors[0] < errors[1] < 1
+    with pytest.raises(KVFormatError, match="commuting"):
+        shard.ShardOptions(k_basis="fourier")

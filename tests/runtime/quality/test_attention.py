@@ -70,6 +70,7 @@ def test_exact_equals_the_serving_kernel_up_to_summation_order(length: int) -> N
     torch.testing.assert_close(logits(model, length, None), served, atol=0.02, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [True, False])
 def test_equals_decoding_step_by_step(window: bool) -> None:
     model = tiny_model(bias=True)

@@ -119,7 +119,8 @@ class Watch:
         def launched(decode: list[Sequence], chunks: list[Chunk]) -> InFlightStep:
             step = launch(decode, chunks)
             prompts = [s for chunk in chunks for s in chunk.group.sequences]
-            pages = {held.exact: {page for s in decode + prompts for page in s.pages}}
+            used = [(*s.pages, *s.vacated) for s in decode + prompts]
+            pages = {held.exact: {page for each in used for page in each}}
             if held.stored:
                 pages[held.stored] = {page for s in decode + prompts for page in s.stored}
             self.in_flight.append((step, pages))

@@ -14,6 +14,8 @@ from runtime.models.model import Model
 from tests.runtime.replay.scripts import SAMPLINGS, STOPS, Watch, compare, play, request
 from tests.runtime.tiny import CONFIG, replayed, tiny_checkpoint
 
+pytestmark = pytest.mark.slow
+
 TINY = replace(CONFIG, num_layers=1, vocab_size=1300)
 
 

@@ -124,6 +124,33 @@ def test_codebooks_without_a_checksum_are_made_again(
     assert len(commands) == 2
 
 
+def test_codebooks_are_made_again_if_the_content_of_a_calibration_changes(
+    commands: list[dict[str, str]], dense: UpOptions, tmp_path: Path
+) -> None:
+    calibration, copy = tmp_path / "fdc.safetensors", tmp_path / "copy.safetensors"
+    calibration.write_bytes(b"rank 48")
+    copy.write_bytes(b"rank 48")
+    options = replace(dense, kv_format=f"fdc:{calibration}")
+    first = prepare(options, Console(quiet=True)).codebooks
+    assert prepare(replace(dense, kv_format=f"fdc:{copy}"), Console(quiet=True)).codebooks == first
+    assert len(commands) == 1
+    calibration.write_bytes(b"rank 32")
+    assert prepare(options, Console(quiet=True)).codebooks != first
+    assert [one["--kv-format"] for one in commands] == [f"fdc:{calibration}"] * 2
+    assert prepare(replace(dense, kv_format=f"palu:{copy}"), Console(quiet=True)).codebooks != first
+
+
+def test_missing_calibration_is_a_settings_error(
+    commands: list[dict[str, str]], dense: UpOptions
+) -> None:
+    options = replace(dense, kv_format="kvquant:/no/such/file")
+    with pytest.raises(
+        SettingsError, match=r"No such file.*headrace calibrate --kv-format kvquant"
+    ):
+        prepare(options, Console(quiet=True))
+    assert not commands
+
+
 def test_damaged_checkpoint_is_factorized_again_but_one_without_a_checksum_is_kept(
     commands: list[dict[str, str]], dense: UpOptions
 ) -> None:

@@ -49,8 +49,9 @@ def test_workers_on_one_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert shares == {"prefill-0": "0.450", "prefill-1": "0.900", "decode-0": "0.3"}
 
 
-def test_workers_get_the_calibration_of_the_kv_format() -> None:
-    specs = plan_processes(UpOptions(kv_format="fdc:/a b/kv.safetensors"), ARTIFACTS, "token")
+def test_workers_get_the_kv_format_and_the_share_of_eviction() -> None:
+    options = UpOptions(kv_format="fdc:/a b/kv.safetensors", kv_eviction=0.5)
+    specs = plan_processes(options, ARTIFACTS, "token")
     workers = [spec for spec in specs if spec.service in ("prefill", "decode")]
     assert len(workers) == 2
     for spec in workers:
@@ -58,6 +59,7 @@ def test_workers_get_the_calibration_of_the_kv_format() -> None:
         found = settings.load(list(spec.arguments))
         assert isinstance(found, WorkerSettings)
         assert found.kv_format == "fdc:/a b/kv.safetensors"
+        assert found.kv_eviction == 0.5
 
 
 @pytest.mark.parametrize(("device", "visible"), [("auto", ""), ("cpu", "0,1")])

@@ -25,7 +25,7 @@ from tests.services.offline.test_compress import save_tokenizer
 
 pytestmark = pytest.mark.slow
 
-FORMATS = ("fdc", "palu", "shard")
+FORMATS = ("fdc", "palu", "shard", "kvquant")
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +81,60 @@ def test_command_prints_bytes_ratio_ranks_and_the_name_for_workers(
     assert found.hash[:16] in shown
 
 
+@pytest.mark.parametrize("name", ["fdc", "palu"])
+def test_quantized_latents_are_recorded_and_served(model: Path, name: str, tmp_path: Path) -> None:
+    given = Given(options={"quantize_bits": 3, "k_outliers": 1, "rank": 16})
+    artifact = run(model, name, tmp_path / "kv", given)
+    assert artifact.options["kvquant"] == {
+        "bits": 3, "k_outliers": 1, "v_outliers": 0, "levels": "kmeans"
+    }  # fmt: skip
+    checkpoint = load_checkpoint(model)
+    made = create_format(
+        f"{name}:{tmp_path}/kv",
+        checkpoint.config,
+        torch.device("cpu"),
+        torch.float32,
+        model_hash=checkpoint.model_hash,
+    )
+    assert (made.name, made.artifact_hash) == (f"{name}+kvquant", artifact.hash)
+
+
+def test_search_evaluates_quantized_latents(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = Given(
+        options={"quantize_bits": 4}, search={"max_perplexity_increase": 0.5, "evaluations": 1}
+    )
+    artifact = run(model, "fdc", tmp_path / "kv", given)
+    assert artifact.format == "fdc+kvquant"
+    # Each of 2 layers and heads: 8 + 8 bytes of codes, a scale of V, 2 outliers of K.
+    assert "0.3750: 96 bytes per token" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (("--kv-format", "shard", "--quantize-bits", "4"), "shard cannot be quantized again"),
+        (("--kv-format", "kvquant", "--quantize-bits", "4"), "kvquant cannot be quantized again"),
+        (("--kv-format", "int4", "--quantize-bits", "4"), "int4 cannot be quantized again"),
+        (("--kv-format", "k4v2", "--quantize-bits", "3"), "k4v2 cannot be quantized again"),
+        (("--kv-format", "fp8", "--quantize-bits", "4"), "fp8 cannot be quantized again"),
+        (("--kv-format", "fdc", "--k-outliers", "1"), "KV format fdc has no option k-outliers"),
+        (("--kv-format", "fdc", "--bits", "3"), "KV format fdc has no option bits"),
+        (("--kv-format", "kvquant", "--rank", "3"), "KV format kvquant has no option rank"),
+        (("--kv-format", "kvquant", "--levels", "x"), "levels 'x' are unknown"),
         (("--kv-format", "fdc", "--step", "1"), "KV format fdc has no option step"),
         (("--kv-format", "shard", "--no-prc"), "KV format shard has no option prc"),
         (("--kv-format", "shard", "--max-ppl-increase", "1%"), "no removal rate to search"),
         (("--kv-format", "fdc", "--max-ppl-increase", "1%", "--rank", "8"), "leave out --rank"),
         (("--kv-format", "fdc", "--evaluations", "3"), "--evaluations needs"),
         (("--kv-format", "fdc", "--text", "none.txt"), "cannot read the calibration text"),
+        (("--kv-format", "palu", "--compressed-prefill"), "no option compressed-prefill"),
+        (("--kv-format", "fdc", "--no-prc", "--compressed-prefill"), "after RoPE: set prc"),
+        (
+            ("--kv-format", "fdc", "--quantize-bits", "4", "--compressed-prefill"),
+            "exclude each other",
+        ),
         (("--removal-rate", "0.1"), "KV format dense has no option removal-rate"),
     ],
 )
@@ -164,5 +209,7 @@ def test_percentages(text: str, value: float) -> None:
 
 
 def test_options_have_the_values_of_the_flags() -> None:
-    found = parse_options("fdc", {"adaptive": False, "rank": None, "removal_rate": 0.3})
+    parsed = parse_options("fdc", {"adaptive": False, "rank": None, "removal_rate": 0.3})
+    found = parsed.of_format
+    assert parsed.codes is None
     assert (found.adaptive, found.rank, found.removal_rate) == (False, None, 0.3)

@@ -9,9 +9,10 @@ from services.common.placement import (
     PlaceRequest,
     Registration,
     Role,
+    StoredPages,
     WorkerState,
 )
-from services.router.capacity import WorkerHealth, WorkerSnapshot
+from services.router.capacity import PageCount, Paging, WorkerHealth, WorkerSnapshot
 
 COMPATIBLE = Compatibility(
     model_hash="m0",
@@ -33,6 +34,7 @@ def registration(
     epoch: str = "e1",
     model: str = "small",
     pages_total: int = 64,
+    stored: StoredPages | None = None,
     max_running: int = 8,
     compatibility: Compatibility = COMPATIBLE,
     decodes: bool = False,
@@ -47,6 +49,7 @@ def registration(
         compatibility=compatibility,
         page_size=16,
         pages_total=pages_total,
+        stored=stored,
         max_running=max_running,
         decodes=decodes,
         overflow_tokens=overflow_tokens,
@@ -62,10 +65,10 @@ def worker(worker_id: str, role: Role, queue_tokens: int = 0) -> WorkerSnapshot:
         model="small",
         compatibility=COMPATIBLE,
         health=WorkerHealth.READY,
-        page_size=16,
-        pages_total=64,
+        paging=Paging(16),
+        pages_total=PageCount(64),
         queue_tokens=queue_tokens,
-        pages_free=64,
+        pages_free=PageCount(64),
         slots=0,
         max_slots=8,
         max_running=4,

@@ -45,7 +45,7 @@ def promise(fleet: Fleet, placement_id: str, now: float = 0.0) -> Placement:
 
 def load(fleet: Fleet, worker_id: str, now: float = 0.0) -> tuple[int, int, int]:
     worker = snapshot(fleet, worker_id, now)
-    return worker.queue_tokens, worker.pages_free, worker.slots
+    return worker.queue_tokens, worker.pages_free.exact, worker.slots
 
 
 def test_a_placement_counts_until_each_worker_admits_it() -> None:
@@ -115,6 +115,19 @@ def test_new_epoch_replaces_the_old_one() -> None:
             stale()
     fleet.deregister("d0", "e1")
     assert snapshot(fleet, "d0", 1.2).epoch == "e2", "an old epoch cannot deregister the new one"
+
+
+def test_worker_that_is_not_ready_keeps_its_reason_and_gets_no_requests() -> None:
+    fleet = fleet_of("d0")
+    blocked = beat("d0", state=WorkerState.NOT_READY, reason="no landing slots")
+    fleet.heartbeat(blocked, 1.0)
+    assert snapshot(fleet, "d0", 1.0).health is WorkerHealth.NOT_READY
+    demand = Demand(prompt_tokens=1, max_tokens=1)
+    assert not snapshot(fleet, "d0", 1.0).has_capacity(demand, Role.DECODE)
+    (view,) = fleet.views(1.0)
+    assert (view.state, view.reason) == ("not_ready", "no landing slots")
+    fleet.heartbeat(beat("d0"), 2.0)
+    assert snapshot(fleet, "d0", 2.0).health is WorkerHealth.READY
 
 
 def test_stale_epoch_cannot_replace_a_newer_one() -> None:

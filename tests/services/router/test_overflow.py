@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.common.placement import Outcome, Placement, Release, Role
-from services.router.capacity import Demand, WorkerHealth, WorkerSnapshot
+from services.router.capacity import Demand, PageCount, WorkerHealth, WorkerSnapshot
 from services.router.dispatcher import Dispatcher
 from services.router.errors import NoWorkers, TooLarge
 from services.router.fleet import Fleet, FleetLimits
@@ -106,10 +106,10 @@ def test_other_policies_do_not_overflow_by_load(policy: PolicyName) -> None:
 @pytest.mark.parametrize(
     ("changes", "demand"),
     [
-        ({"pages_free": 1}, DEMAND),
+        ({"pages_free": PageCount(1)}, DEMAND),
         ({"slots": 4}, DEMAND),
         ({"slots": 2}, Demand(17, 16, choices=3)),
-        ({"pages_total": 4}, Demand(17, 1000, output_reserve=16)),
+        ({"pages_total": PageCount(4)}, Demand(17, 1000, output_reserve=16)),
     ],
 )
 def test_prefill_worker_without_capacity_does_not_take_over(
@@ -136,8 +136,8 @@ def test_idle_prefill_worker_takes_more_choices_than_it_has_slots() -> None:
 
 UNAVAILABLE = [
     {"slots": 8},
-    {"pages_free": 1},
-    {"pages_total": 1},
+    {"pages_free": PageCount(1)},
+    {"pages_total": PageCount(1)},
     {"health": WorkerHealth.SUSPECT},
     {"health": WorkerHealth.PROBATION},
     {"health": WorkerHealth.DRAINING},
@@ -174,7 +174,7 @@ def test_excluded_and_reserved_workers() -> None:
     [
         ([prefill("p0", slots=4), decode("d0", slots=8)], {"p0", "d0"}),
         ([prefill("p0", decodes=False), decode("d0", slots=8)], {"d0"}),
-        ([prefill("p0", pages_total=1), prefill("p1", pages_free=0)], {"p1"}),
+        ([prefill("p0", pages_total=PageCount(1)), prefill("p1", pages_free=PageCount(0))], {"p1"}),
         ([prefill("p0", health=WorkerHealth.PROBATION)], {"p0"}),
         ([prefill("p0", slots=4), decode("d0", health=WorkerHealth.DRAINING)], {"p0"}),
     ],
@@ -190,7 +190,7 @@ def test_request_is_too_large_only_if_no_worker_fits_it() -> None:
     large = Demand(prompt_tokens=17, max_tokens=64 * 16)  # its prompt fits anywhere
     assert chosen(prefill("p0"), decode("d0"), demand=large) is Reason.TOO_LARGE
     assert chosen(prefill("p0"), demand=large) is Reason.TOO_LARGE
-    big: dict[str, Any] = {"pages_total": 128, "pages_free": 128}
+    big: dict[str, Any] = {"pages_total": PageCount(128), "pages_free": PageCount(128)}
     assert chosen(prefill("p0"), decode("d0", **big), demand=large) == "p0+d0"
     assert chosen(prefill("p0", **big), decode("d0"), demand=large) == "p0"
 
@@ -225,7 +225,7 @@ def placed(call: PendingPlacement) -> str | None:
 
 def load(router: Dispatcher, worker_id: str) -> tuple[int, int, int]:
     found = next(w for w in router.fleet.snapshots(0.0) if w.worker_id == worker_id)
-    return found.queue_tokens, found.pages_free, found.slots
+    return found.queue_tokens, found.pages_free.exact, found.slots
 
 
 def test_promise_of_a_prefill_worker_alone_counts_prompt_and_output() -> None:

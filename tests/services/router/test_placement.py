@@ -14,7 +14,7 @@ def test_mismatches_name_every_field_that_differs() -> None:
     for name in type(COMPATIBLE).model_fields:
         value = getattr(COMPATIBLE, name)
         other = COMPATIBLE.model_copy(
-            update={name: value + 1 if isinstance(value, int) else value + "x"}
+            update={name: value + "x" if isinstance(value, str) else value + 1}
         )
         assert COMPATIBLE.mismatches(other) == other.mismatches(COMPATIBLE) == [name]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.placement import Role
-from services.router.capacity import USABLE, Demand, WorkerHealth, WorkerSnapshot
+from services.router.capacity import USABLE, Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
 from services.router.policy import NoPlacement, Pair, PolicyName, Reason, place
 from tests.services.router.samples import COMPATIBLE, worker
 
@@ -25,8 +25,8 @@ def fleets(draw: st.DrawFn) -> list[WorkerSnapshot]:
             worker(f"w{index}", draw(st.sampled_from(Role)), draw(st.integers(0, 3))),
             compatibility=draw(st.sampled_from([COMPATIBLE, COMPATIBLE, OTHER])),
             health=draw(st.sampled_from([*WorkerHealth, *[WorkerHealth.READY] * 8])),
-            pages_total=draw(st.sampled_from([4, 63, 200])),
-            pages_free=draw(st.sampled_from([-1, 0, 1, 2, 3, 8, 60])),
+            pages_total=PageCount(draw(st.sampled_from([4, 63, 200]))),
+            pages_free=PageCount(draw(st.sampled_from([-1, 0, 1, 2, 3, 8, 60]))),
             slots=draw(st.sampled_from([0, 2, 4, 6, 7, 8, 9])),
             decodes=draw(st.booleans()),
             overflow_tokens=draw(st.sampled_from([None, 0, 1])),
@@ -56,9 +56,9 @@ def takes(demand: Demand, w: WorkerSnapshot, reserved: frozenset[str], role: Rol
     now = demand.prompt_tokens // 16 + demand.choices * own
     whole = (demand.prompt_tokens + demand.max_tokens - 1 + 15) // 16
     if role is Role.PREFILL:
-        fits = (demand.prompt_tokens + 15) // 16 <= w.pages_total
+        fits = (demand.prompt_tokens + 15) // 16 <= w.pages_total.exact
     else:
-        fits = now <= w.pages_free and max(now, whole) <= w.pages_total
+        fits = now <= w.pages_free.exact and max(now, whole) <= w.pages_total.exact
         if w.role is Role.PREFILL and w.slots + demand.choices > w.max_running:
             fits = False
     return (
@@ -221,7 +221,7 @@ def test_power_of_two_never_takes_the_longest_of_three() -> None:
             [replace(w, health=WorkerHealth.PROBATION) for w in some_pairs()],
             Reason.BUSY,
         ),
-        (Demand(1, 1), [replace(w, pages_free=0) for w in some_pairs()], Reason.BUSY),
+        (Demand(1, 1), [replace(w, pages_free=PageCount(0)) for w in some_pairs()], Reason.BUSY),
     ],
 )
 def test_reason_of_no_placement(
@@ -251,7 +251,7 @@ def test_reserved_worker_counts_as_full() -> None:
 
 def test_choices_share_the_full_pages_of_the_prompt() -> None:
     demand = Demand(prompt_tokens=40, max_tokens=9, choices=3)
-    assert demand.pages(Role.DECODE, 16) == 2 + 3 * 1
-    assert demand.pages(Role.PREFILL, 16) == 3
+    assert demand.pages(Role.DECODE, Paging(16)) == (2 + 3 * 1, 0)
+    assert demand.pages(Role.PREFILL, Paging(16)) == (3, 0)
     assert (demand.tokens(Role.DECODE), demand.tokens(Role.PREFILL)) == (3 * 48, 40)
     assert (demand.slots(Role.DECODE), demand.slots(Role.PREFILL)) == (3, 1)

@@ -1,13 +1,20 @@
 """KV pages fill a worker's share of a GPU without exceeding it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from runtime.bench.kv_bytes import formats, occupation, one_layer
+from runtime.core.request import Request, SamplingParams
+from runtime.core.sequence import Purpose, Sequence, SequenceGroup
 from runtime.engine import PageCount
+from runtime.engine.pages import SequencePages
 from runtime.kv.cache import CacheLayout
 from runtime.kv.format import Plane
 from services.common.errors import SettingsError
 from services.worker.kv_budget import (
+    PREEMPTED_TOKENS,
     RESERVE,
     ROW_BYTES,
     DeviceMemory,
@@ -82,10 +89,10 @@ def test_error_names_the_missing_bytes() -> None:
 
 
 def test_compressed_formats_get_exact_pages_for_a_batch_and_a_prompt() -> None:
-    """7 pages for each of 256 sequences, 512 for 8,192 tokens; the rest of 60 GiB is stored."""
+    """6 pages for each of 256 sequences, 512 for 8,192 tokens; the rest of 60 GiB is stored."""
     planes = layout(LLAMA_7B, LLAMA_7B // 4)
     exact = exact_pages_for(256, 8192, 16)
-    assert exact == 7 * 256 + 512
+    assert exact == 6 * 256 + 512
     found = pages_of_bytes(60 * GIB, planes, exact)
     assert found == PageCount(exact, (60 * GIB - exact * 16 * LLAMA_7B) // (4 * LLAMA_7B))
 
@@ -103,3 +110,62 @@ def test_token_slots_are_those_of_stored_pages() -> None:
     assert pages_of_tokens(16_384, planes, 960) == PageCount(960, 1024)
     assert pages_of_tokens(160, planes, 960) == PageCount(10, 10)
     assert pages_of_tokens(160, layout(64), 960) == PageCount(10, 0)
+
+
+LONG = 8192
+LAYERS = 32
+H200_KV = 105 * GIB
+"""Bytes for KV on a GPU of 141 GB, beside 16 GB of weights, the slab and workspaces."""
+
+
+def held(pages: PageCount, slots: int) -> int:
+    """Return the number of sequences of `LONG` tokens that are admitted and decode 100 tokens.
+
+    All are admitted with received KV and decode in lockstep, so that each needs its most exact
+    pages in the same step.
+    """
+    allocator = SequencePages(*pages, 16)
+    request = Request("r", (0,) * LONG, LONG, SamplingParams(), 101)
+    running: list[Sequence] = []
+    while len(running) < slots:
+        sequence = Sequence(request, 0, len(running), [0] * LONG, LONG + 101)
+        group = SequenceGroup(Purpose.RECEIVE, [sequence])
+        if not allocator.need(group).fits(allocator.free):
+            break
+        allocator.admit(group)
+        running.append(sequence)
+    for sequence in running:
+        sequence.tokens.append(0)
+    for _ in range(100):
+        for sequence in allocator.lacking(running):
+            missing = allocator.missing(sequence)
+            if not missing.fits(allocator.free):
+                allocator.release([sequence])  # preempted
+                running.remove(sequence)
+                continue
+            allocator.grow(sequence, missing)
+        for sequence in running:
+            sequence.tokens.append(0)
+            allocator.release_encoded(sequence)
+    return len(running)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [("fp8", 256), ("fdc, rank 64", 256), ("int4", 512), ("k4v2", 512), ("shard", 1088)],
+)
+def test_number_of_long_sequences_rises_with_the_compression_ratio(name: str, slots: int) -> None:
+    """A context of 131,072 tokens takes no exact pages from a decode worker's batch."""
+    config = replace(one_layer(), context_length=131_072)
+    kv_formats = formats(config)
+    sequences = {}
+    for each in ("dense", name):
+        layers = kv_formats[each].planes(0, 16)
+        cache = CacheLayout(16, config.num_kv_heads, (layers,) * LAYERS)
+        exact = exact_pages_for(slots, min(config.context_length, PREEMPTED_TOKENS), 16)
+        sequences[each] = held(pages_of_bytes(H200_KV, cache, exact), slots)
+    ratio = occupation(kv_formats[name], config, LONG, 100).ratio
+    assert sequences["dense"] == H200_KV // (LAYERS * 4096) // (LONG + 112)
+    assert sequences[name] < slots, "batch slots are not the limit"
+    assert sequences[name] / sequences["dense"] == pytest.approx(ratio, rel=0.05)

@@ -4,6 +4,8 @@ A gateway replays them on another worker, and does not count the worker as lost.
 """
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from services.common.grpc_server import GrpcServer, MessageStream, next_message,
 from services.common.placement import Role
 from services.decode.settings import DecodeSettings
 from services.worker import lifecycle
+from services.worker.lifecycle import _tend
 from services.worker.stream_service import SERVICE
 from tests.services.workers import (
     LIMIT_S,
@@ -110,3 +113,26 @@ async def test_stream_of_a_draining_prefill_worker_ends_with_draining(site: Site
     error = output_of(stream.session).error
     assert error.code == error_pb2.ERROR_CODE_DRAINING
     assert error.worker_id == prefill.worker.identity.worker_id
+
+
+@pytest.mark.parametrize("draining", [False, True])
+async def test_readiness_follows_the_worker_unless_it_drains(draining: bool) -> None:
+    served: list[bool] = []
+
+    async def set_serving(serving: bool) -> None:
+        served.append(serving)
+
+    rounds: list[None] = []
+    worker: Any = SimpleNamespace(
+        observe=lambda: rounds.append(None), not_ready=None, draining=draining
+    )
+    server: Any = SimpleNamespace(set_serving=set_serving)
+    registrar: Any = SimpleNamespace(not_ready=None)
+    tending = asyncio.create_task(_tend(worker, server, registrar, 0.001))
+    for reason in ("blocked", None):
+        worker.not_ready = reason
+        rounds.clear()
+        await until(lambda: len(rounds) > 1)
+        assert registrar.not_ready == (None if draining else reason)
+    assert served == ([] if draining else [False, True])
+    tending.cancel()

@@ -10,6 +10,7 @@ import torch
 
 from runtime.checkpoint import Checkpoint, Dense, load_checkpoint, write_checkpoint
 from runtime.engine import Add
+from runtime.kv.int4 import Int4Format
 from runtime.models.model import Model
 from services.common.errors import SettingsError
 from services.offline.tune import tune
@@ -49,11 +50,10 @@ def test_kv_tokens_set_the_number_of_pages(model: Path, kv_tokens: object, pages
 
 
 def test_compressed_format_has_exact_pages_for_the_batch_and_one_prompt(model: Path) -> None:
-    """7 exact pages for each of 4 sequences, 25 for the context; 16,384 tokens of stored pages."""
+    """6 exact pages for each of 4 sequences, 25 for the context; 16,384 tokens of stored pages."""
     settings = settings_of(model, kv_format="int4")
     loaded = load_worker(settings, decodes=True)
-    assert loaded.engine.num_pages == (7 * 4 + 25, 1024)
-    assert loaded.engine.pages_total == 7 * 4 + 25
+    assert loaded.engine.num_pages == (6 * 4 + 25, 1024)
     assert loaded.identity.compatibility.kv_format == "int4"
     request = request_of("r", 120, 40)
     assert len(drive(loaded.engine, Add(request)).output("r")) == 40
@@ -63,6 +63,23 @@ def test_prefill_worker_has_as_many_exact_pages_as_stored_ones(model: Path) -> N
     given = settings_of(model, kv_format="int4").model_dump()
     loaded = load_worker(PrefillSettings.model_validate(given), decodes=False)
     assert loaded.engine.num_pages == (1024, 1024)
+
+
+def test_eviction_is_part_of_the_engine_and_of_the_handshake(model: Path) -> None:
+    loaded = load_worker(settings_of(model, kv_eviction=0.5), decodes=True)
+    assert loaded.identity.compatibility.kv_eviction == 0.5
+    assert loaded.identity.compatibility_message().kv_eviction == 0.5
+    drive(loaded.engine, Add(request_of("r", 200), hold=True))
+    assert loaded.engine.pages_total - loaded.engine.pages_free == 13 - 6
+
+
+def test_format_without_eviction_is_refused_at_start_up(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Int4Format, "keeps_rope", False)
+    settings = settings_of(model, kv_format="int4", kv_eviction=0.5)
+    with pytest.raises(SettingsError, match="KV format int4 does not support kv_eviction"):
+        load_worker(settings, decodes=True)
 
 
 def test_kernel_plan_file_needs_a_gpu(

@@ -3,7 +3,8 @@
 from tests.e2e.serving_bench.cases.base import Case, Context
 from tests.e2e.serving_bench.cases.interference import Interference
 from tests.e2e.serving_bench.cases.load import Load
+from tests.e2e.serving_bench.cases.mixes import Mixes
 from tests.e2e.serving_bench.cases.search import Search
 from tests.e2e.serving_bench.cases.single import Single
 
-__all__ = ["Case", "Context", "Interference", "Load", "Search", "Single"]
+__all__ = ["Case", "Context", "Interference", "Load", "Mixes", "Search", "Single"]

@@ -77,7 +77,7 @@ def run_at(
     if context.records is not None:
         outcome.write(context.records / f"answer-{answer}-rate-{rate:g}-seed-{seed}")
     collected = metrics.collect()
-    summary: dict[str, Any] = {key: outcome.document[key] for key in _KEPT}
+    summary: dict[str, Any] = {key: outcome.document[key] for key in KEPT}
     return {
         "answer": answer,
         "rate": rate,
@@ -89,7 +89,7 @@ def run_at(
     }
 
 
-_KEPT = (
+KEPT = (
     *("invalid", "window", "throughput", "outcomes", "in_flight", "goodput", "measures"),
     *("objectives", "generator", "lengths"),
 )

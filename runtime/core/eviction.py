@@ -1,0 +1,31 @@
+"""How many prompt tokens Keyformer eviction removes from the KV of a sequence; no tensor code.
+
+After the pass that completes a prompt, part of its KV is evicted. The first page (sinks) and the
+pages of the window (`runtime.core.window`) stay. Of the pages between them, each KV head of each
+layer keeps the tokens with the largest scores. Whole pages are evicted, so that a token's slot in
+its page depends on its position alone: KV index and position differ by a multiple of the page size.
+
+Source: Adnan et al., "Keyformer: KV Cache Reduction through Key Tokens Selection for Efficient
+Generative Inference", MLSys 2024.
+"""
+
+from runtime.core.window import stored_pages
+
+MIN_PROMPT = 128
+"""Prompts with fewer tokens are not evicted."""
+QUERIES = 32
+"""Number of last prompt tokens whose attention scores the others; at most `MIN_PROMPT`."""
+
+
+def evicted_tokens(prompt_tokens: int, share: float, page_size: int) -> int:
+    """Return the number of tokens to evict from each KV head of a prompt, a multiple of a page.
+
+    All workers compute the same number from the prompt's length and the setting.
+
+    Args:
+        share: fraction of the prompt tokens to evict; 0 evicts none.
+    """
+    if not share or prompt_tokens < MIN_PROMPT:
+        return 0
+    pages = int(share * prompt_tokens) // page_size
+    return page_size * min(pages, stored_pages(prompt_tokens, page_size))

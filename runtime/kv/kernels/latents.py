@@ -1,0 +1,106 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Projections onto low-rank bases in Triton, for the formats `fdc` and `palu`.
+
+Bases are stored as bf16, `[2, …]`: the basis rounded to bf16, and what the rounding took away.
+Encoding multiplies by both, which is as exact as fp32 up to the order of sums. Attention uses the
+first only.
+"""
+
+import triton
+import triton.language as tl
+
+from runtime.kernels.arith import INTERPRETED, matmul
+from runtime.kv.kernels.transforms import round_to_bf16
+
+
+@triton.jit
+def to_bf16(x):
+    """Round fp32 numbers to bf16, also in Triton's interpreter."""
+    if INTERPRETED:
+        return tl.where(x == x, round_to_bf16(x), x.to(tl.bfloat16))
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def rounded_to(x, dtype: tl.constexpr):
+    """Round fp32 numbers to bf16 or fp32, also in Triton's interpreter."""
+    if dtype == tl.bfloat16:
+        return to_bf16(x)
+    return x.to(dtype)
+
+
+@triton.jit
+def basis_at(
+    basis, first, rows, columns, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Load `[ROWS, COLUMNS]` of a basis in bf16, with 0 beyond ``rows`` and ``columns``.
+
+    Args:
+        basis: pointer to bf16 `[…, stride]`.
+        first: offset of the first element.
+        rows, columns: numbers of rows and columns to read.
+    """
+    d = tl.arange(0, ROWS)[:, None]
+    c = tl.arange(0, COLUMNS)[None, :]
+    return tl.load(basis + first + d * stride + c, mask=(d < rows) & (c < columns), other=0.0)
+
+
+@triton.jit
+def store_rows(
+    latents, plane, first, rank, PAGE: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Store the latents of one KV head of a page, as `runtime.kv.fdc.rows.pack_rows` places them.
+
+    Args:
+        latents: fp32 `[PAGE, COLUMNS]`.
+        plane: bf16 `[page, kv_head, PAGE, WIDTH]`.
+        first: offset of the head in the plane.
+        rank: columns to store.
+    """
+    slot = tl.arange(0, PAGE)[:, None]
+    c = tl.arange(0, latents.shape[1])[None, :]
+    tl.store(plane + first + slot * rank + c, to_bf16(latents), mask=c < rank)
+    unused = slot * latents.shape[1] + c
+    zeros = tl.zeros((PAGE, latents.shape[1]), tl.bfloat16)
+    tl.store(plane + first + PAGE * rank + unused, zeros, mask=unused < PAGE * (WIDTH - rank))
+
+
+@triton.jit
+def project_page(
+    pages, at, slot_stride, basis, head, kv_heads, rank, plane, target,
+    DIM: tl.constexpr, DIMS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Project one KV head of a page onto its basis and store the latents.
+
+    Args:
+        pages: bf16 K or V.
+        at: offset of the head's first slot.
+        basis: bf16 `[2, kv_heads, DIM, WIDTH]`.
+        rank: rank of the head.
+        target: stored page, int64.
+        DIMS, COLUMNS: powers of two of at least 16, and at least DIM and WIDTH respectively.
+    """
+    slot = tl.arange(0, PAGE)[:, None]
+    d = tl.arange(0, DIMS)[None, :]
+    x = tl.load(pages + at + slot * slot_stride + d, mask=d < DIM, other=0.0)
+    first = head * (DIM * WIDTH)
+    high = basis_at(basis, first, DIM, rank, WIDTH, DIMS, COLUMNS)
+    low = basis_at(basis, first + kv_heads * (DIM * WIDTH), DIM, rank, WIDTH, DIMS, COLUMNS)
+    latents = matmul(x, high, tl.zeros((PAGE, COLUMNS), tl.float32))
+    latents = matmul(x, low, latents)
+    store_rows(latents, plane, (target * kv_heads + head) * (PAGE * WIDTH), rank, PAGE, WIDTH)
+
+
+@triton.jit
+def restored(
+    acc, basis, head, rank, DIM: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return outputs, fp32 `[1, DIMS]`, from a sum of latents of V, fp32 `[1, COLUMNS]`.
+
+    Args:
+        basis: bf16 `[2, kv_heads, DIM, WIDTH]`.
+        rank: rank of V of the head.
+    """
+    columns = basis_at(basis, head * (DIM * WIDTH), DIM, rank, WIDTH, DIMS, acc.shape[1])
+    return tl.sum(columns.to(tl.float32) * acc, axis=1)[None, :]

@@ -1,0 +1,43 @@
+"""Calibrations of the tiny model for tests of engines and workers."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from runtime.compress.kv_moments import kv_moments
+from runtime.kv import fdc, kvquant, palu
+from runtime.kv.calibration import Artifact, KVMoments
+from tests.runtime.tiny import CONFIG, tiny_checkpoint
+
+QUANTIZED = "kvquant", "fdc", "palu"
+"""Formats that `quantized_calibration` makes; the latents of `fdc` and `palu` are quantized."""
+
+
+def tiny_moments(seed: int = 0) -> list[KVMoments]:
+    """Return moments of the tiny model on random tokens, with all pages as samples."""
+    tokens = torch.randint(
+        CONFIG.vocab_size, (4, 160), generator=torch.Generator().manual_seed(seed)
+    )
+    return list(kv_moments(tiny_checkpoint(), tokens, page_samples=100))
+
+
+def quantized_calibration(name: str, codes: kvquant.CodeOptions | None = None) -> Artifact:
+    """Return a calibration of one of `QUANTIZED` for the tiny model."""
+    moments, codes = tiny_moments(), codes or kvquant.CodeOptions(bits=3)
+    model_hash = tiny_checkpoint().model_hash
+    if name == "kvquant":
+        options = kvquant.KvQuantOptions(**asdict(codes))
+        return kvquant.calibrate(moments, options, model_hash, CONFIG)
+    if name == "fdc":
+        artifact = fdc.calibrate(moments, fdc.FdcOptions(rank=16), model_hash)
+        return kvquant.quantize_latents(artifact, fdc.FdcFormat(CONFIG, artifact), moments, codes)
+    artifact = palu.calibrate(moments, palu.PaluOptions(rank=16), model_hash)
+    return kvquant.quantize_latents(artifact, palu.PaluFormat(CONFIG, artifact), moments, codes)
+
+
+def quantized_spec(name: str, folder: Path) -> str:
+    """Write a calibration of one of `QUANTIZED`, and return the name of its format."""
+    path = folder / f"{name}.safetensors"
+    quantized_calibration(name).save(path)
+    return f"{name}:{path}"

@@ -1,0 +1,69 @@
+"""Compression ratios on the wire: bytes of the frames of a prompt's segments."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+import codec
+from runtime.bench.kv_bytes import formats, one_layer
+from runtime.core.window import stored_pages
+from runtime.kv.cache import CacheLayout, PagedCache
+from runtime.kv.format import KVFormat
+from services.transfer.codecs import SegmentCodecs
+from services.transfer.frame import HEADER_BYTES
+from services.transfer.manifest import plan_segments
+from services.transfer.policy import WireMode
+
+TOKENS, SLOT_BYTES = 8192, 4 << 20
+CONFIG = one_layer()
+
+
+@pytest.fixture(scope="module")
+def found() -> Mapping[str, KVFormat]:
+    return formats(CONFIG)
+
+
+def wire_bytes(kv_format: KVFormat) -> int:
+    """Encode the segments of a prompt of one layer raw; return the bytes of all frames."""
+    layout = CacheLayout.of(kv_format, num_layers=1, page_size=16)
+    stored = stored_pages(TOKENS, 16) if layout.has_stored else 0
+    cache = PagedCache(layout, num_pages=TOKENS // 16, num_stored=stored)
+    codecs, slot = SegmentCodecs(layout, {}), torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+    total = 0
+    for plan in plan_segments(
+        layout,
+        first_token=0,
+        num_tokens=TOKENS,
+        pages=tuple(range(TOKENS // 16)),
+        stored=tuple(range(stored)),
+        capacity=SLOT_BYTES,
+        bound=codecs.max_frame_bytes,
+    ):
+        encoder = codecs.of(cache.planes, plan.extent, WireMode.RAW)
+        room = slot[HEADER_BYTES:]
+        encoded = encoder.encode(plan.pages, plan.extent.num_tokens, room).result()
+        assert encoded.raw_bytes == codecs.raw_bytes(plan.extent)
+        header = codec.read_header(room[: encoded.length])
+        assert header is not None
+        total += HEADER_BYTES + encoded.length
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [
+        ("dense", 0.99),
+        ("fp8", 1.94),
+        ("int4", 3.6),
+        ("k4v2", 4.75),
+        ("fdc, rank 64", 1.95),
+        ("shard", 9.75),
+    ],
+)
+def test_ratio_of_8k_tokens_on_the_wire(
+    found: Mapping[str, KVFormat], name: str, ratio: float
+) -> None:
+    dense = TOKENS * 2 * 2 * CONFIG.num_kv_heads * CONFIG.head_dim
+    size = wire_bytes(found[name])
+    assert dense / size >= ratio
