@@ -146,6 +146,7 @@ class WorkerSnapshot:
         overflow_tokens: queued tokens of a decode worker above which prefill workers that decode
             take over requests; None: never.
         last_placement: sequence number of the worker's newest placement; 0 if there is none.
+        reason: why the worker is not ready, if it reports that.
     """
 
     worker_id: str
@@ -165,6 +166,7 @@ class WorkerSnapshot:
     decodes: bool = False
     overflow_tokens: int | None = None
     last_placement: int = 0
+    reason: str | None = None
 
     @property
     def roles(self) -> tuple[Role, ...]:

@@ -278,6 +278,7 @@ class Fleet:
             decodes=registration.decodes,
             overflow_tokens=registration.overflow_tokens,
             last_placement=worker.last_placement,
+            reason=load.reason if load else None,
         )
         return worker.snapshot
 

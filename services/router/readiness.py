@@ -51,9 +51,14 @@ def _reason(serving: Sequence[WorkerSnapshot], ready: Sequence[WorkerSnapshot]) 
 
 
 def _states(workers: Sequence[WorkerSnapshot]) -> str:
-    named = [f"{w.worker_id} is {w.health.value}" for w in workers[:_MAX_NAMED]]
+    named = [_state(worker) for worker in workers[:_MAX_NAMED]]
     further = [f"{len(workers) - _MAX_NAMED} more"] if len(workers) > _MAX_NAMED else []
     return ", ".join(named + further)
+
+
+def _state(worker: WorkerSnapshot) -> str:
+    state = worker.health.value.replace("_", " ")
+    return f"{worker.worker_id} is {state}" + (f" ({worker.reason})" if worker.reason else "")
 
 
 def _difference(ready: Sequence[WorkerSnapshot]) -> str:

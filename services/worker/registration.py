@@ -5,9 +5,8 @@ from collections import deque
 
 import httpx
 import structlog
-from pydantic import TypeAdapter, ValidationError
 
-from services.common.placement import Heartbeat, PlacementId, Registration, WorkerState
+from services.common.placement import Heartbeat, Registration, WorkerState
 from services.worker.engine_thread import EngineThread
 
 log = structlog.get_logger()
@@ -15,7 +14,6 @@ log = structlog.get_logger()
 MAX_UNREPORTED = 4096
 """Maximum unreported placements kept for each router. Older ones are dropped; the router lets them
 expire."""
-_PLACEMENT_ID = TypeAdapter(PlacementId)
 
 
 class Registrar:
@@ -54,14 +52,8 @@ class Registrar:
     def admit(self, placement_id: str) -> None:
         """Report a placement with the first heartbeat whose load includes it.
 
-        Call this after submitting the placement's command to the engine. An id that no router can
-        have assigned is not reported: a heartbeat that contains it would be invalid.
+        Call this after submitting the placement's command to the engine.
         """
-        try:
-            _PLACEMENT_ID.validate_python(placement_id)
-        except ValidationError:
-            log.warning("invalid placement id", placement=placement_id[:80])
-            return
         for pending in self._admitted.values():
             pending.append((self._engine.submitted, placement_id))
 

@@ -24,6 +24,7 @@ from headrace.v1.inference_pb2_grpc import InferenceStub
 from services.common.settings import is_loopback
 from services.local.state import Deployment
 
+RESTART_S = 180.0  # maximum time of a restart; a busy machine needs more than a minute
 START_S = 900.0  # the very first start factorizes a model and calibrates the codec
 
 
@@ -108,6 +109,20 @@ class Running:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"workers are not ready: {', '.join(sorted(missing))}")
             time.sleep(0.2)
+
+    def wait_for_new_epoch(self, worker: str, old_epoch: object) -> None:
+        """Wait until a worker has restarted and is ready.
+
+        Raises:
+            AssertionError: if it is not ready after `RESTART_S`.
+        """
+        deadline = time.monotonic() + RESTART_S
+        while time.monotonic() < deadline:
+            known = self.workers().get(worker)
+            if known and known["epoch"] != old_epoch and known["state"] == "ready":
+                return
+            time.sleep(0.2)
+        raise AssertionError(f"{worker} did not restart: {self.workers()}")
 
     def _ready_workers(self) -> set[str]:
         return {name for name, worker in self.workers().items() if worker["state"] == "ready"}

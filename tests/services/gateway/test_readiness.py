@@ -93,6 +93,11 @@ async def test_missing_role_is_the_reason(site: Site) -> None:
     assert await site.reason() == "no prefill worker is registered"
     await site.join("prefill-0", Role.PREFILL, state="draining")
     assert await site.reason() == "no prefill worker is ready: prefill-0 is draining"
+    blocked = beat("prefill-0", state="not_ready", reason="no landing slots")
+    await site.router.post("/v1/heartbeat", content=blocked.model_dump_json())
+    assert await site.reason() == (
+        "no prefill worker is ready: prefill-0 is not ready (no landing slots)"
+    )
     await site.join("prefill-1", Role.PREFILL)
     assert await site.reason() is None
 

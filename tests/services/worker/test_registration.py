@@ -141,18 +141,3 @@ async def test_worker_that_is_not_ready_reports_the_reason(
     assert (first["state"], first["reason"]) == (WorkerState.NOT_READY, "no landing slots")
     assert second["state"] == WorkerState.DRAINING
     await registrar.stop()
-
-
-@pytest.mark.parametrize("bad", ["", "not an id", "x" * 65])
-async def test_invalid_placement_id_does_not_stop_the_heartbeats(
-    engine: EngineThread, monkeypatch: pytest.MonkeyPatch, bad: str
-) -> None:
-    router = Router()
-    registrar = registrar_of(engine, router, monkeypatch)
-    for placement in ("a", bad, "b"):
-        registrar.admit(placement)
-    registrar.start()
-    beat, answered = await router.next()
-    answered.set()
-    assert beat["admitted"] == ["a", "b"]
-    await registrar.stop()
