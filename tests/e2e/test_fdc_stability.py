@@ -37,8 +37,8 @@ def test_added_moments_are_those_of_both_texts() -> None:
     )
     total = added(one, other, CONFIG)
     options = FdcOptions(rank=32)
-    bases = [calibrate(layers, options, "") for layers in (total, both)]
-    assert overlap(*bases, "k").least == pytest.approx(1)
-    assert overlap(*bases, "v").least == pytest.approx(1)
+    sum_of_both, together = (calibrate(layers, options, "") for layers in (total, both))
+    assert overlap(sum_of_both, together, "k").least == pytest.approx(1)
+    assert overlap(sum_of_both, together, "v").least == pytest.approx(1)
     assert total[0].tokens == both[0].tokens
-    assert overlap(bases[0], calibrate(one, options, ""), "v").mean < 0.99
+    assert overlap(sum_of_both, calibrate(one, options, ""), "v").mean < 0.99
