@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runtime.attention.base import Batch
-from runtime.engine import Add, Engine, Reserve, StepOutput
+from runtime.engine import Add, Cancel, Engine, Reserve, StepOutput
 from runtime.kv.cache import PagedCache
 from services.worker import engine_thread
 from services.worker.engine_thread import EngineThread
@@ -112,3 +112,15 @@ async def test_stop_abandons_a_thread_that_hangs(
 
 async def test_thread_that_was_never_started_can_be_stopped() -> None:
     await EngineThread(engine_of(tiny_model()), on_output=_raise, on_fault=_raise).stop()
+
+
+async def test_duration_of_each_plan_is_taken_once() -> None:
+    thread = EngineThread(engine_of(tiny_model()), on_output=lambda _: None, on_fault=print)
+    thread.start()
+    thread.submit(Cancel("unknown"))
+    await thread.run(lambda _: None)
+    times = list(thread.take_plan_times())
+    assert len(times) == thread.load.steps == 1
+    assert times[0] > 0
+    assert not list(thread.take_plan_times())
+    await thread.stop()
