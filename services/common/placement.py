@@ -28,10 +28,12 @@ MAX_TOKENS = 1 << 31  # maximum tokens of one request or one queue
 MAX_PAGES = 1 << 31
 MAX_ADMITTED = 8192  # maximum placement ids in one heartbeat
 MAX_EXCLUDED = 64
+MAX_CHOICES = 1024
+PLACEMENT_ID = r"^[A-Za-z0-9-]{1,64}$"
 
 WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Epoch = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")]
-PlacementId = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")]
+PlacementId = Annotated[str, Field(pattern=PLACEMENT_ID)]
 Address = Annotated[
     str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$", max_length=261)
 ]
@@ -59,6 +61,7 @@ class WorkerState(StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    NOT_READY = "not_ready"
     DRAINING = "draining"
 
 
@@ -220,7 +223,7 @@ class PlaceRequest(_Message):
     model: Annotated[str, Field(max_length=256)] | None = None
     prompt_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-    choices: Annotated[int, Field(ge=1, le=1024)] = 1
+    choices: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     tenant: Annotated[str, Field(max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     exclude: Annotated[list[WorkerId], Field(max_length=MAX_EXCLUDED)] = []

@@ -9,8 +9,10 @@ import structlog
 from headrace.v1 import error_pb2, prefill_pb2
 from runtime.core.window import stored_pages
 from runtime.engine import Arrived, Cancel, Reserve, StepOutput
+from runtime.errors import InvalidRequest
 from runtime.kv.pages import pages_for
 from services.decode.settings import DecodeSettings
+from services.transfer.errors import ForeignSegment
 from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
 from services.transfer.manifest import SentTokens
 from services.transfer.receiver import Receiver
@@ -131,15 +133,29 @@ class FetchedStreams(StreamService):
         return fits and load.waiting == 0
 
     def _take_first(self, stream: Stream, message: prefill_pb2.FirstTokens) -> bool:
-        """Send the first tokens before the KV arrives; return True if all choices end with them."""
-        with_logprobs = stream.request.sampling.logprobs is not None
-        for wire_token in message.tokens:
-            token = token_from_message(wire_token, with_logprobs=with_logprobs)
-            stream.first.append(token)
+        """Send the first tokens before the KV arrives; return True if all choices end with them.
+
+        Raises:
+            ForeignSegment: a token is malformed; none is sent then.
+        """
+        request, model = stream.request, self._worker.identity.model
+        try:
+            stream.first += [
+                token_from_message(
+                    token,
+                    index=len(request.tokens) - request.prompt_tokens,
+                    vocab_size=model.vocab_size,
+                    with_logprobs=request.sampling.logprobs is not None,
+                )
+                for token in message.tokens
+            ]
+        except InvalidRequest as error:
+            raise ForeignSegment(f"malformed first tokens: {error}") from error
+        for token in stream.first:
             stream.session.push(stream, token)
             self._worker.metrics.generation_tokens.inc()
         for token in stream.first:
-            if reason := stream.ends_with(token, self._worker.identity.model.context_length):
+            if reason := stream.ends_with(token, model.context_length):
                 stream.session.finish(stream, token.choice, reason)
         return not stream.unfinished
 

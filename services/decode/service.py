@@ -61,6 +61,11 @@ class DecodeWorker(Worker):
         """Whether no stream is open."""
         return not self.service.streams
 
+    @property
+    def not_ready(self) -> str | None:
+        """Why this worker should get no more requests, or None."""
+        return self.receiver.blocked
+
     def _deliver(self, output: StepOutput) -> None:
         self.service.deliver(output)
 

@@ -26,7 +26,11 @@ class DecodeSettings(WorkerSettings):
         4, ge=1, le=1024, description="maximum number of segments of one sequence in flight"
     )
     read_timeout_s: float = Field(
-        10.0, gt=0, le=600, description="deadline of one segment's READ, seconds"
+        10.0,
+        gt=0,
+        le=600,
+        description="seconds without the end of any READ from a prefill worker after which its "
+        "READs are overdue",
     )
     handshake_s: float = Field(
         5.0,

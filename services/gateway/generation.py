@@ -43,6 +43,7 @@ _FINAL = {
     error_pb2.ERROR_CODE_DEADLINE: DeadlineExceeded,
     error_pb2.ERROR_CODE_CANCELLED: InternalFault,
 }
+_BLAMELESS = (*_FINAL, error_pb2.ERROR_CODE_LEASE_EXPIRED)  # caused by the request or by congestion
 
 
 class Generator:
@@ -105,11 +106,12 @@ class Generator:
                 outcome = Outcome.OK
             except WorkerFailure as failure:
                 outcome = Outcome.REFUSED if failure.code in _REFUSALS else Outcome.FAILED
-                blame = _blamed_worker(failure, routed)
+                failed = _failed_worker(failure, routed)
+                blame = None if failure.code in _BLAMELESS else failed
                 attempt, lost = attempt + 1, lost + (failure.code in _LOST_WORKER)
                 if not progress.finish_reason():
                     self._check_retry(failure, progress, attempt, lost)
-                excluded.add(blame or worker.worker_id)
+                excluded.add(failed or worker.worker_id)
             finally:
                 if stream is not None:
                     stream.close(cancel=bool(progress.unfinished))
@@ -219,8 +221,8 @@ class _LatencyRecorder:
         self._metrics.end_to_end.observe(_now() - self._arrived)
 
 
-def _blamed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> str | None:
-    """Return the id of the worker blamed for a failure, or None if it is not in the placement."""
+def _failed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> str | None:
+    """Return the id of the worker named by a failure, or None if it is not in the placement."""
     placement = routed.placement
     workers = {placement.decode.worker_id}
     if placement.prefill is not None:

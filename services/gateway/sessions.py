@@ -106,7 +106,9 @@ class WorkerStream:
 
 
 def _failure_of(error: error_pb2.Error, worker_id: str) -> WorkerFailure:
-    code = error.code or error_pb2.ERROR_CODE_INTERNAL
+    """Return the failure of a stream; an unknown error code becomes INTERNAL."""
+    known = error.code and error.code in error_pb2.ErrorCode.values()
+    code = error.code if known else error_pb2.ERROR_CODE_INTERNAL
     return WorkerFailure(error.message, code, error.worker_id or worker_id)
 
 
@@ -116,6 +118,10 @@ class WorkerSession:
     Attributes:
         worker: id, epoch and address of the worker.
         alive: False once the session has ended.
+
+    Args:
+        on_confirmed: called once, when the worker has shown that it runs this epoch.
+        on_end: called when the session has ended.
     """
 
     def __init__(
@@ -125,6 +131,7 @@ class WorkerSession:
         token: str | None,
         connect_timeout_s: float,
         max_buffered_tokens: int,
+        on_confirmed: Callable[["WorkerSession"], None],
         on_end: Callable[["WorkerSession"], None],
     ) -> None:
         self.worker = worker
@@ -132,7 +139,9 @@ class WorkerSession:
         self._token = token
         self._connect_timeout_s = connect_timeout_s
         self._max_buffered_tokens = max_buffered_tokens
+        self._on_confirmed = on_confirmed
         self._on_end = on_end
+        self._confirmed = False
         self._streams: dict[int, WorkerStream] = {}
         self._next_number = 1
         self._outbox: asyncio.Queue[decode_pb2.DecodeCommand] = asyncio.Queue()
@@ -148,10 +157,15 @@ class WorkerSession:
         return stream
 
     def remove(self, number: int, *, cancel: bool) -> None:
-        """Stop delivering to a stream, and cancel it on the worker if ``cancel``."""
+        """Stop delivering to a stream, and cancel it on the worker if ``cancel``.
+
+        A session that is not confirmed ends with its last stream: its epoch may have ended.
+        """
         if self._streams.pop(number, None) is not None and cancel and self.alive:
             message = decode_pb2.CancelStream(stream=number)
             self._outbox.put_nowait(decode_pb2.DecodeCommand(cancel=message))
+        if not self._streams and not self._confirmed:
+            self.end(self.lost("its epoch was not confirmed"))
 
     def end(self, failure: Exception) -> None:
         """Fail every stream with ``failure`` and close the call. Idempotent."""
@@ -199,9 +213,18 @@ class WorkerSession:
     def _dispatch(self, step: decode_pb2.DecodeStep) -> None:
         streams = self._streams
         for delta in step.deltas:
+            if not self._confirmed and not self._is_stale(delta):
+                self._confirmed = True
+                self._on_confirmed(self)
             stream = streams.get(delta.stream)
             if stream is not None:  # None if the stream was cancelled while the delta was in flight
                 stream.deliver(delta)
+
+    def _is_stale(self, delta: decode_pb2.StreamDelta) -> bool:
+        """Return whether the worker has refused a stream because it runs another epoch."""
+        error = delta.error
+        incompatible = error.code == error_pb2.ERROR_CODE_INCOMPATIBLE
+        return incompatible and error.worker_id in ("", self.worker.worker_id)
 
     async def _commands(self) -> AsyncIterator[decode_pb2.DecodeCommand]:
         while True:
@@ -210,6 +233,10 @@ class WorkerSession:
 
 class SessionPool:
     """Sessions of one gateway, opened on first use.
+
+    Two routers may briefly know different epochs of one worker. Each epoch has its own session, so
+    that a placement on an ended epoch does not disturb the streams of the current one. A session
+    whose worker confirms its epoch ends those of other epochs.
 
     Args:
         token: cluster token, or None.
@@ -223,36 +250,39 @@ class SessionPool:
         self._token = token
         self._connect_timeout_s = connect_timeout_s
         self._max_buffered_tokens = max_buffered_tokens
-        self._by_worker: dict[str, WorkerSession] = {}
+        self._sessions: dict[WorkerAddress, WorkerSession] = {}
 
     def get(self, worker: WorkerAddress) -> WorkerSession:
-        """Return the session with a worker. A session with another epoch of the worker is ended."""
-        session = self._by_worker.get(worker.worker_id)
-        if session is not None and session.worker != worker:
-            session.end(session.lost("the worker restarted with another epoch"))
-            session = None
+        """Return the session with an epoch of a worker."""
+        session = self._sessions.get(worker)
         if session is None:
             session = WorkerSession(
                 worker,
                 token=self._token,
                 connect_timeout_s=self._connect_timeout_s,
                 max_buffered_tokens=self._max_buffered_tokens,
+                on_confirmed=self._end_other_epochs,
                 on_end=self._remove,
             )
-            self._by_worker[worker.worker_id] = session
+            self._sessions[worker] = session
         return session
 
     def fail_all(self, failure: ServiceError) -> None:
         """End every stream with an error."""
-        for session in tuple(self._by_worker.values()):
+        for session in tuple(self._sessions.values()):
             session.end(failure)
 
     async def close(self) -> None:
         """End all sessions and wait until their calls are closed."""
-        sessions = tuple(self._by_worker.values())
+        sessions = tuple(self._sessions.values())
         self.fail_all(Unavailable("the gateway is shutting down"))
         await asyncio.gather(*(session.wait_closed() for session in sessions))
 
+    def _end_other_epochs(self, confirmed: WorkerSession) -> None:
+        for session in tuple(self._sessions.values()):
+            if session is not confirmed and session.worker.worker_id == confirmed.worker.worker_id:
+                session.end(session.lost("the worker restarted with another epoch"))
+
     def _remove(self, session: WorkerSession) -> None:
-        if self._by_worker.get(session.worker.worker_id) is session:
-            del self._by_worker[session.worker.worker_id]
+        if self._sessions.get(session.worker) is session:
+            del self._sessions[session.worker]

@@ -91,6 +91,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             self.jobs,
             slot_bytes=hello.slot_bytes,
             max_sequences=self._max_sequences,
+            max_deadline_s=self._settings.max_deadline_s,
             is_draining=lambda: self.draining,
             on_admitted=self.report_admitted,
         )

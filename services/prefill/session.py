@@ -18,7 +18,12 @@ from services.transfer.outgoing import Outgoing
 from services.transfer.policy import SegmentTiming
 from services.transfer.sender import Sender
 from services.worker.engine_thread import EngineThread
-from services.worker.wire import fault_to_code, request_from_message, token_to_message
+from services.worker.wire import (
+    deadline_from_message,
+    fault_to_code,
+    request_from_message,
+    token_to_message,
+)
 
 log = structlog.get_logger()
 
@@ -34,11 +39,15 @@ class Job:
         pages: pages with computed KV.
         stored: stored pages of a compressed KV format.
         first: first tokens sampled so far, one per choice.
+        deadline_s: seconds from the acceptance to the end of the sequence by ``expiry``.
+        expiry: timer that ends the sequence at its deadline.
     """
 
     outgoing: Outgoing
     request: Request
     samples_first: bool
+    deadline_s: float
+    expiry: asyncio.TimerHandle
     accepted: float = field(default_factory=time.perf_counter)
     computing_since: float = 0.0
     pages: tuple[int, ...] = ()
@@ -58,6 +67,7 @@ class PrefillSession:
     Args:
         peer: id of the decode worker.
         agent: name of its NIXL agent.
+        max_deadline_s: upper limit on the deadline of a sequence, seconds.
     """
 
     def __init__(
@@ -71,6 +81,7 @@ class PrefillSession:
         *,
         slot_bytes: int,
         max_sequences: int,
+        max_deadline_s: float,
         is_draining: Callable[[], bool],
         on_admitted: Callable[[str], None],
     ) -> None:
@@ -83,6 +94,7 @@ class PrefillSession:
         self._own: set[str] = set()
         self._slot_bytes = slot_bytes
         self._max_sequences = max_sequences
+        self._max_deadline_s = max_deadline_s
         self._is_draining = is_draining
         self._on_admitted = on_admitted
         self._outbox: asyncio.Queue[pb.PrefillEvent] = asyncio.Queue()
@@ -114,7 +126,8 @@ class PrefillSession:
                 try:
                     self._start(command.start)
                 except InvalidRequest as error:
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                    sequence = command.start.sequence
+                    self._fail(sequence, error_pb2.ERROR_CODE_INVALID, str(error))
             case "credit":
                 self._sender.credit(self._key(command.credit.sequence), command.credit.segments)
             case "acknowledge":
@@ -146,6 +159,7 @@ class PrefillSession:
             return
         request = request_from_message(key, message)
         sent = self._sender.sent_tokens(message)
+        deadline_s = min(deadline_from_message(start.deadline_s), self._max_deadline_s)
         outgoing = Outgoing(
             key=key,
             reader=self._name,
@@ -160,7 +174,14 @@ class PrefillSession:
             fail=lambda code, message: self.fail(key, code, message),
         )
         samples_first = sent.computed == len(request.tokens)
-        self._jobs[key] = Job(outgoing, request, samples_first)
+        expiry = asyncio.get_running_loop().call_later(
+            deadline_s,
+            self.fail,
+            key,
+            error_pb2.ERROR_CODE_DEADLINE,
+            "the request's deadline passed",
+        )
+        self._jobs[key] = Job(outgoing, request, samples_first, deadline_s, expiry)
         self._own.add(key)
         self._sender.open(outgoing)
         self._engine.submit(Add(request, hold=True))
@@ -207,8 +228,10 @@ class PrefillSession:
 
     def end(self, key: str) -> None:
         """End a sequence and free its pages, slots and lease. Idempotent."""
-        if self._jobs.pop(key, None) is None:
+        job = self._jobs.pop(key, None)
+        if job is None:
             return
+        job.expiry.cancel()
         self._own.discard(key)
         self._sender.close(key)
         self._engine.submit(Cancel(key))

@@ -18,7 +18,8 @@ class PrefillSettings(WorkerSettings):
         30.0,
         gt=0,
         le=3600,
-        description="seconds without a message from the reader after which a lease ends",
+        description="seconds without an acknowledgement from a reader after which the leases of "
+        "its sequences with encoded segments end",
     )
     decodes: bool | Literal["auto"] = Field(
         "auto",

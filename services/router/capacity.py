@@ -12,6 +12,7 @@ class WorkerHealth(StrEnum):
 
     STARTING = "starting"
     READY = "ready"
+    NOT_READY = "not_ready"  # reported by the worker, with a reason
     DRAINING = "draining"
     SUSPECT = "suspect"  # missed heartbeats
     PROBATION = "probation"  # failed a request; gets no requests for a while

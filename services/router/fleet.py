@@ -94,8 +94,8 @@ class _Worker:
     def health(self, now: float, suspect_after_s: float) -> WorkerHealth:
         if self.load is None or self.load.state is WorkerState.STARTING:
             return WorkerHealth.STARTING
-        if self.load.state is WorkerState.DRAINING:
-            return WorkerHealth.DRAINING
+        if self.load.state in (WorkerState.NOT_READY, WorkerState.DRAINING):
+            return WorkerHealth(self.load.state)
         if now - self.last_heartbeat_at > suspect_after_s:
             return WorkerHealth.SUSPECT
         return WorkerHealth.PROBATION if now < self.probation_until else WorkerHealth.READY

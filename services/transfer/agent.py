@@ -96,7 +96,8 @@ class TransferAgent:
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
-        SettingsError: this machine has no interface with the name given in ``network``.
+        SettingsError: this machine has no interface with the name given in ``network``, or UCX
+            listens elsewhere.
     """
 
     def __init__(
@@ -169,7 +170,8 @@ class TransferAgent:
         Args:
             local: ``[length]`` uint8, contiguous, inside a registered slab. The agent keeps it
                 alive; it must not be touched until the READ has ended.
-            deadline_s: seconds from now.
+            deadline_s: seconds without the end of any READ from this peer after which the READ is
+                overdue.
             kind: the peer's memory, "DRAM" or "VRAM".
             device: device number of the peer's memory.
 
@@ -177,10 +179,9 @@ class TransferAgent:
             PeerLost, BadAddress, ReadFailed, TransferClosed: nothing touches ``local`` any more.
             ReadTimeout: the transport may write to ``local`` until `ReadTimeout.drained` is done.
         """
-        deadline = time.monotonic() + deadline_s
         remote = (remote_address, length, device)
         return self._call(
-            lambda owner, future: owner.read(peer, remote, kind, local, deadline, future)
+            lambda owner, future: owner.read(peer, remote, kind, local, deadline_s, future)
         )
 
     def notify(self, peer: str, message: bytes) -> None:

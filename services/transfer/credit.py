@@ -1,12 +1,15 @@
 """Credits: landing slots that a reader grants to its sequences, first come first served."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from services.transfer.errors import CreditError
+from services.transfer.shares import may_take
 
 
 @dataclass
 class _Account:
+    peer: str
     granted: int = 0  # credits granted and not used yet
     occupied: int = 0  # slots that hold a segment
     member: bool = True  # False once the sequence has left: it gets no further credits
@@ -19,9 +22,11 @@ class _Account:
 class CreditPool:
     """Shares landing slots among sequences, oldest first. Pure bookkeeping; not thread-safe.
 
-    A free slot goes to the oldest sequence that holds fewer than ``per_sequence``, so the oldest
-    always makes progress. Granted and occupied slots together never exceed ``slots``, so a
-    slot is free for every segment that arrives against a credit.
+    A free slot goes to the oldest sequence that holds fewer than ``per_sequence`` and whose peer is
+    within its share (`may_take`). The oldest sequence of each peer therefore makes progress, also
+    if another peer has stopped and its slots cannot be used again. Granted and occupied slots
+    together never exceed ``slots``, so a slot is free for every segment that arrives against a
+    credit.
 
     Args:
         slots: number of slots of the landing slab.
@@ -36,35 +41,39 @@ class CreditPool:
         self._per_sequence = per_sequence
         self._free = slots
         self._accounts: dict[str, _Account] = {}  # oldest first
+        self._held: Counter[str] = Counter()  # granted and occupied slots by peer
 
     @property
     def free(self) -> int:
         """Slots that are neither granted nor occupied."""
         return self._free
 
-    def join(self, key: str) -> None:
+    def join(self, key: str, peer: str) -> None:
         """Add a sequence as the youngest one.
 
+        Args:
+            peer: the worker that sends its segments.
+
         Raises:
-            CreditError: the sequence has joined already.
+            CreditError: the sequence has joined already, or still occupies slots.
         """
-        account = self._accounts.pop(key, None)
-        if account is not None and account.member:
-            self._accounts[key] = account
+        if key in self._accounts:
             raise CreditError(f"{key} has joined already")
-        occupied = account.occupied if account is not None else 0
-        self._accounts[key] = _Account(occupied=occupied)
+        self._accounts[key] = _Account(peer)
 
     def grants(self) -> list[tuple[str, int]]:
         """Grant free slots; return (sequence, number of new credits) pairs, without zeros."""
         granted: list[tuple[str, int]] = []
         for key, account in self._accounts.items():
-            if not self._free:
-                break
-            credits = min(self._per_sequence - account.held, self._free) if account.member else 0
-            if credits > 0:
-                account.granted += credits
-                self._free -= credits
+            credits = 0
+            while account.member and account.held < self._per_sequence:
+                if not may_take(self._held[account.peer], self._free):
+                    break
+                account.granted += 1
+                self._held[account.peer] += 1
+                self._free -= 1
+                credits += 1
+            if credits:
                 granted.append((key, credits))
         return granted
 
@@ -90,7 +99,7 @@ class CreditPool:
         if account is None or not account.occupied:
             raise CreditError(f"{key} occupies no slot")
         account.occupied -= 1
-        self._free += 1
+        self._return(account.peer, 1)
         self._forget(key, account)
 
     def leave(self, key: str) -> None:
@@ -101,10 +110,16 @@ class CreditPool:
         account = self._accounts.get(key)
         if account is None:
             return
-        self._free += account.granted
+        self._return(account.peer, account.granted)
         account.granted = 0
         account.member = False
         self._forget(key, account)
+
+    def _return(self, peer: str, slots: int) -> None:
+        self._free += slots
+        self._held[peer] -= slots
+        if not self._held[peer]:
+            del self._held[peer]
 
     def _forget(self, key: str, account: _Account) -> None:
         if not account.member and not account.held:

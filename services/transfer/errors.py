@@ -5,7 +5,7 @@ TransferError
 ├── TransferUnavailable       NIXL does not start on this machine, or refuses the memory
 ├── PeerLost                  the peer died, cannot be reached, was removed or was never added
 ├── PeerRefused               the peer's metadata is malformed, or names another agent
-├── ReadTimeout               a READ exceeded its deadline; see `ReadTimeout.drained`
+├── ReadTimeout               a READ is overdue; see `ReadTimeout.drained`
 ├── ReadFailed                the transport reported an error
 ├── BadAddress                an address outside the registered memory of either side
 ├── FrameError                a slot does not hold the announced segment
@@ -42,7 +42,7 @@ class PeerRefused(TransferError):
 
 
 class ReadTimeout(TransferError):
-    """A READ exceeded its deadline.
+    """A READ is overdue: no READ from its peer has ended for the given time.
 
     The transport cannot cancel a READ: a peer that was only stopped still answers when it resumes.
     Until then the transport may write to the landing slot.

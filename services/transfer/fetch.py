@@ -1,12 +1,14 @@
 """State of one fetch: a sequence whose prompt another worker computes."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.v1 import decode_pb2, error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Reserved
+from services.transfer.errors import ForeignSegment
 from services.transfer.manifest import Coverage
 
 
@@ -73,6 +75,16 @@ class FetchTimes:
     segments: int = 0
     wire_bytes: int = 0
     raw_bytes: int = 0
+
+    def start(self, first: pb.FirstTokens) -> None:
+        """Record the times before the first tokens.
+
+        Raises:
+            ForeignSegment: a time is negative or not finite.
+        """
+        if not (0 <= first.queue_s < math.inf and 0 <= first.prefill_s < math.inf):
+            raise ForeignSegment(f"implausible times: {first.queue_s} s, {first.prefill_s} s")
+        self.queue, self.prefill = first.queue_s, first.prefill_s
 
     def add(self, ready: pb.SegmentReady, read_s: float, decode_s: float) -> None:
         """Add the times and sizes of one segment."""

@@ -15,6 +15,9 @@ class LandingSlots:
     Args:
         credits_per_sequence: maximum slots of one sequence.
         grant: called with a sequence's key and the number of its new credits.
+
+    Attributes:
+        overdue: quarantined slots of overdue READs. They return only when the peer answers or dies.
     """
 
     def __init__(
@@ -24,6 +27,7 @@ class LandingSlots:
         self._slots = SlotPool(slab.slots)
         self._credits = CreditPool(slab.slots, credits_per_sequence)
         self._grant = grant
+        self.overdue = 0
 
     @property
     def held(self) -> int:
@@ -35,9 +39,13 @@ class LandingSlots:
         """Slots of ended sequences that a READ or a decode may still touch."""
         return self._slots.quarantined
 
-    def join(self, key: str) -> None:
-        """Queue a sequence for landing slots, after those that joined earlier."""
-        self._credits.join(key)
+    def join(self, key: str, peer: str) -> None:
+        """Queue a sequence for landing slots, after those that joined earlier.
+
+        Args:
+            peer: the worker that sends its segments.
+        """
+        self._credits.join(key, peer)
         self._share()
 
     def leave(self, key: str) -> None:
@@ -69,15 +77,23 @@ class LandingSlots:
             return
         self._slots.quarantine(slot)
 
-        def free(done: "asyncio.Future[Any]") -> None:
-            error = None if done.cancelled() else done.exception()
-            if isinstance(error, ReadTimeout):  # the transport may write until it has drained
-                asyncio.wrap_future(error.drained).add_done_callback(free)
-                return
+        def free(_: "asyncio.Future[Any]") -> None:
             self._slots.unquarantine(slot)
             self._freed(key)
 
-        user.add_done_callback(free)
+        def free_drained(drained: "asyncio.Future[None]") -> None:
+            self.overdue -= 1
+            free(drained)
+
+        def settled(done: "asyncio.Future[Any]") -> None:
+            error = None if done.cancelled() else done.exception()
+            if isinstance(error, ReadTimeout):  # the transport may write until it has drained
+                self.overdue += 1
+                asyncio.wrap_future(error.drained).add_done_callback(free_drained)
+            else:
+                free(done)
+
+        user.add_done_callback(settled)
 
     def _freed(self, key: str) -> None:
         self._credits.freed(key)

@@ -1,16 +1,28 @@
 """Leases: bounded claims on encoded KV. Every lease ends, by release or by expiry."""
 
+from dataclasses import dataclass
+
 from services.transfer.errors import LeasesExhausted
+
+
+@dataclass
+class _Lease:
+    reader: str
+    since: float | None = None  # when the lease started to run; None while it does not
 
 
 class LeaseTable:
     """The leases of a sender. Pure bookkeeping; not thread-safe.
 
-    Times are seconds of a monotonic clock and are passed in. A lease past its end cannot be
-    renewed, even if `expired` has not reported it yet.
+    A lease runs only while its reader has segments to acknowledge. It then expires after
+    ``lease_s`` without progress of the reader: segments of several sequences share one link, so the
+    progress of any of them restarts all leases of the reader. A reader that waits for landing slots
+    does not lose its lease; the end of its session releases it.
+
+    Times are seconds of a monotonic clock and are passed in.
 
     Args:
-        lease_s: seconds from the grant or the last renewal to the end.
+        lease_s: seconds without progress after which a lease that runs expires.
         max_leases: maximum number of leases at a time.
     """
 
@@ -19,40 +31,58 @@ class LeaseTable:
             raise ValueError(f"max_leases ({max_leases}) and lease_s ({lease_s}) must be positive")
         self._lease_s = lease_s
         self._max_leases = max_leases
-        self._ends: dict[str, float] = {}
+        self._leases: dict[str, _Lease] = {}
+        self._progress: dict[str, float] = {}  # time of each reader's last progress
 
     @property
     def active(self) -> int:
         """Number of leases neither released nor reported as expired."""
-        return len(self._ends)
+        return len(self._leases)
 
-    def grant(self, key: str, now: float) -> None:
-        """Start a lease, or restart it.
+    def grant(self, key: str, reader: str) -> None:
+        """Grant a lease, which does not run yet. Idempotent.
 
         Raises:
             LeasesExhausted: ``max_leases`` other leases are held.
         """
-        if key not in self._ends and len(self._ends) >= self._max_leases:
+        if key in self._leases:
+            return
+        if len(self._leases) >= self._max_leases:
             raise LeasesExhausted(f"all {self._max_leases} leases are in use")
-        self._ends[key] = now + self._lease_s
+        self._leases[key] = _Lease(reader)
 
-    def renew(self, key: str, now: float) -> bool:
-        """Extend a lease; return False if there is none or it has ended."""
-        end = self._ends.get(key)
-        if end is None or now >= end:
-            return False
-        self._ends[key] = now + self._lease_s
-        return True
+    def run(self, key: str, now: float) -> None:
+        """Start a lease, unless it runs already or there is none."""
+        lease = self._leases.get(key)
+        if lease is not None and lease.since is None:
+            lease.since = now
+
+    def pause(self, key: str) -> None:
+        """Stop a lease, because its reader has nothing to acknowledge."""
+        if lease := self._leases.get(key):
+            lease.since = None
+
+    def progressed(self, reader: str, now: float) -> None:
+        """Restart all leases of a reader that run."""
+        self._progress[reader] = now
 
     def release(self, key: str) -> bool:
         """End a lease; return False if there is none. Idempotent."""
-        return self._ends.pop(key, None) is not None
+        lease = self._leases.pop(key, None)
+        if lease is None:
+            return False
+        if all(other.reader != lease.reader for other in self._leases.values()):
+            self._progress.pop(lease.reader, None)
+        return True
 
     def expired(self, now: float) -> list[str]:
-        """Remove and return the leases that have ended, in the order of their ends."""
-        keys = sorted(
-            (key for key, end in self._ends.items() if now >= end), key=self._ends.__getitem__
-        )
+        """Remove and return the leases that have expired, in the order of their ends."""
+        ends = {
+            key: max(lease.since, self._progress.get(lease.reader, lease.since)) + self._lease_s
+            for key, lease in self._leases.items()
+            if lease.since is not None
+        }
+        keys = sorted((key for key, end in ends.items() if now >= end), key=ends.__getitem__)
         for key in keys:
-            del self._ends[key]
+            self.release(key)
         return keys

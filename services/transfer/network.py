@@ -4,13 +4,23 @@ UCX listens on every device that it may use. Any process that can connect may re
 registered memory, so the worker's settings restrict the devices.
 """
 
+import ipaddress
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+import structlog
+
 from services.common.errors import SettingsError
+
+log = structlog.get_logger()
+
+Listener = tuple[str, int]
+"""Address and TCP port of a listening socket."""
 
 LOOPBACK_DEVICE = "lo"
 _RDMA_FOLDER = Path("/sys/class/infiniband")
@@ -68,6 +78,68 @@ def restrict_ucx(network: TransferNetwork) -> None:
             f"{', '.join(interfaces)}"
         )
     os.environ.update(ucx_environment(network, rdma_devices(), os.environ))
+
+
+@contextmanager
+def checked_listeners() -> Iterator[None]:
+    """Check the listeners that are opened in the block; see `check_listeners`."""
+    before = _listeners()
+    yield
+    check_listeners(_listeners() - before, os.environ)
+
+
+def _listeners() -> set[Listener]:
+    """Return the TCP sockets on which this process listens; empty if they cannot be listed."""
+    try:
+        connections = psutil.Process().net_connections("tcp")
+    except psutil.Error as error:
+        log.warning("cannot list listening sockets", error=str(error))
+        return set()
+    return {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def check_listeners(opened: Iterable[Listener], environment: Mapping[str, str]) -> None:
+    """Check that UCX listens only where its variables allow.
+
+    It warns if ``UCX_NET_DEVICES`` does not name the devices, since whoever can reach a listener
+    can read and write registered memory.
+
+    Args:
+        opened: listeners that UCX has opened.
+        environment: environment of the process.
+
+    Raises:
+        SettingsError: a listener has an address of another device, or a port outside the range.
+    """
+    shown = ", ".join(f"{address} port {port}" for address, port in sorted(opened))
+    allowed = _addresses_of(environment.get("UCX_NET_DEVICES", "all"))
+    low, _, high = environment.get("UCX_TCP_PORT_RANGE", "0").partition("-")
+    for address, port in opened:
+        if allowed is not None and ipaddress.ip_address(address) not in allowed:
+            devices = environment["UCX_NET_DEVICES"]
+            raise SettingsError(f"KV transfers listen on {shown}, but UCX_NET_DEVICES is {devices}")
+        if low.isdecimal() and int(low) and not int(low) <= port <= int(high or low):
+            raise SettingsError(f"KV transfers listen on {shown}, but their ports are {low}-{high}")
+    if allowed is None and any(not ipaddress.ip_address(a).is_loopback for a, _ in opened):
+        log.warning(
+            "KV transfers listen without authentication; only workers may reach these ports, "
+            "see transfer_interface and transfer_ports",
+            listeners=shown,
+        )
+
+
+def _addresses_of(devices: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address] | None:
+    """Return the addresses of UCX network devices; None for all devices and for patterns."""
+    names = devices.split(",")
+    if any(name == "all" or set("*?^[") & set(name) for name in names):
+        return None
+    found = psutil.net_if_addrs()
+    return {
+        ipaddress.ip_address(entry.address)
+        for name in names
+        for entry in found.get(name, ())
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
 
 
 def rdma_devices(folder: Path = _RDMA_FOLDER) -> list[str]:

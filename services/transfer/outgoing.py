@@ -75,6 +75,11 @@ class Outgoing:
         """Planned segments that are not acknowledged yet."""
         return len(self.planned) + len(self.unacknowledged)
 
+    @property
+    def readable(self) -> bool:
+        """Whether segments are encoded that the reader has not acknowledged."""
+        return any(not sent.encoding for sent in self.unacknowledged.values())
+
     def announce_if_complete(self) -> None:
         """Emit the number of segments once the last of them has been announced."""
         if self.computed and not self.planned:

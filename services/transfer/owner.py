@@ -18,12 +18,12 @@ from services.transfer.errors import (
     TransferError,
     TransferUnavailable,
 )
-from services.transfer.network import TransferNetwork
+from services.transfer.network import TransferNetwork, checked_listeners
 from services.transfer.slab import Slab
 
 _PROGRESS_TIMEOUT_US = 1000  # longest sleep of NIXL's progress thread; 0 makes it spin
 _NAP_S = 150e-6  # seconds between polls while NIXL shuts down
-_DRAIN_NAP_S = 10e-3  # seconds between polls if only READs past their deadlines remain
+_DRAIN_NAP_S = 10e-3  # seconds between polls if only overdue READs remain
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,19 @@ class _Read:
     handle: int
     local: torch.Tensor  # keeps the landing memory alive
     started: float
-    deadline: float
+    timeout_s: float
     future: "Future[ReadDone]"
-    drained: "Future[None] | None" = None  # set once the deadline has passed
+    drained: "Future[None] | None" = None  # set once the READ is overdue
+
+    def is_overdue(self, last_end: float, now: float) -> bool:
+        """Return whether no READ from the peer has ended for ``timeout_s``.
+
+        READs share the link: one that waits for others is not overdue.
+
+        Args:
+            last_end: when the last READ from the peer has ended.
+        """
+        return now >= max(self.started, last_end) + self.timeout_s
 
 
 class Owner:
@@ -65,6 +75,7 @@ class Owner:
 
     Raises:
         TransferUnavailable: NIXL or its UCX plugin does not start here.
+        SettingsError: UCX listens elsewhere than its variables allow.
     """
 
     def __init__(self, name: str, device: str, network: TransferNetwork) -> None:
@@ -83,8 +94,9 @@ class Owner:
         config.pthrDelay = _PROGRESS_TIMEOUT_US
         config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
         try:
-            self._nixl = nixl.nixlAgent(name, config)
-            self._ucx = [self._nixl.createBackend("UCX", {})]
+            with checked_listeners():
+                self._nixl = nixl.nixlAgent(name, config)
+                self._ucx = [self._nixl.createBackend("UCX", {})]
         except self._faults as error:
             raise TransferUnavailable(
                 f"NIXL does not start with UCX ({error}); NIXL_LOG_LEVEL=ERROR shows why"
@@ -145,10 +157,10 @@ class Owner:
         remote: tuple[int, int, int],
         kind: str,
         local: torch.Tensor,
-        deadline: float,
+        timeout_s: float,
         future: "Future[ReadDone]",
     ) -> None:
-        """Start a READ of ``remote``: (address, length, device)."""
+        """Start a READ of ``remote``: (address, length, device); see `TransferAgent.read`."""
         peer = self._peers.get(peer_name)
         if peer is None or peer.removals:
             raise PeerLost(f"peer {peer_name} is not known")
@@ -171,7 +183,7 @@ class Owner:
                 self._release(handle)
             raise self._explain(error, peer_name) from error
         peer.reads += 1
-        self._reads.append(_Read(peer_name, handle, local, started, deadline, future))
+        self._reads.append(_Read(peer_name, handle, local, started, timeout_s, future))
 
     def notify(self, peer_name: str, message: bytes) -> None:
         """Send a notification, which is lost if the peer is not known or does not answer."""
@@ -195,21 +207,21 @@ class Owner:
 
     @property
     def num_running(self) -> int:
-        """Number of READs that have not exceeded their deadlines."""
+        """Number of READs that are not overdue."""
         return sum(read.drained is None for read in self._reads)
 
     @property
     def drain_delay(self) -> float | None:
-        """Seconds until the next poll if only READs past their deadlines are left, or None."""
+        """Seconds until the next poll if only overdue READs are left, or None."""
         return _DRAIN_NAP_S if self._reads else None
 
     def poll(self) -> bool:
-        """Settle the READs that have ended or exceeded their deadlines.
+        """Settle the READs that have ended or are overdue.
 
         Returns:
             Whether any READ has ended.
         """
-        before, running = len(self._reads), []
+        before, running, now = len(self._reads), [], time.monotonic()
         for read in self._reads:
             try:
                 state = self._nixl.getXferStatus(read.handle)
@@ -218,7 +230,8 @@ class Owner:
                 continue
             if state == self._api.NIXL_IN_PROG:
                 running.append(read)
-                _expire(read)
+                if read.drained is None and read.is_overdue(self._peers[read.peer].last_end, now):
+                    _expire(read)
             elif state == self._api.NIXL_SUCCESS:
                 self._finish(read, None)
             else:
@@ -322,12 +335,11 @@ def _checked_length(remote: tuple[int, int, int], kind: str, local: torch.Tensor
 
 
 def _expire(read: _Read) -> None:
-    if read.drained is None and time.monotonic() >= read.deadline:
-        read.drained = Future()
-        read.drained.set_running_or_notify_cancel()
-        read.future.set_exception(
-            ReadTimeout(f"READ from {read.peer} exceeded its deadline", read.drained)
-        )
+    read.drained = Future()
+    read.drained.set_running_or_notify_cancel()
+    read.future.set_exception(
+        ReadTimeout(f"no READ from {read.peer} has ended for {read.timeout_s} s", read.drained)
+    )
 
 
 def _settle(futures: list["Future[None]"]) -> None:

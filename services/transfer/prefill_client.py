@@ -40,10 +40,11 @@ class Subscription:
         self._events: asyncio.Queue[pb.PrefillEvent | FetchFailed | None] = asyncio.Queue()
         self.welcome = client.welcome
 
-    def send_start(self) -> None:
-        """Request the prefill."""
+    def send_start(self, deadline_s: float) -> None:
+        """Request the prefill, to be ended by the prefill worker after ``deadline_s`` seconds."""
         command = pb.PrefillCommand()
         command.start.sequence = self._sequence
+        command.start.deadline_s = deadline_s
         command.start.request.CopyFrom(self._request)
         self._client.send(command)
 

@@ -144,7 +144,8 @@ class Pulls:
 
     Attributes:
         landing: slab that segments are read into.
-        read_timeout_s: deadline of one segment's READ, in seconds.
+        read_timeout_s: seconds without the end of any READ from a peer after which its READs are
+            overdue.
     """
 
     agent: TransferAgent

@@ -31,6 +31,7 @@ from services.transfer.manifest import Coverage, SentTokens, sent_tokens
 from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClient, PrefillClients, Subscription
 from services.transfer.pulls import Pull, Pulls
+from services.transfer.shares import single_share
 from services.transfer.slab import Slab
 
 _LAUNCH_S = 1.5e-3
@@ -45,7 +46,8 @@ class Receiver:
         cache: pages of the engine.
         codecs: codecs of that cache.
         credits_per_sequence: maximum number of segments of one sequence in flight.
-        read_timeout_s: deadline of one segment's READ, in seconds.
+        read_timeout_s: seconds without the end of any READ from a peer after which its READs are
+            overdue.
         kv_eviction: fraction of the prompt tokens that prefill workers evict.
     """
 
@@ -91,9 +93,11 @@ class Receiver:
             FetchFailed: the KV did not arrive; the content of the pages is undefined.
         """
         try:
+            start = asyncio.get_running_loop().time()
             async with asyncio.timeout(fetch.deadline_s):
                 client = await self._clients.connect(fetch.prefill)
-                return await self._run(fetch, client)
+                spent_s = asyncio.get_running_loop().time() - start
+                return await self._run(fetch, client, fetch.deadline_s - spent_s)
         except TimeoutError:
             raise FetchFailed(
                 error_pb2.ERROR_CODE_DEADLINE, "the request's deadline passed"
@@ -101,18 +105,29 @@ class Receiver:
         except ExceptionGroup as group:
             raise _first_failure(group, fetch.prefill.worker_id) from group
 
+    @property
+    def blocked(self) -> str | None:
+        """Why this worker should get no more requests, or None.
+
+        One prefill worker that has stopped cannot hold as many landing slots, but several can.
+        """
+        slots, overdue = self.landing.slab.slots, self.landing.overdue
+        if overdue <= single_share(slots):
+            return None
+        return f"{overdue} of {slots} landing slots are held by prefill workers that do not answer"
+
     def observe(self) -> None:
         """Set the gauges of the landing slots."""
         self._metrics.landing_slots.labels("held").set(self.landing.held)
         self._metrics.landing_slots.labels("quarantined").set(self.landing.quarantined)
 
-    async def _run(self, fetch: Fetch, client: PrefillClient) -> FetchTimes:
+    async def _run(self, fetch: Fetch, client: PrefillClient, deadline_s: float) -> FetchTimes:
         sent = self.sent_tokens(fetch.request)
         progress = FetchProgress(Coverage(sent.kept, self._codecs.layout), sent.evicted)
         with client.subscribe(fetch.request) as subscription:
             self._subscriptions[fetch.key] = subscription
             try:
-                subscription.send_start()
+                subscription.send_start(deadline_s)
                 async with asyncio.TaskGroup() as pulls:
                     await self._follow(fetch, subscription, progress, pulls)
                 if progress.ended:
@@ -186,8 +201,7 @@ class Receiver:
                     fetch.on_computing()
                 fetch.reserved.add_done_callback(lambda _: self._join(fetch))
             case "first_tokens":
-                progress.times.queue = event.first_tokens.queue_s
-                progress.times.prefill = event.first_tokens.prefill_s
+                progress.times.start(event.first_tokens)
                 choices = sorted(token.choice for token in event.first_tokens.tokens)
                 expected = fetch.request.choices if fetch.samples_first else 0
                 if progress.started or choices != list(range(expected)):
@@ -217,7 +231,7 @@ class Receiver:
     def _join(self, fetch: Fetch) -> None:
         """Ask for landing slots, now that there are pages for a sequence that is computed."""
         if fetch.key in self._subscriptions and not fetch.reserved.cancelled():
-            self.landing.join(fetch.key)
+            self.landing.join(fetch.key, fetch.prefill.worker_id)
 
     async def _stop_decodes(self, fetch: Fetch) -> None:
         """Close a fetch and wait for its decodes in progress, even if cancelled again.

@@ -47,7 +47,8 @@ class Sender:
         codecs: codecs of that cache.
         policy: chooses between raw and SplitZip.
         epoch: epoch of this worker, 32 hex digits; part of every frame.
-        lease_s: seconds without a message from the reader after which a lease expires.
+        lease_s: seconds without progress of a reader after which the leases of its sequences with
+            unacknowledged segments expire.
         max_sequences: maximum number of leases.
         kv_eviction: fraction of the prompt tokens that the engine evicts.
         rank: rank of this worker in its tensor-parallel group.
@@ -108,7 +109,7 @@ class Sender:
         if outgoing is None or outgoing.closed:
             return
         outgoing.evicted = chunk.evicted
-        self._leases.grant(outgoing.key, time.monotonic())
+        self._leases.grant(outgoing.key, outgoing.reader)
         self._metrics.leases.set(self._leases.active)
         outgoing.planned.extend(
             (plan, chunk.ready)
@@ -138,7 +139,7 @@ class Sender:
         """Add credits that the reader granted."""
         if outgoing := self._outgoing.get(key):
             outgoing.credits += segments
-            self._leases.renew(key, time.monotonic())
+            self._leases.progressed(outgoing.reader, time.monotonic())
             self._pump()
 
     def acknowledge(self, key: str, index: int, timing: SegmentTiming | None = None) -> None:
@@ -153,7 +154,9 @@ class Sender:
             sizes = sent.ready.raw_bytes, sent.ready.length
             self.policy.arrived(outgoing.peer, sent.mode, *sizes, timing)
         self._slots.release(sent.ref)
-        self._leases.renew(key, time.monotonic())
+        self._leases.progressed(outgoing.reader, time.monotonic())
+        if not outgoing.readable:
+            self._leases.pause(key)
         self._count_if_complete(outgoing)
         self._pump()
 
@@ -307,6 +310,7 @@ class Sender:
             if not outgoing.closed:
                 if index in outgoing.unacknowledged:
                     outgoing.emit(pb.PrefillEvent(ready=ready))
+                    self._leases.run(outgoing.key, time.monotonic())
                 return
         if outgoing.unacknowledged.pop(index, None) is not None:
             self._slots.release(sent.ref)

@@ -1,24 +1,37 @@
-"""The slots of a sender, shared among readers so that a stopped one cannot hold all of them."""
+"""Slots shared among holders, so that one that has stopped cannot hold all of them."""
 
 from collections import Counter
 
 from services.transfer.slab import SlotPool, SlotRef
 
-_TIMES_FREE = 3  # a reader holds at most this multiple of the slots left free
+_TIMES_FREE = 3  # a holder has at most this multiple of the slots left free
+
+
+def may_take(held: int, free: int) -> bool:
+    """Return whether a holder of ``held`` slots may take one of ``free`` slots.
+
+    A holder without a slot gets any free slot. A holder with slots gets another one only if it then
+    has at most three times the number of slots that remain free. This is the dynamic threshold
+    algorithm of shared-memory switches (Choudhury and Hahne, 1998). Consequently:
+
+    - a single holder gets three quarters of the slots, rounded down, see `single_share`;
+    - each further holder gets up to three quarters of the remaining slots;
+    - if there are at least two slots, the first holder always leaves one for a second holder.
+
+    A fixed share would depend on the number of holders and waste slots if there are few.
+    """
+    return free > 0 and (held == 0 or held + 1 <= _TIMES_FREE * (free - 1))
+
+
+def single_share(slots: int) -> int:
+    """Return the number of slots that one holder may have if there are at least two slots."""
+    return slots * _TIMES_FREE // (_TIMES_FREE + 1)
 
 
 class SharedSlots:
     """Slots shared by readers that may stop without releasing them. Pure bookkeeping.
 
-    A reader without a slot gets any free slot. A reader with slots gets another one only if it then
-    holds at most three times the number of slots that remain free. This is the dynamic threshold
-    algorithm of shared-memory switches (Choudhury and Hahne, 1998). Consequently:
-
-    - a single reader gets three quarters of the slots, rounded down;
-    - each further reader gets up to three quarters of the remaining slots;
-    - if there are at least two slots, the first reader always leaves one for a second reader.
-
-    A fixed share per reader would depend on the number of readers and waste slots if there are few.
+    The shares of the readers follow `may_take`.
     """
 
     def __init__(self, slots: int) -> None:
@@ -38,13 +51,12 @@ class SharedSlots:
 
     def acquire(self, reader: str) -> SlotRef | None:
         """Return a free slot for a reader, or None if there is none within its share."""
-        held, left = self._held[reader] + 1, self._pool.free - 1
-        if held > 1 and held > _TIMES_FREE * left:
+        if not may_take(self._held[reader], self._pool.free):
             return None
         ref = self._pool.acquire()
         if ref is not None:
             self._readers[ref] = reader
-            self._held[reader] = held
+            self._held[reader] += 1
         return ref
 
     def release(self, ref: SlotRef) -> None:

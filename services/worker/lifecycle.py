@@ -67,6 +67,11 @@ class Worker(ABC):
     def idle(self) -> bool:
         """Whether the worker has no request."""
 
+    @property
+    def not_ready(self) -> str | None:
+        """Why a running worker should get no more requests, or None; checked periodically."""
+        return None
+
     @abstractmethod
     def _deliver(self, output: StepOutput) -> None:
         """Pass a step's output to its sequences; called on the event loop."""
@@ -123,7 +128,7 @@ async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, rol
     freeze_loaded()
     stop = stop_on_signals()
     registrar, metrics_server = await _start(worker, server, settings, role)
-    tending = asyncio.create_task(_tend(worker, settings.heartbeat_s))
+    tending = asyncio.create_task(_tend(worker, server, registrar, settings.heartbeat_s))
     try:
         stopping = asyncio.create_task(stop.wait())
         ends: set[asyncio.Future[Any]] = {stopping, worker.fault, tending}
@@ -208,9 +213,14 @@ def stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def _tend(worker: Worker, period_s: float) -> None:
+async def _tend(worker: Worker, server: GrpcServer, registrar: Registrar, period_s: float) -> None:
+    """Set the gauges periodically, and report whether the worker is ready."""
     while True:
         worker.observe()
+        if worker.not_ready != registrar.not_ready and not worker.draining:
+            registrar.not_ready = worker.not_ready
+            log.warning("readiness changed", not_ready=worker.not_ready)
+            await server.set_serving(worker.not_ready is None)
         await asyncio.sleep(period_s)
 
 

@@ -20,6 +20,10 @@ class Registrar:
     """Keeps one worker registered with all routers, and reports its load with every heartbeat.
 
     A restarted router asks the worker, in its answer to a heartbeat, to register again.
+
+    Attributes:
+        state: state that heartbeats report.
+        not_ready: why a started worker is not ready, or None; heartbeats then report `NOT_READY`.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Registrar:
         self._beats = {url: asyncio.Lock() for url in routers}  # one at a time, in order
         self._tasks: list[asyncio.Task[None]] = []
         self.state: WorkerState = WorkerState.STARTING
+        self.not_ready: str | None = None
 
     def admit(self, placement_id: str) -> None:
         """Report a placement with the first heartbeat whose load includes it.
@@ -102,10 +107,12 @@ class Registrar:
     async def _send(self, url: str) -> bool:
         load, pending = self._engine.load, self._admitted[url]
         admitted = [placement for number, placement in pending if number <= load.commands]
+        is_blocked = self.state is WorkerState.READY and self.not_ready is not None
         beat = Heartbeat(
             worker_id=self._registration.worker_id,
             epoch=self._registration.epoch,
-            state=self.state,
+            state=WorkerState.NOT_READY if is_blocked else self.state,
+            reason=self.not_ready,
             queue_tokens=load.queue_tokens,
             pages_free=load.pages_free,
             stored_free=load.stored_free,

@@ -57,7 +57,7 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         if refusal := self._refusal(stream):
             session.fail(stream, error_pb2.ERROR_CODE_INVALID, refusal, me.worker_id)
             return
-        stream.deadline_s = min(start.deadline_s, self._max_deadline_s)
+        stream.deadline_s = min(stream.deadline_s, self._max_deadline_s)
         stream.expiry = asyncio.get_running_loop().call_later(
             stream.deadline_s,
             session.fail,

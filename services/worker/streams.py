@@ -14,7 +14,12 @@ from runtime.core.request import FinishReason, Request, SampledToken
 from runtime.engine import Reserved
 from runtime.errors import InvalidRequest
 from services.common.grpc_server import MessageStream, next_message
-from services.worker.wire import finish_to_message, request_from_message, token_to_message
+from services.worker.wire import (
+    deadline_from_message,
+    finish_to_message,
+    request_from_message,
+    token_to_message,
+)
 
 log = structlog.get_logger()
 
@@ -95,10 +100,7 @@ class StreamSession:
             while (command := await next_message(context)) is not None:
                 match command.WhichOneof("command"):
                     case "start":
-                        try:
-                            self._start(command.start)
-                        except InvalidRequest as error:
-                            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                        self._start(command.start)
                     case "cancel":
                         if stream := self.streams.get(command.cancel.stream):
                             self.end(stream)
@@ -131,8 +133,15 @@ class StreamSession:
             log.error("stream started twice", request_id=start.request.request_id)
             return
         key = f"{self._name}/{start.stream}"
-        request = request_from_message(key, start.request)
-        stream = Stream(start.stream, key, self, start, request, set(range(request.choices)))
+        try:
+            request = request_from_message(key, start.request)
+            deadline_s = deadline_from_message(start.deadline_s)
+        except InvalidRequest as error:
+            refusal = error_pb2.Error(code=error_pb2.ERROR_CODE_INVALID, message=str(error))
+            self._delta(start.stream).error.CopyFrom(refusal)
+            return
+        choices = set(range(request.choices))
+        stream = Stream(start.stream, key, self, start, request, choices, deadline_s=deadline_s)
         self.streams[start.stream] = stream
         stream.decoding_since = time.perf_counter()
         self._open(stream)

@@ -1,9 +1,16 @@
-"""Conversion between protobuf messages and the runtime's types, at the edge of a worker process."""
+"""Conversion between protobuf messages and the runtime's types, at the edge of a worker process.
+
+Values that the engine or the event loop could not handle are refused here.
+"""
+
+import math
+import re
 
 from headrace.v1 import error_pb2, request_pb2
 from headrace.v1 import sampling_pb2 as pb
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.errors import InvalidRequest, NotFinite, RuntimeFault
+from services.common.placement import MAX_CHOICES, PLACEMENT_ID
 from services.common.token_ids import unpack_tokens
 
 _FINISH = {
@@ -16,8 +23,13 @@ def request_from_message(key: str, message: request_pb2.Request) -> Request:
     """Return the engine's request with ``key`` as its id.
 
     Raises:
-        InvalidRequest: the token ids are malformed.
+        InvalidRequest: the token ids or the placement's id are malformed, or the number of choices
+            is out of bounds.
     """
+    if not 1 <= message.choices <= MAX_CHOICES:
+        raise InvalidRequest(f"choices must be between 1 and {MAX_CHOICES}, not {message.choices}")
+    if not re.fullmatch(PLACEMENT_ID, message.placement_id):
+        raise InvalidRequest(f"placement_id {message.placement_id[:80]!r} is malformed")
     try:
         tokens = unpack_tokens(message.tokens)
     except ValueError as error:
@@ -59,8 +71,38 @@ def token_to_message(token: SampledToken) -> pb.Token:
     )
 
 
-def token_from_message(message: pb.Token, *, with_logprobs: bool) -> SampledToken:
-    """Return the sampled token of a message; without logprobs ``logprob`` is None."""
+def deadline_from_message(deadline_s: float) -> float:
+    """Return the deadline of a message, in seconds; one that has passed may be negative.
+
+    Raises:
+        InvalidRequest: it is not a number.
+    """
+    if math.isnan(deadline_s):
+        raise InvalidRequest("deadline_s is not a number")
+    return deadline_s
+
+
+def token_from_message(
+    message: pb.Token, *, index: int, vocab_size: int, with_logprobs: bool
+) -> SampledToken:
+    """Return the sampled token of a message; without logprobs ``logprob`` is None.
+
+    Args:
+        index: the expected output index.
+
+    Raises:
+        InvalidRequest: the output index differs, or a token or log probability is out of bounds.
+    """
+    if message.index != index:
+        raise InvalidRequest(f"output index {message.index}, expected {index}")
+    for token, logprob in (
+        (message.token, message.logprob),
+        *((top.token, top.logprob) for top in message.top),
+    ):
+        if token >= vocab_size:
+            raise InvalidRequest(f"token {token} is outside the vocabulary of {vocab_size}")
+        if math.isnan(logprob):
+            raise InvalidRequest(f"the log probability of token {token} is not a number")
     return SampledToken(
         choice=message.choice,
         index=message.index,

@@ -166,7 +166,7 @@ class Site:
         self, make_agent: Callable[[str], TransferAgent] = TransferAgent, **changes: object
     ) -> Decode:
         settings = DecodeSettings.model_validate(
-            {"codec": "raw", "slots": 2, "slot_bytes": SLOT_BYTES, **changes}
+            {"codec": "raw", "slots": 3, "slot_bytes": SLOT_BYTES, **changes}
         )
         loaded = loaded_of(settings)
         landing = loaded.new_slab()
@@ -200,7 +200,9 @@ def message_of(tokens: int, max_tokens: int = 8) -> request_pb2.Request:
 
 
 def start_of(tokens: int, max_tokens: int = 8, sequence: int = 0) -> pb.StartPrefill:
-    return pb.StartPrefill(sequence=sequence, request=message_of(tokens, max_tokens))
+    return pb.StartPrefill(
+        sequence=sequence, request=message_of(tokens, max_tokens), deadline_s=LIMIT_S
+    )
 
 
 def fetch_of(prefill: Prefill, tokens: int, first_page: int = 0) -> Fetch:

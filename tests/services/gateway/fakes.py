@@ -21,9 +21,10 @@ LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 class FakeStream:
     """The worker's side of a stream, through which a script sends deltas."""
 
-    def __init__(self, worker: "FakeWorker", start: decode_pb2.StartStream) -> None:
+    def __init__(self, worker: "FakeWorker", start: decode_pb2.StartStream, context: Any) -> None:
         self.worker = worker
         self.start = start
+        self._context = context
         self.cancelled = asyncio.Event()
         self._sent = [self.replayed] * start.request.choices
 
@@ -61,7 +62,8 @@ class FakeStream:
         await self.send(decode_pb2.StreamDelta(stream=self.start.stream, error=error))
 
     async def send(self, delta: decode_pb2.StreamDelta) -> None:
-        await self.worker.write(decode_pb2.DecodeStep(deltas=[delta]))
+        async with self.worker.writing:  # a gRPC call allows one write at a time
+            await self._context.write(decode_pb2.DecodeStep(deltas=[delta]))
 
 
 Script = Callable[[FakeStream], Coroutine[Any, Any, None]]
@@ -97,8 +99,7 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer):
         self.metadata: list[dict[str, Any]] = []
         self.port = 0
         self._server: aio.Server | None = None
-        self._context: Any = None
-        self._writing = asyncio.Lock()
+        self.writing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -122,19 +123,14 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer):
         if self._server is not None:
             await self._server.stop(0)
 
-    async def write(self, step: decode_pb2.DecodeStep) -> None:
-        async with self._writing:  # a gRPC call allows one write at a time
-            await self._context.write(step)
-
     async def Session(  # type: ignore[override]
         self, commands: AsyncIterator[decode_pb2.DecodeCommand], context: Any
     ) -> None:
-        self._context = context
         self.metadata.append(dict(context.invocation_metadata() or ()))
         by_number: dict[int, FakeStream] = {}
         async for command in commands:
             if command.HasField("start"):
-                stream = by_number[command.start.stream] = FakeStream(self, command.start)
+                stream = by_number[command.start.stream] = FakeStream(self, command.start, context)
                 self.streams.append(stream)
                 script = self.queued.pop(0) if self.queued else self.script
                 task = asyncio.create_task(script(stream))

@@ -93,6 +93,38 @@ async def test_restarted_worker_gets_a_new_session(site: Site) -> None:
     assert len(site.worker.metadata) == 2
 
 
+async def test_placement_on_an_ended_epoch_does_not_end_the_live_session(site: Site) -> None:
+    """A second router has not noticed that the worker restarted."""
+    release = asyncio.Event()
+
+    async def say_slowly(stream: FakeStream) -> None:
+        await stream.tokens(5)
+        await release.wait()
+        await say(5, 6)(stream)
+
+    site.worker.script = say_slowly
+    held = asyncio.create_task(completion(site))
+    await site.router.started(1)
+    await until(lambda: site.metric("headrace_generation_tokens_total") > 0)
+    current, site.worker.epoch = site.worker.epoch, "ended-epoch"
+
+    async def refuse(stream: FakeStream) -> None:
+        site.worker.epoch = current  # the next placement comes from the first router
+        message = "this worker has restarted"
+        await stream.fail(error_pb2.ERROR_CODE_INCOMPATIBLE, message, site.worker.worker_id)
+
+    site.worker.queued = [refuse]
+    site.worker.script = say(5)
+    assert (await completion(site)).status_code == 200
+    release.set()
+    assert (await held).status_code == 200
+    assert [stream.start.request.attempt for stream in site.worker.streams] == [0, 0, 1]
+    assert [s.start.epoch for s in site.worker.streams] == [current, "ended-epoch", current]
+    assert len(site.worker.metadata) == 2, "the live session was used again"
+    assert len(site.gateway._sessions._sessions) == 1
+    await site.router.settled()
+
+
 async def test_stream_of_a_slow_reader_fails(open_site: OpenSite) -> None:
     site: Site = await open_site(stream_buffer_tokens=64)
 

@@ -49,6 +49,15 @@ async def test_prefill_worker_can_be_blamed(site: Site) -> None:
     assert [p.exclude for p in site.router.places] == [[], ["prefill-0"], []]
 
 
+async def test_nobody_is_blamed_for_an_expired_lease(site: Site) -> None:
+    site.worker.queued = [failing(error_pb2.ERROR_CODE_LEASE_EXPIRED, blame="prefill-0")]
+    site.worker.script = say(5)
+    assert (await completion(site)).status_code == 200
+    await site.router.settled()
+    assert outcomes(site) == [("failed", None), ("ok", None)]
+    assert [p.exclude for p in site.router.places] == [[], ["prefill-0"], []]
+
+
 async def test_failure_after_tokens_is_replayed_elsewhere(open_site: OpenSite) -> None:
     site: Site = await open_site(workers=2)
     ids = site.encode("one two three 😀 four")
@@ -138,6 +147,8 @@ async def test_final_errors_are_not_retried(site: Site, code: int, status: int) 
     site.worker.script = failing(code)
     assert (await completion(site)).status_code == status
     assert len(site.worker.streams) == 1
+    await site.router.settled()
+    assert outcomes(site) == [("failed", None)], "no worker is to blame"
 
 
 @pytest.mark.parametrize(
@@ -187,3 +198,13 @@ async def test_protocol_violation_of_a_worker_is_retried_elsewhere(
     assert response.json()["choices"][0]["text"] == "one two three"
     replayed = site.workers[1].streams[0].start.request
     assert unpack_tokens(replayed.tokens) == (10, 11, 12, ids[0])
+
+
+async def test_unknown_error_code_of_a_worker_is_an_internal_failure(open_site: OpenSite) -> None:
+    site: Site = await open_site(workers=2)
+    site.workers[0].script = failing(99)
+    site.workers[1].script = say(5)
+    assert (await completion(site)).status_code == 200
+    await site.router.settled()
+    assert outcomes(site) == [("failed", "decode-0"), ("ok", None)]
+    assert site.metric("headrace_failovers_total", reason="internal") == 1

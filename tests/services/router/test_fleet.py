@@ -117,6 +117,19 @@ def test_new_epoch_replaces_the_old_one() -> None:
     assert snapshot(fleet, "d0", 1.2).epoch == "e2", "an old epoch cannot deregister the new one"
 
 
+def test_worker_that_is_not_ready_keeps_its_reason_and_gets_no_requests() -> None:
+    fleet = fleet_of("d0")
+    blocked = beat("d0", state=WorkerState.NOT_READY, reason="no landing slots")
+    fleet.heartbeat(blocked, 1.0)
+    assert snapshot(fleet, "d0", 1.0).health is WorkerHealth.NOT_READY
+    demand = Demand(prompt_tokens=1, max_tokens=1)
+    assert not snapshot(fleet, "d0", 1.0).has_capacity(demand, Role.DECODE)
+    (view,) = fleet.views(1.0)
+    assert (view.state, view.reason) == ("not_ready", "no landing slots")
+    fleet.heartbeat(beat("d0"), 2.0)
+    assert snapshot(fleet, "d0", 2.0).health is WorkerHealth.READY
+
+
 def test_stale_epoch_cannot_replace_a_newer_one() -> None:
     fleet = fleet_of("d0")
     assert [w.worker_id for w in fleet.expire(4.1)] == ["d0"]

@@ -1,4 +1,4 @@
-"""Credits never exceed the slots, and the oldest sequence always makes progress."""
+"""Credits never exceed the slots, and the oldest sequence of each peer makes progress."""
 
 import pytest
 from hypothesis import strategies as st
@@ -6,31 +6,43 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.transfer.credit import CreditPool
 from services.transfer.errors import CreditError
+from services.transfer.shares import may_take
 
 
 def test_oldest_sequence_gets_credits_first() -> None:
-    pool = CreditPool(slots=5, per_sequence=3)
-    pool.join("a")
-    pool.join("b")
-    pool.join("c")
-    assert pool.grants() == [("a", 3), ("b", 2)]
+    pool = CreditPool(slots=8, per_sequence=3)
+    for key in "abc":
+        pool.join(key, "peer")
+    assert pool.grants() == [("a", 3), ("b", 3)]
     assert pool.grants() == []
     pool.land("b")
     pool.freed("b")
     assert pool.grants() == [("b", 1)]
     pool.land("a")
     pool.leave("a")
-    assert pool.grants() == [("b", 1), ("c", 1)]
+    assert pool.grants() == [("c", 2)]
     pool.freed("a")
     assert pool.grants() == [("c", 1)]
-    assert pool.free == 0
+    assert pool.free == 2
+
+
+def test_stopped_peer_leaves_slots_for_others() -> None:
+    """Its slots are occupied by READs that do not end."""
+    pool = CreditPool(slots=16, per_sequence=4)
+    for number in range(8):
+        pool.join(f"stopped-{number}", "stopped")
+    assert sum(credits for _, credits in pool.grants()) == 12
+    pool.join("other", "live")
+    assert pool.grants() == [("other", 3)]
+    pool.join("third", "another")
+    assert pool.grants() == [("third", 1)]
 
 
 def test_misuse_raises_credit_error() -> None:
     pool = CreditPool(slots=2, per_sequence=1)
-    pool.join("a")
+    pool.join("a", "peer")
     with pytest.raises(CreditError):
-        pool.join("a")
+        pool.join("a", "peer")
     with pytest.raises(CreditError):
         pool.land("a")
     with pytest.raises(CreditError):
@@ -42,6 +54,8 @@ def test_misuse_raises_credit_error() -> None:
     pool.leave("a")
     pool.leave("a")
     pool.leave("nobody")
+    with pytest.raises(CreditError):
+        pool.join("a", "peer")
     pool.freed("a")
     with pytest.raises(CreditError):
         pool.freed("a")
@@ -66,26 +80,26 @@ class CreditMachine(RuleBasedStateMachine):
         self.members: list[str] = []  # oldest first
         self.granted: dict[str, int] = {}
         self.occupied: dict[str, int] = {}
+        self.peers: dict[str, str] = {}
         self.count = 0
 
     def held(self, key: str) -> int:
         return self.granted.get(key, 0) + self.occupied.get(key, 0)
 
-    @rule()
-    def join(self) -> None:
+    def held_by(self, peer: str) -> int:
+        return sum(self.held(key) for key, own in self.peers.items() if own == peer)
+
+    def is_hungry(self, key: str) -> bool:
+        """Whether a sequence may hold more slots, except that none may be free."""
+        return key in self.members and self.held(key) < self.PER_SEQUENCE
+
+    @rule(peer=st.sampled_from("xyz"))
+    def join(self, peer: str) -> None:
         key = f"s{self.count}"
         self.count += 1
-        self.pool.join(key)
+        self.pool.join(key, peer)
         self.members.append(key)
-
-    @precondition(lambda self: any(self.occupied.values()))
-    @rule(data=st.data())
-    def rejoin(self, data: st.DataObject) -> None:
-        draining = sorted(key for key, n in self.occupied.items() if n and key not in self.members)
-        if draining:
-            key = data.draw(st.sampled_from(draining))
-            self.pool.join(key)
-            self.members.append(key)
+        self.peers[key] = peer
 
     @rule()
     def grant(self) -> None:
@@ -96,11 +110,13 @@ class CreditMachine(RuleBasedStateMachine):
             assert credits > 0
             self.granted[key] = self.granted.get(key, 0) + credits
             assert self.held(key) <= self.PER_SEQUENCE
-        hungry = [key for key in self.members if self.held(key) < self.PER_SEQUENCE]
-        if hungry:
-            assert self.pool.free == 0
-            younger = self.members[self.members.index(hungry[0]) + 1 :]
-            assert not any(key in keys for key in younger)
+        for peer in set(self.peers.values()):
+            hungry = [k for k in self.members if self.peers[k] == peer and self.is_hungry(k)]
+            if hungry:
+                held = self.held_by(peer)
+                assert not may_take(held, self.pool.free)
+                younger = self.members[self.members.index(hungry[0]) + 1 :]
+                assert not any(key in keys and self.peers[key] == peer for key in younger)
 
     @precondition(lambda self: any(self.granted.values()))
     @rule(data=st.data())
@@ -116,7 +132,7 @@ class CreditMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(k for k, n in self.occupied.items() if n)))
         self.pool.freed(key)
         self.occupied[key] -= 1
-        if self.members and self.held(self.members[0]) < self.PER_SEQUENCE:
+        if self.members and not self.held_by(self.peers[self.members[0]]):
             self.grant()
             assert self.held(self.members[0]) > 0
 

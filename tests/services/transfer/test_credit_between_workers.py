@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
 from tests.services.workers import (
     LIMIT_S,
@@ -51,6 +52,28 @@ async def test_computing_is_sent_only_if_kv_will_follow(
     first = next(e.first_tokens for e in events if e.WhichOneof("event") == "first_tokens")
     assert first.prefill_s > 0
     assert first.queue_s > 0
+
+
+async def test_lease_runs_only_while_segments_are_unacknowledged(site: Site) -> None:
+    """The reader waits for landing slots, then stops to acknowledge."""
+    prefill = await site.prefill(lease_s=0.05)
+    async with session_with(prefill) as session:
+        await session.send(pb.PrefillCommand(start=start_of(20, sequence=1)))
+        while (await session.event()).WhichOneof("event") != "first_tokens":
+            pass
+        await asyncio.sleep(0.2)
+        prefill.worker.observe()
+        assert prefill.metric("headrace_kv_lease_active") == 1
+        assert prefill.metric("headrace_kv_lease_expired_total") == 0
+        await session.send(pb.PrefillCommand(credit=pb.Credit(sequence=1, segments=1)))
+        while (await session.event()).WhichOneof("event") != "ready":
+            pass
+        await asyncio.sleep(0.2)
+        prefill.worker.observe()
+        while (event := await session.event()).WhichOneof("event") != "failed":
+            pass
+        assert event.failed.error.code == error_pb2.ERROR_CODE_LEASE_EXPIRED
+    assert prefill.worker.sender.slots_in_use == 0
 
 
 async def test_worker_info_names_model_and_kernels(site: Site) -> None:

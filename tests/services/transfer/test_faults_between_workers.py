@@ -4,14 +4,10 @@ import asyncio
 from concurrent.futures import Future
 from dataclasses import replace
 
-import grpc
 import pytest
 
-from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2
-from headrace.v1 import prefill_pb2 as pb
-from headrace.v1.decode_pb2_grpc import DecodeStub
+from headrace.v1 import error_pb2
 from runtime.engine import Engine
-from services.common.grpc_server import GrpcServer, MessageStream, next_message, open_channel
 from services.transfer.agent import ReadDone, TransferAgent
 from services.transfer.errors import PeerLost
 from services.transfer.fetch import FetchFailed
@@ -23,14 +19,11 @@ from tests.services.workers import (
     Prefill,
     Site,
     fetch_of,
-    message_of,
     open_stream,
-    session_with,
-    start_of,
     until,
 )
 
-TOKENS = 100  # four segments, through two landing slots
+TOKENS = 100  # four segments; two of three landing slots are for one prefill worker
 
 
 class HeldReads(TransferAgent):
@@ -69,7 +62,7 @@ async def wait_until_all_is_free(decode: Decode, prefill: Prefill) -> None:
 
 async def test_dropped_stream_writes_nothing_to_its_freed_pages(site: Site) -> None:
     """The stream is dropped at each point between a READ's end and the segment's decode."""
-    prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=2)
+    prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=3)
     thread = decode.worker.engine
 
     def overwrite(engine: Engine) -> None:
@@ -139,7 +132,7 @@ async def test_pages_wait_for_decodes_of_a_fetch_that_is_cancelled_twice(
 
 
 async def test_dropped_streams_landing_slots_wait_for_its_reads(site: Site) -> None:
-    prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=2)
+    prefill, decode = await site.prefill(), await site.decode(HeldReads, slots=3)
     stream, agent = await reading(decode, prefill, 1)
     assert decode.landing_slots() == {"held": 2, "quarantined": 0}
     stream.session.end(stream)
@@ -188,33 +181,3 @@ async def test_peer_lost_by_nixl_is_reached_through_a_new_session(site: Site) ->
     assert failed.value.worker_id == prefill.address.worker_id
     assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
     await wait_until_all_is_free(decode, prefill)
-
-
-async def test_malformed_token_ids_end_the_session_with_a_decode_worker(site: Site) -> None:
-    prefill = await site.prefill()
-    start = start_of(20, sequence=1)
-    start.request.tokens += b"\0"
-    async with session_with(prefill) as session:
-        await session.send(pb.PrefillCommand(start=start))
-        with pytest.raises(grpc.RpcError, match="81 bytes are not a sequence of token ids"):
-            await session.event()
-    assert prefill.worker.idle
-
-
-async def test_malformed_token_ids_end_the_session_with_a_gateway(site: Site) -> None:
-    decode = await site.decode()
-    start = decode_pb2.StartStream(stream=1, epoch=decode.worker.identity.epoch, deadline_s=1)
-    start.request.CopyFrom(message_of(20))
-    start.request.tokens += b"\0"
-    server = GrpcServer("127.0.0.1:0", [])
-    decode_pb2_grpc.add_DecodeServicer_to_server(decode.worker.service, server.server)
-    await server.start()
-    try:
-        async with open_channel(f"127.0.0.1:{server.port}") as channel:
-            stream: MessageStream = DecodeStub(channel).Session()
-            await stream.write(decode_pb2.DecodeCommand(start=start))
-            with pytest.raises(grpc.RpcError, match="81 bytes are not a sequence of token ids"):
-                await next_message(stream)
-    finally:
-        await server.stop(0)
-    assert decode.worker.idle

@@ -25,12 +25,12 @@ def granted() -> _Granted:
 
 @pytest.fixture
 def landing(granted: _Granted) -> LandingSlots:
-    return LandingSlots(Slab(2, 4096), 2, granted)
+    return LandingSlots(Slab(3, 4096), 2, granted)
 
 
 def test_oldest_sequence_gets_credits_first(landing: LandingSlots, granted: _Granted) -> None:
-    landing.join("old")
-    landing.join("young")
+    landing.join("old", "peer")
+    landing.join("young", "peer")
     assert granted.credits == {"old": 2}
     landing.free_after(landing.land("old"), "old", None)
     assert granted.credits == {"old": 3}
@@ -46,7 +46,7 @@ def test_segment_without_credit_is_refused(landing: LandingSlots) -> None:
 async def test_slot_is_quarantined_while_a_future_may_touch_it(
     landing: LandingSlots, granted: _Granted
 ) -> None:
-    landing.join("a")
+    landing.join("a", "peer")
     slot = landing.land("a")
     user: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     landing.free_after(slot, "a", user)
@@ -60,17 +60,17 @@ async def test_slot_is_quarantined_while_a_future_may_touch_it(
 async def test_timed_out_read_quarantines_its_slot_until_drained(
     landing: LandingSlots,
 ) -> None:
-    landing.join("a")
+    landing.join("a", "peer")
     slot = landing.land("a")
     drained: concurrent.futures.Future[None] = concurrent.futures.Future()
     user: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     landing.free_after(slot, "a", user)
     user.set_exception(ReadTimeout("too long", drained))
     await asyncio.sleep(0.01)
-    assert landing.quarantined == 1
+    assert (landing.quarantined, landing.overdue) == (1, 1)
     drained.set_result(None)
     await asyncio.sleep(0.01)
-    assert landing.quarantined == 0
+    assert (landing.quarantined, landing.overdue) == (0, 0)
     landing.leave("a")
-    landing.join("b")
+    landing.join("b", "peer")
     assert landing.land("b") != slot

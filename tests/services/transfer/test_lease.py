@@ -10,28 +10,43 @@ from services.transfer.lease import LeaseTable
 keys = st.sampled_from("abcdef")
 
 
-def test_lease_past_its_end_cannot_be_renewed() -> None:
+def test_lease_runs_only_while_its_reader_has_something_to_acknowledge() -> None:
     table = LeaseTable(10.0, 2)
-    table.grant("a", 0.0)
-    assert table.renew("a", 9.5)
-    assert table.expired(19.4) == []
-    assert not table.renew("a", 19.5)
-    assert table.active == 1
-    assert table.expired(19.5) == ["a"]
-    assert table.expired(19.5) == []
+    table.grant("a", "reader")
+    assert table.expired(1000.0) == []
+    table.run("a", 1000.0)
+    table.run("a", 1005.0)
+    assert table.expired(1009.9) == []
+    table.pause("a")
+    assert table.expired(2000.0) == []
+    table.run("a", 2000.0)
+    assert table.expired(2010.0) == ["a"]
+    assert table.expired(2010.0) == []
     assert not table.release("a")
+
+
+def test_progress_of_a_reader_restarts_all_its_leases() -> None:
+    """A segment waits for those of other sequences on the same link."""
+    table = LeaseTable(10.0, 3)
+    for key, reader in (("a", "slow"), ("b", "slow"), ("c", "stopped")):
+        table.grant(key, reader)
+        table.run(key, 0.0)
+    for now in (6.0, 12.0, 18.0):
+        table.progressed("slow", now)
+    assert table.expired(27.9) == ["c"]
+    assert table.expired(28.0) == ["a", "b"]
 
 
 def test_number_of_leases_is_bounded() -> None:
     table = LeaseTable(10.0, 2)
-    table.grant("a", 0.0)
-    table.grant("b", 1.0)
-    table.grant("a", 2.0)
+    table.grant("a", "reader")
+    table.grant("b", "reader")
+    table.grant("a", "reader")
     with pytest.raises(LeasesExhausted):
-        table.grant("c", 2.0)
+        table.grant("c", "reader")
     assert table.release("b")
-    table.grant("c", 2.0)
-    assert table.expired(100.0) == ["a", "c"]
+    table.grant("c", "reader")
+    assert table.active == 2
 
 
 @pytest.mark.parametrize(("lease_s", "max_leases"), [(0.0, 1), (-1.0, 1), (1.0, 0)])
@@ -49,41 +64,57 @@ class LeaseMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = LeaseTable(self.LEASE_S, self.MAX)
-        self.ends: dict[str, int] = {}
+        self.readers: dict[str, str] = {}
+        self.ends: dict[str, int] = {}  # of the leases that run
         self.now = 0
 
     @rule(seconds=st.integers(0, 7))
     def wait(self, seconds: int) -> None:
         self.now += seconds
 
-    @rule(key=keys)
-    def grant(self, key: str) -> None:
-        if key not in self.ends and len(self.ends) == self.MAX:
+    @rule(key=keys, reader=st.sampled_from("xy"))
+    def grant(self, key: str, reader: str) -> None:
+        if key not in self.readers and len(self.readers) == self.MAX:
             with pytest.raises(LeasesExhausted):
-                self.table.grant(key, self.now)
+                self.table.grant(key, reader)
             return
-        self.table.grant(key, self.now)
-        self.ends[key] = self.now + self.LEASE_S
+        self.table.grant(key, reader)
+        self.readers.setdefault(key, reader)
 
     @rule(key=keys)
-    def renew(self, key: str) -> None:
-        alive = self.now < self.ends.get(key, -1)
-        assert self.table.renew(key, self.now) == alive
-        if alive:
-            self.ends[key] = self.now + self.LEASE_S
+    def run(self, key: str) -> None:
+        self.table.run(key, self.now)
+        if key in self.readers:
+            self.ends.setdefault(key, self.now + self.LEASE_S)
+
+    @rule(key=keys)
+    def pause(self, key: str) -> None:
+        self.table.pause(key)
+        self.ends.pop(key, None)
+
+    @rule(reader=st.sampled_from("xy"))
+    def progress(self, reader: str) -> None:
+        self.table.progressed(reader, self.now)
+        for key in self.ends:
+            if self.readers[key] == reader:
+                self.ends[key] = self.now + self.LEASE_S
 
     @rule(key=keys)
     def release(self, key: str) -> None:
-        assert self.table.release(key) == (self.ends.pop(key, None) is not None)
+        self.ends.pop(key, None)
+        assert self.table.release(key) == (self.readers.pop(key, None) is not None)
 
     @rule()
     def expire(self) -> None:
         over = sorted(end for end in self.ends.values() if end <= self.now)
-        assert [self.ends.pop(key) for key in self.table.expired(self.now)] == over
+        expired = self.table.expired(self.now)
+        assert [self.ends.pop(key) for key in expired] == over
+        for key in expired:
+            del self.readers[key]
 
     @invariant()
     def counts(self) -> None:
-        assert self.table.active == len(self.ends)
+        assert self.table.active == len(self.readers)
 
 
 TestLeases = LeaseMachine.TestCase

@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import structlog
 
 from services.common.errors import SettingsError
 from services.common.settings import is_loopback
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
+from services.transfer.bindings import load_nixl
 from services.transfer.network import (
     TransferNetwork,
+    check_listeners,
     rdma_devices,
     restrict_ucx,
     ucx_environment,
@@ -125,6 +128,57 @@ def test_loopback_agent_listens_on_loopback_ports_of_its_range_only() -> None:
     for address, port in listeners:
         assert address == "127.0.0.1"
         assert base <= int(port) <= base + 50
+
+
+def test_listener_on_another_interface_is_a_settings_error() -> None:
+    environment = {"UCX_NET_DEVICES": "mlx5_0:1,lo"}
+    check_listeners([("127.0.0.1", 5000)], environment)
+    with pytest.raises(SettingsError, match=r"listen on 0.0.0.0 port 5000, .*_DEVICES is mlx5_0:1"):
+        check_listeners([("0.0.0.0", 5000)], environment)
+
+
+def test_listener_outside_the_port_range_is_a_settings_error() -> None:
+    environment = {"UCX_TCP_PORT_RANGE": "5000-5001"}
+    check_listeners([("127.0.0.1", 5001)], environment)
+    with pytest.raises(SettingsError, match=r"port 5002, .* 5000-5001"):
+        check_listeners([("127.0.0.1", 5002)], environment)
+
+
+@pytest.mark.parametrize("devices", [None, "all", "^eth0"])
+def test_exposed_listeners_without_named_devices_are_logged(devices: str | None) -> None:
+    environment = {} if devices is None else {"UCX_NET_DEVICES": devices}
+    with structlog.testing.capture_logs() as logs:
+        check_listeners([("127.0.0.1", 5000)], environment)
+        check_listeners([], environment)
+    assert logs == []
+    with structlog.testing.capture_logs() as logs:
+        check_listeners([("127.0.0.1", 5000), ("10.0.0.5", 5001)], environment)
+    assert [entry["listeners"] for entry in logs] == ["10.0.0.5 port 5001, 127.0.0.1 port 5000"]
+    assert logs[0]["log_level"] == "warning"
+
+
+def test_agent_whose_transport_listens_elsewhere_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+
+    with socket.socket() as stray:
+
+        def load_and_listen(network: TransferNetwork) -> object:
+            nixl = load_nixl(network)
+            create = nixl.nixlAgent
+
+            def create_and_listen(*arguments: object) -> object:
+                stray.bind(("0.0.0.0", 0))
+                stray.listen()
+                return create(*arguments)
+
+            monkeypatch.setattr(nixl, "nixlAgent", create_and_listen)
+            return nixl
+
+        monkeypatch.setattr("services.transfer.owner.load_nixl", load_and_listen)
+        with pytest.raises(SettingsError, match=r"0\.0\.0\.0 port .* UCX_NET_DEVICES is lo"):
+            TransferAgent("exposed", network=LOOPBACK)
 
 
 def _free_port() -> int:

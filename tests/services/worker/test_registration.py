@@ -123,3 +123,21 @@ async def test_placement_is_reported_with_the_first_load_that_includes_it(
     await beat()
     assert reported == [[], ["a"], []]
     await registrar.stop()
+
+
+async def test_worker_that_is_not_ready_reports_the_reason(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = Router()
+    registrar = registrar_of(engine, router, monkeypatch)
+    registrar.not_ready = "no landing slots"
+    registrar.start()
+    first, answered = await router.next()
+    answered.set()
+    draining = asyncio.create_task(registrar.drain())
+    second, answered = await router.next()
+    answered.set()
+    await draining
+    assert (first["state"], first["reason"]) == (WorkerState.NOT_READY, "no landing slots")
+    assert second["state"] == WorkerState.DRAINING
+    await registrar.stop()
