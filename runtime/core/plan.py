@@ -1,8 +1,8 @@
 """Work of one engine step, as selected by the scheduler."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import islice
+from heapq import nsmallest
 
 from runtime.core.limits import Limits
 from runtime.core.sequence import Sequence, SequenceGroup
@@ -10,6 +10,8 @@ from runtime.errors import RuntimeFault
 
 MAX_CHUNKS = 32
 """Maximum number of prompt chunks in a step."""
+
+_OLDEST_PART = 4  # one in so many prompt tokens of a step is kept for the oldest prompt
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,35 @@ class StepPlan:
 
 
 def choose_chunks(
-    groups: Iterable[SequenceGroup], decoded: int, limits: Limits, page_size: int
+    groups: Seq[SequenceGroup], decoded: int, limits: Limits, page_size: int
 ) -> list[Chunk]:
     """Choose the prompt chunks of a step that also decodes ``decoded`` sequences.
 
+    The prompt with the fewest tokens left comes first, so that a long prompt does not delay shorter
+    ones. A quarter of the prompt tokens is kept for the oldest prompt, so that none starves: each
+    becomes the oldest one.
+
     Args:
-        groups: groups to prefill, in order.
+        groups: groups to prefill, in order of admission.
     """
-    chunks = []
+    if not groups:
+        return []
+    oldest, chunks = groups[0], []
     budget = max(limits.step_tokens - decoded, page_size)  # prefill always makes progress
-    for group in islice(groups, MAX_CHUNKS):
-        count = min(limits.chunk_tokens, len(group.tokens) - group.computed)
-        if count > budget:
-            count = budget // page_size * page_size
-        if not count:
-            break
-        chunks.append(Chunk(group, group.computed, count))
-        budget -= count
+    kept = max(budget // _OLDEST_PART // page_size * page_size, page_size)
+    kept = min(kept, _left(oldest))
+    for group in sorted([oldest, *nsmallest(MAX_CHUNKS - 1, groups[1:], key=_left)], key=_left):
+        if group is oldest:
+            kept = 0
+        count = min(limits.chunk_tokens, _left(group))
+        if count > budget - kept:
+            count = (budget - kept) // page_size * page_size
+        if count:
+            chunks.append(Chunk(group, group.computed, count))
+            budget -= count
     return chunks
+
+
+def _left(group: SequenceGroup) -> int:
+    """Return the number of prompt tokens that are not computed."""
+    return len(group.tokens) - group.computed

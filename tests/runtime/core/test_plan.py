@@ -27,24 +27,44 @@ def chosen(
 
 
 def test_last_chunk_is_cut_at_a_page_to_fill_the_budget() -> None:
-    groups = [group_of(100), group_of(300), group_of(50)]
-    assert chosen(groups, 40, step_tokens=256, chunk_tokens=128) == [(0, 100), (1, 112)]
-    assert chosen(groups, 0, step_tokens=256, chunk_tokens=128) == [(0, 100), (1, 128), (2, 16)]
-    assert chosen(groups, 0, step_tokens=512, chunk_tokens=128) == [(0, 100), (1, 128), (2, 50)]
+    groups = [group_of(100), group_of(300), group_of(150)]
+    assert chosen(groups, 40, step_tokens=256, chunk_tokens=128) == [(0, 100), (2, 112)]
+    assert chosen(groups, 0, step_tokens=256, chunk_tokens=128) == [(0, 100), (2, 128), (1, 16)]
+    assert chosen(groups, 0, step_tokens=512, chunk_tokens=128) == [(0, 100), (2, 128), (1, 128)]
 
 
 def test_prompt_that_fits_into_the_rest_of_a_page_is_not_delayed() -> None:
     assert chosen([group_of(34), group_of(1)], 15, step_tokens=32, chunk_tokens=32) == [
-        (0, PAGE),
         (1, 1),
+        (0, PAGE),
     ]
     groups = [group_of(50), group_of(9)]
-    assert chosen(groups, 5, step_tokens=64, chunk_tokens=64) == [(0, 50), (1, 9)]
+    assert chosen(groups, 5, step_tokens=64, chunk_tokens=64) == [(1, 9), (0, 50)]
 
 
-def test_long_prompt_leaves_tokens_to_later_ones() -> None:
-    groups = [group_of(5000, computed=1600), group_of(30)]
-    assert chosen(groups, 0, step_tokens=256, chunk_tokens=128) == [(0, 128), (1, 30)]
+def test_shorter_prompt_does_not_wait_for_a_long_one() -> None:
+    groups = [group_of(100_000, computed=1600), group_of(30), group_of(500)]
+    assert chosen(groups, 0, step_tokens=256, chunk_tokens=256) == [(1, 30), (2, 160), (0, 64)]
+
+
+def test_single_prompt_gets_the_whole_step() -> None:
+    assert chosen([group_of(100_000)], 0, step_tokens=256, chunk_tokens=256) == [(0, 256)]
+
+
+def test_equal_prompts_are_computed_one_after_the_other() -> None:
+    groups = [group_of(1000), group_of(1000)]
+    assert chosen(groups, 0, step_tokens=256, chunk_tokens=256) == [(0, 256)]
+
+
+def test_oldest_prompt_is_computed_while_shorter_ones_keep_arriving() -> None:
+    long, steps = group_of(2000), 0
+    limits = Limits(8, 8, step_tokens=256, chunk_tokens=256)
+    while long.computed < len(long.tokens):
+        newer = [group_of(60) for _ in range(2 * MAX_CHUNKS)]
+        for chunk in choose_chunks([long, *newer], 0, limits, PAGE):
+            chunk.group.computed += chunk.count
+        steps += 1
+    assert steps <= -(-2000 // 64), "at least a quarter of each step"
 
 
 def test_prompts_are_computed_even_if_the_decode_batch_fills_the_step() -> None:
@@ -63,13 +83,14 @@ def test_number_of_chunks_is_limited() -> None:
     pages=st.integers(1, 8),
     rest=st.integers(0, 100),
 )
-def test_chunks_fill_the_budget_in_order(
+def test_chunks_fill_the_budget_and_keep_a_part_for_the_oldest(
     lengths: list[int], decoded: int, pages: int, rest: int
 ) -> None:
     limits = Limits(8, 8, step_tokens=pages * PAGE + rest, chunk_tokens=pages * PAGE)
     groups = [group_of(length, computed=length // 2 // PAGE * PAGE) for length in lengths]
     chunks = choose_chunks(groups, decoded, limits, PAGE)
-    assert [chunk.group for chunk in chunks] == groups[: len(chunks)]
+    lefts = [len(chunk.group.tokens) - chunk.first for chunk in chunks]
+    assert lefts == sorted(lefts)
     budget = max(limits.step_tokens - decoded, PAGE)
     left = budget - sum(chunk.count for chunk in chunks)
     assert left >= 0
@@ -77,12 +98,14 @@ def test_chunks_fill_the_budget_in_order(
         assert chunk.first == chunk.group.computed
         assert 0 < chunk.count <= limits.chunk_tokens
         assert chunk.completes or (chunk.first + chunk.count) % PAGE == 0
-    full = [is_full(chunk, limits) for chunk in chunks]
-    if False in full:
-        after = chunks[full.index(False) + 1 :]
-        assert sum(chunk.count for chunk in after) < PAGE, "only what fits into a cut page"
-        assert left < PAGE
+    assert left < PAGE or all(is_full(chunk, limits) for chunk in chunks)
     assert left < PAGE or len(chunks) == len(groups)
+    for chunk in chunks:
+        if chunk.group is groups[0]:
+            assert is_full(chunk, limits) or chunk.count >= max(budget // 4 - PAGE + 1, PAGE)
+            break
+    else:
+        assert not groups
 
 
 def is_full(chunk: Chunk, limits: Limits) -> bool:
