@@ -4,8 +4,8 @@ A `SequenceGroup` waits until it is admitted. Admission allocates pages for all 
 then prefilled chunk by chunk, or receives its KV from another worker. Then each sequence runs in
 the decode batch until it ends. Admission is first come, first served.
 
-Every step decodes all running sequences. The rest of ``step_tokens`` is filled with prompt chunks of
-at most ``chunk_tokens`` tokens: the shortest prompts first, with a part for the oldest one, see
+Every step decodes all running sequences. The rest of ``step_tokens`` is filled with prompt chunks
+of at most ``chunk_tokens`` tokens: the shortest prompts first, with a part for the oldest one, see
 `choose_chunks`. A chunk that does not fit into the step is cut at the end of a page.
 
 A step is in flight from its launch until its tokens are read. The tokens that it samples
