@@ -20,15 +20,14 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.placement import (
-    ErrorCode,
     ModelReadiness,
     Outcome,
     Placement,
     PlaceRequest,
     ReadinessList,
     Release,
-    RouterError,
 )
+from services.common.router_errors import ErrorCode, RouterError
 
 log = structlog.get_logger()
 

@@ -92,6 +92,11 @@ class Demand:
         """KV tokens of one choice on a decode worker. KV of the last output token is not stored."""
         return self.prompt_tokens + min(self.max_tokens - 1, self.output_reserve)
 
+    @property
+    def cost(self) -> int:
+        """Tokens that fair queueing counts: the prompt, and the expected output of all choices."""
+        return self.prompt_tokens + self.choices * min(self.max_tokens, self.output_reserve)
+
     def tokens(self, role: Role) -> int:
         """Return the tokens that the request adds to the queue of a worker with this role."""
         return self.prompt_tokens if role is Role.PREFILL else self.choices * self.choice_tokens

@@ -186,15 +186,18 @@ class Fleet:
             self._forget_promises(self._records.popitem(last=False)[1])
         return placement
 
-    def release(self, release: Release, now: float) -> None:
+    def release(self, release: Release, now: float) -> float | None:
         """End a placement. Failure puts the blamed worker on probation; success resets its backoff.
 
         Outcomes of placements made before the end of the last probation are ignored, so that many
         requests that fail together count as one failure.
+
+        Returns:
+            Time since the placement in seconds, or None if the placement is unknown.
         """
         record = self._records.pop(release.placement_id, None)
         if record is None:
-            return
+            return None
         self._forget_promises(record)
         for address in record.addresses:
             worker = self._find(address.worker_id, address.epoch)
@@ -206,6 +209,7 @@ class Fleet:
                 backoff_s = self._limits.probation_s * 2.0 ** min(worker.failures, 64)
                 worker.probation_until = now + min(backoff_s, self._limits.probation_max_s)
                 worker.failures += 1
+        return now - record.placed_at
 
     def expire(self, now: float) -> list[WorkerAddress]:
         """Drop expired promises. Remove workers without a recent heartbeat and return them."""

@@ -4,6 +4,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.common.settings import ServiceSettings
+from services.router.admission import AdmissionLimits
 from services.router.fleet import FleetLimits
 from services.router.policy import PolicyName
 
@@ -38,7 +39,22 @@ class RouterSettings(ServiceSettings):
     max_wait_s: float = Field(
         120.0, ge=0, le=3600, description="maximum time of a place call in the queue, seconds"
     )
-    retry_after_s: int = Field(1, ge=1, le=3600, description="Retry-After of 429 and 503, seconds")
+    shed_after_s: float = Field(
+        2.0,
+        ge=0,
+        le=3600,
+        description="predicted time in the queue above which a call gets 429 at once, seconds",
+    )
+    shed_ratio: float = Field(
+        0.5,
+        ge=0,
+        le=100,
+        description="the same as a multiple of the mean time from placement to the last token; the "
+        "larger one applies",
+    )
+    retry_after_s: int = Field(
+        1, ge=1, le=3600, description="least Retry-After of 429 and 503, seconds"
+    )
     suspect_after_s: float = Field(
         2.0,
         gt=0,
@@ -84,6 +100,10 @@ class RouterSettings(ServiceSettings):
         if self.gone_after_s <= self.suspect_after_s:
             raise ValueError("gone_after_s must be longer than suspect_after_s")
         return self
+
+    @property
+    def admission(self) -> AdmissionLimits:
+        return AdmissionLimits(self.shed_after_s, self.shed_ratio)
 
     @property
     def fleet(self) -> FleetLimits:

@@ -12,13 +12,12 @@ from quart.typing import TestClientProtocol as ClientProtocol
 
 from services.common.placement import (
     Deregistration,
-    ErrorCode,
     Outcome,
     Placement,
     Release,
     Role,
-    RouterError,
 )
+from services.common.router_errors import ErrorCode, RouterError
 from services.router.app import build_dispatcher, create_app
 from services.router.dispatcher import Dispatcher
 from services.router.settings import RouterSettings
