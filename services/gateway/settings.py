@@ -41,7 +41,8 @@ class GatewaySettings(ServiceSettings):
     )
     api_keys_file: Path | None = Field(
         None,
-        description="file with one 'sha256-of-key name' per line; without it no key is required",
+        description="file with one 'sha256-of-key name weight=N' per line, name and weight being "
+        "optional; without it no key is required",
     )
 
     max_connections: int = Field(
