@@ -168,6 +168,8 @@ class Heartbeat(_Message):
         queue_tokens: on a prefill worker, number of accepted prompt tokens that are not computed
             yet; on a decode worker, number of tokens of all sequences, with or without KV pages. A
             prefill worker that decodes adds the tokens of all sequences that it decodes.
+        prompt_tokens: number of accepted prompt tokens that the worker has yet to compute.
+        prompt_tokens_s: prompt tokens that it computed per second lately; 0 if that is unknown.
         pages_free: number of free pages; of exact pages with a compressed KV format.
         stored_free: number of free stored pages; 0 if the KV format has none.
         running: number of occupied batch slots; each choice occupies one.
@@ -181,6 +183,8 @@ class Heartbeat(_Message):
     epoch: Epoch
     state: WorkerState
     queue_tokens: Tokens
+    prompt_tokens: Tokens = 0
+    prompt_tokens_s: Annotated[float, Field(ge=0)] = 0.0
     pages_free: Pages
     stored_free: Pages = 0
     running: Sequences

@@ -10,6 +10,7 @@ There is no clock: methods take ``now``, in seconds of a monotonic clock.
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import ceil
 from typing import TypeVar
 
 from services.common.placement import (
@@ -45,12 +46,14 @@ class FleetLimits:
     placement_ttl_s: float = 30.0
     max_placements: int = 65_536
     max_workers: int = 1024
-    backlog: float = 2.0
+    backlog: float = 1.25
+    prompt_backlog_s: float = 0.5
 
 
 @dataclass(frozen=True)
 class _Promise:
     tokens: int
+    prompt_tokens: int
     pages: PageCount
     slots: int
 
@@ -64,6 +67,7 @@ class _Worker:
     load: Heartbeat | None = None
     promises: dict[str, _Promise] = field(default_factory=dict)
     promised_tokens: int = 0
+    promised_prompts: int = 0  # tokens
     promised_pages: int = 0
     promised_stored: int = 0
     promised_slots: int = 0
@@ -74,9 +78,11 @@ class _Worker:
 
     def promise(self, placement_id: str, demand: Demand, role: Role, number: int) -> None:
         pages = demand.pages(role, Paging.of(self.registration))
-        promise = _Promise(demand.tokens(role), pages, demand.slots(role))
+        prompt = 0 if role is Role.DECODE else demand.prompt_tokens
+        promise = _Promise(demand.tokens(role), prompt, pages, demand.slots(role))
         self.promises[placement_id] = promise
         self.promised_tokens += promise.tokens
+        self.promised_prompts += promise.prompt_tokens
         self.promised_pages += promise.pages.exact
         self.promised_stored += promise.pages.stored
         self.promised_slots += promise.slots
@@ -86,6 +92,7 @@ class _Worker:
     def forget(self, placement_id: str) -> None:
         if promise := self.promises.pop(placement_id, None):
             self.promised_tokens -= promise.tokens
+            self.promised_prompts -= promise.prompt_tokens
             self.promised_pages -= promise.pages.exact
             self.promised_stored -= promise.pages.stored
             self.promised_slots -= promise.slots
@@ -272,12 +279,14 @@ class Fleet:
             paging=Paging.of(registration),
             pages_total=PageCount(registration.pages_total, _stored_total(registration)),
             queue_tokens=(load.queue_tokens if load else 0) + worker.promised_tokens,
+            prompt_tokens=(load.prompt_tokens if load else 0) + worker.promised_prompts,
+            max_prompt_tokens=self._max_prompt_tokens(load),
             pages_free=PageCount(
                 (load.pages_free if load else 0) - worker.promised_pages,
                 (load.stored_free if load else 0) - worker.promised_stored,
             ),
             slots=(load.running + load.waiting if load else 0) + worker.promised_slots,
-            max_slots=int(registration.max_running * self._limits.backlog),
+            max_slots=ceil(registration.max_running * self._limits.backlog),
             max_running=registration.max_running,
             decodes=registration.decodes,
             overflow_tokens=registration.overflow_tokens,
@@ -285,6 +294,10 @@ class Fleet:
             reason=load.reason if load else None,
         )
         return worker.snapshot
+
+    def _max_prompt_tokens(self, load: Heartbeat | None) -> float | None:
+        rate = load.prompt_tokens_s if load else 0.0
+        return rate * self._limits.prompt_backlog_s if rate else None
 
     def _view(self, worker: _Worker, now: float) -> WorkerView:
         registration, load = worker.registration, worker.load

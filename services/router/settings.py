@@ -28,10 +28,18 @@ class RouterSettings(ServiceSettings):
         256, ge=0, le=1 << 20, description="maximum output tokens per choice that placement counts"
     )
     backlog: float = Field(
-        2.0,
+        1.25,
         ge=1,
         le=64,
-        description="maximum sequences on a worker, as a multiple of its batch slots",
+        description="maximum sequences on a worker, as a multiple of its batch slots; further ones "
+        "wait here, where the queue is fair",
+    )
+    prompt_backlog_s: float = Field(
+        0.5,
+        gt=0,
+        le=600,
+        description="work at which a worker gets no further prompt: time to compute those that it "
+        "has, at its measured rate, seconds",
     )
     max_waiting: int = Field(
         512, ge=0, le=65_536, description="maximum place calls in the queue; further ones get 429"
@@ -116,4 +124,5 @@ class RouterSettings(ServiceSettings):
             max_placements=self.max_placements,
             max_workers=self.max_workers,
             backlog=self.backlog,
+            prompt_backlog_s=self.prompt_backlog_s,
         )

@@ -48,6 +48,39 @@ def load(fleet: Fleet, worker_id: str, now: float = 0.0) -> tuple[int, int, int]
     return worker.queue_tokens, worker.pages_free.exact, worker.slots
 
 
+@pytest.mark.parametrize(
+    ("name", "role", "taken"),
+    [("p0", Role.PREFILL, False), ("c0", Role.COLOCATED, False), ("d0", Role.DECODE, True)],
+)
+def test_prompts_wait_in_the_router_while_a_worker_has_enough_to_compute(
+    name: str, role: Role, taken: bool
+) -> None:
+    fleet = fleet_of(name, limits=FleetLimits(prompt_backlog_s=0.5))
+    assert snapshot(fleet, name).has_capacity(DEMAND, role)
+    fleet.heartbeat(beat(name, prompt_tokens=900), 0.1)
+    assert snapshot(fleet, name).has_capacity(DEMAND, role), "the rate is unknown"
+    fleet.heartbeat(beat(name, prompt_tokens=499, prompt_tokens_s=1000), 0.1)
+    assert snapshot(fleet, name).has_capacity(DEMAND, role)
+    fleet.heartbeat(beat(name, prompt_tokens=500, prompt_tokens_s=1000), 0.1)
+    assert snapshot(fleet, name).has_capacity(DEMAND, role) is taken
+    fleet.heartbeat(beat(name, prompt_tokens=0, prompt_tokens_s=1e-3), 0.1)
+    assert snapshot(fleet, name).has_capacity(DEMAND, role), "an idle worker is slow, but free"
+
+
+def test_promised_prompts_count_until_they_are_admitted() -> None:
+    fleet = fleet_of("p0", "d0", limits=FleetLimits(prompt_backlog_s=0.5))
+    fleet.heartbeat(beat("p0", prompt_tokens_s=60), 0.1)
+    for placement_id in "ab":
+        assert snapshot(fleet, "p0").has_capacity(DEMAND, Role.PREFILL)
+        promise(fleet, placement_id)
+    assert not snapshot(fleet, "p0").has_capacity(DEMAND, Role.PREFILL), "34 of 30 tokens"
+    fleet.heartbeat(beat("p0", prompt_tokens_s=60, prompt_tokens=3, admitted=["a", "b"]), 0.2)
+    assert snapshot(fleet, "p0").has_capacity(DEMAND, Role.PREFILL)
+    promise(fleet, "c")
+    fleet.release(Release(placement_id="c", outcome=Outcome.CANCELLED), 0.3)
+    assert snapshot(fleet, "p0").prompt_tokens == 3
+
+
 def test_a_placement_counts_until_each_worker_admits_it() -> None:
     fleet = fleet_of("p0", "d0")
     promise(fleet, "a")
