@@ -18,6 +18,11 @@ class GatewaySettings(ServiceSettings):
 
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 selects a free port")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 selects a free port")
+    reuse_port: bool = Field(
+        False,
+        description="share both ports with other gateways of this user on this host (Linux): the "
+        "kernel distributes the connections",
+    )
     routers: list[str] = Field(
         ["http://127.0.0.1:8002"],
         min_length=1,

@@ -127,14 +127,17 @@ def _not_ready(deployment: Deployment) -> list[str]:
 
 
 def _ask_router(deployment: Deployment, name: str) -> dict[str, Any]:
-    """Return the router's answer to ``GET /v1/<name>``."""
-    answer: dict[str, Any] = (
-        httpx.get(
-            f"http://{deployment.host}:{deployment.router_port}/v1/{name}",
-            headers={"authorization": f"Bearer {deployment.cluster_token}"},
-            trust_env=False,
-        )
-        .raise_for_status()
-        .json()
-    )
-    return answer
+    """Return the answer of the first router that is reachable to ``GET /v1/<name>``."""
+    last = deployment.routers - 1
+    for number in range(deployment.routers):
+        url = f"http://{deployment.host}:{deployment.router_port + number}/v1/{name}"
+        headers = {"authorization": f"Bearer {deployment.cluster_token}"}
+        try:
+            response = httpx.get(url, headers=headers, trust_env=False).raise_for_status()
+        except httpx.HTTPError:
+            if number == last:
+                raise
+        else:
+            answer: dict[str, Any] = response.json()
+            return answer
+    raise ValueError("the deployment has no router")

@@ -55,11 +55,12 @@ class Deployment:
         host: address on which all processes listen.
         port: HTTP port of the gateway.
         grpc_port: gRPC port of the gateway.
-        router_port: HTTP port of the router.
+        router_port: HTTP port of the first router.
         supervisor_pid: process id of `headrace up`.
         supervisor_started: start time of that process, seconds since the boot of the machine.
         cluster_token: shared secret between the services.
         pids: process id of each service process, by name.
+        routers: number of routers; further ones use the ports after ``router_port``.
     """
 
     host: str
@@ -70,6 +71,7 @@ class Deployment:
     supervisor_started: float
     cluster_token: str
     pids: dict[str, int]
+    routers: int = 1
 
     @staticmethod
     def folder(port: int) -> Path:
@@ -113,7 +115,8 @@ class Deployment:
         for name, kind in _FIELDS.items():
             if not isinstance(state.get(name), kind):
                 raise ValueError(f"its field {name} is {state.get(name)!r}")
-        return cls(**{name: state[name] for name in _FIELDS})
+        routers = state.get("routers", 1)  # absent before the field was introduced
+        return cls(**{name: state[name] for name in _FIELDS}, routers=routers)
 
     @property
     def supervisor(self) -> ProcessIdentity:
