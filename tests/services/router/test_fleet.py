@@ -81,6 +81,17 @@ def test_promised_prompts_count_until_they_are_admitted() -> None:
     assert snapshot(fleet, "p0").prompt_tokens == 3
 
 
+def test_placements_of_another_router_count_with_the_next_heartbeat() -> None:
+    one, other = fleet_of("p0", "d0"), fleet_of("p0", "d0")
+    for placement_id in "abc":
+        promise(one, placement_id)
+    assert load(other, "d0") == (0, 64, 0)
+    report = beat("d0", queue_tokens=96, pages_free=58, running=3, admitted=["a", "b", "c"])
+    for fleet in (one, other):
+        fleet.heartbeat(report, 0.25)
+        assert load(fleet, "d0") == (96, 58, 3)
+
+
 def test_a_placement_counts_until_each_worker_admits_it() -> None:
     fleet = fleet_of("p0", "d0")
     promise(fleet, "a")
