@@ -273,6 +273,7 @@ class WorkerView(_Message):
         state: the reported state, or ``suspect`` or ``probation``.
         promised_tokens: number of queued tokens of the promised placements, which the last
             heartbeat does not include.
+        prompt_tokens, prompt_tokens_s: see `Heartbeat`.
         pages_free, promised_pages, pages_total: numbers of free pages, of pages of the promised
             placements, and of all pages; of exact pages with a compressed KV format.
         stored_free, promised_stored, stored_total: the same of stored pages.
@@ -288,6 +289,8 @@ class WorkerView(_Message):
     reason: str | None
     queue_tokens: Count
     promised_tokens: Count
+    prompt_tokens: Count = 0
+    prompt_tokens_s: float = 0.0
     pages_free: Count
     promised_pages: Count
     pages_total: Count

@@ -59,18 +59,27 @@ class Admission:
     def refusal(self, queue: PlacementQueue, call: PendingPlacement) -> QueueFull | None:
         """Return the answer to a queued call that would wait too long, or None if it may wait.
 
-        Repeated requests may always wait: they were admitted before.
+        Repeated requests may wait until their deadline: they were admitted before.
         """
-        if call.request.attempt:
+        left_s = call.deadline - self._now
+        if left_s <= 0:
+            return self.full(queue, call, "no worker has capacity, and the call cannot wait")
+        if call.request.attempt or self._wait_s(queue, call) <= min(self.limit_s, left_s):
             return None
-        rate, tokens = self._placed.per_s, queue.tokens_before(call)
-        predicted_s = math.inf if rate == 0 else tokens / rate if rate else 0.0
-        waited_s = max((self._now - other.arrived for other in queue.ahead(call)), default=0.0)
-        wait_s = max(predicted_s, waited_s)
-        if wait_s <= min(self.limit_s, call.deadline - self._now):
-            return None
-        return QueueFull(
-            f"the queue has {tokens:.0f} tokens to be placed before this request, "
-            f"which take longer than {self.limit_s:.1f} s",
-            retry_after_s=math.ceil(min(wait_s, _MAX_RETRY_AFTER_S)),
+        tokens = queue.tokens_before(call)
+        return self.full(
+            queue,
+            call,
+            f"{tokens:.0f} tokens are placed before this request, which would take too long",
         )
+
+    def full(self, queue: PlacementQueue, call: PendingPlacement, reason: str) -> QueueFull:
+        """Return the refusal of a queued call, with the predicted wait as ``Retry-After``."""
+        wait_s = min(self._wait_s(queue, call), _MAX_RETRY_AFTER_S)
+        return QueueFull(reason, retry_after_s=math.ceil(wait_s) or None)
+
+    def _wait_s(self, queue: PlacementQueue, call: PendingPlacement) -> float:
+        """Return the predicted wait, at least the one so far of calls of the tenant before it."""
+        rate, tokens = self._placed.per_s, queue.tokens_before(call)
+        predicted_s = tokens / rate if rate else 0.0
+        return max([predicted_s, *(self._now - other.arrived for other in queue.ahead(call))])

@@ -26,7 +26,6 @@ from services.router.errors import (
     Closing,
     InvalidBody,
     NoWorkers,
-    QueueFull,
     QueueTimeout,
     RouterException,
     TooLarge,
@@ -96,19 +95,17 @@ class Dispatcher:
         self.queue.add(call)
         self._place_waiting(now)
         if not call.answered.is_set():
-            self._admit(call, now)
+            self._admit(call)
         return call
 
-    def _admit(self, call: PendingPlacement, now: float) -> None:
+    def _admit(self, call: PendingPlacement) -> None:
         """Refuse a queued call that must not wait, or another one if the queue is full."""
-        if call.deadline <= now:
-            self._answer(call, QueueFull("no worker has capacity, and the call cannot wait"))
-        elif refusal := self.admission.refusal(self.queue, call):
+        if refusal := self.admission.refusal(self.queue, call):
             self._answer(call, refusal)
         elif self.queue.overfull:
             surplus = self.queue.surplus
             refused = call if surplus.request.tenant == call.request.tenant else surplus
-            self._answer(refused, QueueFull("no worker has capacity, and the queue is full"))
+            self._answer(refused, self.admission.full(self.queue, refused, "the queue is full"))
 
     def cancel(self, call: PendingPlacement, now: float) -> None:
         """Cancel a call whose caller disconnected, and release its placement if it has one."""

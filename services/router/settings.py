@@ -35,11 +35,11 @@ class RouterSettings(ServiceSettings):
         "wait here, where the queue is fair",
     )
     prompt_backlog_s: float = Field(
-        0.5,
+        0.25,
         gt=0,
         le=600,
-        description="work at which a worker gets no further prompt: time to compute those that it "
-        "has, at its measured rate, seconds",
+        description="time to compute the prompts of a worker, at its measured rate, at which it "
+        "gets no further one, seconds; the time until it reports them is added",
     )
     max_waiting: int = Field(
         512, ge=0, le=65_536, description="maximum place calls in the queue; further ones get 429"
@@ -61,7 +61,10 @@ class RouterSettings(ServiceSettings):
         "larger one applies",
     )
     retry_after_s: int = Field(
-        1, ge=1, le=3600, description="least Retry-After of 429 and 503, seconds"
+        1,
+        ge=1,
+        le=3600,
+        description="Retry-After of 503, and of 429 while no wait can be predicted, seconds",
     )
     suspect_after_s: float = Field(
         2.0,

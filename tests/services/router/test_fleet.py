@@ -81,6 +81,16 @@ def test_promised_prompts_count_until_they_are_admitted() -> None:
     assert snapshot(fleet, "p0").prompt_tokens == 3
 
 
+def test_prompts_on_their_way_to_a_worker_do_not_let_it_idle() -> None:
+    fleet = fleet_of("p0", "d0", limits=FleetLimits(prompt_backlog_s=0.5))
+    fleet.heartbeat(beat("p0", prompt_tokens_s=60), 0.0)
+    assert snapshot(fleet, "p0").max_prompt_tokens == 30
+    for number in range(200):  # each is admitted after a second
+        promise(fleet, str(number), now=float(number))
+        fleet.heartbeat(beat("p0", prompt_tokens_s=60, admitted=[str(number)]), number + 1.0)
+    assert snapshot(fleet, "p0").max_prompt_tokens == pytest.approx(60 * 1.5, rel=0.01)
+
+
 def test_placements_of_another_router_count_with_the_next_heartbeat() -> None:
     one, other = fleet_of("p0", "d0"), fleet_of("p0", "d0")
     for placement_id in "abc":
