@@ -23,6 +23,13 @@ class GatewaySettings(ServiceSettings):
         description="share both ports with other gateways of this user on this host (Linux): the "
         "kernel distributes the connections",
     )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of /metrics for scrapers with the authentication of the services, a "
+        "client certificate or the cluster token; default: /metrics is public, on `port`",
+    )
     routers: list[str] = Field(
         ["http://127.0.0.1:8002"],
         min_length=1,

@@ -92,8 +92,8 @@ async def kill_under_load(running: Running, *names: str) -> list[httpx.Response]
 
 def placed(running: Running, router: int) -> float:
     """Return the number of requests that a router has placed since its start."""
-    url = f"http://127.0.0.1:{running.state.router_port + router}/metrics"
-    lines = httpx.get(url, trust_env=False).text.splitlines()
+    with running.state.router_client(router) as client:
+        lines = client.get("/metrics").text.splitlines()
     name = 'headrace_placements_total{outcome="placed"} '
     return sum(float(line[len(name) :]) for line in lines if line.startswith(name))
 
