@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -90,6 +91,16 @@ async def kill_under_load(running: Running, *names: str) -> list[httpx.Response]
     return responses
 
 
+async def until_router_answers(running: Running) -> None:
+    """Wait until the first router, which was killed, listens again."""
+    async with asyncio.timeout(RESTART_S):
+        while True:
+            with suppress(httpx.TransportError):
+                running.workers()
+                return
+            await asyncio.sleep(0.1)
+
+
 def placed(running: Running, router: int) -> float:
     """Return the number of requests that a router has placed since its start."""
     with running.state.router_client(router) as client:
@@ -104,6 +115,7 @@ async def test_router_killed_under_load_fails_no_request(running: Running) -> No
     assert not [response.text for response in responses if response.status_code != httpx.codes.OK]
     assert len({response.json()["choices"][0]["text"] for response in responses}) == 1
     assert placed(running, 1) > 0, "the second router took over"
+    await until_router_answers(running)
     await asyncio.to_thread(running.wait_for_all_workers, RESTART_S)
     await asyncio.to_thread(running.wait_until_idle)
     for router in (0, 1):
