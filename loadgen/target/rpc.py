@@ -11,7 +11,7 @@ from headrace.v1.inference_pb2_grpc import InferenceStub
 from loadgen.clock import Clock
 from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
-from loadgen.target.base import Options, RequestFailed, add_chunk, finish
+from loadgen.target.base import Options, RequestFailed, add_chunk, finish, until_cancelled
 
 _CLIENT_ERRORS = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -52,7 +52,8 @@ class RpcTarget:
         record.sent = clock()
         call = stub.Generate(request, timeout=self._options.timeout_s, metadata=self._metadata)
         try:
-            await self._read(call, scheduled, record, clock)
+            async with until_cancelled(scheduled):
+                await self._read(call, scheduled, record, clock)
         except grpc.RpcError as caught:
             error = _failed(caught, begun=bool(record.times))
         except Exception as caught:  # noqa: BLE001 - `finish` raises bugs

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -112,6 +113,24 @@ async def test_closed_port_is_recorded_as_refused(rpc: bool) -> None:
         await target.close()
     assert record.failure is Failure.REFUSED
     assert not record.times
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("outcome", [Outcome.SLOW_HEADERS, Outcome.SLOW])
+async def test_request_is_cancelled_by_time_before_its_first_token(
+    name: str, outcome: Outcome
+) -> None:
+    with serving(Behaviour(outcomes=(outcome, Outcome.OK))) as server:
+        async with opened(TARGETS[name], server) as target:
+            record = await send(target, replace(request_of(), cancel_at_s=0.2))
+            unaffected = await send(target, replace(request_of(), cancel_at_s=30.0))
+            async with asyncio.timeout(30):
+                while server.log()[0].left is None:  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(0.05)
+    assert record.cancelled
+    assert record.failure is None
+    assert not record.times
+    assert unaffected.succeeded
 
 
 @pytest.mark.parametrize("name", TARGETS)
