@@ -1,0 +1,162 @@
+"""Load, cancellations and faults drawn from a seed: ``python -m tests.faults.soak``.
+
+The load generator compares every greedy answer with that of a colocated deployment, and writes its
+report with the faults on the timeline. The exit code is 1 if an answer was wrong, a request hung or
+something leaked. ``--cancels N`` cancels N requests at random points instead, without faults.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+
+from loadgen.files import read_run
+from tests.e2e.deployment import Running, deployed
+from tests.e2e.serving_bench.models import RandomModel
+from tests.faults import links
+from tests.faults.soak.leaks import Resources
+from tests.faults.soak.prompts import write_prompts
+from tests.faults.soak.schedule import as_option, draw
+from tests.faults.soak.verdict import DEADLINE_S, HUNG_S, Verdict, first_answers
+from tests.faults.soak.watch import Watch, watched
+
+SLOT_BYTES = str(1 << 14)
+ENVIRONMENT = {
+    "HEADRACE_GATEWAY_DEADLINE_S": str(DEADLINE_S),
+    "HEADRACE_PREFILL_SLOT_BYTES": SLOT_BYTES,  # prompts have many segments, some exceed the slab
+    "HEADRACE_DECODE_SLOT_BYTES": SLOT_BYTES,
+    "UCX_TLS": "tcp,self",
+}
+CONCURRENCY = 6
+RATE = 40
+"""Requests per second that are prepared; more cannot be answered on two cores."""
+CANCELLED, CANCEL_WITHIN_S = 0.2, 4.0
+"""Fraction of the requests that are cancelled during a soak, and the latest time of it."""
+BURST_CONCURRENCY, BURST_CANCELLED, BURST_WITHIN_S = 24, 0.95, 1.5
+"""The same with ``--cancels``."""
+IDLE_S = 120.0
+say = partial(Console().print, highlight=False, markup=False, soft_wrap=True)
+
+
+def main() -> int:
+    own = _arguments()
+    own.out.mkdir(parents=True, exist_ok=True)
+    no_cuts = links.enter_namespace()
+    say(f"soak: seed {own.seed}")
+    if no_cuts is not None:
+        say(f"links are not cut: {no_cuts}")
+    model = ("--model", str(RandomModel("tiny").ensure()))
+    workers = ("--prefill", "2", "--decode", "2")
+    with (
+        deployed("--colocated", *model) as reference,
+        deployed(*workers, *model, environment=ENVIRONMENT, logs=own.out) as running,
+        watched(running) as watch,
+    ):
+        running.wait_for_all_workers(120)
+        before = Resources.of(running)
+        _load(own, running, reference, cuts=no_cuts is None)
+        running.wait_for_all_workers(IDLE_S)
+        running.wait_until_idle(IDLE_S)
+        leaked = Resources.of(running).missing(before)
+    return _report(own, watch, leaked)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak")
+    parser.add_argument("--seconds", type=float, default=600, help="duration of the load")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
+    parser.add_argument("--cancels", type=int, default=0, help="requests to cancel, without faults")
+    parser.add_argument("--out", type=Path, default=Path("runs/soak"))
+    return parser.parse_args()
+
+
+def _load(own: argparse.Namespace, running: Running, reference: Running, *, cuts: bool) -> None:
+    """Run the load generator against the deployment; its results are in ``own.out``."""
+    prompts = own.out / "prompts.jsonl"
+    requests = int(own.cancels / BURST_CANCELLED) + 1 if own.cancels else int(RATE * own.seconds)
+    write_prompts(prompts, running, seed=own.seed, count=requests)
+    command = [
+        *(sys.executable, "-m", "loadgen", "run", f"{running.url}/v1,grpc://{running.grpc_target}"),
+        *("--gateway-port", str(running.port), "--model", running.model),
+        *("--check-against", f"grpc://{reference.grpc_target}"),
+        *("--file", str(prompts), "--timeout", str(2 * HUNG_S), "--most-lag", "60"),
+        *("--seed", str(own.seed), "--out", str(own.out)),
+    ]
+    if own.cancels:
+        command += ["--concurrency", str(BURST_CONCURRENCY)]
+        command += ["--cancel", str(BURST_CANCELLED), "--cancel-within", str(BURST_WITHIN_S)]
+    else:
+        command += ["--duration", str(own.seconds), "--concurrency", str(CONCURRENCY)]
+        command += ["--cancel", str(CANCELLED), "--cancel-within", str(CANCEL_WITHIN_S)]
+        script = [_cut_script(own.out, running.port)] if cuts else []
+        for fault in draw(own.seed, own.seconds, script):
+            command += ["--fault", as_option(fault)]
+    environment = os.environ | {"GRPC_VERBOSITY": "ERROR"}  # else it logs each fork of the process
+    subprocess.run(command, env=environment, check=False)  # `_report` prints what went wrong
+
+
+def _cut_script(folder: Path, port: int) -> str:
+    """Write a command that cuts the links of a worker, with a short name for the report."""
+    script = folder.absolute() / "cut-link"
+    command = shlex.join([sys.executable, "-m", "tests.faults.links", str(port)])
+    script.write_text(f'#!/bin/sh\nexec {command} "$1"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def _report(own: argparse.Namespace, watch: Watch, leaked: dict[str, float]) -> int:
+    records, document = read_run(own.out)
+    verdict = Verdict.of(records, document)
+    faults = document["faults"]
+    failed = [fault for fault in faults if "failed" in fault]
+    say(f"faults: {len(faults) - len(failed)} injected, {len(failed)} not")
+    say(
+        f"requests: {verdict.total}; {verdict.answered} answered, {verdict.cancelled} cancelled, "
+        f"{sum(verdict.typed.values())} with typed errors, {verdict.lost} lost with the gateway"
+    )
+    for message, count in verdict.typed.most_common():
+        say(f"  {count} {message}")
+    say(f"answers equal to the reference: {verdict.equal}, of cancelled requests in part")
+    say(f"wrong: {verdict.different}, hung: {verdict.hung}, broken: {verdict.broken.total()}")
+    for message, count in verdict.broken.most_common():
+        say(f"  {count} {message}")
+    say("leaked: " + (", ".join(f"{k} {v:g}" for k, v in leaked.items()) or "nothing"))
+    answers = first_answers(records, faults)
+    for label, seconds in answers.items():
+        say(f"first answer after {label}: {_times(seconds)}")
+    restarts = [one.seconds for one in watch.outages if one.restarted]
+    pauses = [one.seconds for one in watch.outages if not one.restarted]
+    for label, seconds in (("restarts", restarts), ("pauses", pauses)):
+        if seconds:
+            say(f"worker not ready, {label}: {_times(seconds)}")
+    for slope in watch.slopes():
+        say(
+            f"RSS of {slope.process}: {slope.last_mib:.0f} MiB, {slope.mib_per_minute:+.2f} "
+            f"MiB/min over {slope.span_s:.0f} s"
+        )
+    passed = verdict.passed and not leaked
+    result = {
+        "seed": own.seed, "passed": passed, "leaked": leaked, **vars(verdict),
+        "first_answers": answers, "outages": [asdict(one) for one in watch.outages],
+        "slopes": [asdict(one) for one in watch.slopes()],
+    }  # fmt: skip
+    (own.out / "soak.json").write_text(json.dumps(result, indent=1))
+    say(f"{'passed' if passed else 'FAILED'}; report in {own.out / 'report.html'}")
+    return 0 if passed else 1
+
+
+def _times(seconds: list[float]) -> str:
+    return f"{len(seconds)} times, median {median(seconds):.1f} s, maximum {max(seconds):.1f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
