@@ -44,6 +44,7 @@ CANCELLED, CANCEL_WITHIN_S = 0.2, 4.0
 BURST_CONCURRENCY, BURST_CANCELLED, BURST_WITHIN_S = 24, 0.95, 1.5
 """The same with ``--cancels``."""
 IDLE_S = 120.0
+USAGE_ERROR = 2
 say = partial(Console().print, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -92,7 +93,7 @@ def _load(own: argparse.Namespace, running: Running, reference: Running, *, cuts
         *("--seed", str(own.seed), "--out", str(own.out)),
     ]
     if own.cancels:
-        command += ["--concurrency", str(BURST_CONCURRENCY)]
+        command += ["--requests", str(requests), "--concurrency", str(BURST_CONCURRENCY)]
         command += ["--cancel", str(BURST_CANCELLED), "--cancel-within", str(BURST_WITHIN_S)]
     else:
         command += ["--duration", str(own.seconds), "--concurrency", str(CONCURRENCY)]
@@ -101,7 +102,9 @@ def _load(own: argparse.Namespace, running: Running, reference: Running, *, cuts
         for fault in draw(own.seed, own.seconds, script):
             command += ["--fault", as_option(fault)]
     environment = os.environ | {"GRPC_VERBOSITY": "ERROR"}  # else it logs each fork of the process
-    subprocess.run(command, env=environment, check=False)  # `_report` prints what went wrong
+    done = subprocess.run(command, env=environment)
+    if done.returncode == USAGE_ERROR:  # with other codes there are results, which are evaluated
+        sys.exit(USAGE_ERROR)
 
 
 def _cut_script(folder: Path, port: int) -> str:
