@@ -18,14 +18,14 @@ from tests.faults.soak.watch import Outage, Watch, Workers
 
 
 def test_faults_are_drawn_from_the_seed() -> None:
-    faults = draw(3, 600, ["./cut-link"])
-    assert faults == draw(3, 600, ["./cut-link"])
-    assert faults != draw(4, 600, ["./cut-link"])
+    faults = draw(3, 600, "cut-link")
+    assert faults == draw(3, 600, "cut-link")
+    assert faults != draw(4, 600, "cut-link")
     assert [Fault.parse(as_option(fault)) for fault in faults] == faults
     assert {fault.action for fault in faults} == {"kill", "terminate", "stop", "run"}
     assert {fault.process.split()[-1] for fault in faults} >= {"gateway", "router", "decode-1"}
     assert all(QUIET_S <= fault.at < LAST * 600 for fault in faults)
-    assert "run" not in {fault.action for fault in draw(3, 600, [])}
+    assert "run" not in {fault.action for fault in draw(3, 600, None)}
 
 
 def record(ended: float | None, failure: Failure | None = None, **changes: Any) -> Record:
@@ -96,9 +96,10 @@ def test_outages_and_memory_slopes() -> None:
     watch.look_at_workers(8.0, ready)
     watch.look_at_workers(9.0, {"decode-0": {"state": "ready", "epoch": "b"}})
     assert watch.outages == [Outage("decode-0", 3.0, False), Outage("decode-0", 1.0, True)]
-    for second in range(0, 151, 2):
-        watch.look_at_memory(float(second), 100.0 + second / 60, process="router", pid=7)
-        if second < 80:
+    for second in range(0, 181, 2):
+        mib = max(second, 60) / 60
+        watch.look_at_memory(float(second), 100.0 + mib, process="router", pid=7)
+        if second < 100:
             watch.look_at_memory(float(second), 50.0, process="gateway", pid=8)
     (slope,) = watch.slopes()
     assert slope.process == "router"

@@ -43,6 +43,7 @@ CANCELLED, CANCEL_WITHIN_S = 0.2, 4.0
 """Fraction of the requests that are cancelled during a soak, and the latest time of it."""
 BURST_CONCURRENCY, BURST_CANCELLED, BURST_WITHIN_S = 24, 0.95, 1.5
 """The same with ``--cancels``."""
+CUT = "cut-link"
 IDLE_S = 120.0
 USAGE_ERROR = 2
 say = partial(Console().print, highlight=False, markup=False, soft_wrap=True)
@@ -98,22 +99,25 @@ def _load(own: argparse.Namespace, running: Running, reference: Running, *, cuts
     else:
         command += ["--duration", str(own.seconds), "--concurrency", str(CONCURRENCY)]
         command += ["--cancel", str(CANCELLED), "--cancel-within", str(CANCEL_WITHIN_S)]
-        script = [_cut_script(own.out, running.port)] if cuts else []
-        for fault in draw(own.seed, own.seconds, script):
+        if cuts:
+            _write_cut_command(own.out, running.port)
+        for fault in draw(own.seed, own.seconds, CUT if cuts else None):
             command += ["--fault", as_option(fault)]
-    environment = os.environ | {"GRPC_VERBOSITY": "ERROR"}  # else it logs each fork of the process
+    environment = os.environ | {
+        "GRPC_VERBOSITY": "ERROR",  # else it logs each fork of the process
+        "PATH": f"{own.out.absolute()}:{os.environ['PATH']}",
+    }
     done = subprocess.run(command, env=environment)
     if done.returncode == USAGE_ERROR:  # with other codes there are results, which are evaluated
         sys.exit(USAGE_ERROR)
 
 
-def _cut_script(folder: Path, port: int) -> str:
-    """Write a command that cuts the links of a worker, with a short name for the report."""
-    script = folder.absolute() / "cut-link"
+def _write_cut_command(folder: Path, port: int) -> None:
+    """Write the command that cuts the links of a worker; its short name is in the report."""
+    script = folder / CUT
     command = shlex.join([sys.executable, "-m", "tests.faults.links", str(port)])
     script.write_text(f'#!/bin/sh\nexec {command} "$1"\n')
     script.chmod(0o755)
-    return str(script)
 
 
 def _report(own: argparse.Namespace, watch: Watch, leaked: dict[str, float]) -> int:
@@ -143,8 +147,8 @@ def _report(own: argparse.Namespace, watch: Watch, leaked: dict[str, float]) -> 
             say(f"worker not ready, {label}: {_times(seconds)}")
     for slope in watch.slopes():
         say(
-            f"RSS of {slope.process}: {slope.last_mib:.0f} MiB, {slope.mib_per_minute:+.2f} "
-            f"MiB/min over {slope.span_s:.0f} s"
+            f"RSS of {slope.process}: {slope.first_mib:.0f} to {slope.last_mib:.0f} MiB, "
+            f"{slope.mib_per_minute:+.2f} MiB/min in the last {slope.span_s:.0f} s"
         )
     passed = verdict.passed and not leaked
     result = {

@@ -1,7 +1,6 @@
 """Faults of a soak, drawn from a seed."""
 
 import random
-from collections.abc import Sequence
 
 from loadgen.faults import Fault
 
@@ -20,12 +19,12 @@ LAST = 0.85
 """Fraction of the run after which no fault starts."""
 
 
-def draw(seed: int, seconds: float, cut_command: Sequence[str]) -> list[Fault]:
+def draw(seed: int, seconds: float, cut_command: str | None) -> list[Fault]:
     """Return the faults of a run.
 
     Args:
         seconds: length of the run.
-        cut_command: command to which the name of a worker is added to cut its links; empty if
+        cut_command: command to which the name of a worker is added to cut its links; None if
             links cannot be cut.
     """
     rng = random.Random(seed)
@@ -41,7 +40,7 @@ def draw(seed: int, seconds: float, cut_command: Sequence[str]) -> list[Fault]:
         action = rng.choices(list(weights), list(weights.values()))[0]
         lasts_s = round(rng.uniform(*LASTS_S), 1) if action in ("stop", "cut") else None
         if action == "cut":
-            action, process = "run", " ".join([*cut_command, process])
+            action, process = "run", f"{cut_command} {process}"
         faults.append(Fault(action, process, round(at, 1), lasts_s))
         at += rng.uniform(*GAP_S)
     return faults

@@ -16,8 +16,6 @@ Workers = Mapping[str, Mapping[str, object]]
 """The router's view of each worker, by worker id."""
 PERIOD_S = 0.25
 RSS_PERIOD_S = 2.0
-START_S = 30.0
-"""Time from the start of a process during which its memory is expected to grow."""
 MIN_SPAN_S = 60.0
 """A slope is computed over at least this time."""
 
@@ -38,11 +36,18 @@ class Outage:
 
 @dataclass(frozen=True)
 class Slope:
-    """Growth of one process's resident memory, by linear regression."""
+    """Growth of one process's resident memory in the second half of its life, after its buffers
+    have been allocated, by linear regression.
+
+    Attributes:
+        span_s: length of that half, in seconds.
+        first_mib, last_mib: memory at the start and at the end of the observation.
+    """
 
     process: str
     mib_per_minute: float
     span_s: float
+    first_mib: float
     last_mib: float
 
 
@@ -60,12 +65,10 @@ class Watch:
         """Return the growth of each process that lived long enough."""
         found = []
         for (process, _), samples in self._memory.items():
-            settled = [sample for sample in samples if sample[0] - samples[0][0] >= START_S]
-            if not settled or settled[-1][0] - settled[0][0] < MIN_SPAN_S:
-                continue
-            times, sizes = zip(*settled, strict=True)
-            slope = linear_regression(times, sizes).slope
-            found.append(Slope(process, 60 * slope, times[-1] - times[0], sizes[-1]))
+            times, sizes = zip(*samples[len(samples) // 2 :], strict=True)
+            if (span_s := times[-1] - times[0]) >= MIN_SPAN_S:
+                slope = 60 * linear_regression(times, sizes).slope
+                found.append(Slope(process, slope, span_s, samples[0][1], sizes[-1]))
         return found
 
     def look_at_workers(self, now: float, workers: Workers) -> None:
