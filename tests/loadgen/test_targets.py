@@ -5,7 +5,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import grpc
 import pytest
+from grpc import aio
 
 from loadgen.clock import Clock
 from loadgen.errors import UsageError
@@ -14,7 +16,7 @@ from loadgen.schedule import ScheduledRequest
 from loadgen.target.base import Endpoint, Options, Target
 from loadgen.target.choice import open_target
 from loadgen.target.http import HttpTarget
-from loadgen.target.rpc import RpcTarget
+from loadgen.target.rpc import RpcTarget, _failed
 from loadgen.workload.base import RequestSpec
 from tests.loadgen.synthetic import (
     MODEL,
@@ -233,3 +235,23 @@ async def test_name_contains_no_credentials() -> None:
     target = HttpTarget("http://user:secret@127.0.0.1:9/v1", OPTIONS)
     assert target.name == "http://127.0.0.1:9/v1"
     await target.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "begun", "details", "failure"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, False, True, Failure.REJECTED),
+        (grpc.StatusCode.UNAVAILABLE, False, False, Failure.REFUSED),
+        (grpc.StatusCode.UNAVAILABLE, True, True, Failure.SERVER_ERROR),
+        (grpc.StatusCode.UNAVAILABLE, True, False, Failure.INTERRUPTED),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, True, True, Failure.SERVER_ERROR),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, True, False, Failure.TIMEOUT),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, False, True, Failure.REJECTED),
+    ],
+)
+def test_status_with_details_is_the_answer_of_the_server(
+    code: grpc.StatusCode, begun: bool, details: bool, failure: Failure
+) -> None:
+    metadata = aio.Metadata(*([("grpc-status-details-bin", b"")] if details else []))
+    error = aio.AioRpcError(code, aio.Metadata(), metadata, "failed to connect to a worker")
+    assert _failed(error, begun=begun).failure is failure
