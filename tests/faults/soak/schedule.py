@@ -10,7 +10,7 @@ OTHER_SHARE = 0.15
 """Fraction of the faults that hit the router or the gateway."""
 ACTIONS = {"kill": 3.0, "terminate": 3.0, "stop": 2.0, "cut": 2.0}
 """Weights of the actions; ``cut`` applies to workers only."""
-GAP_S = (4.0, 14.0)
+GAP_S = (5.0, 20.0)
 LASTS_S = (0.5, 6.0)
 """Bounds of the uniform time between two faults, and of the time for which one lasts."""
 QUIET_S = 4.0
