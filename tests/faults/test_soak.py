@@ -1,5 +1,6 @@
 """The soak: its schedule and evaluation, and a short form of it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +14,19 @@ from tests.e2e.deployment import Running
 from tests.faults import links
 from tests.faults.soak.leaks import Resources
 from tests.faults.soak.schedule import LAST, QUIET_S, as_option, draw
-from tests.faults.soak.verdict import HUNG_S, Verdict, first_answers
+from tests.faults.soak.verdict import HUNG_S, Verdict, crashes, first_answers
 from tests.faults.soak.watch import Outage, Watch, Workers
 
 
 def test_faults_are_drawn_from_the_seed() -> None:
-    faults = draw(3, 600, "cut-link")
-    assert faults == draw(3, 600, "cut-link")
-    assert faults != draw(4, 600, "cut-link")
+    faults = draw(3, 6000, "cut-link")
+    assert faults == draw(3, 6000, "cut-link")
+    assert faults != draw(4, 6000, "cut-link")
     assert [Fault.parse(as_option(fault)) for fault in faults] == faults
     assert {fault.action for fault in faults} == {"kill", "terminate", "stop", "run"}
     assert {fault.process.split()[-1] for fault in faults} >= {"gateway", "router", "decode-1"}
-    assert all(QUIET_S <= fault.at < LAST * 600 for fault in faults)
-    assert "run" not in {fault.action for fault in draw(3, 600, None)}
+    assert all(QUIET_S <= fault.at < LAST * 6000 for fault in faults)
+    assert "run" not in {fault.action for fault in draw(3, 6000, None)}
 
 
 def record(ended: float | None, failure: Failure | None = None, **changes: Any) -> Record:
@@ -45,10 +46,12 @@ def test_every_request_has_one_outcome() -> None:
     found = verdict(
         record(2.0),
         record(2.0, cancelled=True),
+        record(2.0, cancelled=True, times=[1.5]),
         record(3.0, Failure.REJECTED, detail="status 503: no workers"),
         record(11.0, Failure.RESET),
     )
-    assert (found.total, found.answered, found.cancelled, found.lost) == (4, 1, 1, 1)
+    assert (found.total, found.answered, found.lost) == (5, 1, 1)
+    assert (found.cancelled, found.early) == (2, 1)
     assert found.typed == {"rejected: status 503: no workers": 1}
     assert found.passed
 
@@ -85,6 +88,15 @@ def test_first_answer_counts_from_the_fault_to_a_request_sent_after_it() -> None
         for n, (sent, ended) in enumerate([(4.9, 5.5), (5.2, 8.0), (7.0, 7.5)])
     ]
     assert first_answers(records, faults) == {"cut prefill": [1.5], "kill decode": [2.5]}
+
+
+def test_exits_without_a_fault_are_crashes(tmp_path: Path) -> None:
+    codes = {"decode-0": -9, "decode-1": 0, "router": 1, "prefill-0": -11}
+    exits = [{"event": "process exited", "process": p, "code": c} for p, c in codes.items()]
+    log = tmp_path / "up.log"
+    log.write_text("\n".join(["ready", *map(json.dumps, exits)]))
+    assert crashes(log, with_faults=True) == ["router (1)", "prefill-0 (-11)"]
+    assert len(crashes(log, with_faults=False)) == 4
 
 
 def test_outages_and_memory_slopes() -> None:

@@ -1,8 +1,9 @@
 """Load, cancellations and faults drawn from a seed: ``python -m tests.faults.soak``.
 
 The load generator compares every greedy answer with that of a colocated deployment, and writes its
-report with the faults on the timeline. The exit code is 1 if an answer was wrong, a request hung or
-something leaked. ``--cancels N`` cancels N requests at random points instead, without faults.
+report with the faults on the timeline. The exit code is 1 if an answer was wrong, a request hung,
+or something crashed or leaked. ``--cancels N`` cancels N requests at random points instead, without
+faults.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 
@@ -26,7 +28,7 @@ from tests.faults import links
 from tests.faults.soak.leaks import Resources
 from tests.faults.soak.prompts import write_prompts
 from tests.faults.soak.schedule import as_option, draw
-from tests.faults.soak.verdict import DEADLINE_S, HUNG_S, Verdict, first_answers
+from tests.faults.soak.verdict import DEADLINE_S, HUNG_S, Verdict, crashes, first_answers
 from tests.faults.soak.watch import Watch, watched
 
 SLOT_BYTES = str(1 << 14)
@@ -126,12 +128,30 @@ def _write_cut_command(folder: Path, port: int) -> None:
 def _report(own: argparse.Namespace, watch: Watch, leaked: dict[str, float]) -> int:
     records, document = read_run(own.out)
     verdict = Verdict.of(records, document)
-    faults = document["faults"]
-    failed = [fault for fault in faults if "failed" in fault]
-    say(f"faults: {len(faults) - len(failed)} injected, {len(failed)} not")
+    answers = first_answers(records, document["faults"])
+    crashed = crashes(own.out / "up.log", with_faults=not own.cancels)
+    _say_outcomes(verdict, document["faults"])
+    say(f"crashed: {', '.join(crashed) or 'nothing'}")
+    say("leaked: " + (", ".join(f"{k} {v:g}" for k, v in leaked.items()) or "nothing"))
+    _say_recovery(watch, answers)
+    passed = verdict.passed and not leaked and not crashed
+    result = {
+        "seed": own.seed, "passed": passed, "crashed": crashed, "leaked": leaked, **vars(verdict),
+        "first_answers": answers, "outages": [asdict(one) for one in watch.outages],
+        "slopes": [asdict(one) for one in watch.slopes()],
+    }  # fmt: skip
+    (own.out / "soak.json").write_text(json.dumps(result, indent=1))
+    say(f"{'passed' if passed else 'FAILED'}; report in {own.out / 'report.html'}")
+    return 0 if passed else 1
+
+
+def _say_outcomes(verdict: Verdict, faults: list[dict[str, Any]]) -> None:
+    failed = sum("failed" in fault for fault in faults)
+    say(f"faults: {len(faults) - failed} injected, {failed} not")
     say(
-        f"requests: {verdict.total}; {verdict.answered} answered, {verdict.cancelled} cancelled, "
-        f"{sum(verdict.typed.values())} with typed errors, {verdict.lost} lost with the gateway"
+        f"requests: {verdict.total}; {verdict.answered} answered, {verdict.cancelled} cancelled "
+        f"({verdict.early} before the first token), {verdict.typed.total()} with typed errors, "
+        f"{verdict.lost} lost with the gateway"
     )
     for message, count in verdict.typed.most_common():
         say(f"  {count} {message}")
@@ -139,8 +159,9 @@ def _report(own: argparse.Namespace, watch: Watch, leaked: dict[str, float]) -> 
     say(f"wrong: {verdict.different}, hung: {verdict.hung}, broken: {verdict.broken.total()}")
     for message, count in verdict.broken.most_common():
         say(f"  {count} {message}")
-    say("leaked: " + (", ".join(f"{k} {v:g}" for k, v in leaked.items()) or "nothing"))
-    answers = first_answers(records, faults)
+
+
+def _say_recovery(watch: Watch, answers: dict[str, list[float]]) -> None:
     for label, seconds in answers.items():
         say(f"first answer after {label}: {_times(seconds)}")
     restarts = [one.seconds for one in watch.outages if one.restarted]
@@ -153,15 +174,6 @@ def _report(own: argparse.Namespace, watch: Watch, leaked: dict[str, float]) -> 
             f"RSS of {slope.process}: {slope.first_mib:.0f} to {slope.last_mib:.0f} MiB, "
             f"{slope.mib_per_minute:+.2f} MiB/min in the last {slope.span_s:.0f} s"
         )
-    passed = verdict.passed and not leaked
-    result = {
-        "seed": own.seed, "passed": passed, "leaked": leaked, **vars(verdict),
-        "first_answers": answers, "outages": [asdict(one) for one in watch.outages],
-        "slopes": [asdict(one) for one in watch.slopes()],
-    }  # fmt: skip
-    (own.out / "soak.json").write_text(json.dumps(result, indent=1))
-    say(f"{'passed' if passed else 'FAILED'}; report in {own.out / 'report.html'}")
-    return 0 if passed else 1
 
 
 def _times(seconds: list[float]) -> str:

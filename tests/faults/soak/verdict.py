@@ -1,9 +1,12 @@
 """Evaluation of a soak: the outcome of each request, and recovery after each fault."""
 
+import json
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Self
 
 from loadgen.record import Failure, Record
@@ -19,12 +22,17 @@ _BROKEN = {Failure.REFUSED, Failure.RESET, Failure.INTERRUPTED}
 _TYPED = {Failure.REJECTED, Failure.CLIENT_ERROR, Failure.SERVER_ERROR, Failure.TIMEOUT}
 
 
+_SIGNALLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT, 0}
+"""Exit codes after faults. UCX may abort a worker that was stopped and then continued."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Outcomes of all requests of a soak.
 
     Attributes:
         total, answered, cancelled: numbers of requests.
+        early: number of requests that were cancelled before their first token.
         equal, different, missing: comparison with the reference; see `loadgen.check.Check`.
         typed: number of requests with each typed error.
         lost: connections that ended with a gateway that was killed, stopped or restarted.
@@ -35,6 +43,7 @@ class Verdict:
     total: int
     answered: int
     cancelled: int
+    early: int
     equal: int
     different: int
     typed: Counter[str] = field(default_factory=Counter)
@@ -76,6 +85,7 @@ class Verdict:
             total=len(records),
             answered=sum(record.succeeded for record in records),
             cancelled=sum(record.cancelled for record in records),
+            early=sum(record.cancelled and not record.times for record in records),
             equal=check["equal"],
             different=check["different"],
             typed=typed,
@@ -83,6 +93,19 @@ class Verdict:
             hung=hung,
             broken=broken,
         )
+
+
+def crashes(log: Path, *, with_faults: bool) -> list[str]:
+    """Return the processes that exited on their own, each with its exit code.
+
+    Args:
+        log: log of `headrace up`.
+        with_faults: whether processes were killed and terminated, so that some exits are expected.
+    """
+    lines = [line for line in log.read_text().splitlines() if line.startswith("{")]
+    exits = [one for one in map(json.loads, lines) if one.get("event") == "process exited"]
+    expected = _SIGNALLED if with_faults else set()
+    return [f"{one['process']} ({one['code']})" for one in exits if one["code"] not in expected]
 
 
 def first_answers(
