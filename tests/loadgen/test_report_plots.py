@@ -1,5 +1,7 @@
 """Data, scales and number formats of plots."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -30,7 +32,8 @@ def test_distribution_of_many_values_is_thinned_and_keeps_its_tail() -> None:
 
 
 def test_faults_of_a_kind_share_a_label() -> None:
-    kill, cut = {"what": "kill decode-1"}, {"what": "run ./cut for 2 s"}
+    kill: dict[str, Any] = {"what": "kill decode-1"}
+    cut: dict[str, Any] = {"what": "run ./cut for 2 s"}
     failed = kill | {"failed": "no such process"}
     faults = [kill | {"at": 4.04}, cut | {"at": 5}, kill | {"at": 104.26}, failed | {"at": 110.0}]
     assert _fault_labels(faults) == [
