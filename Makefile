@@ -11,13 +11,17 @@ KEEP   ?= 0.9
 UP     ?=
 # Arguments of the serving benchmark.
 SERVING ?=
+# Duration in seconds and seed of the soak, or its number of cancelled requests.
+SECONDS ?= 600
+SEED    ?=
+CANCELS ?=
 # Additional arguments of pytest, and its number of processes: more than two cores, since tests also wait.
 PYTEST ?=
 JOBS   ?= 3
 # Additional arguments of pip-audit, such as --ignore-vuln ID.
 AUDIT  ?=
 
-.PHONY: help up down fast test test-long test-gpu check audit equality bench serving speed link-policy install clean
+.PHONY: help up down fast test test-long test-gpu check audit equality bench serving soak speed link-policy install clean
 
 help:                     ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/' | expand -t 16
@@ -62,6 +66,10 @@ bench: $(VENV)/.ready-dev ## load test, disaggregated and colocated: runs/bench/
 
 serving: $(VENV)/.ready-dev ## serving benchmark, see tests/e2e/README.md: runs/serving/report.html
 	$(BIN)/python -m tests.e2e.serving_bench $(SERVING)
+
+soak: $(VENV)/.ready-dev ## load, cancellations and faults; SECONDS=600 SEED=1 or CANCELS=10000
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --seconds $(SECONDS) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(CANCELS),--cancels $(CANCELS))
 
 speed: $(VENV)/.ready-dev ## speed on one core, compared with transformers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.bench

@@ -70,13 +70,11 @@ class Running:
     def metric(self, process: str, name: str, **labels: str) -> float:
         """Return a metric of one worker, summed over all labels that are not given."""
         port = self.records(process, "ready")[-1]["metrics_port"]
-        text = httpx.get(self._metrics_url(port), trust_env=False).raise_for_status().text
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return _read_metric(self._metrics_url(port), name, labels)
+
+    def gateway_metric(self, name: str, **labels: str) -> float:
+        """Return a metric of the gateway, summed over all labels that are not given."""
+        return _read_metric(f"{self.url}/metrics", name, labels)
 
     def metrics_urls(self) -> dict[str, str]:
         """Return the metrics URL of the gateway and of each worker, by process name."""
@@ -158,6 +156,16 @@ class Running:
         assert {name for name, _, _ in listeners} >= set(state.pids), listeners
         outside = [entry for entry in listeners if not is_loopback(entry[1])]
         assert not outside, f"listening outside 127.0.0.1: {outside}"
+
+
+def _read_metric(url: str, name: str, labels: dict[str, str]) -> float:
+    text = httpx.get(url, trust_env=False).raise_for_status().text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
 
 
 def _listeners(name: str, pid: int) -> list[tuple[str, str, int]]:
