@@ -117,7 +117,9 @@ def up(
     host: Annotated[str, typer.Option(help="address on which all processes listen")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="HTTP port of the gateway")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC port of the gateway")] = 8001,
-    router_port: Annotated[int, typer.Option(help="HTTP port of the router")] = 8002,
+    router_port: Annotated[int, typer.Option(help="HTTP port of the first router")] = 8002,
+    gateways: Annotated[int, typer.Option(min=1, max=16, help="number of gateways")] = 1,
+    routers: Annotated[int, typer.Option(min=1, max=16, help="number of routers")] = 1,
     prefill: Annotated[int, typer.Option(min=0, max=64, help="number of prefill workers")] = 1,
     decode: Annotated[int, typer.Option(min=1, max=64, help="number of decode workers")] = 1,
     colocated: Annotated[
@@ -126,9 +128,7 @@ def up(
     model: Model = "smollm2-135m",
     keep: Annotated[
         float | None,
-        typer.Option(
-            min=0.05, max=1.0, help="serve a factorized model with this share of the parameters"
-        ),
+        typer.Option(min=0.05, max=1.0, help="keep this share of the parameters by factorization"),
     ] = None,
     codec: Annotated[
         str, typer.Option(help="encoding of KV transfers: auto, raw or splitzip")
@@ -147,7 +147,7 @@ def up(
         bool, typer.Option(help="run in the background; return when the deployment is ready")
     ] = False,
 ) -> None:
-    """Start a router, a gateway and workers on this machine, and keep them running."""
+    """Start routers, gateways and workers on this machine, and keep them running."""
     from services.local.up import up as start
 
     options = UpOptions(
@@ -155,6 +155,8 @@ def up(
         port=port,
         grpc_port=grpc_port,
         router_port=router_port,
+        gateways=gateways,
+        routers=routers,
         prefill=prefill,
         decode=decode,
         colocated=colocated,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from heapq import nsmallest
+from operator import attrgetter
 
 from runtime.core.limits import Limits
 from runtime.core.sequence import Sequence, SequenceGroup
@@ -11,6 +12,7 @@ from runtime.errors import RuntimeFault
 MAX_CHUNKS = 32
 """Maximum number of prompt chunks in a step."""
 
+_left = attrgetter("left")
 _OLDEST_PART = 4  # one in so many prompt tokens of a step is kept for the oldest prompt
 
 
@@ -63,19 +65,14 @@ def choose_chunks(
     oldest, chunks = groups[0], []
     budget = max(limits.step_tokens - decoded, page_size)  # prefill always makes progress
     kept = max(budget // _OLDEST_PART // page_size * page_size, page_size)
-    kept = min(kept, _left(oldest))
+    kept = min(kept, oldest.left)
     for group in sorted([oldest, *nsmallest(MAX_CHUNKS - 1, groups[1:], key=_left)], key=_left):
         if group is oldest:
             kept = 0
-        count = min(limits.chunk_tokens, _left(group))
+        count = min(limits.chunk_tokens, group.left)
         if count > budget - kept:
             count = (budget - kept) // page_size * page_size
         if count:
             chunks.append(Chunk(group, group.computed, count))
             budget -= count
     return chunks
-
-
-def _left(group: SequenceGroup) -> int:
-    """Return the number of prompt tokens that are not computed."""
-    return len(group.tokens) - group.computed

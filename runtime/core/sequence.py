@@ -124,6 +124,18 @@ class SequenceGroup:
         return self.sequences[0].age
 
     @property
+    def left(self) -> int:
+        """Number of prompt tokens that are not computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def queued(self) -> int:
+        """Tokens that count in the queue: those ``left`` of a held prompt, else all known ones."""
+        if self.purpose is Purpose.HOLD:
+            return self.left
+        return sum(sequence.known for sequence in self.sequences)
+
+    @property
     def slots(self) -> int:
         """Number of batch slots the group needs."""
         return len(self.sequences)

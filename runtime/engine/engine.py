@@ -146,6 +146,11 @@ class Engine:
         return self._scheduler.queue_tokens
 
     @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens to compute; see `Scheduler.prompt_tokens`."""
+        return self._scheduler.prompt_tokens
+
+    @property
     def has_work(self) -> bool:
         """Whether a step without new commands would compute or report anything."""
         return self._in_flight is not None or self._scheduler.has_work

@@ -92,13 +92,14 @@ class Scheduler:
         For sequences in the queue or in the batch, all prompt and output tokens so far are counted.
         For a prompt that will be held, only the tokens that are not computed yet are counted.
         """
-        tokens = sum(sequence.known for sequence in self._running)
-        for group in (*self._waiting, *self._prefilling, *self._received.values()):
-            if group.purpose is Purpose.HOLD:
-                tokens += len(group.tokens) - group.computed
-            else:
-                tokens += sum(sequence.known for sequence in group.sequences)
-        return tokens
+        groups = (*self._waiting, *self._prefilling, *self._received.values())
+        return sum(s.known for s in self._running) + sum(group.queued for group in groups)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens to compute, without prompts whose KV another worker sends."""
+        groups = (*self._waiting, *self._prefilling)
+        return sum(group.left for group in groups if group.purpose is not Purpose.RECEIVE)
 
     @property
     def continuing(self) -> list[Sequence]:

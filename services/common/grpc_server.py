@@ -89,6 +89,7 @@ class GrpcServer:
         token: cluster token, or None for a server that requires none.
         tls: certificates for mutual TLS, or None for a server without it.
         limits: limits of a public port, or None for a port between services.
+        reuse_port: see `services.common.http_server.listen`.
         interceptors: called before the limits apply, so that a call that they reject counts in
             none.
 
@@ -107,10 +108,11 @@ class GrpcServer:
         token: str | None = None,
         tls: MutualTls | None = None,
         limits: ServerLimits | None = None,
+        reuse_port: bool = False,
         interceptors: Sequence[aio.ServerInterceptor] = (),
     ) -> None:
         chain = [*([TokenInterceptor(token)] if token else []), *interceptors]
-        options = dict(_OPTIONS)
+        options = {**dict(_OPTIONS), "grpc.so_reuseport": int(reuse_port)}
         if limits is not None:
             chain.append(CallLimiter(limits))
             options |= dict(limits.options)

@@ -16,7 +16,8 @@ response body. If a cluster token is configured, requests under ``/v1`` and of `
 ``GET /metrics``, ``/health``, ``/ready``         the last two need no token
 ==========================  ====================  =============================================
 
-The body of an error is a `RouterError`. If the status is 400, its message names the invalid field.
+The body of an error is a `services.common.router_errors.RouterError`. If the status is 400, its
+message names the invalid field.
 Responses with status 429 or 503 have a ``Retry-After`` header in seconds.
 """
 
@@ -30,6 +31,8 @@ MAX_PAGES = 1 << 31
 MAX_ADMITTED = 8192  # maximum placement ids in one heartbeat
 MAX_EXCLUDED = 64
 MAX_CHOICES = 1024
+MAX_WEIGHT = 1000
+MAX_PRIORITY = 100
 PLACEMENT_ID = r"^[A-Za-z0-9-]{1,64}$"
 
 WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -73,22 +76,6 @@ class Outcome(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     REFUSED = "refused"
-
-
-class ErrorCode(StrEnum):
-    """Error codes of the router, with their HTTP status."""
-
-    INVALID = "invalid"  # 400
-    UNAUTHENTICATED = "unauthenticated"  # 401
-    UNKNOWN_MODEL = "unknown_model"  # 404
-    NOT_FOUND = "not_found"  # 404 or 405: no such path or method
-    QUEUE_TIMEOUT = "queue_timeout"  # 408
-    STALE_EPOCH = "stale_epoch"  # 409: the epoch has ended or was replaced
-    TOO_LARGE = "too_large"  # 413: the request fits no worker, or the body is too long
-    QUEUE_FULL = "queue_full"  # 429
-    INTERNAL = "internal"  # 500
-    NO_WORKERS = "no_workers"  # 503
-    CLOSING = "closing"  # 503: the router is shutting down
 
 
 class ModelInfo(_Message):
@@ -181,6 +168,8 @@ class Heartbeat(_Message):
         queue_tokens: on a prefill worker, number of accepted prompt tokens that are not computed
             yet; on a decode worker, number of tokens of all sequences, with or without KV pages. A
             prefill worker that decodes adds the tokens of all sequences that it decodes.
+        prompt_tokens: number of accepted prompt tokens that the worker has yet to compute.
+        prompt_tokens_s: prompt tokens that it computed per second lately; 0 if that is unknown.
         pages_free: number of free pages; of exact pages with a compressed KV format.
         stored_free: number of free stored pages; 0 if the KV format has none.
         running: number of occupied batch slots; each choice occupies one.
@@ -194,6 +183,8 @@ class Heartbeat(_Message):
     epoch: Epoch
     state: WorkerState
     queue_tokens: Tokens
+    prompt_tokens: Tokens = 0
+    prompt_tokens_s: Annotated[float, Field(ge=0)] = 0.0
     pages_free: Pages
     stored_free: Pages = 0
     running: Sequences
@@ -221,7 +212,9 @@ class PlaceRequest(_Message):
     Attributes:
         model: name of the model; None selects the only served model.
         max_tokens: maximum output tokens of each choice.
-        priority: requests with larger values are placed first.
+        tenant: id of the owner of the API key; None if there are no keys.
+        weight: share of the tenant in the placed tokens, relative to other tenants.
+        priority: of the requests of a tenant, those with larger values are placed first.
         exclude: ids of workers that must not be used.
         wait_s: maximum time in the router's queue, seconds; 0 means not to wait.
     """
@@ -233,7 +226,8 @@ class PlaceRequest(_Message):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     choices: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     tenant: Annotated[str, Field(max_length=128)] | None = None
-    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    weight: Annotated[int, Field(ge=1, le=MAX_WEIGHT)] = 1
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     exclude: Annotated[list[WorkerId], Field(max_length=MAX_EXCLUDED)] = []
     wait_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
 
@@ -279,6 +273,7 @@ class WorkerView(_Message):
         state: the reported state, or ``suspect`` or ``probation``.
         promised_tokens: number of queued tokens of the promised placements, which the last
             heartbeat does not include.
+        prompt_tokens, prompt_tokens_s: see `Heartbeat`.
         pages_free, promised_pages, pages_total: numbers of free pages, of pages of the promised
             placements, and of all pages; of exact pages with a compressed KV format.
         stored_free, promised_stored, stored_total: the same of stored pages.
@@ -294,6 +289,8 @@ class WorkerView(_Message):
     reason: str | None
     queue_tokens: Count
     promised_tokens: Count
+    prompt_tokens: Count = 0
+    prompt_tokens_s: float = 0.0
     pages_free: Count
     promised_pages: Count
     pages_total: Count
@@ -337,14 +334,3 @@ class ReadinessList(_Message):
     """The registered models, one entry for each name."""
 
     models: list[ModelReadiness]
-
-
-class RouterErrorDetail(_Message):
-    code: ErrorCode
-    message: str
-
-
-class RouterError(_Message):
-    """Body of every error."""
-
-    error: RouterErrorDetail

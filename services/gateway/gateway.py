@@ -24,7 +24,7 @@ from services.common.placement import ModelReadiness
 from services.common.tokenizer import Tokenizer, load_tokenizer
 from services.common.tokenizer_identity import TokenizerIdentity
 from services.gateway.generation import Generator
-from services.gateway.keys import ApiKeys
+from services.gateway.keys import ApiKeys, Tenant
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prompts import PromptEncoder
 from services.gateway.requests import GenerationRequest, RequestBuilder, RequestContext
@@ -127,7 +127,7 @@ class Gateway:
             metrics=self.metrics,
         )
 
-    def authenticate(self, authorization: str | None) -> str | None:
+    def authenticate(self, authorization: str | None) -> Tenant | None:
         """Return the tenant of an API key, or raise `Unauthenticated`."""
         return self._keys.tenant(authorization)
 

@@ -191,7 +191,9 @@ class Generator:
                 prompt_tokens=len(request.prompt) + replayed,
                 max_tokens=request.max_tokens - replayed,
                 choices=request.options.n,
-                tenant=context.tenant,
+                tenant=context.tenant.id if context.tenant else None,
+                weight=context.tenant.weight if context.tenant else 1,
+                priority=-request.options.priority,  # routers place larger values first
                 exclude=sorted(retries.excluded),
                 wait_s=max(0.0, until - _now()),
             )

@@ -21,6 +21,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from services.common.errors import InvalidRequest
+from services.common.placement import MAX_PRIORITY
+from services.gateway.keys import Tenant
 from services.gateway.settings import GatewaySettings
 
 _SEED_BITS = 64
@@ -141,6 +143,14 @@ class GenerationFields(BaseModel):
     ignore_eos: Annotated[
         bool, Field(description="continue past end-of-sequence tokens, as in vLLM")
     ] = False
+    priority: Annotated[
+        int,
+        Field(
+            ge=-MAX_PRIORITY,
+            le=MAX_PRIORITY,
+            description="lower values are handled first, among the requests of one API key",
+        ),
+    ] = 0
 
 
 class GenerationOptions(GenerationFields):
@@ -156,7 +166,7 @@ class RequestContext:
     """Identity, arrival and deadline of a request. Times are in event-loop time, seconds."""
 
     request_id: str
-    tenant: str | None
+    tenant: Tenant | None
     arrived: float
     deadline: float
 

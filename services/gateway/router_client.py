@@ -21,15 +21,14 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.placement import (
-    ErrorCode,
     ModelReadiness,
     Outcome,
     Placement,
     PlaceRequest,
     ReadinessList,
     Release,
-    RouterError,
 )
+from services.common.router_errors import ErrorCode, RouterError
 from services.common.tls import MutualTls
 
 log = structlog.get_logger()

@@ -52,7 +52,11 @@ def build_rpc_server(gateway: Gateway, address: str) -> GrpcServer:
     )
     servicer = InferenceServicer(gateway)
     server = GrpcServer(
-        address, [SERVICE], limits=limits, interceptors=[_KeyInterceptor(gateway, servicer)]
+        address,
+        [SERVICE],
+        limits=limits,
+        reuse_port=settings.reuse_port,
+        interceptors=[_KeyInterceptor(gateway, servicer)],
     )
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server.server)
     return server

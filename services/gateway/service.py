@@ -38,7 +38,10 @@ async def serve(settings: GatewaySettings) -> None:
     keys = ApiKeys.load(settings.api_keys_file)
     model = await asyncio.to_thread(ServedModel.load, settings)
     listener = listen_for_clients(
-        settings.host, settings.port, write_timeout_s=settings.write_timeout_s
+        settings.host,
+        settings.port,
+        write_timeout_s=settings.write_timeout_s,
+        reuse_port=settings.reuse_port,
     )
     gateway = Gateway(settings, model, keys)
     try:
@@ -65,6 +68,8 @@ async def serve(settings: GatewaySettings) -> None:
         log.info("draining", limit_s=settings.drain_s)
         health.cancel()
         gateway.draining = True
+        if settings.reuse_port:  # other gateways take the new connections
+            http.stop_accepting()
         await rpc.set_serving(False)
         await gateway.drain(settings.drain_s)
     finally:

@@ -18,6 +18,11 @@ class GatewaySettings(ServiceSettings):
 
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 selects a free port")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 selects a free port")
+    reuse_port: bool = Field(
+        False,
+        description="share both ports with other gateways of this user on this host (Linux): the "
+        "kernel distributes the connections",
+    )
     metrics_port: int | None = Field(
         None,
         ge=0,
@@ -48,7 +53,8 @@ class GatewaySettings(ServiceSettings):
     )
     api_keys_file: Path | None = Field(
         None,
-        description="file with one 'sha256-of-key name' per line; without it no key is required",
+        description="file with one 'sha256-of-key name weight=N' per line, name and weight being "
+        "optional; without it no key is required",
     )
 
     max_connections: int = Field(

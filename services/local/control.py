@@ -128,11 +128,20 @@ def _not_ready(deployment: Deployment) -> list[str]:
 
 
 def _ask_router(deployment: Deployment, name: str) -> dict[str, Any]:
-    """Return the router's answer to ``GET /v1/<name>``.
+    """Return the answer of the first router that is reachable to ``GET /v1/<name>``.
 
     Raises:
         SettingsError: if the files of mutual TLS cannot be used.
     """
-    with deployment.router_client() as router:
-        answer: dict[str, Any] = router.get(f"/v1/{name}").raise_for_status().json()
-    return answer
+    last = deployment.routers - 1
+    for number in range(deployment.routers):
+        try:
+            with deployment.router_client(number) as router:
+                response = router.get(f"/v1/{name}").raise_for_status()
+        except httpx.HTTPError:
+            if number == last:
+                raise
+        else:
+            answer: dict[str, Any] = response.json()
+            return answer
+    raise ValueError("the deployment has no router")

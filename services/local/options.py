@@ -1,5 +1,6 @@
 """Options of `headrace up`."""
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,9 @@ class UpOptions:
         host: address on which all processes listen.
         port: HTTP port of the gateway.
         grpc_port: gRPC port of the gateway.
-        router_port: HTTP port of the router.
+        router_port: HTTP port of the first router; further ones use the following ports.
+        gateways: number of gateways, which share their ports.
+        routers: number of routers.
         prefill: number of prefill workers.
         decode: number of decode workers.
         colocated: whether decode workers also prefill; then there are no prefill workers.
@@ -32,6 +35,8 @@ class UpOptions:
     port: int = 8000
     grpc_port: int = 8001
     router_port: int = 8002
+    gateways: int = 1
+    routers: int = 1
     prefill: int = 1
     decode: int = 1
     colocated: bool = False
@@ -42,6 +47,11 @@ class UpOptions:
     kv_format: str = "dense"
     kv_eviction: float = 0.0
     tls_dir: Path | None = None
+
+    @property
+    def router_ports(self) -> list[int]:
+        """HTTP port of each router."""
+        return [self.router_port + number for number in range(self.routers)]
 
     @property
     def wire_codec(self) -> str:
@@ -60,6 +70,8 @@ class UpOptions:
             raise SettingsError(f"--device {self.device}: must be auto, cpu or cuda")
         if not self.colocated and self.prefill < 1:
             raise SettingsError("--prefill 0 needs --colocated: no worker would compute prompts")
-        ports = (self.port, self.grpc_port, self.router_port)
+        if self.gateways > 1 and not hasattr(socket, "SO_REUSEPORT"):
+            raise SettingsError(f"--gateways {self.gateways}: this system cannot share a port")
+        ports = (self.port, self.grpc_port, *self.router_ports)
         if len(set(ports)) < len(ports):
             raise SettingsError(f"the ports {ports} must differ")

@@ -13,7 +13,7 @@ GPU_SHARE = 0.9
 
 
 def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list[ProcessSpec]:
-    """Return the processes of a deployment: a router, a gateway and the workers.
+    """Return the processes of a deployment: routers, gateways and workers.
 
     Args:
         options: options of the deployment.
@@ -30,12 +30,20 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
         "THP_MEM_ALLOC_ENABLE": "1",
     }
     scheme = "https" if options.tls_dir else "http"
-    router_url = f"{scheme}://{options.host}:{options.router_port}"
+    routers = [f"{scheme}://{options.host}:{port}" for port in options.router_ports]
     specs = [
         ProcessSpec(
-            "router", "router", ("--host", options.host, "--port", str(options.router_port)), common
-        ),
-        ProcessSpec("gateway", "gateway", _gateway(options, artifacts, router_url), common),
+            _numbered("router", number),
+            "router",
+            ("--host", options.host, "--port", str(port)),
+            common,
+        )
+        for number, port in enumerate(options.router_ports)
+    ]
+    gateway = _gateway(options, artifacts, routers)
+    specs += [
+        ProcessSpec(_numbered("gateway", number), "gateway", gateway, common)
+        for number in range(options.gateways)
     ]
     roles = ["prefill"] * (0 if options.colocated else options.prefill)
     roles += ["decode"] * options.decode
@@ -48,11 +56,16 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
             sharing = len(range(number % len(gpus), len(roles), len(gpus)))
             share = f"HEADRACE_{role.upper()}_GPU_MEMORY_UTILIZATION"
             environment[share] = os.environ.get(share, f"{GPU_SHARE / sharing:.3f}")
-        arguments = _worker(options, artifacts, router_url, name)
+        arguments = _worker(options, artifacts, routers, name)
         if options.colocated:
             arguments += ("--colocated",)
         specs.append(ProcessSpec(name, role, arguments, environment))
     return specs
+
+
+def _numbered(service: str, number: int) -> str:
+    """Return the name of a process; the first one of a service has no number."""
+    return f"{service}-{number}" if number else service
 
 
 def _tls(tls_dir: Path | None) -> dict[str, str]:
@@ -66,24 +79,25 @@ def _tls(tls_dir: Path | None) -> dict[str, str]:
     }
 
 
-def _gateway(options: UpOptions, artifacts: Artifacts, router_url: str) -> tuple[str, ...]:
+def _gateway(options: UpOptions, artifacts: Artifacts, routers: list[str]) -> tuple[str, ...]:
     return (
+        *(("--reuse-port",) if options.gateways > 1 else ()),
         *("--host", options.host),
         *("--port", str(options.port)),
         *("--grpc-port", str(options.grpc_port)),
-        *("--routers", router_url),
+        *(part for url in routers for part in ("--routers", url)),
         *("--model", str(artifacts.tokenizer)),
         *("--served-model-name", artifacts.served_name),
     )
 
 
 def _worker(
-    options: UpOptions, artifacts: Artifacts, router_url: str, name: str
+    options: UpOptions, artifacts: Artifacts, routers: list[str], name: str
 ) -> tuple[str, ...]:
     arguments: tuple[str, ...] = (
         *("--host", options.host),
         *("--worker-id", name),
-        *("--routers", router_url),
+        *(part for url in routers for part in ("--routers", url)),
         *("--model", str(artifacts.checkpoint)),
         *("--served-model-name", artifacts.served_name),
         *("--device", options.device),

@@ -58,11 +58,12 @@ class Deployment:
         host: address on which all processes listen.
         port: HTTP port of the gateway.
         grpc_port: gRPC port of the gateway.
-        router_port: HTTP port of the router.
+        router_port: HTTP port of the first router.
         supervisor_pid: process id of `headrace up`.
         supervisor_started: start time of that process, seconds since the boot of the machine.
         cluster_token: shared secret between the services; empty with mutual TLS.
         pids: process id of each service process, by name.
+        routers: number of routers; further ones use the ports after ``router_port``.
         tls_dir: folder with the certificate, key and CA of mutual TLS, or None.
     """
 
@@ -74,6 +75,7 @@ class Deployment:
     supervisor_started: float
     cluster_token: str
     pids: dict[str, int]
+    routers: int = 1
     tls_dir: str | None = None
 
     @staticmethod
@@ -118,15 +120,17 @@ class Deployment:
         for name, kind in _FIELDS.items():
             if not isinstance(state.get(name), kind):
                 raise ValueError(f"its field {name} is {state.get(name)!r}")
-        return cls(**{name: state[name] for name in _FIELDS if name in state})
+        return cls(
+            **{name: state[name] for name in _FIELDS if name in state}
+        )  # later fields have defaults
 
-    def router_client(self) -> httpx.Client:
-        """Return a client of the router, with the authentication of the services.
+    def router_client(self, number: int = 0) -> httpx.Client:
+        """Return a client of a router, with the authentication of the services.
 
         Raises:
             SettingsError: if the files of mutual TLS cannot be used.
         """
-        address = f"{self.host}:{self.router_port}"
+        address = f"{self.host}:{self.router_port + number}"
         if self.tls_dir is None:
             headers = {"authorization": f"Bearer {self.cluster_token}"}
             return httpx.Client(base_url=f"http://{address}", headers=headers, trust_env=False)
@@ -174,6 +178,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "cluster_token": str,
     "pids": dict,
     "tls_dir": (str, NoneType),
+    "routers": (int, NoneType),
 }
 
 

@@ -76,6 +76,7 @@ async def _run(options: UpOptions) -> int:
             port=options.port,
             grpc_port=options.grpc_port,
             router_port=options.router_port,
+            routers=options.routers,
             supervisor_pid=me.pid,
             supervisor_started=me.started,
             cluster_token=token,

@@ -16,7 +16,6 @@ from werkzeug.exceptions import HTTPException
 from services.common.metrics_server import may_read_metrics
 from services.common.placement import (
     Deregistration,
-    ErrorCode,
     Heartbeat,
     HeartbeatReply,
     ModelList,
@@ -25,10 +24,10 @@ from services.common.placement import (
     ReadinessList,
     Registration,
     Release,
-    RouterError,
-    RouterErrorDetail,
     WorkerList,
 )
+from services.common.router_errors import ErrorCode, RouterError, RouterErrorDetail
+from services.router.admission import Admission
 from services.router.dispatcher import Dispatcher
 from services.router.errors import InvalidBody, RouterException, Unauthenticated
 from services.router.fleet import Fleet
@@ -51,6 +50,7 @@ def build_dispatcher(settings: RouterSettings) -> Dispatcher:
         Random(settings.seed),
         output_reserve=settings.output_reserve,
         max_wait_s=settings.max_wait_s,
+        admission=Admission(settings.admission),
     )
 
 
@@ -236,7 +236,7 @@ def _add_errors(app: Quart, retry_after_s: int) -> None:
     async def refuse(refusal: RouterException) -> Response:
         response = _error(refusal.status, refusal.code, str(refusal))
         if refusal.retry:
-            response.headers["Retry-After"] = str(retry_after_s)
+            response.headers["Retry-After"] = str(refusal.retry_after_s or retry_after_s)
         return response
 
     @app.errorhandler(HTTPException)

@@ -21,14 +21,8 @@ from services.router.dispatcher import Dispatcher
 from services.router.fleet import Fleet, FleetLimits
 from services.router.policy import PolicyName
 from services.router.queue import PlacementQueue
-from services.router.simulation import (
-    FDC_TABLE_6,
-    Simulation,
-    alone_s,
-    draw_jobs,
-    heartbeat,
-    registration,
-)
+from services.router.simulated_workers import heartbeat, registration
+from services.router.simulation import FDC_TABLE_6, Simulation, alone_s, draw_jobs
 
 WARM_UP = 0.1  # the first requests are not measured; this is their fraction
 WORKLOADS = {name: [trace] for name, trace in FDC_TABLE_6.items()} | {

@@ -92,6 +92,11 @@ class Demand:
         """KV tokens of one choice on a decode worker. KV of the last output token is not stored."""
         return self.prompt_tokens + min(self.max_tokens - 1, self.output_reserve)
 
+    @property
+    def cost(self) -> int:
+        """Tokens that fair queueing counts: the prompt, and the expected output of all choices."""
+        return self.prompt_tokens + self.choices * min(self.max_tokens, self.output_reserve)
+
     def tokens(self, role: Role) -> int:
         """Return the tokens that the request adds to the queue of a worker with this role."""
         return self.prompt_tokens if role is Role.PREFILL else self.choices * self.choice_tokens
@@ -137,6 +142,9 @@ class WorkerSnapshot:
 
     Attributes:
         queue_tokens: queued tokens: reported ones plus those of promised placements.
+        prompt_tokens: prompt tokens that the worker has yet to compute, with promised ones.
+        max_prompt_tokens: number of them from which the worker gets no further prompt; None if its
+            rate is unknown.
         pages_total: number of pages.
         pages_free: reported free pages minus promised ones; may be negative.
         slots: number of batch slots for running, waiting and promised sequences.
@@ -167,6 +175,8 @@ class WorkerSnapshot:
     overflow_tokens: int | None = None
     last_placement: int = 0
     reason: str | None = None
+    prompt_tokens: int = 0
+    max_prompt_tokens: float | None = None
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -182,10 +192,13 @@ class WorkerSnapshot:
     def has_capacity(self, demand: Demand, role: Role) -> bool:
         """Return whether the request fits now, in one of the `roles`.
 
-        Prompts may wait for pages on a prefill worker. It decodes only if it has batch slots for
-        all choices or is idle, so that slots above ``max_running`` remain for prompts.
+        A worker that computes prompts takes another one while those that it has are few for its
+        rate. Prompts may wait for pages on a prefill worker. It decodes only if it has batch slots
+        for all choices or is idle, so that slots above ``max_running`` remain for prompts.
         """
         if self.health is not WorkerHealth.READY or self.slots >= self.max_slots:
+            return False
+        if role is not Role.DECODE and self._has_prompt_backlog:
             return False
         if role is Role.PREFILL:
             return True
@@ -194,3 +207,8 @@ class WorkerSnapshot:
             if free < min(demand.slots(role), self.max_running):
                 return False
         return demand.pages(role, self.paging).fits(self.pages_free)
+
+    @property
+    def _has_prompt_backlog(self) -> bool:
+        limit, tokens = self.max_prompt_tokens, self.prompt_tokens
+        return limit is not None and tokens > 0 and tokens >= limit

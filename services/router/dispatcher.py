@@ -1,7 +1,7 @@
-"""The dispatcher combines the fleet, the queue and the policy to place requests.
+"""The dispatcher combines the fleet, the queue, admission and the policy to place requests.
 
-Queued requests are placed in order. If no worker has capacity for a request, it reserves every
-worker that could take it later, so that requests behind it in the queue cannot use that capacity.
+Queued requests are placed in the order of the queue. If no worker has capacity for a request, it
+reserves every worker that could take it later, so that requests behind it cannot use that capacity.
 Therefore, large requests do not starve. Requests that other workers can take are not blocked.
 Reservations concern decoding: a reserved prefill worker still computes prompts for decode workers.
 """
@@ -20,12 +20,12 @@ from services.common.placement import (
     Role,
     WorkerAddress,
 )
+from services.router.admission import Admission, AdmissionLimits
 from services.router.capacity import USABLE, Demand, WorkerSnapshot
 from services.router.errors import (
     Closing,
     InvalidBody,
     NoWorkers,
-    QueueFull,
     QueueTimeout,
     RouterException,
     TooLarge,
@@ -41,6 +41,7 @@ class Dispatcher:
 
     Attributes:
         closed: whether the router is shutting down and refuses every call.
+        admission: predicts waits in the queue.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Dispatcher:
         *,
         output_reserve: int,
         max_wait_s: float,
+        admission: Admission | None = None,
         new_id: Callable[[], str] = lambda: uuid4().hex,
     ) -> None:
         self.fleet = fleet
@@ -61,10 +63,16 @@ class Dispatcher:
         self._rng = rng
         self._output_reserve = output_reserve
         self._max_wait_s = max_wait_s
+        self.admission = admission or Admission(AdmissionLimits())
         self._new_id = new_id
 
     def submit(self, request: PlaceRequest, now: float) -> PendingPlacement:
-        """Submit a place call. It is answered at once, or queued and answered by its deadline."""
+        """Submit a place call. It is answered at once, or queued and answered by its deadline.
+
+        It is refused if it would wait too long in the queue. If the queue is full, a call of the
+        tenant with the most queued tokens for its weight is refused.
+        """
+        self.admission.elapse(self.queue, now)
         demand = Demand(
             prompt_tokens=request.prompt_tokens,
             max_tokens=request.max_tokens,
@@ -86,12 +94,22 @@ class Dispatcher:
             return call
         self.queue.add(call)
         self._place_waiting(now)
-        if not call.answered.is_set() and (self.queue.overfull or call.deadline <= now):
-            self._answer(call, QueueFull("no worker has capacity, and the call cannot be queued"))
+        if not call.answered.is_set():
+            self._admit(call)
         return call
+
+    def _admit(self, call: PendingPlacement) -> None:
+        """Refuse a queued call that must not wait, or another one if the queue is full."""
+        if refusal := self.admission.refusal(self.queue, call):
+            self._answer(call, refusal)
+        elif self.queue.overfull:
+            surplus = self.queue.surplus
+            refused = call if surplus.request.tenant == call.request.tenant else surplus
+            self._answer(refused, self.admission.full(self.queue, refused, "the queue is full"))
 
     def cancel(self, call: PendingPlacement, now: float) -> None:
         """Cancel a call whose caller disconnected, and release its placement if it has one."""
+        self.admission.elapse(self.queue, now)
         self.queue.remove(call)
         if isinstance(call.answer, Placement):
             gone = Release(placement_id=call.answer.placement_id, outcome=Outcome.CANCELLED)
@@ -104,13 +122,17 @@ class Dispatcher:
 
     def heartbeat(self, beat: Heartbeat, now: float) -> bool:
         """Update a worker; see `Fleet.heartbeat`."""
+        self.admission.elapse(self.queue, now)
         known = self.fleet.heartbeat(beat, now)
         self._place_waiting(now)
         return known
 
     def release(self, release: Release, now: float) -> None:
         """Record the end of a placed request."""
-        self.fleet.release(release, now)
+        self.admission.elapse(self.queue, now)
+        request_s = self.fleet.release(release, now)
+        if request_s is not None and release.outcome is Outcome.OK:
+            self.admission.ended(request_s)
         self._place_waiting(now)
 
     def advance(self, now: float) -> list[WorkerAddress]:
@@ -119,6 +141,7 @@ class Dispatcher:
         Returns:
             The workers that were removed.
         """
+        self.admission.elapse(self.queue, now)
         gone = self.fleet.expire(now)
         for call in self.queue.overdue(now):
             waited_s = now - call.arrived
@@ -143,6 +166,7 @@ class Dispatcher:
                 continue
             result = self._place(call.demand, workers, reserved)
             if isinstance(result, Pair):
+                self.admission.placed(call)
                 self._answer(call, self._promise(result, call.demand, now))
                 workers = self.fleet.snapshots(now)
             elif result.reason is Reason.BUSY:
@@ -162,7 +186,7 @@ class Dispatcher:
         return self.fleet.promise(pair, demand, self._new_id(), now)
 
     def _answer(self, call: PendingPlacement, answer: Placement | RouterException) -> None:
-        self.queue.remove(call)
+        self.queue.remove(call, placed=isinstance(answer, Placement))
         call.resolve(answer)
 
 

@@ -14,15 +14,23 @@ RouterException         body: `RouterError`
 
 from typing import ClassVar
 
-from services.common.placement import ErrorCode
+from services.common.router_errors import ErrorCode
 
 
 class RouterException(Exception):
-    """Base of the errors that refuse a call. If ``retry``, the same call may succeed later."""
+    """Base of the errors that refuse a call. If ``retry``, the same call may succeed later.
+
+    Args:
+        retry_after_s: time after which to retry, seconds; default: that of the settings.
+    """
 
     status: ClassVar[int]
     code: ClassVar[ErrorCode]
     retry: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class InvalidBody(RouterException):
@@ -62,7 +70,7 @@ class TooLarge(RouterException):
 
 
 class QueueFull(RouterException):
-    """No worker has capacity and the call cannot be queued, or too many workers are registered."""
+    """The call cannot be queued or would wait too long, or too many workers are registered."""
 
     status, code, retry = 429, ErrorCode.QUEUE_FULL, True
 

@@ -9,7 +9,8 @@ There is no clock: methods take ``now``, in seconds of a monotonic clock.
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import ceil
 from typing import TypeVar
 
 from services.common.placement import (
@@ -19,14 +20,13 @@ from services.common.placement import (
     Placement,
     Registration,
     Release,
-    Role,
     WorkerAddress,
-    WorkerState,
     WorkerView,
 )
-from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
+from services.router.capacity import Demand, PageCount, Paging, WorkerSnapshot
 from services.router.errors import QueueFull, StaleEpoch
 from services.router.policy import Pair
+from services.router.tracked_worker import TrackedWorker
 
 MAX_RETIRED_EPOCHS = 4096  # ended epochs to remember, so that a process that resumes is rejected
 
@@ -45,60 +45,8 @@ class FleetLimits:
     placement_ttl_s: float = 30.0
     max_placements: int = 65_536
     max_workers: int = 1024
-    backlog: float = 2.0
-
-
-@dataclass(frozen=True)
-class _Promise:
-    tokens: int
-    pages: PageCount
-    slots: int
-
-
-@dataclass
-class _Worker:
-    """One epoch of a worker."""
-
-    registration: Registration
-    last_heartbeat_at: float
-    load: Heartbeat | None = None
-    promises: dict[str, _Promise] = field(default_factory=dict)
-    promised_tokens: int = 0
-    promised_pages: int = 0
-    promised_stored: int = 0
-    promised_slots: int = 0
-    failures: int = 0
-    probation_until: float = float("-inf")
-    last_placement: int = 0
-    snapshot: WorkerSnapshot | None = None  # cached until the worker changes
-
-    def promise(self, placement_id: str, demand: Demand, role: Role, number: int) -> None:
-        pages = demand.pages(role, Paging.of(self.registration))
-        promise = _Promise(demand.tokens(role), pages, demand.slots(role))
-        self.promises[placement_id] = promise
-        self.promised_tokens += promise.tokens
-        self.promised_pages += promise.pages.exact
-        self.promised_stored += promise.pages.stored
-        self.promised_slots += promise.slots
-        self.last_placement = number
-        self.snapshot = None
-
-    def forget(self, placement_id: str) -> None:
-        if promise := self.promises.pop(placement_id, None):
-            self.promised_tokens -= promise.tokens
-            self.promised_pages -= promise.pages.exact
-            self.promised_stored -= promise.pages.stored
-            self.promised_slots -= promise.slots
-            self.snapshot = None
-
-    def health(self, now: float, suspect_after_s: float) -> WorkerHealth:
-        if self.load is None or self.load.state is WorkerState.STARTING:
-            return WorkerHealth.STARTING
-        if self.load.state in (WorkerState.NOT_READY, WorkerState.DRAINING):
-            return WorkerHealth(self.load.state)
-        if now - self.last_heartbeat_at > suspect_after_s:
-            return WorkerHealth.SUSPECT
-        return WorkerHealth.PROBATION if now < self.probation_until else WorkerHealth.READY
+    backlog: float = 1.25
+    prompt_backlog_s: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -118,7 +66,7 @@ class Fleet:
 
     def __init__(self, limits: FleetLimits) -> None:
         self._limits = limits
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, TrackedWorker] = {}
         self._epochs: OrderedDict[str, str] = OrderedDict()  # newest epoch by worker id
         self._retired: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._records: OrderedDict[str, _PlacementRecord] = OrderedDict()
@@ -145,7 +93,7 @@ class Fleet:
         if last != epoch:
             self._retire(worker_id, last)
         _store(self._epochs, worker_id, epoch)
-        self._workers[worker_id] = _Worker(registration, last_heartbeat_at=now)
+        self._workers[worker_id] = TrackedWorker(registration, last_heartbeat_at=now)
 
     def heartbeat(self, beat: Heartbeat, now: float) -> bool:
         """Update the load of a worker; return False if it must register first.
@@ -159,7 +107,7 @@ class Fleet:
             return False
         worker.load, worker.last_heartbeat_at, worker.snapshot = beat, now, None
         for placement_id in beat.admitted:
-            worker.forget(placement_id)
+            worker.admit(placement_id, now)
         return True
 
     def deregister(self, worker_id: str, epoch: str) -> None:
@@ -179,22 +127,26 @@ class Fleet:
         )
         record = _PlacementRecord(placement, now)
         for worker, role in pair.roles:
-            self._workers[worker.worker_id].promise(placement_id, demand, role, self._placements)
+            known = self._workers[worker.worker_id]
+            known.promise(placement_id, demand, role, self._placements, now)
         self._records[placement_id] = record
         self._expiries.append((now + self._limits.placement_ttl_s, placement_id))
         if len(self._records) > self._limits.max_placements:
             self._forget_promises(self._records.popitem(last=False)[1])
         return placement
 
-    def release(self, release: Release, now: float) -> None:
+    def release(self, release: Release, now: float) -> float | None:
         """End a placement. Failure puts the blamed worker on probation; success resets its backoff.
 
         Outcomes of placements made before the end of the last probation are ignored, so that many
         requests that fail together count as one failure.
+
+        Returns:
+            Time since the placement in seconds, or None if the placement is unknown.
         """
         record = self._records.pop(release.placement_id, None)
         if record is None:
-            return
+            return None
         self._forget_promises(record)
         for address in record.addresses:
             worker = self._find(address.worker_id, address.epoch)
@@ -206,6 +158,7 @@ class Fleet:
                 backoff_s = self._limits.probation_s * 2.0 ** min(worker.failures, 64)
                 worker.probation_until = now + min(backoff_s, self._limits.probation_max_s)
                 worker.failures += 1
+        return now - record.placed_at
 
     def expire(self, now: float) -> list[WorkerAddress]:
         """Drop expired promises. Remove workers without a recent heartbeat and return them."""
@@ -236,7 +189,7 @@ class Fleet:
         named = {w.registration.model.name: w.registration.model for w in self._workers.values()}
         return [named[name] for name in sorted(named)]
 
-    def _find(self, worker_id: str, epoch: str) -> _Worker | None:
+    def _find(self, worker_id: str, epoch: str) -> TrackedWorker | None:
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.registration.epoch == epoch else None
 
@@ -252,7 +205,7 @@ class Fleet:
             if worker := self._find(address.worker_id, address.epoch):
                 worker.forget(record.placement.placement_id)
 
-    def _snapshot(self, worker: _Worker, now: float) -> WorkerSnapshot:
+    def _snapshot(self, worker: TrackedWorker, now: float) -> WorkerSnapshot:
         health = worker.health(now, self._limits.suspect_after_s)
         if worker.snapshot is not None and worker.snapshot.health is health:
             return worker.snapshot
@@ -268,12 +221,14 @@ class Fleet:
             paging=Paging.of(registration),
             pages_total=PageCount(registration.pages_total, _stored_total(registration)),
             queue_tokens=(load.queue_tokens if load else 0) + worker.promised_tokens,
+            prompt_tokens=(load.prompt_tokens if load else 0) + worker.promised_prompts,
+            max_prompt_tokens=self._max_prompt_tokens(worker),
             pages_free=PageCount(
                 (load.pages_free if load else 0) - worker.promised_pages,
                 (load.stored_free if load else 0) - worker.promised_stored,
             ),
             slots=(load.running + load.waiting if load else 0) + worker.promised_slots,
-            max_slots=int(registration.max_running * self._limits.backlog),
+            max_slots=ceil(registration.max_running * self._limits.backlog),
             max_running=registration.max_running,
             decodes=registration.decodes,
             overflow_tokens=registration.overflow_tokens,
@@ -282,7 +237,15 @@ class Fleet:
         )
         return worker.snapshot
 
-    def _view(self, worker: _Worker, now: float) -> WorkerView:
+    def _max_prompt_tokens(self, worker: TrackedWorker) -> float | None:
+        """Return the prompt tokens from which a worker gets no more; None if its rate is unknown.
+
+        Those that are on their way to the worker come in addition, so that it does not idle.
+        """
+        rate = worker.load.prompt_tokens_s if worker.load else 0.0
+        return rate * (self._limits.prompt_backlog_s + worker.admission_s) if rate else None
+
+    def _view(self, worker: TrackedWorker, now: float) -> WorkerView:
         registration, load = worker.registration, worker.load
         return WorkerView(
             worker_id=registration.worker_id,
@@ -294,6 +257,8 @@ class Fleet:
             reason=load.reason if load else "no heartbeat since registration",
             queue_tokens=load.queue_tokens if load else 0,
             promised_tokens=worker.promised_tokens,
+            prompt_tokens=load.prompt_tokens if load else 0,
+            prompt_tokens_s=load.prompt_tokens_s if load else 0.0,
             pages_free=load.pages_free if load else 0,
             promised_pages=worker.promised_pages,
             pages_total=registration.pages_total,

@@ -22,7 +22,7 @@ from services.common.logging import configure_logging
 from services.common.placement import Outcome, Placement, PlaceRequest, Release, Role
 from services.router.service import loop_factory, serve
 from services.router.settings import RouterSettings
-from services.router.simulation import heartbeat, registration
+from services.router.simulated_workers import heartbeat, registration
 
 PAUSES_S = (0.0, 0.02)
 WARM_UP = 100  # calls that are not measured

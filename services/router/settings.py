@@ -4,6 +4,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.common.settings import ServiceSettings
+from services.router.admission import AdmissionLimits
 from services.router.fleet import FleetLimits
 from services.router.policy import PolicyName
 
@@ -27,10 +28,18 @@ class RouterSettings(ServiceSettings):
         256, ge=0, le=1 << 20, description="maximum output tokens per choice that placement counts"
     )
     backlog: float = Field(
-        2.0,
+        1.25,
         ge=1,
         le=64,
-        description="maximum sequences on a worker, as a multiple of its batch slots",
+        description="maximum sequences on a worker, as a multiple of its batch slots; further ones "
+        "wait here, where the queue is fair",
+    )
+    prompt_backlog_s: float = Field(
+        0.25,
+        gt=0,
+        le=600,
+        description="time to compute the prompts of a worker, at its measured rate, at which it "
+        "gets no further one, seconds; the time until it reports them is added",
     )
     max_waiting: int = Field(
         512, ge=0, le=65_536, description="maximum place calls in the queue; further ones get 429"
@@ -38,7 +47,25 @@ class RouterSettings(ServiceSettings):
     max_wait_s: float = Field(
         120.0, ge=0, le=3600, description="maximum time of a place call in the queue, seconds"
     )
-    retry_after_s: int = Field(1, ge=1, le=3600, description="Retry-After of 429 and 503, seconds")
+    shed_after_s: float = Field(
+        2.0,
+        ge=0,
+        le=3600,
+        description="predicted time in the queue above which a call gets 429 at once, seconds",
+    )
+    shed_ratio: float = Field(
+        0.5,
+        ge=0,
+        le=100,
+        description="the same as a multiple of the mean time from placement to the last token; the "
+        "larger one applies",
+    )
+    retry_after_s: int = Field(
+        1,
+        ge=1,
+        le=3600,
+        description="Retry-After of 503, and of 429 while no wait can be predicted, seconds",
+    )
     suspect_after_s: float = Field(
         2.0,
         gt=0,
@@ -86,6 +113,10 @@ class RouterSettings(ServiceSettings):
         return self
 
     @property
+    def admission(self) -> AdmissionLimits:
+        return AdmissionLimits(self.shed_after_s, self.shed_ratio)
+
+    @property
     def fleet(self) -> FleetLimits:
         return FleetLimits(
             suspect_after_s=self.suspect_after_s,
@@ -96,4 +127,5 @@ class RouterSettings(ServiceSettings):
             max_placements=self.max_placements,
             max_workers=self.max_workers,
             backlog=self.backlog,
+            prompt_backlog_s=self.prompt_backlog_s,
         )

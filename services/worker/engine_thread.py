@@ -13,6 +13,7 @@ import structlog
 import torch
 
 from runtime.engine import Command, Engine, StepOutput
+from services.common.rate import Rate
 
 T = TypeVar("T")
 
@@ -20,6 +21,7 @@ log = structlog.get_logger()
 
 MAX_PLANS = 1 << 16
 """Plans whose durations are kept until they are taken; older ones are dropped."""
+_RATE_MEMORY_S = 5.0  # seconds of steps with prompts
 STOP_S = 10.0  # seconds for the last step and jobs at shutdown
 
 _NOTHING = StepOutput()
@@ -32,6 +34,9 @@ class EngineLoad:
     Attributes:
         commands: number of commands taken since the start, in the order of their submission.
         queue_tokens: tokens accepted and not yet finished.
+        prompt_tokens: accepted prompt tokens that are not computed yet.
+        prompt_tokens_s: prompt tokens computed per second in recent steps with prompts; 0 if there
+            were none.
         pages_free: free KV pages; exact ones with a compressed KV format.
         stored_free: free stored pages; 0 without a compressed KV format.
         running: sequences in the batch.
@@ -42,6 +47,8 @@ class EngineLoad:
 
     commands: int
     queue_tokens: int
+    prompt_tokens: int
+    prompt_tokens_s: float
     pages_free: int
     stored_free: int
     running: int
@@ -87,6 +94,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.submitted = self._taken = 0
         self._steps, self._busy_s, self._since = 0, 0.0, time.perf_counter()
+        self._prompt_rate = Rate(_RATE_MEMORY_S)
         self._plan_s: deque[float] = deque(maxlen=MAX_PLANS)
         self.load = self._measure()
         self.pages_total, self.stored_total = engine.num_pages
@@ -154,6 +162,8 @@ class EngineThread:
         return EngineLoad(
             commands=self._taken,
             queue_tokens=engine.queue_tokens,
+            prompt_tokens=engine.prompt_tokens,
+            prompt_tokens_s=self._prompt_rate.per_s or 0.0,
             pages_free=engine.pages_free,
             stored_free=engine.stored_free,
             running=engine.num_running,
@@ -206,6 +216,9 @@ class EngineThread:
         now = time.perf_counter()
         self._steps += 1
         self._busy_s += now - self._since
+        if output.computed:
+            tokens = sum(chunk.num_tokens + chunk.evicted for chunk in output.computed)
+            self._prompt_rate.add(tokens, now - self._since)
         self._since = now
         self.load = self._measure()
         self._report(output)

@@ -132,6 +132,8 @@ class Registrar:
             state=WorkerState.NOT_READY if is_blocked else self.state,
             reason=self.not_ready,
             queue_tokens=load.queue_tokens,
+            prompt_tokens=load.prompt_tokens,
+            prompt_tokens_s=load.prompt_tokens_s,
             pages_free=load.pages_free,
             stored_free=load.stored_free,
             running=load.running,

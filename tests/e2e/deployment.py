@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -88,10 +88,10 @@ class Running:
     def _metrics_url(self, port: object) -> str:
         return f"http://:{self.state.cluster_token}@127.0.0.1:{port}/metrics"
 
-    def workers(self) -> dict[str, dict[str, object]]:
-        """Return the router's view of each worker, by worker id."""
-        with self.state.router_client() as router:
-            answer = router.get("/v1/workers")
+    def workers(self, router: int = 0) -> dict[str, dict[str, object]]:
+        """Return a router's view of each worker, by worker id."""
+        with self.state.router_client(router) as client:
+            answer = client.get("/v1/workers")
         return {worker["worker_id"]: worker for worker in answer.json()["workers"]}
 
     def wait_for_all_workers(self, limit_s: float) -> None:
@@ -198,7 +198,7 @@ def deployed(
     Raises:
         RuntimeError: if the deployment is not ready in time, or leaves processes behind.
     """
-    port, grpc_port, router_port = _free_ports(3)
+    port, grpc_port, router_port, _ = _free_ports(2)
     command = [
         *(sys.executable, "-m", "services.cli", "up"),
         *("--port", str(port), "--grpc-port", str(grpc_port), "--router-port", str(router_port)),
@@ -275,12 +275,16 @@ def _children(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return distinct ports that are free now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Return ``count`` distinct ports that are free now, then two consecutive ones for routers."""
+    with ExitStack() as stack:
+
+        def bind(port: int) -> int:
+            bound = stack.enter_context(socket.socket())
+            bound.bind(("127.0.0.1", port))
+            return int(bound.getsockname()[1])
+
+        ports = [bind(0) for _ in range(count)]
+        while True:
+            first = bind(0)
+            with suppress(OSError, OverflowError):
+                return [*ports, first, bind(first + 1)]

@@ -25,17 +25,20 @@ _HOOKS = (
 )
 
 
-def listen_for_clients(host: str, port: int, *, write_timeout_s: float) -> socket.socket:
+def listen_for_clients(
+    host: str, port: int, *, write_timeout_s: float, reuse_port: bool = False
+) -> socket.socket:
     """Return a listening socket; port 0 selects a free port.
 
     Args:
         write_timeout_s: time in seconds after which a connection is closed if its client reads
             nothing.
+        reuse_port: see `listen`.
 
     Raises:
         SettingsError: if the address is invalid or the port is in use.
     """
-    listener = listen(host, port)
+    listener = listen(host, port, reuse_port=reuse_port)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted sockets inherit it
         listener.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(write_timeout_s * 1000)

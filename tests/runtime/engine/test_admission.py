@@ -75,3 +75,13 @@ def test_choices_are_preempted_individually(model: Model) -> None:
     tight = engine_of(model, pages=12)
     assert drive(tight, Add(request)).tokens == expected.tokens
     assert tight.pages_free == tight.pages_total
+
+
+def test_prompt_tokens_count_what_is_left_to_compute_here(model: Model) -> None:
+    engine = engine_of(model, step_tokens=32, chunk_tokens=32)
+    engine.step([Add(request_of("r", 100)), Reserve(request_of("other", 50))])
+    assert engine.prompt_tokens == 68
+    engine.step([Add(request_of("h", 30), hold=True)])
+    assert engine.prompt_tokens < 68 + 30
+    drive(engine)
+    assert engine.prompt_tokens == 0

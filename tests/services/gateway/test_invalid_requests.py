@@ -1,14 +1,12 @@
 """Invalid requests: the error names the field, and the request reaches no worker."""
 
 import asyncio
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from services.common.errors import InvalidRequest, SettingsError
+from services.common.errors import InvalidRequest
 from services.gateway.http.schemas import (
     ChatBody,
     CompletionBody,
@@ -16,7 +14,6 @@ from services.gateway.http.schemas import (
     TokenizeBody,
     parse_body,
 )
-from services.gateway.keys import ApiKeys
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import hang, say
 
@@ -235,33 +232,6 @@ async def test_probes_answer_to_head(site: Site) -> None:
     for path in ("/health", "/ready", "/version", "/metrics"):
         response = await site.http.head(path)
         assert (response.status_code, response.content) == (200, b"")
-
-
-async def test_api_keys(open_site: OpenSite, tmp_path: Path) -> None:
-    digest = hashlib.sha256(b"sk-right").hexdigest()
-    file = tmp_path / "keys"
-    file.write_text(f"# keys\n{digest} team-a\n")
-    site: Site = await open_site(keys=ApiKeys.load(file))
-    site.worker.script = say(5)
-    for headers in ({}, {"authorization": "Bearer sk-wrong"}, {"authorization": "sk-right"}):
-        response = await site.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
-        assert response.status_code == 401
-        assert response.json()["error"]["code"] == "invalid_api_key"
-        assert (await site.http.get("/v1/models", headers=headers)).status_code == 401
-    right = {"authorization": "Bearer sk-right"}
-    response = await site.http.post("/v1/completions", json={"prompt": "x"}, headers=right)
-    assert response.status_code == 200
-    assert site.router.places[0].tenant == "team-a"
-    for path in ("/health", "/ready", "/metrics", "/version"):
-        assert (await site.http.get(path)).status_code == 200
-
-
-@pytest.mark.parametrize("content", ["", "# none\n", "not-a-hash\n"])
-def test_key_file_without_keys_is_a_settings_error(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "keys"
-    file.write_text(content)
-    with pytest.raises(SettingsError):
-        ApiKeys.load(file)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from services.gateway.gateway import Gateway
 from services.gateway.http import response_schemas
-from services.gateway.keys import ApiKeys
+from services.gateway.keys import ApiKeys, Tenant
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import hang, say
 from tests.services.gateway.raw import SHORT_TIMEOUTS, Raw, post
@@ -76,7 +76,7 @@ async def test_successful_responses_match_the_document(site: Site) -> None:
 
 
 async def test_error_responses_match_the_document(open_site: OpenSite) -> None:
-    keys = ApiKeys({hashlib.sha256(b"sk").digest(): "team"})
+    keys = ApiKeys({hashlib.sha256(b"sk").digest(): Tenant("team")})
     site: Site = await open_site(keys=keys, max_concurrent=1, deadline_s=0.5)
     document, key = await Document.of(site), {"authorization": "Bearer sk"}
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):

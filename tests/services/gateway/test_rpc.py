@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 
 from headrace.v1 import inference_pb2 as pb
 from headrace.v1 import inference_pb2_grpc, sampling_pb2
-from services.gateway.keys import ApiKeys
+from services.gateway.keys import ApiKeys, Tenant
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.fakes import FakeStream, say
 
@@ -136,7 +136,7 @@ async def test_overload_has_retry_info(site: Site) -> None:
 
 
 async def test_api_keys(open_site: OpenSite) -> None:
-    keys = ApiKeys({hashlib.sha256(b"sk-right").digest(): "team-a"})
+    keys = ApiKeys({hashlib.sha256(b"sk-right").digest(): Tenant("team-a", 3)})
     site: Site = await open_site(keys=keys)
     site.worker.script = say(5)
     stub = inference_pb2_grpc.InferenceStub(site.rpc)
@@ -148,13 +148,15 @@ async def test_api_keys(open_site: OpenSite) -> None:
     assert [(m.id, m.context_length) for m in models.models] == [(site.model.name, 8192)]
     with pytest.raises(aio.AioRpcError):
         await generate(site, text="x")
-    assert [r async for r in stub.Generate(pb.GenerateRequest(text="x"), metadata=right)]
-    assert site.router.places[0].tenant == "team-a"
+    request = pb.GenerateRequest(text="x", priority=-2)
+    assert [r async for r in stub.Generate(request, metadata=right)]
+    placed = site.router.places[0]
+    assert (placed.tenant, placed.weight, placed.priority) == (Tenant("team-a").id, 3, 2)
 
 
 async def test_call_without_a_key_is_rejected_before_its_request(open_site: OpenSite) -> None:
     """Such calls must not count in a limit while their request is missing."""
-    keys = ApiKeys({hashlib.sha256(b"sk-right").digest(): "team-a"})
+    keys = ApiKeys({hashlib.sha256(b"sk-right").digest(): Tenant("team-a")})
     site: Site = await open_site(keys=keys)
     call: Any = site.rpc.stream_unary("/headrace.v1.Inference/Generate")()
     with pytest.raises(aio.AioRpcError) as caught:

@@ -24,7 +24,7 @@ def test_start_message_has_all_fields_of_the_request() -> None:
         n=1, temperature=0.5, top_k=-1, seed=-1, logit_bias={7: -2.0}, logprobs=3, max_tokens=9
     )
     assert options.seed is not None
-    context = RequestContext("request", "tenant", 0.0, 1.0)
+    context = RequestContext("request", None, 0.0, 1.0)
     request = GenerationRequest(context, (1, 2, 3), 9, options.seed, options)
     prefill = WorkerAddress(worker_id="p", epoch="e1", address="h:1")
     decode = WorkerAddress(worker_id="d", epoch="e2", address="h:2")

@@ -1,9 +1,10 @@
-"""Assignment of GPUs to the processes of a local deployment."""
+"""Processes of a local deployment: their number, their ports and their GPUs."""
 
 from pathlib import Path
 
 import pytest
 
+from services.common.errors import SettingsError
 from services.decode.settings import DecodeSettings
 from services.local.artifacts import Artifacts
 from services.local.options import UpOptions
@@ -19,6 +20,28 @@ ARTIFACTS = Artifacts(Path("model"), Path("model"), None, "model")
 def gpus_of(options: UpOptions) -> dict[str, str | None]:
     specs = plan_processes(options, ARTIFACTS, "token")
     return {spec.name: spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in specs}
+
+
+def test_every_gateway_and_worker_knows_every_router() -> None:
+    options = UpOptions(port=1000, grpc_port=1001, router_port=1002, gateways=2, routers=2)
+    options.check()
+    specs = {spec.name: spec for spec in plan_processes(options, ARTIFACTS, "token")}
+    names = {"router", "router-1", "gateway", "gateway-1", "prefill-0", "decode-0"}
+    assert specs.keys() == names
+    assert [specs[name].arguments[-1] for name in ("router", "router-1")] == ["1002", "1003"]
+    routers = ["http://127.0.0.1:1002", "http://127.0.0.1:1003"]
+    for name in names - {"router", "router-1"}:
+        arguments = specs[name].arguments
+        given = [arguments[at + 1] for at, flag in enumerate(arguments) if flag == "--routers"]
+        assert given == routers
+    assert specs["gateway"].arguments == specs["gateway-1"].arguments
+    assert "--reuse-port" in specs["gateway"].arguments
+    assert "--reuse-port" not in plan_processes(UpOptions(), ARTIFACTS, "token")[1].arguments
+
+
+def test_ports_of_all_routers_must_be_free_of_the_gateway() -> None:
+    with pytest.raises(SettingsError, match="must differ"):
+        UpOptions(port=1003, grpc_port=1001, router_port=1002, routers=2).check()
 
 
 def test_workers_share_the_visible_gpus(

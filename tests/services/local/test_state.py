@@ -163,6 +163,17 @@ def test_status_shows_why_requests_cannot_be_placed(
     assert "big" not in shown
 
 
+def test_state_without_the_number_of_routers_has_one(
+    deployment: Deployment, state_file: Path
+) -> None:
+    replace(deployment, routers=2).save()
+    found = Deployment.find(PORT)
+    assert found is not None
+    assert found.routers == 2
+    change(state_file, routers=None)
+    assert Deployment.find(PORT) == deployment
+
+
 def test_running_deployment_of_version_1_is_named(deployment: Deployment, state_file: Path) -> None:
     deployment.save()
     change(state_file, version=None, supervisor_started=psutil.Process().create_time())

@@ -13,13 +13,12 @@ from quart.typing import TestClientProtocol as ClientProtocol
 
 from services.common.placement import (
     Deregistration,
-    ErrorCode,
     Outcome,
     Placement,
     Release,
     Role,
-    RouterError,
 )
+from services.common.router_errors import ErrorCode, RouterError
 from services.router.app import build_dispatcher, create_app
 from services.router.dispatcher import Dispatcher
 from services.router.settings import RouterSettings
@@ -154,6 +153,19 @@ async def test_unplaceable_request_is_refused(
     got, body, headers = await router.post("/v1/place", place_request(**request_changes))
     assert (got, code_of(body)) == (status, code)
     assert ("Retry-After" in headers) == (status == 503)
+
+
+async def test_retry_after_of_429_is_the_predicted_wait(router: Router) -> None:
+    await router.join("c0", Role.COLOCATED, pages_free=0)
+    waiting = asyncio.create_task(router.post("/v1/place", place_request(wait_s=60)))
+    await router.until_waiting(1)
+    router.clock.now += 2.5
+    await router.join("c0", Role.COLOCATED, pages_free=0)
+    status, body, headers = await router.post("/v1/place", place_request(wait_s=60))
+    assert (status, code_of(body)) == (429, ErrorCode.QUEUE_FULL)
+    assert headers["Retry-After"] == "3", "the other call has waited for 2.5 s"
+    await router.join("c0", Role.COLOCATED, pages_free=64)
+    assert (await waiting)[0] == 200
 
 
 async def test_full_queue_is_429_and_long_wait_is_408(router: Router) -> None:

@@ -48,6 +48,60 @@ def load(fleet: Fleet, worker_id: str, now: float = 0.0) -> tuple[int, int, int]
     return worker.queue_tokens, worker.pages_free.exact, worker.slots
 
 
+@pytest.mark.parametrize(
+    ("name", "role", "taken"),
+    [("p0", Role.PREFILL, False), ("c0", Role.COLOCATED, False), ("d0", Role.DECODE, True)],
+)
+def test_prompts_wait_in_the_router_while_a_worker_has_enough_to_compute(
+    name: str, role: Role, taken: bool
+) -> None:
+    fleet = fleet_of(name, limits=FleetLimits(prompt_backlog_s=0.5))
+    assert snapshot(fleet, name).has_capacity(DEMAND, role)
+    fleet.heartbeat(beat(name, prompt_tokens=900), 0.1)
+    assert snapshot(fleet, name).has_capacity(DEMAND, role), "the rate is unknown"
+    fleet.heartbeat(beat(name, prompt_tokens=499, prompt_tokens_s=1000), 0.1)
+    assert snapshot(fleet, name).has_capacity(DEMAND, role)
+    fleet.heartbeat(beat(name, prompt_tokens=500, prompt_tokens_s=1000), 0.1)
+    assert snapshot(fleet, name).has_capacity(DEMAND, role) is taken
+    fleet.heartbeat(beat(name, prompt_tokens=0, prompt_tokens_s=1e-3), 0.1)
+    assert snapshot(fleet, name).has_capacity(DEMAND, role), "an idle worker is slow, but free"
+
+
+def test_promised_prompts_count_until_they_are_admitted() -> None:
+    fleet = fleet_of("p0", "d0", limits=FleetLimits(prompt_backlog_s=0.5))
+    fleet.heartbeat(beat("p0", prompt_tokens_s=60), 0.1)
+    for placement_id in "ab":
+        assert snapshot(fleet, "p0").has_capacity(DEMAND, Role.PREFILL)
+        promise(fleet, placement_id)
+    assert not snapshot(fleet, "p0").has_capacity(DEMAND, Role.PREFILL), "34 of 30 tokens"
+    fleet.heartbeat(beat("p0", prompt_tokens_s=60, prompt_tokens=3, admitted=["a", "b"]), 0.2)
+    assert snapshot(fleet, "p0").has_capacity(DEMAND, Role.PREFILL)
+    promise(fleet, "c")
+    fleet.release(Release(placement_id="c", outcome=Outcome.CANCELLED), 0.3)
+    assert snapshot(fleet, "p0").prompt_tokens == 3
+
+
+def test_prompts_on_their_way_to_a_worker_do_not_let_it_idle() -> None:
+    fleet = fleet_of("p0", "d0", limits=FleetLimits(prompt_backlog_s=0.5))
+    fleet.heartbeat(beat("p0", prompt_tokens_s=60), 0.0)
+    assert snapshot(fleet, "p0").max_prompt_tokens == 30
+    for number in range(200):  # each is admitted after a second
+        promise(fleet, str(number), now=float(number))
+        fleet.heartbeat(beat("p0", prompt_tokens_s=60, admitted=[str(number)]), number + 1.0)
+    assert snapshot(fleet, "p0").max_prompt_tokens == pytest.approx(60 * 1.5, rel=0.01)
+
+
+def test_placements_of_another_router_count_with_the_next_heartbeat() -> None:
+    one, other = fleet_of("p0", "d0"), fleet_of("p0", "d0")
+    for placement_id in "abc":
+        promise(one, placement_id)
+    assert load(other, "d0") == (0, 64, 0)
+    report = beat("d0", queue_tokens=96, pages_free=58, running=3, admitted=["a", "b", "c"])
+    for fleet in (one, other):
+        fleet.heartbeat(report, 0.25)
+        assert load(fleet, "d0") == (96, 58, 3)
+
+
 def test_a_placement_counts_until_each_worker_admits_it() -> None:
     fleet = fleet_of("p0", "d0")
     promise(fleet, "a")

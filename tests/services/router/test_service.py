@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from services.common.errors import SettingsError
-from services.common.placement import ErrorCode, Role, RouterError
+from services.common.placement import Role
+from services.common.router_errors import ErrorCode, RouterError
 from services.router.server import MAX_HEAD_BYTES
 from services.router.service import serve
 from services.router.settings import RouterSettings

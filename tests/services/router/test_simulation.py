@@ -5,7 +5,8 @@ import pytest
 from services.router import simulation
 from services.router.bench import compare, percentile
 from services.router.policy import PolicyName
-from services.router.simulation import FDC_TABLE_6, Job, Simulation, alone_s, draw_jobs
+from services.router.simulated_workers import Job
+from services.router.simulation import FDC_TABLE_6, Simulation, alone_s, draw_jobs
 
 pytestmark = pytest.mark.slow
 

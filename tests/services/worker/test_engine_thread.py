@@ -114,6 +114,26 @@ async def test_thread_that_was_never_started_can_be_stopped() -> None:
     await EngineThread(engine_of(tiny_model()), on_output=_raise, on_fault=_raise).stop()
 
 
+async def test_load_has_the_rate_of_computed_prompts(
+    start: Callable[..., EngineThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, outputs = engine_of(tiny_model(), step_tokens=32, chunk_tokens=32), Outputs()
+    gate = Gate(engine, monkeypatch)
+    thread = start(engine, outputs.queue.put_nowait)
+    thread.submit(Cancel("unknown"))
+    await thread.run(lambda _: None)
+    assert (thread.load.prompt_tokens, thread.load.prompt_tokens_s) == (0, 0)
+    thread.submit(Add(request_of("r", 100, 1)))
+    await outputs.next()
+    await asyncio.sleep(0.2)
+    gate.open.set()
+    while not (await outputs.next()).ended:
+        pass
+    await thread.run(lambda _: None)
+    assert thread.load.prompt_tokens == 0
+    assert 0 < thread.load.prompt_tokens_s <= 100 / 0.2
+
+
 async def test_duration_of_each_plan_is_taken_once() -> None:
     thread = EngineThread(engine_of(tiny_model()), on_output=lambda _: None, on_fault=print)
     thread.start()

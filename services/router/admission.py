@@ -1,0 +1,85 @@
+"""Admission to the queue of place calls: calls that would wait too long are refused at once.
+
+The time that a call will wait is predicted from the queue and from the rate at which calls left it
+lately, in tokens per second. The rate includes all that limits placement: prompts, batch slots,
+pages, and workers that other routers use as well.
+"""
+
+import math
+from dataclasses import dataclass
+
+from services.common.rate import Rate
+from services.router.errors import QueueFull
+from services.router.queue import PendingPlacement, PlacementQueue
+
+_MEMORY_S = 10.0
+_KNOWN_AFTER_S = 1.0
+_AVERAGED = 32  # requests over which the time on workers is averaged
+_MAX_RETRY_AFTER_S = 60
+
+
+@dataclass(frozen=True)
+class AdmissionLimits:
+    """Limits of the predicted wait. `RouterSettings` documents them."""
+
+    shed_after_s: float = 2.0
+    shed_ratio: float = 0.5
+
+
+class Admission:
+    """Predicts waits. There is no clock: times are in seconds of a monotonic clock."""
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self._limits = limits
+        self._placed = Rate(_MEMORY_S, _KNOWN_AFTER_S)
+        self._now = -math.inf
+        self._request_s = 0.0
+        self._ended = 0
+
+    @property
+    def limit_s(self) -> float:
+        """Longest predicted wait: ``shed_after_s``, or a share of the mean time on workers."""
+        return max(self._limits.shed_after_s, self._limits.shed_ratio * self._request_s)
+
+    def elapse(self, queue: PlacementQueue, now: float) -> None:
+        """Advance the time. The queue has not changed since the last call."""
+        if len(queue):
+            self._placed.add(0.0, now - self._now)
+        self._now = now
+
+    def placed(self, call: PendingPlacement) -> None:
+        """Record that a call left the queue because it was placed."""
+        self._placed.add(call.demand.cost, 0.0)
+
+    def ended(self, request_s: float) -> None:
+        """Record the time from the placement of a request to its success."""
+        self._ended = min(self._ended + 1, _AVERAGED)
+        self._request_s += (request_s - self._request_s) / self._ended
+
+    def refusal(self, queue: PlacementQueue, call: PendingPlacement) -> QueueFull | None:
+        """Return the answer to a queued call that would wait too long, or None if it may wait.
+
+        Repeated requests may wait until their deadline: they were admitted before.
+        """
+        left_s = call.deadline - self._now
+        if left_s <= 0:
+            return self.full(queue, call, "no worker has capacity, and the call cannot wait")
+        if call.request.attempt or self._wait_s(queue, call) <= min(self.limit_s, left_s):
+            return None
+        tokens = queue.tokens_before(call)
+        return self.full(
+            queue,
+            call,
+            f"{tokens:.0f} tokens are placed before this request, which would take too long",
+        )
+
+    def full(self, queue: PlacementQueue, call: PendingPlacement, reason: str) -> QueueFull:
+        """Return the refusal of a queued call, with the predicted wait as ``Retry-After``."""
+        wait_s = min(self._wait_s(queue, call), _MAX_RETRY_AFTER_S)
+        return QueueFull(reason, retry_after_s=math.ceil(wait_s) or None)
+
+    def _wait_s(self, queue: PlacementQueue, call: PendingPlacement) -> float:
+        """Return the predicted wait, at least the one so far of calls of the tenant before it."""
+        rate, tokens = self._placed.per_s, queue.tokens_before(call)
+        predicted_s = tokens / rate if rate else 0.0
+        return max([predicted_s, *(self._now - other.arrived for other in queue.ahead(call))])

@@ -1,0 +1,218 @@
+"""Simulated prefill and decode workers; see `services.router.simulation`."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from typing import Protocol
+
+from services.common.placement import (
+    Compatibility,
+    Heartbeat,
+    ModelInfo,
+    Registration,
+    Role,
+    WorkerState,
+)
+
+PREFILL_TOKENS_S = 600.0  # tokens/s of a prefill worker with speed 1
+STEP_S = 5e-3  # duration of a decode step without resident tokens, seconds
+RESIDENT_S = 1e-6  # additional step time per resident token, seconds
+MAX_RUNNING = 32  # maximum sequences in the batch of a decode worker
+HEARTBEAT_S = 0.25
+PAGE_SIZE = 16  # tokens
+PAGES = 1 << 15  # per worker: enough that pages are never the limit
+EPOCH = "1"
+
+
+@dataclass
+class Job:
+    """One request. Times are in seconds since the start of the simulation.
+
+    Attributes:
+        output: number of output tokens that the request produces; unknown to the router.
+        max_tokens: maximum output tokens that the client allows; known to the router.
+        refused: whether the router refused it.
+    """
+
+    arrival: float
+    prompt: int
+    output: int
+    max_tokens: int
+    tenant: str | None = None
+    placement_id: str = ""
+    refused: bool = False
+    done: float = inf
+
+
+class Events(Protocol):
+    """The time, and what happens at a time, in seconds."""
+
+    now: float
+
+    def at(self, time: float, event: Callable[[], None]) -> None: ...
+
+    def finish(self, job: Job) -> None: ...
+
+
+class SimulatedWorker:
+    def __init__(self, simulation: Events, speed: float) -> None:
+        self._simulation = simulation
+        self._speed = speed
+        self.admitted: list[str] = []
+        self.prompt_tokens_s = 0.0
+
+    def load(self) -> tuple[int, int, int]:
+        """Return the numbers of running sequences, waiting sequences and queued tokens."""
+        raise NotImplementedError
+
+
+class PrefillWorker(SimulatedWorker):
+    """A prefill worker: one prompt at a time, in order of arrival."""
+
+    def __init__(self, simulation: Events, speed: float) -> None:
+        super().__init__(simulation, speed * PREFILL_TOKENS_S)
+        self.prompt_tokens_s = self._speed
+        self._queue: deque[tuple[Job, DecodeWorker]] = deque()
+        self._ends = 0.0
+
+    def accept(self, job: Job, decode: "DecodeWorker") -> None:
+        self.admitted.append(job.placement_id)
+        self._queue.append((job, decode))
+        if len(self._queue) == 1:
+            self._start()
+
+    def load(self) -> tuple[int, int, int]:
+        if not self._queue:
+            return 0, 0, 0
+        waiting = sum(job.prompt for job, _ in self._queue) - self._queue[0][0].prompt
+        left = round((self._ends - self._simulation.now) * self._speed)
+        return 1, len(self._queue) - 1, waiting + max(0, left)
+
+    def _start(self) -> None:
+        self._ends = self._simulation.now + self._queue[0][0].prompt / self._speed
+        self._simulation.at(self._ends, self._finish)
+
+    def _finish(self) -> None:
+        job, decode = self._queue.popleft()
+        decode.arrive(job)
+        if self._queue:
+            self._start()
+
+
+class DecodeWorker(SimulatedWorker):
+    """A decode worker. Sequences advance together; ``_clock`` is the number of decode steps."""
+
+    def __init__(self, simulation: Events, speed: float) -> None:
+        super().__init__(simulation, speed)
+        self._incoming: set[str] = set()
+        self._incoming_tokens = 0
+        self._waiting: deque[Job] = deque()
+        self._batch: list[tuple[float, int, Job]] = []  # heap, ordered by each job's last step
+        self._entries = count()
+        self._resident = 0.0
+        self._clock = 0.0
+        self._updated = 0.0
+        self._plan = 0
+
+    def accept(self, job: Job) -> None:
+        self.admitted.append(job.placement_id)
+        self._incoming.add(job.placement_id)
+        self._incoming_tokens += job.prompt
+
+    def arrive(self, job: Job) -> None:
+        """Add a job, after its KV has arrived, to the batch or to the queue for the batch."""
+        self._advance()
+        self._incoming.remove(job.placement_id)
+        self._incoming_tokens -= job.prompt
+        self._resident += job.prompt
+        self._waiting.append(job)
+        self._refill()
+
+    def load(self) -> tuple[int, int, int]:
+        self._advance()
+        self._refill()
+        waiting = len(self._incoming) + len(self._waiting)
+        return len(self._batch), waiting, self._incoming_tokens + round(self._resident)
+
+    def _step_s(self) -> float:
+        return (STEP_S + RESIDENT_S * self._resident) / self._speed
+
+    def _advance(self) -> None:
+        now = self._simulation.now
+        if self._batch:
+            steps = (now - self._updated) / self._step_s()
+            self._clock += steps
+            self._resident += steps * len(self._batch)
+        self._updated = now
+
+    def _refill(self) -> None:
+        """Fill the batch and schedule the next end of a job at the current step time."""
+        while self._waiting and len(self._batch) < MAX_RUNNING:
+            job = self._waiting.popleft()
+            heappush(self._batch, (self._clock + job.output, next(self._entries), job))
+        self._plan += 1
+        if self._batch:
+            left_s = max(0.0, self._batch[0][0] - self._clock) * self._step_s()
+            self._simulation.at(self._simulation.now + left_s, partial(self._end, self._plan))
+
+    def _end(self, plan: int) -> None:
+        if plan != self._plan:
+            return
+        self._advance()
+        _, _, job = heappop(self._batch)
+        self._resident -= job.prompt + job.output
+        self._simulation.finish(job)
+        self._refill()
+
+
+def heartbeat(
+    name: str,
+    running: int,
+    waiting: int,
+    queue_tokens: int,
+    admitted: list[str],
+    *,
+    prompt_tokens_s: float = 0.0,
+) -> Heartbeat:
+    """Return the heartbeat of a simulated worker. With a rate, all its tokens are prompts."""
+    return Heartbeat(
+        worker_id=name,
+        epoch=EPOCH,
+        state=WorkerState.READY,
+        queue_tokens=queue_tokens,
+        prompt_tokens=queue_tokens if prompt_tokens_s else 0,
+        prompt_tokens_s=prompt_tokens_s,
+        pages_free=max(0, PAGES - -(-queue_tokens // PAGE_SIZE)),
+        running=running,
+        waiting=waiting,
+        admitted=admitted,
+    )
+
+
+def registration(name: str, role: Role) -> Registration:
+    """Return the registration of a simulated worker."""
+    return Registration(
+        worker_id=name,
+        epoch=EPOCH,
+        role=role,
+        address="simulated:1",
+        model=ModelInfo(name="m", context_length=1 << 20, vocab_size=1, model_hash=""),
+        compatibility=Compatibility(
+            model_hash="",
+            kv_format="dense",
+            kv_format_hash="",
+            kv_format_version=1,
+            page_size=PAGE_SIZE,
+            codec_version=1,
+            codec="raw",
+            codebook_id="",
+            kernel_plan_hash="",
+        ),
+        page_size=PAGE_SIZE,
+        pages_total=PAGES,
+        max_running=MAX_RUNNING,
+    )

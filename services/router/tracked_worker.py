@@ -1,0 +1,81 @@
+"""One epoch of a registered worker: its last heartbeat, and the placements that it lacks."""
+
+from dataclasses import dataclass, field
+
+from services.common.placement import Heartbeat, Registration, Role, WorkerState
+from services.router.capacity import Demand, PageCount, Paging, WorkerHealth, WorkerSnapshot
+
+_AVERAGED = 16  # placements over which the time to their admission is averaged
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Load of a placement that the worker has not reported yet. Times are in seconds."""
+
+    made_at: float
+    tokens: int
+    prompt_tokens: int
+    pages: PageCount
+    slots: int
+
+
+@dataclass
+class TrackedWorker:
+    """One epoch of a worker. Times are in seconds of a monotonic clock."""
+
+    registration: Registration
+    last_heartbeat_at: float
+    load: Heartbeat | None = None
+    promises: dict[str, Promise] = field(default_factory=dict)
+    promised_tokens: int = 0
+    promised_prompts: int = 0  # tokens
+    promised_pages: int = 0
+    promised_stored: int = 0
+    promised_slots: int = 0
+    admission_s: float = 0.0  # recent mean time from a placement to the heartbeat that lists it
+    failures: int = 0
+    probation_until: float = float("-inf")
+    last_placement: int = 0
+    snapshot: WorkerSnapshot | None = None  # cached until the worker changes
+
+    def promise(
+        self, placement_id: str, demand: Demand, role: Role, number: int, now: float
+    ) -> None:
+        """Add the load of a new placement."""
+        pages = demand.pages(role, Paging.of(self.registration))
+        prompt = 0 if role is Role.DECODE else demand.prompt_tokens
+        promise = Promise(now, demand.tokens(role), prompt, pages, demand.slots(role))
+        self.promises[placement_id] = promise
+        self.promised_tokens += promise.tokens
+        self.promised_prompts += promise.prompt_tokens
+        self.promised_pages += promise.pages.exact
+        self.promised_stored += promise.pages.stored
+        self.promised_slots += promise.slots
+        self.last_placement = number
+        self.snapshot = None
+
+    def admit(self, placement_id: str, now: float) -> None:
+        """Forget a promise that the load of the worker includes."""
+        if promise := self.promises.get(placement_id):
+            self.admission_s += (now - promise.made_at - self.admission_s) / _AVERAGED
+            self.forget(placement_id)
+
+    def forget(self, placement_id: str) -> None:
+        """Remove the load of a placement. Idempotent."""
+        if promise := self.promises.pop(placement_id, None):
+            self.promised_tokens -= promise.tokens
+            self.promised_prompts -= promise.prompt_tokens
+            self.promised_pages -= promise.pages.exact
+            self.promised_stored -= promise.pages.stored
+            self.promised_slots -= promise.slots
+            self.snapshot = None
+
+    def health(self, now: float, suspect_after_s: float) -> WorkerHealth:
+        """Return the health of the worker."""
+        if self.load is None or self.load.state is WorkerState.STARTING:
+            return WorkerHealth.STARTING
+        if self.load.state in (WorkerState.NOT_READY, WorkerState.DRAINING):
+            return WorkerHealth(self.load.state)
+        if now - self.last_heartbeat_at > suspect_after_s:
+            return WorkerHealth.SUSPECT
+        return WorkerHealth.PROBATION if now < self.probation_until else WorkerHealth.READY
