@@ -191,7 +191,7 @@ def deployed(
     Raises:
         RuntimeError: if the deployment is not ready in time, or leaves processes behind.
     """
-    port, grpc_port, router_port = _free_ports(3)
+    port, grpc_port, router_port = free_ports(3)
     command = [
         *(sys.executable, "-m", "services.cli", "up"),
         *("--port", str(port), "--grpc-port", str(grpc_port), "--router-port", str(router_port)),
@@ -267,7 +267,7 @@ def _children(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
         return []
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return distinct ports that are free now."""
     sockets = [socket.socket() for _ in range(count)]
     try:

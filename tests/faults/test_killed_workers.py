@@ -33,21 +33,12 @@ async def read_from_stopped(deployment: Trial) -> tuple[str, str]:
     """Start a READ from a prefill worker that is stopped; return its name and the reader's."""
     deployment.points.hold("pull", deployment.workers("decode"))
     reader = await deployment.points.reached("pull")
-    sender = busy(deployment, "prefill")
+    sender = deployment.busy("prefill")
     deployment.signal(sender, signal.SIGSTOP)
     deployment.points.hold("reading", [reader])
     deployment.points.release("pull")
     await deployment.points.reached("reading")
     return sender, reader
-
-
-def busy(deployment: Trial, role: str) -> str:
-    """Return the only worker of a role with a request."""
-    name = "headrace_kv_lease_active" if role == "prefill" else "headrace_num_requests_running"
-    (found,) = (
-        worker for worker in deployment.workers(role) if deployment.running.metric(worker, name)
-    )
-    return found
 
 
 async def test_prefill_worker_killed_during_a_read(deployment: Trial) -> None:

@@ -8,6 +8,7 @@ that of one process: `Reply.check`. Leases and pages return, and the other proce
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -140,6 +141,45 @@ class Trial:
             assert pids[process] == self._pids[process], f"{process} has restarted"
             assert epochs.get(process) == self._epochs.get(process), f"{process} has restarted"
         self._pids, self._epochs = pids, epochs
+
+    def busy(self, role: str) -> str:
+        """Return the only worker of a role with a lease, or with a running sequence."""
+        name = "headrace_kv_lease_active" if role == "prefill" else "headrace_num_requests_running"
+        (found,) = (worker for worker in self.workers(role) if self.running.metric(worker, name))
+        return found
+
+    @contextmanager
+    def extra_worker(
+        self,
+        like: str,
+        name: str,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+        wrapper: tuple[str, ...] = (),
+    ) -> "Iterator[subprocess.Popen[bytes]]":
+        """Run a further worker until the block ends; the supervisor does not restart it.
+
+        Args:
+            like: the worker whose command and environment it gets.
+            flags: further flags, which override earlier ones.
+            environment: further variables.
+            wrapper: command that runs the worker's command.
+        """
+        process = psutil.Process(self.running.state.pids[like])
+        command = [name if part == like else part for part in process.cmdline()]
+        variables = {**process.environ(), **(environment or {})}
+        with (self.running.logs / f"{name}.log").open("ab") as log:
+            worker = subprocess.Popen(
+                [*wrapper, *command, *flags], env=variables, stdout=log, stderr=log
+            )
+        try:
+            yield worker
+        finally:
+            worker.terminate()
+            try:
+                worker.wait(LIMIT_S)
+            finally:
+                worker.kill()
 
     def sum_of(self, role: str, metric: str, **labels: str) -> float:
         """Return a metric, summed over the workers of a role."""
