@@ -36,6 +36,7 @@ async def measure(trial: Trial, role: str, number: signal.Signals) -> tuple[floa
     trial.points.release()
     async with trial.client() as client:
         await _warm_up(client)
+        await asyncio.to_thread(trial.running.wait_until_idle, LIMIT_S)
         if role == "prefill":
             trial.points.hold("computing", trial.workers(role))
         reply = client.ask(CASE)

@@ -1,19 +1,12 @@
 """SIGKILL of a worker at each point of a request's way through it."""
 
 import signal
-from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.trial import Trial, trial
+from tests.faults.trial import Trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
-
-
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
-    with trial(tmp_path_factory.mktemp("points"), "--prefill", "2", "--decode", "2") as running:
-        yield running
 
 
 @pytest.mark.parametrize("point", ["queued", "computing", "encoded"])

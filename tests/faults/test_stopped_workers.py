@@ -6,22 +6,15 @@ UCX may abort a worker that resumes. That counts as a crash: a new epoch.
 import asyncio
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from tests.faults.test_killed_workers import read_from_stopped
-from tests.faults.trial import LEASE_S, Trial, trial
+from tests.faults.trial import LEASE_S, Trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
 
 STOPPED_S = 2 * LEASE_S
-
-
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
-    with trial(tmp_path_factory.mktemp("points"), "--prefill", "2", "--decode", "2") as running:
-        yield running
 
 
 async def resume(deployment: Trial, victim: str, stopped_at: float) -> None:

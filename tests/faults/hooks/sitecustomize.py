@@ -5,7 +5,6 @@ other than the event loop, so that a held process still answers, sends heartbeat
 leave.
 """
 
-import functools
 import importlib.machinery
 import os
 import sys
@@ -54,22 +53,27 @@ class _Faults:
             return None
         return kind
 
-    def held_before(self, owner: type, method: str, point: str) -> None:
-        """Hold callers before they run a method."""
-        call = getattr(owner, method)
-
-        @functools.wraps(call)
-        def held(*args: Any, **kwargs: Any) -> Any:
-            self.hold(point)
-            return call(*args, **kwargs)
-
-        setattr(owner, method, held)
-
     def engine_thread(self, module: ModuleType) -> None:
-        self.held_before(module.EngineThread, "_step", "queued")
+        """Hold the engine before it takes new requests."""
+        step = module.EngineThread._step
+
+        def held(thread: Any, commands: list[Any]) -> None:
+            if any(hasattr(command, "request") for command in commands):
+                self.hold("queued")
+            step(thread, commands)
+
+        module.EngineThread._step = held
 
     def engine(self, module: ModuleType) -> None:
-        self.held_before(module.Engine, "compute", "computing")
+        """Hold the engine before a forward pass."""
+        compute = module.Engine.compute
+
+        def held(engine: Any) -> Any:
+            if engine.has_work:  # else a step that only frees what an ended request held
+                self.hold("computing")
+            return compute(engine)
+
+        module.Engine.compute = held
 
     def owner(self, module: ModuleType) -> None:
         """Hold READs before and after their start; lose or double notifications."""
