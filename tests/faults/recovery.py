@@ -1,12 +1,12 @@
 """Measure how fast a request continues on another worker after a fault of its worker.
 
-``OMP_NUM_THREADS=1 python -m tests.faults.recovery [--rounds N]``
+``OMP_NUM_THREADS=1 python -m tests.faults.recovery [--model NAME] [--rounds N]``
 
-Two prefill and two decode workers serve SmolLM2-135M on loopback. A request with a prompt of 64
-tokens is held at a point by `tests.faults.points`: in prefill, or while it is decoded. Its worker
-then gets SIGKILL or SIGSTOP. The table shows the seconds from the signal to the detection, which is
-the gateway's log line of the failure, and to the first new token at the client, as median and
-maximum of the rounds.
+Two prefill and two decode workers serve a model on loopback, by default SmolLM2-135M. A request
+with a prompt of 64 tokens is held at a point by `tests.faults.points`: in prefill, or while it is
+decoded. Its worker then gets SIGKILL or SIGSTOP. The table shows the seconds from the signal to the
+detection, which is the gateway's log line of the failure, and to the first new token at the client,
+as median and maximum of the rounds.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from services.common.model_source import DEFAULT_MODEL
 from tests.e2e.deployment import deployed
 from tests.faults.points import Points
 from tests.faults.reference import Case
@@ -93,12 +94,14 @@ async def measure_all(trial: Trial, rounds: int) -> Table:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="name or path of a checkpoint")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of each fault")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         points = Points(Path(folder))
         environment = {"UCX_TLS": "tcp,self", **points.environment}
-        with deployed("--prefill", "2", "--decode", "2", environment=environment) as running:
+        flags = ("--model", options.model, "--prefill", "2", "--decode", "2")
+        with deployed(*flags, environment=environment) as running:
             running.wait_for_all_workers(LIMIT_S)
             table = asyncio.run(measure_all(Trial(running, points), options.rounds))
     Console().print(table)
