@@ -30,8 +30,12 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
 
 async def test_leases_of_an_overloaded_decode_worker(deployment: Trial) -> None:
     """Requests wait longer than a lease for pages and slots. No lease of a live reader expires."""
+    deployment.points.hold("computing", deployment.workers("decode"))
     async with deployment.client() as client:
         replies = [client.ask(case) for case in cases("overload", 3, 600, 60) for _ in range(4)]
+        await deployment.points.reached("computing")
+        await asyncio.sleep(2 * LEASE_S)
+        deployment.points.release()
         for reply in replies:
             await reply.check()
     assert deployment.sum_of("prefill", "headrace_kv_lease_expired_total") == 0

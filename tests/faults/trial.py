@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ LEASE_S = 2.0
 _SETTINGS = {
     "UCX_TLS": "tcp,self",
     "HEADRACE_GATEWAY_DEADLINE_S": str(LIMIT_S),
+    "HEADRACE_ROUTER_PLACEMENT_TTL_S": "5",
     "HEADRACE_PREFILL_LEASE_S": str(LEASE_S),
     "HEADRACE_DECODE_READ_TIMEOUT_S": "2",
 }
@@ -175,11 +176,14 @@ class Trial:
         try:
             yield worker
         finally:
-            worker.terminate()
-            try:
-                worker.wait(LIMIT_S)
-            finally:
-                worker.kill()
+            processes = [psutil.Process(worker.pid)] if worker.poll() is None else []
+            processes += [child for each in processes for child in each.children()]
+            for process in reversed(processes):  # a wrapper ends with the worker
+                with suppress(psutil.NoSuchProcess):
+                    process.terminate()
+            for process in psutil.wait_procs(processes, LIMIT_S)[1]:
+                process.kill()
+            worker.wait(LIMIT_S)
 
     def sum_of(self, role: str, metric: str, **labels: str) -> float:
         """Return a metric, summed over the workers of a role."""
