@@ -42,10 +42,10 @@ class Points:
             "HEADRACE_FAULT_POINTS": str(self._folder),
         }
 
-    def hold(self, point: str, processes: Sequence[str]) -> None:
-        """Hold processes from now on when they reach a point."""
+    def hold(self, point: str, processes: Sequence[str], after: int = 0) -> None:
+        """Hold processes at a point, which each of them passes ``after`` times first."""
         for process in processes:
-            (self._folder / f"{process}.{point}.hold").touch()
+            self.set(f"{process}.{point}.hold", str(after))
 
     def has_reached(self, point: str) -> list[str]:
         """Return the processes that have reached a point since it is held."""
@@ -64,12 +64,12 @@ class Points:
     def release(self, point: str = "*") -> None:
         """Let the processes continue that are held at a point, by default at any."""
         for kind in ("hold", "reached"):
-            for path in self._folder.glob(f"*.{point}.{kind}"):
+            for path in tuple(self._folder.glob(f"*.{point}.{kind}")):
                 path.unlink(missing_ok=True)
 
     def set(self, name: str, value: str) -> None:
         """Write a control file."""
-        part = self._folder / f"{name}.part"
+        part = self._folder / f"{name}.part"  # renamed, since processes poll for the name
         part.write_text(value)
         part.rename(self._folder / name)
 

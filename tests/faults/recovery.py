@@ -38,19 +38,15 @@ async def measure(trial: Trial, role: str, number: signal.Signals) -> tuple[floa
     async with trial.client() as client:
         await _warm_up(client)
         await asyncio.to_thread(trial.running.wait_until_idle, LIMIT_S)
-        if role == "prefill":
-            trial.points.hold("computing", trial.workers(role))
+        trial.points.hold("computing", trial.workers(role), after=4 * (role == "decode"))
         reply = client.ask(CASE)
-        if role == "decode":
-            await reply.read(4)
-            trial.points.hold("computing", trial.workers(role))
         victim = await trial.points.reached("computing")
-        tokens, logged = len(reply.tokens), len(_failures(trial))
+        logged = len(_failures(trial))
         epoch = trial.running.workers()[victim]["epoch"]
         trial.signal(victim, number)
         began, began_at = time.monotonic(), time.time()
         trial.points.release()
-        await reply.read(tokens + 1)
+        await reply.read(1 + 5 * (role == "decode"))  # the first one that is not the victim's
         recovered_s = time.monotonic() - began
         detected_s = _failures(trial)[logged] - began_at
         await reply.read(len(CASE.answer))
@@ -83,8 +79,11 @@ async def measure_all(trial: Trial, rounds: int) -> Table:
     table = Table(*columns, title="seconds after the signal")
     for number in (signal.SIGKILL, signal.SIGSTOP):
         for role, point in (("prefill", "in prefill"), ("decode", "while decoding")):
-            times = [await measure(trial, role, number) for _ in range(rounds)]
-            cells = []
+            times: list[tuple[float, float]] = []
+            for _ in range(rounds):
+                times.append(await measure(trial, role, number))
+                Console(stderr=True).print(number.name, role, *(f"{s:.2f} s" for s in times[-1]))
+            cells: list[str] = []
             for column in zip(*times, strict=True):
                 cells += [f"{statistics.median(column):.2f}", f"{max(column):.2f}"]
             table.add_row(f"{number.name} {role}, {point}", *cells)

@@ -17,11 +17,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
 async def test_router_killed_during_streams(deployment: Trial) -> None:
     """Streams continue, and requests that arrive without a router wait for the next one."""
     failovers = deployment.failovers()
+    deployment.points.hold("computing", deployment.workers("decode"), after=3)
     async with deployment.client() as client:
         streams = [client.ask(deployment.stream) for _ in range(4)]
-        for stream in streams:
-            await stream.read(3)
-        deployment.points.hold("computing", deployment.workers("decode"))
         await deployment.points.reached("computing")
         deployment.signal("router", signal.SIGKILL)
         new = client.ask(deployment.short)

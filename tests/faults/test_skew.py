@@ -43,9 +43,11 @@ async def test_wall_clock_steps_during_streams(deployment: Trial) -> None:
     failovers = deployment.failovers()
     async with deployment.client() as client:
         for step in (HOUR_S, -24 * HOUR_S, 0):
+            deployment.points.hold("computing", deployment.workers("decode"), after=3)
             replies = [client.ask(deployment.stream), client.ask(deployment.long)]
-            await replies[0].read(3)
+            await deployment.points.reached("computing")
             deployment.points.set("clock", str(step))
+            deployment.points.release()
             for reply in replies:
                 await reply.check()
     assert deployment.failovers() == failovers

@@ -60,10 +60,10 @@ async def test_decode_worker_stopped_during_a_read(deployment: Trial) -> None:
 
 async def test_decode_worker_stopped_after_tokens(deployment: Trial) -> None:
     """The worker that resumes sends no token to the client, which has moved to another one."""
+    deployment.points.hold("computing", deployment.workers("decode"), after=3)
     async with deployment.client() as client:
         reply = client.ask(deployment.stream)
         await reply.read(3)
-        deployment.points.hold("computing", deployment.workers("decode"))
         victim = await deployment.points.reached("computing")
         deployment.signal(victim, signal.SIGSTOP)
         stopped_at = time.monotonic()
