@@ -11,14 +11,20 @@ KEEP   ?= 0.9
 UP     ?=
 # Arguments of the serving benchmark.
 SERVING ?=
+# Duration in seconds and seed of the soak, or its number of cancelled requests.
+SECONDS ?= 600
+SEED    ?=
+CANCELS ?=
 # Additional arguments of pytest, and its number of processes: more than two cores, since tests also wait.
 PYTEST ?=
 JOBS   ?= 3
+# Additional arguments of pip-audit, such as --ignore-vuln ID.
+AUDIT  ?=
 
 # Seeds of the fault tests, one run for each.
 FAULT_SEEDS ?= $(shell shuf -i 1-1000000 -n 3)
 
-.PHONY: help up down fast test test-long test-gpu faults check equality bench serving speed link-policy install clean
+.PHONY: help up down fast test test-long test-gpu faults check audit equality bench serving soak speed link-policy install clean
 
 help:                     ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/' | expand -t 16
@@ -50,11 +56,15 @@ faults: $(VENV)/.ready-dev ## every fault three times, with 50 restarts: FAULT_S
 test-gpu:                 ## GPU tests: PYTHON=/path/to/python make test-gpu
 	PYTHONPATH=$(CURDIR):$(CURDIR)/proto:$$PYTHONPATH $(PYTHON) -m pytest tests -m gpu -p no:cacheprovider -o filterwarnings=default $(PYTEST)
 
-check: $(VENV)/.ready-dev ## formatter, linter, types and import contracts
+check: $(VENV)/.ready-dev ## formatter, linter, types, import contracts and `make audit`
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory audit
+
+audit: $(VENV)/.ready-dev ## known vulnerabilities of the installed packages
+	$(BIN)/python -m tests.audit $(AUDIT)
 
 equality: $(VENV)/.ready-dev ## compare output of disaggregated and colocated workers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.equality
@@ -64,6 +74,10 @@ bench: $(VENV)/.ready-dev ## load test, disaggregated and colocated: runs/bench/
 
 serving: $(VENV)/.ready-dev ## serving benchmark, see tests/e2e/README.md: runs/serving/report.html
 	$(BIN)/python -m tests.e2e.serving_bench $(SERVING)
+
+soak: $(VENV)/.ready-dev ## load, cancellations and faults; SECONDS=600 SEED=1 or CANCELS=10000
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --seconds $(SECONDS) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(CANCELS),--cancels $(CANCELS))
 
 speed: $(VENV)/.ready-dev ## speed on one core, compared with transformers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.bench

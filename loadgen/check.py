@@ -15,6 +15,7 @@ from loadgen.clock import Clock
 from loadgen.record import Record
 from loadgen.schedule import ScheduledRequest
 from loadgen.target.base import Target
+from loadgen.workload.base import RequestSpec
 
 MAX_CONCURRENT = 8
 """Concurrent requests to the reference, which may be slower than the target."""
@@ -73,21 +74,29 @@ class Check:
 async def check(
     records: Sequence[Record], schedule: Sequence[ScheduledRequest], reference: Target
 ) -> Check:
-    """Send the answered requests to the reference and compare the answers."""
+    """Send the answered requests to the reference and compare the answers.
+
+    Equal requests are sent once. Requests cancelled before their first token count as missing.
+    """
     limit, clock = asyncio.Semaphore(MAX_CONCURRENT), Clock()
     answered = [
-        (r, s) for r, s in zip(records, schedule, strict=True) if r.succeeded or r.cancelled
+        (r, s.spec)
+        for r, s in zip(records, schedule, strict=True)
+        if r.succeeded or (r.cancelled and r.times)
     ]
 
-    async def send(record: Record, one: ScheduledRequest) -> Record:
-        result = Record(record.number, 0.0, one.spec.input_tokens, one.spec.output_tokens)
+    async def send(number: int, spec: RequestSpec) -> Record:
+        result = Record(number, 0.0, spec.input_tokens, spec.output_tokens)
         async with limit:
-            await reference.send(ScheduledRequest(one.spec, 0.0), result, clock)
+            await reference.send(ScheduledRequest(spec, 0.0), result, clock)
         return result
 
-    answers = await asyncio.gather(*(send(*pair) for pair in answered))
+    distinct = dict.fromkeys(spec for _, spec in answered)
+    answers = await asyncio.gather(*(send(i, spec) for i, spec in enumerate(distinct)))
+    expected_of = dict(zip(distinct, answers, strict=True))
     equal, different = 0, []
-    for (record, _), expected in zip(answered, answers, strict=True):
+    for record, spec in answered:
+        expected = expected_of[spec]
         if not expected.succeeded:
             continue
         found = compare(record, expected)

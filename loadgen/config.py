@@ -11,7 +11,7 @@ from loadgen.errors import UsageError
 from loadgen.faults import Fault
 from loadgen.measures import Objective
 from loadgen.objectives import Requirement
-from loadgen.schedule import Limits
+from loadgen.schedule import Cancellations, Limits
 from loadgen.summary import MAX_LAG_S
 from loadgen.target.base import Endpoint
 from loadgen.workload import (
@@ -167,7 +167,7 @@ class RunConfig:
         tokenizer_url: server with `/tokenize`; if None, the target.
         warm_up_s, cool_down_s: seconds at the start and at the end of the run that are excluded
             from the measures.
-        cancel_fraction: fraction of requests cancelled by the client.
+        cancellations: requests that the client cancels.
         objectives: per-request objectives, for goodput.
         give_up: attainment without which the run may end early; None runs to the end.
         requirements: bounds on metrics of the whole run.
@@ -199,7 +199,7 @@ class RunConfig:
     warm_up_s: float = 0.0
     cool_down_s: float = 0.0
     speed: float = 1.0
-    cancel_fraction: float = 0.0
+    cancellations: Cancellations = field(default_factory=Cancellations)
     objectives: tuple[Objective, ...] = ()
     give_up: float | None = None
     requirements: tuple[Requirement, ...] = ()

@@ -1,12 +1,13 @@
 """Fault injection into a deployment on this machine, such as ``kill prefill at 30s``.
 
-Process ids come from ``headrace status``. A process that is still stopped when the
-run ends is continued then.
+A command can be a fault as well, such as one that cuts a link while it runs. Process ids
+come from ``headrace status``. A process that is still stopped when the run ends is continued then.
 """
 
 import asyncio
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,9 +24,11 @@ from loadgen.clock import Clock
 from loadgen.errors import UsageError
 
 _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
+_RUN = "run"
 _FAULT = re.compile(
-    r"(kill|terminate|stop)\s+([\w-]+)\s+at\s+([\d.]+)\s*s?(?:\s+for\s+([\d.]+)\s*s?)?"
+    r"(kill|terminate|stop|run)\s+(\S.*?)\s+at\s+([\d.]+)\s*s?(?:\s+for\s+([\d.]+)\s*s?)?"
 )
+_NAME = re.compile(r"[\w-]+")
 _STATUS_LEAD_S = 2.0
 """Seconds before a fault at which `headrace status` is started, because it is slow."""
 _POLL_S = 0.1
@@ -37,10 +40,12 @@ class Fault:
     """One fault.
 
     Attributes:
-        action: ``kill``, ``terminate`` or ``stop``.
-        process: name of a process, or a role; a role selects its first process.
+        action: ``kill``, ``terminate``, ``stop`` or ``run``.
+        process: name of a process, or a role; a role selects its first process. The command of
+            ``run``, which is a fault for as long as it runs.
         at: time in seconds after the start of the run.
-        for_s: seconds between stopping a process and continuing it.
+        for_s: seconds between stopping a process and continuing it, or between the start of a
+            command and its SIGTERM.
     """
 
     action: str
@@ -56,10 +61,11 @@ class Fault:
             UsageError: if the syntax is wrong.
         """
         found = _FAULT.fullmatch(text.strip())
-        if found is None or (found[1] == "stop") != (found[4] is not None):
+        valid = found is not None and (found[1] in ("stop", _RUN)) == (found[4] is not None)
+        if found is None or not valid or not (found[1] == _RUN or _NAME.fullmatch(found[2])):
             raise UsageError(
-                f"{text}: expected a fault such as 'kill prefill at 30s', "
-                "'terminate decode-0 at 5s' or 'stop decode at 10s for 2s'"
+                f"{text}: expected a fault such as 'kill prefill at 30s', 'terminate decode-0 at "
+                "5s', 'stop decode at 10s for 2s' or 'run ./cut-link at 5s for 3s'"
             )
         try:
             return cls(found[1], found[2], float(found[3]), float(found[4]) if found[4] else None)
@@ -101,8 +107,10 @@ class FaultInjector:
         if faults and parts.hostname not in _LOOPBACK:
             raise UsageError("faults can only be injected into a deployment on this machine")
         made = cls(faults, status_port or parts.port or 80)
-        for fault in faults:
-            made._pid(fault.process, made._processes())
+        if names := {fault.process for fault in faults if fault.action != _RUN}:
+            processes = made._processes()
+            for name in names:
+                made._pid(name, processes)
         return made
 
     async def run(self, clock: Clock) -> None:
@@ -116,23 +124,32 @@ class FaultInjector:
 
     async def _inject(self, fault: Fault, clock: Clock) -> None:
         try:
-            await _sleep_until(fault.at - _STATUS_LEAD_S, clock)
-            processes = await asyncio.to_thread(self._processes)
-            await _sleep_until(fault.at, clock)
-            pid = self._pid(fault.process, processes)
-            os.kill(pid, _SIGNALS[fault.action])
+            if fault.action == _RUN:
+                await _sleep_until(fault.at, clock)
+                process = await asyncio.create_subprocess_exec(*shlex.split(fault.process))
+                pid = process.pid
+            else:
+                await _sleep_until(fault.at - _STATUS_LEAD_S, clock)
+                processes = await asyncio.to_thread(self._processes)
+                await _sleep_until(fault.at, clock)
+                pid = self._pid(fault.process, processes)
+                os.kill(pid, _SIGNALS[fault.action])
         except asyncio.CancelledError:
             self._log_failure(fault, clock, "the run ended first")
             raise
         except (
             UsageError,
             OSError,
+            ValueError,
             subprocess.SubprocessError,
         ) as error:  # recorded, does not end the run
             self._log_failure(fault, clock, str(error))
             return
-        self.log.append({"at": clock(), "what": str(fault), "pid": pid})
-        if fault.for_s is not None:
+        entry = {"at": clock(), "what": str(fault), "pid": pid}
+        self.log.append(entry)
+        if fault.action == _RUN:
+            await _end_command(process, fault, entry)
+        elif fault.for_s is not None:
             self._stopped.add(pid)
             await asyncio.sleep(fault.for_s)
             self._continue(pid)
@@ -166,6 +183,21 @@ class FaultInjector:
             if process == name or process.rpartition("-")[0] == name:
                 return pid
         raise UsageError(f"no process {name}; running: {', '.join(sorted(processes))}")
+
+
+async def _end_command(
+    process: asyncio.subprocess.Process, fault: Fault, entry: dict[str, Any]
+) -> None:
+    """Send SIGTERM to a command when its time is over, and log an end before it as a failure."""
+    try:
+        async with asyncio.timeout(fault.for_s):
+            entry["failed"] = f"the command ended with exit code {await process.wait()}"
+    except TimeoutError:
+        pass
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
 
 
 async def _sleep_until(at: float, clock: Clock) -> None:

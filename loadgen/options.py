@@ -17,7 +17,7 @@ from loadgen.config import ArrivalConfig, FileFormat, Process, RunConfig, Worklo
 from loadgen.errors import UsageError
 from loadgen.faults import Fault
 from loadgen.objectives import Requirement, parse_objective
-from loadgen.schedule import Limits
+from loadgen.schedule import Cancellations, Limits
 from loadgen.summary import MAX_LAG_S
 from loadgen.target.base import Endpoint
 
@@ -97,6 +97,13 @@ def _request_options(
     cancel: Annotated[
         float, typer.Option(min=0, max=1, help="fraction of requests cancelled midway")
     ] = 0,
+    cancel_within: Annotated[
+        float | None,
+        typer.Option(
+            help="cancel at a random time up to so many seconds after the send; default: after a "
+            "random number of tokens"
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="seconds per request")] = 600,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0,
     ignore_eos: Annotated[bool, typer.Option(help="generate up to the full length")] = False,
@@ -105,7 +112,7 @@ def _request_options(
     ] = None,
 ) -> dict[str, Any]:
     return {
-        "cancel_fraction": cancel,
+        "cancellations": Cancellations(cancel, cancel_within),
         "timeout_s": timeout,
         "temperature": temperature,
         "ignore_eos": ignore_eos,

@@ -94,7 +94,7 @@ def prepare(config: RunConfig) -> Iterator[tuple[list[ScheduledRequest] | Lookah
         )
         if config.concurrency is not None:
             requests = make_requests(
-                workload, config.limits, seed=config.seed, cancel_fraction=config.cancel_fraction
+                workload, config.limits, seed=config.seed, cancellations=config.cancellations
             )
             yield Lookahead.of(requests, config.concurrency, config.limits.requests), options
             return
@@ -103,7 +103,7 @@ def prepare(config: RunConfig) -> Iterator[tuple[list[ScheduledRequest] | Lookah
             workload,
             config.limits,
             seed=config.seed,
-            cancel_fraction=config.cancel_fraction,
+            cancellations=config.cancellations,
             speed=config.speed,
         )
         yield schedule, options

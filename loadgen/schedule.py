@@ -20,12 +20,36 @@ class ScheduledRequest:
     Attributes:
         spec: prompt and lengths.
         due: send time, in seconds after the start of the run.
-        cancel_after: number of tokens after which the client disconnects; None if it never does.
+        cancel_after: number of tokens after which the client disconnects; None if it does not.
+        cancel_at_s: seconds after the send at which the client disconnects; None if it does not.
     """
 
     spec: RequestSpec
     due: float
     cancel_after: int | None = None
+    cancel_at_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Cancellations:
+    """Which requests the client cancels, and when.
+
+    Attributes:
+        fraction: fraction of the requests that are cancelled.
+        within_s: a request is cancelled at a uniform time up to so many seconds after its send, if
+            it has not ended by then; if None, after a uniform number of tokens, from 1 to one less
+            than the requested output length.
+
+    Raises:
+        UsageError: if ``within_s`` is not positive.
+    """
+
+    fraction: float = 0.0
+    within_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.within_s is not None and not self.within_s > 0:
+            raise UsageError("--cancel-within must be more than 0 seconds")
 
 
 @dataclass(frozen=True)
@@ -52,7 +76,7 @@ def make_schedule(
     limits: Limits,
     *,
     seed: int,
-    cancel_fraction: float = 0.0,
+    cancellations: Cancellations = Cancellations(),
     speed: float = 1.0,
 ) -> list[ScheduledRequest]:
     """Return all requests of a run, ordered by send time.
@@ -60,8 +84,6 @@ def make_schedule(
     Args:
         arrivals: arrival process; if None, the workload's trace gives the times.
         speed: replay speed of a trace.
-        cancel_fraction: fraction of requests cancelled by the client. The number of tokens before
-            cancellation is uniform from 1 to one less than the requested output length.
 
     Raises:
         UsageError: if a trace was requested and the workload has no times, or no request is due
@@ -81,7 +103,7 @@ def make_schedule(
     if limits.duration_s is not None:
         duration_s = limits.duration_s
         pairs = takewhile(lambda pair: pair[1] < duration_s, pairs)
-    schedule = list(_scheduled(islice(pairs, limits.requests), seed, cancel_fraction))
+    schedule = list(_scheduled(islice(pairs, limits.requests), seed, cancellations))
     if not schedule:
         raise UsageError(
             "no request is due within the limits of the run; raise --duration or --rate"
@@ -90,7 +112,7 @@ def make_schedule(
 
 
 def make_requests(
-    workload: Workload, limits: Limits, *, seed: int, cancel_fraction: float = 0.0
+    workload: Workload, limits: Limits, *, seed: int, cancellations: Cancellations = Cancellations()
 ) -> Iterator[ScheduledRequest]:
     """Yield the requests of a closed loop, which have no send time: ``due`` is 0.
 
@@ -98,22 +120,23 @@ def make_requests(
     trace. The requests are prepared when they are drawn.
     """
     specs = islice(workload.requests(seed), limits.requests)
-    return _scheduled(((spec, 0.0) for spec in specs), seed, cancel_fraction)
+    return _scheduled(((spec, 0.0) for spec in specs), seed, cancellations)
 
 
 def _scheduled(
-    pairs: Iterator[tuple[RequestSpec, float]], seed: int, cancel_fraction: float
+    pairs: Iterator[tuple[RequestSpec, float]], seed: int, cancellations: Cancellations
 ) -> Iterator[ScheduledRequest]:
     draws = np.random.default_rng(_seed(seed, _CANCELLATIONS))
     for spec, due in pairs:
-        yield ScheduledRequest(spec, due, _cancel_after(draws, spec, cancel_fraction))
-
-
-def _cancel_after(draws: np.random.Generator, spec: RequestSpec, fraction: float) -> int | None:
-    cancels, after = draws.random(2)
-    if cancels >= fraction or spec.output_tokens < 2:
-        return None
-    return 1 + int(after * (spec.output_tokens - 1))
+        cancels, after = draws.random(2)
+        if cancels >= cancellations.fraction:
+            yield ScheduledRequest(spec, due)
+        elif cancellations.within_s is not None:
+            yield ScheduledRequest(spec, due, cancel_at_s=after * cancellations.within_s)
+        elif spec.output_tokens > 1:
+            yield ScheduledRequest(spec, due, 1 + int(after * (spec.output_tokens - 1)))
+        else:
+            yield ScheduledRequest(spec, due)
 
 
 def _seed(seed: int, purpose: int) -> int:

@@ -77,14 +77,18 @@ def timeline(records: Sequence[Record], window: Window, faults: Sequence[dict[st
     keys = [Key("sent", "blue"), Key("answered", "green"), Key("failed", "red", "dashed")]
     if window.begin > 0 or window.end < found.edges[-1]:
         keys.append(Key("not measured", "shade", "area"))
-    keys += [Key(_fault_label(fault), "ink", "dotted") for fault in faults]
+    keys += [Key(label, "ink", "dotted") for label in _fault_labels(faults)]
     width = f"{found.edges[1] - found.edges[0]:g}"
     return Plot("", drawings, tuple(keys), f"Means over each {width} s.")
 
 
-def _fault_label(fault: dict[str, Any]) -> str:
-    failed = " (failed)" if "failed" in fault else ""
-    return f"{float(fault['at']):.3g} s: {fault['what']}{failed}"
+def _fault_labels(faults: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a label for each kind of fault, with all its times."""
+    times: dict[str, list[str]] = {}
+    for fault in faults:
+        kind = fault["what"] + (" (failed)" if "failed" in fault else "")
+        times.setdefault(kind, []).append(f"{float(fault['at']):.4g}")
+    return [f"{', '.join(at)} s: {kind}" for kind, at in times.items()]
 
 
 def _drawing(found: Timeline, window: Window, faults: list[float], name: str, width: int) -> Markup:

@@ -1,5 +1,8 @@
 """Interface of targets, and code shared by their implementations."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -63,6 +66,22 @@ class RequestFailed(Exception):
 
 class ClientCancelled(Exception):
     """Raised when the client cancels a request as scheduled."""
+
+
+@asynccontextmanager
+async def until_cancelled(scheduled: ScheduledRequest) -> AsyncIterator[None]:
+    """Run the exchange with the target, until the time at which the client cancels it.
+
+    Raises:
+        ClientCancelled: if that time comes first.
+    """
+    try:
+        async with asyncio.timeout(scheduled.cancel_at_s) as limit:
+            yield
+    except TimeoutError:
+        if limit.expired():
+            raise ClientCancelled from None
+        raise
 
 
 def add_chunk(record: Record, scheduled: ScheduledRequest, at: float, tokens: int) -> None:

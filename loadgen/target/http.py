@@ -14,7 +14,14 @@ from loadgen.clock import Clock
 from loadgen.errors import UsageError
 from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
-from loadgen.target.base import Endpoint, Options, RequestFailed, add_chunk, finish
+from loadgen.target.base import (
+    Endpoint,
+    Options,
+    RequestFailed,
+    add_chunk,
+    finish,
+    until_cancelled,
+)
 from loadgen.target.events import EventError, Events
 
 _BUSY = (429, 503)
@@ -69,7 +76,7 @@ class HttpTarget:
         error: Exception | None = None
         record.sent = clock()
         try:
-            async with asyncio.timeout(self._options.timeout_s):
+            async with asyncio.timeout(self._options.timeout_s), until_cancelled(scheduled):
                 await self._exchange(body, scheduled, record, clock)
         except Exception as caught:  # noqa: BLE001 - `finish` raises bugs
             error = caught

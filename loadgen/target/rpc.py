@@ -11,7 +11,7 @@ from headrace.v1.inference_pb2_grpc import InferenceStub
 from loadgen.clock import Clock
 from loadgen.record import Failure, Record
 from loadgen.schedule import ScheduledRequest
-from loadgen.target.base import Options, RequestFailed, add_chunk, finish
+from loadgen.target.base import Options, RequestFailed, add_chunk, finish, until_cancelled
 
 _CLIENT_ERRORS = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -25,6 +25,7 @@ _CLIENT_ERRORS = {
 _CHANNELS = 8
 """Number of connections that share the requests; each limits its concurrent streams."""
 _MAX_DETAIL = 300
+_DETAILS = "grpc-status-details-bin"
 
 
 class RpcTarget:
@@ -52,8 +53,9 @@ class RpcTarget:
         record.sent = clock()
         call = stub.Generate(request, timeout=self._options.timeout_s, metadata=self._metadata)
         try:
-            await self._read(call, scheduled, record, clock)
-        except grpc.RpcError as caught:
+            async with until_cancelled(scheduled):
+                await self._read(call, scheduled, record, clock)
+        except aio.AioRpcError as caught:
             error = _failed(caught, begun=bool(record.times))
         except Exception as caught:  # noqa: BLE001 - `finish` raises bugs
             error = caught
@@ -99,13 +101,17 @@ class RpcTarget:
         return request
 
 
-def _failed(error: grpc.RpcError, *, begun: bool) -> RequestFailed:
+def _failed(error: aio.AioRpcError, *, begun: bool) -> RequestFailed:
     """Translate the error of a call.
 
     Args:
         begun: whether tokens had arrived before the error.
     """
     code, detail = error.code(), f"{error.code().name}: {error.details()}"[:_MAX_DETAIL]
+    if _has_details(error) and (begun or code is grpc.StatusCode.DEADLINE_EXCEEDED):
+        return RequestFailed(Failure.SERVER_ERROR, detail)
+    if _has_details(error) and code is grpc.StatusCode.UNAVAILABLE:
+        return RequestFailed(Failure.REJECTED, detail)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestFailed(Failure.TIMEOUT, detail)
     if begun and code is grpc.StatusCode.UNAVAILABLE:
@@ -120,3 +126,11 @@ def _failed(error: grpc.RpcError, *, begun: bool) -> RequestFailed:
     if code in _CLIENT_ERRORS:
         return RequestFailed(Failure.CLIENT_ERROR, detail)
     return RequestFailed(Failure.SERVER_ERROR, detail)
+
+
+def _has_details(error: aio.AioRpcError) -> bool:
+    """Return whether the status is the server's answer: google.rpc details came with it.
+
+    The status of a broken connection or of the client's time limit has none.
+    """
+    return any(key == _DETAILS for key, _ in error.trailing_metadata())

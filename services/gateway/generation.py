@@ -22,7 +22,7 @@ from services.common.errors import (
     TooLarge,
     Unavailable,
 )
-from services.common.placement import Outcome, PlaceRequest
+from services.common.placement import Outcome, PlaceRequest, WorkerAddress
 from services.common.tokenizer import Tokenizer
 from services.common.tokenizer_identity import TokenizerIdentity
 from services.gateway.metrics import GatewayMetrics
@@ -57,24 +57,25 @@ class _Retries:
         failures: number of those that count towards ``max_attempts``. An attempt that a draining
             worker ended after it had delivered tokens does not count: in a rolling restart, a long
             stream moves once for each worker.
-        lost: number of lost workers.
+        lost: workers that were lost. One that is tried again before the router knows is one loss.
         excluded: ids of workers that are used only as a last resort.
     """
 
     number: int = 0
     failures: int = 0
-    lost: int = 0
+    lost: set[WorkerAddress] = field(default_factory=set)
     excluded: set[str] = field(default_factory=set)
 
-    def add(self, failure: WorkerFailure, worker_id: str, *, progressed: bool) -> None:
-        """Add an attempt that ``worker_id`` failed; ``progressed``: it had delivered tokens."""
+    def add(self, failure: WorkerFailure, worker: WorkerAddress, *, progressed: bool) -> None:
+        """Add an attempt that ``worker`` failed; ``progressed``: it had delivered tokens."""
         self.number += 1
-        self.lost += failure.code in _LOST_WORKER
+        if failure.code in _LOST_WORKER:
+            self.lost.add(worker)
         if progressed and failure.code == error_pb2.ERROR_CODE_DRAINING:
-            self.excluded = {worker_id}
+            self.excluded = {worker.worker_id}
         else:
             self.failures += 1
-            self.excluded.add(worker_id)
+            self.excluded.add(worker.worker_id)
 
 
 class Generator:
@@ -139,10 +140,9 @@ class Generator:
             except WorkerFailure as failure:
                 outcome = Outcome.REFUSED if failure.code in _REFUSALS else Outcome.FAILED
                 failed = _failed_worker(failure, routed)
-                blame = None if failure.code in _BLAMELESS else failed
-                retries.add(
-                    failure, failed or worker.worker_id, progressed=progress.count > delivered
-                )
+                if failed is not None and failure.code not in _BLAMELESS:
+                    blame = failed.worker_id
+                retries.add(failure, failed or worker, progressed=progress.count > delivered)
                 if not progress.finish_reason():
                     self._check_retry(failure, progress, retries)
             finally:
@@ -243,7 +243,7 @@ class Generator:
             raise Unavailable(
                 f"{failure.message}; a request with n > 1 cannot continue on another worker"
             )
-        lost, failures = retries.lost, retries.failures
+        lost, failures = len(retries.lost), retries.failures
         if lost >= self._settings.max_lost_workers:  # the request itself may be what crashes them
             raise Unavailable(f"{lost} workers were lost during this request: {failure.message}")
         if failures >= self._settings.max_attempts:
@@ -273,13 +273,12 @@ class _LatencyRecorder:
         self._metrics.end_to_end.observe(_now() - self._arrived)
 
 
-def _failed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> str | None:
-    """Return the id of the worker named by a failure, or None if it is not in the placement."""
-    placement = routed.placement
-    workers = {placement.decode.worker_id}
-    if placement.prefill is not None:
-        workers.add(placement.prefill.worker_id)
-    return failure.blame if failure.blame in workers else None
+def _failed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> WorkerAddress | None:
+    """Return the worker named by a failure, or None if it is not in the placement."""
+    for worker in (routed.placement.decode, routed.placement.prefill):
+        if worker is not None and worker.worker_id == failure.blame:
+            return worker
+    return None
 
 
 def _backoff_s(failures: int) -> float:

@@ -70,13 +70,11 @@ class Running:
     def metric(self, process: str, name: str, **labels: str) -> float:
         """Return a metric of one worker, summed over all labels that are not given."""
         port = self.records(process, "ready")[-1]["metrics_port"]
-        text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return _read_metric(self._metrics_url(port), name, labels)
+
+    def gateway_metric(self, name: str, **labels: str) -> float:
+        """Return a metric of the gateway, summed over all labels that are not given."""
+        return _read_metric(f"{self.url}/metrics", name, labels)
 
     def metrics_urls(self) -> dict[str, str]:
         """Return the metrics URL of the gateway and of each worker, by process name."""
@@ -84,17 +82,16 @@ class Running:
         for name in sorted(self.state.pids):
             if name.startswith(("prefill", "decode")):
                 port = self.records(name, "ready")[-1]["metrics_port"]
-                urls[name] = f"http://127.0.0.1:{port}/metrics"
+                urls[name] = self._metrics_url(port)
         return urls
+
+    def _metrics_url(self, port: object) -> str:
+        return f"http://:{self.state.cluster_token}@127.0.0.1:{port}/metrics"
 
     def workers(self) -> dict[str, dict[str, object]]:
         """Return the router's view of each worker, by worker id."""
-        state = self.state
-        answer = httpx.get(
-            f"http://127.0.0.1:{state.router_port}/v1/workers",
-            headers={"authorization": f"Bearer {state.cluster_token}"},
-            trust_env=False,
-        )
+        with self.state.router_client() as router:
+            answer = router.get("/v1/workers")
         return {worker["worker_id"]: worker for worker in answer.json()["workers"]}
 
     def wait_for_all_workers(self, limit_s: float) -> None:
@@ -159,6 +156,16 @@ class Running:
         assert {name for name, _, _ in listeners} >= set(state.pids), listeners
         outside = [entry for entry in listeners if not is_loopback(entry[1])]
         assert not outside, f"listening outside 127.0.0.1: {outside}"
+
+
+def _read_metric(url: str, name: str, labels: dict[str, str]) -> float:
+    text = httpx.get(url, trust_env=False).raise_for_status().text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
 
 
 def _listeners(name: str, pid: int) -> list[tuple[str, str, int]]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import psutil
 from grpc import aio
 
@@ -191,9 +190,7 @@ class Trial:
 
     def failovers(self) -> float:
         """Return the number of the gateway's failovers."""
-        text = httpx.get(f"{self.running.url}/metrics", trust_env=False).text
-        lines = (ln for ln in text.splitlines() if ln.startswith("headrace_failovers_total{"))
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+        return self.running.gateway_metric("headrace_failovers_total")
 
     def _held(self) -> dict[str, float]:
         """Return the leases and slots that are held, by process and metric."""

@@ -11,7 +11,16 @@ from loadgen.workload.base import RequestSpec
 
 def record(text: str, *, ids: list[int] | None = None, cancelled: bool = False) -> Record:
     return Record(
-        3, 0.0, 2, 9, sent=0.0, ended=1.0, text=text, token_ids=ids or [], cancelled=cancelled
+        3,
+        0.0,
+        2,
+        9,
+        sent=0.0,
+        times=[0.5] if text else [],
+        ended=1.0,
+        text=text,
+        token_ids=ids or [],
+        cancelled=cancelled,
     )
 
 
@@ -43,10 +52,11 @@ class Reference:
     name = "reference"
 
     def __init__(self) -> None:
-        self.in_flight = self.max_in_flight = 0
+        self.in_flight = self.max_in_flight = self.sent = 0
 
     async def send(self, scheduled: ScheduledRequest, record: Record, clock: Clock) -> None:
         self.in_flight += 1
+        self.sent += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
         record.sent, record.text = clock(), str(scheduled.spec.prompt)
         assert scheduled.cancel_after is None
@@ -60,7 +70,7 @@ class Reference:
 
 
 async def test_every_answer_is_compared_with_the_reference() -> None:
-    prompts = ["same", "other", "broken", "failed", "cancelled"] + ["same"] * 30
+    prompts = ["same", "other", "broken", "failed", "cancelled", "at once"] + ["same"] * 30
     schedule = [
         ScheduledRequest(RequestSpec(prompt, 1, 4), 0.0, cancel_after=2) for prompt in prompts
     ]
@@ -68,9 +78,11 @@ async def test_every_answer_is_compared_with_the_reference() -> None:
     records[1].text = "another"
     records[3].failure = Failure.TIMEOUT
     records[4].cancelled, records[4].text = True, "canc"
+    records[5].cancelled, records[5].text, records[5].times = True, "", []
     reference = Reference()
     found = await check(records, schedule, reference)
-    assert (found.equal, len(found.different), found.missing) == (32, 1, 2)
+    assert (found.equal, len(found.different), found.missing) == (32, 1, 3)
+    assert reference.sent == 4, "equal requests are sent once"
     assert not found.passed
     assert found.as_json()["examples"][0]["expected"] == "other"
     assert reference.max_in_flight <= MAX_CONCURRENT

@@ -16,7 +16,13 @@ from loadgen.errors import UsageError
 from loadgen.live import progress
 from loadgen.lookahead import Lookahead
 from loadgen.record import Failure, Record
-from loadgen.schedule import Limits, ScheduledRequest, make_requests, make_schedule
+from loadgen.schedule import (
+    Cancellations,
+    Limits,
+    ScheduledRequest,
+    make_requests,
+    make_schedule,
+)
 from loadgen.workload.base import RequestSpec
 from loadgen.workload.prompts import BLOCK
 
@@ -107,8 +113,10 @@ async def test_each_ended_request_is_followed_by_the_next(concurrency: int) -> N
 @pytest.mark.parametrize("seed", [0, 7])
 def test_requests_are_those_of_the_open_loop(seed: int) -> None:
     limits = Limits(requests=300)
-    opened = make_schedule(Poisson(5.0), Drawn(), limits, seed=seed, cancel_fraction=0.3)
-    closed = list(make_requests(Drawn(), limits, seed=seed, cancel_fraction=0.3))
+    opened = make_schedule(
+        Poisson(5.0), Drawn(), limits, seed=seed, cancellations=Cancellations(0.3)
+    )
+    closed = list(make_requests(Drawn(), limits, seed=seed, cancellations=Cancellations(0.3)))
     assert closed == [replace(one, due=0.0) for one in opened]
     assert any(one.cancel_after for one in closed)
 

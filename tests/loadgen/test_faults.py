@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from loadgen.faults import Fault, FaultInjector
         ("kill prefill at 30s", Fault("kill", "prefill", 30.0)),
         (" terminate decode-1 at 0.5 s ", Fault("terminate", "decode-1", 0.5)),
         ("stop router at 2 for 1.5s", Fault("stop", "router", 2.0, 1.5)),
+        ("run ./cut 'a link' at 3s for 2s", Fault("run", "./cut 'a link'", 3.0, 2.0)),
     ],
 )
 def test_fault_syntax(text: str, fault: Fault) -> None:
@@ -29,7 +31,8 @@ def test_fault_syntax(text: str, fault: Fault) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "kill at 3s", "kill prefill", "stop decode at 3s", "kill decode at 3s for 2s",
-     "burn decode at 3s", "kill decode at 3.3.3s", "kill decode at 3s; stop decode at 4s"],
+     "burn decode at 3s", "kill decode at 3.3.3s", "kill decode at 3s; stop decode at 4s",
+     "run ./cut at 3s", "kill a decode at 3s"],
 )  # fmt: skip
 def test_invalid_faults_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
@@ -80,6 +83,34 @@ async def test_stopped_process_continues_when_the_run_ends(processes: dict[str, 
     with pytest.raises(asyncio.CancelledError):
         await running
     assert state(processes["decode-0"]) != psutil.STATUS_STOPPED
+
+
+async def test_command_runs_for_its_time(tmp_path: Path) -> None:
+    """Commands get SIGTERM at their end, or when the run ends; an early end is a failure."""
+    script, ended = tmp_path / "wait", tmp_path / "ended"
+    script.write_text(
+        f"#!/bin/sh\ntrap 'echo $1 >> {ended}; exit' TERM\nwhile :; do sleep 0.1; done\n"
+    )
+    script.chmod(0o755)
+    faults = [
+        Fault("run", f"{script} first", 0.0, 1.0),
+        Fault("run", f"{script} second", 0.0, 60.0),
+        Fault("run", "false", 0.0, 60.0),
+        Fault("run", "/no/such/command", 0.0, 60.0),
+    ]
+    injector = FaultInjector.for_target(faults, TARGET, None)
+    running = asyncio.create_task(injector.run(Clock()))
+    async with asyncio.timeout(30):
+        while not ended.exists():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert ended.read_text() == "first\nsecond\n"
+    failed = {one["what"]: one["failed"] for one in injector.log if "failed" in one}
+    assert failed.pop("run false for 60 s") == "the command ended with exit code 1"
+    assert "No such file" in failed.pop("run /no/such/command for 60 s")
+    assert not failed
 
 
 async def test_missing_process_is_logged_as_failed(processes: dict[str, int]) -> None:

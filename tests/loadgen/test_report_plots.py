@@ -1,5 +1,7 @@
 """Data, scales and number formats of plots."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from loadgen.record import Failure, Record
 from loadgen.report.cdf import distribution
 from loadgen.report.number import ms, percent, plain, size, tick
 from loadgen.report.scale import Scale
-from loadgen.report.timeline import Timeline
+from loadgen.report.timeline import Timeline, _fault_labels
 from tests.loadgen.made_runs import records_of
 
 
@@ -27,6 +29,18 @@ def test_distribution_of_many_values_is_thinned_and_keeps_its_tail() -> None:
     assert at[-1] == values.max()
     for which in (10, 50, 90, 99, 99.9):
         assert np.interp(which, share, at) == pytest.approx(np.percentile(values, which), rel=0.02)
+
+
+def test_faults_of_a_kind_share_a_label() -> None:
+    kill: dict[str, Any] = {"what": "kill decode-1"}
+    cut: dict[str, Any] = {"what": "run ./cut for 2 s"}
+    failed = kill | {"failed": "no such process"}
+    faults = [kill | {"at": 4.04}, cut | {"at": 5}, kill | {"at": 104.26}, failed | {"at": 110.0}]
+    assert _fault_labels(faults) == [
+        "4.04, 104.3 s: kill decode-1",
+        "5 s: run ./cut for 2 s",
+        "110 s: kill decode-1 (failed)",
+    ]
 
 
 def test_timeline_of_two_requests() -> None:

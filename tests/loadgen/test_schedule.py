@@ -7,7 +7,7 @@ import pytest
 
 from loadgen.arrivals import Constant, Poisson
 from loadgen.errors import UsageError
-from loadgen.schedule import Limits, make_schedule
+from loadgen.schedule import Cancellations, Limits, make_schedule
 from loadgen.workload.base import RequestSpec
 from tests.loadgen.workloads import Same
 
@@ -54,7 +54,7 @@ def test_empty_schedule_is_refused() -> None:
 def test_cancellations_change_nothing_else() -> None:
     none_cancel = make_schedule(Poisson(9.0), Same(SPEC), Limits(requests=2000), seed=3)
     some_cancel = make_schedule(
-        Poisson(9.0), Same(SPEC), Limits(requests=2000), seed=3, cancel_fraction=0.25
+        Poisson(9.0), Same(SPEC), Limits(requests=2000), seed=3, cancellations=Cancellations(0.25)
     )
     assert [one.due for one in none_cancel] == [one.due for one in some_cancel]
     assert {one.cancel_after for one in none_cancel} == {None}
@@ -62,10 +62,32 @@ def test_cancellations_change_nothing_else() -> None:
     assert len(cancelled) == pytest.approx(500, abs=80)
     assert set(cancelled) == set(range(1, 10))
     more_cancel = make_schedule(
-        Poisson(9.0), Same(SPEC), Limits(requests=2000), seed=3, cancel_fraction=0.5
+        Poisson(9.0), Same(SPEC), Limits(requests=2000), seed=3, cancellations=Cancellations(0.5)
     )
     assert all(
         more.cancel_after == some.cancel_after
         for more, some in zip(more_cancel, some_cancel, strict=True)
         if some.cancel_after is not None
     )
+
+
+def test_cancellations_by_time_select_the_same_requests() -> None:
+    by_tokens, by_time = (
+        make_schedule(
+            Poisson(9.0), Same(SPEC), Limits(requests=2000), seed=3, cancellations=cancellations
+        )
+        for cancellations in (Cancellations(0.25), Cancellations(0.25, within_s=0.5))
+    )
+    assert {one.cancel_after for one in by_time} == {None}
+    assert [one.cancel_after is None for one in by_tokens] == [
+        one.cancel_at_s is None for one in by_time
+    ]
+    times = [one.cancel_at_s for one in by_time if one.cancel_at_s is not None]
+    assert min(times) < 0.05
+    assert 0.45 < max(times) < 0.5
+
+
+@pytest.mark.parametrize("within_s", [0.0, -1.0, float("nan")])
+def test_cancellations_without_time_are_refused(within_s: float) -> None:
+    with pytest.raises(UsageError, match="--cancel-within"):
+        Cancellations(0.5, within_s)

@@ -3,8 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
+import grpc
 import pytest
+from grpc import aio
 
 from loadgen.clock import Clock
 from loadgen.errors import UsageError
@@ -13,7 +16,7 @@ from loadgen.schedule import ScheduledRequest
 from loadgen.target.base import Endpoint, Options, Target
 from loadgen.target.choice import open_target
 from loadgen.target.http import HttpTarget
-from loadgen.target.rpc import RpcTarget
+from loadgen.target.rpc import RpcTarget, _failed
 from loadgen.workload.base import RequestSpec
 from tests.loadgen.synthetic import (
     MODEL,
@@ -112,6 +115,29 @@ async def test_closed_port_is_recorded_as_refused(rpc: bool) -> None:
         await target.close()
     assert record.failure is Failure.REFUSED
     assert not record.times
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("outcome", [Outcome.SLOW_HEADERS, Outcome.SLOW])
+async def test_request_is_cancelled_by_time_before_its_first_token(
+    name: str, outcome: Outcome
+) -> None:
+    with serving(Behaviour(outcomes=(outcome,))) as server:
+        async with opened(TARGETS[name], server) as target:
+            record = await send(target, replace(request_of(), cancel_at_s=0.1))
+            async with asyncio.timeout(30):
+                while server.log()[0].left is None:  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(0.05)
+    assert record.cancelled
+    assert record.failure is None
+    assert not record.times
+
+
+async def test_request_that_ends_before_its_cancellation_succeeds() -> None:
+    with serving(Behaviour()) as server:
+        async with opened(TARGETS["grpc"], server) as target:
+            record = await send(target, replace(request_of(), cancel_at_s=30.0))
+    assert record.succeeded
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -214,3 +240,23 @@ async def test_name_contains_no_credentials() -> None:
     target = HttpTarget("http://user:secret@127.0.0.1:9/v1", OPTIONS)
     assert target.name == "http://127.0.0.1:9/v1"
     await target.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "begun", "details", "failure"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, False, True, Failure.REJECTED),
+        (grpc.StatusCode.UNAVAILABLE, False, False, Failure.REFUSED),
+        (grpc.StatusCode.UNAVAILABLE, True, True, Failure.SERVER_ERROR),
+        (grpc.StatusCode.UNAVAILABLE, True, False, Failure.INTERRUPTED),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, True, True, Failure.SERVER_ERROR),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, True, False, Failure.TIMEOUT),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, False, True, Failure.REJECTED),
+    ],
+)
+def test_status_with_details_is_the_answer_of_the_server(
+    code: grpc.StatusCode, begun: bool, details: bool, failure: Failure
+) -> None:
+    metadata = aio.Metadata(*([("grpc-status-details-bin", b"")] if details else []))
+    error = aio.AioRpcError(code, aio.Metadata(), metadata, "failed to connect to a worker")
+    assert _failed(error, begun=begun).failure is failure

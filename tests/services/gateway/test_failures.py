@@ -176,13 +176,25 @@ async def test_attempts_are_bounded(open_site: OpenSite, code: int, status: int)
 async def test_lost_workers_of_one_request_are_bounded(
     open_site: OpenSite,
 ) -> None:
-    site: Site = await open_site(max_attempts=5, max_lost_workers=2)
-    site.worker.script = failing(error_pb2.ERROR_CODE_PREFILL_LOST)
+    site: Site = await open_site(workers=3, max_attempts=5, max_lost_workers=2)
+    for worker in site.workers:
+        worker.script = failing(error_pb2.ERROR_CODE_PREFILL_LOST)
     answer = await completion(site)
     assert answer.status_code == 503
     assert "2 workers were lost during this request" in answer.json()["error"]["message"]
-    assert len(site.worker.streams) == 2
+    assert [len(worker.streams) for worker in site.workers] == [1, 1, 0]
     await site.router.settled()
+
+
+async def test_lost_worker_that_is_tried_again_is_counted_once(open_site: OpenSite) -> None:
+    """A router may name a dead worker until its heartbeats are missed."""
+    site: Site = await open_site(max_attempts=5, max_lost_workers=2)
+    lost = failing(error_pb2.ERROR_CODE_PREFILL_LOST, blame="prefill-0")
+    site.worker.queued = [lost] * 3
+    site.worker.script = say(5)
+    assert (await completion(site)).status_code == 200
+    await site.router.settled()
+    assert outcomes(site) == [("failed", "prefill-0")] * 3 + [("ok", None)]
 
 
 async def test_stream_outlasts_the_drains_of_a_rolling_restart(open_site: OpenSite) -> None:
