@@ -21,7 +21,10 @@ JOBS   ?= 3
 # Additional arguments of pip-audit, such as --ignore-vuln ID.
 AUDIT  ?=
 
-.PHONY: help up down fast test test-long test-gpu check audit equality bench serving soak speed link-policy install clean
+# Seeds of the fault tests, one run for each.
+FAULT_SEEDS ?= $(shell shuf -i 1-1000000 -n 3)
+
+.PHONY: help up down fast test test-long test-gpu faults check audit equality bench serving soak speed link-policy install clean
 
 help:                     ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/' | expand -t 16
@@ -42,6 +45,11 @@ test: $(VENV)/.ready-dev  ## all tests except `long` and `gpu`
 test-long: $(VENV)/.ready-dev ## tests of a minute or more: interpreted kernels, equality
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "long and not (e2e or gpu)" $(PYTEST)
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m "long and e2e and not gpu" $(PYTEST)
+
+faults: $(VENV)/.ready-dev ## every fault three times, with 50 restarts: FAULT_SEEDS="1 2 3"
+	for seed in $(FAULT_SEEDS); do \
+	  FAULT_SEED=$$seed FAULT_RESTARTS=50 OMP_NUM_THREADS=1 $(BIN)/pytest tests/faults $(PYTEST) || exit 1; \
+	done
 
 # Runs in a given interpreter without set-up: no virtual environment, no installation. Warnings are
 # not errors there, since its packages and pytest plug-ins are not the ones of this project.

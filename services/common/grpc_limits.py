@@ -11,6 +11,7 @@ from grpc import aio
 _CHECK = "/grpc.health.v1.Health/Check"
 _OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _MAX_OPEN_STREAMS = 64  # concurrent streams of health and reflection, which need no key
+_MIN_PING_INTERVAL_MS = 5_000  # a client that sends pings more often is disconnected
 _OPEN_STREAM_S = 600.0  # after this time such a stream ends; clients open it again
 
 Handler = Any  # grpc.RpcMethodHandler, which is generic in the type stubs only
@@ -44,6 +45,7 @@ class ServerLimits:
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             # One client may use all calls, and watch health or use reflection beside them.
             ("grpc.max_concurrent_streams", self.max_calls + 2 * _MAX_OPEN_STREAMS),
+            ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
             ("grpc.max_connection_idle_ms", int(self.idle_s * 1000)),
             ("grpc.server_handshake_timeout_ms", int(self.request_timeout_s * 1000)),
         ]

@@ -25,13 +25,21 @@ _MAX_DRAINED_BYTES = 1024 * 1024
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    # A peer that is stopped or cut off is detected within 2 s. gRPC's own threads answer pings, so
+    # a busy event loop is not mistaken for that. Without its own limit, a ping has a minute.
+    ("grpc.keepalive_time_ms", 500),
+    ("grpc.keepalive_timeout_ms", 1_500),
+    ("grpc.http2.ping_timeout_ms", 1_500),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.so_reuseport", 0),
 ]
+_SERVER_OPTIONS = {
+    "grpc.keepalive_time_ms": 10_000,
+    "grpc.keepalive_timeout_ms": 5_000,
+    "grpc.http2.ping_timeout_ms": 5_000,
+    "grpc.http2.min_ping_interval_without_data_ms": 250,
+}
 
 _UNAUTHENTICATED_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
@@ -112,7 +120,7 @@ class GrpcServer:
         interceptors: Sequence[aio.ServerInterceptor] = (),
     ) -> None:
         chain = [*([TokenInterceptor(token)] if token else []), *interceptors]
-        options = {**dict(_OPTIONS), "grpc.so_reuseport": int(reuse_port)}
+        options = {**dict(_OPTIONS), **_SERVER_OPTIONS, "grpc.so_reuseport": int(reuse_port)}
         if limits is not None:
             chain.append(CallLimiter(limits))
             options |= dict(limits.options)

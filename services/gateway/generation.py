@@ -19,7 +19,6 @@ from services.common.errors import (
     InternalFault,
     InvalidRequest,
     Overloaded,
-    ServiceError,
     TooLarge,
     Unavailable,
 )
@@ -178,11 +177,16 @@ class Generator:
     async def _place(
         self, request: GenerationRequest, progress: Progress, retries: _Retries
     ) -> RoutedPlacement:
-        """Place an attempt. Workers that failed this request are used only as a last resort."""
+        """Place an attempt. Workers that failed this request are used only as a last resort.
+
+        A router may restart, and after it the workers must register again. A request that a worker
+        has already begun also waits for workers.
+        """
         began = _now()
         context, replayed = request.context, len(progress.replayed)
         until = min(began + self._settings.queue_wait_s, context.deadline)
-        tries = 0
+        tries, waits = 0, retries.number > 0
+        final = (TooLarge,) if waits else (TooLarge, Overloaded)
         while True:
             call = PlaceRequest(
                 request_id=context.request_id,
@@ -200,9 +204,10 @@ class Generator:
             try:
                 routed = await self._router.place(call)
             except (Overloaded, TooLarge, Unavailable) as error:
+                waits = waits or isinstance(error, NoRouter)
                 if retries.excluded and not isinstance(error, NoRouter | Overloaded):
                     retries.excluded.clear()
-                elif _is_passing(error, retries) and _now() < until:
+                elif waits and not isinstance(error, final) and _now() < until:
                     tries += 1
                     await asyncio.sleep(min(_backoff_s(tries), until - _now()))
                 else:
@@ -276,17 +281,6 @@ def _failed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> WorkerAdd
         if worker is not None and worker.worker_id == failure.blame:
             return worker
     return None
-
-
-def _is_passing(refusal: ServiceError, retries: _Retries) -> bool:
-    """Return whether a refused placement is repeated.
-
-    A router may restart, and after it the workers must register again. A request that a worker has
-    already begun also waits for workers.
-    """
-    if isinstance(refusal, NoRouter):
-        return True
-    return retries.number > 0 and isinstance(refusal, Overloaded | Unavailable)
 
 
 def _backoff_s(failures: int) -> float:

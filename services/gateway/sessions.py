@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
 import structlog
-from grpc import aio
+from grpc import ChannelConnectivity, aio
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2
 from services.common.errors import ServiceError, Unavailable
@@ -199,13 +199,15 @@ class WorkerSession:
         async with open_channel(self.worker.address, self._tls) as channel:
             try:
                 async with asyncio.timeout(self._connect_timeout_s):
-                    await channel.channel_ready()
+                    await _connected(channel)
                 stub = decode_pb2_grpc.DecodeStub(channel)
                 call = stub.Session(self._commands(), metadata=credentials(self._token))
                 async for step in call:
                     self._dispatch(step)
             except TimeoutError:
                 reason = f"no connection within {self._connect_timeout_s} s"
+            except ConnectionError as error:
+                reason = str(error)
             except aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
             finally:
@@ -232,6 +234,18 @@ class WorkerSession:
     async def _commands(self) -> AsyncIterator[decode_pb2.DecodeCommand]:
         while True:
             yield await self._outbox.get()
+
+
+async def _connected(channel: aio.Channel) -> None:
+    """Wait until a channel is connected.
+
+    Raises:
+        ConnectionError: nothing listens at its address, for example because the worker was killed.
+    """
+    while (state := channel.get_state(try_to_connect=True)) is not ChannelConnectivity.READY:
+        if state is ChannelConnectivity.TRANSIENT_FAILURE:
+            raise ConnectionError("it accepts no connections")
+        await channel.wait_for_state_change(state)
 
 
 class SessionPool:

@@ -198,7 +198,7 @@ def deployed(
     Raises:
         RuntimeError: if the deployment is not ready in time, or leaves processes behind.
     """
-    port, grpc_port, router_port, _ = _free_ports(2)
+    port, grpc_port, router_port = _deployment_ports()
     command = [
         *(sys.executable, "-m", "services.cli", "up"),
         *("--port", str(port), "--grpc-port", str(grpc_port), "--router-port", str(router_port)),
@@ -274,8 +274,17 @@ def _children(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
         return []
 
 
-def _free_ports(count: int) -> list[int]:
-    """Return ``count`` distinct ports that are free now, then two consecutive ones for routers."""
+def free_ports(count: int) -> list[int]:
+    """Return distinct ports that are free now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _deployment_ports() -> list[int]:
+    """Return free ports for HTTP, gRPC and a router; the port after the last one is free as well."""
     with ExitStack() as stack:
 
         def bind(port: int) -> int:
@@ -283,8 +292,9 @@ def _free_ports(count: int) -> list[int]:
             bound.bind(("127.0.0.1", port))
             return int(bound.getsockname()[1])
 
-        ports = [bind(0) for _ in range(count)]
+        ports = [bind(0), bind(0)]
         while True:
             first = bind(0)
             with suppress(OSError, OverflowError):
-                return [*ports, first, bind(first + 1)]
+                bind(first + 1)
+                return [*ports, first]

@@ -29,6 +29,16 @@ async def test_failure_before_the_first_token_is_retried_elsewhere(open_site: Op
     assert site.metric("headrace_failovers_total", reason="internal") == 1
 
 
+async def test_worker_that_refuses_connections_is_replaced_at_once(open_site: OpenSite) -> None:
+    """A worker that has just been killed is placed until the router misses its heartbeats."""
+    site: Site = await open_site(workers=2, connect_timeout_s=60)
+    await site.workers[0].stop()
+    site.workers[1].script = say(5)
+    async with asyncio.timeout(30):
+        assert (await completion(site)).status_code == 200
+    assert [p.exclude for p in site.router.places] == [[], ["decode-0"]]
+
+
 async def test_refusal_by_admission_is_not_a_failure(open_site: OpenSite) -> None:
     site: Site = await open_site(workers=2)
     site.workers[0].script = failing(error_pb2.ERROR_CODE_OVERLOADED)

@@ -50,6 +50,14 @@ async def test_new_request_waits_for_a_router_that_restarts(site: Site, code: st
     assert (await running).status_code == 200
 
 
+async def test_new_request_waits_for_workers_of_a_router_that_restarts(site: Site) -> None:
+    """The router answers again before its workers have registered."""
+    site.worker.script = say(5)
+    site.router.refusals = [(503, "closing"), (404, "unknown_model"), (503, "no_workers")]
+    assert (await completion(site)).status_code == 200
+    assert not site.router.refusals
+
+
 async def test_new_request_does_not_wait_for_workers(site: Site) -> None:
     site.router.refusals = [(503, "no_workers")]
     assert (await completion(site)).status_code == 503

@@ -1,0 +1,83 @@
+"""Requests to a small random model, with the answers of an engine in this process."""
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from runtime.core.request import Request, SampledToken, SamplingParams
+from runtime.engine import Add, Command, Engine
+from services.decode.settings import DecodeSettings
+from services.worker.loading import load_worker
+from tests.e2e.serving_bench.models import RandomModel
+
+SEED = int(os.environ.get("FAULT_SEED", "0"))
+"""Seed of all prompts and random choices of the fault tests."""
+_CLEAR = 2e-3
+"""Minimum gap of the two best log probabilities, in nats. A replay computes KV in other chunks; its
+rounding changes the gap by less."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A greedy request, and the tokens that one process generates for it."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@cache
+def model_folder() -> Path:
+    """Return the folder of the small model, which is written once."""
+    return RandomModel("tiny").ensure()
+
+
+@cache
+def cases(name: str, count: int, prompt_tokens: int, max_tokens: int) -> tuple[Case, ...]:
+    """Return cases whose every token has a clear gap to the second best one.
+
+    Args:
+        name: part of the seed.
+    """
+    engine, found = _engine(), list[Case]()
+    rng = random.Random(f"{SEED}:{name}:{prompt_tokens}")
+    while len(found) < count:
+        prompt = tuple(rng.randrange(1000, 40_000) for _ in range(prompt_tokens))
+        answer, gap = _generate(engine, prompt, max_tokens)
+        if gap >= _CLEAR:
+            found.append(Case(prompt, answer))
+    return tuple(found)
+
+
+@cache
+def _engine() -> Engine:
+    settings = DecodeSettings.model_validate(
+        {"model": str(model_folder()), "device": "cpu", "codec": "raw", "colocated": True}
+    )
+    return load_worker(settings, decodes=True).engine
+
+
+def _generate(
+    engine: Engine, prompt: tuple[int, ...], max_tokens: int
+) -> tuple[tuple[int, ...], float]:
+    """Return the tokens after a prompt and their smallest gap, in nats."""
+    request = Request("r", prompt, len(prompt), SamplingParams(logprobs=2), max_tokens)
+    tokens, gaps = [], []
+    with torch.inference_mode():
+        for sampled in _steps(engine, request):
+            tokens.append(sampled.token)
+            best, second = sorted((value for _, value in sampled.top), reverse=True)[:2]
+            gaps.append(best - second)
+    return tuple(tokens), min(gaps)
+
+
+def _steps(engine: Engine, request: Request) -> Iterator[SampledToken]:
+    commands: list[Command] = [Add(request)]
+    while commands or engine.has_work:
+        output = engine.step(commands)
+        commands = []
+        yield from (token for _, token in output.tokens)

@@ -1,0 +1,92 @@
+"""The only router killed during streams, and clients that leave at six points."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import httpx
+import pytest
+
+from tests.faults.test_killed_workers import read_from_stopped
+from tests.faults.trial import LIMIT_S, Trial
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
+
+
+async def test_router_killed_during_streams(deployment: Trial) -> None:
+    """Streams continue, and requests that arrive without a router wait for the next one."""
+    failovers = deployment.failovers()
+    deployment.points.hold("computing", deployment.workers("decode"), after=3)
+    async with deployment.client() as client:
+        streams = [client.ask(deployment.stream) for _ in range(4)]
+        await deployment.points.reached("computing")
+        deployment.signal("router", signal.SIGKILL)
+        new = client.ask(deployment.short)
+        deployment.points.release()
+        for reply in (*streams, new):
+            await reply.check()
+    assert deployment.failovers() == failovers
+    await deployment.check_recovered("router")
+
+
+@asynccontextmanager
+async def request(deployment: Trial) -> AsyncIterator[asyncio.Task[None]]:
+    """Send a request over HTTP; at the end of the block the client closes its connection."""
+    body = {
+        "model": deployment.running.model,
+        "prompt": list(deployment.long.prompt),
+        "max_tokens": 60,
+        "temperature": 0,
+        "stream": True,
+    }
+    url = f"{deployment.running.url}/v1/completions"
+    async with httpx.AsyncClient(trust_env=False, timeout=LIMIT_S) as client:
+
+        async def read() -> None:
+            async with client.stream("POST", url, json=body) as response:
+                async for _ in response.aiter_bytes():
+                    pass
+
+        reading = asyncio.create_task(read())
+        yield reading
+        assert not reading.done(), "the request ended before the client left"
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+
+
+async def test_client_leaves_before_the_placement(deployment: Trial) -> None:
+    deployment.signal("router", signal.SIGSTOP)
+    try:
+        async with request(deployment):
+            await asyncio.sleep(0.3)
+    finally:
+        deployment.signal("router", signal.SIGCONT)
+    await deployment.check_recovered()
+
+
+@pytest.mark.parametrize(
+    ("point", "role"),
+    [
+        ("queued", "prefill"),
+        ("computing", "prefill"),
+        ("pull", "decode"),
+        ("computing", "decode"),
+    ],
+)
+async def test_client_leaves(deployment: Trial, point: str, role: str) -> None:
+    """The prompt is queued, computed, computed but not read, or its output is generated."""
+    deployment.points.hold(point, deployment.workers(role))
+    async with request(deployment):
+        await deployment.points.reached(point)
+    await asyncio.sleep(0.2)
+    await deployment.check_recovered()
+
+
+async def test_client_leaves_during_a_read(deployment: Trial) -> None:
+    async with request(deployment):
+        sender, _ = await read_from_stopped(deployment)
+    await asyncio.sleep(0.2)
+    deployment.signal(sender, signal.SIGCONT)
+    await deployment.check_recovered(resumed=(sender,))
