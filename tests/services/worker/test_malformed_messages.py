@@ -191,3 +191,18 @@ async def test_decode_worker_passes_the_remaining_deadline_on(site: Site) -> Non
     await until(lambda: bool(prefill.worker.jobs))
     (job,) = prefill.worker.jobs.values()
     assert 0 < job.deadline_s <= LIMIT_S
+
+
+async def test_address_with_another_workers_name_does_not_disturb_its_session(site: Site) -> None:
+    """A gateway sent the address of one worker with the id of another one."""
+    prefill, decode = await site.prefill(), await site.decode()
+    receiver = decode.worker.receiver
+    assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 2
+    mixed = fetch_of(prefill, TOKENS)
+    mixed.prefill = decode_pb2.WorkerAddress()
+    mixed.prefill.CopyFrom(prefill.address)
+    mixed.prefill.worker_id = "another"
+    with pytest.raises(FetchFailed, match="not another") as failed:
+        await receiver.fetch(mixed)
+    assert failed.value.code == error_pb2.ERROR_CODE_INCOMPATIBLE
+    assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 2
