@@ -3,12 +3,15 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import grpc
 import pytest
 
 from headrace.v1 import decode_pb2, error_pb2, request_pb2, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.errors import InvalidRequest
+from services.common.grpc_server import open_channel
 from services.transfer.fetch import FetchFailed
 from services.worker.wire import request_from_message, token_from_message
 from tests.runtime.tiny import CONFIG
@@ -206,3 +209,14 @@ async def test_address_with_another_workers_name_does_not_disturb_its_session(si
         await receiver.fetch(mixed)
     assert failed.value.code == error_pb2.ERROR_CODE_INCOMPATIBLE
     assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 2
+
+
+async def test_message_that_cannot_be_decoded_ends_its_session_with_invalid_argument(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = await site.prefill(started=False)
+    async with open_channel(prefill.address.address) as channel:
+        call: Any = channel.stream_stream("/headrace.v1.Prefill/Session")()
+        await call.write(b"\xff\xff")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not caplog.records
