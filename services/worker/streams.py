@@ -95,6 +95,8 @@ class StreamSession:
 
     async def run(self, context: MessageStream) -> None:
         """Serve until the gateway disconnects, then end all its streams."""
+        # The first write would send it, and the call could not be aborted during that write.
+        await context.send_initial_metadata(())
         writer = asyncio.create_task(self._write(context))
         try:
             while (command := await next_message(context)) is not None:

@@ -1,18 +1,22 @@
 """Malformed messages of authenticated services fail their own requests, and nothing else."""
 
+import asyncio
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import grpc
 import pytest
+from grpc import aio
 
-from headrace.v1 import decode_pb2, error_pb2, request_pb2, sampling_pb2
+from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2, request_pb2, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.errors import InvalidRequest
-from services.common.grpc_server import open_channel
+from services.common.grpc_server import GrpcServer, open_channel
 from services.transfer.fetch import FetchFailed
+from services.worker.stream_service import SERVICE
 from services.worker.wire import request_from_message, token_from_message
 from tests.runtime.tiny import CONFIG
 from tests.services.workers import (
@@ -220,3 +224,22 @@ async def test_message_that_cannot_be_decoded_ends_its_session_with_invalid_argu
         await call.write(b"\xff\xff")
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert not caplog.records
+
+
+async def test_session_that_is_aborted_while_an_answer_is_written_ends(site: Site) -> None:
+    decode = await site.decode(started=False)
+    server = GrpcServer("127.0.0.1:0", [SERVICE])
+    decode_pb2_grpc.add_DecodeServicer_to_server(decode.worker.service, server.server)
+    await server.start()
+    refused = decode_pb2.StartStream(stream=1, request=message_of(TOKENS))
+    refused.request.choices = 0
+    async with open_channel(f"127.0.0.1:{server.port}") as channel, asyncio.timeout(LIMIT_S):
+        for _ in range(100):
+            call: Any = decode_pb2_grpc.DecodeStub(channel).Session()
+            await call.write(decode_pb2.DecodeCommand(start=refused))
+            await call.write(decode_pb2.DecodeCommand())  # without a command
+            with suppress(aio.AioRpcError):
+                while await call.read() is not aio.EOF:
+                    pass
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await server.stop(0)
