@@ -59,6 +59,7 @@ class WorkerStepsPort(Port):
             with suppress(aio.UsageError, aio.InternalError):  # the gateway ended the session
                 for step in self._steps(stream):
                     self._sent += 1
+                    self.outcomes["step"] += 1
                     data = mutated(step, rng) if rng.random() < 0.4 else step.SerializeToString()
                     await stream.send_bytes(data)
 
