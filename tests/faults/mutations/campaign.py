@@ -62,18 +62,18 @@ class Report:
 
 async def attack(name: str, messages: int, seed: int) -> Report:
     """Send ``messages`` messages to a port, and check it after each tenth of them."""
-    rng, began, memory = Random(f"{name} {seed}"), time.perf_counter(), 0
+    rng, began = Random(f"{name} {seed}"), time.perf_counter()
+    sizes: list[int] = []  # resident bytes after each round
     async with PORTS[name]() as port:
         with watched() as watch:
             try:
-                for number in range(ROUNDS):
+                for _ in range(ROUNDS):
                     await port.send(rng, messages // ROUNDS)
                     await port.check()
-                    if number == 0:
-                        memory = resident_bytes()
+                    sizes.append(resident_bytes())
             except (AssertionError, TimeoutError):
                 watch.faults.append(traceback.format_exc())
-            growth = resident_bytes() - memory
+            growth = sizes[-1] - sizes[0] if sizes else 0
     if growth > MAX_GROWTH_BYTES:
         watch.faults.append(f"the process has grown by {growth} bytes")
     return Report(name, port.outcomes, time.perf_counter() - began, growth, watch.faults)

@@ -111,8 +111,8 @@ class FramePort(_ReplayPort):
             other = slab[slots[at - 1] * slot_bytes :][: lengths[at]]
             frame.copy_(other.clone())
         elif rng.random() < 0.5:  # anywhere
-            changed = mutated_bytes(bytes(frame.numpy()), rng)[: len(frame)]
-            frame[: len(changed)].copy_(torch.frombuffer(bytearray(changed), dtype=torch.uint8))
+            changed = mutated_bytes(bytes(frame.numpy()), rng).ljust(len(frame), b"\0")[: len(frame)]
+            frame.copy_(torch.frombuffer(bytearray(changed), dtype=torch.uint8))
         else:  # in the headers of frame and payload
             first = rng.randrange(160)
             frame[first] = (int(frame[first]) + rng.randrange(1, 256)) % 256

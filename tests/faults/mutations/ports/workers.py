@@ -32,6 +32,7 @@ REFUSED = {
     grpc.StatusCode.CANCELLED,  # by the client
     grpc.StatusCode.ABORTED,
 }
+_PACE_S = 5e-4  # in which a worker ends a session, so that few messages follow in vain
 _LOST = "Internal error from Core"  # replaces the status of a call that ends during a write
 
 
@@ -112,6 +113,7 @@ class RawCall:
             await self._call.write(message)
         except (aio.AioRpcError, asyncio.InvalidStateError):
             return False
+        await asyncio.sleep(_PACE_S)
         return not self._call.done()
 
     async def end(self, *, cancel: bool) -> grpc.StatusCode:
