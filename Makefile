@@ -14,8 +14,10 @@ SERVING ?=
 # Additional arguments of pytest, and its number of processes: more than two cores, since tests also wait.
 PYTEST ?=
 JOBS   ?= 3
+# Additional arguments of pip-audit, such as --ignore-vuln ID.
+AUDIT  ?=
 
-.PHONY: help up down fast test test-long test-gpu check equality bench serving speed link-policy install clean
+.PHONY: help up down fast test test-long test-gpu check audit equality bench serving speed link-policy install clean
 
 help:                     ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/' | expand -t 16
@@ -42,11 +44,15 @@ test-long: $(VENV)/.ready-dev ## tests of a minute or more: interpreted kernels,
 test-gpu:                 ## GPU tests: PYTHON=/path/to/python make test-gpu
 	PYTHONPATH=$(CURDIR):$(CURDIR)/proto:$$PYTHONPATH $(PYTHON) -m pytest tests -m gpu -p no:cacheprovider -o filterwarnings=default $(PYTEST)
 
-check: $(VENV)/.ready-dev ## formatter, linter, types and import contracts
+check: $(VENV)/.ready-dev ## formatter, linter, types, import contracts and `make audit`
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory audit
+
+audit: $(VENV)/.ready-dev ## known vulnerabilities of the installed packages
+	$(BIN)/python -m tests.audit $(AUDIT)
 
 equality: $(VENV)/.ready-dev ## compare output of disaggregated and colocated workers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.e2e.equality

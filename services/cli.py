@@ -139,6 +139,10 @@ def up(
         float,
         typer.Option(min=0, max=0.99, help="share of a prompt's tokens whose KV is evicted"),
     ] = 0.0,
+    tls_dir: Annotated[
+        Path | None,
+        typer.Option(resolve_path=True, help="folder of tls.crt, tls.key, ca.crt, for mutual TLS"),
+    ] = None,
     detach: Annotated[
         bool, typer.Option(help="run in the background; return when the deployment is ready")
     ] = False,
@@ -160,6 +164,7 @@ def up(
         device=device,
         kv_format=kv_format,
         kv_eviction=kv_eviction,
+        tls_dir=tls_dir,
     )
     raise typer.Exit(start(options, detach=detach))
 

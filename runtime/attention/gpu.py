@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
+from runtime.attention import hopper
 from runtime.attention.base import Batch
 from runtime.attention.kernels.decode import decode_kernel
 from runtime.attention.kernels.prefill import factored_prefill_kernel, prefill_kernel
@@ -172,6 +173,9 @@ class TritonAttention:
     def _prefill(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Batch, out: Tensor
     ) -> None:
+        if hopper.supports(q, k_pages):
+            hopper.prefill(q, k_pages, v_pages, batch, out, self._scale)
+            return
         sequences = len(batch.lengths)
         queries, warps = self._query_block(len(q))
         blocks = len(q) // queries + sequences

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.common.errors import SettingsError
 from services.common.grpc_limits import CallLimiter, ServerLimits
+from services.common.tls import MutualTls
 
 M = TypeVar("M", bound=Message)
 
@@ -85,7 +86,8 @@ class GrpcServer:
     Args:
         address: ``host:port``; port 0 selects a free port.
         services: full names of the services, for health and reflection.
-        token: cluster token, or None for a server without authentication.
+        token: cluster token, or None for a server that requires none.
+        tls: certificates for mutual TLS, or None for a server without it.
         limits: limits of a public port, or None for a port between services.
         interceptors: called before the limits apply, so that a call that they reject counts in
             none.
@@ -103,6 +105,7 @@ class GrpcServer:
         services: Sequence[str],
         *,
         token: str | None = None,
+        tls: MutualTls | None = None,
         limits: ServerLimits | None = None,
         interceptors: Sequence[aio.ServerInterceptor] = (),
     ) -> None:
@@ -113,7 +116,11 @@ class GrpcServer:
             options |= dict(limits.options)
         self.server = aio.server(options=list(options.items()), interceptors=chain)
         try:
-            self.port = self.server.add_insecure_port(address)
+            self.port = (
+                self.server.add_secure_port(address, tls.server_credentials())
+                if tls
+                else self.server.add_insecure_port(address)
+            )
         except RuntimeError as error:  # grpc writes the reason to its own log only
             raise SettingsError(
                 f"cannot listen on {address} for gRPC: "
@@ -144,9 +151,12 @@ class GrpcServer:
         await self.server.stop(grace_s)
 
 
-def open_channel(address: str) -> aio.Channel:
-    """Open a channel to another Headrace service."""
-    return aio.insecure_channel(address, options=_OPTIONS)
+def open_channel(address: str, tls: MutualTls | None = None) -> aio.Channel:
+    """Open a channel to another Headrace service, with mutual TLS if there are certificates."""
+    if tls is None:
+        return aio.insecure_channel(address, options=_OPTIONS)
+    override = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
+    return aio.secure_channel(address, tls.channel_credentials(), options=[*_OPTIONS, *override])
 
 
 def credentials(token: str | None) -> list[tuple[str, str]]:

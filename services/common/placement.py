@@ -1,8 +1,8 @@
 """Messages of the router's HTTP API.
 
 All bodies are JSON. The table lists, for each route, the classes of the request body and of the
-response body. If a cluster token is configured, requests under ``/v1`` need
-``Authorization: Bearer <cluster token>``.
+response body. If a cluster token is configured, requests under ``/v1`` and of ``/metrics`` need
+``Authorization: Bearer <cluster token>``. With mutual TLS, every connection needs a certificate.
 
 ==========================  ====================  =============================================
 ``POST /v1/register``       `Registration`        200 ``{}``; 409 `STALE_EPOCH`
@@ -13,7 +13,7 @@ response body. If a cluster token is configured, requests under ``/v1`` need
 ``GET /v1/workers``         –                     200 `WorkerList`
 ``GET /v1/models``          –                     200 `ModelList`
 ``GET /v1/readiness``       –                     200 `ReadinessList`
-``GET /health``, ``/ready``, ``/metrics``         no token needed
+``GET /metrics``, ``/health``, ``/ready``         the last two need no token
 ==========================  ====================  =============================================
 
 The body of an error is a `RouterError`. If the status is 400, its message names the invalid field.

@@ -5,6 +5,7 @@ Later sources override earlier ones.
 
 import socket
 from collections.abc import Sequence
+from functools import cached_property
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,7 @@ from pydantic_settings import (
 )
 
 from services.common.errors import SettingsError
+from services.common.tls import MutualTls, TlsFiles
 
 _SIGNS = {"ge": "<=", "gt": "<", "le": "<=", "lt": "<"}
 
@@ -31,7 +33,7 @@ class ServiceSettings(BaseSettings):
     """Settings that every service has.
 
     A subclass adds its own fields and its own ``env_prefix``. All services read the cluster token
-    from the same variable, ``HEADRACE_CLUSTER_TOKEN``.
+    and the TLS settings from the same variables, ``HEADRACE_CLUSTER_TOKEN`` and ``HEADRACE_TLS_…``.
     """
 
     model_config = SettingsConfigDict(
@@ -52,10 +54,37 @@ class ServiceSettings(BaseSettings):
     cluster_token: SecretStr | None = Field(
         None,
         validation_alias=AliasChoices("cluster_token", "HEADRACE_CLUSTER_TOKEN"),
-        description="secret that the services share; without it, calls need no authentication",
+        description="secret that the services share, needed for their calls and metrics",
+    )
+    tls_cert_file: Path | None = Field(
+        None,
+        validation_alias=AliasChoices("tls_cert_file", "HEADRACE_TLS_CERT_FILE"),
+        description="PEM file with the certificate of this service, for its servers and clients; "
+        "with `tls_key_file` and `tls_ca_file` all connections between services use mutual TLS; "
+        "the files are read again when they change",
+    )
+    tls_key_file: Path | None = Field(
+        None,
+        validation_alias=AliasChoices("tls_key_file", "HEADRACE_TLS_KEY_FILE"),
+        description="PEM file with the key of the certificate",
+    )
+    tls_ca_file: Path | None = Field(
+        None,
+        validation_alias=AliasChoices("tls_ca_file", "HEADRACE_TLS_CA_FILE"),
+        description="PEM file with the CAs that sign the certificates of all services",
+    )
+    tls_server_name: str | None = Field(
+        None,
+        validation_alias=AliasChoices("tls_server_name", "HEADRACE_TLS_SERVER_NAME"),
+        min_length=1,
+        max_length=253,
+        description="DNS name that the certificate of every service has; default: the host or IP "
+        "address under which it is called",
     )
     insecure: bool = Field(
-        False, description="serve without a cluster token on a host that is not a loopback address"
+        False,
+        description="serve without a cluster token and mutual TLS on a host that is not a loopback "
+        "address",
     )
     drain_s: float = Field(
         30.0,
@@ -69,13 +98,35 @@ class ServiceSettings(BaseSettings):
         """Cluster token in plain text, or None if it is unset or empty."""
         return (self.cluster_token.get_secret_value() if self.cluster_token else "") or None
 
+    @cached_property
+    def tls(self) -> MutualTls | None:
+        """Certificates for connections between services, or None without mutual TLS.
+
+        Raises:
+            SettingsError: if a file cannot be used.
+        """
+        certificate, key, ca = self.tls_cert_file, self.tls_key_file, self.tls_ca_file
+        if certificate is None or key is None or ca is None:
+            return None
+        return MutualTls(TlsFiles(certificate, key, ca), self.tls_server_name)
+
     @model_validator(mode="after")
-    def _require_token_beyond_loopback(self) -> Self:
-        if self.token is None and not self.insecure and not is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host!r} is not a loopback address and there is no cluster token: "
-                "set HEADRACE_CLUSTER_TOKEN, or pass --insecure to serve without authentication"
-            )
+    def _check_authentication(self) -> Self:
+        names = ("tls_cert_file", "tls_key_file", "tls_ca_file")
+        missing = [name for name in names if getattr(self, name) is None]
+        if 0 < len(missing) < len(names):
+            raise ValueError(f"mutual TLS also needs {' and '.join(missing)}")
+        if missing:
+            if self.token is None and not self.insecure and not is_loopback(self.host):
+                raise ValueError(
+                    f"host {self.host!r} is not a loopback address and there is no cluster token: "
+                    "set HEADRACE_CLUSTER_TOKEN or HEADRACE_TLS_CERT_FILE, _KEY_FILE and _CA_FILE, "
+                    "or pass --insecure to serve without authentication"
+                )
+            return self
+        for url in getattr(self, "routers", ()):
+            if not url.lower().startswith("https://"):
+                raise ValueError(f"with mutual TLS, the router {url} must have an https:// URL")
         return self
 
     @classmethod

@@ -41,7 +41,11 @@ class DecodeWorker(Worker):
             agent_metadata=agent.connection_metadata,
         )
         self._clients = PrefillClients(
-            agent, hello, token=settings.token, handshake_s=settings.handshake_s
+            agent,
+            hello,
+            token=settings.token,
+            tls=settings.tls,
+            handshake_s=settings.handshake_s,
         )
         self.receiver = Receiver(
             agent,
@@ -102,6 +106,7 @@ async def serve(settings: DecodeSettings) -> None:
     Raises:
         SettingsError: the worker cannot start with these settings.
     """
+    tls = settings.tls  # invalid files are reported before the model is loaded
     loaded = await asyncio.to_thread(load_worker, settings, decodes=True)
     landing = loaded.new_slab()
     agent = TransferAgent(
@@ -110,7 +115,7 @@ async def serve(settings: DecodeSettings) -> None:
     agent.register(landing)
     await warm_up_transfers(loaded, agent, landing)
     worker = DecodeWorker(settings, loaded, agent, landing)
-    server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token)
+    server = GrpcServer(settings.endpoint, [SERVICE], token=settings.token, tls=tls)
     decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)
     role = Role.COLOCATED if settings.colocated else Role.DECODE
     try:

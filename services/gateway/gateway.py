@@ -100,10 +100,14 @@ class Gateway:
         self._not_ready: str | None = None
         self._ready_until = 0.0
         self._router = router or RouterClient(
-            settings.routers, token=settings.token, timeout_s=settings.connect_timeout_s
+            settings.routers,
+            token=settings.token,
+            tls=settings.tls,
+            timeout_s=settings.connect_timeout_s,
         )
         self._sessions = SessionPool(
             token=settings.token,
+            tls=settings.tls,
             connect_timeout_s=settings.connect_timeout_s,
             max_buffered_tokens=settings.stream_buffer_tokens,
         )

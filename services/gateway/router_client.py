@@ -1,6 +1,7 @@
 """Client of the routers: places requests and reports when they end."""
 
 import asyncio
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from services.common.placement import (
     Release,
     RouterError,
 )
+from services.common.tls import MutualTls
 
 log = structlog.get_logger()
 
@@ -61,19 +63,30 @@ class RouterClient:
     Args:
         routers: base URLs.
         token: cluster token, or None.
+        tls: certificates for mutual TLS, or None.
         timeout_s: maximum time in seconds to connect, and for an answer in addition to ``wait_s``.
     """
 
-    def __init__(self, routers: list[str], *, token: str | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        routers: list[str],
+        *,
+        token: str | None,
+        timeout_s: float,
+        tls: MutualTls | None = None,
+    ) -> None:
         self._routers = [url.rstrip("/") for url in routers]
         self._timeout_s = timeout_s
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=tls.client_context if tls else True
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Authorization": f"Bearer {token}"} if token else {},
         )
         self._releases: set[asyncio.Task[None]] = set()
         self._probes: dict[str, asyncio.Task[object]] = {}
+        self._tls_failures: dict[str, str] = {}  # last one that was logged, by router
         self._answered: dict[str, float] = {}  # event-loop time of a router's last answer, seconds
 
     async def place(self, request: PlaceRequest) -> RoutedPlacement:
@@ -112,7 +125,7 @@ class RouterClient:
 
     async def readiness(self, model: str) -> ModelReadiness:
         """Return whether a router can place requests for a model, or the reason why none can."""
-        reason = None
+        reason, failure = None, "no router answers"
         for router in tuple(self._routers):
             try:
                 response, body = await self._request(
@@ -124,12 +137,17 @@ class RouterClient:
                 found = _readiness(model, ReadinessList.model_validate_json(body).models)
             except (aiohttp.ClientError, ValidationError) as error:
                 log.debug("router does not report readiness", router=router, error=repr(error))
+                if tls_error := _tls_error(error):
+                    failure = f"no router answers: {tls_error}"
+                    if self._tls_failures.get(router) != repr(error):
+                        self._tls_failures[router] = repr(error)
+                        log.warning("router does not answer", router=router, error=repr(error))
                 continue
             if found.ready:
                 self._prefer(router)
                 return found
             reason = reason or found.reason
-        return ModelReadiness(model=model, ready=False, reason=reason or "no router answers")
+        return ModelReadiness(model=model, ready=False, reason=reason or failure)
 
     async def close(self) -> None:
         """Send the outstanding releases, then close the connections."""
@@ -239,6 +257,12 @@ def _readiness(model: str, known: Sequence[ModelReadiness]) -> ModelReadiness:
     others = ", ".join(repr(entry.model) for entry in known[:_MAX_NAMED])
     reason = f"no worker of the model {model!r} is registered" + (others and f", only of {others}")
     return ModelReadiness(model=model, ready=False, reason=reason)
+
+
+def _tls_error(error: Exception) -> str | None:
+    """Return OpenSSL's name of a TLS error, which has no address; None for any other error."""
+    causes = (getattr(error, "certificate_error", None), error.__cause__, error.__context__)
+    return next((cause.reason for cause in causes if isinstance(cause, ssl.SSLError)), None)
 
 
 def _raise_refusal(response: aiohttp.ClientResponse, body: bytes) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from wsgiref.simple_server import WSGIServer
 
 import structlog
 import uvloop
@@ -11,6 +12,7 @@ from services.common.errors import SettingsError
 from services.common.file_limit import check_file_limit
 from services.common.grpc_server import GrpcServer
 from services.common.http_server import HttpServer
+from services.common.metrics_server import start_metrics_server
 from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.http.routes import build_app
 from services.gateway.http.server import http_config, listen_for_clients
@@ -42,6 +44,7 @@ async def serve(settings: GatewaySettings) -> None:
     try:
         http = HttpServer(http_config(build_app(gateway), gateway))
         rpc = build_rpc_server(gateway, f"{_bracketed(settings.host)}:{settings.grpc_port}")
+        metrics = _serve_metrics(gateway)
     except SettingsError:
         listener.close()
         await gateway.close()
@@ -52,7 +55,10 @@ async def serve(settings: GatewaySettings) -> None:
     serving = asyncio.create_task(http.serve([listener]))
     health = asyncio.create_task(_update_health(gateway, rpc))
     port = listener.getsockname()[1]
-    log.info("listening", model=model.name, port=port, grpc_port=rpc.port)
+    metrics_port = metrics.server_port if metrics else port
+    log.info(
+        "listening", model=model.name, port=port, grpc_port=rpc.port, metrics_port=metrics_port
+    )
     try:
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -67,7 +73,24 @@ async def serve(settings: GatewaySettings) -> None:
         await rpc.stop(_GRPC_GRACE_S)
         await serving
         await gateway.close()
+        if metrics is not None:
+            metrics.shutdown()
+            metrics.server_close()
         log.info("stopped")
+
+
+def _serve_metrics(gateway: Gateway) -> WSGIServer | None:
+    """Start the server of the metrics if they have a port of their own."""
+    settings = gateway.settings
+    if settings.metrics_port is None:
+        return None
+    return start_metrics_server(
+        settings.host,
+        settings.metrics_port,
+        gateway.metrics.registry,
+        token=settings.token,
+        tls=settings.tls,
+    )
 
 
 async def _update_health(gateway: Gateway, rpc: GrpcServer) -> None:

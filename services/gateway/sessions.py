@@ -11,6 +11,7 @@ from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2
 from services.common.errors import ServiceError, Unavailable
 from services.common.grpc_server import credentials, open_channel
 from services.common.placement import WorkerAddress
+from services.common.tls import MutualTls
 
 log = structlog.get_logger()
 
@@ -129,6 +130,7 @@ class WorkerSession:
         worker: WorkerAddress,
         *,
         token: str | None,
+        tls: MutualTls | None,
         connect_timeout_s: float,
         max_buffered_tokens: int,
         on_confirmed: Callable[["WorkerSession"], None],
@@ -137,6 +139,7 @@ class WorkerSession:
         self.worker = worker
         self.alive = True
         self._token = token
+        self._tls = tls
         self._connect_timeout_s = connect_timeout_s
         self._max_buffered_tokens = max_buffered_tokens
         self._on_confirmed = on_confirmed
@@ -193,7 +196,7 @@ class WorkerSession:
     async def _run(self) -> None:
         """Connect, then send commands and receive steps until either side ends the call."""
         reason = "the worker ended the session"
-        async with open_channel(self.worker.address) as channel:
+        async with open_channel(self.worker.address, self._tls) as channel:
             try:
                 async with asyncio.timeout(self._connect_timeout_s):
                     await channel.channel_ready()
@@ -243,14 +246,21 @@ class SessionPool:
 
     Args:
         token: cluster token, or None.
+        tls: certificates for mutual TLS, or None.
         connect_timeout_s: time to connect to a worker, seconds.
         max_buffered_tokens: maximum tokens that one stream buffers; above it, the stream fails.
     """
 
     def __init__(
-        self, *, token: str | None, connect_timeout_s: float, max_buffered_tokens: int
+        self,
+        *,
+        token: str | None,
+        connect_timeout_s: float,
+        max_buffered_tokens: int,
+        tls: MutualTls | None = None,
     ) -> None:
         self._token = token
+        self._tls = tls
         self._connect_timeout_s = connect_timeout_s
         self._max_buffered_tokens = max_buffered_tokens
         self._sessions: dict[WorkerAddress, WorkerSession] = {}
@@ -262,6 +272,7 @@ class SessionPool:
             session = WorkerSession(
                 worker,
                 token=self._token,
+                tls=self._tls,
                 connect_timeout_s=self._connect_timeout_s,
                 max_buffered_tokens=self._max_buffered_tokens,
                 on_confirmed=self._end_other_epochs,

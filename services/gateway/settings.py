@@ -18,6 +18,13 @@ class GatewaySettings(ServiceSettings):
 
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 selects a free port")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0 selects a free port")
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of /metrics for scrapers with the authentication of the services, a "
+        "client certificate or the cluster token; default: /metrics is public, on `port`",
+    )
     routers: list[str] = Field(
         ["http://127.0.0.1:8002"],
         min_length=1,

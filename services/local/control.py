@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from services.common.errors import SettingsError
 from services.local.lock import ProcessIdentity
 from services.local.state import Deployment, StateUnreadable, lock_holder
 
@@ -75,7 +76,7 @@ def status(port: int, *, as_json: bool = False) -> int:
         console.print(_workers(deployment))
         for line in _not_ready(deployment):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, SettingsError, ValueError) as error:
         console.print(f"[yellow]the router does not answer: {error}[/]")
         return 1
     return 0
@@ -129,14 +130,11 @@ def _not_ready(deployment: Deployment) -> list[str]:
 
 
 def _ask_router(deployment: Deployment, name: str) -> dict[str, Any]:
-    """Return the router's answer to ``GET /v1/<name>``."""
-    answer: dict[str, Any] = (
-        httpx.get(
-            f"http://{deployment.host}:{deployment.router_port}/v1/{name}",
-            headers={"authorization": f"Bearer {deployment.cluster_token}"},
-            trust_env=False,
-        )
-        .raise_for_status()
-        .json()
-    )
+    """Return the router's answer to ``GET /v1/<name>``.
+
+    Raises:
+        SettingsError: if the files of mutual TLS cannot be used.
+    """
+    with deployment.router_client() as router:
+        answer: dict[str, Any] = router.get(f"/v1/{name}").raise_for_status().json()
     return answer

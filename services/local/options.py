@@ -1,6 +1,7 @@
 """Options of `headrace up`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.common.errors import SettingsError
 
@@ -23,6 +24,8 @@ class UpOptions:
         codec: encoding of KV transfers: auto, raw or splitzip.
         device: device of the workers: auto, cpu or cuda.
         kv_eviction: fraction of a prompt's tokens whose KV is evicted.
+        tls_dir: folder with tls.crt, tls.key and ca.crt, for mutual TLS between the services; None
+            for a cluster token, which `up` generates.
     """
 
     host: str = "127.0.0.1"
@@ -38,6 +41,7 @@ class UpOptions:
     device: str = "auto"
     kv_format: str = "dense"
     kv_eviction: float = 0.0
+    tls_dir: Path | None = None
 
     @property
     def wire_codec(self) -> str:

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from services.common.tls import TlsFiles
 from services.local.artifacts import Artifacts
 from services.local.options import UpOptions
 from services.local.supervisor import ProcessSpec
@@ -17,17 +18,19 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
     Args:
         options: options of the deployment.
         artifacts: files that the processes read.
-        token: cluster token, the shared secret between the services.
+        token: cluster token, the shared secret between the services; empty with mutual TLS.
     """
     common = {
         "HEADRACE_CLUSTER_TOKEN": token,
+        **_tls(options.tls_dir),
         # Several threads per worker are slower if there are more workers than cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": "1",
         # Huge pages for weights make a decode step, which reads all weights, 8 % faster.
         "THP_MEM_ALLOC_ENABLE": "1",
     }
-    router_url = f"http://{options.host}:{options.router_port}"
+    scheme = "https" if options.tls_dir else "http"
+    router_url = f"{scheme}://{options.host}:{options.router_port}"
     specs = [
         ProcessSpec(
             "router", "router", ("--host", options.host, "--port", str(options.router_port)), common
@@ -50,6 +53,17 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
             arguments += ("--colocated",)
         specs.append(ProcessSpec(name, role, arguments, environment))
     return specs
+
+
+def _tls(tls_dir: Path | None) -> dict[str, str]:
+    if tls_dir is None:
+        return {}
+    files = TlsFiles.of(tls_dir)
+    return {
+        "HEADRACE_TLS_CERT_FILE": str(files.certificate),
+        "HEADRACE_TLS_KEY_FILE": str(files.key),
+        "HEADRACE_TLS_CA_FILE": str(files.ca),
+    }
 
 
 def _gateway(options: UpOptions, artifacts: Artifacts, router_url: str) -> tuple[str, ...]:

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+import httpx
 import psutil
 
+from services.common.tls import MutualTls, TlsFiles
 from services.local.lock import LockHeld, ProcessIdentity, holder_of, locked
 
 STATE_VERSION = 2
@@ -58,8 +61,9 @@ class Deployment:
         router_port: HTTP port of the router.
         supervisor_pid: process id of `headrace up`.
         supervisor_started: start time of that process, seconds since the boot of the machine.
-        cluster_token: shared secret between the services.
+        cluster_token: shared secret between the services; empty with mutual TLS.
         pids: process id of each service process, by name.
+        tls_dir: folder with the certificate, key and CA of mutual TLS, or None.
     """
 
     host: str
@@ -70,6 +74,7 @@ class Deployment:
     supervisor_started: float
     cluster_token: str
     pids: dict[str, int]
+    tls_dir: str | None = None
 
     @staticmethod
     def folder(port: int) -> Path:
@@ -113,7 +118,22 @@ class Deployment:
         for name, kind in _FIELDS.items():
             if not isinstance(state.get(name), kind):
                 raise ValueError(f"its field {name} is {state.get(name)!r}")
-        return cls(**{name: state[name] for name in _FIELDS})
+        return cls(**{name: state[name] for name in _FIELDS if name in state})
+
+    def router_client(self) -> httpx.Client:
+        """Return a client of the router, with the authentication of the services.
+
+        Raises:
+            SettingsError: if the files of mutual TLS cannot be used.
+        """
+        address = f"{self.host}:{self.router_port}"
+        if self.tls_dir is None:
+            headers = {"authorization": f"Bearer {self.cluster_token}"}
+            return httpx.Client(base_url=f"http://{address}", headers=headers, trust_env=False)
+        tls = MutualTls(TlsFiles.of(Path(self.tls_dir)))
+        return httpx.Client(
+            base_url=f"https://{address}", verify=tls.client_context, trust_env=False
+        )
 
     @property
     def supervisor(self) -> ProcessIdentity:
@@ -153,6 +173,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "supervisor_started": (int, float),
     "cluster_token": str,
     "pids": dict,
+    "tls_dir": (str, NoneType),
 }
 
 

@@ -64,7 +64,7 @@ def up(options: UpOptions, *, detach: bool) -> int:
 async def _run(options: UpOptions) -> int:
     """Prepare and start a deployment, and keep it running until SIGINT or SIGTERM."""
     configure_logging("supervisor", level="warning")
-    token = secrets.token_hex(16)
+    token = "" if options.tls_dir else secrets.token_hex(16)
     artifacts = prepare(options, console)
     specs = plan_processes(options, artifacts, token)
     logs = Deployment.folder(options.port) / "logs"
@@ -79,6 +79,7 @@ async def _run(options: UpOptions) -> int:
             supervisor_pid=me.pid,
             supervisor_started=me.started,
             cluster_token=token,
+            tls_dir=str(options.tls_dir) if options.tls_dir else None,
             pids=pids,
         ).save()
 

@@ -235,6 +235,7 @@ async def serve(settings: PrefillSettings) -> None:
     Raises:
         SettingsError: the worker cannot start with these settings.
     """
+    tls = settings.tls  # invalid files are reported before the model is loaded
     decodes = settings.decodes
     if decodes == "auto":
         decodes = torch_device(settings.device).type == "cuda"
@@ -248,7 +249,7 @@ async def serve(settings: PrefillSettings) -> None:
     worker = PrefillWorker(settings, loaded, agent, slab)
     worker.decodes = decodes
     services = [SERVICE, DECODE_SERVICE] if decodes else [SERVICE]
-    server = GrpcServer(settings.endpoint, services, token=settings.token)
+    server = GrpcServer(settings.endpoint, services, token=settings.token, tls=tls)
     prefill_pb2_grpc.add_PrefillServicer_to_server(worker, server.server)
     if decodes:
         decode_pb2_grpc.add_DecodeServicer_to_server(worker.service, server.server)

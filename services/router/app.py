@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from quart import Quart, Response, request
 from werkzeug.exceptions import HTTPException
 
+from services.common.metrics_server import may_read_metrics
 from services.common.placement import (
     Deregistration,
     ErrorCode,
@@ -226,10 +227,15 @@ def _add_auth(app: Quart, token: str | None) -> None:
 
     @app.before_request
     async def authenticate() -> None:
-        if token is None or not request.path.startswith("/v1/"):
+        given = request.headers.get("Authorization", "")
+        if token is None:
             return
-        given = request.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, expected):
+        if request.path == "/metrics":
+            authorized = may_read_metrics(given, token)
+        else:
+            needs_none = not request.path.startswith("/v1/")
+            authorized = needs_none or hmac.compare_digest(given.encode(), expected)
+        if not authorized:
             raise Unauthenticated("the cluster token is missing or wrong")
 
 

@@ -8,6 +8,8 @@ from quart import Quart
 from uvicorn._types import ASGIApplication
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from services.common.tls import MutualTls
+
 KEEP_ALIVE_S = 75  # longer than that of clients, so that the client closes idle connections
 GRACE_S = 3  # time to send the last responses, after queued calls were refused
 MAX_HEAD_BYTES = 16 * 1024
@@ -48,8 +50,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
 
-def http_config(app: Quart) -> uvicorn.Config:
-    """Return uvicorn's configuration."""
+def http_config(app: Quart, tls: MutualTls | None = None) -> uvicorn.Config:
+    """Return uvicorn's configuration, with mutual TLS if there are certificates."""
     return uvicorn.Config(
         cast("ASGIApplication", app),
         http=cast("type[asyncio.Protocol]", Connection),
@@ -62,4 +64,5 @@ def http_config(app: Quart) -> uvicorn.Config:
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
+        ssl_context_factory=(lambda _config, _default: tls.server_context) if tls else None,
     )

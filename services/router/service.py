@@ -21,10 +21,10 @@ async def serve(settings: RouterSettings) -> None:
     """Run a router until SIGTERM or SIGINT, then refuse the queued place calls.
 
     Raises:
-        SettingsError: if the address is invalid or the port is in use.
+        SettingsError: if the address or a TLS file is invalid, or the port is in use.
     """
     dispatcher = build_dispatcher(settings)
-    server = HttpServer(http_config(create_app(settings, dispatcher)))
+    server = HttpServer(http_config(create_app(settings, dispatcher), settings.tls))
     listener = listen(settings.host, settings.port)
 
     def stop() -> None:

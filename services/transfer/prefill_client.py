@@ -21,6 +21,7 @@ from services.common.grpc_server import (
     next_message,
     open_channel,
 )
+from services.common.tls import MutualTls
 from services.transfer.agent import TransferAgent
 from services.transfer.errors import PeerRefused, TransferError
 from services.transfer.fetch import FetchFailed
@@ -184,11 +185,18 @@ class PrefillClients:
     """
 
     def __init__(
-        self, agent: TransferAgent, hello: pb.Hello, *, token: str | None, handshake_s: float
+        self,
+        agent: TransferAgent,
+        hello: pb.Hello,
+        *,
+        token: str | None,
+        handshake_s: float,
+        tls: MutualTls | None = None,
     ) -> None:
         self._agent = agent
         self._hello = hello
         self._metadata = credentials(token)
+        self._tls = tls
         self._handshake_s = handshake_s
         self._clients: dict[tuple[str, str], asyncio.Task[PrefillClient]] = {}
         self._sequences = count(1)
@@ -226,7 +234,7 @@ class PrefillClients:
         await asyncio.gather(*self._runs, return_exceptions=True)
 
     async def _open(self, worker: decode_pb2.WorkerAddress) -> PrefillClient:
-        channel = open_channel(worker.address)
+        channel = open_channel(worker.address, self._tls)
         session: Any = PrefillStub(channel).Session  # no request iterator: `write` sends requests
         call: MessageStream = session(metadata=self._metadata)
         welcome: pb.Welcome | None = None

@@ -172,13 +172,18 @@ async def _start(
         worker.engine,
         settings.routers,
         token=settings.token,
+        tls=settings.tls,
         period_s=settings.heartbeat_s,
     )
     worker.join(registrar)
     worker.engine.start()
     await server.start()
     metrics_server = start_metrics_server(
-        settings.host, settings.metrics_port, worker.metrics.registry
+        settings.host,
+        settings.metrics_port,
+        worker.metrics.registry,
+        token=settings.token,
+        tls=settings.tls,
     )
     await server.set_serving(True)
     registrar.start()
@@ -228,12 +233,14 @@ def stop_on_signals() -> asyncio.Event:
 
 async def _tend(worker: Worker, server: GrpcServer, registrar: Registrar, period_s: float) -> None:
     """Set the gauges periodically, and report whether the worker is ready."""
+    reported: str | None = None
     while True:
         worker.observe()
-        if worker.not_ready != registrar.not_ready and not worker.draining:
-            registrar.not_ready = worker.not_ready
-            log.warning("readiness changed", not_ready=worker.not_ready)
-            await server.set_serving(worker.not_ready is None)
+        not_ready = worker.not_ready or registrar.unregistered
+        if not_ready != reported and not worker.draining:
+            reported, registrar.not_ready = not_ready, worker.not_ready
+            log.warning("readiness changed", not_ready=not_ready)
+            await server.set_serving(not_ready is None)
         await asyncio.sleep(period_s)
 
 

@@ -7,6 +7,7 @@ import httpx
 import structlog
 
 from services.common.placement import Heartbeat, Registration, WorkerState
+from services.common.tls import MutualTls
 from services.worker.engine_thread import EngineThread
 
 log = structlog.get_logger()
@@ -34,20 +35,34 @@ class Registrar:
         *,
         token: str | None,
         period_s: float,
+        tls: MutualTls | None = None,
     ) -> None:
         self._registration = registration
         self._engine = engine
         self._routers = routers
         self._period_s = period_s
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(2.0), trust_env=False)
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(2.0),
+            trust_env=False,
+            verify=tls.client_context if tls else True,
+        )
         self._admitted: dict[str, deque[tuple[int, str]]] = {
             url: deque(maxlen=MAX_UNREPORTED) for url in routers
         }
         self._beats = {url: asyncio.Lock() for url in routers}  # one at a time, in order
         self._tasks: list[asyncio.Task[None]] = []
+        self._failures: dict[str, str] = {}  # by URL of a router that does not know this worker
         self.state: WorkerState = WorkerState.STARTING
         self.not_ready: str | None = None
+
+    @property
+    def unregistered(self) -> str | None:
+        """Why no router knows this worker, or None if one does or was not called yet."""
+        if len(self._failures) < max(1, len(self._routers)):
+            return None
+        return f"not registered: {', '.join(self._failures.values())}"
 
     def admit(self, placement_id: str) -> None:
         """Report a placement with the first heartbeat whose load includes it.
@@ -85,10 +100,13 @@ class Registrar:
                     await self._register(url)
                     log.info("registered", router=url)
                 known, complained = await self._beat(url), False
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+                self._failures.pop(url, None)
+            # An OSError is a TLS alert of the router, which httpx passes on as it is.
+            except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
                 if not complained:
                     log.warning("router does not answer", router=url, error=repr(error))
                 known, complained = False, True
+                self._failures[url] = f"{url}: {error!r}"
             await asyncio.sleep(self._period_s)
 
     async def _register(self, url: str) -> None:

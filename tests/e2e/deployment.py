@@ -70,7 +70,7 @@ class Running:
     def metric(self, process: str, name: str, **labels: str) -> float:
         """Return a metric of one worker, summed over all labels that are not given."""
         port = self.records(process, "ready")[-1]["metrics_port"]
-        text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+        text = httpx.get(self._metrics_url(port), trust_env=False).raise_for_status().text
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)
@@ -84,17 +84,16 @@ class Running:
         for name in sorted(self.state.pids):
             if name.startswith(("prefill", "decode")):
                 port = self.records(name, "ready")[-1]["metrics_port"]
-                urls[name] = f"http://127.0.0.1:{port}/metrics"
+                urls[name] = self._metrics_url(port)
         return urls
+
+    def _metrics_url(self, port: object) -> str:
+        return f"http://:{self.state.cluster_token}@127.0.0.1:{port}/metrics"
 
     def workers(self) -> dict[str, dict[str, object]]:
         """Return the router's view of each worker, by worker id."""
-        state = self.state
-        answer = httpx.get(
-            f"http://127.0.0.1:{state.router_port}/v1/workers",
-            headers={"authorization": f"Bearer {state.cluster_token}"},
-            trust_env=False,
-        )
+        with self.state.router_client() as router:
+            answer = router.get("/v1/workers")
         return {worker["worker_id"]: worker for worker in answer.json()["workers"]}
 
     def wait_for_all_workers(self, limit_s: float) -> None:

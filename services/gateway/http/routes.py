@@ -137,6 +137,8 @@ class _Routes:
                 200: {"description": "Metrics.", "content": _METRICS_CONTENT},
             },
         }
+        if self._gateway.settings.metrics_port is not None:
+            del responses[self.metrics]
         for probe, documented in responses.items():
             path = f"/{probe.__name__}"
             response_class = PlainTextResponse if probe == self.metrics else JSONResponse

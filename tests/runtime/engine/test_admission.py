@@ -21,10 +21,10 @@ def test_choices_share_full_pages(model: Model) -> None:
 def test_prompts_are_admitted_first_come_first_served(model: Model) -> None:
     engine = engine_of(model, pages=8)
     adds: list[Command] = [Add(request_of("a", 60, 60)), Add(request_of("b", 100, 4))]
-    record = drive(engine, *adds, Add(request_of("c", 5, 4)))
+    record = drive(engine, *adds, Add(request_of("c", 30, 4)))
     computed = [chunk.id for output in record.steps for chunk in output.computed]
     assert computed[:2] == ["a", "a"]
-    assert computed.index("b") < computed.index("c"), "c fits beside a, but b arrived first"
+    assert computed.index("b") < computed.index("c"), "c fits beside a, not beside b, which arrived first"
 
 
 def test_reserved_sequences_are_queued_and_hold_a_batch_slot(model: Model) -> None:

@@ -24,9 +24,11 @@ from runtime.kv.shard.decoder import KeyDecoder
 from runtime.kv.windowed import WindowedFormat, WindowedLayer
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import PAGE, gaussian, same_bits, stored_planes
-from tests.runtime.kv.test_kernels import SMALL, TOLERANCE, WIDE, Sequences, on_device
+from tests.runtime.kv.test_kernels import SMALL, WIDE, Sequences, on_device
 
 pytestmark = [pytest.mark.triton, pytest.mark.long]
+TOLERANCE = 2e-2
+"""The kernels round weights to fp8, the reference does not."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import socket
 from urllib.request import urlopen
 
+import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -17,6 +18,33 @@ def test_exposes_the_registry_on_a_free_port() -> None:
     try:
         with urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as response:
             assert b"headrace_example 3.0" in response.read()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_requires_the_cluster_token_if_there_is_one() -> None:
+    server = start_metrics_server("127.0.0.1", 0, CollectorRegistry(), token="between-us")
+    host = f"127.0.0.1:{server.server_port}"
+
+    def status(userinfo: str = "", authorization: str = "") -> int:
+        headers = {b"authorization": authorization.encode("latin-1")} if authorization else {}
+        url = f"http://{userinfo}{host}/metrics"
+        return httpx.get(url, headers=headers, trust_env=False).status_code
+
+    try:
+        assert status(authorization="Bearer between-us") == 200
+        assert status(userinfo=":between-us@") == 200
+        for wrong in (
+            "",
+            "Bearer wrong",
+            "Bearer",
+            "between-us",
+            "Basic !",
+            "Basic YTpi",
+            "Bearer \xff",
+        ):
+            assert status(authorization=wrong) == 401
     finally:
         server.shutdown()
         server.server_close()

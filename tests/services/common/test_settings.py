@@ -104,6 +104,30 @@ def test_open_host_with_cluster_token_is_accepted(
         settings_class.load(["--host=0.0.0.0"])
 
 
+TLS_FILES = {"CERT": "tls.crt", "KEY": "tls.key", "CA": "ca.crt"}
+
+
+@pytest.mark.usefixtures("no_token")
+@pytest.mark.parametrize("settings_class", ALL_SERVICES)
+def test_mutual_tls_replaces_the_cluster_token_and_comes_from_the_same_variables_for_all_services(
+    settings_class: type[ServiceSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, file in TLS_FILES.items():
+        monkeypatch.setenv(f"HEADRACE_TLS_{name}_FILE", file)
+    flags = ["--host=0.0.0.0"]
+    if "routers" in settings_class.model_fields:
+        with pytest.raises(SettingsError, match="the router http://r:1 must have an https:// URL"):
+            settings_class.load([*flags, "--routers=http://r:1"])
+        flags.append("--routers=https://r:1")
+    settings = settings_class.load(flags)
+    assert settings.tls_ca_file == Path("ca.crt")
+    with pytest.raises(SettingsError, match=r"tls_cert_file tls\.crt cannot be read: No such"):
+        _ = settings.tls
+    monkeypatch.delenv("HEADRACE_TLS_KEY_FILE")
+    with pytest.raises(SettingsError, match="mutual TLS also needs tls_key_file"):
+        settings_class.load(flags)
+
+
 @pytest.mark.usefixtures("no_token")
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost"])
 def test_loopback_host_needs_no_cluster_token(host: str) -> None:

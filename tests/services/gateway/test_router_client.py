@@ -4,8 +4,10 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.common.errors import (
     InternalFault,
@@ -18,9 +20,12 @@ from services.common.errors import (
 from services.common.placement import Outcome, PlaceRequest
 from services.gateway import router_client
 from services.gateway.router_client import NoRouter, RouterClient
+from tests.services.certificates import Authority
 from tests.services.gateway.fakes import FakeRouter, FakeWorker, running, until
+from tests.services.tls_ports import router_port
 
 REQUEST = PlaceRequest(request_id="r", prompt_tokens=1, max_tokens=1)
+UNREGISTERED = "no worker of the model 'small' is registered"
 OpenClient = Callable[..., RouterClient]
 
 
@@ -219,3 +224,28 @@ async def test_refusal_of_a_router_is_a_typed_error(
     with pytest.raises(error) as caught:
         await open_client(router.url).place(REQUEST)
     assert caught.value.retry_after_s == retry_after_s
+
+
+async def test_reason_for_no_router_includes_the_tls_error(tmp_path: Path) -> None:
+    """The gateway refuses the router's certificate, or the router that of the gateway."""
+    ours, foreign = Authority(tmp_path / "ours"), Authority(tmp_path / "foreign")
+    gateway = ours.tls("gateway")
+    async with router_port(ours.tls("router")) as port:
+
+        async def reason() -> str | None:
+            client = RouterClient(
+                [f"https://127.0.0.1:{port}"], token=None, tls=gateway, timeout_s=5
+            )
+            with capture_logs() as logs:
+                found = [(await client.readiness("small")).reason for _ in range(2)]
+            await client.close()
+            warnings = [entry for entry in logs if entry["event"] == "router does not answer"]
+            assert len(warnings) == (found[0] != UNREGISTERED)  # only once
+            assert len(set(found)) == 1
+            return found[0]
+
+        assert await reason() == UNREGISTERED
+        files = foreign.issue("gateway", into=ours)
+        assert await reason() == "no router answers: CERTIFICATE_VERIFY_FAILED"
+        files.ca.write_bytes(files.ca.read_bytes() + ours.issue("other").ca.read_bytes())
+        assert await reason() == "no router answers: TLSV1_ALERT_UNKNOWN_CA"

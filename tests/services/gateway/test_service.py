@@ -56,7 +56,30 @@ async def test_serves_both_ports_until_sigterm() -> None:
             await asyncio.open_connection("127.0.0.1", closed)
 
 
-@pytest.mark.parametrize("name", ["port", "grpc_port"])
+async def test_metrics_with_a_port_of_their_own_need_the_cluster_token() -> None:
+    port, metrics_port = free_port(), free_port()
+    settings = GatewaySettings.model_validate(
+        {"port": port, "grpc_port": 0, "metrics_port": metrics_port, "cluster_token": "between-us"}
+    )
+    serving = asyncio.create_task(serve(settings))
+    url, right = f"http://127.0.0.1:{metrics_port}/metrics", {"authorization": "Bearer between-us"}
+    async with httpx.AsyncClient(trust_env=False) as http:
+        while True:
+            try:
+                assert (await http.get(f"http://127.0.0.1:{port}/metrics")).status_code == 404
+                break
+            except httpx.ConnectError:
+                await asyncio.sleep(0.01)
+        assert (await http.get(url)).status_code == 401
+        assert "headrace_requests_total" in (await http.get(url, headers=right)).text
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(10):
+        await serving
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", metrics_port)
+
+
+@pytest.mark.parametrize("name", ["port", "grpc_port", "metrics_port"])
 async def test_port_in_use_is_a_settings_error(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

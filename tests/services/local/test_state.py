@@ -83,6 +83,16 @@ def test_unknown_fields_are_accepted(deployment: Deployment, state_file: Path) -
     assert Deployment.find(PORT) == deployment
 
 
+def test_state_without_the_folder_of_mutual_tls_is_accepted(
+    deployment: Deployment, state_file: Path
+) -> None:
+    deployment.save()
+    state = json.loads(state_file.read_text())
+    del state["tls_dir"]  # as in states of earlier versions
+    state_file.write_text(json.dumps(state))
+    assert Deployment.find(PORT) == deployment
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -189,7 +190,7 @@ async def test_disconnected_caller_is_removed_from_the_queue(router: Router) -> 
     assert (await router.post("/v1/place", place_request()))[0] == 200, (
         "the cancelled call used no capacity"
     )
-    metrics = await (await router.client.get("/metrics")).get_data(as_text=True)
+    metrics = await (await router.client.get("/metrics", headers=HEADERS)).get_data(as_text=True)
     assert 'headrace_placements_total{outcome="abandoned"} 1.0' in metrics
     assert "headrace_num_requests_waiting 0.0" in metrics
 
@@ -214,8 +215,17 @@ async def test_v1_requires_the_cluster_token(router: Router, authorization: str 
     for path in ("register", "heartbeat", "place", "release", "deregister"):
         status, body, _ = await router.post(f"/v1/{path}", b"{}", headers)
         assert (status, code_of(body)) == (401, ErrorCode.UNAUTHENTICATED)
-    for path in ("workers", "models", "absent"):
-        assert (await router.client.get(f"/v1/{path}", headers=headers)).status_code == 401
+    for path in ("v1/workers", "v1/models", "v1/absent"):
+        assert (await router.client.get(f"/{path}", headers=headers)).status_code == 401
+
+
+@pytest.mark.parametrize("authorization", [None, "Bearer wrong", TOKEN, "Basic !", "Basic Og=="])
+async def test_metrics_require_the_cluster_token(router: Router, authorization: str | None) -> None:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    assert (await router.client.get("/metrics", headers=headers)).status_code == 401
+    password = b64encode(f"prometheus:{TOKEN}".encode()).decode()
+    for right in (HEADERS, {"Authorization": f"Basic {password}"}):
+        assert (await router.client.get("/metrics", headers=right)).status_code == 200
 
 
 async def test_v1_is_open_without_a_configured_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +294,7 @@ async def test_models_and_metrics(router: Router) -> None:
     await router.post("/v1/place", place_request())
     models = await (await router.client.get("/v1/models", headers=HEADERS)).get_json()
     assert [model["name"] for model in models["models"]] == ["small"]
-    text = await (await router.client.get("/metrics")).get_data(as_text=True)
+    text = await (await router.client.get("/metrics", headers=HEADERS)).get_data(as_text=True)
     for line in (
         'headrace_workers{role="decode",state="ready"} 1.0',
         'headrace_queue_tokens{role="prefill",worker="p0"} 22.0',
@@ -295,7 +305,7 @@ async def test_models_and_metrics(router: Router) -> None:
     ):
         assert line in text
     await router.post("/v1/deregister", Deregistration(worker_id="p0", epoch="e1"))
-    text = await (await router.client.get("/metrics")).get_data(as_text=True)
+    text = await (await router.client.get("/metrics", headers=HEADERS)).get_data(as_text=True)
     assert 'worker="p0"' not in text, "a removed worker has no series"
 
 

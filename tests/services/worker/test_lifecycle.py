@@ -127,7 +127,7 @@ async def test_readiness_follows_the_worker_unless_it_drains(draining: bool) -> 
         observe=lambda: rounds.append(None), not_ready=None, draining=draining
     )
     server: Any = SimpleNamespace(set_serving=set_serving)
-    registrar: Any = SimpleNamespace(not_ready=None)
+    registrar: Any = SimpleNamespace(not_ready=None, unregistered=None)
     tending = asyncio.create_task(_tend(worker, server, registrar, 0.001))
     for reason in ("blocked", None):
         worker.not_ready = reason
@@ -135,4 +135,9 @@ async def test_readiness_follows_the_worker_unless_it_drains(draining: bool) -> 
         await until(lambda: len(rounds) > 1)
         assert registrar.not_ready == (None if draining else reason)
     assert served == ([] if draining else [False, True])
+    registrar.unregistered = "no router knows this worker"
+    rounds.clear()
+    await until(lambda: len(rounds) > 1)
+    assert registrar.not_ready is None  # routers are told only what the worker itself lacks
+    assert served == ([] if draining else [False, True, False])
     tending.cancel()

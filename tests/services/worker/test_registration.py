@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,10 +11,13 @@ import pytest
 
 from runtime.engine import Cancel
 from services.common.placement import Registration, Role, WorkerState
+from services.common.tls import MutualTls
 from services.worker.engine_thread import EngineThread
 from services.worker.registration import Registrar
 from tests.runtime.tiny import engine_of, tiny_model
-from tests.services.workers import LIMIT_S, load
+from tests.services.certificates import Authority
+from tests.services.tls_ports import router_port
+from tests.services.workers import LIMIT_S, load, until
 
 URL = "http://router"
 
@@ -48,8 +52,12 @@ def registrar_of(
 ) -> Registrar:
     client = httpx.AsyncClient(transport=httpx.MockTransport(router.answer))
     monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client)
+    return Registrar(introduction_of(engine), engine, [URL], token=None, period_s=3600)
+
+
+def introduction_of(engine: EngineThread) -> Registration:
     identity = load().identity
-    introduction = Registration(
+    return Registration(
         worker_id=identity.worker_id,
         epoch=identity.epoch,
         role=Role.DECODE,
@@ -60,7 +68,6 @@ def registrar_of(
         pages_total=engine.pages_total,
         max_running=16,
     )
-    return Registrar(introduction, engine, [URL], token=None, period_s=3600)
 
 
 async def test_concurrent_heartbeats_report_each_placement_once(
@@ -141,3 +148,26 @@ async def test_worker_that_is_not_ready_reports_the_reason(
     assert (first["state"], first["reason"]) == (WorkerState.NOT_READY, "no landing slots")
     assert second["state"] == WorkerState.DRAINING
     await registrar.stop()
+
+
+async def test_worker_says_why_no_router_knows_it_until_it_has_a_valid_certificate(
+    engine: EngineThread, tmp_path: Path
+) -> None:
+    """The router ends the connection with a TLS alert, after the handshake of the client."""
+    ours, foreign = Authority(tmp_path / "ours"), Authority(tmp_path / "foreign")
+    files = foreign.issue("worker")
+    files.ca.write_bytes(files.ca.read_bytes() + ours.issue("router").ca.read_bytes())
+    async with router_port(MutualTls(ours.files("router"))) as port:
+        url = f"https://127.0.0.1:{port}"
+        registrar = Registrar(
+            introduction_of(engine), engine, [url], token=None, tls=MutualTls(files), period_s=0.01
+        )
+        assert registrar.unregistered is None  # no router was called yet
+        registrar.start()
+        async with asyncio.timeout(LIMIT_S):
+            await until(lambda: registrar.unregistered is not None)
+            assert f"not registered: {url}" in str(registrar.unregistered)
+            assert "UNKNOWN_CA" in str(registrar.unregistered)
+            ours.issue("worker", into=foreign)
+            await until(lambda: registrar.unregistered is None)
+        await registrar.stop()
