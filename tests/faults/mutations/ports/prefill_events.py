@@ -111,7 +111,9 @@ class FramePort(_ReplayPort):
             other = slab[slots[at - 1] * slot_bytes :][: lengths[at]]
             frame.copy_(other.clone())
         elif rng.random() < 0.5:  # anywhere
-            changed = mutated_bytes(bytes(frame.numpy()), rng).ljust(len(frame), b"\0")[: len(frame)]
+            changed = mutated_bytes(bytes(frame.numpy()), rng).ljust(len(frame), b"\0")[
+                : len(frame)
+            ]
             frame.copy_(torch.frombuffer(bytearray(changed), dtype=torch.uint8))
         else:  # in the headers of frame and payload
             first = rng.randrange(160)
