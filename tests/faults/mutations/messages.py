@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -48,7 +48,8 @@ def mutated(message: Message, rng: Random) -> bytes:
 def mutate_field(message: Message, rng: Random) -> None:
     """Change one field of a message or of a message in it, chosen at random, in place."""
     owner = rng.choice([owner for owner in _messages(message) if owner.DESCRIPTOR.fields])
-    field: FieldDescriptor = rng.choice(list(owner.DESCRIPTOR.fields))
+    fields: Sequence[FieldDescriptor] = owner.DESCRIPTOR.fields
+    field = rng.choice(fields)
     if field.is_repeated:
         _mutate_repeated(owner, field, rng)
     elif rng.random() < 0.2:
