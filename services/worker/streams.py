@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 
 import grpc
 import structlog
@@ -91,6 +92,7 @@ class StreamSession:
         self._open, self._drop = open_stream, drop_stream
         self.streams: dict[int, Stream] = {}
         self._pending: dict[int, pb.StreamDelta] = {}
+        self._keys = count(1)
         self._wake = asyncio.Event()
 
     async def run(self, context: MessageStream) -> None:
@@ -134,7 +136,7 @@ class StreamSession:
         if start.stream in self.streams:
             log.error("stream started twice", request_id=start.request.request_id)
             return
-        key = f"{self._name}/{start.stream}"
+        key = f"{self._name}/{next(self._keys)}"  # a number may be used again after a stream
         try:
             request = request_from_message(key, start.request)
             deadline_s = deadline_from_message(start.deadline_s)

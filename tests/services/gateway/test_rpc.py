@@ -206,6 +206,7 @@ async def test_request_that_cannot_be_decoded_is_invalid(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     for method in ("Generate", "ListModels"):
-        call: Any = site.rpc.unary_stream(f"/headrace.v1.Inference/{method}")(b"\xff\xff")
+        unary_stream: Any = site.rpc.unary_stream(f"/headrace.v1.Inference/{method}")
+        call = unary_stream(b"\xff\xff")
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert not caplog.records

@@ -51,7 +51,7 @@ async def test_slabs_of_other_sizes_are_served(
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_other_batches_chunks_and_numbers_of_pages_are_served(
-    site: Site, monkeypatch: pytest.MonkeyPatch, role: str, changes: dict[str, int]
+    site: Site, monkeypatch: pytest.MonkeyPatch, role: str, changes: dict[str, Any]
 ) -> None:
     expected, loaded_of = await _tokens(site, {}, {}), workers.loaded_of
 

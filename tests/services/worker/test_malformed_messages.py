@@ -243,3 +243,32 @@ async def test_session_that_is_aborted_while_an_answer_is_written_ends(site: Sit
                     pass
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
     await server.stop(0)
+
+
+async def test_number_of_a_cancelled_stream_can_be_used_again(site: Site) -> None:
+    """The transfer of the cancelled stream has not ended when the second stream starts."""
+    prefill, decode = await site.prefill(started=False), await site.decode()
+    stream = open_stream(decode, prefill, 1, TOKENS)
+    await until(lambda: prefill.worker.sender.active == 1)
+    stream.session.end(stream)
+    stream.session._start(stream.start)
+    prefill.worker.engine.start()
+    await until(lambda: decode.worker.idle)
+    output = output_of(stream.session)
+    assert not output.HasField("error"), output.error
+    assert len(output.tokens) == 8
+    engine = decode.worker.engine
+    await until(lambda: engine.load.pages_free == engine.pages_total)
+
+
+async def test_number_of_an_ended_sequence_cannot_be_used_again(site: Site) -> None:
+    prefill = await site.prefill()
+    async with session_with(prefill) as session:
+        await session.send(pb.PrefillCommand(start=start_of(20, 1, sequence=5)))
+        assert (await session.event()).first_tokens.sequence == 5
+        release = pb.PrefillCommand(release=pb.ReleaseLease(sequence=5))
+        starts = [pb.PrefillCommand(start=start_of(20, 1, number)) for number in (5, 4, 6)]
+        await session.send(release, *starts)
+        while not (event := await session.event()).HasField("first_tokens"):
+            pass
+        assert event.first_tokens.sequence == 6
