@@ -48,7 +48,7 @@ def mutated(message: Message, rng: Random) -> bytes:
 def mutate_field(message: Message, rng: Random) -> None:
     """Change one field of a message or of a message in it, chosen at random, in place."""
     owner = rng.choice([owner for owner in _messages(message) if owner.DESCRIPTOR.fields])
-    fields: Sequence[FieldDescriptor] = owner.DESCRIPTOR.fields
+    fields: Sequence[Any] = owner.DESCRIPTOR.fields
     field = rng.choice(fields)
     if field.is_repeated:
         _mutate_repeated(owner, field, rng)
