@@ -16,7 +16,7 @@ from tests.faults.mutations.ports.gateways import TEXT, check_gateway, gateway
 from tests.services.gateway.conftest import Site
 from tests.services.gateway.fakes import STOP, FakeStream, Script
 
-REQUESTS = 8  # at the same time
+REQUESTS = 32  # at the same time
 TYPED = {200, 400, 408, 429, 500, 503, 504}  # 500: the worker violated the protocol, or said so
 
 
@@ -31,7 +31,7 @@ class WorkerStepsPort(Port):
     @classmethod
     @asynccontextmanager
     async def opened(cls) -> AsyncIterator["WorkerStepsPort"]:
-        async with gateway(deadline_s=2.0) as site:
+        async with gateway(deadline_s=1.0) as site:
             yield cls(site)
 
     async def send(self, rng: Random, count: int) -> None:
