@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc import aio
 
 _CHECK = "/grpc.health.v1.Health/Check"
@@ -93,6 +94,10 @@ class CallLimiter(aio.ServerInterceptor):
                 request = requests if handler.request_streaming else await self._first(requests)
                 async with asyncio.timeout(duration_s):
                     return await _answer(handler, request, context)
+            except DecodeError:
+                await context.abort(
+                    grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be decoded"
+                )
             except _NoRequest as error:
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
             except TimeoutError:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
@@ -175,8 +175,15 @@ def credentials(token: str | None) -> list[tuple[str, str]]:
 
 
 async def next_message(stream: MessageStream) -> Any | None:
-    """Return the next message of a bidirectional call, or None at its end."""
-    message = await stream.read()
+    """Return the next message of a bidirectional call, or None at its end.
+
+    A message that cannot be decoded ends the call: a server answers INVALID_ARGUMENT, and on a
+    client, gRPC returns None.
+    """
+    try:
+        message = await stream.read()
+    except DecodeError:
+        await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message cannot be decoded")
     return None if message is aio.EOF else message
 
 

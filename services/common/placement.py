@@ -265,7 +265,7 @@ class Release(_Message):
 
 
 class WorkerView(_Message):
-    """State of a worker as the router sees it.
+    """State of a worker as the router sees it, and the reason if it gets no requests.
 
     Attributes:
         decodes: on a prefill worker, whether it can also decode prompts that it computes.

@@ -26,7 +26,7 @@ from services.common.placement import Outcome, PlaceRequest, WorkerAddress
 from services.common.tokenizer import Tokenizer
 from services.common.tokenizer_identity import TokenizerIdentity
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.progress import Progress
+from services.gateway.progress import MAX_VOCAB_SIZE, Progress
 from services.gateway.requests import GenerationRequest
 from services.gateway.router_client import NoRouter, RoutedPlacement, RouterClient
 from services.gateway.sessions import SessionPool, WorkerFailure
@@ -118,6 +118,8 @@ class Generator:
         while not text.done:
             routed = await self._place(request, progress, retries)
             worker, delivered = routed.placement.decode, progress.count
+            model = routed.placement.model
+            vocab_size = model.vocab_size if model else MAX_VOCAB_SIZE
             outcome, blame, stream = Outcome.CANCELLED, None, None
             try:
                 stream = self._sessions.get(worker).start(
@@ -132,7 +134,7 @@ class Generator:
                 )
                 while not text.done:
                     received = await stream.next()
-                    progress.accept(received, worker.worker_id)
+                    progress.accept(received, worker.worker_id, vocab_size)
                     deltas = self._assemble(received, text, latency)
                     if deltas:
                         yield deltas

@@ -1,5 +1,7 @@
 """Prometheus metrics of the gateway."""
 
+import math
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from headrace.v1 import decode_pb2
@@ -69,6 +71,10 @@ class GatewayMetrics:
         self._stages.labels("route").observe(seconds)
 
     def observe_stages(self, times: decode_pb2.StageTimes) -> None:
-        """Record the stage times of a stream. A stage that was skipped is 0 and not recorded."""
+        """Record the stage times of a stream. A stage that was skipped is 0 and not recorded.
+
+        Implausible times are ignored: one that is not a number would remain in the sum for ever.
+        """
         for field, seconds in times.ListFields():
-            self._stages.labels(field.name).observe(seconds)
+            if 0 < seconds < math.inf:
+                self._stages.labels(field.name).observe(seconds)

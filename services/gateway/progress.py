@@ -1,11 +1,14 @@
 """Tokens of a request that were delivered to the client, across all attempts."""
 
+import math
 from collections.abc import Sequence
 
 from headrace.v1 import decode_pb2, error_pb2, sampling_pb2
 from services.gateway.requests import GenerationRequest
 from services.gateway.sessions import WorkerFailure
 from services.gateway.text import FINISH_REASONS, FinishReason
+
+MAX_VOCAB_SIZE = 1 << 24
 
 
 class Progress:
@@ -37,18 +40,29 @@ class Progress:
         """Output tokens that the next attempt replays. Requires a request with a single choice."""
         return self.delivered[0]
 
-    def accept(self, deltas: Sequence[decode_pb2.StreamDelta], worker_id: str) -> None:
+    def accept(
+        self,
+        deltas: Sequence[decode_pb2.StreamDelta],
+        worker_id: str,
+        vocab_size: int = MAX_VOCAB_SIZE,
+    ) -> None:
         """Record tokens; call this before they are delivered. On an error, nothing is recorded.
 
+        Args:
+            vocab_size: number of tokens of the worker's model.
+
         Raises:
-            WorkerFailure: if a token is not the next one of its choice, or if a choice ends with an
-                invalid reason.
+            WorkerFailure: if a token is not the next one of its choice, is outside the vocabulary
+                or has a log probability that is not finite, or if a choice ends with an invalid
+                reason.
         """
         next_index = [len(tokens) for tokens in self.delivered]
         for delta in deltas:
             for token in delta.tokens:
                 if token.choice >= len(next_index) or token.index != next_index[token.choice]:
                     raise _protocol_error(f"token {token.index} is out of order", worker_id)
+                if not _is_valid(token, vocab_size):
+                    raise _protocol_error(f"token {token.index} is malformed", worker_id)
                 next_index[token.choice] += 1
             for end in delta.ended:
                 if end.choice >= len(next_index) or end.reason not in FINISH_REASONS:
@@ -69,6 +83,13 @@ class Progress:
         if len(delivered) >= self._max_tokens:
             return sampling_pb2.FINISH_REASON_LENGTH
         return None
+
+
+def _is_valid(token: sampling_pb2.Token, vocab_size: int) -> bool:
+    """Return whether a token and its alternatives have valid ids and finite log probabilities."""
+    if token.token >= vocab_size or not math.isfinite(token.logprob):
+        return False
+    return all(top.token < vocab_size and math.isfinite(top.logprob) for top in token.top)
 
 
 def _protocol_error(message: str, worker_id: str) -> WorkerFailure:

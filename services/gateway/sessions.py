@@ -203,6 +203,9 @@ class WorkerSession:
                 stub = decode_pb2_grpc.DecodeStub(channel)
                 call = stub.Session(self._commands(), metadata=credentials(self._token))
                 async for step in call:
+                    if step is None:  # gRPC could not decode it
+                        reason = "a step cannot be decoded"
+                        break
                     self._dispatch(step)
             except TimeoutError:
                 reason = f"no connection within {self._connect_timeout_s} s"

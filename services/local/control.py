@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from services.common.errors import SettingsError
@@ -104,10 +105,11 @@ def _workers(deployment: Deployment) -> Table:
         httpx.HTTPError, ValueError: if the router does not answer, or its answer is not JSON.
     """
     answer = _ask_router(deployment, "workers")
-    columns = ("worker_id", "role", "state", "queue_tokens", "pages_free", "stored_free")
+    columns = ("worker_id", "role", "state", "queue_tokens", "pages_free", "stored_free", "reason")
     table = Table("worker", *(name.replace("_", " ") for name in columns[1:]), title="router")
     for worker in answer["workers"]:
-        table.add_row(*(str(worker.get(column, "-")) for column in columns))
+        values = (worker.get(column) for column in columns)
+        table.add_row(*("-" if value is None else escape(str(value)) for value in values))
     return table
 
 

@@ -92,6 +92,7 @@ class PrefillSession:
         self._sender = sender
         self._jobs = jobs  # sequences of all sessions, by engine id
         self._own: set[str] = set()
+        self._newest = -1  # numbers of sequences rise
         self._slot_bytes = slot_bytes
         self._max_sequences = max_sequences
         self._max_deadline_s = max_deadline_s
@@ -148,9 +149,10 @@ class PrefillSession:
 
     def _start(self, start: pb.StartPrefill) -> None:
         key, message = self._key(start.sequence), start.request
-        if key in self._jobs:
+        if start.sequence <= self._newest:  # its output might be taken for that of the first one
             log.error("sequence started twice", request_id=message.request_id)
             return
+        self._newest = start.sequence
         if self._is_draining():
             self._fail(start.sequence, error_pb2.ERROR_CODE_DRAINING, "this worker is draining")
             return

@@ -33,7 +33,7 @@ from services.router.errors import InvalidBody, RouterException, Unauthenticated
 from services.router.fleet import Fleet
 from services.router.metrics import RouterMetrics
 from services.router.queue import PlacementQueue
-from services.router.readiness import readiness
+from services.router.readiness import readiness, unmatched
 from services.router.settings import RouterSettings
 
 log = structlog.get_logger()
@@ -118,6 +118,8 @@ def _add_workers_api(app: Quart, router: Dispatcher, clock: Callable[[], float])
             address=worker.address,
             model=worker.model.name,
         )
+        if reason := unmatched(router.fleet.snapshots(clock())).get(worker.worker_id):
+            log.warning("worker gets no requests", worker=worker.worker_id, reason=reason)
         return _empty()
 
     @app.post("/v1/heartbeat")
@@ -172,7 +174,13 @@ def _add_gateways_api(
 
     @app.get("/v1/workers")
     async def workers() -> Response:
-        return _json(WorkerList(workers=router.fleet.views(clock())))
+        now = clock()
+        reasons = unmatched(router.fleet.snapshots(now))
+        views = [
+            view.model_copy(update={"reason": view.reason or reasons.get(view.worker_id)})
+            for view in router.fleet.views(now)
+        ]
+        return _json(WorkerList(workers=views))
 
     @app.get("/v1/readiness")
     async def ready_models() -> Response:

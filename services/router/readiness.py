@@ -23,6 +23,27 @@ def readiness(
     return [_readiness(model, workers, infos or {}) for model in names]
 
 
+def unmatched(workers: Sequence[WorkerSnapshot]) -> dict[str, str]:
+    """Return why workers get no requests although they are registered, by id of the worker.
+
+    These are prefill and decode workers of which every worker with the other role, for the same
+    model, has other properties. A prefill worker that decodes serves requests alone.
+    """
+    reasons = {}
+    for worker in workers:
+        if worker.role is Role.COLOCATED or len(worker.roles) > 1:
+            continue
+        others = [
+            other
+            for other in workers
+            if other.model == worker.model and other.role not in (worker.role, Role.COLOCATED)
+        ]
+        differing = [worker.compatibility.mismatches(other.compatibility) for other in others]
+        if others and all(differing):
+            reasons[worker.worker_id] = _difference([worker, *others])
+    return reasons
+
+
 def _readiness(
     model: str, workers: Sequence[WorkerSnapshot], infos: Mapping[str, ModelInfo]
 ) -> ModelReadiness:

@@ -23,7 +23,7 @@ from services.common.grpc_server import (
 )
 from services.common.tls import MutualTls
 from services.transfer.agent import TransferAgent
-from services.transfer.errors import TransferError
+from services.transfer.errors import PeerRefused, TransferError
 from services.transfer.fetch import FetchFailed
 
 log = structlog.get_logger()
@@ -246,7 +246,8 @@ class PrefillClients:
                 )
         except BaseException as error:
             call.cancel()
-            if welcome is not None:  # NIXL may have added the peer after the timeout
+            # NIXL may have added the peer after the timeout. One that it refuses has a session.
+            if welcome is not None and not isinstance(error, PeerRefused):
                 self._agent.remove_peer(welcome.agent_name)
             await channel.close(None)
             if isinstance(error, aio.AioRpcError | TransferError | TimeoutError):
@@ -274,7 +275,14 @@ class PrefillClients:
             raise FetchFailed(
                 error_pb2.ERROR_CODE_PREFILL_LOST, "no answer to the handshake", worker.worker_id
             )
-        return event.welcome
+        welcome = event.welcome
+        if (welcome.worker_id, welcome.epoch) != (worker.worker_id, worker.epoch):
+            raise FetchFailed(
+                error_pb2.ERROR_CODE_INCOMPATIBLE,
+                f"the worker at {worker.address} is {welcome.worker_id}, not {worker.worker_id}",
+                worker.worker_id,
+            )
+        return welcome
 
     async def _run(
         self,

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 
 import grpc
 import structlog
@@ -91,10 +92,13 @@ class StreamSession:
         self._open, self._drop = open_stream, drop_stream
         self.streams: dict[int, Stream] = {}
         self._pending: dict[int, pb.StreamDelta] = {}
+        self._keys = count(1)
         self._wake = asyncio.Event()
 
     async def run(self, context: MessageStream) -> None:
         """Serve until the gateway disconnects, then end all its streams."""
+        # The first write would send it, and the call could not be aborted during that write.
+        await context.send_initial_metadata(())
         writer = asyncio.create_task(self._write(context))
         try:
             while (command := await next_message(context)) is not None:
@@ -132,7 +136,7 @@ class StreamSession:
         if start.stream in self.streams:
             log.error("stream started twice", request_id=start.request.request_id)
             return
-        key = f"{self._name}/{start.stream}"
+        key = f"{self._name}/{next(self._keys)}"  # a number may be used again after a stream
         try:
             request = request_from_message(key, start.request)
             deadline_s = deadline_from_message(start.deadline_s)

@@ -101,8 +101,8 @@ def token_from_message(
     ):
         if token >= vocab_size:
             raise InvalidRequest(f"token {token} is outside the vocabulary of {vocab_size}")
-        if math.isnan(logprob):
-            raise InvalidRequest(f"the log probability of token {token} is not a number")
+        if not math.isfinite(logprob):
+            raise InvalidRequest(f"the log probability of token {token} is {logprob}")
     return SampledToken(
         choice=message.choice,
         index=message.index,

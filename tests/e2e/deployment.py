@@ -284,7 +284,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _deployment_ports() -> list[int]:
-    """Return free ports for HTTP, gRPC and a router; the port after the last one is free as well."""
+    """Return free ports for HTTP, gRPC and the first of two routers, whose ports are consecutive."""
     with ExitStack() as stack:
 
         def bind(port: int) -> int:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,10 +13,14 @@ import httpx
 import pytest
 
 from tests.e2e.deployment import Running, deployed
+from tests.faults.mutations import documents, http, requests
+from tests.faults.mutations.ports.gateway_http import RECORDED, TYPED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 BAD_REQUESTS, DISCONNECTS, GOOD_REQUESTS, CONCURRENCY = 500, 60, 40, 16
+MUTATED_REQUESTS, RAW_REQUESTS = 400, 200
+MUTATED_S = 3.0  # seconds
 KEY = "sk-a-key-of-this-test"
 
 
@@ -91,6 +96,8 @@ async def test_bad_requests_do_not_disturb_good_ones(running: Running) -> None:
             partial(_disconnect, client, running.model, rng.uniform(0, 0.6))
             for _ in range(DISCONNECTS)
         ]
+        calls += [partial(_mutated, client, rng.random()) for _ in range(MUTATED_REQUESTS)]
+        calls += [partial(_raw, running.port, rng.random()) for _ in range(RAW_REQUESTS)]
         calls += [partial(_check_good, client, running.model, expected)] * GOOD_REQUESTS
         rng.shuffle(calls)
         await asyncio.gather(*(limited(call) for call in calls))
@@ -120,6 +127,27 @@ async def _attack(client: httpx.AsyncClient, attack: Attack) -> None:
     assert error["message"], attack.name
     assert error["type"], attack.name
     assert response.headers["x-request-id"]
+
+
+async def _mutated(client: httpx.AsyncClient, seed: float) -> None:
+    """Send a request with mutated JSON. One that is still valid may take long, and is cancelled."""
+    rng = random.Random(seed)
+    method, path, document = rng.choice(RECORDED)
+    body, headers = documents.mutated(document, rng), {"content-type": "application/json"}
+    with suppress(TimeoutError):
+        async with asyncio.timeout(MUTATED_S):
+            response = await client.request(method, path, content=body, headers=headers)
+        assert response.status_code in TYPED, f"{path}: {response.text[:300]}"
+
+
+async def _raw(port: int, seed: float) -> None:
+    """Send a request with a mutated head or framing."""
+    rng = random.Random(seed)
+    method, path, document = rng.choice(RECORDED)
+    headers = (f"Authorization: Bearer {KEY}".encode(),)
+    valid = requests.request(method, path, json.dumps(document).encode(), headers)
+    received = await http.send_raw(port, requests.mutated(valid, rng))
+    assert set(http.statuses_of(received)) <= TYPED | {100}, received[:300]
 
 
 async def _disconnect(client: httpx.AsyncClient, model: str, after_s: float) -> None:

@@ -163,6 +163,8 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) 
             working.cancel()
             with suppress(asyncio.CancelledError):
                 await working
+        elif not working.cancelled():
+            working.exception()  # it may have failed just before this call was cancelled
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -48,7 +48,7 @@ class GenerationResponse(Response):
         self._info = info
         self._streams = stream
         self._prompt_tokens = sum(len(request.prompt) for request in requests)
-        self._started = False
+        self._started = self._ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = self._send_events(send) if self._streams else self._send_json(send)
@@ -58,6 +58,8 @@ class GenerationResponse(Response):
         except ServiceError as error:
             if not self._started:
                 raise
+            if self._ended:  # the deadline passed just after the response was complete
+                return
             scope["state"]["error"] = error
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SEND_ERROR_TIMEOUT_S):
@@ -76,6 +78,7 @@ class GenerationResponse(Response):
                 if events := writer.write(deltas):
                     body = {"body": events, "more_body": True}
                     await send({"type": "http.response.body", **body})
+        self._ended = True
         await send({"type": "http.response.body", "body": writer.finish()})
 
     async def _send_json(self, send: Send) -> None:
@@ -85,7 +88,7 @@ class GenerationResponse(Response):
             async for deltas in output:
                 response.add(deltas)
         body = response.body()
-        self._started = True
+        self._started = self._ended = True
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),

@@ -57,7 +57,7 @@ async def open_site(model: ServedModel) -> AsyncIterator[OpenSite]:
     async with AsyncExitStack() as stack:
 
         async def open_(*, workers: int = 1, keys: ApiKeys | None = None, **settings: Any) -> Site:
-            return await stack.enter_async_context(_site(model, workers, keys, settings))
+            return await stack.enter_async_context(gateway_site(model, workers, keys, settings))
 
         yield open_
 
@@ -69,9 +69,10 @@ async def site(open_site: OpenSite) -> Site:
 
 
 @asynccontextmanager
-async def _site(
+async def gateway_site(
     model: ServedModel, count: int, keys: ApiKeys | None, changes: dict[str, Any]
 ) -> AsyncIterator[Site]:
+    """Run a gateway with fake workers. ``changes``: settings that differ from the defaults."""
     settings = GatewaySettings.model_validate(
         {"deadline_s": 20.0, "cluster_token": "between-us", **changes}
     )

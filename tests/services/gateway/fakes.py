@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 from aiohttp import web
 from grpc import aio
 
@@ -65,6 +66,11 @@ class FakeStream:
         async with self.worker.writing:  # a gRPC call allows one write at a time
             await self._context.write(decode_pb2.DecodeStep(deltas=[delta]))
 
+    async def send_bytes(self, step: bytes) -> None:
+        """Send an encoded step, which may be malformed."""
+        async with self.worker.writing:
+            await self._context.write(step)
+
 
 Script = Callable[[FakeStream], Coroutine[Any, Any, None]]
 
@@ -113,7 +119,12 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer):
     async def start(self) -> None:
         self._server = aio.server()
         self.port = self._server.add_insecure_port("127.0.0.1:0")
-        decode_pb2_grpc.add_DecodeServicer_to_server(self, self._server)
+        session = grpc.stream_stream_rpc_method_handler(
+            self.Session, decode_pb2.DecodeCommand.FromString, _encoded
+        )
+        self._server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("headrace.v1.Decode", {"Session": session})]
+        )
         await self._server.start()
 
     async def stop(self) -> None:
@@ -270,6 +281,10 @@ async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.005)
+
+
+def _encoded(step: decode_pb2.DecodeStep | bytes) -> bytes:
+    return step if isinstance(step, bytes) else step.SerializeToString()
 
 
 def _refuse(status: int, code: str) -> web.Response:

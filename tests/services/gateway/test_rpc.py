@@ -202,3 +202,13 @@ async def test_health_and_reflection_are_served(site: Site) -> None:
     info = reflection_pb2_grpc.ServerReflectionStub(site.rpc).ServerReflectionInfo(iter([ask]))
     names = {s.name async for r in info for s in r.list_services_response.service}
     assert "headrace.v1.Inference" in names
+
+
+async def test_request_that_cannot_be_decoded_is_invalid(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    for method in ("Generate", "ListModels"):
+        unary_stream: Any = site.rpc.unary_stream(f"/headrace.v1.Inference/{method}")
+        call = unary_stream(b"\xff\xff")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not caplog.records

@@ -138,7 +138,11 @@ def test_status_shows_why_requests_cannot_be_placed(
 ) -> None:
     reason = "prefill-0 and decode-0 are not compatible: kv_format is 'fp8' and 'dense'"
     answers = {
-        "/v1/workers": {"workers": []},
+        "/v1/workers": {
+            "workers": [
+                {"worker_id": "decode-7", "role": "decode", "state": "ready", "reason": "codec [x]"}
+            ]
+        },
         "/v1/readiness": {
             "models": [
                 {"model": "small", "ready": False, "reason": reason},
@@ -161,6 +165,8 @@ def test_status_shows_why_requests_cannot_be_placed(
     shown = " ".join(capsys.readouterr().err.split())
     assert f"small is not ready: {reason}" in shown
     assert "big" not in shown
+    assert "decode-7" in shown
+    assert "codec [x]" in shown
 
 
 def test_state_without_the_number_of_routers_has_one(

@@ -1,15 +1,22 @@
 """Malformed messages of authenticated services fail their own requests, and nothing else."""
 
+import asyncio
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
+import grpc
 import pytest
+from grpc import aio
 
-from headrace.v1 import decode_pb2, error_pb2, request_pb2, sampling_pb2
+from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2, request_pb2, sampling_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.errors import InvalidRequest
+from services.common.grpc_server import GrpcServer, open_channel
 from services.transfer.fetch import FetchFailed
+from services.worker.stream_service import SERVICE
 from services.worker.wire import request_from_message, token_from_message
 from tests.runtime.tiny import CONFIG
 from tests.services.workers import (
@@ -191,3 +198,77 @@ async def test_decode_worker_passes_the_remaining_deadline_on(site: Site) -> Non
     await until(lambda: bool(prefill.worker.jobs))
     (job,) = prefill.worker.jobs.values()
     assert 0 < job.deadline_s <= LIMIT_S
+
+
+async def test_address_with_another_workers_name_does_not_disturb_its_session(site: Site) -> None:
+    """A gateway sent the address of one worker with the id of another one."""
+    prefill, decode = await site.prefill(), await site.decode()
+    receiver = decode.worker.receiver
+    assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 2
+    mixed = fetch_of(prefill, TOKENS)
+    mixed.prefill = decode_pb2.WorkerAddress()
+    mixed.prefill.CopyFrom(prefill.address)
+    mixed.prefill.worker_id = "another"
+    with pytest.raises(FetchFailed, match="not another") as failed:
+        await receiver.fetch(mixed)
+    assert failed.value.code == error_pb2.ERROR_CODE_INCOMPATIBLE
+    assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 2
+
+
+async def test_message_that_cannot_be_decoded_ends_its_session_with_invalid_argument(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = await site.prefill(started=False)
+    async with open_channel(prefill.address.address) as channel:
+        call: Any = channel.stream_stream("/headrace.v1.Prefill/Session")()
+        await call.write(b"\xff\xff")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not caplog.records
+
+
+async def test_session_that_is_aborted_while_an_answer_is_written_ends(site: Site) -> None:
+    decode = await site.decode(started=False)
+    server = GrpcServer("127.0.0.1:0", [SERVICE])
+    decode_pb2_grpc.add_DecodeServicer_to_server(decode.worker.service, server.server)
+    await server.start()
+    refused = decode_pb2.StartStream(stream=1, request=message_of(TOKENS))
+    refused.request.choices = 0
+    async with open_channel(f"127.0.0.1:{server.port}") as channel, asyncio.timeout(LIMIT_S):
+        for _ in range(100):
+            call: Any = decode_pb2_grpc.DecodeStub(channel).Session()
+            await call.write(decode_pb2.DecodeCommand(start=refused))
+            await call.write(decode_pb2.DecodeCommand())  # without a command
+            with suppress(aio.AioRpcError):
+                while await call.read() is not aio.EOF:
+                    pass
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await server.stop(0)
+
+
+async def test_number_of_a_cancelled_stream_can_be_used_again(site: Site) -> None:
+    """The transfer of the cancelled stream has not ended when the second stream starts."""
+    prefill, decode = await site.prefill(started=False), await site.decode()
+    stream = open_stream(decode, prefill, 1, TOKENS)
+    await until(lambda: prefill.worker.sender.active == 1)
+    stream.session.end(stream)
+    stream.session._start(stream.start)
+    prefill.worker.engine.start()
+    await until(lambda: decode.worker.idle)
+    output = output_of(stream.session)
+    assert not output.HasField("error"), output.error
+    assert len(output.tokens) == 8
+    engine = decode.worker.engine
+    await until(lambda: engine.load.pages_free == engine.pages_total)
+
+
+async def test_number_of_an_ended_sequence_cannot_be_used_again(site: Site) -> None:
+    prefill = await site.prefill()
+    async with session_with(prefill) as session:
+        await session.send(pb.PrefillCommand(start=start_of(20, 1, sequence=5)))
+        assert (await session.event()).first_tokens.sequence == 5
+        release = pb.PrefillCommand(release=pb.ReleaseLease(sequence=5))
+        starts = [pb.PrefillCommand(start=start_of(20, 1, number)) for number in (5, 4, 6)]
+        await session.send(release, *starts)
+        while not (event := await session.event()).HasField("first_tokens"):
+            pass
+        assert event.first_tokens.sequence == 6

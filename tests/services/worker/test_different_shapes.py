@@ -1,0 +1,86 @@
+"""Workers that differ in one property: served with the same tokens, or refused with a reason."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace.v1 import error_pb2
+from services.common.placement import Compatibility
+from services.transfer.fetch import FetchFailed
+from services.worker.loading import Loaded
+from tests.runtime.tiny import engine_of
+from tests.services import workers
+from tests.services.router.test_unmatched import OTHER
+from tests.services.workers import SLOT_BYTES, Site, fetch_of, open_stream, output_of, until
+
+TOKENS = 100  # several chunks and segments
+
+
+async def _tokens(site: Site, prefill: dict[str, Any], decode: dict[str, Any]) -> list[int]:
+    """Return the tokens of a request on two new workers."""
+    sender, reader = await site.prefill(**prefill), await site.decode(**decode)
+    stream = open_stream(reader, sender, 1, TOKENS)
+    await until(lambda: reader.worker.idle)
+    output = output_of(stream.session)
+    assert not output.HasField("error"), output.error
+    return [token.token for token in output.tokens]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({"slot_bytes": 2 * SLOT_BYTES}, {}),
+        ({}, {"slot_bytes": 2 * SLOT_BYTES}),
+        ({"slots": 2}, {"slots": 8}),
+        ({"slots": 8}, {"slots": 2}),
+        ({}, {"credits_per_sequence": 1}),
+    ],
+    ids=str,
+)
+async def test_slabs_of_other_sizes_are_served(
+    site: Site, prefill: dict[str, Any], decode: dict[str, Any]
+) -> None:
+    assert await _tokens(site, prefill, decode) == await _tokens(site, {}, {})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_running": 1}, {"chunk_tokens": 16, "step_tokens": 16}, {"pages": 9}, {"max_waiting": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_other_batches_chunks_and_numbers_of_pages_are_served(
+    site: Site, monkeypatch: pytest.MonkeyPatch, role: str, changes: dict[str, Any]
+) -> None:
+    expected, loaded_of = await _tokens(site, {}, {}), workers.loaded_of
+
+    def different(settings: Any) -> Loaded:
+        loaded = loaded_of(settings)
+        if type(settings).__name__.lower().startswith(role):
+            loaded = replace(loaded, engine=engine_of(loaded.engine.model, **changes))
+        return loaded
+
+    monkeypatch.setattr(workers, "loaded_of", different)
+    assert await _tokens(site, {}, {}) == expected
+
+
+@pytest.mark.parametrize("name", OTHER)
+async def test_other_property_is_refused_in_the_handshake_with_the_reason(
+    site: Site, name: str
+) -> None:
+    prefill, decode = await site.prefill(), await site.decode()
+    identity = prefill.loaded.identity
+    different = identity.compatibility.model_dump() | {name: OTHER[name]}
+    if name == "codec":
+        different[name] = "splitzip"
+    prefill.worker.identity = replace(identity, compatibility=Compatibility(**different))
+    with pytest.raises(FetchFailed) as failed:
+        await decode.worker.receiver.fetch(fetch_of(prefill, TOKENS))
+    assert failed.value.code == error_pb2.ERROR_CODE_INCOMPATIBLE
+    own = getattr(identity.compatibility, name)
+    assert (
+        f"{name}: decode worker has {own!r}, prefill worker has {different[name]!r}"
+        in failed.value.message
+    )
+    assert prefill.worker.idle
