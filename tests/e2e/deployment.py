@@ -284,7 +284,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _deployment_ports() -> list[int]:
-    """Return free ports for HTTP, gRPC and the first of two routers, whose ports are consecutive."""
+    """Return free ports for HTTP, gRPC and the first of two routers with consecutive ports."""
     with ExitStack() as stack:
 
         def bind(port: int) -> int:
