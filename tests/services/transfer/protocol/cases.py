@@ -1,0 +1,54 @@
+"""Cases that the tests search."""
+
+from dataclasses import dataclass
+
+from tests.services.transfer.protocol.parts import Bounds
+
+FAULTS = frozenset(
+    {
+        *("cancel", "deadline", "sender deadline", "lease expiry"),
+        *("read failed", "overdue", "corrupted", "doubled"),
+        *("prefill crash", "decode crash"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A search.
+
+    Attributes:
+        max_states: number of states after which it ends.
+    """
+
+    name: str
+    bounds: Bounds
+    max_states: int = 10_000_000
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SMALL = (
+    Case("one sequence with late notifications", Bounds(sequences=1)),
+    Case(
+        "one sequence with a fault",
+        Bounds(sequences=1, layers=1, faults=1, kinds=FAULTS, notifications=False),
+    ),
+)
+
+CASES = (
+    Case("one sequence with any fault", Bounds(sequences=1, faults=1, kinds=FAULTS), 400_000),
+    Case("two sequences with late notifications", Bounds()),  # 312,009 states
+    Case(
+        "two sequences with late notifications and a cancel",
+        Bounds(faults=1, kinds=frozenset({"cancel"})),
+        250_000,
+    ),
+    Case(
+        "two sequences with any fault",
+        Bounds(faults=1, kinds=FAULTS, notifications=False),
+        100_000,
+    ),
+)
+"""A million states. All but the second end before all states are reached."""

@@ -1,0 +1,59 @@
+"""The decode worker's sessions in the search."""
+
+import asyncio
+from functools import partial
+from itertools import count
+from typing import Any
+
+from headrace.v1 import decode_pb2
+from headrace.v1 import prefill_pb2 as pb
+from services.transfer.prefill_client import PrefillClient, PrefillClients
+from tests.services.transfer.protocol.agent import Agent, Stream
+from tests.services.transfer.protocol.parts import SLOT_BYTES
+
+
+class Clients(PrefillClients):
+    """Sessions over streams of the search; only the handshake is omitted.
+
+    Attributes:
+        streams: streams of the sessions that have not ended, by session.
+    """
+
+    def __init__(self, agent: Agent, epoch: int, slots: int) -> None:
+        super().__init__(agent, pb.Hello(), token=None, handshake_s=1.0)
+        self._epoch, self._slots, self._names = epoch, slots, count(1)
+        self.streams: dict[str, Stream] = {}
+        self.opened: list[tuple[str, str]] = []
+        self.closed: list[str] = []
+
+    async def _open(self, worker: decode_pb2.WorkerAddress) -> PrefillClient:
+        peer = f"prefill-{worker.epoch}"
+        self._agent.add_peer(peer, b"")
+        welcome = pb.Welcome(
+            epoch=f"{int(worker.epoch):032x}",
+            agent_name=peer,
+            slot_bytes=SLOT_BYTES,
+            slots=self._slots,
+            memory_kind="DRAM",
+        )
+        client = PrefillClient(worker, welcome, self._sequences)
+        name = f"{self._epoch}.{next(self._names)}"
+        stream = self.streams[name] = Stream()
+        self.opened.append((name, peer))
+        run = asyncio.get_running_loop().create_task(self._run(client, stream, _CHANNEL))
+        run.add_done_callback(partial(self._ended, name))
+        self._runs.add(run)
+        run.add_done_callback(self._runs.discard)
+        return client
+
+    def _ended(self, name: str, run: "asyncio.Task[None]") -> None:
+        del self.streams[name]
+        self.closed.append(name)
+
+
+class _Channel:
+    async def close(self, grace: object) -> None:
+        pass
+
+
+_CHANNEL: Any = _Channel()
