@@ -201,7 +201,7 @@ class Sender:
     def _count_if_complete(self, outgoing: Outgoing) -> None:
         """Count the tokens of a sequence once all of its segments are acknowledged."""
         if outgoing.computed and outgoing.issued and not outgoing.outstanding:
-            self._metrics.completed(outgoing.tokens)
+            self._metrics.completed(outgoing.tokens + outgoing.evicted)
 
     def _pump(self) -> None:
         """Start every encode that has a credit and a slot, oldest sequence first."""

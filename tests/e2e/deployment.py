@@ -25,6 +25,7 @@ from services.common.settings import is_loopback
 from services.local.state import Deployment
 
 RESTART_S = 180.0  # maximum time of a restart; a busy machine needs more than a minute
+_NO_SHEDDING = {"HEADRACE_ROUTER_SHED_AFTER_S": "3600"}
 START_S = 900.0  # the very first start factorizes a model and calibrates the codec
 
 
@@ -185,6 +186,7 @@ def deployed(
     api_key: str = "none",
     start_s: float = START_S,
     logs: Path | None = None,
+    sheds: bool = False,
 ) -> Iterator[Running]:
     """Run ``headrace up <flags>`` on free ports until the block ends.
 
@@ -194,6 +196,8 @@ def deployed(
         api_key: key for the request that asks for the model's name.
         start_s: time limit for the start, in seconds.
         logs: folder to which the logs of all processes are copied at the end.
+        sheds: whether the router refuses requests that would wait long, as it does by default. The
+            requests of many tests would be too many for a slow machine.
 
     Raises:
         RuntimeError: if the deployment is not ready in time, or leaves processes behind.
@@ -205,8 +209,9 @@ def deployed(
         *flags,
     ]
     url = f"http://127.0.0.1:{port}"
+    variables = {**os.environ, **({} if sheds else _NO_SHEDDING), **(environment or {})}
     with tempfile.TemporaryFile("w+") as log:  # a pipe that is not read would fill up
-        process = subprocess.Popen(command, stderr=log, env={**os.environ, **(environment or {})})
+        process = subprocess.Popen(command, stderr=log, env=variables)
         try:
             model = _wait_until_ready(process, log, url, api_key, start_s)
             yield Running(url, f"127.0.0.1:{grpc_port}", port, model)

@@ -272,7 +272,7 @@ def main() -> None:
         environment = {"HEADRACE_GATEWAY_API_KEYS_FILE": str(keys)}
         for role in ("PREFILL", "DECODE"):
             environment[f"HEADRACE_{role}_MAX_RUNNING"] = str(own.batch)
-        with deployed(*own.up, environment=environment, api_key=KEYS[OTHER]) as running:
+        with deployed(*own.up, environment=environment, api_key=KEYS[OTHER], sheds=True) as running:
             running.wait_for_all_workers(120)
             bench = Bench(running, lengths)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:

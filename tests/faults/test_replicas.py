@@ -37,7 +37,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         "HEADRACE_DECODE_MAX_RUNNING": str(SLOTS),
     }
     flags = ("--routers", "2", "--gateways", "2")
-    with deployed(*flags, environment=environment, api_key=KEYS["other"]) as deployment:
+    with deployed(*flags, environment=environment, api_key=KEYS["other"], sheds=True) as deployment:
         deployment.wait_for_all_workers(120)
         yield deployment
 

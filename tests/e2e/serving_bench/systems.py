@@ -19,7 +19,6 @@ from tests.e2e.deployment import deployed
 from tests.e2e.serving_bench.models import RandomModel
 
 _JSON_LOGS = {f"HEADRACE_{role}_LOG_FORMAT": "json" for role in ("PREFILL", "DECODE")}
-_QUEUE_ALL = {"HEADRACE_ROUTER_SHED_AFTER_S": "3600"}  # as peers do, which queue without a bound
 _STOP_S = 30.0
 _POLL_S = 0.5
 
@@ -135,7 +134,7 @@ class HeadraceSystem:
     def running(self, logs: Path) -> Iterator[Server]:
         folder = None if isinstance(self.model, str) else self.model.ensure()
         flags = (*self.layout.flags, *self._further_flags(), "--model", str(folder or self.model))
-        environment = {**_JSON_LOGS, **_QUEUE_ALL, **self.settings}
+        environment = {**_JSON_LOGS, **self.settings}
         with deployed(*flags, environment=environment, start_s=self.start_s, logs=logs) as running:
             running.wait_for_all_workers(self.start_s)
             yield Server(f"{running.url}/v1", running.model, folder, running.metrics_urls())
