@@ -21,7 +21,7 @@ class TransferMetrics:
             "kind",
         )
         self._tokens = make.counter(
-            "kv_transfer_tokens", "tokens of completely transferred sequences, evicted ones included"
+            "kv_transfer_tokens", "tokens of completely transferred sequences, also evicted ones"
         )
         self._read_seconds = make.seconds("kv_transfer", "READ of one segment")
         self._ratio = make.gauge("kv_compress_ratio", "raw bytes over wire bytes since the start")
