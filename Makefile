@@ -44,7 +44,7 @@ test: $(VENV)/.ready-dev  ## all tests except `long` and `gpu`
 
 test-long: $(VENV)/.ready-dev ## tests of a minute or more: interpreted kernels, equality
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "long and not (e2e or gpu)" $(PYTEST)
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m "long and e2e and not gpu" $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests --ignore=tests/faults -m "long and e2e and not gpu" $(PYTEST)
 
 faults: $(VENV)/.ready-dev ## every fault three times, with 50 restarts: FAULT_SEEDS="1 2 3"
 	for seed in $(FAULT_SEEDS); do \
