@@ -89,4 +89,4 @@ def test_disaggregated_tokens_equal_those_of_one_worker(
     assert free == total
     assert wire > 0
     assert sent == [2 * sum(40 + 97 * number for number in range(REQUESTS))] * 2
-    assert pages > 0
+    assert (pages > 0) == (name != "dense")
