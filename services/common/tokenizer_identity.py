@@ -1,4 +1,4 @@
-"""What a tokenizer and a model must have in common, so that token ids mean the same to both."""
+"""Check that a tokenizer fits a model: same vocabulary and same end-of-sequence tokens."""
 
 import hashlib
 import re

@@ -67,7 +67,7 @@ class DecodeWorker(Worker):
 
     @property
     def not_ready(self) -> str | None:
-        """Why this worker should get no more requests, or None."""
+        """Reason to send this worker no more requests, or None."""
         return self.receiver.blocked
 
     def end_requests(self) -> None:

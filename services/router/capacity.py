@@ -34,7 +34,7 @@ class PageCount(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """How sequences occupy KV pages on a worker.
+    """Sizes of a worker's KV pages, from which the pages of a sequence are counted.
 
     Attributes:
         page_size: tokens in a page.

@@ -107,7 +107,7 @@ class Receiver:
 
     @property
     def blocked(self) -> str | None:
-        """Why this worker should get no more requests, or None.
+        """Reason to send this worker no more requests, or None.
 
         One prefill worker that has stopped cannot hold as many landing slots, but several can.
         """

@@ -69,7 +69,7 @@ class Worker(ABC):
 
     @property
     def not_ready(self) -> str | None:
-        """Why a running worker should get no more requests, or None; checked periodically."""
+        """Reason to send a running worker no more requests, or None; checked periodically."""
         return None
 
     @abstractmethod

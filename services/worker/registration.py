@@ -59,7 +59,7 @@ class Registrar:
 
     @property
     def unregistered(self) -> str | None:
-        """Why no router knows this worker, or None if one does or was not called yet."""
+        """Reason for which no router knows this worker; None if one does or was not called yet."""
         if len(self._failures) < max(1, len(self._routers)):
             return None
         return f"not registered: {', '.join(self._failures.values())}"

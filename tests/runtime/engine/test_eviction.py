@@ -217,7 +217,7 @@ def test_preempted_sequences_produce_the_same_tokens(
 
 
 def test_sequences_that_grow_beyond_the_pages_of_their_tokens_are_preempted() -> None:
-    """What is kept fits into the pages, all tokens do not."""
+    """The pages hold the kept tokens of both sequences, but not all of their tokens."""
     model = Model(tiny_checkpoint())
     requests = [request_of(f"r{n}", 160, 120, sampling=SEEDED) for n in range(2)]
     expected = drive(engine_of(model), *map(Add, requests))

@@ -1,4 +1,4 @@
-"""What all ports have in common."""
+"""Base class of the ports under test, and the checks that they share."""
 
 from abc import ABC, abstractmethod
 from collections import Counter

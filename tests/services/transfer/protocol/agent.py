@@ -1,4 +1,4 @@
-"""What replaces a transfer agent and a gRPC call: READs, codec calls and messages end on demand."""
+"""Replacements of a transfer agent and a gRPC call, which the search completes step by step."""
 
 import asyncio
 from concurrent.futures import Future

@@ -36,7 +36,7 @@ from tests.services.transfer.protocol.parts import (
 
 
 class DecodeView(NamedTuple):
-    """What the search sees of a decode worker's state.
+    """State of a decode worker that the search compares and checks.
 
     Attributes:
         epoch: number of its epoch, from 1.

@@ -1,4 +1,4 @@
-"""What replaces NIXL, gRPC, the codec and the clock in the search; the rest is the product."""
+"""Replacements of NIXL, gRPC, the codec and the clock; all else is the product's code."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

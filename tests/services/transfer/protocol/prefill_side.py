@@ -38,7 +38,7 @@ from tests.services.transfer.protocol.parts import (
 
 
 class PrefillView(NamedTuple):
-    """What the search sees of a prefill worker's state.
+    """State of a prefill worker that the search compares and checks.
 
     Attributes:
         epoch: number of its epoch, from 1.

@@ -19,7 +19,7 @@ _REPORT_STATES = 20_000
 
 @dataclass
 class Result:
-    """What a search has found.
+    """Result of a search.
 
     Attributes:
         states: number of states, all of which were checked.
