@@ -10,17 +10,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from services.common.cache import cache_dir
 from services.common.errors import SettingsError
 from services.common.model_source import model_name, resolve_model
+from services.common.signals import end_with_parent
 from services.local.lock import LockHeld, locked
 from services.local.options import UpOptions
 from services.local.seal import is_intact, is_sealed, seal
-from services.local.state import cache_dir
-from services.local.supervisor import end_with_parent
 from services.offline.calibrate_flags import CALIBRATED_FORMATS
 
-RECIPE = 5  # version of the commands that make artifacts, including the default method
+RECIPE = 6  # version of the commands that make artifacts, including the default method
 CODEBOOKS = 3  # version of the codebook file, see codec/codebook.py
+_CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,18 @@ def artifact_folder(source: Path, keep: float | None) -> Path:
     return cache_dir() / "artifacts" / f"{source.stem}-{digest}"
 
 
+def is_factorized(options: UpOptions) -> bool:
+    """Return whether the factorized checkpoint for ``keep`` is complete; True for a dense model.
+
+    Raises:
+        SettingsError: if the model does not exist.
+    """
+    if options.keep is None or options.keep == 1.0:
+        return True
+    folder = artifact_folder(resolve_model(options.model), options.keep)
+    return is_intact(folder / _CHECKPOINT)
+
+
 def prepare(options: UpOptions, console: Console) -> Artifacts:
     """Make the artifacts that are missing or damaged, each in a separate process.
 
@@ -83,7 +96,7 @@ def _prepare_in(
     """Make the missing and damaged artifacts of a folder. The caller holds the folder's lock."""
     checkpoint, codebooks = source, None
     if options.keep is not None and options.keep < 1.0:
-        checkpoint = folder / "checkpoint"
+        checkpoint = folder / _CHECKPOINT
         if checkpoint.exists() and not is_sealed(checkpoint):
             seal(checkpoint)  # an earlier version wrote it, atomically and without a seal
         if _needs_making(checkpoint, console):
@@ -91,6 +104,7 @@ def _prepare_in(
             _make(
                 *("compress", "--model", str(source), "--keep", str(options.keep)),
                 *("--out", str(checkpoint), "--device", options.device),
+                *("--held-out-chats", "0"),
             )
             seal(checkpoint)
     if options.wire_codec != "raw":
@@ -146,7 +160,8 @@ def _codebooks_name(kv_format: str) -> str:
 
 
 def _make(*arguments: str) -> None:
-    # No worker runs yet, so the command may use all cores, even if workers are limited.
+    # The command may use all cores, even if workers are limited: no worker runs yet, or
+    # `--dense-meanwhile` has given this process the lowest priority.
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     command = [sys.executable, "-m", "services.cli", *arguments]
     done = subprocess.run(command, check=False, env=environment, preexec_fn=end_with_parent)

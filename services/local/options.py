@@ -24,6 +24,8 @@ class UpOptions:
         model: name or path of a checkpoint.
         keep: fraction of the parameters to keep in a factorized model; None serves the model
             unchanged.
+        dense_meanwhile: whether to serve the unchanged model while the factorized one is made. The
+            next start serves the factorized one. On a GPU, the latter is made first.
         codec: encoding of KV transfers: auto, raw or splitzip.
         device: device of the workers: auto, cpu or cuda.
         kv_eviction: fraction of a prompt's tokens whose KV is evicted.
@@ -42,6 +44,7 @@ class UpOptions:
     colocated: bool = False
     model: str = "smollm2-135m"
     keep: float | None = None
+    dense_meanwhile: bool = False
     codec: str = "auto"
     device: str = "auto"
     kv_format: str = "dense"

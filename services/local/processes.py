@@ -36,21 +36,26 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
             _numbered("router", number),
             "router",
             ("--host", options.host, "--port", str(port)),
-            common,
+            common | _free_health_port("router"),
         )
         for number, port in enumerate(options.router_ports)
     ]
     gateway = _gateway(options, artifacts, routers)
     specs += [
-        ProcessSpec(_numbered("gateway", number), "gateway", gateway, common)
+        ProcessSpec(
+            _numbered("gateway", number),
+            "gateway",
+            gateway,
+            common | (_free_health_port("gateway") if number else {}),
+        )
         for number in range(options.gateways)
     ]
     roles = ["prefill"] * (0 if options.colocated else options.prefill)
     roles += ["decode"] * options.decode
-    gpus = _visible_gpus() if options.device != "cpu" else []
+    gpus = visible_gpus(options.device)
     for number, role in enumerate(roles):
         name = f"{role}-{number if role == 'prefill' else number - roles.count('prefill')}"
-        environment = dict(common)
+        environment = common | _free_health_port(role)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
             sharing = len(range(number % len(gpus), len(roles), len(gpus)))
@@ -61,6 +66,16 @@ def plan_processes(options: UpOptions, artifacts: Artifacts, token: str) -> list
             arguments += ("--colocated",)
         specs.append(ProcessSpec(name, role, arguments, environment))
     return specs
+
+
+def _free_health_port(service: str) -> dict[str, str]:
+    """Return the environment that replaces a fixed ``health_port`` by a free one.
+
+    Container images set a fixed port. Only the first gateway uses it, since its readiness is that
+    of the deployment.
+    """
+    name = f"HEADRACE_{service.upper()}_HEALTH_PORT"
+    return {name: "0"} if os.environ.get(name) else {}
 
 
 def _numbered(service: str, number: int) -> str:
@@ -110,11 +125,16 @@ def _worker(
     return arguments
 
 
-def _visible_gpus() -> list[str]:
+def visible_gpus(device: str) -> list[str]:
     """Return the GPUs in ``CUDA_VISIBLE_DEVICES``, or the indices of all GPUs of the machine.
 
     The NVIDIA driver has one folder for each GPU. Importing torch instead would take seconds.
+
+    Args:
+        device: auto, cpu or cuda; there are no GPUs for cpu.
     """
+    if device == "cpu":
+        return []
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is not None:
         return [name.strip() for name in allowed.split(",") if name.strip()]

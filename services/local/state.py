@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import psutil
 
+from services.common.cache import cache_dir
 from services.common.tls import MutualTls, TlsFiles
 from services.local.lock import LockHeld, ProcessIdentity, holder_of, locked
 
@@ -39,15 +40,6 @@ class StateUnreadable(Exception):
             f"Stop that deployment with the version that started it, or with "
             f"`kill {supervisor.pid}`"
         )
-
-
-def cache_dir() -> Path:
-    """Return ``HEADRACE_CACHE`` if it is set, else ``headrace`` in the user's cache folder."""
-    given = os.environ.get("HEADRACE_CACHE")
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "headrace"
 
 
 @dataclass(frozen=True)

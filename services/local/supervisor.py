@@ -1,7 +1,6 @@
 """Supervisor of a deployment's processes: starts them, restarts those that exit, stops all."""
 
 import asyncio
-import ctypes
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import structlog
 
+from services.common.signals import end_with_parent
 from services.local.logs import open_log, previous_log, rotate
 
 log = structlog.get_logger()
@@ -26,7 +26,6 @@ GRACE_S = 35.0  # longer than a service's own `drain_s`, which is 30 s by defaul
 RETRY_S = 5.0  # time after which `on_change` is called again if it failed
 MAX_LOG_BYTES = 64 << 20  # size above which a log is rotated
 ROTATE_PERIOD_S = 10.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -218,8 +217,3 @@ async def _stop(process: asyncio.subprocess.Process, *, grace_s: float) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
-
-
-def end_with_parent() -> None:
-    """Request SIGTERM for this child process when its parent ends (Linux only)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

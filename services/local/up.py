@@ -7,19 +7,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
 
 from services.common.errors import SettingsError
 from services.common.logging import configure_logging
-from services.local.artifacts import prepare
+from services.common.signals import end_with_parent
+from services.local.artifacts import is_factorized, prepare
 from services.local.lock import ProcessIdentity
 from services.local.options import UpOptions
-from services.local.processes import plan_processes
+from services.local.processes import plan_processes, visible_gpus
 from services.local.progress import StartProgress
 from services.local.state import (
     Deployment,
@@ -28,7 +31,12 @@ from services.local.state import (
     exclusive_port,
     lock_holder,
 )
-from services.local.supervisor import EXIT_SETTINGS_ERROR, ServiceFailed, Supervisor
+from services.local.supervisor import (
+    EXIT_SETTINGS_ERROR,
+    ProcessSpec,
+    ServiceFailed,
+    Supervisor,
+)
 
 READY_TIMEOUT_S = 600.0  # the first start on a GPU compiles kernels
 EXIT_RUNNING = 3  # exit code if a deployment already runs on the port
@@ -61,9 +69,25 @@ def up(options: UpOptions, *, detach: bool) -> int:
     return EXIT_SETTINGS_ERROR
 
 
+def serves_dense_meanwhile(options: UpOptions) -> bool:
+    """Return whether the dense model is served, and the factorized one is made in the background.
+
+    On a GPU, factorizing takes a minute or two and memory that the workers would have.
+
+    Raises:
+        SettingsError: if the model does not exist.
+    """
+    if not options.dense_meanwhile or visible_gpus(options.device):
+        return False
+    return not is_factorized(options)
+
+
 async def _run(options: UpOptions) -> int:
     """Prepare and start a deployment, and keep it running until SIGINT or SIGTERM."""
     configure_logging("supervisor", level="warning")
+    wanted = options
+    if serves_dense_meanwhile(options):
+        options = replace(options, keep=None)
     token = "" if options.tls_dir else secrets.token_hex(16)
     artifacts = prepare(options, console)
     specs = plan_processes(options, artifacts, token)
@@ -90,24 +114,21 @@ async def _run(options: UpOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     stopping = asyncio.create_task(stop.wait())
+    factorizing: asyncio.Task[None] | None = None
     ready = asyncio.create_task(_wait_until_ready(options))
     try:
-        with console.status(f"starting {len(specs)} processes, logs in {logs}") as status:
-            workers = [spec.name for spec in specs if spec.service in ("prefill", "decode")]
-            log_files = {name: logs / f"{name}.log" for name in workers}
-            progress = StartProgress(log_files, console, status)
-            following = asyncio.create_task(progress.follow())
-            await asyncio.wait({running, stopping, ready}, return_when=asyncio.FIRST_COMPLETED)
-            following.cancel()
-            progress.poll()
+        await _show_start(specs, logs, {running, stopping, ready})
         if ready.done() and not stop.is_set():
             ready.result()
             supervisor.mark_ready()
             _print_usage(options, artifacts.served_name)
+            if options is not wanted:
+                factorizing = asyncio.create_task(_factorize(wanted, logs / "prepare.log"))
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        ready.cancel()
-        stopping.cancel()
+        for task in (ready, stopping, factorizing):
+            if task is not None:
+                task.cancel()
         if not running.done():
             running.cancel()
         try:
@@ -116,6 +137,53 @@ async def _run(options: UpOptions) -> int:
         finally:
             Deployment.forget(options.port)
     return 0
+
+
+async def _show_start(
+    specs: Sequence[ProcessSpec], logs: Path, until: set[asyncio.Task[Any]]
+) -> None:
+    """Print the stages of the workers' start until one of the tasks has ended."""
+    with console.status(f"starting {len(specs)} processes, logs in {logs}") as status:
+        workers = [spec.name for spec in specs if spec.service in ("prefill", "decode")]
+        log_files = {name: logs / f"{name}.log" for name in workers}
+        progress = StartProgress(log_files, console, status)
+        following = asyncio.create_task(progress.follow())
+        await asyncio.wait(until, return_when=asyncio.FIRST_COMPLETED)
+        following.cancel()
+        progress.poll()
+
+
+async def _factorize(options: UpOptions, log_file: Path) -> None:
+    """Run `headrace prepare` at low priority while the dense model is served."""
+    console.print(
+        f"factorizing at keep {options.keep:g} in the background, log in {log_file}; the dense "
+        f"model is served until the next start"
+    )
+    command = [
+        *(sys.executable, "-m", "services.cli", "prepare"),
+        *(f"--model={options.model}", f"--keep={options.keep}", f"--device={options.device}"),
+        *(f"--codec={options.wire_codec}", f"--kv-format={options.kv_format}"),
+    ]
+
+    def at_low_priority() -> None:
+        os.nice(19)
+        end_with_parent()
+
+    with log_file.open("wb") as output:
+        child = await asyncio.create_subprocess_exec(
+            *command, stdout=output, stderr=output, preexec_fn=at_low_priority
+        )
+    try:
+        code = await child.wait()
+    except asyncio.CancelledError:
+        with suppress(ProcessLookupError):
+            child.terminate()  # the next call continues from the finished layers
+        await child.wait()
+        raise
+    if code == 0:
+        console.print(f"[green]keep {options.keep:g} is prepared[/]: the next start serves it")
+    else:
+        console.print(f"[red]factorizing failed[/] with exit code {code}; see {log_file}")
 
 
 async def _wait_until_ready(options: UpOptions) -> None:
@@ -153,10 +221,8 @@ def _print_usage(options: UpOptions, model: str) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    console.print(
-        f"  docs at {url}/docs, metrics at {url}/metrics; "
-        f"Ctrl-C or `headrace down --port {options.port}` stops it"
-    )
+    console.print(f"  live page at {url}/, docs at {url}/docs, metrics at {url}/metrics")
+    console.print(f"  Ctrl-C or `headrace down --port {options.port}` stops it")
 
 
 def _start_in_background(options: UpOptions) -> int:
@@ -205,12 +271,14 @@ def _wait_for_background(child: "subprocess.Popen[bytes]", log_file: Path) -> in
 
 def _flags(options: UpOptions) -> list[str]:
     """Return the command-line flags of `headrace up` for these options."""
-    flags = [
-        f"--{name.replace('_', '-')}={value}"
-        for name, value in asdict(options).items()
-        if value is not None and not isinstance(value, bool)
-    ]
-    return [*flags, "--colocated"] if options.colocated else flags
+    flags = []
+    for name, value in asdict(options).items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            flags += [flag] if value else []
+        elif value is not None:
+            flags.append(f"{flag}={value}")
+    return flags
 
 
 def _tail(path: Path, lines: int = 20) -> str:

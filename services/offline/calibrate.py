@@ -1,5 +1,9 @@
 """`headrace calibrate`: calibrate codebooks on the KV of a model for real text."""
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -8,6 +12,7 @@ import codec
 from runtime.compress import documentation
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
+from services.common.signals import end_with_parent
 from services.common.tokenizer import load_tokenizer
 from services.offline.output import atomic_file
 from services.offline.real_kv import load_model, prefill_sample
@@ -32,12 +37,11 @@ def calibrate(
     """
     on = torch_device(device)
     console = Console(stderr=True)
-    with console.status("loading the model"):
-        if on.type == "cpu":
-            codec.warm_up()  # compile once here; workers load the functions from the cache
-        tokens = load_tokenizer(resolve_model(tokenizer)).encode(documentation()[0])
-        runtime_model = load_model(resolve_model(model), on, kv_format)
-    samples = prefill_sample(runtime_model, tokens, console)
+    with _codec_compiled() if on.type == "cpu" else nullcontext():
+        with console.status("loading the model"):
+            tokens = load_tokenizer(resolve_model(tokenizer)).encode(documentation()[0])
+            runtime_model = load_model(resolve_model(model), on, kv_format)
+        samples = prefill_sample(runtime_model, tokens, console)
     if not samples:
         raise SettingsError(f"KV format {kv_format} has no planes to encode: use --codec raw")
     try:
@@ -49,3 +53,23 @@ def calibrate(
     with atomic_file(out) as draft:
         codebooks.save(draft)
     return codebooks
+
+
+@contextmanager
+def _codec_compiled() -> Iterator[None]:
+    """Compile the codec for the CPU in another process while the block runs.
+
+    Workers load the compiled functions from numba's cache. If it is empty, compilation takes 20 s.
+
+    Raises:
+        SettingsError: if it fails.
+    """
+    command = [sys.executable, "-c", "import codec; codec.warm_up()"]
+    with subprocess.Popen(command, preexec_fn=end_with_parent) as compiler:
+        try:
+            yield
+        except BaseException:
+            compiler.kill()
+            raise
+    if compiler.returncode != 0:
+        raise SettingsError(f"the codec was not compiled: exit code {compiler.returncode}")

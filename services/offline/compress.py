@@ -1,4 +1,4 @@
-"""`headrace compress`: factorize a checkpoint and report its perplexity before and after."""
+"""`headrace compress`: factorize a checkpoint, and report how far that changes the model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +18,17 @@ from runtime.compress import Allocation, Method, WorkFolder, artifact_key
 from services.common.errors import SettingsError
 from services.common.model_source import resolve_model
 from services.common.tokenizer import Tokenizer, load_tokenizer
+from services.offline.chats import ChatFidelity, answer, as_text, compare_chats, questions
 from services.offline.output import refuse_existing, write_model
+from services.offline.real_kv import load_model
 from services.worker.device import torch_device
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
 ROW_TOKENS, ROWS = 512, 32
+CHATS, HELD_OUT_CHATS = 80, 40
+ANSWER_TOKENS = 96
+HELD_OUT_ANSWER_TOKENS = 192  # long enough to see loops
 
 
 def compress(
@@ -34,12 +39,18 @@ def compress(
     ranks: str | None = None,
     rows: int = ROWS,
     device: str = "auto",
+    *,
+    chats: int = CHATS,
+    held_out_chats: int = HELD_OUT_CHATS,
 ) -> None:
     """Factorize a model and write the factorized checkpoint to ``out``.
 
-    Calibration uses one part of Python's documentation, and perplexity is measured on another.
-    Finished layers are kept in a folder beside ``out``. After an interruption, a call with the same
-    arguments continues from them.
+    The calibration text is one part of Python's documentation and, for up to half of the rows,
+    answers of the model to fixed questions. Perplexity is measured on another part of the
+    documentation, and answers to other questions are compared with those of the dense model.
+    Answers need the whole model on the device, their comparison both models; everything else needs
+    one layer at a time. Finished layers are kept in a folder beside ``out``. After an interruption,
+    a call with the same arguments continues from them.
 
     Args:
         model: name or path of a checkpoint.
@@ -50,14 +61,16 @@ def compress(
         rows: number of calibration rows of `ROW_TOKENS` tokens; perplexity is measured on half as
             many rows.
         device: auto, cpu or cuda.
+        chats: maximum number of questions for calibration. Models without a chat template, and
+            0, use documentation only.
+        held_out_chats: maximum number of questions for the comparison; 0 for none.
 
     Raises:
         SettingsError: if the method, the allocation or the device is unknown, if ``out`` exists, or
             if the GPU has too little free memory.
         CompressionError, CheckpointError: if the model cannot be read, factorized or written.
     """
-    chosen_method = parse_choice(Method, method)
-    allocation = parse_choice(Allocation, ranks) if ranks else None
+    choice = parse_choice(Method, method), parse_choice(Allocation, ranks) if ranks else None
     on = torch_device(device)
     refuse_existing(out)
     console = Console(stderr=True)
@@ -65,35 +78,73 @@ def compress(
     with console.status(f"reading {source.name}"):
         tokenizer = load_tokenizer(source)
         dense = load_checkpoint(source, dtype=None)
-    calibration, held_out = _texts(tokenizer, rows)
-    key = artifact_key(dense.model_hash, keep, calibration, chosen_method, allocation)
-    with _reported_shortage():
-        with WorkFolder(work_folder(out), key) as work:
-            if work.finished():
-                console.print(f"continuing from the finished layers in {work_folder(out)}")
-            with Progress(console=console) as progress:
-                factorized, report = factorization.compress(
-                    dense,
-                    calibration,
-                    keep,
-                    _progress_callback(progress, f"factorizing at keep {keep:g}"),
-                    method=chosen_method,
-                    allocation=allocation,
-                    device=on,
-                    work=work,
-                )
-            write_model(factorized, tokenizer, out)
-            work.remove()
+    if tokenizer.chat_template is None:
+        chats = held_out_chats = 0
+    with _reported_shortage("use --chats 0 or --device cpu"), console.status("answering questions"):
+        calibration, held_out = _texts(source, tokenizer, rows, chats, on)
+    with _reported_shortage("use --device cpu"):
+        factorized, report = _factorize(dense, calibration, keep, *choice, on, out, tokenizer)
         before, after = _perplexities(dense, factorized, held_out, on, console)
     _print_report(report, held_out, before, after)
+    if held_out_chats:
+        with _reported_shortage(f"but {out} is complete"), console.status("comparing answers"):
+            fidelity = _compared_chats(source, out, tokenizer, held_out_chats, on)
+        _print_fidelity(fidelity)
 
 
-def _texts(tokenizer: Tokenizer, rows: int) -> tuple[Tensor, Tensor]:
-    """Return ``rows`` rows of calibration text, and half as many of held-out text."""
+def _factorize(
+    dense: Checkpoint,
+    calibration: Tensor,
+    keep: float,
+    method: Method,
+    allocation: Allocation | None,
+    on: torch.device,
+    out: Path,
+    tokenizer: Tokenizer,
+) -> tuple[Checkpoint, "factorization.CompressionReport"]:
+    """Factorize and write a model, using layers that an interrupted call has finished."""
+    console = Console(stderr=True)
+    key = artifact_key(dense.model_hash, keep, calibration, method, allocation)
+    with WorkFolder(work_folder(out), key) as work:
+        if work.finished():
+            console.print(f"continuing from the finished layers in {work_folder(out)}")
+        with Progress(console=console) as progress:
+            factorized, report = factorization.compress(
+                dense,
+                calibration,
+                keep,
+                _progress_callback(progress, f"factorizing at keep {keep:g}"),
+                method=method,
+                allocation=allocation,
+                device=on,
+                work=work,
+            )
+        write_model(factorized, tokenizer, out)
+        work.remove()
+    return factorized, report
+
+
+def _texts(
+    source: Path, tokenizer: Tokenizer, rows: int, chats: int, on: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return ``rows`` rows of calibration text, and half as many of held-out text.
+
+    The model's answers to ``chats`` questions replace up to half of the calibration rows.
+    """
+    chat_tokens: list[int] = []
+    if chats:
+        asked = questions()[0][:chats]
+        chat_tokens = as_text(answer(load_model(source, on), tokenizer, asked, ANSWER_TOKENS))
+    chat_rows = min(rows // 2, len(chat_tokens) // ROW_TOKENS)
     calibration, held_out = (
         factorization.cut_rows(tokenizer.encode(text), ROW_TOKENS, count)
-        for text, count in zip(factorization.documentation(), (rows, rows // 2), strict=True)
+        for text, count in zip(
+            factorization.documentation(), (rows - chat_rows, rows // 2), strict=True
+        )
     )
+    if chat_rows:
+        own = factorization.cut_rows(chat_tokens, ROW_TOKENS, chat_rows)
+        calibration = torch.cat([calibration, own])
     return calibration, held_out
 
 
@@ -110,18 +161,30 @@ def _perplexities(
     return before, after
 
 
+def _compared_chats(
+    source: Path, out: Path, tokenizer: Tokenizer, chats: int, on: torch.device
+) -> ChatFidelity:
+    dense, factorized = load_model(source, on), load_model(out, on)
+    made = answer(dense, tokenizer, questions()[1][:chats], HELD_OUT_ANSWER_TOKENS)
+    return compare_chats(dense, factorized, made, HELD_OUT_ANSWER_TOKENS)
+
+
 def work_folder(out: Path) -> Path:
     """Return the folder that keeps the finished layers of an unfinished checkpoint ``out``."""
     return out.with_name(f"{out.name}.work")
 
 
 @contextmanager
-def _reported_shortage() -> Iterator[None]:
-    """Translate an error of torch: the GPU has too little free memory."""
+def _reported_shortage(advice: str) -> Iterator[None]:
+    """Translate torch's error about too little free GPU memory.
+
+    Args:
+        advice: what to do, for the message.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise SettingsError(f"too little free GPU memory, use --device cpu: {error}") from error
+        raise SettingsError(f"too little free GPU memory, {advice}: {error}") from error
 
 
 def parse_choice(choices: type[Choice], name: str) -> Choice:
@@ -164,3 +227,15 @@ def _print_report(
     console.print(", ".join(parts))
     if report.peak_device_bytes:
         console.print(f"peak GPU memory of tensors: {report.peak_device_bytes / 1e9:.1f} GB")
+
+
+def _print_fidelity(fidelity: ChatFidelity) -> None:
+    table = Table("held-out chats", "top-1 agreement", "mean KL", "loops", "loops, dense")
+    table.add_row(
+        str(fidelity.chats),
+        f"{fidelity.top1:.1%}",
+        f"{fidelity.kl_mean:.4f}",
+        str(fidelity.loops),
+        str(fidelity.dense_loops),
+    )
+    Console(stderr=True).print(table)

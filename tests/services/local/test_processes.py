@@ -91,3 +91,28 @@ def test_no_gpu_is_assigned_without_visible_gpus_or_on_the_cpu(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert set(gpus_of(UpOptions(device=device)).values()) == {None}
+
+
+def test_fixed_health_port_belongs_to_the_first_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container image sets the same port for every service."""
+
+    def health_ports() -> dict[str, str | None]:
+        return {
+            spec.name: spec.environment.get(
+                f"HEADRACE_{spec.name.split('-')[0].upper()}_HEALTH_PORT"
+            )
+            for spec in plan_processes(options, ARTIFACTS, "token")
+        }
+
+    options = UpOptions(gateways=2, prefill=2)
+    assert set(health_ports().values()) == {None}
+    for service in ("GATEWAY", "ROUTER", "PREFILL", "DECODE"):
+        monkeypatch.setenv(f"HEADRACE_{service}_HEALTH_PORT", "9091")
+    assert health_ports() == {
+        "router": "0",
+        "gateway": None,  # inherited
+        "gateway-1": "0",
+        "prefill-0": "0",
+        "prefill-1": "0",
+        "decode-0": "0",
+    }

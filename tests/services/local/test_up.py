@@ -11,7 +11,7 @@ from services.local.artifacts import Artifacts
 from services.local.options import UpOptions
 from services.local.state import Deployment
 from services.local.supervisor import MAX_START_FAILURES, ProcessSpec
-from services.local.up import EXIT_RUNNING, up
+from services.local.up import EXIT_RUNNING, serves_dense_meanwhile, up
 from tests.services.local.lock_holder import hold_elsewhere
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -95,3 +95,27 @@ def test_up_replaces_a_state_file_of_another_version(
     assert up(options, detach=False) == 2
     assert "router exited with code 2" in output(capsys)
     assert not state_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "gpus", "device", "made", "expected"),
+    [
+        (True, "", "auto", False, True),
+        (True, "0", "cpu", False, True),
+        (True, "0", "auto", False, False),
+        (True, "", "auto", True, False),
+        (False, "", "auto", False, False),
+    ],
+)
+def test_dense_model_is_served_while_the_cpu_factorizes(
+    meanwhile: bool,
+    gpus: str,
+    device: str,
+    made: bool,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(up_module, "is_factorized", lambda options: made)
+    options = UpOptions(keep=0.9, device=device, dense_meanwhile=meanwhile)
+    assert serves_dense_meanwhile(options) == expected

@@ -1,6 +1,8 @@
 """`headrace compress` and `headrace convert`: their results, and a run after an interruption."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,3 +93,15 @@ def test_converted_folder_is_loaded(tmp_path: Path) -> None:
     assert (tmp_path / "ours" / "tokenizer.json").is_file()
     with pytest.raises(CheckpointError, match="already a canonical"):
         convert(str(tmp_path / "ours"), tmp_path / "again", None, "auto")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_command_computes_on_a_gpu(dense: Path, tmp_path: Path) -> None:
+    """In a process of its own, in which CUDA is not initialized before."""
+    command = [sys.executable, "-m", "services.cli", "compress", "--model", str(dense)]
+    command += ["--keep", "0.7", "--rows", "2", "--chats", "0", "--held-out-chats", "0"]
+    command += ["--device", "cuda", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "peak GPU memory" in done.stderr

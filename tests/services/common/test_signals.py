@@ -1,0 +1,55 @@
+"""SIGTERM during the start of a service and when the parent of a process ends."""
+
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+START = """
+import asyncio, os, sys, time
+from types import SimpleNamespace
+import uvloop
+from services import launch
+
+async def serve(settings):
+    print("starting", flush=True)
+    await asyncio.to_thread(time.sleep, 60)
+
+os.getpid = lambda pid=os.getpid(): int(sys.argv[1]) or pid
+module = SimpleNamespace(serve=serve, loop_factory=uvloop.new_event_loop)
+launch._import_service = lambda name: module
+launch.run_service("router", [])
+"""
+
+
+@pytest.mark.parametrize(
+    ("pid", "code"), [(1, 128 + signal.SIGTERM), (0, -signal.SIGTERM)], ids=["first", "other"]
+)
+def test_sigterm_ends_a_service_that_is_starting(pid: int, code: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", START, str(pid)], stdout=subprocess.PIPE
+    ) as starting:
+        assert starting.stdout is not None
+        assert starting.stdout.readline() == b"starting\n"
+        starting.terminate()
+        assert starting.wait(10) == code
+
+
+def test_child_ends_with_its_parent() -> None:
+    child = "import time; print('started', flush=True); time.sleep(60)"
+    parent = f"""
+import subprocess, sys
+from services.common.signals import end_with_parent
+subprocess.run([sys.executable, "-c", {child!r}], preexec_fn=end_with_parent)
+"""
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        process.kill()
+        # Only the child holds the other end of the pipe now, which is closed when the child ends.
+        assert select.select([process.stdout], [], [], 10)[0]
+        assert process.stdout.read() == b""
