@@ -41,8 +41,12 @@ class _Child:
         os.close(write)
         self._reports = os.fdopen(read)
 
-    def run(self, nodeid: str) -> None:
-        """Run one test in the child process; fail or skip if it failed or was skipped there."""
+    def run(self, nodeid: str) -> tuple[str, str]:
+        """Run one test in the child process; return its outcome and the reason.
+
+        Raises:
+            pytest.fail.Exception: if the process has ended.
+        """
         stdin = self._process.stdin
         assert stdin is not None
         try:
@@ -54,11 +58,8 @@ class _Child:
         if not line:
             self._log.seek(0)
             pytest.fail(f"the child process ended:\n{self._log.read()[-4000:].decode()}", False)
-        outcome, text = json.loads(line)
-        if outcome == "skipped":
-            pytest.skip(text)
-        if outcome != "passed":
-            pytest.fail(text, pytrace=False)
+        outcome, reason = json.loads(line)
+        return outcome, reason
 
     def close(self) -> None:
         """Kill the process and close its files."""
@@ -93,12 +94,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if path not in children:
         children[path] = _Child(path, config.rootpath)
     try:
-        children[path].run(pyfuncitem.nodeid)
-    except (pytest.fail.Exception, pytest.skip.Exception):
-        raise
-    except BaseException:
+        outcome, reason = children[path].run(pyfuncitem.nodeid)
+    except BaseException:  # also a timeout, which pytest-timeout raises as a failure
         children.pop(path).close()  # a later test would read this test's report
         raise
+    if outcome == "skipped":
+        pytest.skip(reason)
+    if outcome != "passed":
+        pytest.fail(reason, pytrace=False)
     return True
 
 

@@ -17,12 +17,58 @@ from runtime.config import ModelConfig
 from runtime.core.window import SINK_PAGES, WINDOW
 from runtime.kv.kernels.encode import encode_kernel, encode_leaving_kernel, encode_vectors
 from runtime.kv.kernels.windowed import merge_windowed_kernel, windowed_decode_kernel
+from runtime.kv.kernels.windowed_fragments import windowed_fragments_kernel
 
 _LOG2_E = math.log2(math.e)
 _EXACT = 2
 """Number of exact planes of a layer, K and V; they come first."""
+_FRAGMENT_CAPABILITY = (8, 9)
+"""Lowest compute capability that converts fp8."""
+_FRAGMENT_PAGE, _FRAGMENT_GROUP = 16, 8
+"""Tokens of a page, and maximum query heads per KV head, of `windowed_fragments_kernel`."""
 _MERGED_PARTS = 16
 """Parts of a head that are merged per iteration."""
+
+
+@dataclass(frozen=True)
+class FragmentSource:
+    """Attention of one format by single warps; see `kernels.windowed_fragments`.
+
+    Attributes:
+        attend: ATTEND.
+        parts: PARTS.
+        tile: tokens of a stored tile.
+        programs: programs per multiprocessor.
+        registers: maximum number of registers of a thread.
+        dims: supported head dimensions.
+    """
+
+    attend: JITFunction
+    parts: int
+    tile: int
+    programs: int = 12
+    registers: int = 168
+    dims: tuple[int, ...] = (64, 128)
+
+    def stored_programs(self, device: torch.device, exact: int) -> int:
+        """Return the number of programs for stored tiles, besides ``exact`` programs.
+
+        All of them run at once, if that leaves at least half of the GPU for stored tiles: exact
+        programs come first, and those that wait for them would end last.
+        """
+        programs = decode_programs(device, self.programs)
+        return max(programs - exact, programs // 2)
+
+    def supports(self, q: Tensor, k_pages: Tensor, group: int) -> bool:
+        """Return whether the kernel can attend with ``group`` queries to each KV head."""
+        return (
+            q.is_cuda
+            and q.dtype == torch.bfloat16
+            and k_pages.shape[2] == _FRAGMENT_PAGE
+            and k_pages.shape[3] in self.dims
+            and group <= _FRAGMENT_GROUP
+            and torch.cuda.get_device_capability(q.device) >= _FRAGMENT_CAPABILITY
+        )
 
 
 @dataclass(frozen=True)
@@ -43,6 +89,7 @@ class KernelSource:
         splits: number of programs that share each KV head of a sequence, without balancing
             (ablation); 0 for as many as fit on the GPU. None for balanced programs.
         rows: minimum of STORED_ROWS of `runtime.kv.kernels.windowed`.
+        fragments: a faster kernel for shapes that it supports, without layer inputs.
         latents: whether ``acc`` of ``attend`` is as wide as the second stored plane. Otherwise it
             is as wide as a head.
     """
@@ -61,6 +108,7 @@ class KernelSource:
     splits: int | None = None
     rows: int = 16
     latents: bool = False
+    fragments: FragmentSource | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +206,14 @@ class StoredPageKernels:
         k_pages, v_pages = planes[:_EXACT]
         table, stored, source = batch.page_table, _stored_table(batch), self._source
         sequences, group = len(q), self._heads // self._kv_heads
-        programs = decode_programs(q.device, source.programs)
+        fragments = source.fragments
+        if fragments is not None and not fragments.supports(q, k_pages, group):
+            fragments = None
+        if fragments is None:
+            programs = decode_programs(q.device, source.programs)
+        else:
+            exact = triton.next_power_of_2(sequences) * self._kv_heads
+            programs = fragments.stored_programs(q.device, exact)
         splits = self._splits(sequences, programs)
         programs = sequences * self._kv_heads * splits or programs
         parts = self._part_buffers(2 * (programs + sequences * self._kv_heads), q.device)
@@ -167,21 +222,33 @@ class StoredPageKernels:
         constants = {
             "KV_HEADS": self._kv_heads, "GROUP": group, "DIM": self._dim, "WIDTH": self._width,
             "PAGE": k_pages.shape[2], "WINDOW": WINDOW, "SINK_PAGES": SINK_PAGES,
-            "BLOCK": source.tile, "K_WIDTH": planes[_EXACT].shape[-1], "V_WIDTH": v_width,
-            "SEQUENCES": triton.next_power_of_2(sequences), "MIN_TILES": MIN_TILES,
-            "MIN_COST": self._costs.least, "PROGRAMS": programs, "SPLITS": splits,
+            "BLOCK": (fragments or source).tile, "SEQUENCES": triton.next_power_of_2(sequences),
+            "MIN_TILES": MIN_TILES, "PROGRAMS": programs,
         }  # fmt: skip
-        windowed_decode_kernel[(sequences * self._kv_heads + programs,)](
+        of_parts = {
+            "K_WIDTH": planes[_EXACT].shape[-1], "V_WIDTH": v_width,
+            "MIN_COST": self._costs.least, "SPLITS": splits,
+        }  # fmt: skip
+        arguments = (
             q, k_pages, v_pages, *k_pages.stride()[:2], table, table.stride(0), inputs, stored,
             stored.stride(0), batch.lengths, sequences, *parts, _LOG2_E / math.sqrt(self._dim),
-            self._costs.prefix, **constants, ATTEND=source.attend, EXACT_BLOCK=source.exact_tile,
-            ROWS=max(16, triton.next_power_of_2(group)),
-            STORED_ROWS=max(source.rows, triton.next_power_of_2(group)), num_warps=source.warps,
-            num_stages=source.stages, maxnreg=source.registers,
         )  # fmt: skip
+        grid = (sequences * self._kv_heads + programs,)
+        if fragments is not None:
+            windowed_fragments_kernel[grid](
+                *arguments, **constants, ATTEND=fragments.attend, PARTS=fragments.parts,
+                num_warps=1, maxnreg=fragments.registers,
+            )  # fmt: skip
+        else:
+            windowed_decode_kernel[grid](
+                *arguments, self._costs.prefix, **constants, **of_parts, ATTEND=source.attend,
+                EXACT_BLOCK=source.exact_tile, ROWS=max(16, triton.next_power_of_2(group)),
+                STORED_ROWS=max(source.rows, triton.next_power_of_2(group)),
+                num_warps=source.warps, num_stages=source.stages, maxnreg=source.registers,
+            )  # fmt: skip
         merge_windowed_kernel[(sequences * self._heads,)](
             inputs, batch.lengths, sequences, *parts, out, self._costs.prefix, **constants,
-            FINISH=source.finish, PARTS=_MERGED_PARTS,
+            **of_parts, FINISH=source.finish, PARTS=_MERGED_PARTS,
             SUMS=max(16, triton.next_power_of_2(v_width)) if source.latents else self._width,
             num_warps=2,
         )  # fmt: skip

@@ -55,13 +55,13 @@ def program_of(tile, each, extra):
 
 
 @triton.jit
-def locate(tile, tiles, ends, KV_HEADS: tl.constexpr):
+def locate(s, tile, tiles, ends, KV_HEADS: tl.constexpr):
     """Return the sequence and KV head of a tile, the first tile of the head, and their number.
 
     Args:
+        s: ``arange(0, SEQUENCES)``.
         tiles, ends: see `divide`.
     """
-    s = tl.arange(0, tiles.shape[0])
     sequence = tl.sum((ends <= tile).to(tl.int32), axis=0)
     count = tl.sum(tl.where(s == sequence, tiles, 0), axis=0)  # of one KV head
     before = tl.sum(tl.where(s == sequence, ends, 0), axis=0) - count * KV_HEADS

@@ -126,7 +126,7 @@ def decode_kernel(
     valid = (row < GROUP)[:, None] & (d < DIM)[None, :]
     tile = begin
     while tile < end:
-        sequence, kv_head, head_begin, count = locate(tile, tiles, ends, KV_HEADS)
+        sequence, kv_head, head_begin, count = locate(s, tile, tiles, ends, KV_HEADS)
         stop = tl.minimum(head_begin + count, end)
         head = ((sequence * KV_HEADS + kv_head) * GROUP + row).to(tl.int64)  # [ROWS]
         queries = tl.load(q + head[:, None] * DIM + d[None, :], mask=valid, other=0.0)

@@ -157,6 +157,7 @@ class FdcFormat(CalibratedFormat[FdcLayer]):
             kernels.finish,
             tile=64,
             stages=5,
+            programs=5,
             encode_page=kernels.encode_page,
             latents=True,
         )

@@ -90,7 +90,10 @@ class FP8Format(QuantizedFormat):
 
     def kernel_source(self) -> "KernelSource":
         """See `QuantizedFormat`."""
-        from runtime.kv.fp8 import kernels
-        from runtime.kv.gpu import KernelSource
+        from runtime.kv.fp8 import fragments, kernels
+        from runtime.kv.gpu import FragmentSource, KernelSource
 
-        return KernelSource(kernels.encode, kernels.attend, kernels.finish, tile=64, stages=5)
+        by_warps = FragmentSource(fragments.attend, fragments.PARTS, tile=32)
+        return KernelSource(
+            kernels.encode, kernels.attend, kernels.finish, tile=64, stages=5, fragments=by_warps
+        )

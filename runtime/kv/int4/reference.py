@@ -91,8 +91,8 @@ class Int4Format(QuantizedFormat):
 
     def kernel_source(self) -> "KernelSource":
         """See `QuantizedFormat`."""
-        from runtime.kv.gpu import KernelSource
-        from runtime.kv.int4 import kernels
+        from runtime.kv.gpu import FragmentSource, KernelSource
+        from runtime.kv.int4 import fragments, kernels
 
         return KernelSource(
             kernels.encode,
@@ -103,4 +103,5 @@ class Int4Format(QuantizedFormat):
             warps=1,
             programs=8,
             rows=8,
+            fragments=FragmentSource(fragments.attend, fragments.PARTS, tile=64),
         )

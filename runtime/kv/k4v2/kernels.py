@@ -67,6 +67,10 @@ def encode(keys, values, rows, planes, KV_HEADS: tl.constexpr, DIM: tl.constexpr
     write_values(values, rows, v, v_norm, DIM)
 
 
+LOW_BYTES, HIGH_BYTES = 0x7C97977C, 0x403FBFC0
+"""Low and high bytes of the bf16 numbers of the four codes."""
+
+
 def _unpack_part(number: int) -> str:
     """Return PTX that maps the 2-bit codes of one part of a vector to bf16 numbers."""
     return f"""
@@ -79,15 +83,15 @@ prmt.b32 ${2 * number + 1}, low, high, s;"""
 
 
 UNPACK = tl.constexpr(
-    "{\n.reg .b32 s, low, high, bytes;\nmov.b32 low, 0x7c97977c;\nmov.b32 high, 0x403fbfc0;"
+    "{\n.reg .b32 s, low, high, bytes;"
+    + f"\nmov.b32 low, {LOW_BYTES:#x};\nmov.b32 high, {HIGH_BYTES:#x};"
     + "\nprmt.b32 bytes, $8, 0, 0x3120;"
     + "".join(map(_unpack_part, range(4)))
     + "\n}"
 )
 """PTX that unpacks two 16-bit words by table lookup. First, even bytes are moved before odd bytes.
-``low`` and ``high`` hold the low and high bytes of the four bf16 numbers. `prmt` reads byte c of
-``low`` and byte c of ``high`` for each code c; its selector consists of the digits ``c`` and
-``4 + c``, which are ``17 c + 64`` in the code's byte."""
+`prmt` reads byte c of ``low`` and byte c of ``high`` for each code c; its selector consists of the
+digits ``c`` and ``4 + c``, which are ``17 c + 64`` in the code's byte."""
 
 
 @triton.jit

@@ -48,8 +48,11 @@ class K4V2Format(QuantizedFormat):
 
     def kernel_source(self) -> "KernelSource":
         """See `QuantizedFormat`."""
-        from runtime.kv.gpu import KernelSource
-        from runtime.kv.k4v2 import kernels
+        from runtime.kv.gpu import FragmentSource, KernelSource
+        from runtime.kv.k4v2 import fragments, kernels
 
         # With more warps, matmuls of 16 columns would be computed twice.
-        return KernelSource(kernels.encode, kernels.attend, kernels.finish, tile=64, rows=8)
+        by_warps = FragmentSource(fragments.attend, fragments.PARTS, tile=64, dims=(128,))
+        return KernelSource(
+            kernels.encode, kernels.attend, kernels.finish, tile=64, rows=8, fragments=by_warps
+        )

@@ -206,11 +206,12 @@ def windowed_decode_kernel(
             if costs is not None:
                 begin = tile_at(begin, tiles, costs, KV_HEADS)
                 end = tile_at(end, tiles, costs, KV_HEADS)
+        s = tl.arange(0, SEQUENCES)
         stored_row = tl.arange(0, STORED_ROWS)
         of_group = (stored_row < GROUP)[:, None] & (d < DIM)[None, :]
         tile = begin
         while tile < end:
-            sequence, kv_head, head_begin, count = locate(tile, tiles, ends, KV_HEADS)
+            sequence, kv_head, head_begin, count = locate(s, tile, tiles, ends, KV_HEADS)
             stop = tl.minimum(head_begin + count, end)
             length = tl.load(lengths + sequence)
             query_head = ((sequence * KV_HEADS + kv_head) * GROUP + stored_row).to(tl.int64)

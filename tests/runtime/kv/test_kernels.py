@@ -19,6 +19,7 @@ from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.registry import COMPRESSED
 from runtime.kv.windowed import WindowedFormat, WindowedLayer
+from tests.runtime.combinations import combinations
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import (
     LLAMA_3_8B,
@@ -71,20 +72,26 @@ def special(config: ModelConfig, pages: int = 3) -> Tensor:
     return x
 
 
+def _supports_head_dim(name: str, dim: int, _: object) -> bool:
+    """Return whether a format has kernels; the Hadamard transform needs a power of two."""
+    if dim == 96 and name not in ("fp8", "fp8-e5m2"):
+        return False
+    return cast(QuantizedFormat, COMPRESSED[name](replace(SMALL, head_dim=dim))).fused
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which runs interpreted kernels
 @pytest.mark.parametrize(
-    "data", [gaussian, heavy_tailed, special], ids=["gaussian", "heavy-tailed", "special"]
+    ("create", "dim", "data"),
+    combinations(
+        FUSED, [32, 64, 96, 128], [gaussian, heavy_tailed, special], valid=_supports_head_dim
+    ),
+    indirect=["create"],
 )
-@pytest.mark.parametrize("dim", [32, 64, 96, 128])
 def test_encode_has_the_bits_of_the_reference(
     create: Create, dim: int, data: Callable[[ModelConfig, int], Tensor]
 ) -> None:
     config = replace(SMALL, head_dim=dim)
-    if dim == 96 and create not in (COMPRESSED["fp8"], COMPRESSED["fp8-e5m2"]):
-        pytest.skip("the Hadamard transform needs a power of two")
     kv_format = create(config)
-    if not kv_format.fused:
-        pytest.skip("the head dimension has no kernels")
     keys = data(config, 3).to(DEVICE)
     # A view of pages in another order of dimensions, as some caches have.
     values = keys.flip(0).transpose(1, 2).contiguous().transpose(1, 2)
@@ -178,9 +185,16 @@ TOLERANCE = 1e-2
 """Queries, after the transform, and weights times scales are rounded to bf16."""
 
 
-@pytest.mark.parametrize("config", [SMALL, WIDE], ids=["4x2x64", "8x1x128"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [[1], [17, 95, 96], [700, 79, 111, 300]], ids=str)
+@pytest.mark.parametrize(
+    ("create", "lengths", "dtype", "config"),
+    combinations(
+        FUSED,
+        [[1], [17, 95, 96], [700, 79, 111, 300]],
+        [torch.float32, torch.bfloat16],
+        [SMALL, WIDE],
+    ),
+    indirect=["create"],
+)
 def test_attend_is_dense_attention_over_decoded_pages(
     create: Create, lengths: list[int], dtype: torch.dtype, config: ModelConfig
 ) -> None:
@@ -194,7 +208,11 @@ def test_attend_is_dense_attention_over_decoded_pages(
     assert torch.equal(got, again)
 
 
-@pytest.mark.parametrize("heads", [(5, 5), (9, 3), (20, 1)])
+@pytest.mark.parametrize(
+    ("create", "heads"),
+    combinations(FUSED, [(5, 5), (9, 3), (20, 1)], covered=1),
+    indirect=["create"],
+)
 def test_attend_supports_groups_of_any_size(create: Create, heads: tuple[int, int]) -> None:
     config = replace(SMALL, num_heads=heads[0], num_kv_heads=heads[1])
     sequences = Sequences.of(create(config), config, [200, 150])
@@ -212,7 +230,9 @@ def test_fp8_attends_with_other_head_dims(dim: int) -> None:
     torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("create", "programs"), combinations(FUSED, [1, 3, 40], covered=1), indirect=["create"]
+)
 def test_attend_is_independent_of_how_tiles_are_divided(
     create: Create, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from runtime.kv.gpu import StoredPageKernels
 from runtime.kv.palu import PaluFormat
 from runtime.kv.quantized import QuantizedFormat
 from runtime.kv.windowed import WindowedFormat
+from tests.runtime.combinations import combinations
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import PAGE, gaussian, same_bits, stored_planes
 from tests.runtime.kv.test_kernels import SMALL, TOLERANCE, WIDE, Sequences, on_device
@@ -137,9 +138,16 @@ def test_encode_stores_zeros_beyond_the_ranks() -> None:
             assert not flat[PAGE * rank :].any()
 
 
-@pytest.mark.parametrize("config", [SMALL, WIDE], ids=["4x2x64", "8x1x128"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [[1], [17, 95, 96], [700, 79, 111, 300]], ids=str)
+@pytest.mark.parametrize(
+    ("create", "lengths", "dtype", "config"),
+    combinations(
+        list(FORMATS),
+        [[1], [17, 95, 96], [700, 79, 111, 300]],
+        [torch.float32, torch.bfloat16],
+        [SMALL, WIDE],
+    ),
+    indirect=["create"],
+)
 def test_attend_is_dense_attention_over_decoded_pages(
     create: Create, lengths: list[int], dtype: torch.dtype, config: ModelConfig
 ) -> None:
@@ -153,7 +161,11 @@ def test_attend_is_dense_attention_over_decoded_pages(
     assert torch.equal(got, again)
 
 
-@pytest.mark.parametrize("heads", [(5, 5), (9, 3), (20, 1), (8, 4)])
+@pytest.mark.parametrize(
+    ("create", "heads"),
+    combinations(list(FORMATS), [(5, 5), (9, 3), (20, 1), (8, 4)], covered=1),
+    indirect=["create"],
+)
 def test_attend_supports_groups_of_any_size(create: Create, heads: tuple[int, int]) -> None:
     config = replace(SMALL, num_heads=heads[0], num_kv_heads=heads[1], context_length=300)
     made = create(config)
@@ -163,7 +175,9 @@ def test_attend_supports_groups_of_any_size(create: Create, heads: tuple[int, in
     torch.testing.assert_close(got, sequences.expected(q), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("create", "programs"), combinations(list(FORMATS), [1, 3, 40], covered=1), indirect=["create"]
+)
 def test_attend_is_independent_of_how_tiles_are_divided(
     create: Create, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,9 +238,11 @@ def test_non_finite_tokens_are_stored_as_such() -> None:
     assert k[0, 0, [0, 1, 2, 4]].isfinite().all()
 
 
-@pytest.mark.parametrize("programs", [8, 40])
 @pytest.mark.parametrize(
-    "options", [{"by_cost": False}, {"splits": 0}, {"splits": 1}, {"splits": 3}], ids=str
+    ("programs", "options"),
+    combinations(
+        [8, 40], [{"by_cost": False}, {"splits": 0}, {"splits": 1}, {"splits": 3}], covered=1
+    ),
 )
 def test_attend_is_independent_of_the_division_of_tiles(
     options: dict[str, int], programs: int, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ from runtime.kv.rotation import PageRotation
 from runtime.kv.shard import ShardFormat, ShardOptions, calibrate
 from runtime.kv.shard.decoder import KeyDecoder
 from runtime.kv.windowed import WindowedFormat, WindowedLayer
+from tests.runtime.combinations import combinations
 from tests.runtime.device import DEVICE, random
 from tests.runtime.kv.compressed_data import PAGE, gaussian, same_bits, stored_planes
 from tests.runtime.kv.test_kernels import SMALL, WIDE, Sequences, on_device
@@ -126,9 +127,12 @@ def test_tokens_that_are_not_finite_are_marked(bad: float) -> None:
     assert v.isnan().sum() == 5 * 64
 
 
-@pytest.mark.parametrize("config", [SMALL, WIDE], ids=["4x2x64", "8x1x128"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [[1], [17, 95, 96], [700, 79, 111, 300]], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "dtype", "config"),
+    combinations(
+        [[1], [17, 95, 96], [700, 79, 111, 300]], [torch.float32, torch.bfloat16], [SMALL, WIDE]
+    ),
+)
 def test_attend_is_dense_attention_over_decoded_pages(
     lengths: list[int], dtype: torch.dtype, config: ModelConfig
 ) -> None:

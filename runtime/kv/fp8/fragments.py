@@ -1,0 +1,231 @@
+# mypy: ignore-errors
+# ruff: noqa: E741, RUF005, SIM108 - `l` as in the literature; what Triton's compiler supports
+"""Attention over `fp8` and `fp8-e5m2` by single warps; see `runtime.kv.kernels.fragments`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from runtime.kv.kernels.fragments import (
+    PAGE,
+    as_operand,
+    high_half,
+    lane_numbers,
+    largest_of_rows,
+    load4,
+    load8,
+    load16,
+    low_half,
+    multiply,
+    no_sum,
+    no_tokens,
+    of_other_lane,
+    packed,
+    pages_of_tile,
+    rows_of_pages,
+    scaled,
+    softmax,
+    token_of_value,
+)
+
+PAGES = gl.constexpr(2)
+"""Pages per tile."""
+PARTS = 1
+_E4M3 = gl.constexpr(
+    "{\n.reg .b16 a, b;\nmov.b32 {a, b}, $2;\n"
+    "cvt.rn.f16x2.e4m3x2 $0, a;\ncvt.rn.f16x2.e4m3x2 $1, b;\n}"
+)
+_E5M2 = gl.constexpr("prmt.b32 $0, $2, 0, 0x1404;\nprmt.b32 $1, $2, 0, 0x3424;")
+_INTERLEAVE = gl.constexpr("prmt.b32 $0, $2, $3, 0x5140;\nprmt.b32 $1, $2, $3, 0x7362;")
+
+
+@gluon.jit
+def power_of_two(biased):
+    """Return ``2 ** (biased - 127)``. 0 gives 0, and 255 infinity."""
+    return (biased << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def unpack(word, E5M2: gl.constexpr):
+    """Convert four codes to fp16: a word with bytes 0 and 1, and one with bytes 2 and 3."""
+    return gl.inline_asm_elementwise(
+        _E5M2 if E5M2 else _E4M3, "=&r,=&r,r", [word],
+        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def interleaved(x, y):
+    """Interleave the bytes of two words: bytes 0 and 1 of both, then bytes 2 and 3."""
+    return gl.inline_asm_elementwise(
+        _INTERLEAVE, "=&r,=&r,r,r", [x, y], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def largest_magnitude(x):
+    """Return the largest magnitude of a tuple of numbers in all lanes."""
+    most = gl.maximum(x[0], -x[0])
+    for i in gl.static_range(1, len(x)):
+        most = gl.maximum(most, gl.maximum(x[i], -x[i]))
+    most = gl.maximum(most, of_other_lane(most, 1))
+    return largest_of_rows(gl.maximum(most, of_other_lane(most, 2)))
+
+
+@gluon.jit
+def fp16_queries(q, t, DIM: gl.constexpr):
+    """Scale queries by a power of two so that the largest is below 2**15, for fp16.
+
+    Lane ``4 g + t`` has dimensions ``64 c + 16 t + i`` of head g.
+
+    Args:
+        q: pointer of each lane to its query head.
+
+    Returns:
+        Words of B, and the factor that undoes the scale.
+    """
+    x = ()
+    for c in gl.static_range(DIM // 64):
+        for part in gl.static_range(2):
+            words = load16(q + 64 * c + 16 * t + 8 * part)
+            for i in gl.static_range(4):
+                x = x + (low_half(words[i]), high_half(words[i]))
+    exponent = gl.maximum(largest_magnitude(x).to(gl.int32, bitcast=True) >> 23, 15)
+    up = power_of_two(268 - exponent)
+    made = ()
+    for i in gl.static_range(0, DIM // 4, 2):
+        made = made + (packed(x[i] * up, x[i + 1] * up, True),)
+    return made, power_of_two(exponent - 14)
+
+
+@gluon.jit
+def load_keys(k, rows, g, t, DIM: gl.constexpr):
+    """Load codes of K, of tokens g and g + 8 of each page."""
+    keys = ()
+    for i in gl.static_range(len(rows)):
+        for r in gl.static_range(2):
+            words = ()
+            for c in gl.static_range(DIM // 64):
+                words = words + (load16(k + (rows[i] + g + 8 * r) * DIM + 64 * c + 16 * t),)
+            keys = keys + (words,)
+    return keys
+
+
+@gluon.jit
+def load_values(v, rows, g, t, DIM: gl.constexpr):
+    """Load codes of V: bytes ``DIM / 8 g`` and following of the four tokens of A of each page."""
+    values = ()
+    for i in gl.static_range(len(rows)):
+        words = ()
+        for which in gl.static_range(4):
+            at = v + (rows[i] + token_of_value(t, which)) * DIM + g * (DIM // 8)
+            if DIM == 128:
+                words = words + (load16(at),)
+            else:
+                words = words + (load8(at),)
+        values = values + (words,)
+    return values
+
+
+@gluon.jit
+def load_exponents(plane, rows, g):
+    """Load the biased exponents of tokens g and g + 8 of each page, int32."""
+    exponents = ()
+    for i in gl.static_range(len(rows)):
+        for r in gl.static_range(2):
+            word = load4(plane + rows[i] + g // 4 * 4 + 8 * r)
+            exponents = exponents + ((word >> (8 * (g % 4))) & 255,)
+    return exponents
+
+
+@gluon.jit
+def scores(keys, exponents, queries, first, count, scale, DIM: gl.constexpr, E5M2: gl.constexpr):
+    """Return scaled scores of each page; -inf from ``count`` tokens on."""
+    lane, _, _ = lane_numbers()
+    found = ()
+    for i in gl.static_range(PAGES):
+        s = no_sum(lane)
+        for c in gl.static_range(DIM // 64):
+            for j in gl.static_range(4):
+                x = unpack(keys[2 * i][c][j], E5M2)
+                y = unpack(keys[2 * i + 1][c][j], E5M2)
+                b0, b1 = queries[8 * c + 2 * j], queries[8 * c + 2 * j + 1]
+                s = multiply(x[0], y[0], x[1], y[1], b0, b1, s, True)
+        inside = first + i * PAGE < count
+        of_page = ()
+        for r in gl.static_range(2):
+            by = power_of_two(exponents[2 * i + r]) * scale
+            for head in gl.static_range(2):
+                of_page = of_page + (gl.where(inside, s[2 * r + head] * by, float("-inf")),)
+        found = found + (of_page,)
+    return found
+
+
+@gluon.jit
+def largest_exponent(top, exponents):
+    """Return the largest of ``top`` and of the exponents of finite vectors."""
+    for i in gl.static_range(len(exponents)):
+        top = gl.maximum(top, gl.where(exponents[i] < 255, exponents[i], 0))
+    return largest_of_rows(top.to(gl.float32)).to(gl.int32)
+
+
+@gluon.jit
+def relative_scale(exponent, top):
+    """Return a scale divided by 2**top and multiplied by 2**14; infinity for 255."""
+    relative = gl.maximum(exponent - top + 141, 0)
+    return power_of_two(gl.where(exponent < 255, relative, 255))
+
+
+@gluon.jit
+def add_values(acc, words, b, DIM: gl.constexpr, E5M2: gl.constexpr):
+    """Add the products of a page's codes of V and its weights ``b``.
+
+    Args:
+        words: codes of the four tokens of A.
+    """
+    made = ()
+    for j in gl.static_range(DIM // 32):
+        first = interleaved(words[0][j], words[1][j])
+        last = interleaved(words[2][j], words[3][j])
+        for e in gl.static_range(2):
+            x, y = unpack(first[e], E5M2), unpack(last[e], E5M2)
+            c = multiply(x[0], x[1], y[0], y[1], b[0], b[1], acc[2 * j + e], True)
+            made = made + (c,)
+    return made
+
+
+@gluon.jit
+def attend(
+    q, kv_head, begin, end, count, planes, table, scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """See `runtime.kv.kernels.windowed_fragments`, and `kernels.attend` for the scales."""
+    k, v, k_scale, v_scale = planes
+    E5M2: gl.constexpr = v.dtype.element_ty == gl.float8e5
+    lane, g, t = lane_numbers()
+    queries, factor = fp16_queries(q + gl.minimum(g, GROUP - 1) * DIM, t, DIM)
+    acc, m, l = no_tokens(lane, DIM // 16)
+    top = lane * 0  # biased
+    pages = pages_of_tile(table, begin, count, PAGES)
+    for first in range(begin, end, PAGES * PAGE):
+        rows = rows_of_pages(pages, kv_head, KV_HEADS)
+        pages = pages_of_tile(table, first + PAGES * PAGE, count, PAGES)
+        keys = load_keys(k, rows, g, t, DIM)
+        k_exponents = load_exponents(k_scale, rows, g)
+        v_exponents = load_exponents(v_scale, rows, g)
+        values = load_values(v, rows, g, t, DIM)
+        s = scores(keys, k_exponents, queries, first, count, factor * scale, DIM, E5M2)
+        weights, factors, m, l = softmax(s, m, l, PAGES)
+        used = ()
+        for i in gl.static_range(2 * PAGES):
+            inside = first + i // 2 * PAGE < count
+            used = used + (gl.where(inside, v_exponents[i], 0),)
+        new_top = largest_exponent(top, used)
+        down = power_of_two(gl.maximum(top - new_top + 127, 0))
+        top = new_top
+        acc = scaled(acc, (factors[0] * down, factors[1] * down))
+        for i in gl.static_range(PAGES):
+            one = relative_scale(used[2 * i], top)
+            two = relative_scale(used[2 * i + 1], top)
+            acc = add_values(acc, values[i], as_operand(weights[i], one, two, True), DIM, E5M2)
+    unit = power_of_two(gl.maximum(top, 15) - 14)
+    return scaled(acc, (unit, unit)), m, l

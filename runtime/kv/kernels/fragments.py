@@ -1,0 +1,279 @@
+# mypy: ignore-errors
+# ruff: noqa: E741 - `l` as in the literature; what Triton's compiler supports
+"""Attention by single warps on operands of tensor cores in registers, in Gluon.
+
+A tensor core instruction multiplies A `[16, 16]` by B `[16, 8]` (PTX ISA, "Matrix Fragments for
+mma.m16n8k16"). Lane ``4 g + t`` of a warp holds:
+
+- of A, rows g and g + 8, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, in four words of two elements:
+  row g, row g + 8, each with the first two columns, then both rows with the last two columns;
+- of B, column g and rows 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, in two words;
+- of the sum C, fp32, rows g and g + 8 and columns 2 t and 2 t + 1.
+
+Scores are products of 16 tokens of a page (rows of A) by 8 query heads (columns of B). Sums of V
+are products of 16 dimensions by those heads over 16 tokens. The order of the summed dimensions is
+free, so that each lane loads consecutive bytes of a token. C of the scores has the heads in the
+same lanes as C of the sums: weights only have to be transposed, by `transposed`, to become B.
+Nothing passes through shared memory, and warps never wait for each other.
+
+All tensors have one element per lane. A fragment of C is a tuple of four fp32: the two heads of row
+g, then those of row g + 8. Pages have 16 tokens.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+PAGE = gl.constexpr(16)
+_LOAD16 = gl.constexpr("ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
+_LOAD8 = gl.constexpr("ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [$2];")
+_MMA_OPERANDS = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+_MMA_BF16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 " + _MMA_OPERANDS)
+_MMA_FP16 = gl.constexpr("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 " + _MMA_OPERANDS)
+
+
+@gluon.jit
+def lane_numbers():
+    """Return the number of each lane, and its g and t."""
+    lane = gl.arange(0, 32, LANES)
+    return lane, lane // 4, lane % 4
+
+
+@gluon.jit
+def load16(address):
+    """Load four words per lane, from addresses that are multiples of 16 bytes."""
+    return gl.inline_asm_elementwise(
+        _LOAD16, "=r,=r,=r,=r,l", [address.to(gl.int64)],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load8(address):
+    """Load two words per lane, from addresses that are multiples of 8 bytes."""
+    return gl.inline_asm_elementwise(
+        _LOAD8, "=r,=r,l", [address.to(gl.int64)], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def load4(address):
+    """Load a word per lane, from addresses that are multiples of 4 bytes."""
+    return gl.inline_asm_elementwise(
+        "ld.global.nc.b32 $0, [$1];", "=r,l", [address.to(gl.int64)],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def multiply(a0, a1, a2, a3, b0, b1, c, FP16: gl.constexpr):
+    """Return A B + C, from fragments of bf16 or fp16."""
+    return gl.inline_asm_elementwise(
+        _MMA_FP16 if FP16 else _MMA_BF16, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def packed(low, high, FP16: gl.constexpr):
+    """Round two fp32 numbers to bf16 or fp16 and return them in a word."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;" if FP16 else "cvt.rn.bf16x2.f32 $0, $2, $1;",
+        "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def transposed(word):
+    """Transpose an 8 x 8 matrix of 16-bit elements: row g, columns 2 t and 2 t + 1 in each lane."""
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [word],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def low_half(word):
+    """Return the bf16 number in the low half of a word as fp32."""
+    return (word << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def high_half(word):
+    """Return the bf16 number in the high half of a word as fp32."""
+    return (word & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def low_halves(x, y):
+    """Return a word with the low halves of two words."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def high_halves(x, y):
+    """Return a word with the high halves of two words."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def of_other_lane(x, MASK: gl.constexpr):
+    """Return fp32 ``x`` of the lane whose number differs in the bit MASK."""
+    if MASK == 1:
+        shuffle: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;"
+    elif MASK == 2:
+        shuffle: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 2, 0x1f, 0xffffffff;"
+    elif MASK == 4:
+        shuffle: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 4, 0x1f, 0xffffffff;"
+    elif MASK == 8:
+        shuffle: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 8, 0x1f, 0xffffffff;"
+    else:
+        shuffle: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 16, 0x1f, 0xffffffff;"
+    return gl.inline_asm_elementwise(shuffle, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def largest_of_rows(x):
+    """Return the maximum over g of each column, in all lanes."""
+    x = gl.maximum(x, of_other_lane(x, 4))
+    x = gl.maximum(x, of_other_lane(x, 8))
+    return gl.maximum(x, of_other_lane(x, 16))
+
+
+@gluon.jit
+def sum_of_rows(x):
+    """Return the sum over g of each column, in all lanes."""
+    x = x + of_other_lane(x, 4)
+    x = x + of_other_lane(x, 8)
+    return x + of_other_lane(x, 16)
+
+
+@gluon.jit
+def no_sum(lane):
+    """Return a fragment of C of zeros."""
+    zero = (lane * 0).to(gl.float32)
+    return (zero, zero, zero, zero)
+
+
+@gluon.jit
+def no_tokens(lane, TILES: gl.constexpr):
+    """Return the state of an online softmax without tokens.
+
+    Returns:
+        ``acc``, TILES fragments of C; ``m`` and ``l``, maximum and sum of the weights of each of
+        the lane's two heads. ``l`` counts the lane's own rows only.
+    """
+    zero = (lane * 0).to(gl.float32)
+    acc = ()
+    for _ in gl.static_range(TILES):
+        acc = acc + (no_sum(lane),)
+    return acc, (zero + float("-inf"), zero + float("-inf")), (zero, zero)
+
+
+@gluon.jit
+def scaled(acc, factors):
+    """Multiply fragments of C by a factor for each of the lane's two heads."""
+    made = ()
+    for n in gl.static_range(len(acc)):
+        c = acc[n]
+        made = made + (
+            (c[0] * factors[0], c[1] * factors[1], c[2] * factors[0], c[3] * factors[1]),
+        )
+    return made
+
+
+@gluon.jit
+def softmax(scores, m, l, PAGES: gl.constexpr):
+    """Update an online softmax, in base 2.
+
+    Args:
+        scores: for each of PAGES pages, a fragment of C: tokens are rows, heads are columns.
+
+    Returns:
+        Weights, as ``scores``; the factors of earlier outputs for the lane's two heads; and ``m``
+        and ``l``, see `no_tokens`.
+    """
+    even, odd = m
+    for i in gl.static_range(PAGES):
+        s = scores[i]
+        even = gl.maximum(even, gl.maximum(s[0], s[2]))
+        odd = gl.maximum(odd, gl.maximum(s[1], s[3]))
+    even, odd = largest_of_rows(even), largest_of_rows(odd)
+    factors = (gl.exp2(m[0] - even), gl.exp2(m[1] - odd))
+    even_sum, odd_sum = l[0] * factors[0], l[1] * factors[1]
+    weights = ()
+    for i in gl.static_range(PAGES):
+        s = scores[i]
+        w = (gl.exp2(s[0] - even), gl.exp2(s[1] - odd), gl.exp2(s[2] - even), gl.exp2(s[3] - odd))
+        even_sum = even_sum + (w[0] + w[2])
+        odd_sum = odd_sum + (w[1] + w[3])
+        weights = weights + (w,)
+    return weights, factors, (even, odd), (even_sum, odd_sum)
+
+
+@gluon.jit
+def as_operand(weights, first, second, FP16: gl.constexpr):
+    """Return weights of a page as B, multiplied by ``first`` for token g, ``second`` for g + 8."""
+    b0 = transposed(packed(weights[0] * first, weights[1] * first, FP16))
+    b1 = transposed(packed(weights[2] * second, weights[3] * second, FP16))
+    return b0, b1
+
+
+@gluon.jit
+def pages_of_tile(table, first, count, PAGES: gl.constexpr):
+    """Return the ids of the PAGES stored pages from token ``first`` on.
+
+    In place of pages from ``count`` tokens on, the last one before is returned: what other pages
+    hold may be NaN, also when multiplied by a weight of 0.
+    """
+    pages = ()
+    for i in gl.static_range(PAGES):
+        pages = pages + (gl.load(table + gl.minimum(first // PAGE + i, count // PAGE - 1)),)
+    return pages
+
+
+@gluon.jit
+def rows_of_pages(pages, kv_head, KV_HEADS: gl.constexpr):
+    """Return the rows of slot 0 of stored pages in planes `[page, KV_HEADS, PAGE, width]`."""
+    rows = ()
+    for i in gl.static_range(len(pages)):
+        rows = rows + ((pages[i].to(gl.int64) * KV_HEADS + kv_head) * PAGE,)
+    return rows
+
+
+@gluon.jit
+def token_of_value(t, which):
+    """Return the slots of the four tokens of A of a sum of V, for ``which`` from 0 to 3."""
+    return 2 * t + which % 2 + which // 2 * 8
+
+
+@gluon.jit
+def write_part(
+    acc, m, l, part, part_acc, part_m, part_l,
+    GROUP: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Write a partial result; see `windowed_decode_kernel`.
+
+    Args:
+        acc: PARTS x ``DIM / 16 / PARTS`` fragments of C. Fragment n of part i has dimensions
+            ``i DIM / PARTS + g DIM / PARTS / 8 + 2 n`` (row g) and the next one (row g + 8).
+    """
+    EACH: gl.constexpr = DIM // PARTS
+    _, g, t = lane_numbers()
+    for odd in gl.static_range(2):
+        head = 2 * t + odd
+        at = part.to(gl.int64) * GROUP + head
+        used = head < GROUP
+        gl.store(part_m + at, m[odd], mask=used & (g == 0))
+        gl.store(part_l + at, sum_of_rows(l[odd]), mask=used & (g == 0))
+        for i in gl.static_range(PARTS):
+            for n in gl.static_range(EACH // 16):
+                c = acc[i * (EACH // 16) + n]
+                to = part_acc + at * WIDTH + i * EACH + g * (EACH // 8) + 2 * n
+                gl.store(to, c[odd], mask=used)
+                gl.store(to + 1, c[2 + odd], mask=used)

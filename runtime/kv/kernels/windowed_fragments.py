@@ -1,0 +1,174 @@
+# mypy: ignore-errors
+# ruff: noqa: E741 - `l` as in the literature; what Triton's compiler supports
+"""`windowed_decode_kernel` with one warp per program, in Gluon; see `fragments`.
+
+A format contributes a function, in place of ATTEND::
+
+    ATTEND(q, kv_head, begin, end, count, planes, table, scale, KV_HEADS, GROUP, DIM)
+
+- q: pointer to the first query head of the KV head, bf16.
+- the other arguments are those of ATTEND of `windowed`; ``begin`` is a multiple of BLOCK.
+
+It returns ``acc`` as in `fragments.write_part`, and ``m`` and ``l`` as in `fragments.no_tokens`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from runtime.attention.kernels.balance import divide, interval_begin, locate
+from runtime.kv.kernels.fragments import (
+    LANES,
+    as_operand,
+    high_halves,
+    lane_numbers,
+    load16,
+    low_halves,
+    multiply,
+    no_sum,
+    no_tokens,
+    scaled,
+    softmax,
+    token_of_value,
+    write_part,
+)
+from runtime.kv.kernels.windowed import stored_tokens
+
+
+@gluon.jit
+def exact_scores(k, queries, g, t, DIM: gl.constexpr):
+    """Return the products of a page's keys and the queries, a fragment of C.
+
+    Args:
+        k: pointer to slot 0.
+        queries: for each 32 dimensions, words of dimensions 8 t to 8 t + 7 of query head g.
+    """
+    lane, _, _ = lane_numbers()
+    s = no_sum(lane)
+    for c in gl.static_range(DIM // 32):
+        x = load16(k + g * DIM + 32 * c + 8 * t)
+        y = load16(k + (g + 8) * DIM + 32 * c + 8 * t)
+        b = queries[c]
+        s = multiply(x[0], y[0], x[1], y[1], b[0], b[1], s, False)
+        s = multiply(x[2], y[2], x[3], y[3], b[2], b[3], s, False)
+    return s
+
+
+@gluon.jit
+def add_exact_values(acc, v, b, first, end, g, t, DIM: gl.constexpr):
+    """Add the products of a page's values and weights ``b``.
+
+    Values of tokens from ``end`` on are replaced by 0: unused slots may hold NaN.
+    """
+    made = ()
+    for c in gl.static_range(DIM // 64):
+        words = ()
+        for which in gl.static_range(4):
+            token = token_of_value(t, which)
+            loaded = load16(v + token * DIM + g * (DIM // 8) + 8 * c)
+            used = first + token < end
+            words = words + (
+                (
+                    gl.where(used, loaded[0], 0),
+                    gl.where(used, loaded[1], 0),
+                    gl.where(used, loaded[2], 0),
+                    gl.where(used, loaded[3], 0),
+                ),
+            )
+        for n in gl.static_range(4):
+            a0 = low_halves(words[0][n], words[1][n])
+            a1 = high_halves(words[0][n], words[1][n])
+            a2 = low_halves(words[2][n], words[3][n])
+            a3 = high_halves(words[2][n], words[3][n])
+            made = made + (multiply(a0, a1, a2, a3, b[0], b[1], acc[4 * c + n], False),)
+    return made
+
+
+@gluon.jit
+def attend_exact(
+    q, end, gap, k_pages, v_pages, page_stride, head_offset, table, scale,
+    GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, SINK_PAGES: gl.constexpr,
+):  # fmt: skip
+    """Attend over the exact tokens of one KV head, which are numbered without the gap.
+
+    Args:
+        end: number of exact tokens.
+        gap: number of stored tokens, which follow the first SINK_PAGES pages.
+        head_offset: elements from a page to slot 0 of the KV head.
+        table: pointer to the page table of the sequence.
+    """
+    lane, g, t = lane_numbers()
+    own = q + gl.minimum(g, GROUP - 1) * DIM
+    queries = ()
+    for c in gl.static_range(DIM // 32):
+        queries = queries + (load16(own + 32 * c + 8 * t),)
+    acc, m, l = no_tokens(lane, DIM // 16)
+    for first in range(0, end, PAGE):
+        index = (first + gl.where(first >= SINK_PAGES * PAGE, gap, 0)) // PAGE
+        at = gl.load(table + index).to(gl.int64) * page_stride + head_offset
+        s = exact_scores(k_pages + at, queries, g, t, DIM)
+        low = first + g < end
+        high = first + g + 8 < end
+        masked = (
+            gl.where(low, s[0] * scale, float("-inf")),
+            gl.where(low, s[1] * scale, float("-inf")),
+            gl.where(high, s[2] * scale, float("-inf")),
+            gl.where(high, s[3] * scale, float("-inf")),
+        )
+        weights, factors, m, l = softmax((masked,), m, l, 1)
+        b = as_operand(weights[0], 1.0, 1.0, False)
+        acc = add_exact_values(scaled(acc, factors), v_pages + at, b, first, end, g, t, DIM)
+    return acc, m, l
+
+
+@gluon.jit(do_not_specialize=["sequences"])
+def windowed_fragments_kernel(
+    q, k_pages, v_pages, page_stride, head_stride, page_table, table_stride, planes, stored_table,
+    stored_stride, lengths, sequences, part_acc, part_m, part_l, scale,
+    ATTEND: gl.constexpr, PARTS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    DIM: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr, WINDOW: gl.constexpr,
+    SINK_PAGES: gl.constexpr, BLOCK: gl.constexpr, SEQUENCES: gl.constexpr,
+    MIN_TILES: gl.constexpr, PROGRAMS: gl.constexpr,
+):  # fmt: skip
+    """Attend over one interval of stored tiles, or over the exact tokens of one KV head.
+
+    The arguments are those of `windowed_decode_kernel`, with bf16 ``q``.
+
+    Args:
+        ATTEND: see the head of this file.
+        PARTS: number of parts of the format's ``acc``; see `fragments.write_part`.
+    """
+    program = gl.program_id(0) - sequences * KV_HEADS
+    if program < 0:
+        index = gl.program_id(0)
+        sequence = index // KV_HEADS
+        length = gl.load(lengths + sequence)
+        gap = stored_tokens(length, PAGE, WINDOW, SINK_PAGES)
+        acc, m, l = attend_exact(
+            q + index.to(gl.int64) * GROUP * DIM, length - gap, gap, k_pages, v_pages, page_stride,
+            index % KV_HEADS * head_stride, page_table + sequence * table_stride, scale,
+            GROUP, DIM, PAGE, SINK_PAGES,
+        )  # fmt: skip
+        part = 2 * (PROGRAMS + index) + 1
+        write_part(acc, m, l, part, part_acc, part_m, part_l, GROUP, DIM, WIDTH, 1)
+    else:
+        s = gl.arange(0, SEQUENCES, LANES)
+        all_lengths = gl.load(lengths + s, mask=s < sequences, other=0)
+        tiles = gl.cdiv(stored_tokens(all_lengths, PAGE, WINDOW, SINK_PAGES), BLOCK)
+        ends, programs, each, extra = divide(tiles, PROGRAMS, KV_HEADS, MIN_TILES)
+        begin = interval_begin(program, each, extra)
+        end = gl.where(program < programs, interval_begin(program + 1, each, extra), begin)
+        tile = begin
+        while tile < end:
+            sequence, kv_head, head_begin, count = locate(s, tile, tiles, ends, KV_HEADS)
+            stop = gl.minimum(head_begin + count, end)
+            head = sequence * KV_HEADS + kv_head
+            acc, m, l = ATTEND(
+                q + head.to(gl.int64) * GROUP * DIM, kv_head,
+                (tile - head_begin) * BLOCK, (stop - head_begin) * BLOCK,
+                stored_tokens(gl.load(lengths + sequence), PAGE, WINDOW, SINK_PAGES), planes,
+                stored_table + sequence * stored_stride + SINK_PAGES, scale, KV_HEADS, GROUP, DIM,
+            )  # fmt: skip
+            of_program = program * 2 + (tile > begin).to(gl.int32)
+            part = gl.where(stop - tile == count, 2 * (PROGRAMS + head), of_program)
+            write_part(acc, m, l, part, part_acc, part_m, part_l, GROUP, DIM, WIDTH, PARTS)
+            tile = stop

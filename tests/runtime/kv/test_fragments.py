@@ -1,0 +1,83 @@
+"""Attention by single warps: it compiles for Hopper GPUs.
+
+Its results are compared with the reference by the GPU tests in `test_kernels`.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from runtime.config import ModelConfig
+from runtime.kv import gpu
+from runtime.kv.gpu import FragmentSource, KernelSource
+from runtime.kv.quantized import QuantizedFormat
+from runtime.kv.registry import COMPRESSED
+from tests.runtime.kv.compressed_data import LLAMA_3_8B
+
+_SCRIPT = """
+import importlib, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from runtime.kv.kernels.windowed_fragments import windowed_fragments_kernel as kernel
+
+name, planes = sys.argv[1], tuple(sys.argv[2].split(","))
+kv_heads, group, dim, tile, registers = map(int, sys.argv[3:])
+fragments = importlib.import_module(f"runtime.kv.{name}.fragments")
+constants = dict(
+    ATTEND=fragments.attend, PARTS=fragments.PARTS, KV_HEADS=kv_heads, GROUP=group, DIM=dim,
+    WIDTH=dim, PAGE=16, WINDOW=64, SINK_PAGES=1, BLOCK=tile, SEQUENCES=16, MIN_TILES=2,
+    PROGRAMS=1456,
+)
+types = dict(planes=planes, scale="fp32", **dict.fromkeys(("q", "k_pages", "v_pages"), "*bf16"))
+types |= dict.fromkeys(("page_table", "stored_table", "lengths"), "*i32")
+types |= dict.fromkeys(("part_acc", "part_m", "part_l"), "*fp32")
+types |= dict.fromkeys(constants, "constexpr")
+signature = {p.name: types.get(p.name, "i32") for p in kernel.params}
+source = GluonASTSource(kernel, signature, constants, {})
+options = {"num_warps": 1, "maxnreg": registers}
+made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+print("mma.sync" in made.asm["ptx"])
+"""
+
+
+def _fragments(name: str, config: ModelConfig) -> FragmentSource:
+    kv_format = COMPRESSED[name](config)
+    assert isinstance(kv_format, QuantizedFormat)
+    source: KernelSource = kv_format.kernel_source()
+    assert source.fragments is not None
+    return source.fragments
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "planes", "shape"),
+    [
+        ("fp8", "*fp8e4nv,*fp8e4nv,*u8,*u8", (8, 4, 128)),
+        ("fp8-e5m2", "*fp8e5,*fp8e5,*u8,*u8", (3, 3, 64)),
+        ("int4", "*u8,*u8,*bf16,*bf16", (3, 3, 64)),
+        ("k4v2", "*u8,*u8,*bf16,*bf16", (8, 4, 128)),
+    ],
+)
+def test_kernel_compiles(name: str, planes: str, shape: tuple[int, int, int]) -> None:
+    """``shape``: KV heads, query heads of each, head dimension."""
+    fragments = _fragments(name, LLAMA_3_8B)
+    assert shape[2] in fragments.dims
+    module = name.partition("-")[0]
+    numbers = (*shape, fragments.tile, fragments.registers)
+    command = [sys.executable, "-c", _SCRIPT, module, planes, *map(str, numbers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "True\n"
+
+
+@pytest.mark.parametrize(("exact", "programs"), [(8, 1576), (128, 1456), (4096, 792)])
+def test_programs_of_stored_tiles_leave_room_for_those_of_exact_tokens(
+    exact: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,584 programs run at once. At least half of them are for stored tiles."""
+    monkeypatch.setattr(gpu, "decode_programs", lambda device, each: 132 * each)
+    fragments = _fragments("int4", LLAMA_3_8B)
+    assert fragments.stored_programs(torch.device("cuda"), exact) == programs
