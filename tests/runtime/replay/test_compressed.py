@@ -103,6 +103,7 @@ Sent = st.tuples(
 )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(

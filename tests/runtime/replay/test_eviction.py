@@ -96,6 +96,7 @@ Sent = st.tuples(
 )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=40, deadline=None)
