@@ -1,6 +1,13 @@
-"""Prometheus metrics with the project's name prefix, in a registry that the caller owns."""
+"""Prometheus metrics with the project's name prefix, in a registry that the caller owns.
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+A name belongs to one service, so that sums over all scraped processes count nothing twice: prefill
+and decode workers share their names, and no other service exports them.
+"""
+
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 """Upper bounds of the histogram buckets of durations, in seconds."""
@@ -16,8 +23,17 @@ class MetricFactory:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
-    def counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"headrace_{name}", text, labels, registry=self._registry)
+    def counter(self, name: str, text: str, *labels: str, values: Iterable[str] = ()) -> Counter:
+        """Return a counter. The suffix ``_total`` is added to its name.
+
+        Args:
+            values: values of the only label whose series begin at 0, so that a rate includes their
+                first event.
+        """
+        made = Counter(f"headrace_{name}", text, labels, registry=self._registry)
+        for value in values:
+            made.labels(value)
+        return made
 
     def gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"headrace_{name}", text, labels, registry=self._registry)
@@ -29,3 +45,21 @@ class MetricFactory:
         return Histogram(
             f"headrace_{name}_seconds", text, labels, registry=self._registry, buckets=buckets
         )
+
+
+def service_registry() -> CollectorRegistry:
+    """Return a registry with the version of Headrace and the metrics of this process."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    info = MetricFactory(registry).gauge(
+        "build_info", "Always 1; the label is the version of Headrace.", "version"
+    )
+    info.labels(_version()).set(1)
+    return registry
+
+
+def _version() -> str:
+    try:
+        return version("headrace")
+    except PackageNotFoundError:  # run from a source tree without installation
+        return "unknown"

@@ -1,25 +1,31 @@
-"""Metrics endpoint for processes that have no other HTTP server."""
+"""HTTP servers in threads of their own, for metrics and probes."""
 
 import base64
 import binascii
 import hmac
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from socketserver import ThreadingMixIn
-from threading import Thread
-from typing import Any
+from threading import BoundedSemaphore, Thread, Timer
+from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import structlog
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from services.common.errors import SettingsError
+from services.common.probes import PATHS, Probes
+from services.common.settings import ServiceSettings
 from services.common.tls import MutualTls
 
 log = structlog.get_logger()
 
-_TIMEOUT_S = 10.0  # of a TLS handshake, and of each read and write
+_TIMEOUT_S = 10.0  # of each read and write
+_DEADLINE_S = 30.0  # of a connection, which serves one request
+_MAX_CONNECTIONS = 128  # of each server; further ones are closed
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -31,6 +37,7 @@ def start_metrics_server(
     *,
     token: str | None = None,
     tls: MutualTls | None = None,
+    probes: Probes | None = None,
 ) -> WSGIServer:
     """Serve ``/metrics`` from a daemon thread.
 
@@ -41,18 +48,106 @@ def start_metrics_server(
         token: cluster token, as a bearer token or as the password of basic authentication; None
             for a server that requires none.
         tls: certificates for mutual TLS, or None for plain HTTP.
+        probes: ``/health`` and ``/ready``, which need no token; None for a server without them.
 
     Raises:
         SettingsError: if the address is invalid or the port is in use.
     """
+    app: App = make_wsgi_app(registry)
+    app = _guarded(app, token) if token else app
+    return _start(host, port, _with_probes(app, probes) if probes else app, tls, "metrics")
+
+
+def start_probe_server(host: str, port: int, probes: Probes) -> WSGIServer:
+    """Serve only ``/health`` and ``/ready`` from a daemon thread, over plain HTTP.
+
+    A kubelet has no client certificate, so that it cannot probe a port with mutual TLS.
+
+    Args:
+        host: address to listen on.
+        port: TCP port; 0 selects a free port. ``server_port`` of the result is the actual port.
+        probes: answers of both paths.
+
+    Raises:
+        SettingsError: if the address is invalid or the port is in use.
+    """
+    return _start(host, port, probes.app, None, "probes")
+
+
+@dataclass(frozen=True)
+class OperationServers:
+    """Servers of a process for its metrics and probes.
+
+    Attributes:
+        metrics: server of ``/metrics``, ``/health`` and ``/ready``; None without such a port.
+        probes: server of ``/health`` and ``/ready`` alone; None without such a port.
+    """
+
+    metrics: WSGIServer | None
+    probes: WSGIServer | None
+
+    @classmethod
+    def start(
+        cls,
+        settings: ServiceSettings,
+        probes: Probes,
+        registry: CollectorRegistry | None = None,
+        metrics_port: int | None = None,
+    ) -> Self:
+        """Start the servers whose ports are not None; ``metrics_port`` needs a registry.
+
+        Raises:
+            SettingsError: if the address is invalid or a port is in use.
+        """
+        host, health_port = settings.host, settings.health_port
+        on_health = None if health_port is None else start_probe_server(host, health_port, probes)
+        if registry is None or metrics_port is None:
+            return cls(None, on_health)
+        try:
+            on_metrics = start_metrics_server(
+                host,
+                metrics_port,
+                registry,
+                token=settings.token,
+                tls=settings.tls,
+                probes=probes,
+            )
+        except SettingsError:
+            cls(None, on_health).stop()
+            raise
+        return cls(on_metrics, on_health)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Ports by the names of their settings, for the log."""
+        servers = {"metrics_port": self.metrics, "health_port": self.probes}
+        return {name: server.server_port for name, server in servers.items() if server}
+
+    def stop(self) -> None:
+        """Stop the servers and close their ports. Blocks for up to a second."""
+        for server in filter(None, (self.metrics, self.probes)):
+            server.shutdown()
+            server.server_close()
+
+
+def _start(host: str, port: int, app: App, tls: MutualTls | None, purpose: str) -> WSGIServer:
     try:
         server = _Server(host, port, tls)
     except OSError as error:
-        raise SettingsError(f"cannot listen on {host}:{port} for metrics: {error}") from error
-    app: App = make_wsgi_app(registry)
-    server.set_app(_guarded(app, token) if token else app)
+        raise SettingsError(f"cannot listen on {host}:{port} for {purpose}: {error}") from error
+    server.set_app(app)
     Thread(target=server.serve_forever, daemon=True).start()
     return server
+
+
+def _with_probes(app: App, probes: Probes) -> App:
+    """Return an app that serves the probes, and ``app`` on all other paths."""
+
+    def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        chosen = probes.app if environ["PATH_INFO"] in PATHS else app
+        return chosen(environ, start_response)
+
+    return serve
 
 
 class _SilentHandler(WSGIRequestHandler):
@@ -65,26 +160,65 @@ class _SilentHandler(WSGIRequestHandler):
 class _Server(ThreadingMixIn, WSGIServer):
     """WSGI server with one thread per connection, in which the TLS handshake takes place as well.
 
-    A client that does not complete its handshake therefore delays no other.
+    A client that does not complete its handshake therefore delays no other. At most
+    `_MAX_CONNECTIONS` are served at once.
     """
 
     daemon_threads = True
 
     def __init__(self, host: str, port: int, tls: MutualTls | None) -> None:
         self._tls = tls
+        self._free = BoundedSemaphore(_MAX_CONNECTIONS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _SilentHandler)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread could be started; the caller closes the connection
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
     def finish_request(self, request: Any, client_address: Any) -> None:
         if self._tls is None:
-            super().finish_request(request, client_address)
+            with _deadline(request):
+                super().finish_request(request, client_address)
             return
         request.settimeout(_TIMEOUT_S)
-        with self._tls.server_context.wrap_socket(request, server_side=True) as secured:
+        context = self._tls.server_context
+        secured = context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        with secured, _deadline(secured):
+            secured.do_handshake()
             super().finish_request(secured, client_address)
 
     def handle_error(self, _request: object, client_address: Any) -> None:
         log.info("metrics connection failed", client=client_address[0], error=str(sys.exception()))
+
+
+@contextmanager
+def _deadline(connection: socket.socket) -> Iterator[None]:
+    """Shut the connection down after `_DEADLINE_S`, also if its client sends byte by byte."""
+
+    def shut_down() -> None:
+        with suppress(OSError):  # the client has closed it
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = Timer(_DEADLINE_S, shut_down)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _guarded(app: App, token: str) -> App:

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MAX_TOKENS = 1 << 31  # maximum tokens of one request or one queue
 MAX_PAGES = 1 << 31
+MAX_BYTES = (1 << 63) - 1  # maximum of a byte counter
 MAX_ADMITTED = 8192  # maximum placement ids in one heartbeat
 MAX_EXCLUDED = 64
 MAX_CHOICES = 1024
@@ -45,6 +46,7 @@ Label = Annotated[str, Field(max_length=256)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Pages = Annotated[int, Field(ge=0, le=MAX_PAGES)]
 Sequences = Annotated[int, Field(ge=0, le=1 << 20)]
+Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Count = Annotated[int, Field(ge=0)]  # sum of bounded values, so it has no maximum of its own
 
 
@@ -174,6 +176,8 @@ class Heartbeat(_Message):
         stored_free: number of free stored pages; 0 if the KV format has none.
         running: number of occupied batch slots; each choice occupies one.
         waiting: number of requests without a batch slot.
+        kv_raw_bytes: bytes of KV that were sent or received since the start, as in the pages.
+        kv_wire_bytes: the same bytes as they were sent, raw or compressed.
         admitted: ids of the placements that this load includes for the first time. A worker repeats
             an id until the router answers a heartbeat that contains it.
         reason: why the worker is not ready.
@@ -189,6 +193,8 @@ class Heartbeat(_Message):
     stored_free: Pages = 0
     running: Sequences
     waiting: Sequences
+    kv_raw_bytes: Bytes = 0
+    kv_wire_bytes: Bytes = 0
     admitted: Annotated[list[PlacementId], Field(max_length=MAX_ADMITTED)] = []
     reason: Annotated[str, Field(max_length=512)] | None = None
 
@@ -273,7 +279,7 @@ class WorkerView(_Message):
         state: the reported state, or ``suspect`` or ``probation``.
         promised_tokens: number of queued tokens of the promised placements, which the last
             heartbeat does not include.
-        prompt_tokens, prompt_tokens_s: see `Heartbeat`.
+        prompt_tokens, prompt_tokens_s, kv_raw_bytes, kv_wire_bytes: see `Heartbeat`.
         pages_free, promised_pages, pages_total: numbers of free pages, of pages of the promised
             placements, and of all pages; of exact pages with a compressed KV format.
         stored_free, promised_stored, stored_total: the same of stored pages.
@@ -299,15 +305,22 @@ class WorkerView(_Message):
     stored_total: Count = 0
     running: Count
     waiting: Count
+    kv_raw_bytes: Count = 0
+    kv_wire_bytes: Count = 0
     silent_s: float
     decodes: bool = False
     model_info: ModelInfo | None = None
 
 
 class WorkerList(_Message):
-    """All registered workers."""
+    """All registered workers.
+
+    Attributes:
+        waiting: number of place calls in the router's queue.
+    """
 
     workers: list[WorkerView]
+    waiting: Count = 0
 
 
 class ModelList(_Message):

@@ -3,12 +3,13 @@
 Later sources override earlier ones.
 """
 
+import os
 import socket
 from collections.abc import Sequence
 from functools import cached_property
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, model_validator
@@ -26,6 +27,7 @@ from pydantic_settings import (
 from services.common.errors import SettingsError
 from services.common.tls import MutualTls, TlsFiles
 
+_URL = r"^(https?://\S+)?$"
 _SIGNS = {"ge": "<=", "gt": "<", "le": "<=", "lt": "<"}
 
 
@@ -81,6 +83,50 @@ class ServiceSettings(BaseSettings):
         description="DNS name that the certificate of every service has; default: the host or IP "
         "address under which it is called",
     )
+    health_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of /health and /ready over plain HTTP without authentication, for the "
+        "probes of a kubelet, which has no client certificate; 0: a free one; default: none",
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        validation_alias=AliasChoices(
+            "otlp_endpoint", "HEADRACE_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+        ),
+        pattern=_URL,
+        description="base URL of the OpenTelemetry collector that receives the traces of requests, "
+        "such as http://127.0.0.1:4318; default: no tracing",
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None,
+        validation_alias=AliasChoices(
+            "otlp_traces_endpoint",
+            "HEADRACE_OTLP_TRACES_ENDPOINT",
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        ),
+        pattern=_URL,
+        description="complete URL for traces; default: `otlp_endpoint`, with /v1/traces over HTTP",
+    )
+    otlp_protocol: Literal["http/protobuf", "grpc"] = Field(
+        "http/protobuf",
+        validation_alias=AliasChoices(
+            "otlp_protocol",
+            "HEADRACE_OTLP_PROTOCOL",
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+            "OTEL_EXPORTER_OTLP_PROTOCOL",
+        ),
+        description="protocol of the collector: http/protobuf or grpc",
+    )
+    trace_ratio: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        validation_alias=AliasChoices("trace_ratio", "HEADRACE_TRACE_RATIO"),
+        description="share of the traces to record that begin at the gateway; a request with a "
+        "trace context is recorded as its client decided; default: OTEL_TRACES_SAMPLER, or all",
+    )
     insecure: bool = Field(
         False,
         description="serve without a cluster token and mutual TLS on a host that is not a loopback "
@@ -97,6 +143,21 @@ class ServiceSettings(BaseSettings):
     def token(self) -> str | None:
         """Cluster token in plain text, or None if it is unset or empty."""
         return (self.cluster_token.get_secret_value() if self.cluster_token else "") or None
+
+    @property
+    def traces_url(self) -> str | None:
+        """URL to export traces to, or None without tracing.
+
+        ``OTEL_SDK_DISABLED=true`` and ``OTEL_TRACES_EXPORTER=none`` disable tracing.
+        """
+        if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+            return None
+        if os.environ.get("OTEL_TRACES_EXPORTER", "") == "none":
+            return None
+        if self.otlp_traces_endpoint or not self.otlp_endpoint:
+            return self.otlp_traces_endpoint or None
+        path = "" if self.otlp_protocol == "grpc" else "/v1/traces"
+        return self.otlp_endpoint.rstrip("/") + path
 
     @cached_property
     def tls(self) -> MutualTls | None:

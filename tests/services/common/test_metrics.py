@@ -1,0 +1,80 @@
+"""Metrics of all services can be summed over a deployment."""
+
+from collections import Counter
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from services.gateway.metrics import GatewayMetrics
+from services.router.metrics import RouterMetrics
+from services.transfer.metrics import TransferMetrics
+from services.worker.metrics import WorkerMetrics
+
+
+def worker_registry() -> CollectorRegistry:
+    metrics = WorkerMetrics()
+    TransferMetrics(metrics.registry)
+    return metrics.registry
+
+
+def router_registry() -> CollectorRegistry:
+    metrics = RouterMetrics()
+    metrics.render([], waiting=0)
+    return metrics.registry
+
+
+SERVICES = {
+    "gateway": lambda: GatewayMetrics().registry,
+    "router": router_registry,
+    "worker": worker_registry,
+}
+
+
+def own_metrics(service: str) -> list[Metric]:
+    """Return the metrics of a service that are not those of every process."""
+    collected = SERVICES[service]().collect()
+    own = [metric for metric in collected if not metric.name.startswith("process_")]
+    return [metric for metric in own if metric.name != "headrace_build_info"]
+
+
+def test_no_name_belongs_to_two_services() -> None:
+    owners = Counter(metric.name for service in SERVICES for metric in own_metrics(service))
+    assert {name for name, count in owners.items() if count > 1} == set()
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_metrics_have_the_prefix_and_a_sentence_of_help(service: str) -> None:
+    found = own_metrics(service)
+    assert len(found) > 5
+    for metric in found:
+        assert metric.name.startswith("headrace_")
+        text = metric.documentation
+        assert text.endswith("."), text
+        assert text[0].isupper() or text[0] == "1", text
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_service_reports_its_version_and_its_process(service: str) -> None:
+    names = {metric.name for metric in SERVICES[service]().collect()}
+    assert {"headrace_build_info", "process_start_time_seconds"} <= names
+
+
+@pytest.mark.parametrize(
+    ("service", "name", "labels"),
+    [
+        ("gateway", "headrace_failovers_total", {"reason": "worker_lost"}),
+        ("gateway", "headrace_failovers_total", {"reason": "integrity"}),
+        ("gateway", "headrace_request_stage_seconds_count", {"stage": "route"}),
+        ("gateway", "headrace_request_stage_seconds_count", {"stage": "transfer"}),
+        ("router", "headrace_router_placements_total", {"outcome": "queue_full"}),
+        ("router", "headrace_router_workers", {"role": "decode", "state": "ready"}),
+        ("worker", "headrace_kv_sent_bytes_total", {"kind": "wire"}),
+        ("worker", "headrace_kv_segments_total", {"mode": "splitzip"}),
+    ],
+)
+def test_series_exist_before_their_first_event(
+    service: str, name: str, labels: dict[str, str]
+) -> None:
+    """A rate is computed from two samples, and an alert needs series to compare."""
+    assert SERVICES[service]().get_sample_value(name, labels) == 0
