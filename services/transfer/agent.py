@@ -239,6 +239,7 @@ class TransferAgent:
         if self._thread.is_alive():
             log.error("transfer thread did not end", waited_s=grace_s + CLOSE_S)
             self._refuse_commands()
+            self._commands.put(None)  # the thread ends if it continues
             self._codec_calls.close()
 
     def _call(self, run: "Callable[[Owner, Future[Any]], None]") -> "Future[Any]":

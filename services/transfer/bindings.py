@@ -1,7 +1,10 @@
 """Import of NIXL's bindings, and the environment that NIXL and UCX read."""
 
 import os
+from importlib import import_module
 from typing import Any
+
+import torch
 
 from services.transfer.errors import TransferUnavailable
 from services.transfer.network import TransferNetwork, restrict_ucx
@@ -31,10 +34,22 @@ def load_nixl(network: TransferNetwork) -> Any:
     restrict_ucx(network)
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    try:
-        from nixl import _bindings
-    except ImportError as error:
-        raise TransferUnavailable(
-            f"cannot import NIXL, which pip installs as nixl: {error}"
-        ) from error
-    return _bindings
+    reasons = []
+    for package in _packages(torch.version.cuda):
+        try:
+            return import_module(f"{package}._bindings")
+        except ImportError as error:
+            reasons.append(f"{package}: {error}")
+    raise TransferUnavailable(
+        f"cannot import NIXL, which pip installs as nixl-cu13 or nixl-cu12: {'; '.join(reasons)}"
+    )
+
+
+def _packages(cuda: str | None) -> list[str]:
+    """Return NIXL's packages for a version of CUDA, or all of them for torch without CUDA.
+
+    The package ``nixl`` would install them all, with 58 MB each, and select one.
+    """
+    if cuda is not None:
+        return [f"nixl_cu{cuda.partition('.')[0]}"]
+    return ["nixl_cu13", "nixl_cu12"]

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from headrace.v1 import decode_pb2, error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from runtime.engine import Reserved
+from services.common.error_codes import error_reason
+from services.common.tracing import NO_SPAN, Span
 from services.transfer.errors import ForeignSegment
+from services.transfer.interval import Interval
 from services.transfer.manifest import Coverage
 
 
@@ -27,6 +30,11 @@ class FetchFailed(Exception):
         self.code = code
         self.message = message
         self.worker_id = worker_id
+
+    @property
+    def reason(self) -> str:
+        """Name of the error code."""
+        return error_reason(self.code)
 
 
 @dataclass
@@ -48,6 +56,7 @@ class Fetch:
             sequence that ends with its first tokens.
         samples_first: whether the prefill worker samples first tokens. It does not if the decode
             worker knows them, see `sent_tokens`.
+        span: span of the fetch, below which the prefill worker's span will be.
         closed: True once the fetch has failed, was cancelled, or needs no KV; no decode is started
             after that.
     """
@@ -61,12 +70,18 @@ class Fetch:
     deadline_s: float
     on_computing: Callable[[], None] | None = None
     samples_first: bool = True
+    span: Span = NO_SPAN
     closed: bool = False
 
 
 @dataclass
 class FetchTimes:
-    """Duration of each stage of one fetch, in seconds, and the number and sizes of its segments."""
+    """Duration of each stage of one fetch, in seconds, and the number and sizes of its segments.
+
+    Attributes:
+        reads: from the start of the first READ to the end of the last one.
+        decodes: from the start of the first decode to the end of the last one.
+    """
 
     queue: float = 0.0
     prefill: float = 0.0
@@ -75,6 +90,8 @@ class FetchTimes:
     segments: int = 0
     wire_bytes: int = 0
     raw_bytes: int = 0
+    reads: Interval = field(default_factory=Interval)
+    decodes: Interval = field(default_factory=Interval)
 
     def start(self, first: pb.FirstTokens) -> None:
         """Record the times before the first tokens.
@@ -86,13 +103,33 @@ class FetchTimes:
             raise ForeignSegment(f"implausible times: {first.queue_s} s, {first.prefill_s} s")
         self.queue, self.prefill = first.queue_s, first.prefill_s
 
-    def add(self, ready: pb.SegmentReady, read_s: float, decode_s: float) -> None:
-        """Add the times and sizes of one segment."""
+    def add(self, ready: pb.SegmentReady, read_s: float, decode_s: float, ended: float) -> None:
+        """Add the times and sizes of one segment.
+
+        Args:
+            ended: end of its decode, in seconds of `time.perf_counter`.
+        """
         self.segments += 1
         self.transfer += read_s
         self.decode_kv += decode_s
         self.wire_bytes += ready.length
         self.raw_bytes += ready.raw_bytes
+        self.reads.add(ended - decode_s - read_s, ended - decode_s)
+        self.decodes.add(ended - decode_s, ended)
+
+    def record(self, span: Span) -> None:
+        """Record the transfer and the decodes as children of a span."""
+        if not self.segments:
+            return
+        sizes = {
+            "headrace.kv.segments": self.segments,
+            "headrace.kv.wire_bytes": self.wire_bytes,
+            "headrace.kv.raw_bytes": self.raw_bytes,
+        }
+        reads, decodes = self.reads, self.decodes
+        busy = "headrace.busy_seconds"  # sum over the segments
+        span.record("transfer", reads.start, reads.end, {**sizes, busy: self.transfer})
+        span.record("decode_kv", decodes.start, decodes.end, {**sizes, busy: self.decode_kv})
 
 
 @dataclass

@@ -2,95 +2,132 @@
 
 from contextlib import suppress
 from itertools import product
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from services.common.metrics import MetricFactory
 from services.transfer.drift import EscapeDrift, Escapes
 from services.transfer.policy import LinkView, WireMode
 
+_KINDS = ("raw", "wire")
+
+
+class KvBytes(NamedTuple):
+    """Bytes of KV: ``raw`` as in the pages, ``wire`` as sent."""
+
+    raw: int
+    wire: int
+
 
 class TransferMetrics:
-    """The transfer metrics of one worker process, for both roles."""
+    """The transfer metrics of one worker process, for both roles.
+
+    Attributes:
+        links: metrics of the links to decode workers.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         make = MetricFactory(registry)
-        self._bytes = make.counter(
-            "kv_transfer_bytes",
-            "bytes of transferred KV: raw as in the pages, wire as sent",
-            "kind",
+        self.links = LinkMetrics(make)
+        self._escapes = EscapeMetrics(make)
+        self._sent_bytes = _byte_counter(make, "kv_sent_bytes", "encoded to send")
+        self._sent_tokens = make.counter(
+            "kv_sent_tokens",
+            "Tokens of sequences whose KV was read completely, including evicted tokens.",
         )
+        self._bytes = _byte_counter(make, "kv_transfer_bytes", "received")
         self._tokens = make.counter(
-            "kv_transfer_tokens", "tokens of completely transferred sequences, also evicted ones"
+            "kv_transfer_tokens",
+            "Tokens of sequences whose KV arrived completely, including evicted tokens.",
         )
-        self._read_seconds = make.seconds("kv_transfer", "READ of one segment")
-        self._ratio = make.gauge("kv_compress_ratio", "raw bytes over wire bytes since the start")
-        self._encode_seconds = make.seconds("kv_encode", "encode of one segment")
-        self._decode_seconds = make.seconds("kv_decode", "verify and decode of one segment")
-        self._escape_rate = make.gauge(
-            "kv_escape_rate", "share of recently coded values whose exponent has no code"
+        self._read_seconds = make.seconds("kv_transfer", "Seconds of the READ of one segment.")
+        self._ratio = make.gauge(
+            "kv_compress_ratio", "Raw bytes over wire bytes since the start of this worker."
         )
-        self._escape_rate_expected = make.gauge(
-            "kv_escape_rate_expected",
-            "share of values without a code in the calibration sample of the codebooks",
+        self._encode_seconds = make.seconds("kv_encode", "Seconds to encode one segment.")
+        self._decode_seconds = make.seconds(
+            "kv_decode", "Seconds to verify and decode one segment."
         )
-        self._recalibration_advised = make.gauge(
-            "kv_recalibration_advised", "1: the escape rate is far above that of the calibration"
-        )
-        self._segments = make.counter("kv_segments", "segments encoded", "mode")
-        self._wire_mode = make.gauge(
-            "kv_wire_mode", "1: the mode chosen for this link", "peer", "mode"
-        )
-        self._link_speed = make.gauge(
-            "kv_link_bytes_per_second", "wire bytes per second of READs from this worker", "peer"
-        )
-        self._encode_speed = make.gauge(
-            "kv_encode_bytes_per_second", "KV bytes per second through the encoder", "mode"
-        )
-        self._decode_speed = make.gauge(
-            "kv_decode_bytes_per_second",
-            "KV bytes per second through the reader's decoder",
-            *("peer", "mode"),
+        self._segments = make.counter(
+            "kv_segments", "Segments encoded.", "mode", values=list(WireMode)
         )
         self.slab_slots = make.gauge(
-            "kv_slab_slots_in_use", "slots with encoded KV that is not acknowledged yet"
+            "kv_slab_slots_in_use", "Slots with encoded KV that is not acknowledged yet."
         )
         self.landing_slots = make.gauge(
-            "kv_landing_slots", "landing slots that are not free", "state"
+            "kv_landing_slots", "Landing slots that are not free, by state.", "state"
         )
-        self.leases = make.gauge("kv_lease_active", "leases held")
-        self.leases_expired = make.counter("kv_lease_expired", "leases that expired")
+        self.leases = make.gauge("kv_lease_active", "Active leases that this worker granted.")
+        self.leases_expired = make.counter("kv_lease_expired", "Leases that expired.")
         self.integrity_failures = make.counter(
-            "kv_integrity_failures", "segments that failed verification"
+            "kv_integrity_failures", "Segments that failed verification."
         )
-        self._raw_total = self._wire_total = 0
-        self._drift = EscapeDrift()
+        self._total = KvBytes(0, 0)
+
+    @property
+    def total(self) -> KvBytes:
+        """Bytes of all segments that were encoded or received since the start."""
+        return self._total
 
     def encoded(
         self, mode: WireMode, raw_bytes: int, wire_bytes: int, escapes: Escapes, seconds: float
     ) -> None:
         """Record one encoded segment."""
-        self._count(raw_bytes, wire_bytes)
+        self._count(self._sent_bytes, raw_bytes, wire_bytes)
         if mode is WireMode.SPLITZIP:
-            self._drift.add(escapes.elements, escapes.found, escapes.expected_rate)
-        self._escape_rate.set(self._drift.rate)
-        self._escape_rate_expected.set(self._drift.expected)
-        self._recalibration_advised.set(self._drift.recalibrate)
+            self._escapes.add(escapes)
         self._encode_seconds.observe(seconds)
         self._segments.labels(mode).inc()
 
     def received(self, raw_bytes: int, wire_bytes: int, read_s: float, decode_s: float) -> None:
         """Record one segment that was read, verified and decoded."""
-        self._count(raw_bytes, wire_bytes)
+        self._count(self._bytes, raw_bytes, wire_bytes)
         self._read_seconds.observe(read_s)
         self._decode_seconds.observe(decode_s)
+
+    def sent(self, tokens: int) -> None:
+        """Record a sequence whose segments were all acknowledged."""
+        self._sent_tokens.inc(tokens)
 
     def completed(self, tokens: int) -> None:
         """Record a sequence whose segments have all arrived."""
         self._tokens.inc(tokens)
 
-    def observe_link(self, peer: str, link: LinkView) -> None:
-        """Set the gauges of one link to what the policy has measured so far."""
+    def _count(self, counter: Counter, raw_bytes: int, wire_bytes: int) -> None:
+        counter.labels("raw").inc(raw_bytes)
+        counter.labels("wire").inc(wire_bytes)
+        self._total = KvBytes(self._total.raw + raw_bytes, self._total.wire + wire_bytes)
+        self._ratio.set(self._total.raw / self._total.wire)
+
+
+def _byte_counter(make: MetricFactory, name: str, action: str) -> Counter:
+    """Return a counter of raw and wire bytes; ``action`` is what the worker did with them."""
+    text = f"Bytes of KV that this worker {action}: raw as in the pages, wire as sent."
+    return make.counter(name, text, "kind", values=_KINDS)
+
+
+class LinkMetrics:
+    """Gauges of a prefill worker's links: their speeds and the wire mode chosen for each."""
+
+    def __init__(self, make: MetricFactory) -> None:
+        self._wire_mode = make.gauge(
+            "kv_wire_mode", "1 for the mode chosen for this link, else 0.", "peer", "mode"
+        )
+        self._link_speed = make.gauge(
+            "kv_link_bytes_per_second", "Wire bytes per second of READs from this worker.", "peer"
+        )
+        self._encode_speed = make.gauge(
+            "kv_encode_bytes_per_second", "KV bytes per second through the encoder.", "mode"
+        )
+        self._decode_speed = make.gauge(
+            "kv_decode_bytes_per_second",
+            "KV bytes per second through the decoder of the reader.",
+            *("peer", "mode"),
+        )
+
+    def observe(self, peer: str, link: LinkView) -> None:
+        """Set the gauges of one link to the latest measurements of the link policy."""
         for mode, speed in link.speeds.items():
             self._wire_mode.labels(peer, mode).set(mode is link.choice)
             if speed.encode is not None:
@@ -100,7 +137,7 @@ class TransferMetrics:
         if link.bytes_per_second is not None:
             self._link_speed.labels(peer).set(link.bytes_per_second)
 
-    def forget_link(self, peer: str) -> None:
+    def forget(self, peer: str) -> None:
         """Remove the gauges of a peer that has disconnected."""
         with suppress(KeyError):
             self._link_speed.remove(peer)
@@ -108,9 +145,27 @@ class TransferMetrics:
             with suppress(KeyError):  # the link was never measured
                 gauge.remove(peer, mode)
 
-    def _count(self, raw_bytes: int, wire_bytes: int) -> None:
-        self._bytes.labels("raw").inc(raw_bytes)
-        self._bytes.labels("wire").inc(wire_bytes)
-        self._raw_total += raw_bytes
-        self._wire_total += wire_bytes
-        self._ratio.set(self._raw_total / self._wire_total)
+
+class EscapeMetrics:
+    """Gauges of the escape rate of a prefill worker's KV, compared with the calibration."""
+
+    def __init__(self, make: MetricFactory) -> None:
+        self._drift = EscapeDrift()
+        self._rate = make.gauge(
+            "kv_escape_rate", "Share of recently coded values whose exponent has no code."
+        )
+        self._expected = make.gauge(
+            "kv_escape_rate_expected",
+            "Share of values without a code in the calibration sample of the codebooks.",
+        )
+        self._recalibration_advised = make.gauge(
+            "kv_recalibration_advised",
+            "1 while the escape rate is far above that of the calibration, else 0.",
+        )
+
+    def add(self, escapes: Escapes) -> None:
+        """Record the escapes of one segment."""
+        self._drift.add(escapes.elements, escapes.found, escapes.expected_rate)
+        self._rate.set(self._drift.rate)
+        self._expected.set(self._drift.expected)
+        self._recalibration_advised.set(self._drift.recalibrate)

@@ -8,6 +8,8 @@ import torch
 
 from headrace.v1 import error_pb2
 from headrace.v1 import prefill_pb2 as pb
+from services.common.tracing import NO_SPAN, Span
+from services.transfer.interval import Interval
 from services.transfer.manifest import SegmentPlan
 from services.transfer.policy import WireMode
 from services.transfer.slab import SlotRef
@@ -38,6 +40,8 @@ class Outgoing:
         peer: id of the decode worker; the link policy measures per peer.
         sequence: the reader's number of the sequence.
         tokens: number of tokens in the pages that are sent.
+        span: span of the sequence on this worker.
+        encodes: from the start of the first encode to the end of the last one.
         evicted: number of tokens that the engine has evicted.
         agent: name of the reader's agent, which receives notifications.
         slot_bytes: bytes of a slot of the reader's landing slab.
@@ -62,6 +66,8 @@ class Outgoing:
     slot_bytes: int
     emit: Callable[[pb.PrefillEvent], None]
     fail: Callable[["error_pb2.ErrorCode.ValueType", str], None]
+    span: Span = NO_SPAN
+    encodes: Interval = field(default_factory=Interval)
     evicted: int = 0
     credits: int = 0
     planned: deque[tuple[SegmentPlan, torch.cuda.Event | None]] = field(default_factory=deque)
@@ -69,6 +75,11 @@ class Outgoing:
     issued: int = 0
     computed: bool = False
     closed: bool = False
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields of log lines about this sequence."""
+        return {"request_id": self.request_id, **self.span.ids}
 
     @property
     def outstanding(self) -> int:

@@ -1,7 +1,7 @@
 """A decode worker's sessions with prefill workers: one session for each worker."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -41,12 +41,18 @@ class Subscription:
         self._events: asyncio.Queue[pb.PrefillEvent | FetchFailed | None] = asyncio.Queue()
         self.welcome = client.welcome
 
-    def send_start(self, deadline_s: float) -> None:
-        """Request the prefill, to be ended by the prefill worker after ``deadline_s`` seconds."""
+    def send_start(self, deadline_s: float, trace: Mapping[str, str] | None = None) -> None:
+        """Request the prefill, to be ended by the prefill worker after ``deadline_s`` seconds.
+
+        Args:
+            trace: headers of the span whose child the prefill worker's span will be.
+        """
         command = pb.PrefillCommand()
         command.start.sequence = self._sequence
         command.start.deadline_s = deadline_s
         command.start.request.CopyFrom(self._request)
+        if trace:
+            command.start.trace.CopyFrom(request_pb2.TraceContext(**trace))
         self._client.send(command)
 
     def credit(self, segments: int) -> None:

@@ -25,12 +25,14 @@ class Pulled:
     Attributes:
         decode_s: seconds from the end of the READ to the end of the decode.
         codec_s: seconds of the codec alone.
+        ended: end of the decode, in seconds of `time.perf_counter`.
     """
 
     ready: pb.SegmentReady
     read: ReadDone
     decode_s: float
     codec_s: float
+    ended: float
 
 
 class Pull:
@@ -117,7 +119,8 @@ class Pull:
                 return
             decoded = decoding.result()
             codec_s = 0.0 if decoded is None else decoded.seconds
-            self._pulled.set_result(Pulled(ready, read, time.perf_counter() - began, codec_s))
+            ended = time.perf_counter()
+            self._pulled.set_result(Pulled(ready, read, ended - began, codec_s, ended))
 
         decoder, expected = self._pulls.decoder, self._expected
         payload = decoder.payload_of(self._segment, ready, slot, self._pages)

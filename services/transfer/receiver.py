@@ -127,7 +127,7 @@ class Receiver:
         with client.subscribe(fetch.request) as subscription:
             self._subscriptions[fetch.key] = subscription
             try:
-                subscription.send_start(deadline_s)
+                subscription.send_start(deadline_s, fetch.span.headers)
                 async with asyncio.TaskGroup() as pulls:
                     await self._follow(fetch, subscription, progress, pulls)
                 if progress.ended:
@@ -291,7 +291,7 @@ class Receiver:
             self._metrics.integrity_failures.inc()
             raise
         ready, read = pulled.ready, pulled.read
-        progress.times.add(ready, read.seconds, pulled.decode_s)
+        progress.times.add(ready, read.seconds, pulled.decode_s, pulled.ended)
         progress.verified += 1
         self._check_verified(fetch, progress)
         if progress.reported:

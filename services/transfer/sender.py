@@ -182,7 +182,7 @@ class Sender:
         for key in self._leases.expired(time.monotonic()):
             self._metrics.leases_expired.inc()
             if outgoing := self._outgoing.get(key):
-                log.warning("lease expired", request_id=outgoing.request_id)
+                log.warning("lease expired", **outgoing.log_fields)
                 outgoing.fail(
                     error_pb2.ERROR_CODE_LEASE_EXPIRED, "the lease expired before the KV was read"
                 )
@@ -190,18 +190,18 @@ class Sender:
     def forget_peer(self, peer: str) -> None:
         """Drop the measurements of the link to a decode worker that has left."""
         self.policy.forget(peer)
-        self._metrics.forget_link(peer)
+        self._metrics.links.forget(peer)
 
     def observe(self) -> None:
         """Set the gauges of the slab and of every link."""
         self._metrics.slab_slots.set(self.slots_in_use)
         for peer, link in self.policy.links().items():
-            self._metrics.observe_link(peer, link)
+            self._metrics.links.observe(peer, link)
 
     def _count_if_complete(self, outgoing: Outgoing) -> None:
         """Count the tokens of a sequence once all of its segments are acknowledged."""
         if outgoing.computed and outgoing.issued and not outgoing.outstanding:
-            self._metrics.completed(outgoing.tokens + outgoing.evicted)
+            self._metrics.sent(outgoing.tokens + outgoing.evicted)
 
     def _pump(self) -> None:
         """Start every encode that has a credit and a slot, oldest sequence first."""
@@ -247,13 +247,15 @@ class Sender:
 
         def finish(pending: codec.Pending[codec.Encoded]) -> codec.Encoded:
             encoded = pending.result()
+            end = time.perf_counter()
+            outgoing.encodes.add(start, end)
             sent.ready = pb.SegmentReady(
                 sequence=segment.sequence,
                 index=segment.index,
                 length=HEADER_BYTES + encoded.length,
                 checksum=encoded.checksum,
                 raw_bytes=encoded.raw_bytes,
-                encode_s=time.perf_counter() - start,
+                encode_s=end - start,
                 nonce=segment.nonce,
             )
             self._runner.notify(outgoing.agent, sent.ready.SerializeToString())
@@ -293,7 +295,7 @@ class Sender:
         try:
             encoded = await asyncio.wrap_future(encoding)
         except Exception as raised:
-            log.exception("encoding a segment failed", request_id=outgoing.request_id)
+            log.exception("encoding a segment failed", **outgoing.log_fields)
             error = raised
         sent.encoding = False
         if encoded is not None and sent.ready is not None:

@@ -92,6 +92,7 @@ def test_agent_whose_thread_hangs_is_abandoned_and_refuses_what_waits(
         idle.result(0)
     end.set()
     agent._thread.join(LIMIT_S)
+    assert not agent._thread.is_alive()
 
 
 async def test_worker_ends_when_its_transfer_fails(

@@ -80,6 +80,7 @@ async def test_worker_info_names_model_and_kernels(site: Site) -> None:
     prefill = await site.prefill()
     model = prefill.loaded.engine.model
     labels = {
+        "worker": prefill.loaded.identity.worker_id,
         "model": prefill.loaded.identity.model.name,
         "products": "packed",
         "attention": model.kv_format.kernels,

@@ -70,7 +70,7 @@ async def test_wire_carries_what_is_kept(site: Site) -> None:
     start(decode.worker.service, decode, 300, prefill)
     await until(lambda: idle(prefill, decode))
     value = prefill.worker.metrics.registry.get_sample_value
-    sent = value("headrace_kv_transfer_bytes_total", {"kind": "raw"})
+    sent = value("headrace_kv_sent_bytes_total", {"kind": "raw"})
     kept = 300 - evicted_tokens(300, SHARE, 16)
     layout = prefill.loaded.engine.cache.layout
     assert kept == 300 - 144

@@ -21,6 +21,7 @@ from services.transfer.network import (
     restrict_ucx,
     ucx_environment,
 )
+from tests.ports import free_port
 
 RDMA = ["mlx5_0:1", "mlx5_1:1"]
 LOOPBACK = TransferNetwork(loopback=True)
@@ -116,7 +117,7 @@ def test_invalid_port_range_is_a_settings_error(ports: str) -> None:
 
 def test_loopback_agent_listens_on_loopback_ports_of_its_range_only() -> None:
     """Runs in a separate process, because UCX variables apply to a whole process."""
-    base = _free_port()
+    base = min(free_port(), 65535 - 50)
     ports = f"{base}-{base + 50}"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}
     command = [sys.executable, "-c", LIST_LISTENERS, ports]
@@ -179,9 +180,3 @@ def test_agent_whose_transport_listens_elsewhere_does_not_start(
         monkeypatch.setattr("services.transfer.owner.load_nixl", load_and_listen)
         with pytest.raises(SettingsError, match=r"0\.0\.0\.0 port .* UCX_NET_DEVICES is lo"):
             TransferAgent("exposed", network=LOOPBACK)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return min(int(probe.getsockname()[1]), 65535 - 50)

@@ -37,6 +37,8 @@ async def fetch_twice(prefill: Prefill, decode: Decode) -> None:
     receiver = decode.worker.receiver
     for first_page in (0, 10):
         await receiver.fetch(fetch_of(prefill, TOKENS, first_page))
+    # The sender counts a segment after it has notified the reader.
+    await until(lambda: sum(segments(prefill).values()) == 8)
     for plane in decode.planes():
         assert plane[:7].any()
         assert plane[:6].equal(plane[10:16]), "KV of the same prompt is equal in both modes"
@@ -46,9 +48,7 @@ async def test_auto_probes_both_modes_and_exports_measurements(site: Site) -> No
     prefill = await site.prefill(codec="auto")
     decode = await site.decode(codec="auto")
     await fetch_twice(prefill, decode)
-    sent = segments(prefill)
-    assert sum(sent.values()) == 8
-    assert min(sent.values()) >= 2, "two probes in each mode"
+    assert min(segments(prefill).values()) >= 2, "two probes in each mode"
     shown = link_metrics(prefill)
     assert shown["headrace_kv_link_bytes_per_second"] > 0
     for mode in MODES:

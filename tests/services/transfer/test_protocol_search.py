@@ -6,7 +6,7 @@ from tests.services.transfer.protocol.bugs import BUGS, Bug
 from tests.services.transfer.protocol.cases import CASES, SMALL, Case
 from tests.services.transfer.protocol.search import search
 
-_LARGE_STATES = 30_000
+_LARGE_STATES = 8_000
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

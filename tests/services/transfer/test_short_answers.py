@@ -35,7 +35,7 @@ async def test_stage_times_are_complete_and_the_transfer_is_recorded(
     await asyncio.wait(transfers)
     assert not any(transfer.cancelled() for transfer in transfers)
     value = decode.worker.metrics.registry.get_sample_value
-    assert value("headrace_request_stage_seconds_count", {"stage": "transfer"}) == 20
+    assert value("headrace_worker_stage_seconds_count", {"stage": "transfer"}) == 20
     await until(lambda: decode.worker.engine.load.pages_free == decode.worker.engine.pages_total)
 
 
