@@ -11,6 +11,7 @@ from runtime.core.window import stored_pages
 from runtime.engine import Arrived, Cancel, Reserve, StepOutput
 from runtime.errors import InvalidRequest
 from runtime.kv.pages import pages_for
+from services.common.tracing import Kind
 from services.decode.settings import DecodeSettings
 from services.transfer.errors import ForeignSegment
 from services.transfer.fetch import Fetch, FetchFailed, FetchTimes
@@ -70,52 +71,62 @@ class FetchedStreams(StreamService):
             self._worker.engine.submit(Cancel(stream.key))
 
     async def _fetch(self, stream: Stream) -> None:
-        """Fetch the prompt's KV into reserved pages, then add the sequence to the batch."""
-        request, session = stream.start.request, stream.session
+        """Fetch the prompt's KV and start to decode, or end the stream with an error."""
+        try:
+            await self._fetch_kv(stream)
+        except FetchFailed as failure:
+            log.warning("fetch failed", **stream.log_fields, reason=failure.message[:300])
+            stream.session.fail(stream, failure.code, failure.message, failure.worker_id)
+        except Exception as error:
+            log.exception("fetch failed unexpectedly", **stream.log_fields)
+            code, me = error_pb2.ERROR_CODE_INTERNAL, self._worker.identity.worker_id
+            stream.session.fail(stream, code, f"fetch failed: {error!r}", me)
+
+    async def _fetch_kv(self, stream: Stream) -> None:
+        """Fetch the prompt's KV into reserved pages, then add the sequence to the batch.
+
+        Raises:
+            FetchFailed: the KV did not arrive.
+        """
         if stream.reserved is None:
             raise RuntimeError("the stream has no page reservation")
-        began = time.perf_counter()
         reserve = partial(self._submit, stream, Reserve(stream.request))
+        has_room = self._has_room()
+        if not has_room:  # a prompt is not computed before there are pages for it
+            reserve()
+            with stream.span.child("reserve"):
+                await stream.reserved
         digest: asyncio.Future[str] | None = None
+        attributes = {"headrace.prefill_worker": stream.start.prefill.worker_id}
 
         def start_decoding(times: FetchTimes) -> None:
             nonlocal digest
             if stream.key in self.streams:
                 digest = self._digest(stream)  # runs before the next step
                 self._worker.engine.submit(Arrived(stream.key, tuple(stream.first)))
-                stream.decoding, stream.decoding_since = True, time.perf_counter()
+                stream.decoding = True
+                stream.start_decoding()
                 stages = stream.stages
                 stages.queue, stages.prefill = times.queue, times.prefill
                 stages.transfer, stages.verify = times.transfer, times.decode_kv
 
-        try:
-            has_room = self._has_room()
-            if not has_room:  # a prompt is not computed before there are pages for it
-                reserve()
-                await stream.reserved
+        with stream.span.child("fetch_kv", Kind.CLIENT, attributes) as span:
             fetch = Fetch(
                 key=stream.key,
                 prefill=stream.start.prefill,
-                request=request,
+                request=stream.start.request,
                 reserved=stream.reserved,
                 on_first=lambda first: self._take_first(stream, first),
                 on_verified=start_decoding,
                 deadline_s=stream.deadline_s,
                 on_computing=reserve if has_room else None,
                 samples_first=self._sent_tokens(stream).computed == len(stream.request.tokens),
+                span=span,
             )
             times = await self._receiver.fetch(fetch)
-            found = None if digest is None else await digest
-        except FetchFailed as failure:
-            log.warning("fetch failed", request_id=request.request_id, reason=failure.message[:300])
-            session.fail(stream, failure.code, failure.message, failure.worker_id)
-            return
-        except Exception as error:
-            log.exception("fetch failed unexpectedly", request_id=request.request_id)
-            me = self._worker.identity.worker_id
-            session.fail(stream, error_pb2.ERROR_CODE_INTERNAL, f"fetch failed: {error!r}", me)
-            return
-        self._record(stream, times, time.perf_counter() - began, found)
+            times.record(span)
+            span.end(stream.decoding_since)
+        self._record(stream, times, None if digest is None else await digest)
 
     def _has_room(self) -> bool:
         """Return whether the next step will reserve the pages of all streams that wait for them.
@@ -171,19 +182,17 @@ class FetchedStreams(StreamService):
     def _sent_tokens(self, stream: Stream) -> SentTokens:
         return self._receiver.sent_tokens(stream.start.request)
 
-    def _record(
-        self, stream: Stream, times: FetchTimes, total_s: float, digest: str | None
-    ) -> None:
+    def _record(self, stream: Stream, times: FetchTimes, digest: str | None) -> None:
         for stage in ("queue", "prefill", "transfer"):
             self._worker.metrics.stages.labels(stage).observe(getattr(times, stage))
-        self._worker.metrics.stages.labels("decode_kv").observe(times.decode_kv)
+        self._worker.metrics.stages.labels("verify").observe(times.decode_kv)
         log.debug(
             "kv arrived",
-            request_id=stream.start.request.request_id,
+            **stream.log_fields,
             segments=times.segments,
             raw_bytes=times.raw_bytes,
             wire_bytes=times.wire_bytes,
-            seconds=round(total_s, 4),
+            seconds=round(time.perf_counter() - stream.began, 4),
         )
         if digest is not None:
-            log.info("kv verified", request_id=stream.start.request.request_id, digest=digest)
+            log.info("kv verified", **stream.log_fields, digest=digest)

@@ -11,7 +11,6 @@ from services.common.placement import Role
 from services.decode.fetched_streams import FetchedStreams
 from services.decode.settings import DecodeSettings
 from services.transfer.agent import TransferAgent
-from services.transfer.metrics import TransferMetrics
 from services.transfer.prefill_client import PrefillClients
 from services.transfer.receiver import Receiver
 from services.transfer.slab import Slab
@@ -55,7 +54,7 @@ class DecodeWorker(Worker):
             loaded.codecs,
             credits_per_sequence=settings.credits_per_sequence,
             read_timeout_s=settings.read_timeout_s,
-            metrics=TransferMetrics(self.metrics.registry),
+            metrics=self.transfers,
             kv_eviction=loaded.identity.compatibility.kv_eviction,
         )
         self.service = FetchedStreams(self, self.receiver, settings)

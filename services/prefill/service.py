@@ -20,7 +20,6 @@ from services.prefill.session import Job, PrefillSession
 from services.prefill.settings import PrefillSettings
 from services.transfer.agent import TransferAgent
 from services.transfer.errors import TransferError
-from services.transfer.metrics import TransferMetrics
 from services.transfer.policy import LinkPolicy
 from services.transfer.sender import Sender
 from services.transfer.slab import Slab
@@ -61,7 +60,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
             epoch=loaded.identity.epoch,
             lease_s=settings.lease_s,
             max_sequences=self._max_sequences,
-            metrics=TransferMetrics(self.metrics.registry),
+            metrics=self.transfers,
             kv_eviction=loaded.identity.compatibility.kv_eviction,
         )
         self.jobs: dict[str, Job] = {}
@@ -214,11 +213,11 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServicer):
     def _log_computed(self, job: Job) -> None:
         if not self._settings.kv_digest:
             return
-        request_id, tokens = job.outgoing.request_id, job.outgoing.tokens
+        fields, tokens = job.outgoing.log_fields, job.outgoing.tokens
 
         def log_digest(engine: Engine) -> None:
             digest = digest_pages(engine, job.pages, tokens, job.stored)
-            log.info("kv computed", request_id=request_id, digest=digest)
+            log.info("kv computed", **fields, digest=digest)
 
         self.engine.run(log_digest)
 

@@ -13,6 +13,7 @@ from headrace.v1 import prefill_pb2 as pb
 from runtime.core.request import Request, SampledToken
 from runtime.engine import Add, Cancel
 from runtime.errors import InvalidRequest, RuntimeFault
+from services.common.error_codes import error_reason
 from services.common.grpc_server import MessageStream, drain, next_message
 from services.transfer.outgoing import Outgoing
 from services.transfer.policy import SegmentTiming
@@ -22,6 +23,7 @@ from services.worker.wire import (
     deadline_from_message,
     fault_to_code,
     request_from_message,
+    request_span,
     token_to_message,
 )
 
@@ -38,6 +40,7 @@ class Job:
         computing_since: start time of the first chunk, on the same clock; 0 until then.
         pages: pages with computed KV.
         stored: stored pages of a compressed KV format.
+        computed: time of the first tokens, on the same clock; 0 until then.
         first: first tokens sampled so far, one per choice.
         deadline_s: seconds from the acceptance to the end of the sequence by ``expiry``.
         expiry: timer that ends the sequence at its deadline.
@@ -50,6 +53,7 @@ class Job:
     expiry: asyncio.TimerHandle
     accepted: float = field(default_factory=time.perf_counter)
     computing_since: float = 0.0
+    computed: float = 0.0
     pages: tuple[int, ...] = ()
     stored: tuple[int, ...] = ()
     first: list[SampledToken] = field(default_factory=list)
@@ -59,6 +63,18 @@ class Job:
         """Whether the next token is the last one by ``max_tokens``, so that no KV is sent."""
         delivered = len(self.request.tokens) - self.request.prompt_tokens
         return self.samples_first and self.request.max_tokens - delivered <= 1
+
+    def end_span(self) -> None:
+        """End the span, after one for each stage that was reached."""
+        outgoing, encodes = self.outgoing, self.outgoing.encodes
+        if self.computing_since:
+            outgoing.span.record("queue", self.accepted, self.computing_since)
+        if self.computed:
+            outgoing.span.record("prefill", self.computing_since, self.computed)
+        if encodes.end > encodes.start:
+            segments = {"headrace.kv.segments": outgoing.issued}
+            outgoing.span.record("encode", encodes.start, encodes.end, segments)
+        outgoing.span.end()
 
 
 class PrefillSession:
@@ -174,6 +190,7 @@ class PrefillSession:
             slot_bytes=self._slot_bytes,
             emit=self._outbox.put_nowait,
             fail=lambda code, message: self.fail(key, code, message),
+            span=request_span("Prefill/StartPrefill", start),
         )
         samples_first = sent.computed == len(request.tokens)
         expiry = asyncio.get_running_loop().call_later(
@@ -188,7 +205,7 @@ class PrefillSession:
         self._sender.open(outgoing)
         self._engine.submit(Add(request, hold=True))
         self._on_admitted(message.placement_id)
-        log.debug("prefill admitted", request_id=message.request_id, tokens=len(request.tokens))
+        log.debug("prefill admitted", **outgoing.log_fields, tokens=len(request.tokens))
 
     def computing(self, key: str) -> None:
         """Record the start of the first chunk; request credits if KV will be sent."""
@@ -210,17 +227,19 @@ class PrefillSession:
     def report_computed(self, key: str) -> None:
         """Send the first tokens of a computed prompt, if any are sampled."""
         job = self._jobs[key]
+        job.computed = time.perf_counter()
         first = pb.FirstTokens(
             sequence=job.outgoing.sequence,
             tokens=[token_to_message(t) for t in job.first],
             queue_s=job.computing_since - job.accepted,
-            prefill_s=time.perf_counter() - job.computing_since,
+            prefill_s=job.computed - job.computing_since,
         )
         self._outbox.put_nowait(pb.PrefillEvent(first_tokens=first))
 
     def fail(self, key: str, code: "error_pb2.ErrorCode.ValueType", message: str) -> None:
         """End a sequence with an error."""
         job = self._jobs[key]
+        job.outgoing.span.fail(error_reason(code), message)
         self._fail(job.outgoing.sequence, code, message)
         self.end(key)
 
@@ -234,6 +253,7 @@ class PrefillSession:
         if job is None:
             return
         job.expiry.cancel()
+        job.end_span()
         self._own.discard(key)
         self._sender.close(key)
         self._engine.submit(Cancel(key))

@@ -94,6 +94,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.submitted = self._taken = 0
         self._steps, self._busy_s, self._since = 0, 0.0, time.perf_counter()
+        self._idle = True
         self._prompt_rate = Rate(_RATE_MEMORY_S)
         self._plan_s: deque[float] = deque(maxlen=MAX_PLANS)
         self.load = self._measure()
@@ -102,6 +103,11 @@ class EngineThread:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    @property
+    def step_s(self) -> float:
+        """Seconds since the current step began, with jobs before it; 0 while there is no work."""
+        return 0.0 if self._idle else time.perf_counter() - self._since
 
     def submit(self, *commands: Command) -> None:
         """Queue commands for the next step. Called on the event loop."""
@@ -183,7 +189,7 @@ class EngineThread:
     def _round(self) -> bool:
         """Take incoming commands, run at most one job and one step; return False to end."""
         commands: list[Command] = []
-        block = not self._engine.has_work
+        block = self._idle = not self._engine.has_work
         while True:
             try:
                 item = self._inbox.get(block=block)
@@ -193,7 +199,7 @@ class EngineThread:
                 return False
             if block:
                 self._since = time.perf_counter()
-            block = False
+            block = self._idle = False
             if isinstance(item, _Job):
                 if commands:  # commands submitted before the job take effect before it
                     self._step(commands)

@@ -7,17 +7,19 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
 import structlog
 
 from runtime.core.window import SINK_PAGES, WINDOW
 from runtime.engine import StepOutput
+from services.common.addresses import bracketed
 from services.common.collector import freeze_loaded
 from services.common.grpc_server import GrpcServer
-from services.common.metrics_server import start_metrics_server
+from services.common.metrics_server import OperationServers
 from services.common.placement import Registration, Role, StoredPages
+from services.common.probes import Probes
 from services.transfer.agent import TransferAgent
+from services.transfer.metrics import TransferMetrics
 from services.worker.engine_thread import EngineThread
 from services.worker.loading import PAGE_SIZE, Loaded
 from services.worker.metrics import WorkerMetrics
@@ -44,8 +46,10 @@ class Worker(ABC):
         loop = asyncio.get_running_loop()
         self.identity, self.sizes = loaded.identity, loaded.sizes
         self.metrics = WorkerMetrics()
+        self.transfers = TransferMetrics(self.metrics.registry)
         model = loaded.engine.model
         self.metrics.info.labels(
+            self.identity.worker_id,
             self.identity.model.name,
             model.products,
             model.kv_format.kernels,
@@ -137,7 +141,7 @@ async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, rol
     share_interpreter()
     freeze_loaded()
     stop = stop_on_signals()
-    registrar, metrics_server = await _start(worker, server, settings, role)
+    registrar, operation = await _start(worker, server, settings, role)
     tending = asyncio.create_task(_tend(worker, server, registrar, settings.heartbeat_s))
     try:
         stopping = asyncio.create_task(stop.wait())
@@ -156,8 +160,7 @@ async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, rol
         await registrar.stop()
         await server.stop(SEND_S)
         await worker.close()
-        metrics_server.shutdown()
-        metrics_server.server_close()
+        await asyncio.to_thread(operation.stop)
     for watched in (worker.fault, tending):
         if watched.done() and not watched.cancelled():
             watched.result()
@@ -165,12 +168,13 @@ async def live(worker: Worker, server: GrpcServer, settings: WorkerSettings, rol
 
 async def _start(
     worker: Worker, server: GrpcServer, settings: WorkerSettings, role: Role
-) -> tuple[Registrar, WSGIServer]:
-    """Start the engine, the gRPC server, the metrics endpoint and the registration."""
+) -> tuple[Registrar, OperationServers]:
+    """Start the engine, the gRPC server, metrics and probes, and the registration."""
     registrar = Registrar(
         _registration(worker, server, settings, role),
         worker.engine,
         settings.routers,
+        worker.transfers,
         token=settings.token,
         tls=settings.tls,
         period_s=settings.heartbeat_s,
@@ -178,12 +182,11 @@ async def _start(
     worker.join(registrar)
     worker.engine.start()
     await server.start()
-    metrics_server = start_metrics_server(
-        settings.host,
-        settings.metrics_port,
+    operation = OperationServers.start(
+        settings,
+        _probes(worker, registrar, settings.stall_s),
         worker.metrics.registry,
-        token=settings.token,
-        tls=settings.tls,
+        settings.metrics_port,
     )
     await server.set_serving(True)
     registrar.start()
@@ -193,9 +196,29 @@ async def _start(
         worker=worker.identity.worker_id,
         epoch=worker.identity.epoch,
         port=server.port,
-        metrics_port=metrics_server.server_port,
+        **operation.ports,
     )
-    return registrar, metrics_server
+    return registrar, operation
+
+
+def _not_ready(worker: Worker, registrar: Registrar) -> str | None:
+    """Return why the worker gets no requests now, or None."""
+    return "draining" if worker.draining else worker.not_ready or registrar.unregistered
+
+
+def _probes(worker: Worker, registrar: Registrar, stall_s: float) -> Probes:
+    """Return the checks of ``/health`` and ``/ready``."""
+
+    async def failure() -> str | None:
+        if worker.fault.done():
+            return f"the engine or the transfer failed: {worker.fault.exception()!r}"
+        step_s = worker.engine.step_s
+        return f"the engine's step has not ended for {step_s:.0f} s" if step_s > stall_s else None
+
+    async def not_ready() -> str | None:
+        return _not_ready(worker, registrar)
+
+    return Probes(not_ready, failure)
 
 
 def _registration(
@@ -206,7 +229,7 @@ def _registration(
         worker_id=identity.worker_id,
         epoch=identity.epoch,
         role=role,
-        address=f"{settings.advertise or settings.host}:{server.port}",
+        address=f"{bracketed(settings.advertised_host)}:{server.port}",
         model=identity.model,
         compatibility=identity.compatibility,
         page_size=PAGE_SIZE,
@@ -236,7 +259,8 @@ async def _tend(worker: Worker, server: GrpcServer, registrar: Registrar, period
     reported: str | None = None
     while True:
         worker.observe()
-        not_ready = worker.not_ready or registrar.unregistered
+        not_ready = _not_ready(worker, registrar)
+        worker.metrics.ready.set(not_ready is None)
         if not_ready != reported and not worker.draining:
             reported, registrar.not_ready = not_ready, worker.not_ready
             log.warning("readiness changed", not_ready=not_ready)

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry
-
-from services.common.metrics import STEP_SECONDS, MetricFactory
+from services.common.metrics import STEP_SECONDS, MetricFactory, service_registry
 
 
 class WorkerMetrics:
@@ -15,31 +13,42 @@ class WorkerMetrics:
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = service_registry()
         make = MetricFactory(self.registry)
-        self.requests = make.counter("requests", "sequences ended", "endpoint", "status")
-        self.stages = make.seconds("request_stage", "time of a sequence in each stage", "stage")
-        self.running = make.gauge("num_requests_running", "sequences in the batch")
-        self.waiting = make.gauge("num_requests_waiting", "sequences waiting")
-        self.queue_tokens = make.gauge("queue_tokens", "tokens accepted and not yet finished")
-        self.pages_total = make.gauge("kv_pages", "KV pages", "kind")
-        self.pages_free = make.gauge("kv_pages_free", "free KV pages", "kind")
-        self.cache_usage = make.gauge(
-            "kv_cache_usage_perc", "share of KV pages in use, 0 to 1", "kind"
+        self.ready = make.gauge("worker_ready", "1 while the worker takes requests, else 0.")
+        self.streams = make.counter(
+            "worker_streams", "Gateway streams that have ended on this worker."
         )
-        self.prompt_tokens = make.counter("prompt_tokens", "prompt tokens accepted")
-        self.generation_tokens = make.counter("generation_tokens", "tokens sampled")
-        self.steps = make.counter("engine_steps", "steps of the engine")
-        self.busy_seconds = make.counter("engine_busy_seconds", "time spent in engine steps")
+        self.stages = make.seconds(
+            "worker_stage",
+            "Seconds of a fetched sequence in each stage before its decode.",
+            "stage",
+        )
+        self.running = make.gauge("num_requests_running", "Sequences in the batch.")
+        self.waiting = make.gauge("num_requests_waiting", "Sequences that wait for the batch.")
+        self.queue_tokens = make.gauge("queue_tokens", "Tokens accepted and not yet finished.")
+        self.pages_total = make.gauge("kv_pages", "KV pages of the worker.", "kind")
+        self.pages_free = make.gauge("kv_pages_free", "KV pages that are free.", "kind")
+        self.cache_usage = make.gauge(
+            "kv_cache_usage_perc", "Share of the KV pages in use, from 0 to 1.", "kind"
+        )
+        self.prompt_tokens = make.counter(
+            "worker_prompt_tokens", "Prompt tokens of the streams that this worker accepted."
+        )
+        self.generation_tokens = make.counter(
+            "worker_generation_tokens", "Tokens that this worker sampled or passed on."
+        )
+        self.steps = make.counter("engine_steps", "Steps of the engine.")
+        self.busy_seconds = make.counter("engine_busy_seconds", "Seconds spent in engine steps.")
         self.plan_seconds = make.seconds(
             "engine_plan",
-            "time in which a step takes commands and is scheduled",
+            "Seconds in which a step takes commands and is scheduled.",
             buckets=STEP_SECONDS,
         )
         self.info = make.gauge(
             "worker_info",
-            "always 1; the labels name the model and its kernels",
-            *("model", "products", "attention", "kernel_plan"),
+            "Always 1; the labels name the worker, its model and its kernels.",
+            *("worker", "model", "products", "attention", "kernel_plan"),
         )
         self._steps, self._busy_s = 0, 0.0
 

@@ -8,6 +8,7 @@ import structlog
 
 from services.common.placement import Heartbeat, Registration, WorkerState
 from services.common.tls import MutualTls
+from services.transfer.metrics import TransferMetrics
 from services.worker.engine_thread import EngineThread
 
 log = structlog.get_logger()
@@ -32,6 +33,7 @@ class Registrar:
         registration: Registration,
         engine: EngineThread,
         routers: list[str],
+        transfers: TransferMetrics,
         *,
         token: str | None,
         period_s: float,
@@ -40,6 +42,7 @@ class Registrar:
         self._registration = registration
         self._engine = engine
         self._routers = routers
+        self._transfers = transfers
         self._period_s = period_s
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.AsyncClient(
@@ -138,6 +141,8 @@ class Registrar:
             stored_free=load.stored_free,
             running=load.running,
             waiting=load.waiting,
+            kv_raw_bytes=self._transfers.total.raw,
+            kv_wire_bytes=self._transfers.total.wire,
             admitted=admitted,
         )
         response = await self._http.post(f"{url}/v1/heartbeat", json=beat.model_dump(mode="json"))

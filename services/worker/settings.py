@@ -1,11 +1,13 @@
 """Settings that prefill and decode workers share."""
 
+import socket
 import uuid
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from services.common.addresses import address_towards, bracketed, is_unspecified
 from services.common.settings import ServiceSettings, is_loopback
 from services.transfer.network import TransferNetwork
 
@@ -35,9 +37,19 @@ class WorkerSettings(ServiceSettings):
     )
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0: a free one")
     advertise: str | None = Field(
-        None, description="host under which other services reach this worker; default: `host`"
+        None,
+        description="host under which other services reach this worker; default: `host`, or if "
+        "that is all interfaces, the address from which this machine reaches a router",
     )
-    metrics_port: int = Field(0, ge=0, le=65535, description="HTTP port of /metrics; 0: a free one")
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="HTTP port of /metrics, /health and /ready; 0: a free one"
+    )
+    stall_s: float = Field(
+        120.0,
+        gt=0,
+        le=3600,
+        description="duration of one engine step above which /health reports a failure, seconds",
+    )
     transfer_interface: str | None = Field(
         None,
         pattern=r"^[^\s,/]{1,15}$",
@@ -161,5 +173,12 @@ class WorkerSettings(ServiceSettings):
     @property
     def endpoint(self) -> str:
         """Listen address of the gRPC server."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return f"{bracketed(self.host)}:{self.port}"
+
+    @property
+    def advertised_host(self) -> str:
+        """Host under which other services reach this worker; see ``advertise``."""
+        if self.advertise or not is_unspecified(self.host):
+            return self.advertise or self.host
+        found = filter(None, map(address_towards, self.routers))
+        return next(found, None) or socket.gethostname()

@@ -1,6 +1,7 @@
 """The decode service of a worker: streams of gateways whose prompts the worker computes itself."""
 
 import asyncio
+import time
 import uuid
 
 import structlog
@@ -70,7 +71,7 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         self._admit(stream)
         log.debug(
             "stream admitted",
-            request_id=start.request.request_id,
+            **stream.log_fields,
             attempt=start.request.attempt,
             tokens=len(stream.request.tokens),
             prefill=start.prefill.worker_id or me.worker_id,
@@ -82,7 +83,7 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
             stream.expiry.cancel()
         if self.streams.pop(stream.key, None) is None:
             return
-        self._worker.metrics.requests.labels("decode", "ended").inc()
+        self._worker.metrics.streams.inc()
         self._free(stream)
 
     def end_all(self) -> None:
@@ -95,6 +96,7 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
 
     def deliver(self, output: StepOutput) -> None:
         """Pass a step's output to the streams that are still open."""
+        self._mark_stages(output)
         for key, fault in output.refused:
             if stream := self.streams.get(key):
                 message, worker_id = str(fault), self._worker.identity.worker_id
@@ -108,6 +110,22 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         for key, choice, reason in output.finished:
             if stream := self.streams.get(key):
                 stream.session.finish(stream, choice, reason)
+
+    def _mark_stages(self, output: StepOutput) -> None:
+        """Record when the prompts that this worker computes were started and completed.
+
+        A preempted sequence is computed again, which counts as decoding.
+        """
+        for key in output.started:
+            stream = self.streams.get(key)
+            if stream and stream.reserved is None and not stream.computing_since:
+                stream.computing_since = time.perf_counter()
+        for chunk in output.computed:
+            stream = self.streams.get(chunk.id)
+            if stream and stream.reserved is None and not stream.decoding_since:
+                computed = chunk.first_token + chunk.num_tokens + chunk.evicted
+                if computed >= len(stream.request.tokens):
+                    stream.start_decoding()
 
     def _refusal(self, stream: Stream) -> str | None:
         """Return the reason why this service cannot take a stream, if there is one."""

@@ -14,11 +14,14 @@ from headrace.v1 import error_pb2
 from runtime.core.request import FinishReason, Request, SampledToken
 from runtime.engine import Reserved
 from runtime.errors import InvalidRequest
+from services.common.error_codes import error_reason
 from services.common.grpc_server import MessageStream, next_message
+from services.common.tracing import NO_SPAN, Span
 from services.worker.wire import (
     deadline_from_message,
     finish_to_message,
     request_from_message,
+    request_span,
     token_to_message,
 )
 
@@ -36,13 +39,17 @@ class Stream:
         request: the same request, converted for the engine.
         unfinished: choices that have not ended.
         first: first tokens from the prefill worker; empty if this worker computes the prompt.
+        span: span of the stream on this worker.
         stages: seconds per stage, sent with the last delta.
         reserved: future of the sequence's pages; None if this worker computes the prompt.
         transfer: task that reserves pages and fetches the KV; None if there is nothing to fetch.
         decoding: whether fetched KV is complete, so that nothing writes to the pages any more.
         deadline_s: seconds from the start of the stream to its end by ``expiry``.
         expiry: timer that ends the stream at its deadline.
-        decoding_since: start of decoding, in seconds of `time.perf_counter`.
+        began: receipt of the gateway's message, in seconds of `time.perf_counter`.
+        computing_since: start of the prompt's first chunk, on the same clock, if this worker
+            computes the prompt; 0 until then.
+        decoding_since: start of decoding, on the same clock; 0 until then.
     """
 
     number: int
@@ -51,6 +58,7 @@ class Stream:
     start: pb.StartStream
     request: Request
     unfinished: set[int]
+    span: Span = NO_SPAN
     first: list[SampledToken] = field(default_factory=list)
     stages: pb.StageTimes = field(default_factory=pb.StageTimes)
     reserved: asyncio.Future[Reserved] | None = None
@@ -58,7 +66,14 @@ class Stream:
     decoding: bool = False
     deadline_s: float = 0.0
     expiry: asyncio.TimerHandle | None = None
+    began: float = field(default_factory=time.perf_counter)
+    computing_since: float = 0.0
     decoding_since: float = 0.0
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Fields of log lines about this stream."""
+        return {"request_id": self.start.request.request_id, **self.span.ids}
 
     def ends_with(self, token: SampledToken, context_length: int) -> FinishReason | None:
         """Return the finish reason if a first token ends its choice, else None."""
@@ -69,6 +84,23 @@ class Stream:
         if outputs >= self.request.max_tokens or resident >= context_length:
             return FinishReason.LENGTH
         return None
+
+    def start_decoding(self) -> None:
+        """Record the start of decoding, and the stages before it if this worker did them."""
+        self.decoding_since = time.perf_counter()
+        if self.computing_since:
+            self.stages.queue = self.computing_since - self.began
+            self.stages.prefill = self.decoding_since - self.computing_since
+
+    def end_span(self) -> None:
+        """End the span, after one for each stage on this worker's engine that was reached."""
+        if self.computing_since:
+            computed = self.decoding_since or time.perf_counter()
+            self.span.record("queue", self.began, self.computing_since)
+            self.span.record("prefill", self.computing_since, computed)
+        if self.decoding_since:
+            self.span.record("decode", self.decoding_since, time.perf_counter())
+        self.span.end()
 
 
 class StreamSession:
@@ -144,10 +176,11 @@ class StreamSession:
             refusal = error_pb2.Error(code=error_pb2.ERROR_CODE_INVALID, message=str(error))
             self._delta(start.stream).error.CopyFrom(refusal)
             return
-        choices = set(range(request.choices))
-        stream = Stream(start.stream, key, self, start, request, choices, deadline_s=deadline_s)
+        choices, span = set(range(request.choices)), request_span("Decode/StartStream", start)
+        stream = Stream(
+            start.stream, key, self, start, request, choices, span, deadline_s=deadline_s
+        )
         self.streams[start.stream] = stream
-        stream.decoding_since = time.perf_counter()
         self._open(stream)
 
     def push(self, stream: Stream, token: SampledToken) -> None:
@@ -162,7 +195,8 @@ class StreamSession:
         delta = self._delta(stream.number)
         delta.ended.append(pb.ChoiceEnd(choice=choice, reason=finish_to_message(reason)))
         if not stream.unfinished:
-            stream.stages.decode = time.perf_counter() - stream.decoding_since
+            if stream.decoding_since:
+                stream.stages.decode = time.perf_counter() - stream.decoding_since
             delta.stages.CopyFrom(stream.stages)
             self.end(stream)
 
@@ -177,9 +211,11 @@ class StreamSession:
         if stream.number in self.streams:
             error = error_pb2.Error(code=code, message=message, worker_id=worker_id)
             self._delta(stream.number).error.CopyFrom(error)
+            stream.span.fail(error_reason(code), message)
             self.end(stream)
 
     def end(self, stream: Stream) -> None:
         """Drop a stream and free what it holds. Idempotent."""
         if self.streams.pop(stream.number, None) is not None:
+            stream.end_span()
             self._drop(stream)

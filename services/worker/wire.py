@@ -6,12 +6,13 @@ Values that the engine or the event loop could not handle are refused here.
 import math
 import re
 
-from headrace.v1 import error_pb2, request_pb2
+from headrace.v1 import decode_pb2, error_pb2, prefill_pb2, request_pb2
 from headrace.v1 import sampling_pb2 as pb
 from runtime.core.request import FinishReason, Request, SampledToken, SamplingParams
 from runtime.errors import InvalidRequest, NotFinite, RuntimeFault
 from services.common.placement import MAX_CHOICES, PLACEMENT_ID
 from services.common.token_ids import unpack_tokens
+from services.common.tracing import MAX_TEXT_CHARS, Attributes, Span, message_headers, resume
 
 _FINISH = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -43,6 +44,17 @@ def request_from_message(key: str, message: request_pb2.Request) -> Request:
         stop_token_ids=frozenset(message.stop_token_ids),
         choices=message.choices,
     )
+
+
+def request_span(name: str, message: decode_pb2.StartStream | prefill_pb2.StartPrefill) -> Span:
+    """Start the span of a request on this worker, below the span that the message names."""
+    request = message.request
+    attributes: Attributes = {
+        "headrace.request.id": request.request_id[:MAX_TEXT_CHARS],
+        "headrace.attempt": request.attempt,
+        "headrace.prompt_tokens": request.prompt_tokens,
+    }
+    return resume(name, message_headers(message.trace), attributes)
 
 
 def _sampling_from_message(message: pb.Sampling) -> SamplingParams:

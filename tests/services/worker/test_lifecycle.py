@@ -4,6 +4,7 @@ A gateway replays them on another worker, and does not count the worker as lost.
 """
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from services.common.placement import Role
 from services.decode.settings import DecodeSettings
 from services.worker import lifecycle
 from services.worker.lifecycle import _tend
+from services.worker.metrics import WorkerMetrics
 from services.worker.stream_service import SERVICE
 from tests.services.workers import (
     LIMIT_S,
@@ -31,16 +33,6 @@ from tests.services.workers import (
 )
 
 TOKENS = 40
-
-
-@pytest.fixture
-def stop(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """The event that SIGTERM sets, without changes to this process."""
-    event = asyncio.Event()
-    monkeypatch.setattr(lifecycle, "stop_on_signals", lambda: event)
-    monkeypatch.setattr(lifecycle, "freeze_loaded", lambda: None)
-    monkeypatch.setattr(lifecycle, "share_interpreter", lambda: None)
-    return event
 
 
 async def first_error(call: MessageStream) -> error_pb2.Error:
@@ -124,8 +116,12 @@ async def test_readiness_follows_the_worker_unless_it_drains(draining: bool) -> 
 
     rounds: list[None] = []
     worker: Any = SimpleNamespace(
-        observe=lambda: rounds.append(None), not_ready=None, draining=draining
+        observe=lambda: rounds.append(None),
+        not_ready=None,
+        draining=draining,
+        metrics=WorkerMetrics(),
     )
+    ready = partial(worker.metrics.registry.get_sample_value, "headrace_worker_ready")
     server: Any = SimpleNamespace(set_serving=set_serving)
     registrar: Any = SimpleNamespace(not_ready=None, unregistered=None)
     tending = asyncio.create_task(_tend(worker, server, registrar, 0.001))
@@ -134,6 +130,7 @@ async def test_readiness_follows_the_worker_unless_it_drains(draining: bool) -> 
         rounds.clear()
         await until(lambda: len(rounds) > 1)
         assert registrar.not_ready == (None if draining else reason)
+        assert ready() == (not draining and reason is None)
     assert served == ([] if draining else [False, True])
     registrar.unregistered = "no router knows this worker"
     rounds.clear()

@@ -219,6 +219,7 @@ async def test_message_that_cannot_be_decoded_ends_its_session_with_invalid_argu
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill = await site.prefill(started=False)
+    caplog.clear()
     async with open_channel(prefill.address.address) as channel:
         call: Any = channel.stream_stream("/headrace.v1.Prefill/Session")()
         await call.write(b"\xff\xff")

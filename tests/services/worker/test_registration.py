@@ -8,10 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from runtime.engine import Cancel
 from services.common.placement import Registration, Role, WorkerState
 from services.common.tls import MutualTls
+from services.transfer.drift import Escapes
+from services.transfer.metrics import TransferMetrics
+from services.transfer.policy import WireMode
 from services.worker.engine_thread import EngineThread
 from services.worker.registration import Registrar
 from tests.runtime.tiny import engine_of, tiny_model
@@ -48,11 +52,15 @@ async def engine() -> AsyncIterator[EngineThread]:
 
 
 def registrar_of(
-    engine: EngineThread, router: Router, monkeypatch: pytest.MonkeyPatch
+    engine: EngineThread,
+    router: Router,
+    monkeypatch: pytest.MonkeyPatch,
+    transfers: TransferMetrics | None = None,
 ) -> Registrar:
     client = httpx.AsyncClient(transport=httpx.MockTransport(router.answer))
     monkeypatch.setattr(httpx, "AsyncClient", lambda **_: client)
-    return Registrar(introduction_of(engine), engine, [URL], token=None, period_s=3600)
+    transfers = transfers or TransferMetrics(CollectorRegistry())
+    return Registrar(introduction_of(engine), engine, [URL], transfers, token=None, period_s=3600)
 
 
 def introduction_of(engine: EngineThread) -> Registration:
@@ -132,6 +140,26 @@ async def test_placement_is_reported_with_the_first_load_that_includes_it(
     await registrar.stop()
 
 
+async def test_heartbeat_has_the_kv_bytes_sent_so_far(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = Router()
+    transfers = TransferMetrics(CollectorRegistry())
+    registrar = registrar_of(engine, router, monkeypatch, transfers)
+    registrar.start()
+    first, answered = await router.next()
+    answered.set()
+    for _ in range(2):
+        transfers.encoded(WireMode.RAW, 100, 80, Escapes(0, 0, 0.0), 0.1)
+    draining = asyncio.create_task(registrar.drain())
+    second, answered = await router.next()
+    answered.set()
+    await draining
+    totals = [(beat["kv_raw_bytes"], beat["kv_wire_bytes"]) for beat in (first, second)]
+    assert totals == [(0, 0), (200, 160)]
+    await registrar.stop()
+
+
 async def test_worker_that_is_not_ready_reports_the_reason(
     engine: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +188,13 @@ async def test_worker_says_why_no_router_knows_it_until_it_has_a_valid_certifica
     async with router_port(MutualTls(ours.files("router"))) as port:
         url = f"https://127.0.0.1:{port}"
         registrar = Registrar(
-            introduction_of(engine), engine, [url], token=None, tls=MutualTls(files), period_s=0.01
+            introduction_of(engine),
+            engine,
+            [url],
+            TransferMetrics(CollectorRegistry()),
+            token=None,
+            tls=MutualTls(files),
+            period_s=0.01,
         )
         assert registrar.unregistered is None  # no router was called yet
         registrar.start()

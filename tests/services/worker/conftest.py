@@ -1,0 +1,17 @@
+"""Fixtures of workers that run in the process of the test."""
+
+import asyncio
+
+import pytest
+
+from services.worker import lifecycle
+
+
+@pytest.fixture
+def stop(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Return the event that SIGTERM sets. The worker changes no settings of this process."""
+    event = asyncio.Event()
+    monkeypatch.setattr(lifecycle, "stop_on_signals", lambda: event)
+    monkeypatch.setattr(lifecycle, "freeze_loaded", lambda: None)
+    monkeypatch.setattr(lifecycle, "share_interpreter", lambda: None)
+    return event
