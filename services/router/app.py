@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import json
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
@@ -26,7 +27,9 @@ from services.common.placement import (
     Release,
     WorkerList,
 )
+from services.common.probes import health_answer, ready_answer
 from services.common.router_errors import ErrorCode, RouterError, RouterErrorDetail
+from services.common.tracing import Attributes, Span, resume
 from services.router.admission import Admission
 from services.router.dispatcher import Dispatcher
 from services.router.errors import InvalidBody, RouterException, Unauthenticated
@@ -100,8 +103,12 @@ async def _advance_periodically(
         try:
             for gone in router.advance(clock()):
                 log.warning("worker removed", worker=gone.worker_id, epoch=gone.epoch)
-        except Exception:
-            log.exception("advancing the dispatcher failed")
+            router.failure = None
+        except Exception as error:
+            reason = f"waiting calls are not answered: {error!r}"
+            if reason != router.failure:  # not in every tick
+                log.exception("advancing the dispatcher failed")
+            router.failure = reason
         await asyncio.sleep(tick_s)
 
 
@@ -142,6 +149,7 @@ def _add_gateways_api(
     async def place() -> Response:
         body = await _body(PlaceRequest)
         call = router.submit(body, clock())
+        span = _place_span(body)
         outcome = "abandoned"
         try:
             await call.answered.wait()
@@ -159,12 +167,15 @@ def _add_gateways_api(
         finally:
             metrics.placements.labels(outcome).inc()
             metrics.place_seconds.observe(clock() - call.arrived)
+            span.set({"headrace.outcome": outcome})
+            span.end()
             log.debug(
                 "place",
                 request_id=body.request_id,
                 attempt=body.attempt,
                 tenant=body.tenant,
                 outcome=outcome,
+                **span.ids,
             )
 
     @app.post("/v1/release")
@@ -180,7 +191,7 @@ def _add_gateways_api(
             view.model_copy(update={"reason": view.reason or reasons.get(view.worker_id)})
             for view in router.fleet.views(now)
         ]
-        return _json(WorkerList(workers=views))
+        return _json(WorkerList(workers=views, waiting=len(router.queue)))
 
     @app.get("/v1/readiness")
     async def ready_models() -> Response:
@@ -193,6 +204,31 @@ def _add_gateways_api(
         return _json(ModelList(models=router.fleet.models()))
 
 
+def _place_span(body: PlaceRequest) -> Span:
+    """Start the span of a place call, as a child of the gateway's span in its headers."""
+    attributes: Attributes = {
+        "http.request.method": "POST",
+        "http.route": "/v1/place",
+        "headrace.request.id": body.request_id,
+        "headrace.attempt": body.attempt,
+        "headrace.prompt_tokens": body.prompt_tokens,
+    }
+    return resume("POST /v1/place", request.headers.getlist, attributes)
+
+
+async def not_ready(router: Dispatcher) -> str | None:
+    """Return why the router accepts no calls, or None if it does, even without workers.
+
+    Kubernetes sends no traffic to a router that is not ready. Workers could then not register.
+    """
+    return "draining" if router.closed else None
+
+
+async def failure(router: Dispatcher) -> str | None:
+    """Return why the process must be restarted, or None while it works."""
+    return router.failure
+
+
 def _add_probes(
     app: Quart,
     router: Dispatcher,
@@ -202,18 +238,13 @@ def _add_probes(
 ) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return _empty()
+        return _probe(*health_answer(await failure(router)))
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Return 200 if the router accepts calls, even without workers.
-
-        Kubernetes sends no traffic to a router that is not ready. Workers could then not register.
-        """
-        if not router.closed:
-            return _empty()
-        response = _empty(503)
-        response.headers["Retry-After"] = str(retry_after_s)
+        response = _probe(*ready_answer(await not_ready(router)))
+        if response.status_code != 200:
+            response.headers["Retry-After"] = str(retry_after_s)
         return response
 
     @app.get("/metrics")
@@ -279,8 +310,12 @@ def _json(model: BaseModel, status: int = 200) -> Response:
     return Response(model.model_dump_json(), status, content_type="application/json")
 
 
-def _empty(status: int = 200) -> Response:
-    return Response("{}", status, content_type="application/json")
+def _probe(status: int, body: dict[str, str]) -> Response:
+    return Response(json.dumps(body), status, content_type="application/json")
+
+
+def _empty() -> Response:
+    return Response("{}", content_type="application/json")
 
 
 def _error(status: int, code: ErrorCode, message: str) -> Response:

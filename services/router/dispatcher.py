@@ -41,6 +41,7 @@ class Dispatcher:
 
     Attributes:
         closed: whether the router is shutting down and refuses every call.
+        failure: why the last `advance` failed, or None.
         admission: predicts waits in the queue.
     """
 
@@ -59,6 +60,7 @@ class Dispatcher:
         self.fleet = fleet
         self.queue = queue
         self.closed = False
+        self.failure: str | None = None
         self._policy = policy
         self._rng = rng
         self._output_reserve = output_reserve

@@ -267,6 +267,8 @@ class Fleet:
             stored_total=_stored_total(registration),
             running=load.running if load else 0,
             waiting=load.waiting if load else 0,
+            kv_raw_bytes=load.kv_raw_bytes if load else 0,
+            kv_wire_bytes=load.kv_wire_bytes if load else 0,
             silent_s=now - worker.last_heartbeat_at,
             decodes=registration.decodes,
             model_info=registration.model,

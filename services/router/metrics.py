@@ -1,58 +1,55 @@
 """Prometheus metrics of the router."""
 
 from collections import Counter as Tally
+from itertools import product
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import generate_latest
 
-from services.common.placement import WorkerView
+from services.common.metrics import MetricFactory, service_registry
+from services.common.placement import Role, WorkerView
+from services.common.router_errors import ErrorCode
+from services.router.capacity import WorkerHealth
 
 PLACE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.25, 1, 2.5, 10, 30, 120)
+OUTCOMES = ("placed", "abandoned", ErrorCode.QUEUE_FULL, ErrorCode.QUEUE_TIMEOUT)
+"""Outcomes whose series begin at 0; others begin when they first occur."""
 
 
 class RouterMetrics:
     """Metrics of one router, in its own registry. Settings limit the number of label values."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "headrace_requests",
-            "HTTP requests answered",
-            ["endpoint", "status"],
-            registry=self.registry,
+        self.registry = service_registry()
+        make = MetricFactory(self.registry)
+        self.requests = make.counter(
+            "router_requests", "HTTP requests that this router answered.", "endpoint", "status"
         )
-        self.place_seconds = Histogram(
-            "headrace_place_seconds",
-            "Seconds from the arrival of a place call to its answer, including time in the queue",
+        self.place_seconds = make.seconds(
+            "router_place",
+            "Seconds from the arrival of a place call to its answer, with its time in the queue.",
             buckets=PLACE_BUCKETS_S,
-            registry=self.registry,
         )
-        self.placements = Counter(
-            "headrace_placements",
-            "Place calls, by outcome",
-            ["outcome"],
-            registry=self.registry,
+        self.placements = make.counter(
+            "router_placements", "Place calls by outcome.", "outcome", values=OUTCOMES
         )
-        self._workers = Gauge(
-            "headrace_workers", "Registered workers", ["role", "state"], registry=self.registry
+        self._workers = make.gauge(
+            "router_workers", "Workers registered with this router.", "role", "state"
         )
-        self._queue_tokens = Gauge(
-            "headrace_queue_tokens",
-            "Tokens queued on a worker, reported and promised",
-            ["worker", "role"],
-            registry=self.registry,
+        self._queue_tokens = make.gauge(
+            "router_queue_tokens",
+            "Tokens queued on a worker, in its last heartbeat and in placements since then.",
+            *("worker", "role"),
         )
-        self._waiting = Gauge(
-            "headrace_num_requests_waiting", "Place calls in the queue", registry=self.registry
-        )
+        self._waiting = make.gauge("router_requests_waiting", "Place calls in this router's queue.")
 
     def render(self, workers: list[WorkerView], waiting: int) -> bytes:
         """Update the gauges and return all metrics as text, without series of removed workers."""
         self._waiting.set(waiting)
-        self._workers.clear()
         self._queue_tokens.clear()
-        for (role, state), number in Tally((w.role.value, w.state) for w in workers).items():
-            self._workers.labels(role, state).set(number)
+        numbers = Tally((worker.role, worker.state) for worker in workers)
+        for role, state in product(Role, WorkerHealth):
+            self._workers.labels(role, state).set(numbers[role, state])
         for worker in workers:
             tokens = worker.queue_tokens + worker.promised_tokens
-            self._queue_tokens.labels(worker.worker_id, worker.role.value).set(tokens)
+            self._queue_tokens.labels(worker.worker_id, worker.role).set(tokens)
         return generate_latest(self.registry)

@@ -2,13 +2,17 @@
 
 import asyncio
 import signal
+from functools import partial
 
 import structlog
 import uvloop
 
 from services.common.collector import freeze_loaded
+from services.common.errors import SettingsError
 from services.common.http_server import HttpServer, listen
-from services.router.app import build_dispatcher, create_app
+from services.common.metrics_server import OperationServers
+from services.common.probes import Probes
+from services.router.app import build_dispatcher, create_app, failure, not_ready
 from services.router.server import http_config
 from services.router.settings import RouterSettings
 
@@ -26,6 +30,12 @@ async def serve(settings: RouterSettings) -> None:
     dispatcher = build_dispatcher(settings)
     server = HttpServer(http_config(create_app(settings, dispatcher), settings.tls))
     listener = listen(settings.host, settings.port)
+    try:
+        probes = Probes(partial(not_ready, dispatcher), partial(failure, dispatcher))
+        operation = OperationServers.start(settings, probes)
+    except SettingsError:
+        listener.close()
+        raise
 
     def stop() -> None:
         log.info("stopping", waiting=len(dispatcher.queue))
@@ -37,5 +47,9 @@ async def serve(settings: RouterSettings) -> None:
         loop.add_signal_handler(number, stop)
     freeze_loaded()
     port = listener.getsockname()[1]
-    log.info("ready", host=settings.host, port=port, policy=settings.policy.value)
-    await server.serve([listener])
+    ports = {"port": port, **operation.ports}
+    log.info("ready", host=settings.host, policy=settings.policy.value, **ports)
+    try:
+        await server.serve([listener])
+    finally:
+        await asyncio.to_thread(operation.stop)

@@ -16,21 +16,17 @@ from services.common.router_errors import ErrorCode, RouterError
 from services.router.server import MAX_HEAD_BYTES
 from services.router.service import serve
 from services.router.settings import RouterSettings
+from tests.ports import free_port
 from tests.services.router.samples import beat, place_request, registration
 
 CHUNKED = b"POST /v1/place HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
+async def serving(**settings: object) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
     """Run a router and stop it with SIGTERM. Yield a client and the port."""
     port = free_port()
-    task = asyncio.create_task(serve(RouterSettings.model_validate({"port": port})))
+    task = asyncio.create_task(serve(RouterSettings.model_validate({"port": port, **settings})))
     url = f"http://127.0.0.1:{port}"
     async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
         await asyncio.sleep(0)
@@ -49,7 +45,7 @@ async def queue_calls(http: httpx.AsyncClient, count: int) -> list[asyncio.Task[
         await http.post(f"/v1/{path}", content=body.model_dump_json())
     call = place_request(wait_s=30).model_dump_json()
     calls = [asyncio.create_task(http.post("/v1/place", content=call)) for _ in range(count)]
-    await until_metric(http, f"headrace_num_requests_waiting {count}.0")
+    await until_metric(http, f"headrace_router_requests_waiting {count}.0")
     return calls
 
 
@@ -71,7 +67,7 @@ async def test_disconnected_caller_is_removed_from_the_queue() -> None:
     async with serving() as (http, _):
         (queued,) = await queue_calls(http, 1)
         queued.cancel()
-        await until_metric(http, 'headrace_placements_total{outcome="abandoned"} 1.0')
+        await until_metric(http, 'headrace_router_placements_total{outcome="abandoned"} 1.0')
 
 
 async def test_sigterm_closes_idle_connections() -> None:
@@ -115,8 +111,23 @@ async def test_connection_without_a_request_is_closed(monkeypatch: pytest.Monkey
         writer.close()
 
 
-async def test_port_in_use_is_a_settings_error() -> None:
+async def test_health_port_serves_the_answers_of_the_main_port() -> None:
+    """Neither needs the token. SIGTERM closes the health port."""
+    health_port = free_port()
+    async with serving(health_port=health_port, cluster_token="between-us") as (http, _):
+        for path, status in (("/health", "ok"), ("/ready", "ready")):
+            for answer in (
+                await http.get(path),
+                await http.get(f"http://127.0.0.1:{health_port}{path}"),
+            ):
+                assert (answer.status_code, answer.json()) == (200, {"status": status})
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", health_port)
+
+
+@pytest.mark.parametrize("name", ["port", "health_port"])
+async def test_port_in_use_is_a_settings_error(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port}"):
-            await serve(RouterSettings.model_validate({"port": port}))
+            await serve(RouterSettings.model_validate({"port": 0, name: port}))
