@@ -20,9 +20,10 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.model_source import model_name, resolve_model
-from services.common.placement import ModelReadiness
+from services.common.placement import ModelReadiness, WorkerList
 from services.common.tokenizer import Tokenizer, load_tokenizer
 from services.common.tokenizer_identity import TokenizerIdentity
+from services.common.tracing import NO_SPAN, Span
 from services.gateway.generation import Generator
 from services.gateway.keys import ApiKeys, Tenant
 from services.gateway.metrics import GatewayMetrics
@@ -32,6 +33,7 @@ from services.gateway.router_client import RouterClient
 from services.gateway.sessions import SessionPool
 from services.gateway.settings import GatewaySettings
 from services.gateway.text import TextDelta
+from services.gateway.timeline import RecentRequests
 
 log = structlog.get_logger()
 
@@ -76,6 +78,7 @@ class Gateway:
     Attributes:
         draining: whether new requests are refused.
         requires_key: whether requests need an API key.
+        recent: timelines of recent requests.
         builder: builder that validates generation requests.
         prompts: encoder of prompts and conversations.
     """
@@ -90,6 +93,7 @@ class Gateway:
         self.settings = settings
         self.model = model
         self.metrics = GatewayMetrics()
+        self.recent = RecentRequests(self.metrics)
         self.draining = False
         self.requires_key = keys.required
         self._keys = keys
@@ -125,13 +129,16 @@ class Gateway:
             router=self._router,
             sessions=self._sessions,
             metrics=self.metrics,
+            recent=self.recent,
         )
 
     def authenticate(self, authorization: str | None) -> Tenant | None:
         """Return the tenant of an API key, or raise `Unauthenticated`."""
         return self._keys.tenant(authorization)
 
-    def accept(self, request_id: str, authorization: str | None) -> RequestContext:
+    def accept(
+        self, request_id: str, authorization: str | None, span: Span = NO_SPAN
+    ) -> RequestContext:
         """Authenticate a request and set its deadline.
 
         Raises:
@@ -142,7 +149,7 @@ class Gateway:
         if self.draining:
             raise _shutting_down()
         now = asyncio.get_running_loop().time()
-        return RequestContext(request_id, tenant, now, now + self.settings.deadline_s)
+        return RequestContext(request_id, tenant, now, now + self.settings.deadline_s, span)
 
     def require_model(self, name: str | None) -> None:
         """Raise `ModelNotFound` unless ``name`` is empty or the served model."""
@@ -186,6 +193,10 @@ class Gateway:
                 self._not_ready = found.reason or self._unfit(found)
                 self._ready_until = loop.time() + _READY_CACHE_S
         return self._not_ready
+
+    async def workers(self) -> WorkerList | None:
+        """Return the workers as a router sees them, or None if no router answers."""
+        return await self._router.workers()
 
     def _unfit(self, found: ModelReadiness) -> str | None:
         """Return why the tokenizer does not fit the model of ready workers, or None."""

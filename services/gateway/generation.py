@@ -8,7 +8,7 @@ that no token is repeated or changed.
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -22,16 +22,19 @@ from services.common.errors import (
     TooLarge,
     Unavailable,
 )
-from services.common.placement import Outcome, PlaceRequest, WorkerAddress
+from services.common.placement import Outcome, Placement, PlaceRequest, WorkerAddress
 from services.common.tokenizer import Tokenizer
 from services.common.tokenizer_identity import TokenizerIdentity
+from services.common.tracing import Kind, Span
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.progress import MAX_VOCAB_SIZE, Progress
 from services.gateway.requests import GenerationRequest
 from services.gateway.router_client import NoRouter, RoutedPlacement, RouterClient
-from services.gateway.sessions import SessionPool, WorkerFailure
+from services.gateway.sessions import SessionPool, WorkerFailure, WorkerStream
 from services.gateway.settings import GatewaySettings
+from services.gateway.spans import attempt_span, end_attempt, generation_span
 from services.gateway.text import TextAssembler, TextDelta
+from services.gateway.timeline import RecentRequests, RequestTimeline
 from services.gateway.wire import start_stream_message
 
 log = structlog.get_logger()
@@ -91,6 +94,7 @@ class Generator:
         router: RouterClient,
         sessions: SessionPool,
         metrics: GatewayMetrics,
+        recent: RecentRequests,
     ) -> None:
         self._settings = settings
         self._model = model
@@ -99,6 +103,7 @@ class Generator:
         self._router = router
         self._sessions = sessions
         self._metrics = metrics
+        self._recent = recent
 
     async def run(self, request: GenerationRequest) -> AsyncGenerator[list[TextDelta]]:
         """Yield the output as it arrives. Closing the generator cancels the stream on the worker.
@@ -108,76 +113,88 @@ class Generator:
         Raises:
             ServiceError: if the request cannot be completed.
         """
-        options, context = request.options, request.context
+        options = request.options
         text = TextAssembler(self._tokenizer, options.n, options.stop)
         stop_token_ids = () if options.ignore_eos else self._tokenizer.eos_ids
         progress = Progress(request, stop_token_ids)
-        latency = _LatencyRecorder(context.arrived, self._metrics)
         self._metrics.prompt_tokens.inc(len(request.prompt))
         retries = _Retries()
-        while not text.done:
-            routed = await self._place(request, progress, retries)
-            worker, delivered = routed.placement.decode, progress.count
-            model = routed.placement.model
-            vocab_size = model.vocab_size if model else MAX_VOCAB_SIZE
-            outcome, blame, stream = Outcome.CANCELLED, None, None
-            try:
-                stream = self._sessions.get(worker).start(
-                    start_stream_message(
-                        request,
-                        routed.placement,
-                        attempt=retries.number,
-                        replayed=progress.replayed,
-                        stop_token_ids=stop_token_ids,
-                        deadline_s=context.deadline - _now(),
+        span = generation_span(request, self._model)
+        timeline = self._recent.add(request, span)
+        with span, timeline.ending():
+            while not text.done:
+                timeline.route()
+                routed = await self._place(request, progress, retries, span)
+                timeline.placed(routed.placement)
+                worker, delivered = routed.placement.decode, progress.count
+                model = routed.placement.model
+                vocab_size = model.vocab_size if model else MAX_VOCAB_SIZE
+                outcome, blame, stream = Outcome.CANCELLED, None, None
+                attempt = attempt_span(span, routed, retries.number)
+                try:
+                    stream = self._start(
+                        request, routed.placement, progress, retries, attempt.headers
                     )
-                )
-                while not text.done:
-                    received = await stream.next()
-                    progress.accept(received, worker.worker_id, vocab_size)
-                    deltas = self._assemble(received, text, latency)
-                    if deltas:
-                        yield deltas
-                outcome = Outcome.OK
-            except WorkerFailure as failure:
-                outcome = Outcome.REFUSED if failure.code in _REFUSALS else Outcome.FAILED
-                failed = _failed_worker(failure, routed)
-                if failed is not None and failure.code not in _BLAMELESS:
-                    blame = failed.worker_id
-                retries.add(failure, failed or worker, progressed=progress.count > delivered)
-                if not progress.finish_reason():
-                    self._check_retry(failure, progress, retries)
-            finally:
-                if stream is not None:
-                    stream.close(cancel=bool(progress.unfinished))
-                self._router.release(routed, outcome, blame)
-            if outcome is not Outcome.OK:
-                if reason := progress.finish_reason():
-                    yield text.push((), ((0, reason),))
-                else:
-                    await asyncio.sleep(_backoff_s(retries.failures))
-        latency.finish()
+                    while not text.done:
+                        received = await stream.next()
+                        progress.accept(received, worker.worker_id, vocab_size)
+                        deltas = _assemble(received, text, timeline)
+                        if deltas:
+                            yield deltas
+                    outcome = Outcome.OK
+                except WorkerFailure as failure:
+                    attempt.fail(failure.reason, failure.message)
+                    timeline.fail(failure.reason)
+                    outcome = Outcome.REFUSED if failure.code in _REFUSALS else Outcome.FAILED
+                    failed, blame = _failed_worker(failure, routed)
+                    retries.add(failure, failed or worker, progressed=progress.count > delivered)
+                    if not progress.finish_reason():
+                        self._check_retry(failure, progress, retries)
+                finally:
+                    if stream is not None:
+                        stream.close(cancel=bool(progress.unfinished))
+                    self._router.release(routed, outcome, blame)
+                    end_attempt(attempt, outcome, blame)
+                if outcome is not Outcome.OK:
+                    if reason := progress.finish_reason():
+                        yield text.push((), ((0, reason),))
+                    else:
+                        await asyncio.sleep(_backoff_s(retries.failures))
+            timeline.finish(text.finish_reasons)
 
-    def _assemble(
+    def _start(
         self,
-        received: Sequence[decode_pb2.StreamDelta],
-        text: TextAssembler,
-        latency: "_LatencyRecorder",
-    ) -> list[TextDelta]:
-        if len(received) == 1:
-            tokens: Sequence[sampling_pb2.Token] = received[0].tokens
-            ended = [(end.choice, end.reason) for end in received[0].ended]
-        else:
-            tokens = [token for delta in received for token in delta.tokens]
-            ended = [(end.choice, end.reason) for delta in received for end in delta.ended]
-        if tokens:
-            latency.record_tokens(len(tokens))
-        if received[-1].HasField("stages"):
-            self._metrics.observe_stages(received[-1].stages)
-        return text.push(tokens, ended)
+        request: GenerationRequest,
+        placement: Placement,
+        progress: Progress,
+        retries: _Retries,
+        trace: Mapping[str, str],
+    ) -> WorkerStream:
+        """Start a stream on the decode worker of a placement."""
+        message = start_stream_message(
+            request,
+            placement,
+            attempt=retries.number,
+            replayed=progress.replayed,
+            stop_token_ids=progress.stop_token_ids,
+            deadline_s=request.context.deadline - _now(),
+            trace=trace,
+        )
+        return self._sessions.get(placement.decode).start(message)
 
     async def _place(
-        self, request: GenerationRequest, progress: Progress, retries: _Retries
+        self, request: GenerationRequest, progress: Progress, retries: _Retries, parent: Span
+    ) -> RoutedPlacement:
+        """Place an attempt, in a span of its own; see `_place_traced`."""
+        with parent.child("route", Kind.CLIENT, {"headrace.attempt": retries.number}) as span:
+            return await self._place_traced(request, progress, retries, span.headers)
+
+    async def _place_traced(
+        self,
+        request: GenerationRequest,
+        progress: Progress,
+        retries: _Retries,
+        trace: Mapping[str, str],
     ) -> RoutedPlacement:
         """Place an attempt. Workers that failed this request are used only as a last resort.
 
@@ -204,7 +221,7 @@ class Generator:
                 wait_s=max(0.0, until - _now()),
             )
             try:
-                routed = await self._router.place(call)
+                routed = await self._router.place(call, trace)
             except (Overloaded, TooLarge, Unavailable) as error:
                 waits = waits or isinstance(error, NoRouter)
                 if retries.excluded and not isinstance(error, NoRouter | Overloaded):
@@ -256,33 +273,34 @@ class Generator:
         self._metrics.failovers.labels(failure.reason).inc()
 
 
-class _LatencyRecorder:
-    """Records the latency metrics of one request. ``arrived`` is in event-loop time, seconds."""
-
-    def __init__(self, arrived: float, metrics: GatewayMetrics) -> None:
-        self._arrived = arrived
-        self._metrics = metrics
-        self._last: float | None = None
-
-    def record_tokens(self, count: int) -> None:
-        now = _now()
-        if self._last is None:
-            self._metrics.first_token.observe(now - self._arrived)
-        else:
-            self._metrics.inter_token.observe((now - self._last) / count)
-        self._last = now
-        self._metrics.generation_tokens.inc(count)
-
-    def finish(self) -> None:
-        self._metrics.end_to_end.observe(_now() - self._arrived)
+def _assemble(
+    received: Sequence[decode_pb2.StreamDelta], text: TextAssembler, timeline: RequestTimeline
+) -> list[TextDelta]:
+    """Return the text of deltas from a worker, and record them."""
+    if len(received) == 1:
+        tokens: Sequence[sampling_pb2.Token] = received[0].tokens
+        ended = [(end.choice, end.reason) for end in received[0].ended]
+    else:
+        tokens = [token for delta in received for token in delta.tokens]
+        ended = [(end.choice, end.reason) for delta in received for end in delta.ended]
+    if tokens:
+        timeline.record_tokens(len(tokens))
+    if received[-1].HasField("stages"):
+        timeline.record_stages(received[-1].stages)
+    return text.push(tokens, ended)
 
 
-def _failed_worker(failure: WorkerFailure, routed: RoutedPlacement) -> WorkerAddress | None:
-    """Return the worker named by a failure, or None if it is not in the placement."""
+def _failed_worker(
+    failure: WorkerFailure, routed: RoutedPlacement
+) -> tuple[WorkerAddress | None, str | None]:
+    """Return the worker named by a failure, and its id if the router should blame it.
+
+    A worker that is not in the placement is None.
+    """
     for worker in (routed.placement.decode, routed.placement.prefill):
         if worker is not None and worker.worker_id == failure.blame:
-            return worker
-    return None
+            return worker, None if failure.code in _BLAMELESS else worker.worker_id
+    return None, None
 
 
 def _backoff_s(failures: int) -> float:

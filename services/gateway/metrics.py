@@ -1,13 +1,14 @@
-"""Prometheus metrics of the gateway."""
+"""Prometheus metrics of the gateway: the service as its clients see it."""
 
 import math
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-from headrace.v1 import decode_pb2
+from headrace.v1 import decode_pb2, error_pb2
+from services.common.metrics import MetricFactory, service_registry
+from services.gateway.sessions import failure_reason
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_STAGES = ("route", *(field.name for field in decode_pb2.StageTimes.DESCRIPTOR.fields))
 
 
 class GatewayMetrics:
@@ -18,52 +19,42 @@ class GatewayMetrics:
     """
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "headrace_requests",
-            "Requests completed, by endpoint and status",
-            ["endpoint", "status"],
-            registry=registry,
+        self.registry = service_registry()
+        make = MetricFactory(self.registry)
+        self.ready = make.gauge("gateway_ready", "1 while requests can be served, else 0.")
+        self.requests = make.counter(
+            "requests", "Client requests that have ended.", "endpoint", "status"
         )
-        self.first_token = Histogram(
-            "headrace_time_to_first_token_seconds",
-            "Seconds from the arrival of a request to its first token",
+        self.first_token = make.seconds(
+            "time_to_first_token",
+            "Seconds from the arrival of a request to its first token.",
             buckets=_SECONDS,
-            registry=registry,
         )
-        self.inter_token = Histogram(
-            "headrace_inter_token_latency_seconds",
-            "Seconds between consecutive tokens of a stream",
+        self.inter_token = make.seconds(
+            "inter_token_latency",
+            "Seconds between consecutive tokens of a stream.",
             buckets=_BETWEEN_TOKENS,
-            registry=registry,
         )
-        self.end_to_end = Histogram(
-            "headrace_e2e_request_latency_seconds",
-            "Seconds from the arrival of a request to its last token",
+        self.end_to_end = make.seconds(
+            "e2e_request_latency",
+            "Seconds from the arrival of a request to its last token.",
             buckets=_SECONDS,
-            registry=registry,
         )
-        self._stages = Histogram(
-            "headrace_request_stage_seconds",
-            "Seconds that a request spends in each stage",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=registry,
+        self._stages = make.seconds(
+            "request_stage", "Seconds of a request in each stage.", "stage", buckets=_SECONDS
         )
-        self.prompt_tokens = Counter(
-            "headrace_prompt_tokens", "Prompt tokens admitted", registry=registry
+        for stage in _STAGES:
+            self._stages.labels(stage)
+        self.prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.generation_tokens = make.counter(
+            "generation_tokens", "Tokens generated for clients, without those of repeated attempts."
         )
-        self.generation_tokens = Counter(
-            "headrace_generation_tokens", "Tokens generated for clients", registry=registry
-        )
-        self.running = Gauge(
-            "headrace_num_requests_running", "Prompts in progress", registry=registry
-        )
-        self.failovers = Counter(
-            "headrace_failovers",
-            "Retries after a worker failure, by reason",
-            ["reason"],
-            registry=registry,
+        self.running = make.gauge("gateway_requests_running", "Prompts in progress.")
+        self.failovers = make.counter(
+            "failovers",
+            "Retries after the failure of a worker, by reason.",
+            "reason",
+            values=map(failure_reason, error_pb2.ErrorCode.values()),
         )
 
     def observe_routing(self, seconds: float) -> None:

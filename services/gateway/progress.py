@@ -15,13 +15,14 @@ class Progress:
     """Delivered tokens of one request. A new attempt replays them after the prompt.
 
     Attributes:
+        stop_token_ids: end-of-sequence tokens; none if the request ignores them.
         delivered: token ids of each choice, in order.
         unfinished: indices of the choices that the worker has not ended.
     """
 
     def __init__(self, request: GenerationRequest, stop_token_ids: tuple[int, ...]) -> None:
         self._max_tokens = request.max_tokens
-        self._stop_token_ids = stop_token_ids
+        self.stop_token_ids = stop_token_ids
         self.delivered: list[list[int]] = [[] for _ in range(request.options.n)]
         self.unfinished = set(range(request.options.n))
 
@@ -78,7 +79,7 @@ class Progress:
         if len(self.delivered) > 1:
             return None
         delivered = self.delivered[0]
-        if delivered and delivered[-1] in self._stop_token_ids:
+        if delivered and delivered[-1] in self.stop_token_ids:
             return sampling_pb2.FINISH_REASON_STOP
         if len(delivered) >= self._max_tokens:
             return sampling_pb2.FINISH_REASON_LENGTH

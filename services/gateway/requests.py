@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from services.common.errors import InvalidRequest
 from services.common.placement import MAX_PRIORITY
+from services.common.tracing import NO_SPAN, Span
 from services.gateway.keys import Tenant
 from services.gateway.settings import GatewaySettings
 
@@ -163,12 +164,17 @@ class GenerationOptions(GenerationFields):
 
 @dataclass(frozen=True)
 class RequestContext:
-    """Identity, arrival and deadline of a request. Times are in event-loop time, seconds."""
+    """Identity, arrival and deadline of a request. Times are in event-loop time, seconds.
+
+    Attributes:
+        span: span of the whole request.
+    """
 
     request_id: str
     tenant: Tenant | None
     arrived: float
     deadline: float
+    span: Span = NO_SPAN
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,7 @@ class GenerationRequest:
         seed: the client's seed, or a random one; 64 bits.
         options: all parameters as the client sent them. ``options.max_tokens`` and
             ``options.seed`` may be None; use the attributes of this class instead.
+        chat: whether the prompt is a conversation.
     """
 
     context: RequestContext
@@ -188,6 +195,7 @@ class GenerationRequest:
     max_tokens: int
     seed: int
     options: GenerationOptions
+    chat: bool = False
 
 
 class RequestBuilder:
@@ -204,14 +212,14 @@ class RequestBuilder:
         prompt: Sequence[int],
         options: GenerationOptions,
         *,
-        fill_context: bool,
+        chat: bool,
         names: Mapping[str, str] | None = None,
     ) -> GenerationRequest:
         """Return a validated request.
 
         Args:
-            fill_context: default of an absent ``max_tokens``: if True, as many tokens as fit the
-                context; otherwise ``default_max_tokens`` of the settings.
+            chat: whether the prompt is a conversation. Without ``max_tokens``, the output may then
+                fill the context; otherwise it has ``default_max_tokens`` of the settings.
             names: mapping from fields of ``options`` to their names in the client's request, if
                 these differ. Error messages use the client's names.
 
@@ -227,9 +235,9 @@ class RequestBuilder:
             name = names.get("logprobs", "logprobs")
             self._check_at_most(name, options.logprobs, self._settings.max_logprobs)
         name = names.get("max_tokens", "max_tokens")
-        max_tokens = self._max_tokens(len(prompt), options.max_tokens, name, fill_context)
+        max_tokens = self._max_tokens(len(prompt), options.max_tokens, name, chat)
         seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
-        return GenerationRequest(context, tuple(prompt), max_tokens, seed, options)
+        return GenerationRequest(context, tuple(prompt), max_tokens, seed, options, chat)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:
@@ -243,12 +251,10 @@ class RequestBuilder:
         for token in (min(prompt), max(prompt)):
             self._check_token(token, "prompt")
 
-    def _max_tokens(
-        self, prompt_tokens: int, limit: int | None, name: str, fill_context: bool
-    ) -> int:
+    def _max_tokens(self, prompt_tokens: int, limit: int | None, name: str, chat: bool) -> int:
         available = self._context_length - prompt_tokens
         if limit is None:
-            return available if fill_context else min(available, self._settings.default_max_tokens)
+            return available if chat else min(available, self._settings.default_max_tokens)
         if limit > available:
             raise ContextLengthExceeded(
                 f"{prompt_tokens} prompt tokens and {name} {limit} exceed the context length of "

@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -27,6 +27,7 @@ from services.common.placement import (
     PlaceRequest,
     ReadinessList,
     Release,
+    WorkerList,
 )
 from services.common.router_errors import ErrorCode, RouterError
 from services.common.tls import MutualTls
@@ -88,11 +89,16 @@ class RouterClient:
         self._tls_failures: dict[str, str] = {}  # last one that was logged, by router
         self._answered: dict[str, float] = {}  # event-loop time of a router's last answer, seconds
 
-    async def place(self, request: PlaceRequest) -> RoutedPlacement:
+    async def place(
+        self, request: PlaceRequest, trace: Mapping[str, str] | None = None
+    ) -> RoutedPlacement:
         """Place a request. The router may queue it for up to ``request.wait_s`` seconds.
 
         Routers that are unreachable or have no workers are skipped. A call that waits in a queue
         keeps its position while its router answers probes.
+
+        Args:
+            trace: headers of the span whose child the router's span will be.
 
         Raises:
             NoRouter: if every router is unreachable or shuts down.
@@ -104,7 +110,8 @@ class RouterClient:
         for router in tuple(self._routers):
             left_s = min(request.wait_s, max(0.0, until - _now()))
             try:
-                placement = await self._place(router, request.model_copy(update={"wait_s": left_s}))
+                call = request.model_copy(update={"wait_s": left_s})
+                placement = await self._place(router, call, trace)
             except aiohttp.ClientError as error:
                 log.warning("router does not answer", router=router, error=repr(error))
             except Unavailable as error:
@@ -148,6 +155,19 @@ class RouterClient:
             reason = reason or found.reason
         return ModelReadiness(model=model, ready=False, reason=reason or failure)
 
+    async def workers(self) -> WorkerList | None:
+        """Return the workers as the preferred router sees them, or None if no router answers."""
+        for router in tuple(self._routers):
+            try:
+                response, body = await self._request(
+                    "GET", f"{router}/v1/workers", timeout_s=min(self._timeout_s, _PROBE_TIMEOUT_S)
+                )
+                response.raise_for_status()
+                return WorkerList.model_validate_json(body)
+            except (aiohttp.ClientError, ValidationError) as error:
+                log.debug("router does not list workers", router=router, error=repr(error))
+        return None
+
     async def close(self) -> None:
         """Send the outstanding releases, then close the connections."""
         for probe in self._probes.values():
@@ -173,10 +193,12 @@ class RouterClient:
             else:
                 return
 
-    async def _place(self, router: str, request: PlaceRequest) -> Placement:
+    async def _place(
+        self, router: str, request: PlaceRequest, trace: Mapping[str, str] | None
+    ) -> Placement:
         body = request.model_dump_json().encode()
         answering = asyncio.create_task(
-            self._post(f"{router}/v1/place", body, wait_s=request.wait_s)
+            self._post(f"{router}/v1/place", body, wait_s=request.wait_s, headers=trace)
         )
         try:
             while not (await asyncio.wait({answering}, timeout=PROBE_PERIOD_S))[0]:
@@ -218,7 +240,12 @@ class RouterClient:
             self._answered[router] = _now()
 
     async def _post(
-        self, url: str, body: bytes, *, wait_s: float = 0.0
+        self,
+        url: str,
+        body: bytes,
+        *,
+        wait_s: float = 0.0,
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         """Call a router, a second time if the connection was closed before the answer.
 
@@ -226,24 +253,33 @@ class RouterClient:
         Whether it executed the call is unknown. A repetition is harmless: an unused placement
         expires, and a second release has no effect.
         """
-        timeout_s = self._timeout_s + wait_s
+        call = partial(
+            self._request, "POST", url, body, timeout_s=self._timeout_s + wait_s, headers=headers
+        )
         try:
-            return await self._request("POST", url, body, timeout_s=timeout_s)
+            return await call()
         except aiohttp.ClientConnectorError:
             raise
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             log.debug("router closed a connection", url=url, error=repr(error))
-            return await self._request("POST", url, body, timeout_s=timeout_s)
+            return await call()
 
     async def _request(
-        self, method: str, url: str, body: bytes | None = None, *, timeout_s: float
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         """Return the response, which must begin within ``timeout_s`` seconds, and its body."""
         timeout = aiohttp.ClientTimeout(
             total=None, connect=min(self._timeout_s, timeout_s), sock_read=timeout_s
         )
+        sent = {**_JSON, **(headers or {})}
         async with self._http.request(
-            method, url, data=body, headers=_JSON, timeout=timeout, allow_redirects=False
+            method, url, data=body, headers=sent, timeout=timeout, allow_redirects=False
         ) as response:
             return response, await response.read()
 

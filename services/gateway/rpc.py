@@ -1,5 +1,6 @@
 """The gRPC interface ``headrace.v1.Inference``. It uses the same `Gateway` as HTTP."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -13,9 +14,16 @@ from grpc_status import rpc_status
 from pydantic import ValidationError
 
 from headrace.v1 import inference_pb2, inference_pb2_grpc
-from services.common.errors import InternalFault, InvalidRequest, ServiceError, TooLarge
+from services.common.errors import (
+    ClientGone,
+    InternalFault,
+    InvalidRequest,
+    ServiceError,
+    TooLarge,
+)
 from services.common.grpc_limits import ServerLimits
 from services.common.grpc_server import GrpcServer
+from services.common.tracing import NO_SPAN, Span
 from services.gateway.gateway import Gateway, enforce_deadline, valid_request_id
 from services.gateway.requests import (
     GenerationOptions,
@@ -24,6 +32,7 @@ from services.gateway.requests import (
     check_message_count,
     invalid_field,
 )
+from services.gateway.spans import end_request, rpc_span
 
 log = structlog.get_logger()
 
@@ -101,9 +110,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """Stream one response per text delta. The last response has the token usage."""
         request_id = valid_request_id(request.request_id)
-        with structlog.contextvars.bound_contextvars(request_id=request_id):
+        span = rpc_span(f"{SERVICE}/Generate", context.invocation_metadata(), request_id)
+        with structlog.contextvars.bound_contextvars(request_id=request_id, **span.ids):
             await self.guard(
-                "Generate", context, lambda: self._generate(request, request_id, context)
+                "Generate",
+                context,
+                lambda: self._generate(request, request_id, context, span),
+                span,
             )
 
     async def ListModels(  # noqa: N802 - named by the schema
@@ -119,37 +132,52 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
         return await self.guard("ListModels", context, answer)
 
-    async def guard(self, method: str, context: Context, answer: Callable[[], Awaitable[_T]]) -> _T:
+    async def guard(
+        self,
+        method: str,
+        context: Context,
+        answer: Callable[[], Awaitable[_T]],
+        span: Span = NO_SPAN,
+    ) -> _T:
         """Count and log a call, and convert its exception to a status with details."""
-        endpoint, status = f"{SERVICE}/{method}", "499"  # status if the client cancels the call
+        endpoint = f"{SERVICE}/{method}"
+        failure: ServiceError | None = None
         try:
-            result = await answer()
-            status = "200"
-            return result
+            return await answer()
+        except asyncio.CancelledError:
+            failure = ClientGone("the client cancelled the call")
+            raise
         except ServiceError as error:
-            status = str(error.status)
+            failure = error
             await _abort(context, error)
         except Exception:
-            status = "500"
+            failure = InternalFault("internal error")
             log.exception("unexpected error in a call")
-            await _abort(context, InternalFault("internal error"))
+            await _abort(context, failure)
         finally:
-            self._gateway.metrics.requests.labels(endpoint, status).inc()
-            log.info("answered", endpoint=endpoint, status=status)
+            status = 200 if failure is None else failure.status
+            self._gateway.metrics.requests.labels(endpoint, str(status)).inc()
+            log.info("answered", endpoint=endpoint, status=str(status))
+            end_request(span, status, failure)
 
-    def _accept(self, request_id: str, context: Context) -> RequestContext:
-        return self._gateway.accept(request_id, _authorization(context.invocation_metadata()))
+    def _accept(self, request_id: str, context: Context, span: Span = NO_SPAN) -> RequestContext:
+        return self._gateway.accept(request_id, _authorization(context.invocation_metadata()), span)
 
     async def _generate(
-        self, message: inference_pb2.GenerateRequest, request_id: str, context: Context
+        self,
+        message: inference_pb2.GenerateRequest,
+        request_id: str,
+        context: Context,
+        span: Span,
     ) -> None:
-        accepted = self._accept(request_id, context)
+        accepted = self._accept(request_id, context, span)
         check_message_count(len(message.chat.messages), self._gateway.model.context_length)
         limit, size = self._gateway.settings.max_body_bytes, message.ByteSize()
         if size > limit:
             raise TooLarge(f"the request is larger than {limit} bytes")
         self._gateway.require_model(message.model)
-        request = await self._parse(message, size, accepted)
+        with span.child("tokenize"):
+            request = await self._parse(message, size, accepted)
         usage = inference_pb2.Usage(prompt_tokens=len(request.prompt))
         unfinished = request.options.n
         async with (
@@ -184,7 +212,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         else:
             raise InvalidRequest("set one of text, tokens and chat", param="prompt")
         options = _options(message)
-        return self._gateway.builder.build(context, prompt, options, fill_context=kind == "chat")
+        return self._gateway.builder.build(context, prompt, options, chat=kind == "chat")
 
 
 def _authorization(metadata: Any) -> str | None:

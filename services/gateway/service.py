@@ -2,17 +2,18 @@
 
 import asyncio
 import signal
-from wsgiref.simple_server import WSGIServer
 
 import structlog
 import uvloop
 
+from services.common.addresses import bracketed
 from services.common.collector import freeze_loaded
 from services.common.errors import SettingsError
 from services.common.file_limit import check_file_limit
 from services.common.grpc_server import GrpcServer
 from services.common.http_server import HttpServer
-from services.common.metrics_server import start_metrics_server
+from services.common.metrics_server import OperationServers
+from services.common.probes import Probes
 from services.gateway.gateway import Gateway, ServedModel
 from services.gateway.http.routes import build_app
 from services.gateway.http.server import http_config, listen_for_clients
@@ -46,8 +47,10 @@ async def serve(settings: GatewaySettings) -> None:
     gateway = Gateway(settings, model, keys)
     try:
         http = HttpServer(http_config(build_app(gateway), gateway))
-        rpc = build_rpc_server(gateway, f"{_bracketed(settings.host)}:{settings.grpc_port}")
-        metrics = _serve_metrics(gateway)
+        rpc = build_rpc_server(gateway, f"{bracketed(settings.host)}:{settings.grpc_port}")
+        operation = OperationServers.start(
+            settings, Probes(gateway.not_ready), gateway.metrics.registry, settings.metrics_port
+        )
     except SettingsError:
         listener.close()
         await gateway.close()
@@ -58,16 +61,15 @@ async def serve(settings: GatewaySettings) -> None:
     serving = asyncio.create_task(http.serve([listener]))
     health = asyncio.create_task(_update_health(gateway, rpc))
     port = listener.getsockname()[1]
-    metrics_port = metrics.server_port if metrics else port
-    log.info(
-        "listening", model=model.name, port=port, grpc_port=rpc.port, metrics_port=metrics_port
-    )
+    ports = {"port": port, "grpc_port": rpc.port, "metrics_port": port, **operation.ports}
+    log.info("listening", model=model.name, **ports)
     try:
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         log.info("draining", limit_s=settings.drain_s)
         health.cancel()
         gateway.draining = True
+        gateway.metrics.ready.set(0)
         if settings.reuse_port:  # other gateways take the new connections
             http.stop_accepting()
         await rpc.set_serving(False)
@@ -78,35 +80,21 @@ async def serve(settings: GatewaySettings) -> None:
         await rpc.stop(_GRPC_GRACE_S)
         await serving
         await gateway.close()
-        if metrics is not None:
-            metrics.shutdown()
-            metrics.server_close()
+        await asyncio.to_thread(operation.stop)
         log.info("stopped")
 
 
-def _serve_metrics(gateway: Gateway) -> WSGIServer | None:
-    """Start the server of the metrics if they have a port of their own."""
-    settings = gateway.settings
-    if settings.metrics_port is None:
-        return None
-    return start_metrics_server(
-        settings.host,
-        settings.metrics_port,
-        gateway.metrics.registry,
-        token=settings.token,
-        tls=settings.tls,
-    )
-
-
 async def _update_health(gateway: Gateway, rpc: GrpcServer) -> None:
-    """Set the status of ``grpc.health.v1`` to that of ``/ready``, once per second."""
+    """Report the state of ``/ready`` by metric and ``grpc.health.v1``, once per second."""
     while True:
-        await rpc.set_serving(await gateway.not_ready() is None)
+        try:
+            ready = await gateway.not_ready() is None
+        except Exception:
+            log.exception("checking readiness failed")
+            ready = False
+        gateway.metrics.ready.set(ready)
+        await rpc.set_serving(ready)
         await asyncio.sleep(_HEALTH_PERIOD_S)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -8,6 +8,7 @@ import structlog
 from grpc import ChannelConnectivity, aio
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2
+from services.common.error_codes import error_reason
 from services.common.errors import ServiceError, Unavailable
 from services.common.grpc_server import credentials, open_channel
 from services.common.placement import WorkerAddress
@@ -16,6 +17,13 @@ from services.common.tls import MutualTls
 log = structlog.get_logger()
 
 WORKER_LOST = "worker_lost"
+
+
+def failure_reason(code: "error_pb2.ErrorCode.ValueType") -> str:
+    """Return the name of a worker's error code, or ``worker_lost`` for UNSPECIFIED."""
+    if code == error_pb2.ERROR_CODE_UNSPECIFIED:
+        return WORKER_LOST
+    return error_reason(code)
 
 
 class WorkerFailure(Exception):
@@ -37,9 +45,7 @@ class WorkerFailure(Exception):
     @property
     def reason(self) -> str:
         """Metric label: the name of the error code, or ``worker_lost``."""
-        if self.code == error_pb2.ERROR_CODE_UNSPECIFIED:
-            return WORKER_LOST
-        return error_pb2.ErrorCode.Name(self.code).removeprefix("ERROR_CODE_").lower()
+        return failure_reason(self.code)
 
 
 class WorkerStream:

@@ -57,6 +57,12 @@ class GatewaySettings(ServiceSettings):
         "optional; without it no key is required",
     )
 
+    page: bool = Field(
+        True,
+        description="serve the live page at `/`: load of the deployment, recent requests and a "
+        "chat; its data needs an API key if there are keys",
+    )
+
     max_connections: int = Field(
         4096,
         ge=1,

@@ -70,6 +70,7 @@ class _Choice:
         self.detokenizer = IncrementalDetokenizer(tokenizer)
         self.stops = StopStringFilter(stops)
         self.finished = False
+        self.reason: FinishReason = sampling_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class TextAssembler:
@@ -83,6 +84,11 @@ class TextAssembler:
     def done(self) -> bool:
         """Whether every choice is complete. The worker may still send tokens; they are dropped."""
         return self._unfinished == 0
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Finish reason of each choice that is complete, in OpenAI's names."""
+        return [FINISH_REASONS[choice.reason] for choice in self._choices if choice.finished]
 
     def push(
         self,
@@ -121,5 +127,5 @@ class TextAssembler:
 
     def _finish(self, choice: _Choice, delta: TextDelta, reason: FinishReason) -> None:
         choice.finished = True
-        delta.finish = reason
+        choice.reason = delta.finish = reason
         self._unfinished -= 1

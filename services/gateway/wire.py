@@ -1,6 +1,6 @@
 """Conversion of a generation request to the message that starts a stream on a decode worker."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from headrace.v1 import decode_pb2, request_pb2, sampling_pb2
 from services.common.placement import Placement
@@ -21,6 +21,7 @@ def start_stream_message(
     replayed: Sequence[int],
     stop_token_ids: Sequence[int],
     deadline_s: float,
+    trace: Mapping[str, str] | None = None,
 ) -> decode_pb2.StartStream:
     """Return the message that starts one attempt; the session sets its stream number.
 
@@ -28,6 +29,7 @@ def start_stream_message(
         replayed: output tokens that earlier attempts delivered to the client.
         stop_token_ids: end-of-sequence tokens.
         deadline_s: seconds from the receipt of the message.
+        trace: headers of the span whose child the worker's span will be; empty without tracing.
     """
     options = request.options
     sampling = {name: getattr(options, name) for name in _SAMPLING_FIELDS}
@@ -36,6 +38,7 @@ def start_stream_message(
         epoch=placement.decode.epoch,
         prefill=decode_pb2.WorkerAddress(**prefill.model_dump()) if prefill else None,
         deadline_s=deadline_s,
+        trace=request_pb2.TraceContext(**trace) if trace else None,
         request=request_pb2.Request(
             request_id=request.context.request_id,
             attempt=attempt,

@@ -17,13 +17,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import ClientGone, InternalFault, ServiceError, TooLarge
+from services.common.tracing import Span
 from services.gateway.gateway import valid_request_id
+from services.gateway.spans import end_request, http_span
 
 log = structlog.get_logger()
 
 _T = TypeVar("_T")
 
-_PROBES = frozenset({"/health", "/ready", "/metrics"})  # polled, so logged at debug level only
+_POLLED = frozenset({"/health", "/ready", "/metrics", "/page/state"})  # logged at debug level
 
 
 class RequestTimeout(ServiceError):
@@ -48,9 +50,12 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = valid_request_id(Headers(scope=scope).get("x-request-id"))
+        headers = Headers(scope=scope)
+        request_id = valid_request_id(headers.get("x-request-id"))
+        span = http_span(scope, headers, request_id)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        state["span"] = span
         header = (b"x-request-id", request_id.encode())
 
         async def send_with_id(message: Message) -> None:
@@ -59,14 +64,15 @@ class RequestMiddleware:
                 message["headers"] = [*message.get("headers", ()), header]
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(request_id=request_id):
+        with structlog.contextvars.bound_contextvars(request_id=request_id, **span.ids):
             try:
                 await self._app(scope, receive, send_with_id)
             except Exception:
                 log.exception("unexpected error in a request")
-            self._record(scope, state)
+            finally:  # also if the server cancels the request because it stops
+                self._record(scope, state, span)
 
-    def _record(self, scope: Scope, state: dict[str, Any]) -> None:
+    def _record(self, scope: Scope, state: dict[str, Any], span: Span) -> None:
         # If a stream fails after status 200 was sent, the error's status is recorded instead.
         error: ServiceError | None = state.get("error")
         status = error.status if error is not None else state.get("status", 500)
@@ -74,9 +80,14 @@ class RequestMiddleware:
         self._count(route, status)
         details = {} if error is None else {"error": error.message[:300]}
         level = log.warning if status >= HTTPStatus.INTERNAL_SERVER_ERROR else log.info
-        if route in _PROBES:
+        if route in _POLLED:
             level = log.debug
         level("answered", method=scope["method"], endpoint=route, status=status, **details)
+        span.set({"http.response.status_code": state.get("status", status)})
+        if "route" in scope:
+            span.rename(f"{scope['method']} {route}")
+            span.set({"http.route": route})
+        end_request(span, status, error)
 
 
 async def handle_error(request: Request, error: Exception) -> Response:

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from services.common.errors import InvalidRequest, ServiceError
+from services.common.probes import RETRY_AFTER_S, health_answer, ready_answer
 from services.gateway.gateway import Gateway
 from services.gateway.http import response_schemas as schemas
 from services.gateway.http.formatting import ResponseInfo
@@ -33,6 +34,7 @@ from services.gateway.http.openapi import (
     document_body,
     document_responses,
 )
+from services.gateway.http.page import Page
 from services.gateway.http.responses import GenerationResponse
 from services.gateway.http.schemas import (
     ChatBody,
@@ -48,7 +50,6 @@ _DESCRIPTION = """OpenAI-compatible API.
 
 Every error has the same body, `ErrorResponse`. An unknown path is a 404, and a method that a path
 does not support is a 405 with `Allow`. Probes also support HEAD."""
-_READY_RETRY_AFTER_S = "1"
 
 _Body = TypeVar("_Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _METRICS_CONTENT = {"text/plain": {"schema": {"type": "string"}}}
@@ -66,6 +67,8 @@ def build_app(gateway: Gateway) -> ASGIApp:
     app.add_exception_handler(Exception, handle_error)
     app.add_exception_handler(HTTPException, handle_http_exception)
     _Routes(gateway).attach(app)
+    if gateway.settings.page:
+        Page(gateway).attach(app)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -148,22 +151,26 @@ class _Routes:
             app.head(path, include_in_schema=False)(probe)
 
     def _accept(self, request: Request) -> RequestContext:
-        return self._gateway.accept(request.state.request_id, request.headers.get("authorization"))
+        state = request.state
+        return self._gateway.accept(
+            state.request_id, request.headers.get("authorization"), state.span
+        )
 
     async def _read(self, request: Request, body: type[_Body]) -> tuple[_Body, int]:
         """Return the parsed body and its size in bytes."""
         settings = self._gateway.settings
-        raw = await read_body(
-            request, limit=settings.max_body_bytes, timeout_s=settings.body_timeout_s
-        )
-        parse = partial(
-            parse_body,
-            raw,
-            body,
-            max_depth=settings.max_json_depth,
-            context_length=self._gateway.model.context_length,
-        )
-        parsed = await self._gateway.prompts.compute(len(raw), parse)
+        with request.state.span.child("receive"):
+            raw = await read_body(
+                request, limit=settings.max_body_bytes, timeout_s=settings.body_timeout_s
+            )
+            parse = partial(
+                parse_body,
+                raw,
+                body,
+                max_depth=settings.max_json_depth,
+                context_length=self._gateway.model.context_length,
+            )
+            parsed = await self._gateway.prompts.compute(len(raw), parse)
         self._gateway.require_model(parsed.model)
         return parsed, len(raw)
 
@@ -172,9 +179,10 @@ class _Routes:
         context = self._accept(request)
         body, _ = await self._read(request, CompletionBody)
         options = body.options()
+        with context.span.child("tokenize"):
+            prompts = await self._prompts(body.prompt)
         requests = [
-            self._gateway.builder.build(context, prompt, options, fill_context=False)
-            for prompt in await self._prompts(body.prompt)
+            self._gateway.builder.build(context, prompt, options, chat=False) for prompt in prompts
         ]
         info = self._info(f"cmpl-{context.request_id}", body, options, chat=False)
         return GenerationResponse(self._gateway, requests, info, stream=body.stream)
@@ -184,11 +192,12 @@ class _Routes:
         context = self._accept(request)
         body, size = await self._read(request, ChatBody)
         options = body.options()
-        prompt = await self._gateway.prompts.encode_chat(
-            body.messages, Message.as_template_input, size
-        )
+        with context.span.child("tokenize"):
+            prompt = await self._gateway.prompts.encode_chat(
+                body.messages, Message.as_template_input, size
+            )
         generation = self._gateway.builder.build(
-            context, prompt, options, fill_context=True, names=body.names
+            context, prompt, options, chat=True, names=body.names
         )
         info = self._info(f"chatcmpl-{context.request_id}", body, options, chat=True)
         return GenerationResponse(self._gateway, [generation], info, stream=body.stream)
@@ -238,15 +247,15 @@ class _Routes:
 
     async def health(self) -> Response:
         """Return 200 while the process runs."""
-        return _json({"status": "ok"})
+        status, body = health_answer(None)
+        return _json(body, status)
 
     async def ready(self) -> Response:
         """Return 200 if requests can be served now, else 503 with the reason."""
-        reason = await self._gateway.not_ready()
-        if reason is None:
-            return _json({"status": "ready"})
-        response = _json({"status": "not ready", "reason": reason}, status=503)
-        response.headers["retry-after"] = _READY_RETRY_AFTER_S
+        status, body = ready_answer(await self._gateway.not_ready())
+        response = _json(body, status)
+        if status != 200:
+            response.headers["retry-after"] = str(RETRY_AFTER_S)
         return response
 
     async def version(self) -> Response:

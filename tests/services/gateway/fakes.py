@@ -12,7 +12,7 @@ from aiohttp import web
 from grpc import aio
 
 from headrace.v1 import decode_pb2, decode_pb2_grpc, error_pb2, sampling_pb2
-from services.common.placement import PlaceRequest, Release
+from services.common.placement import PlaceRequest, Release, WorkerView
 from services.common.token_ids import count_tokens
 
 STOP = sampling_pb2.FINISH_REASON_STOP
@@ -164,6 +164,10 @@ class FakeRouter:
         model_info: the model as the workers registered it, for readiness and placements.
         abandoned: number of clients that disconnected from a blocked place call.
         probes: number of health checks.
+        listings: number of calls that list the workers.
+        waiting: number of place calls that a list of workers reports as waiting.
+        views: the workers that are listed.
+        headers: headers of each place call, by name in lower case.
         peers: address and port of every client connection that was used.
     """
 
@@ -179,8 +183,12 @@ class FakeRouter:
     model_info: dict[str, Any] | None = None
     abandoned: int = 0
     probes: int = 0
+    listings: int = 0
+    waiting: int = 0
+    views: list[WorkerView] = field(default_factory=list)
     prefill: str | None = "prefill-0"
     authorizations: set[str | None] = field(default_factory=set)
+    headers: list[dict[str, str]] = field(default_factory=list)
     peers: set[Any] = field(default_factory=set)
     placed: int = 0
     _port: int = 0
@@ -209,6 +217,7 @@ class FakeRouter:
         app.router.add_post("/v1/place", self._place)
         app.router.add_post("/v1/release", self._release)
         app.router.add_get("/v1/readiness", self._readiness)
+        app.router.add_get("/v1/workers", self._list_workers)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
@@ -227,6 +236,7 @@ class FakeRouter:
 
     async def _place(self, http: web.Request) -> web.Response:
         call = PlaceRequest.model_validate_json(await http.read())
+        self.headers.append({name.lower(): value for name, value in http.headers.items()})
         await self._block()
         self.places.append(call)
         if self.drops:
@@ -260,6 +270,12 @@ class FakeRouter:
         entry = {"model": self.model, "ready": self.not_ready is None, "reason": self.not_ready}
         entry["infos"] = infos
         return web.json_response({"models": [entry]})
+
+    async def _list_workers(self, _: web.Request) -> web.Response:
+        self.listings += 1
+        await self._block()
+        views = [view.model_dump(mode="json") for view in self.views]
+        return web.json_response({"workers": views, "waiting": self.waiting})
 
     async def _health(self, _: web.Request) -> web.Response:
         self.probes += 1

@@ -1,10 +1,12 @@
 """Disconnects, deadlines, drain and slow readers."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
 from headrace.v1 import error_pb2
+from services.gateway.http.middleware import RequestMiddleware
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.failures import completion, failing, outcomes
 from tests.services.gateway.fakes import (
@@ -36,7 +38,7 @@ async def test_disconnect_cancels_the_stream_and_releases_the_placement(
     assert outcomes(site) == [("cancelled", None)]
     labels = {"endpoint": "/v1/completions", "status": "499"}
     await until(lambda: site.metric("headrace_requests_total", **labels) == 1)
-    assert site.metric("headrace_num_requests_running") == 0
+    assert site.metric("headrace_gateway_requests_running") == 0
 
 
 async def test_disconnect_while_queued_cancels_the_place_call(site: Site) -> None:
@@ -45,7 +47,7 @@ async def test_disconnect_while_queued_cancels_the_place_call(site: Site) -> Non
     await asyncio.sleep(0.1)
     asking.cancel()
     await until(lambda: site.router.abandoned == 1)
-    await until(lambda: site.metric("headrace_num_requests_running") == 0)
+    await until(lambda: site.metric("headrace_gateway_requests_running") == 0)
     assert site.router.places == []
 
 
@@ -171,3 +173,16 @@ async def test_requests_that_outlast_the_drain_fail(site: Site) -> None:
     await site.gateway.drain(0.05)
     assert (await running).status_code == 503
     await site.router.settled()
+
+
+async def test_request_that_the_server_cancels_is_counted() -> None:
+    counted: list[tuple[str, int]] = []
+
+    async def cancelled(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    middleware = RequestMiddleware(cancelled, lambda route, status: counted.append((route, status)))
+    scope = {"type": "http", "method": "POST", "path": "/", "scheme": "http", "headers": []}
+    with pytest.raises(asyncio.CancelledError):
+        await middleware(scope, AsyncMock(), AsyncMock())
+    assert counted == [("unknown", 500)]

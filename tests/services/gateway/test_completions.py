@@ -277,7 +277,7 @@ async def test_metrics_of_a_request(site: Site) -> None:
     assert (await site.http.post("/v1/completions", json=body)).status_code == 200
     assert site.metric("headrace_prompt_tokens_total") == 4
     assert site.metric("headrace_generation_tokens_total") == 3
-    assert site.metric("headrace_num_requests_running") == 0
+    assert site.metric("headrace_gateway_requests_running") == 0
     assert site.metric("headrace_time_to_first_token_seconds_count") == 1
     assert site.metric("headrace_e2e_request_latency_seconds_count") == 1
     assert site.metric("headrace_request_stage_seconds_sum", stage="transfer") == 0.125

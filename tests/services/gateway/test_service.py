@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -13,23 +14,21 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.errors import SettingsError
+from services.gateway import service
 from services.gateway.service import serve
 from services.gateway.settings import GatewaySettings
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.slow
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 async def test_serves_both_ports_until_sigterm() -> None:
-    port, grpc_port, router = free_port(), free_port(), free_port()
+    port, grpc_port, health_port, router = free_ports(4)
     settings = GatewaySettings.model_validate(
         {
             "port": port,
             "grpc_port": grpc_port,
+            "health_port": health_port,
             "routers": [f"http://127.0.0.1:{router}"],
             "queue_wait_s": 0,
         }
@@ -44,6 +43,10 @@ async def test_serves_both_ports_until_sigterm() -> None:
         assert (await http.get("/health")).status_code == 200
         ready = await http.get("/ready")
         assert (ready.status_code, ready.json()["reason"]) == (503, "no router answers")
+        for path in ("/health", "/ready"):
+            probed = await http.get(f"http://127.0.0.1:{health_port}{path}")
+            same = await http.get(path)
+            assert (probed.status_code, probed.json()) == (same.status_code, same.json())
         refused = await http.post("/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
@@ -51,13 +54,28 @@ async def test_serves_both_ports_until_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     async with asyncio.timeout(10):
         await serving
-    for closed in (port, grpc_port):
+    for closed in (port, grpc_port, health_port):
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", closed)
 
 
+async def test_failed_check_of_readiness_is_not_ready_and_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "_HEALTH_PERIOD_S", 0.001)
+    gateway = Mock()
+    gateway.not_ready = AsyncMock(side_effect=[None, RuntimeError("broken"), *[None] * 1000])
+    rpc = Mock(set_serving=AsyncMock())
+    updating = asyncio.create_task(service._update_health(gateway, rpc))
+    async with asyncio.timeout(10):
+        while rpc.set_serving.await_count < 3:  # noqa: ASYNC110 - the mock has no event
+            await asyncio.sleep(0.001)
+    updating.cancel()
+    assert [call.args[0] for call in rpc.set_serving.await_args_list[:3]] == [True, False, True]
+
+
 async def test_metrics_with_a_port_of_their_own_need_the_cluster_token() -> None:
-    port, metrics_port = free_port(), free_port()
+    port, metrics_port = free_ports(2)
     settings = GatewaySettings.model_validate(
         {"port": port, "grpc_port": 0, "metrics_port": metrics_port, "cluster_token": "between-us"}
     )
@@ -79,7 +97,7 @@ async def test_metrics_with_a_port_of_their_own_need_the_cluster_token() -> None
         await asyncio.open_connection("127.0.0.1", metrics_port)
 
 
-@pytest.mark.parametrize("name", ["port", "grpc_port", "metrics_port"])
+@pytest.mark.parametrize("name", ["port", "grpc_port", "metrics_port", "health_port"])
 async def test_port_in_use_is_a_settings_error(name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

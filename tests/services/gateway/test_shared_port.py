@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.services.gateway.test_service import free_port
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,7 @@ def connections(process: "subprocess.Popen[bytes]", port: int) -> int:
 
 
 async def test_gateways_share_connections_and_one_takes_over_when_the_other_drains() -> None:
-    port, grpc_port = free_port(), free_port()
+    port, grpc_port = free_ports(2)
     with ExitStack() as stack:
         first, second = (
             stack.enter_context(gateway(port, grpc_port, "--reuse-port")) for _ in range(2)
@@ -69,7 +69,7 @@ async def test_gateways_share_connections_and_one_takes_over_when_the_other_drai
 
 
 def test_port_is_not_shared_unless_both_gateways_do() -> None:
-    port, grpc_port = free_port(), free_port()
+    port, grpc_port = free_ports(2)
     with gateway(port, grpc_port) as first:
         while not listens(first, port, grpc_port):
             assert first.poll() is None

@@ -1,0 +1,168 @@
+"""State of the deployment for the live page: load of the workers, transfers, recent requests.
+
+The state contains no prompt, no output and no address of a worker or router.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+
+from services.common.placement import Role, WorkerList, WorkerView
+from services.gateway.gateway import Gateway
+from services.gateway.keys import Tenant
+
+PERIOD_S = 0.9
+"""Time for which the state of the workers is reused, seconds: shorter than the page's period."""
+MAX_WORKERS = 64
+"""Workers that the state lists; totals include all of them."""
+_MIN_INTERVAL_S = 0.2  # between the measurements of a rate
+_MAX_INTERVAL_S = 10.0
+_SILENT_S = 2.0  # time without a heartbeat after which a worker's rate is unknown
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """Bytes that a worker has transferred until ``at``, and its rates then, in bytes/s."""
+
+    at: float
+    raw: int
+    wire: int
+    raw_s: float = 0.0
+    wire_s: float = 0.0
+
+
+class TransferRates:
+    """Transfer rates of workers, from the byte counts of consecutive states."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], _Measurement] = {}
+
+    def update(self, workers: Sequence[WorkerView], now: float) -> list[tuple[float, float]]:
+        """Return the raw and wire bytes per second of each worker.
+
+        A rate is 0 in the first state with a worker, and while there are no heartbeats.
+
+        Args:
+            now: time at which a router returned ``workers``, seconds.
+        """
+        current = {(w.worker_id, w.epoch): self._measure(w, now) for w in workers}
+        self._last = current
+        silent = (worker.silent_s > _SILENT_S for worker in workers)
+        return [
+            (0.0, 0.0) if is_silent else (measured.raw_s, measured.wire_s)
+            for measured, is_silent in zip(current.values(), silent, strict=True)
+        ]
+
+    def _measure(self, worker: WorkerView, now: float) -> _Measurement:
+        """Return the measurement of a worker's last heartbeat."""
+        at, raw, wire = now - worker.silent_s, worker.kv_raw_bytes, worker.kv_wire_bytes
+        last = self._last.get((worker.worker_id, worker.epoch))
+        if last is None or abs(at - last.at) > _MAX_INTERVAL_S:
+            return _Measurement(at, raw, wire)
+        if (elapsed := at - last.at) < _MIN_INTERVAL_S:
+            # The same heartbeat: its computed time varies with the duration of the router's call.
+            return last
+        raw_s, wire_s = (raw - last.raw) / elapsed, (wire - last.wire) / elapsed
+        return _Measurement(at, raw, wire, max(0.0, raw_s), max(0.0, wire_s))
+
+
+class LiveState:
+    """The state for all viewers of one gateway, which share one call of a router per period."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._id = secrets.token_hex(4)
+        self._rates = TransferRates()
+        self._collecting = asyncio.Lock()
+        self._fleet: dict[str, Any] = {}
+        self._until = float("-inf")
+
+    async def describe(self, tenant: Tenant | None) -> dict[str, Any]:
+        """Return the state with the recent requests of a tenant."""
+        loop = asyncio.get_running_loop()
+        async with self._collecting:
+            if loop.time() >= self._until:
+                self._fleet = await self._collect()
+                self._until = loop.time() + PERIOD_S
+        now, metrics = loop.time(), self._gateway.metrics
+        recent = self._gateway.recent.of(tenant.name if tenant else None)
+        return {
+            **self._fleet,
+            "gateway": {
+                "id": self._id,
+                "at_s": round(now, 3),
+                "running": _value(metrics.running),
+                "generation_tokens": _value(metrics.generation_tokens),
+            },
+            "requests": [timeline.describe(now) for timeline in recent],
+        }
+
+    async def _collect(self) -> dict[str, Any]:
+        """Return the state of router and workers."""
+        model = self._gateway.model
+        not_ready = await self._gateway.not_ready()
+        listed = await self._gateway.workers()
+        return {
+            "model": {"name": model.name, "context_length": model.context_length},
+            "not_ready": not_ready,
+            "router": None if listed is None else {"waiting": listed.waiting},
+            **self._describe_workers(listed or WorkerList(workers=[])),
+        }
+
+    def _describe_workers(self, listed: WorkerList) -> dict[str, Any]:
+        workers = sorted(
+            (w for w in listed.workers if w.model == self._gateway.model.name),
+            key=lambda worker: worker.worker_id,
+        )
+        rates = self._rates.update(workers, asyncio.get_running_loop().time())
+        readers = [
+            (worker, rate)
+            for worker, rate in zip(workers, rates, strict=True)
+            if worker.role is Role.DECODE
+        ]
+        described = [_describe(w, *rate) for w, rate in zip(workers, rates, strict=True)]
+        described.sort(key=lambda worker: worker["state"] == "ready")  # others are listed first
+        return {
+            "workers": sorted(described[:MAX_WORKERS], key=lambda worker: str(worker["name"])),
+            "workers_total": len(workers),
+            "queue_tokens": sum(worker["queue_tokens"] for worker in described),
+            "kv": {
+                "raw_bytes": sum(worker.kv_raw_bytes for worker, _ in readers),
+                "wire_bytes": sum(worker.kv_wire_bytes for worker, _ in readers),
+                "raw_s": round(sum(raw_s for _, (raw_s, _) in readers)),
+                "wire_s": round(sum(wire_s for _, (_, wire_s) in readers)),
+            },
+        }
+
+
+def _describe(worker: WorkerView, raw_s: float, wire_s: float) -> dict[str, Any]:
+    """Return what the page shows of a worker; its reason may contain addresses."""
+    return {
+        "name": worker.worker_id,
+        "role": worker.role,
+        "state": worker.state,
+        "queue_tokens": worker.queue_tokens + worker.promised_tokens,
+        "running": worker.running,
+        "waiting": worker.waiting,
+        "kv_usage": round(_kv_usage(worker), 4),
+        "raw_s": round(raw_s),
+        "wire_s": round(wire_s),
+    }
+
+
+def _value(metric: Counter | Gauge) -> float:
+    """Return the value of a metric without labels."""
+    return next(sample.value for family in metric.collect() for sample in family.samples)
+
+
+def _kv_usage(worker: WorkerView) -> float:
+    """Return the share of KV pages in use, 0 to 1: the larger one of exact and stored pages."""
+    kinds = (
+        (worker.pages_free, worker.pages_total),
+        (worker.stored_free, worker.stored_total),
+    )
+    return max((1 - min(free, total) / total for free, total in kinds if total), default=0.0)

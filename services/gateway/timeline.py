@@ -1,0 +1,264 @@
+"""Timelines of recent requests: what the gateway observes of each, never a prompt or an output.
+
+The stages of a request follow one another on the gateway's clock:
+
+=============  ===================================================================================
+``receive``    from the arrival to the first call of a router: body, validation, tokens
+``route``      placement, with the time in the router's queue
+``queue``      in the prefill worker, before the first chunk of the prompt
+``prefill``    up to the first token
+``transfer``   from the first token to the arrival of the KV
+``decode``     up to the last token
+``failed``     an attempt that failed on a worker, from its placement
+=============  ===================================================================================
+
+A worker reports its stage times with the last token. Until then, ``prefill`` includes ``queue``,
+and ``transfer`` ends with the second token.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.v1 import decode_pb2
+from services.common.errors import DeadlineExceeded, InternalFault, ServiceError
+from services.common.placement import Placement
+from services.common.tracing import NO_SPAN, Span
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.requests import GenerationRequest
+
+MAX_RECENT = 16
+"""Requests of one tenant that are kept, the newest ones."""
+_MAX_ATTEMPTS = 8  # of one request, the last ones
+
+RUNNING, OK, CANCELLED = "running", "ok", "cancelled"
+
+Stage = tuple[str, float, float]
+"""Name, start after the arrival and duration, both in seconds."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One placement of a request. Times are in event-loop time, seconds.
+
+    Attributes:
+        began: start of the place call.
+        prefill: id of the prefill worker; None if the decode worker computes the prompt.
+        second: time of the second batch of tokens: the decode worker has the KV.
+        last: time of the last batch of tokens.
+        failure: reason for which the attempt failed.
+    """
+
+    began: float
+    placed: float | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    first: float | None = None
+    second: float | None = None
+    last: float | None = None
+    ended: float | None = None
+    failure: str | None = None
+
+
+class RequestTimeline:
+    """Timeline of one request. Records its latency as metrics and in its span as well.
+
+    Attributes:
+        status: `RUNNING`, `OK`, `CANCELLED` or the code of a `ServiceError`.
+        attempts: the last attempts.
+        output_tokens: number of delivered tokens of all choices.
+        times: stage times that the last worker reported, seconds.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, number: int, metrics: GatewayMetrics, span: Span
+    ) -> None:
+        context = request.context
+        self._id, self._number = context.request_id, number
+        self._arrived, self._deadline = context.arrived, context.deadline
+        self._prompt_tokens, self._choices = len(request.prompt), request.options.n
+        self._metrics, self._span = metrics, span
+        self._trace = span.ids.get("trace_id")
+        self._streaming_since = 0.0  # in the clock of spans
+        self._first: float | None = None
+        self._last: float | None = None
+        self._ended: float | None = None
+        self._number_of_attempts = 0
+        self.status = RUNNING
+        self.attempts: deque[Attempt] = deque(maxlen=_MAX_ATTEMPTS)
+        self.output_tokens = 0
+        self.times: dict[str, float] = {}
+
+    def route(self) -> None:
+        """Begin an attempt with its place call."""
+        self._number_of_attempts += 1
+        self.attempts.append(Attempt(_now()))
+
+    def placed(self, placement: Placement) -> None:
+        """Record the workers of the attempt."""
+        attempt = self.attempts[-1]
+        attempt.placed, attempt.decode = _now(), placement.decode.worker_id
+        attempt.prefill = placement.prefill.worker_id if placement.prefill else None
+
+    def record_tokens(self, count: int) -> None:
+        """Record a batch of delivered tokens."""
+        now, attempt = _now(), self.attempts[-1]
+        if self._last is None:
+            self._first = now
+            self._metrics.first_token.observe(now - self._arrived)
+            self._span.set({"gen_ai.response.time_to_first_chunk": now - self._arrived})
+            self._streaming_since = time.perf_counter()
+        else:
+            self._metrics.inter_token.observe((now - self._last) / count)
+        self._last = attempt.last = now
+        if attempt.first is None:
+            attempt.first = now
+        elif attempt.second is None:
+            attempt.second = now
+        self.output_tokens += count
+        self._metrics.generation_tokens.inc(count)
+
+    def record_stages(self, times: decode_pb2.StageTimes) -> None:
+        """Record the stage times of a worker, except implausible ones."""
+        self._metrics.observe_stages(times)
+        found = ((field.name, seconds) for field, seconds in times.ListFields())
+        self.times = {name: seconds for name, seconds in found if 0 < seconds < math.inf}
+
+    def fail(self, reason: str) -> None:
+        """End the attempt with the failure of a worker."""
+        attempt = self.attempts[-1]
+        attempt.ended, attempt.failure = _now(), reason
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """End the request with the ``with`` block; an exception decides its status."""
+        status = InternalFault.code  # of any exception that is not handled below
+        try:
+            yield
+            status = OK
+        except ServiceError as error:
+            status = error.code
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            status = DeadlineExceeded.code if _now() >= self._deadline else CANCELLED
+            raise
+        finally:
+            self.status, self._ended = status, _now()
+            if self._span.recording:
+                self._span.set({"gen_ai.usage.output_tokens": self.output_tokens})
+                if self._first is not None:
+                    self._span.record("stream", self._streaming_since, time.perf_counter())
+            self._span = NO_SPAN
+
+    def finish(self, reasons: Sequence[str]) -> None:
+        """Record that all choices are complete, with the finish reason of each."""
+        self._metrics.end_to_end.observe(_now() - self._arrived)
+        self._span.set({"gen_ai.response.finish_reasons": reasons})
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """Return the timeline at event-loop time ``now`` for JSON; times in seconds."""
+        last = self.attempts[-1] if self.attempts else Attempt(now)
+        first = self._first
+        return {
+            "number": self._number,
+            "id": self._id,
+            "trace": self._trace,
+            "age_s": _rounded(now - self._arrived),
+            "status": self.status,
+            "prompt_tokens": self._prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "choices": self._choices,
+            "prefill": last.prefill,
+            "decode": last.decode,
+            "attempts": self._number_of_attempts,
+            "failures": [a.failure for a in self.attempts if a.failure],
+            "first_token_s": None if first is None else _rounded(first - self._arrived),
+            "total_s": _rounded((now if self._ended is None else self._ended) - self._arrived),
+            "stages": self.stages(now),
+            "read_s": _rounded(self.times.get("transfer", 0.0)),
+            "verify_s": _rounded(self.times.get("verify", 0.0)),
+        }
+
+    def stages(self, now: float) -> list[Stage]:
+        """Return the stages up to event-loop time ``now``, in order and without overlaps."""
+        end = now if self._ended is None else self._ended
+        spans: list[tuple[str, float, float]] = []
+        if self.attempts:
+            spans.append(("receive", self._arrived, self.attempts[0].began))
+        for attempt in self.attempts:
+            spans += _spans(attempt, self.times if attempt is self.attempts[-1] else {}, end)
+        return [
+            (name, _rounded(start - self._arrived), _rounded(stop - start))
+            for name, start, stop in spans
+            if stop > start
+        ]
+
+
+class RecentRequests:
+    """The newest requests of each tenant, running and ended.
+
+    The API keys bound the number of tenants. Requests without a tenant belong to None.
+    """
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._number = 0
+        self._timelines: dict[str | None, deque[RequestTimeline]] = {}
+
+    def add(self, request: GenerationRequest, span: Span) -> RequestTimeline:
+        """Return the timeline of a new request, whose generation has the given span."""
+        tenant = request.context.tenant
+        kept = self._timelines.setdefault(tenant.name if tenant else None, deque(maxlen=MAX_RECENT))
+        self._number += 1
+        timeline = RequestTimeline(request, self._number, self._metrics, span)
+        kept.append(timeline)
+        return timeline
+
+    def of(self, tenant: str | None) -> list[RequestTimeline]:
+        """Return the requests of a tenant, newest first."""
+        return list(reversed(self._timelines.get(tenant, ())))
+
+
+def _spans(attempt: Attempt, times: dict[str, float], end: float) -> list[tuple[str, float, float]]:
+    """Return name, start and end of each stage of an attempt, in event-loop time.
+
+    Args:
+        times: stage times that the worker reported, seconds; empty if it has not.
+        end: end of the request, or the present if it is running.
+    """
+    if attempt.placed is None:
+        return [("route", attempt.began, end)]
+    spans = [("route", attempt.began, attempt.placed)]
+    if attempt.failure is not None:
+        return [*spans, ("failed", attempt.placed, attempt.ended or end)]
+    first = end if attempt.first is None else attempt.first
+    computing = max(attempt.placed, first - times["prefill"]) if "prefill" in times else None
+    if computing is None:
+        spans.append(("prefill", attempt.placed, first))
+    else:
+        queued = max(attempt.placed, computing - times.get("queue", 0.0))
+        spans += [("queue", queued, computing), ("prefill", computing, first)]
+    if attempt.first is None:
+        return spans
+    arrived = first if attempt.prefill is None else _kv_arrival(attempt, times, end)
+    return [*spans, ("transfer", first, arrived), ("decode", arrived, end)]
+
+
+def _kv_arrival(attempt: Attempt, times: dict[str, float], end: float) -> float:
+    """Return when the KV of an attempt with a first token had arrived, at the latest ``end``."""
+    if "decode" in times and attempt.last is not None and attempt.first is not None:
+        return min(end, max(attempt.first, attempt.last - times["decode"]))
+    return end if attempt.second is None else attempt.second
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 6)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
