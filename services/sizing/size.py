@@ -1,0 +1,253 @@
+"""Compute the numbers of prefill and decode workers for a load, with queueing formulas.
+
+Symbols: λ requests per second, n prompt tokens and g output tokens of a request.
+
+**Prefill.** A prompt of n tokens occupies a worker for S(n) = T(n) - T(0), where T is the measured
+time to the first token. The result is the smallest number k of workers that meets two conditions.
+The utilization λ E[S] / k does not exceed its limit. The time to the first token, estimated as the
+quantile of the wait (M/G/k) plus T of the same quantile of n, meets its target. The sum of both
+quantiles is usually above the quantile of the sum, so that the estimate is cautious.
+
+**Decode.** With b sequences on a worker, an output token takes the measured time t(b, c), where
+c = E[n] + E[g²] / (2 E[g]) is the mean context of a running sequence. b_max is the largest b for
+which t meets its target, the KV memory has room for b contexts, and `max_running` is not exceeded.
+The mean of b is limited twice: by the utilization times b_max, and by the mean of a Poisson
+distribution whose quantile is b_max. By Little's law, a worker completes b / (E[g] t(b, c))
+requests per second.
+
+**KV transfers.** The KV of every prompt moves once: λ E[n] tokens per second, without compression.
+"""
+
+import math
+from dataclasses import dataclass
+
+from services.common.errors import SettingsError
+from services.sizing.lengths import Lengths
+from services.sizing.measured import Figures
+from services.sizing.queueing import poisson_mean, waiting
+
+MAX_WORKERS = 10_000
+ROUNDING = 1e-9
+PAGE_SIZE = 16  # token slots of a page; half a page of each sequence is empty on average
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests and targets.
+
+    Attributes:
+        rate: requests per second.
+        prompt: lengths of the prompts.
+        answer: lengths of the answers.
+        ttft_s: target for the time to the first token, seconds.
+        tpot_s: target for the time per output token after the first, seconds.
+        share: share of the requests whose first token meets its target, and quantile of the
+            number of sequences in decode.
+        utilization: upper limit on the mean utilization of workers and links.
+        kv_format: how decode workers store KV.
+        link_bits_per_s: network of one worker for KV transfers, in one direction; None: no limit.
+    """
+
+    rate: float
+    prompt: Lengths
+    answer: Lengths
+    ttft_s: float
+    tpot_s: float
+    share: float = 0.95
+    utilization: float = 0.75
+    kv_format: str = "dense"
+    link_bits_per_s: float | None = None
+
+    @property
+    def context(self) -> float:
+        """Mean tokens of a running sequence, averaged over time."""
+        return self.prompt.mean + self.answer.mean_square / (2 * self.answer.mean)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Number of prefill workers, with the expected load and latency.
+
+    Attributes:
+        limit: constraint that determines the number: ``ttft``, ``utilization`` or ``link``.
+    """
+
+    workers: int
+    limit: str
+    utilization: float
+    mean_wait_s: float
+    ttft_s: float
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Number of decode workers, with the expected load and latency.
+
+    Attributes:
+        limit: constraint that determines the number: ``tpot``, ``kv``, ``max_running`` or ``link``.
+        max_sequences: largest number of sequences per worker that all of them but ``link`` allow.
+        sequences: mean sequences per worker.
+        kv_usage: mean share of the KV memory in use; None if the figures have none.
+    """
+
+    workers: int
+    limit: str
+    max_sequences: int
+    sequences: float
+    tpot_s: float
+    kv_usage: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Result of `plan`.
+
+    Attributes:
+        gateways: gateway processes; None if the figures have none.
+        kv_bits_per_s: KV transfers of all workers together; None if the figures have no KV.
+        notes: what limits the accuracy of the plan.
+    """
+
+    prefill: Prefill
+    decode: Decode
+    gateways: int | None
+    kv_bits_per_s: float | None
+    notes: tuple[str, ...]
+
+
+def plan(load: Load, figures: Figures) -> Plan:
+    """Return the workers that a load needs.
+
+    Raises:
+        SettingsError: if no number of workers reaches the targets, or a figure is missing.
+    """
+    bits = _kv_bits_per_s(load, figures)
+    links = _links(load, bits)
+    prefill = _prefill(load, figures, links)
+    decode = _decode(load, figures, links)
+    gateways = None
+    if figures.gateway_tokens_per_s is not None:
+        tokens = load.rate * load.answer.mean
+        gateways = math.ceil(tokens / (load.utilization * figures.gateway_tokens_per_s))
+    return Plan(prefill, decode, gateways, bits, tuple(_notes(load, figures, decode)))
+
+
+def _prefill(load: Load, figures: Figures, links: int) -> Prefill:
+    overhead = figures.overhead_s
+    service = [figures.first_token_s(tokens) - overhead for tokens in load.prompt.points]
+    longest = load.prompt.quantile(load.share)
+    alone_s = figures.first_token_s(longest)
+    if alone_s > load.ttft_s:
+        raise SettingsError(
+            f"a prompt of {longest:,.0f} tokens takes {alone_s:.3g} s on an idle worker, the "
+            f"target for the first token is {load.ttft_s:g} s"
+        )
+    limit = "utilization"
+    for workers in range(1, MAX_WORKERS + 1):
+        found = waiting(load.rate, service, workers)
+        if found.utilization > load.utilization:
+            continue
+        ttft_s = found.quantile(load.share) + alone_s
+        if ttft_s > load.ttft_s:
+            limit = "ttft"
+        elif workers < links:
+            limit = "link"
+        else:
+            return Prefill(
+                workers, limit, found.utilization, found.probability * found.mean, ttft_s
+            )
+    raise _too_many()
+
+
+def _decode(load: Load, figures: Figures, links: int) -> Decode:
+    most, limit = _max_sequences(load, figures)
+    mean = min(load.utilization * most, poisson_mean(most, load.share))
+
+    def rate_of(sequences: float) -> float:
+        """Requests per second of a worker with a mean number of sequences."""
+        return sequences / (load.answer.mean * figures.token_s(sequences, load.context))
+
+    workers = math.ceil(load.rate / rate_of(mean))
+    if workers < links:
+        workers, limit = links, "link"
+    if workers > MAX_WORKERS:
+        raise _too_many()
+    low, high = 0.0, mean  # `rate_of` grows with the number of sequences
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rate_of(middle) < load.rate / workers else (low, middle)
+    usage = None
+    if figures.kv is not None:
+        usage = high * _sequence_bytes(load, figures) / figures.kv.bytes
+    tpot_s = figures.token_s(high, load.context)
+    return Decode(workers, limit, most, high, tpot_s, usage)
+
+
+def _max_sequences(load: Load, figures: Figures) -> tuple[int, str]:
+    """Return how many sequences a decode worker can have within the targets, and the limit."""
+    limits = {"max_running": figures.max_running}
+    if figures.kv is not None:
+        limits["kv"] = int(figures.kv.bytes / _sequence_bytes(load, figures))
+        if limits["kv"] < 1:
+            raise SettingsError(f"a decode worker has no memory for {load.context:,.0f} tokens")
+    fitting = min(limits.values())
+    if figures.token_s(1, load.context) > load.tpot_s * (1 + ROUNDING):
+        raise SettingsError(
+            f"an output token takes {figures.token_s(1, load.context):.3g} s on an idle worker, "
+            f"the target is {load.tpot_s:g} s"
+        )
+    low, high = 1, fitting + 1  # bisect: `token_s` grows with the number of sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_fast = figures.token_s(middle, load.context) <= load.tpot_s * (1 + ROUNDING)
+        low, high = (middle, high) if is_fast else (low, middle)
+    return low, "tpot" if low < fitting else min(limits, key=limits.__getitem__)
+
+
+def _sequence_bytes(load: Load, figures: Figures) -> float:
+    """Bytes of the pages of a running sequence, averaged over time."""
+    assert figures.kv is not None
+    return (load.context + PAGE_SIZE / 2) * _bytes_per_token(load, figures)
+
+
+def _bytes_per_token(load: Load, figures: Figures) -> float:
+    assert figures.kv is not None
+    found = figures.kv.bytes_per_token.get(load.kv_format)
+    if found is None:
+        known = ", ".join(figures.kv.bytes_per_token)
+        raise SettingsError(f"no figures of KV format {load.kv_format!r}; known: {known}")
+    return found
+
+
+def _kv_bits_per_s(load: Load, figures: Figures) -> float | None:
+    if figures.kv is None:
+        return None
+    return 8 * load.rate * load.prompt.mean * _bytes_per_token(load, figures)
+
+
+def _links(load: Load, bits_per_s: float | None) -> int:
+    """Return the number of workers of each role that have enough bandwidth for all transfers."""
+    if load.link_bits_per_s is None:
+        return 1
+    if bits_per_s is None:
+        raise SettingsError("a link needs figures of the KV")
+    return math.ceil(bits_per_s / (load.utilization * load.link_bits_per_s))
+
+
+def _notes(load: Load, figures: Figures, decode: Decode) -> list[str]:
+    notes = []
+    longest, measured = load.prompt.quantile(load.share), figures.prefill[-1].tokens
+    if longest > measured:
+        notes.append(
+            f"prompts of up to {longest:,.0f} tokens are extrapolated from {measured:,}, linearly; "
+            "they take longer, since attention is quadratic"
+        )
+    if decode.sequences > figures.decode[-1].sequences:
+        notes.append(f"decode is extrapolated from {figures.decode[-1].sequences:g} sequences")
+    if load.kv_format != "dense":
+        notes.append("decode times are those of dense KV; a compressed format reads fewer bytes")
+    return notes
+
+
+def _too_many() -> SettingsError:
+    return SettingsError(f"this load needs more than {MAX_WORKERS:,} workers of a role")

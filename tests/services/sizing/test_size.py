@@ -1,0 +1,218 @@
+"""Numbers of workers, with figures that allow checks by hand, and against measured deployments."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import SettingsError
+from services.sizing.lengths import Lengths
+from services.sizing.measured import FOLDER, Figures
+from services.sizing.size import Load, plan
+
+SIMPLE: dict[str, Any] = {
+    "name": "simple",
+    "sources": {},
+    # 10 ms, and 0.1 ms per token
+    "prefill": [{"tokens": 100, "first_ms": 20}, {"tokens": 1100, "first_ms": 120}],
+    # 9 ms, and 1 ms per sequence
+    "decode": [
+        {"sequences": 1, "context": 1100, "token_ms": 10},
+        {"sequences": 101, "context": 1100, "token_ms": 110},
+    ],
+    "max_running": 256,
+    "kv": {"bytes_per_token": {"dense": 1000, "fp8": 500}, "bytes": 1e9},
+    "gateway_tokens_per_s": 1000,
+}
+FIGURES = Figures.model_validate(SIMPLE)
+LOAD = Load(
+    rate=5,
+    prompt=Lengths.parse("fixed:1000"),
+    answer=Lengths.parse("fixed:200"),
+    ttft_s=1,
+    tpot_s=0.049,
+)
+
+
+def figures(**changes: object) -> Figures:
+    return Figures.model_validate(SIMPLE | changes)
+
+
+def test_prefill_is_the_measured_time_plus_the_wait() -> None:
+    """A prompt occupies the worker for 100 ms, so that 5 requests/s use half of its time. In M/D/1,
+    the mean wait is 50 ms, and 95 % wait at most 100 ms * ln 10 = 230 ms. T(1,000) is 110 ms."""
+    found = plan(LOAD, FIGURES).prefill
+    assert (found.workers, found.limit) == (1, "utilization")
+    assert found.utilization == pytest.approx(0.5)
+    assert found.mean_wait_s == pytest.approx(0.05)
+    assert found.ttft_s == pytest.approx(0.230 + 0.110, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("rate", "ttft_s", "workers", "limit"),
+    [
+        (7.5, 1.0, 1, "utilization"),
+        (7.6, 1.0, 2, "utilization"),
+        (75, 1.0, 10, "utilization"),
+        (5, 0.34, 2, "ttft"),
+        (5, 0.35, 1, "utilization"),
+    ],
+)
+def test_prefill_workers(rate: float, ttft_s: float, workers: int, limit: str) -> None:
+    found = plan(replace(LOAD, rate=rate, ttft_s=ttft_s), FIGURES).prefill
+    assert (found.workers, found.limit) == (workers, limit)
+
+
+def test_decode_follows_littles_law() -> None:
+    """At 49 ms per token, 40 sequences fit, of which 75 % are used: 30, and 39 ms per token. An
+    answer takes 200 * 39 ms = 7.8 s, so a worker completes 30 / 7.8 = 3.85 requests/s."""
+    found = plan(replace(LOAD, rate=3.8), FIGURES).decode
+    assert (found.workers, found.limit, found.max_sequences) == (1, "tpot", 40)
+    # b = 3.8 * 200 * (9 + b) ms: b = 6.84 / 0.24
+    assert found.sequences == pytest.approx(28.5)
+    assert found.tpot_s == pytest.approx(0.0375)
+    assert plan(replace(LOAD, rate=3.9), FIGURES).decode.workers == 2
+    assert plan(replace(LOAD, rate=38), FIGURES).decode.workers == 10
+
+
+def test_mean_of_few_sequences_leaves_room_for_peaks() -> None:
+    """At most 4 sequences run, the 95 % quantile of a mean of 1.80: 1.80 + 1.645 sqrt(1.80) = 4."""
+    load = replace(LOAD, rate=0.5, tpot_s=0.013)
+    found = plan(load, FIGURES).decode
+    assert found.max_sequences == 4
+    assert found.sequences + 1.645 * found.sequences**0.5 <= 4
+    # 1.80 / (200 * 10.8 ms) = 0.83 requests/s
+    assert plan(replace(load, rate=0.82), FIGURES).decode.workers == 1
+    assert plan(replace(load, rate=0.85), FIGURES).decode.workers == 2
+
+
+def test_kv_memory_limits_the_sequences_by_format() -> None:
+    """A running sequence has 1,000 + 100 tokens and half a page more: 1,108 of 23,000."""
+    memory = {"bytes_per_token": {"dense": 1000, "fp8": 500}, "bytes": 23_000_000}
+    small = figures(kv=memory)
+    found = plan(replace(LOAD, rate=1), small).decode
+    assert (found.max_sequences, found.limit) == (20, "kv")
+    assert found.kv_usage == pytest.approx(found.sequences * 1108 / 23_000)
+    fp8 = plan(replace(LOAD, rate=1, kv_format="fp8"), small)
+    assert (fp8.decode.max_sequences, fp8.decode.limit) == (40, "tpot")
+    assert any("dense KV" in note for note in fp8.notes)
+    assert plan(LOAD, figures(max_running=7)).decode.limit == "max_running"
+    assert plan(LOAD, figures(kv=None)).decode.kv_usage is None
+
+
+def test_longer_contexts_take_the_time_to_read_their_kv() -> None:
+    """10 sequences with 500 tokens more than measured: 5 MB at 1 GB/s are 5 ms."""
+    kv = SIMPLE["kv"] | {"read_bytes_per_s": 1e9}
+    found = figures(kv=kv)
+    assert found.token_s(10, 1100) == pytest.approx(0.019)
+    assert found.token_s(10, 1600) == pytest.approx(0.024)
+    assert found.token_s(10, 1000) == pytest.approx(0.018)
+    assert found.token_s(10, 1) == pytest.approx(0.010)  # not below the fastest measured time
+
+
+def test_running_sequences_have_the_mean_context_over_time() -> None:
+    """Answers of 100 or 300 tokens: E[g²] / (2 E[g]) = 50,000 / 400 = 125 tokens."""
+    load = replace(LOAD, answer=Lengths.parse("fixed:100+fixed:300"))
+    assert load.context == pytest.approx(1125)
+
+
+def test_links_carry_every_prompt_once() -> None:
+    """5 * 1,000 tokens of 1,000 bytes are 40 Mbit/s: two links of 30 Mbit/s at 75 %."""
+    found = plan(replace(LOAD, link_bits_per_s=30e6), FIGURES)
+    assert found.kv_bits_per_s == pytest.approx(40e6)
+    assert (found.prefill.workers, found.prefill.limit) == (2, "link")
+    one = plan(replace(LOAD, link_bits_per_s=54e6, rate=3), FIGURES)
+    assert (one.prefill.workers, one.decode.workers) == (1, 1)
+    with pytest.raises(SettingsError, match="needs figures of the KV"):
+        plan(replace(LOAD, link_bits_per_s=1e9), figures(kv=None))
+
+
+def test_gateways_follow_the_output_tokens() -> None:
+    assert plan(replace(LOAD, rate=3.75), FIGURES).gateways == 1  # 750 tokens/s
+    assert plan(replace(LOAD, rate=3.8), FIGURES).gateways == 2
+    assert plan(LOAD, figures(gateway_tokens_per_s=None)).gateways is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ttft_s": 0.1}, "1,000 tokens takes 0.11 s on an idle worker"),
+        ({"tpot_s": 0.009}, "takes 0.01 s on an idle worker, the target is 0.009 s"),
+        ({"rate": 1e6}, "more than 10,000 workers"),
+        ({"kv_format": "int9"}, "no figures of KV format 'int9'; known: dense, fp8"),
+        ({"prompt": Lengths.parse("fixed:2000000"), "ttft_s": 1e6}, "no memory"),
+    ],
+)
+def test_impossible_loads_are_errors(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        plan(replace(LOAD, **changes), FIGURES)
+
+
+def test_single_points_and_noise() -> None:
+    """One point of prefill is proportional to the tokens; a faster larger batch counts as noise."""
+    single = figures(
+        prefill=[{"tokens": 1000, "first_ms": 100}],
+        decode=[
+            {"sequences": 1, "context": 1, "token_ms": 10},
+            {"sequences": 2, "context": 1, "token_ms": 9},
+            {"sequences": 3, "context": 1, "token_ms": 11},
+        ],
+    )
+    assert [single.first_token_s(tokens) for tokens in (0, 500, 2000)] == [0, 0.05, 0.2]
+    assert [single.token_s(count, 1) for count in (0.5, 2, 3)] == [0.01, 0.01, 0.011]
+
+
+def test_noise_between_prompt_lengths_leaves_the_worker_occupied() -> None:
+    """The longer prompt was measured as the faster one: prompts still take all of their time."""
+    noisy = figures(prefill=[{"tokens": 900, "first_ms": 101}, {"tokens": 1000, "first_ms": 100}])
+    assert noisy.overhead_s == 0
+    assert plan(LOAD, noisy).prefill.utilization == pytest.approx(5 * 0.101)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prefill": []}, "at least 1 item"),
+        ({"prefill": [{"tokens": 1, "first_ms": 0}]}, "greater than 0"),
+        ({"decode": [*SIMPLE["decode"], SIMPLE["decode"][0]]}, "in ascending order"),
+        ({"unknown": 1}, "unknown: Extra inputs"),
+        (
+            {"kv": {"bytes_per_token": {"fp8": 500}, "bytes": 1e9, "read_bytes_per_s": 1e12}},
+            "kv: .*needs the bytes per token of `dense`",
+        ),
+    ],
+)
+def test_invalid_figures_name_the_field(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps(SIMPLE | changes))
+    with pytest.raises(SettingsError, match=message):
+        Figures.load(str(file))
+
+
+@pytest.mark.parametrize("name", [file.stem for file in FOLDER.glob("*.json")])
+def test_packaged_figures_are_valid_and_have_sources(name: str) -> None:
+    found = Figures.load(name)
+    assert {"prefill", "decode"} <= found.sources.keys()
+    with pytest.raises(SettingsError, match=f"known: .*{name}"):
+        Figures.load("no such figures")
+
+
+@pytest.mark.parametrize(("answer", "measured"), [(128, 39.0), (512, 17.99)])
+def test_estimate_is_below_the_measured_capacity(answer: int, measured: float) -> None:
+    """services/h200.json: the highest rate of one prefill and one decode worker at which 95 % of
+    the requests met these targets. The estimate is 5 to 15 % lower."""
+    llama = Figures.load("h200-llama-3-8b")
+    load = Load(
+        rate=measured,
+        prompt=Lengths.parse("lognormal:1000,0.6"),
+        answer=Lengths.parse(f"fixed:{answer}"),
+        ttft_s=0.4,
+        tpot_s=0.008,
+    )
+    over, within = (plan(replace(load, rate=part * measured), llama) for part in (0.95, 0.85))
+    assert over.prefill.workers + over.decode.workers == 3
+    assert (within.prefill.workers, within.decode.workers) == (1, 1)
