@@ -1,0 +1,143 @@
+"""The images: the Dockerfile, its build context, and the packages that each image has."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from services.launch import SERVICES
+from tests.deploy.images import (
+    DEPLOY,
+    FLAVORS,
+    ROOT,
+    arguments,
+    copied_sources,
+    environment,
+    is_ignored,
+    locked,
+)
+
+MODULES = {
+    "control": [
+        *("services.cli", "services.gateway.service", "services.router.service"),
+        "services.common.otlp",
+    ],
+    "cpu": [
+        *("services.cli", "services.prefill.service", "services.decode.service"),
+        *("services.gateway.service", "services.router.service", "services.local.up"),
+        *("services.offline.calibrate", "services.offline.compress", "services.common.otlp"),
+    ],
+}
+
+IMPORT = """
+import json, sys
+from importlib import import_module
+from importlib.metadata import packages_distributions
+from packaging.utils import canonicalize_name
+
+allowed, modules = map(set, json.loads(sys.argv[1]))
+owners = packages_distributions()
+
+class Locked:
+    def find_spec(self, name, path=None, target=None):
+        found = {canonicalize_name(owner) for owner in owners.get(name.partition(".")[0], ())}
+        if found and not found & allowed:
+            raise ModuleNotFoundError(f"{name} is not in the image", name=name)
+
+sys.meta_path.insert(0, Locked())
+for module in sorted(modules):
+    import_module(module)
+"""
+
+
+def tracked_files() -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    return listed.stdout.splitlines()
+
+
+def test_hadolint_finds_nothing() -> None:
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    hadolint = shutil.which("hadolint", path=folders)
+    assert hadolint, "hadolint is missing: pip install -e '.[dev]'"
+    checked = subprocess.run(
+        [hadolint, str(DEPLOY / "Dockerfile")], capture_output=True, text=True, check=False
+    )
+    assert checked.stdout + checked.stderr == ""
+
+
+def test_build_context_is_exactly_what_the_dockerfile_copies() -> None:
+    sources = copied_sources()
+    assert all((ROOT / source).exists() for source in sources)
+    files = tracked_files()
+    sent = {file for file in files if not is_ignored(file)}
+    copied = {file for file in files if any(file == s or file.startswith(f"{s}/") for s in sources)}
+    # Measurements in the copied folders are not sent.
+    assert sent <= copied
+    assert {file for file in copied - sent if not file.endswith("BENCHMARKS.md")} == set()
+    assert all(any(s == file or file.startswith(f"{s}/") for file in sent) for s in sources)
+    for secret in ("deploy/.env", ".git/config", "tls/tls.key", "runs/x", ".venv/x"):
+        assert is_ignored(secret)
+    assert is_ignored("proto/headrace/v1/decode_pb2.py")
+
+
+def test_default_version_is_that_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"VERSION={project['version']}" in arguments("ARG")
+
+
+def test_image_runs_as_another_user_than_root_and_writes_below_one_folder() -> None:
+    assert arguments("USER") == ["10001:10001"]
+    found = environment()
+    for name in ("HOME", "HEADRACE_CACHE", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR"):
+        assert found[name].startswith("/cache")
+    assert all(label in arguments("LABEL")[0] for label in ("title", "version", "licenses"))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_variables_of_the_image_are_settings(service: str) -> None:
+    prefix = f"HEADRACE_{service.upper()}_"
+    names = {name.removeprefix(prefix).lower() for name in environment() if prefix in name}
+    settings = getattr(import_module(f"services.{service}.settings"), SERVICES[service])
+    assert "health_port" in names
+    assert names <= settings.model_fields.keys()
+    port = environment()[f"{prefix}HEALTH_PORT"]
+    assert f"http://127.0.0.1:{port}/health" in arguments("HEALTHCHECK")[0]
+    assert port in arguments("EXPOSE")[0].split()
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_locked_packages_meet_the_requirements_of_the_project(flavor: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = locked(flavor)
+    for text in project["dependencies"] + project["optional-dependencies"]["tracing"]:
+        required = Requirement(text)
+        name = canonicalize_name(required.name)
+        if name in found:
+            assert required.specifier.contains(found[name], prereleases=True), text
+        else:
+            assert flavor == "control", text
+    assert any(f" AS base-{flavor}" in stage for stage in arguments("FROM"))
+    # All images have the same versions, except for those that differ by device.
+    others = locked("cpu")
+    assert {n: v for n, v in found.items() if others.get(n, v) != v}.keys() <= {"torch"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flavor", MODULES)
+def test_services_import_no_package_that_their_image_lacks(flavor: str) -> None:
+    allowed = [*locked(flavor), "headrace", "setuptools"]
+    subprocess.run(
+        [sys.executable, "-c", IMPORT, json.dumps([allowed, MODULES[flavor]])],
+        check=True,
+        cwd=ROOT,
+    )

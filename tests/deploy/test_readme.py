@@ -1,0 +1,67 @@
+"""deploy/README.md: links, names of settings, a section for each alert, and the worked example."""
+
+import re
+from importlib import import_module
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from services.cli import app
+from services.launch import SERVICES
+from tests.deploy.images import DEPLOY
+
+README = (DEPLOY / "README.md").read_text()
+HEADINGS = re.findall(r"^#+ (.+)$", README, re.MULTILINE)
+NOT_SETTINGS = {"request_id", "credentials_file"}
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-")
+
+
+def settings() -> set[str]:
+    classes = (
+        getattr(import_module(f"services.{name}.settings"), found)
+        for name, found in SERVICES.items()
+    )
+    return {field for found in classes for field in found.model_fields}
+
+
+def test_each_alert_has_a_section() -> None:
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text())
+    alerts = [
+        rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule
+    ]
+    assert alerts
+    assert [heading for heading in HEADINGS if heading.startswith("Headrace")] == alerts
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        path, _, fragment = target.partition("#")
+        text = (DEPLOY / path).read_text() if path.endswith(".md") else README
+        assert (DEPLOY / path).exists(), target
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        assert not fragment or fragment in map(anchor, headings), target
+
+
+def test_named_settings_exist() -> None:
+    """Each name with an underscore that is not a metric is a setting of a service."""
+    names = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", README))
+    metrics = {name for name in names if name.startswith("headrace_")}
+    assert names - metrics - NOT_SETTINGS <= settings()
+    assert {"kv_format", "overflow_tokens"} <= names
+
+
+def test_worked_example_of_sizing_prints_what_the_readme_shows() -> None:
+    command, shown = re.search(r"\$ headrace (size .+)\n((?:    .+\n)+)", README).groups()  # type: ignore[union-attr]
+    result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "200"})
+    printed = {" ".join(line.split()) for line in result.output.splitlines()}
+    for line in shown.splitlines():
+        assert " ".join(line.split()) in printed
+
+
+@pytest.mark.parametrize("flavor", ["cpu", "cuda", "control"])
+def test_each_image_is_described(flavor: str) -> None:
+    assert f"`{flavor}`" in README
