@@ -6,8 +6,9 @@ BIN    := $(VENV)/bin
 TORCH  := 2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -c1)
-# Fraction of the projections' parameters to keep; 1 serves the dense model.
-KEEP   ?= 0.9
+# Fraction of the parameters of linear layers to keep. 1 serves the dense model. Below 1, the model is factorized in
+# the background, and the factorized model is served from the next start.
+KEEP   ?= 1
 UP     ?=
 # Arguments of the serving benchmark.
 SERVING ?=
@@ -18,33 +19,38 @@ CANCELS ?=
 # Additional arguments of pytest, and its number of processes: more than two cores, since tests also wait.
 PYTEST ?=
 JOBS   ?= 3
+# Number of deployments that tests run at once.
+DEPLOYMENTS ?= 2
 # Additional arguments of pip-audit, such as --ignore-vuln ID.
 AUDIT  ?=
 
 # Seeds of the fault tests, one run for each.
 FAULT_SEEDS ?= $(shell shuf -i 1-1000000 -n 3)
 
-.PHONY: help up down fast test test-long test-gpu faults check audit equality bench serving soak speed link-policy install clean
+.PHONY: help up down fast test test-long test-operate test-gpu faults check audit equality bench serving soak speed link-policy install clean
 
 help:                     ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/' | expand -t 16
 
 up: $(VENV)/.ready        ## install, then start a deployment on loopback
-	$(BIN)/headrace up --keep $(KEEP) $(UP)
+	$(BIN)/headrace up --keep $(KEEP) --dense-meanwhile $(UP)
 
 down:                     ## stop what `make up` started
 	$(BIN)/headrace down
 
 fast: $(VENV)/.ready-dev  ## unit tests only
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or slow or long or gpu)" $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or slow or long or gpu or operate)" $(PYTEST)
 
-test: $(VENV)/.ready-dev  ## all tests except `long` and `gpu`
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or long or gpu)" $(PYTEST)
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -m "e2e and not (long or gpu)" $(PYTEST)
+test: $(VENV)/.ready-dev  ## all tests except `long`, `gpu` and `operate`
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or long or gpu or operate)" $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(DEPLOYMENTS) --dist loadfile -m "e2e and not (long or gpu or operate)" $(PYTEST)
 
-test-long: $(VENV)/.ready-dev ## tests of a minute or more: interpreted kernels, equality
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "long and not (e2e or gpu)" $(PYTEST)
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests --ignore=tests/faults -m "long and e2e and not gpu" $(PYTEST)
+test-long: $(VENV)/.ready-dev ## tests of about ten seconds or more
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist loadfile -m "long and not (e2e or gpu or operate)" $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(DEPLOYMENTS) --dist loadfile -m "long and e2e and not (campaign or gpu or operate)" $(PYTEST)
+
+test-operate: $(VENV)/.ready-dev ## Prometheus, Chromium and other Debian programs against a deployment
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/operate -n $(DEPLOYMENTS) --dist loadfile -m operate $(PYTEST)
 
 faults: $(VENV)/.ready-dev ## every fault three times, with 50 restarts: FAULT_SEEDS="1 2 3"
 	for seed in $(FAULT_SEEDS); do \
@@ -112,4 +118,4 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	@touch $@
 
 clean:                    ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .operate .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -237,7 +237,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.kill()
         raise
     finally:
-        left = [child for child in children if child.is_running()]
+        left = [child for child in children if _runs(child)]
         for child in left:
             child.kill()
     if left:
@@ -279,13 +279,12 @@ def _children(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
         return []
 
 
-def free_ports(count: int) -> list[int]:
-    """Return distinct ports that are free now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process runs. A zombie has ended, and its parent has not yet reaped it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _deployment_ports() -> list[int]:

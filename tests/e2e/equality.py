@@ -169,6 +169,7 @@ def run(
     model_flags: Sequence[str],
     label: str,
     concurrency: int = CONCURRENCY,
+    codecs: Sequence[str] = ("raw", "splitzip"),
 ) -> Iterator[Row]:
     """Send the cases to a colocated deployment, then to a disaggregated one for each codec.
 
@@ -177,7 +178,8 @@ def run(
     """
     with deployed("--colocated", *model_flags) as running:
         reference = asyncio.run(ask_all(running, cases, concurrency))
-    for codec, slab in (("raw", _tiny_slabs()), ("splitzip", {})):
+    for codec in codecs:
+        slab = _tiny_slabs() if codec == "raw" else {}
         flags = ("--codec", codec, *model_flags)
         with deployed(*flags, environment=_LOG_DIGESTS | slab) as running:
             answers = asyncio.run(ask_all(running, cases, concurrency))

@@ -1,8 +1,8 @@
 """Overload of a deployment by one of two tenants: ``python -m tests.e2e.overload``.
 
-The capacity is found first: the rate of a tenant is doubled until a fifth of its requests are
-refused at two rates. The capacity is the most that was answered per second. For each seed, three
-runs follow:
+The capacity is found first: the highest rate at which at most a twentieth of a tenant's requests
+is refused. The rate doubles until more are refused; bisection then narrows it down. For each seed,
+three runs follow:
 
 - alone: the second tenant alone, at a tenth of the capacity;
 - capacity: the first tenant alone, at the capacity;
@@ -45,8 +45,9 @@ FLOOD, OTHER = "flood", "other"
 KEYS = {FLOOD: "sk-flood", OTHER: "sk-other"}
 OTHER_LOAD = 0.1
 WARM_UP_S = 10.0
-CAPACITY_S = 30.0  # of each rate with which the capacity is sought
-SATURATED = 0.2  # refused share
+SEARCH_S = 60.0  # of each run that searches for the capacity
+SATURATED = 0.05  # refused share
+BISECTIONS = 3
 MAX_RATE = 1024.0
 PROBES = 5  # requests on the idle deployment
 PROBE_GAP_S = 0.25
@@ -146,21 +147,33 @@ class Bench:
         self._lengths = lengths
 
     async def capacity(self) -> float:
-        """Return the answered requests per second under saturation."""
-        rate, most, saturated = 1.0, 0.0, 0
-        while rate <= MAX_RATE:
-            records = (await self.send({FLOOD: rate}, CAPACITY_S, seed=0))[FLOOD]
-            due = [record for record in records if record.due >= WARM_UP_S]
-            refused = sum(not record.succeeded for record in due) / len(due)
-            ends = [record.ended for record in records if record.succeeded and record.ended]
-            answered = sum(WARM_UP_S <= end < CAPACITY_S for end in ends)
-            found = answered / (CAPACITY_S - WARM_UP_S)
-            console.print(f"{rate:g}/s sent: {found:.2f}/s answered, {refused:.0%} refused")
-            most, saturated = max(most, found), saturated + (refused >= SATURATED)
-            if saturated == 2:
-                return most
-            rate *= 2
-        raise RuntimeError(f"the deployment is not saturated by {MAX_RATE} requests/s")
+        """Return the highest rate that does not saturate the deployment, in requests/s.
+
+        Raises:
+            RuntimeError: if every rate saturates it, or none does.
+        """
+        low, high = 0.0, 1.0
+        while not await self._saturated(high):
+            low, high = high, 2 * high
+            if high > MAX_RATE:
+                raise RuntimeError(f"the deployment is not saturated by {MAX_RATE} requests/s")
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            if await self._saturated(middle):
+                high = middle
+            else:
+                low = middle
+        if low == 0.0:
+            raise RuntimeError(f"the deployment is saturated by {high} requests/s")
+        return low
+
+    async def _saturated(self, rate: float) -> bool:
+        records = (await self.send({FLOOD: rate}, SEARCH_S, seed=0))[FLOOD]
+        due = [record for record in records if record.due >= WARM_UP_S]
+        answered = sum(record.succeeded for record in due)
+        refused = 1 - answered / len(due)
+        console.print(f"{rate:g}/s: {answered} answered, {refused:.1%} refused")
+        return refused > SATURATED
 
     async def measure(self, capacity: float, load: float, accepted: int, seed: int) -> Seed:
         """Make the three runs of one seed, with ``accepted`` answers at the capacity."""

@@ -82,7 +82,7 @@ def test_search_ends_runs_whose_objectives_are_out_of_reach(tmp_path: Path) -> N
     assert sent < 600, "of 1,200 requests"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_search_keeps_a_row_for_each_rate(tmp_path: Path) -> None:
     with serving(Behaviour(ttft_s=TTFT_S, itl_s=ITL_S, concurrency=1)) as server:
         traffic = Traffic("fixed:16", 2.0, 0.0, ttft_s=0.5, tpot_s=10)

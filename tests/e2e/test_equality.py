@@ -1,12 +1,9 @@
 """Disaggregated output equals colocated output on 12 real prompts, dense and factorized."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.e2e.equality import Case, Row, make_cases, run
+from tests.e2e.serving_bench.models import RandomModel
 
 pytestmark = pytest.mark.e2e
 
@@ -19,19 +16,18 @@ def cases() -> list[Case]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_dense_tokens_and_pages_equal_those_of_one_worker(cases: list[Case]) -> None:
-    for row in run(cases, (), label="dense"):
+    """`make equality` compares 50 prompts, with SplitZip as well."""
+    for row in run(cases, (), label="dense", codecs=["raw"]):
         _check(row, len(cases))
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_factorized_tokens_and_pages_equal_those_of_one_worker(
-    cases: list[Case], tmp_path: Path
-) -> None:
-    model = tmp_path / "factorized"
-    command = [sys.executable, "-m", "services.cli", "compress", "--keep", "0.8", "--rows", "4"]
-    subprocess.run([*command, "--out", str(model)], check=True)
-    for row in run(cases, ("--model", str(model)), label="keep 0.8"):
+@pytest.mark.timeout(900)
+def test_factorized_tokens_and_pages_equal_those_of_one_worker(cases: list[Case]) -> None:
+    """The model has random factor pairs. `make equality` compares a factorized SmolLM2."""
+    model = RandomModel("smollm2-135m", keep=0.8).ensure()
+    flags = ("--model", str(model))
+    for row in run(cases, flags, label="keep 0.8", codecs=["splitzip"]):
         _check(row, len(cases))
 
 

@@ -22,7 +22,9 @@ QUESTION = "What is the capital of France? Answer with one word."
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with deployed("--codec", "splitzip") as deployment:  # auto might choose raw
+    environment = {"PYTHONPROFILEIMPORTTIME": "1"}  # the logs list the imported modules
+    # The codec auto might choose raw.
+    with deployed("--codec", "splitzip", environment=environment) as deployment:
         yield deployment
 
 
@@ -145,3 +147,14 @@ def test_no_process_listens_outside_the_loopback_host(running: Running) -> None:
     httpx.post(url, json=body, timeout=60, trust_env=False).raise_for_status()
     assert running.metric("decode-0", "headrace_kv_transfer_bytes_total", kind="wire") > 0
     running.check_listeners()
+
+
+def test_without_an_otlp_endpoint_no_process_imports_opentelemetry(running: Running) -> None:
+    """FastAPI imports the API, but not the SDK and the exporters."""
+    for process in running.state.pids:
+        lines = (running.logs / f"{process}.log").read_text().splitlines()
+        imported = {line.rpartition("|")[2].strip() for line in lines if "import time:" in line}
+        assert "structlog" in imported
+        sdk = ("opentelemetry.sdk", "opentelemetry.exporter", "services.common.otlp")
+        unwanted = sdk if process == "gateway" else (*sdk, "opentelemetry")
+        assert not {name for name in imported if name.startswith(unwanted)}

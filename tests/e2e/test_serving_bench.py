@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
 
 
 def test_colocated_deployment_is_measured(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_colocated_deployment_is_measured(tmp_path: Path) -> None:
     (single,), (load,) = system["cases"]["single"], system["cases"]["load"]
     assert 0 < single["first"] < single["second"]
     assert load["summary"]["outcomes"]["succeeded"] > 0
-    assert load["metrics"]["decode-0"]["headrace_generation_tokens_total"] > 0
+    assert load["metrics"]["decode-0"]["headrace_worker_generation_tokens_total"] > 0
     assert load["stages"]["decode"] > 0
     assert "Poisson load" in (tmp_path / "report.html").read_text()
     assert list(tmp_path.glob("*/records/*/requests.jsonl"))

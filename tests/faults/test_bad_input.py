@@ -18,8 +18,8 @@ from tests.faults.mutations.ports.gateway_http import RECORDED, TYPED
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-BAD_REQUESTS, DISCONNECTS, GOOD_REQUESTS, CONCURRENCY = 500, 60, 40, 16
-MUTATED_REQUESTS, RAW_REQUESTS = 400, 200
+BAD_REQUESTS, DISCONNECTS, GOOD_REQUESTS, CONCURRENCY = 300, 40, 30, 16
+MUTATED_REQUESTS, RAW_REQUESTS = 200, 100
 MUTATED_S = 3.0  # seconds
 KEY = "sk-a-key-of-this-test"
 

@@ -14,7 +14,18 @@ ANNOUNCEMENTS = ("slot", "generation", "layers", "tokens", "group", "repeated")
 CONTENTS = ("payload bit", "header epoch", "truncated")
 
 
-@pytest.mark.parametrize("damage", ANNOUNCEMENTS + CONTENTS)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "generation",
+        "payload bit",
+        *(
+            pytest.param(damage, marks=pytest.mark.campaign)
+            for damage in (*ANNOUNCEMENTS, *CONTENTS)
+            if damage not in ("generation", "payload bit")
+        ),
+    ],
+)
 async def test_damaged_segment_is_not_attended(deployment: Trial, damage: str) -> None:
     failures = deployment.sum_of("decode", "headrace_kv_integrity_failures_total")
     failovers = deployment.failovers()
@@ -28,7 +39,7 @@ async def test_damaged_segment_is_not_attended(deployment: Trial, damage: str) -
     await deployment.check_recovered()
 
 
-@pytest.mark.parametrize("kind", ["lost", "doubled"])
+@pytest.mark.parametrize("kind", ["lost", pytest.param("doubled", marks=pytest.mark.campaign)])
 async def test_notifications_lost_or_doubled(deployment: Trial, kind: str) -> None:
     deployment.points.set("notifications", kind)
     failovers = deployment.failovers()

@@ -48,7 +48,10 @@ def running() -> Iterator[Running]:
         yield deployment
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize(
+    "victim",
+    [pytest.param("prefill-0", marks=[pytest.mark.long, pytest.mark.campaign]), "decode-0"],
+)
 async def test_every_request_ends_and_the_killed_worker_restarts(
     running: Running, victim: str
 ) -> None:
@@ -83,6 +86,7 @@ async def test_every_request_ends_and_the_killed_worker_restarts(
 
 
 @pytest.mark.long
+@pytest.mark.campaign
 async def test_prefill_worker_that_decodes_serves_alone_while_the_decode_worker_restarts() -> None:
     environment = {"HEADRACE_PREFILL_DECODES": "true"}
     with deployed("--prefill", "1", "--decode", "1", environment=environment) as running:
@@ -107,7 +111,7 @@ async def test_prefill_worker_that_decodes_serves_alone_while_the_decode_worker_
 
 
 def _decoded(running: Running, worker: str) -> float:
-    return running.metric(worker, "headrace_requests_total", endpoint="decode")
+    return running.metric(worker, "headrace_worker_streams_total")
 
 
 def test_load_generator_kills_a_worker_and_checks_every_request(

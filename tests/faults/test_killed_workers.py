@@ -9,6 +9,7 @@ from tests.faults.trial import Trial
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("point", ["queued", "computing", "encoded"])
 async def test_prefill_worker_killed_before_the_pull(deployment: Trial, point: str) -> None:
     """The prompt is queued, in prefill, or its KV is encoded under a lease."""
@@ -44,6 +45,7 @@ async def test_prefill_worker_killed_during_a_read(deployment: Trial) -> None:
     await deployment.check_recovered(victim)
 
 
+@pytest.mark.campaign
 async def test_decode_worker_killed_before_the_pull(deployment: Trial) -> None:
     deployment.points.hold("pull", deployment.workers("decode"))
     async with deployment.client() as client:
@@ -55,6 +57,7 @@ async def test_decode_worker_killed_before_the_pull(deployment: Trial) -> None:
     await deployment.check_recovered(victim)
 
 
+@pytest.mark.campaign
 async def test_decode_worker_killed_during_a_read(deployment: Trial) -> None:
     async with deployment.client() as client:
         reply = client.ask(deployment.long)
@@ -66,7 +69,7 @@ async def test_decode_worker_killed_during_a_read(deployment: Trial) -> None:
     await deployment.check_recovered(victim)
 
 
-@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.campaign), 7])
 async def test_decode_worker_killed_after_tokens(deployment: Trial, tokens: int) -> None:
     deployment.points.hold("computing", deployment.workers("decode"), after=tokens)
     async with deployment.client() as client:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.deployment import RESTART_S, Running, deployed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 CLIENTS = 4
 SLOTS = 4
@@ -105,7 +105,7 @@ def placed(running: Running, router: int) -> float:
     """Return the number of requests that a router has placed since its start."""
     with running.state.router_client(router) as client:
         lines = client.get("/metrics").text.splitlines()
-    name = 'headrace_placements_total{outcome="placed"} '
+    name = 'headrace_router_placements_total{outcome="placed"} '
     return sum(float(line[len(name) :]) for line in lines if line.startswith(name))
 
 

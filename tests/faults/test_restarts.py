@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.deployment import free_ports
 from tests.faults.trial import Trial, trial
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1800)]
 
-RESTARTS = int(os.environ.get("FAULT_RESTARTS", "4"))
+RESTARTS = int(os.environ.get("FAULT_RESTARTS", "2"))
 """Number of restarts; `make faults` sets 50."""
 
 
@@ -43,7 +43,7 @@ async def test_drained_prefill_worker_waits_until_its_kv_is_read(deployment: Tri
 
 async def test_prefill_worker_restarted_under_one_name_and_port(deployment: Trial) -> None:
     """Each epoch serves, and ends with a request in progress, by SIGKILL or SIGTERM in turn."""
-    (port,) = free_ports(1)
+    port = free_port()
     epochs: list[object] = [None]
     for number in range(RESTARTS):
         last = (signal.SIGKILL, signal.SIGTERM)[number % 2]

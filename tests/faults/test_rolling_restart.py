@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.deployment import Running, deployed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.campaign, pytest.mark.timeout(900)]
 
 DEADLINE_S = 180.0
 CLIENTS = 4

@@ -56,6 +56,7 @@ async def request(deployment: Trial) -> AsyncIterator[asyncio.Task[None]]:
             await reading
 
 
+@pytest.mark.campaign
 async def test_client_leaves_before_the_placement(deployment: Trial) -> None:
     deployment.signal("router", signal.SIGSTOP)
     try:
@@ -69,10 +70,10 @@ async def test_client_leaves_before_the_placement(deployment: Trial) -> None:
 @pytest.mark.parametrize(
     ("point", "role"),
     [
-        ("queued", "prefill"),
-        ("computing", "prefill"),
+        pytest.param("queued", "prefill", marks=pytest.mark.campaign),
+        pytest.param("computing", "prefill", marks=pytest.mark.campaign),
         ("pull", "decode"),
-        ("computing", "decode"),
+        pytest.param("computing", "decode", marks=pytest.mark.campaign),
     ],
 )
 async def test_client_leaves(deployment: Trial, point: str, role: str) -> None:

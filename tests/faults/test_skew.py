@@ -18,7 +18,10 @@ HOUR_S = 3600
 
 @pytest.mark.parametrize(
     ("flags", "environment"),
-    [(("--kv-format", "int4", "--codec", "raw"), {}), ((), OTHER_VERSION)],
+    [
+        pytest.param(("--kv-format", "int4", "--codec", "raw"), {}, marks=pytest.mark.campaign),
+        ((), OTHER_VERSION),
+    ],
     ids=["format", "version"],
 )
 async def test_prefill_worker_that_does_not_fit_gets_no_requests(
@@ -32,7 +35,7 @@ async def test_prefill_worker_that_does_not_fit_gets_no_requests(
                 replies = [client.ask(deployment.long), client.ask(deployment.short)]
                 for reply in replies:
                     await reply.check()
-        assert running.metric("other", "headrace_generation_tokens_total") == 0
+        assert running.metric("other", "headrace_worker_generation_tokens_total") == 0
         assert deployment.failovers() == failovers
     await deployment.check_recovered()
 
@@ -62,6 +65,7 @@ def has_time_namespaces() -> bool:
         return False
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(not has_time_namespaces(), reason="this system has no time namespaces")
 async def test_worker_with_another_monotonic_clock(deployment: Trial) -> None:
     running, failovers = deployment.running, deployment.failovers()
@@ -72,7 +76,7 @@ async def test_worker_with_another_monotonic_clock(deployment: Trial) -> None:
                 replies = [client.ask(deployment.long) for _ in range(4)]
                 for reply in replies:
                     await reply.check()
-        assert running.metric("other-clock", "headrace_generation_tokens_total") > 0
+        assert running.metric("other-clock", "headrace_worker_generation_tokens_total") > 0
         assert running.metric("other-clock", "headrace_kv_lease_expired_total") == 0
     assert deployment.failovers() == failovers
     await deployment.check_recovered()

@@ -157,7 +157,10 @@ def test_cut_link_drops_packets_until_it_is_restored() -> None:
 @pytest.mark.e2e
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("load", [("--seconds", "30"), ("--cancels", "300")])
+@pytest.mark.parametrize(
+    "load",
+    [pytest.param(("--seconds", "30"), marks=pytest.mark.campaign), ("--cancels", "100")],
+)
 def test_short_soak_passes(load: tuple[str, str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.soak", *load, "--seed", "25", "--out", str(tmp_path)],

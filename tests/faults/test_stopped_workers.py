@@ -23,6 +23,7 @@ async def resume(deployment: Trial, victim: str, stopped_at: float) -> None:
     await deployment.check_recovered(resumed=(victim,))
 
 
+@pytest.mark.campaign
 async def test_prefill_worker_stopped_in_prefill(deployment: Trial) -> None:
     deployment.points.hold("computing", deployment.workers("prefill"))
     async with deployment.client() as client:
@@ -45,6 +46,7 @@ async def test_prefill_worker_stopped_during_a_read(deployment: Trial) -> None:
     await resume(deployment, victim, stopped_at)
 
 
+@pytest.mark.campaign
 async def test_decode_worker_stopped_during_a_read(deployment: Trial) -> None:
     """The stopped reader holds a lease of the prefill worker."""
     async with deployment.client() as client:

@@ -8,7 +8,7 @@ import pytest
 from tests.loadgen.accuracy import Row, measure
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("rpc", [False, True])
 def test_median_errors_are_small(rpc: bool) -> None:
     row = measure(20, 5, rpc=rpc)

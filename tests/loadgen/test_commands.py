@@ -27,7 +27,7 @@ def loadgen(*arguments: str | Path) -> tuple[int, str]:
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_sweeps_are_compared(tmp_path: Path) -> None:
     """The servers have one slot and complete ten and twenty requests per second."""
     folders = []

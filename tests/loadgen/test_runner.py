@@ -62,6 +62,7 @@ class SimulatedClock(Clock):
         return
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arrivals", "expected"),

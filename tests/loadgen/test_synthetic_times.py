@@ -68,7 +68,8 @@ def test_queue_is_first_come_first_served() -> None:
     free = [0.0, 0.0]
     for truth in truths:
         started = max(truth.read, heapq.heappop(free))
-        assert truth.started == pytest.approx(started, abs=1e-9)
+        # Slots that are free within the same millisecond may be taken in either order.
+        assert truth.started == pytest.approx(started, abs=1e-3)
         heapq.heappush(free, started + 0.3)
     assert min(lateness(truths, behaviour)) > -EARLY_S
 

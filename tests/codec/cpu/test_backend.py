@@ -19,7 +19,7 @@ from tests.codec.samples import BOOK, EVERY, dtype_of, make_pages
 ENTRY_POINTS = ("encode_segment", "scan_segment", "decode_segment", "checksum_segment")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_concurrent_threads_encode_and_decode_equal_bytes(codebook: codec.Codebook) -> None:
     source = make_pages(200, num_planes=8, kind="mixed")
     books = [codebook] * 8

@@ -11,12 +11,13 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from services.common.cache import cache_dir
 from services.common.errors import SettingsError
 from services.common.model_source import DEFAULT_MODEL, resolve_model
 from services.common.tokenizer import Tokenizer, load_tokenizer
 from services.local.artifacts import CODEBOOKS, artifact_folder
+from services.local.lock import locked
 from services.local.seal import seal
-from services.local.state import cache_dir
 
 _FOLDER = "bench-models-2"  # 2: the version of `runtime.checkpoint.canonical.FORMAT`
 WRITE_S = 900.0
@@ -49,10 +50,14 @@ class RandomModel:
     def ensure(self) -> Path:
         """Write the model unless the cache has it, and return its folder.
 
+        Waits while another process writes the same model.
+
         Raises:
             SettingsError: if the model cannot be written.
         """
-        if not self.folder.exists():
+        with locked(self.folder.with_name(f"{self.name}.lock"), wait=True):
+            if self.folder.exists():
+                return self.folder
             command = [sys.executable, "-m", "tests.e2e.serving_bench.models", self.shape]
             command += ["--keep", str(self.keep), "--tokenizer", self.tokenizer]
             try:

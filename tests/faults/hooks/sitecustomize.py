@@ -112,7 +112,7 @@ class _Faults:
             if kind == "truncated":
                 ready.length = 96 + 3
             elif kind is not None:
-                at = 16 if kind == "header epoch" else ready.length - 7
+                at = 16 if kind == "header epoch" else ready.length // 2  # the end may be padding
                 self._slab.view(self._slots[ready.nonce], ready.length)[at] ^= 0x10
             notify(agent, peer, ready.SerializeToString())
 

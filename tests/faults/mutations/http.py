@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import socket
 from contextlib import suppress
 
 ANSWER_S = 20.0  # maximum time of an answer
@@ -80,13 +79,6 @@ async def send_raw(port: int, data: bytes) -> bytes:
 def statuses_of(received: bytes) -> list[int]:
     """Return the statuses of all responses in received bytes."""
     return [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3}) ", received)]
-
-
-def free_port() -> int:
-    """Return a TCP port of the loopback address that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def wait_until_open(port: int) -> None:

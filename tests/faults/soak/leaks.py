@@ -27,7 +27,7 @@ class Resources:
         """
         free, used = (
             {},
-            {"gateway requests": running.gateway_metric("headrace_num_requests_running")},
+            {"gateway requests": running.gateway_metric("headrace_gateway_requests_running")},
         )
         for name in running.workers():
             free[f"{name} pages"] = running.metric(name, "headrace_kv_pages_free")

@@ -45,7 +45,7 @@ async def check_gateway(site: Site) -> None:
     answer = await site.http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == TEXT
-    await until(lambda: site.metric("headrace_num_requests_running") == 0)
+    await until(lambda: site.metric("headrace_gateway_requests_running") == 0)
     site.worker.streams.clear()  # the fakes record everything
     site.router.places.clear()
     site.router.releases.clear()

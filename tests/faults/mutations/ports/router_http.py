@@ -16,6 +16,7 @@ from services.router.settings import RouterSettings
 from tests.faults.mutations import documents, http, requests
 from tests.faults.mutations.http import statuses_of
 from tests.faults.mutations.ports.base import Port, Wrong
+from tests.ports import free_port
 from tests.services.router.samples import beat, place_request, registration
 
 TOKEN = "token-of-the-cluster"
@@ -62,7 +63,7 @@ class RouterHttpPort(Port):
         stop = asyncio.Event()
         config = Config()
         config.errorlog = None
-        port = http.free_port()
+        port = free_port()
         config.bind = [f"127.0.0.1:{port}"]
         serving = asyncio.create_task(
             serve(create_app(settings), config, shutdown_trigger=stop.wait)
