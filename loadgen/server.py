@@ -22,9 +22,8 @@ Counters = dict[tuple[str, str], float]
 class ServerMetrics:
     """Reads metrics when created and again after the run.
 
-    A URL that does not answer, before or after the run, is left out. Stages are read only from the
-    first URL (the gateway), because the stages of workers are parts of the gateway's stages. Bytes
-    are summed over all URLs.
+    A URL that does not answer, before or after the run, is left out. Counters are summed over all
+    URLs: gateways export the stages, and decode workers the bytes.
 
     Args:
         urls: URLs of Prometheus metrics.
@@ -66,7 +65,7 @@ class ServerMetrics:
         try:
             answer = httpx.get(url, timeout=_TIMEOUT_S)
             answer.raise_for_status()
-            _add(counters, answer.text, (_KV,) if number else (_STAGE, _KV))
+            _add(counters, answer.text)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             if required:
                 raise UsageError(f"no metrics at {url}: {error}") from error
@@ -74,10 +73,10 @@ class ServerMetrics:
         return counters
 
 
-def _add(counters: Counters, text: str, names: tuple[str, ...]) -> None:
+def _add(counters: Counters, text: str) -> None:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name.startswith(names) and "le" not in sample.labels:
+            if sample.name.startswith((_STAGE, _KV)) and "le" not in sample.labels:
                 labels = sample.labels
                 key = (sample.name, labels.get("stage") or labels.get("kind", ""))
                 counters[key] += sample.value
