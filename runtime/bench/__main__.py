@@ -10,7 +10,12 @@ TABLES = (
 
 
 def main() -> None:
-    table = sys.argv.pop(1) if len(sys.argv) > 1 and sys.argv[1] in TABLES else "engine"
+    """Run one benchmark: `engine`, unless the first argument names another one."""
+    table = "engine"
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
+        table = sys.argv.pop(1)
+        if table not in TABLES:
+            sys.exit(f"no benchmark {table!r}; benchmarks are {', '.join(TABLES)}")
     import_module("runtime.bench." + table.replace("-", "_")).main()
 
 

@@ -1,4 +1,4 @@
-"""Prefill attention on projected keys: ``python -m runtime.bench kv_prefill --help``.
+"""Prefill attention on projected keys: ``python -m runtime.bench kv-prefill --help``.
 
 Attention of the last chunk of a prompt, in one layer: exact, and with the queries and keys of `fdc`
 projected. The latter includes the projection of the keys of the whole prompt. The floor is the time
@@ -74,7 +74,7 @@ def case(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m runtime.bench kv_prefill")
+    parser = argparse.ArgumentParser(prog="python -m runtime.bench kv-prefill")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument(
         "--cases", type=case, nargs="+", metavar="LxC",
