@@ -163,7 +163,10 @@ class _CurrentContext(ssl.SSLContext):
         session: ssl.SSLSession | None = None,
     ) -> ssl.SSLObject:
         name = self._server_name or server_hostname
-        return self._current().wrap_bio(incoming, outgoing, server_side, name, session)
+        made = self._current().wrap_bio(incoming, outgoing, server_side, name, session)
+        if isinstance(made, _ServerObject):
+            made.outgoing = outgoing
+        return made
 
     def wrap_socket(
         self,
@@ -188,8 +191,12 @@ class _ServerObject(ssl.SSLObject):
     """Server side of a connection, which sends the alert of a failed handshake before it fails.
 
     Event loops close a connection without sending it. The client would not learn the reason.
+
+    Attributes:
+        outgoing: bytes to be sent to the client.
     """
 
+    outgoing: ssl.MemoryBIO
     _failure: ssl.SSLError | None = None
 
     def do_handshake(self) -> None:
@@ -200,8 +207,10 @@ class _ServerObject(ssl.SSLObject):
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise
         except ssl.SSLError as error:
-            self._failure = error
             log.warning("TLS handshake failed", reason=str(error))
+            if not self.outgoing.pending:
+                raise  # there is no alert if the client does not use TLS
+            self._failure = error
             raise ssl.SSLWantReadError from error  # the loop sends the alert and waits for its peer
 
 

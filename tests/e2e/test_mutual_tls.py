@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.deployment import Running, deployed
+from tests.e2e.serving_bench.models import RandomModel
 from tests.services.certificates import Authority
 from tests.services.tls_ports import client_context, is_refused, request
 
@@ -55,7 +56,8 @@ def test_deployment_with_mutual_tls_answers_before_and_after_its_certificates_ch
     """A worker restarts with the new CA, and the others use it without a restart."""
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
     folder = old.issue("services").ca.parent
-    with deployed("--tls-dir", str(folder)) as running:
+    model = str(RandomModel("tiny").ensure())
+    with deployed("--tls-dir", str(folder), "--model", model) as running:
         expected = complete(running)
         asyncio.run(check_ports(running, old, refused=new))
         new.issue("services", into=old)

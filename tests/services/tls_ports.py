@@ -80,5 +80,7 @@ async def is_refused(port: int, name: str, context: ssl.SSLContext | None) -> bo
     """Return whether a connection ends without an answer."""
     try:
         return not (await request(port, name, context))[1]
+    except TimeoutError:
+        return False
     except OSError:  # a TLS alert or a reset
         return True
