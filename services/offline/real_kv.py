@@ -43,7 +43,7 @@ def prefill_sample(
     Args:
         model: model with pages of `PAGE_SIZE` tokens.
         tokens: token ids of the text. Prompts do not overlap if there are at least
-            ``SAMPLE_PROMPTS * SAMPLE_TOKENS``.
+            ``SAMPLE_PROMPTS * SAMPLE_TOKENS``. They are shorter if the model's context is.
         console: console for the progress bar.
 
     Returns:
@@ -60,7 +60,8 @@ def prefill_sample(
         limits=Limits(max_running=SAMPLE_PROMPTS, max_waiting=SAMPLE_PROMPTS),
     )
     stride = len(tokens) // SAMPLE_PROMPTS
-    prompts = [tokens[at * stride :][:SAMPLE_TOKENS] for at in range(SAMPLE_PROMPTS)]
+    longest = min(SAMPLE_TOKENS, model.config.context_length - 1)  # the engine adds a token
+    prompts = [tokens[at * stride :][:longest] for at in range(SAMPLE_PROMPTS)]
     exact, stored = _prefill(engine, prompts, console)
     encodable = [plane for _, plane in model.layout.planes if plane.encodable]
     kind = any(plane.stored for plane in encodable)
@@ -89,5 +90,7 @@ def _prefill(engine: Engine, prompts: list[list[int]], console: Console) -> tupl
                 stored += chunk.stored
                 progress.advance(task, chunk.num_tokens)
             if not engine.has_work:
-                return torch.tensor(pages), torch.tensor(stored, dtype=torch.int64)
+                return torch.tensor(pages, dtype=torch.int64), torch.tensor(
+                    stored, dtype=torch.int64
+                )
             output = engine.step([])
