@@ -43,11 +43,11 @@ fast: $(VENV)/.ready-dev  ## unit tests only
 
 test: $(VENV)/.ready-dev  ## all tests except `long`, `gpu` and `operate`
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist worksteal -m "not (e2e or long or gpu or operate)" $(PYTEST)
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(DEPLOYMENTS) --dist loadfile -m "e2e and not (long or gpu or operate)" $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/e2e tests/faults -n $(DEPLOYMENTS) --dist loadfile -m "e2e and not (long or gpu or operate)" $(PYTEST)
 
 test-long: $(VENV)/.ready-dev ## tests of about ten seconds or more
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(JOBS) --dist loadfile -m "long and not (e2e or gpu or operate)" $(PYTEST)
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n $(DEPLOYMENTS) --dist loadfile -m "long and e2e and not (campaign or gpu or operate)" $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/e2e tests/faults -n $(DEPLOYMENTS) --dist loadfile -m "long and e2e and not (campaign or gpu or operate)" $(PYTEST)
 
 test-operate: $(VENV)/.ready-dev ## Prometheus, Chromium and other Debian programs against a deployment
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/operate -n $(DEPLOYMENTS) --dist loadfile -m operate $(PYTEST)

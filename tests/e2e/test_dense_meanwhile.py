@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.e2e.deployment import Running, deployed
-from tests.e2e.serving_bench.models import RandomModel
+from tests.services.tiny_model import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -37,7 +37,7 @@ def wait_for_factorization(cache: Path, log: Path) -> None:
 def test_first_start_serves_the_dense_model_and_the_next_one_the_factorized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = RandomModel("tiny").ensure()
+    model = save_tiny_model(tmp_path / "model")
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
     flags = ("--model", str(model), "--keep", "0.6", "--dense-meanwhile")
     with deployed(*flags) as running:

@@ -120,16 +120,8 @@ def test_column_with_more_than_eight_escapes() -> None:
     check(source, [book])
 
 
-@pytest.mark.parametrize(
-    "max_direct_chunks",
-    [
-        0,
-        pytest.param(
-            8192,
-            marks=pytest.mark.skipif(DEVICE.type == "cpu", reason="takes a minute on the CPU"),
-        ),
-    ],
-)
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="takes a minute on the CPU")
+@pytest.mark.parametrize("max_direct_chunks", [0, 8192])
 def test_entries_of_more_chunks_than_a_program_packs(
     max_direct_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from tests.operate.chart.manifests import (
 )
 from tests.runtime.convert.samples import save_folder
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
-from tests.services.offline.test_compress import save_tokenizer
+from tests.services.tiny_model import save_tokenizer
 
 pytestmark = pytest.mark.operate
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from runtime import compress as factorization
 from runtime.checkpoint import load_checkpoint
@@ -19,25 +18,14 @@ from services.offline.compress import compress, work_folder
 from services.offline.convert import convert
 from tests.runtime.convert.samples import EVEN, renamed, save_folder, svd_llm_v2
 from tests.runtime.tiny import tiny_checkpoint
+from tests.services.tiny_model import save_tiny_model, save_tokenizer
 
 pytestmark = pytest.mark.slow
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with one token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:200]
-    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 @pytest.fixture
 def dense(tmp_path: Path) -> Path:
-    checkpoint = tiny_checkpoint()
-    save_folder(checkpoint, named_tensors(checkpoint), tmp_path / "dense")
-    save_tokenizer(tmp_path / "dense")
-    return tmp_path / "dense"
+    return save_tiny_model(tmp_path / "dense")
 
 
 def test_interrupted_command_continues_and_leaves_only_the_result(

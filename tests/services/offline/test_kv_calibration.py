@@ -21,7 +21,7 @@ from services.offline.calibrate_flags import Given, parse_fraction
 from services.offline.kv_calibration import calibrate_kv, parse_options
 from tests.runtime.convert.samples import save_folder
 from tests.runtime.tiny import tiny_checkpoint
-from tests.services.offline.test_compress import save_tokenizer
+from tests.services.tiny_model import save_tokenizer
 
 pytestmark = pytest.mark.slow
 
