@@ -12,7 +12,8 @@ the file ``<process>.<point>.hold`` exists, and creates ``<process>.<point>.reac
 | reading | on a decode worker, after a READ was started |
 
 Other control files: ``damage`` (what the next prefill worker does to one segment),
-``notifications`` (lost or doubled) and ``clock`` (seconds added to the wall clock).
+``notifications`` (lost or doubled), ``clock`` (seconds added to the wall clock) and
+``<process>.gpu`` (how its next forward pass fails: "out of memory" or "kernel").
 """
 
 import asyncio

@@ -17,9 +17,12 @@ from tests.e2e.serving_bench.models import RandomModel
 
 SEED = int(os.environ.get("FAULT_SEED", "0"))
 """Seed of all prompts and random choices of the fault tests."""
-_CLEAR = 2e-3
-"""Minimum gap of the two best log probabilities, in nats. A replay computes KV in other chunks; its
-rounding changes the gap by less."""
+GPU_SHARE = 0.15
+"""Fraction of a GPU's memory that each worker uses, and the engine of this process as well."""
+_CLEAR = {"cpu": 2e-3, "cuda": 8e-2}
+"""Minimum gap of the two best log probabilities, in nats, in fp32 and in bf16. A replay computes KV
+in other chunks; its rounding changes the gap by less."""
+_SHAPES = {"cpu": "tiny", "cuda": "smollm2-135m"}  # kernels need heads of at least 32 dimensions
 
 
 @dataclass(frozen=True)
@@ -31,32 +34,38 @@ class Case:
 
 
 @cache
-def model_folder() -> Path:
-    """Return the folder of the small model, which is written once."""
-    return RandomModel("tiny").ensure()
+def model_folder(device: str) -> Path:
+    """Return the folder of the small model for a device, which is written once."""
+    return RandomModel(_SHAPES[device]).ensure()
 
 
 @cache
-def cases(name: str, count: int, prompt_tokens: int, max_tokens: int) -> tuple[Case, ...]:
+def cases(
+    name: str, count: int, prompt_tokens: int, max_tokens: int, device: str = "cpu"
+) -> tuple[Case, ...]:
     """Return cases whose every token has a clear gap to the second best one.
 
     Args:
         name: part of the seed.
+        device: cpu or cuda, also that of the deployment.
     """
-    engine, found = _engine(), list[Case]()
+    engine, found = _engine(device), list[Case]()
     rng = random.Random(f"{SEED}:{name}:{prompt_tokens}")
     while len(found) < count:
         prompt = tuple(rng.randrange(1000, 40_000) for _ in range(prompt_tokens))
         answer, gap = _generate(engine, prompt, max_tokens)
-        if gap >= _CLEAR:
+        if gap >= _CLEAR[device]:
             found.append(Case(prompt, answer))
     return tuple(found)
 
 
 @cache
-def _engine() -> Engine:
+def _engine(device: str) -> Engine:
     settings = DecodeSettings.model_validate(
-        {"model": str(model_folder()), "device": "cpu", "codec": "raw", "colocated": True}
+        {
+            **{"model": str(model_folder(device)), "device": device},
+            **{"codec": "raw", "colocated": True, "gpu_memory_utilization": GPU_SHARE},
+        }
     )
     return load_worker(settings, decodes=True).engine
 

@@ -22,7 +22,7 @@ from headrace.v1 import inference_pb2 as pb
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from tests.e2e.deployment import Running, deployed
 from tests.faults.points import Points
-from tests.faults.reference import Case, cases, model_folder
+from tests.faults.reference import GPU_SHARE, Case, cases, model_folder
 
 if TYPE_CHECKING:  # defined in the type stubs only
     from headrace.v1.inference_pb2_grpc import InferenceAsyncStub
@@ -31,13 +31,16 @@ LIMIT_S = 90.0
 """Time limit of every wait, also of a restart on a busy machine."""
 LEASE_S = 2.0
 _SETTINGS = {
-    "UCX_TLS": "tcp,self",
     "HEADRACE_GATEWAY_DEADLINE_S": str(LIMIT_S),
     "HEADRACE_ROUTER_PLACEMENT_TTL_S": "5",
     "HEADRACE_PREFILL_LEASE_S": str(LEASE_S),
     "HEADRACE_DECODE_READ_TIMEOUT_S": "2",
 }
-_SLABS = {"SLOTS": "8", "SLOT_BYTES": str(32 << 10)}  # a prompt of 600 tokens has several segments
+_WORKERS = {
+    "cpu": {"SLOTS": "8", "SLOT_BYTES": str(32 << 10)},  # 600 tokens have several segments
+    "cuda": {"GPU_MEMORY_UTILIZATION": str(GPU_SHARE)},
+}
+"""Settings of prefill and decode workers on each device."""
 
 
 @dataclass
@@ -73,25 +76,26 @@ class Reply:
 class Trial:
     """A running deployment with its fault points."""
 
-    def __init__(self, running: Running, points: Points) -> None:
-        self.running, self.points = running, points
+    def __init__(self, running: Running, points: Points, device: str = "cpu") -> None:
+        self.running, self.points, self._device = running, points, device
         self._pids = running.state.pids
         self._epochs = self._current_epochs()
 
     @property
     def short(self) -> Case:
         """A request of a few tokens."""
-        return cases("short", 1, 20, 8)[0]
+        return cases("short", 1, 20, 8, self._device)[0]
 
     @property
     def long(self) -> Case:
         """A request whose KV has several segments."""
-        return cases("long", 1, 600, 12)[0]
+        return cases("long", 1, 600 if self._device == "cpu" else 6000, 12, self._device)[0]
 
     @property
     def stream(self) -> Case:
         """A request with many output tokens."""
-        return cases("stream", 1, 40, 60)[0]
+        # Long answers with a clear gap at every token are rare in bf16.
+        return cases("stream", 1, 40, 60 if self._device == "cpu" else 12, self._device)[0]
 
     def workers(self, role: str) -> list[str]:
         """Return the names of the workers of a role."""
@@ -223,7 +227,11 @@ class Client:
 
 @contextmanager
 def trial(
-    folder: Path, *flags: str, environment: dict[str, str] | None = None, logs: Path | None = None
+    folder: Path,
+    *flags: str,
+    environment: dict[str, str] | None = None,
+    logs: Path | None = None,
+    device: str = "cpu",
 ) -> Iterator[Trial]:
     """Deploy the small model with fault points until the block ends.
 
@@ -231,11 +239,19 @@ def trial(
         folder: empty folder for the control files.
         flags: further flags of `headrace up`.
         environment: variables that override those of all fault tests.
+        device: cpu, with KV over TCP, or cuda, with the fastest link of the GPUs.
     """
     points = Points(folder)
-    slabs = {f"HEADRACE_{r}_{k}": v for r in ("PREFILL", "DECODE") for k, v in _SLABS.items()}
-    variables = {**_SETTINGS, **slabs, **points.environment, **(environment or {})}
-    model = ("--model", str(model_folder()), "--device", "cpu")
+    transports = {"UCX_TLS": "tcp,self"} if device == "cpu" else {}
+    workers = {
+        f"HEADRACE_{role}_{name}": value
+        for role in ("PREFILL", "DECODE")
+        for name, value in _WORKERS[device].items()
+    }
+    variables = {
+        **_SETTINGS, **transports, **workers, **points.environment, **(environment or {})
+    }  # fmt: skip
+    model = ("--model", str(model_folder(device)), "--device", device)
     with deployed(*model, *flags, environment=variables, logs=logs) as running:
         running.wait_for_all_workers(LIMIT_S)
-        yield Trial(running, points)
+        yield Trial(running, points, device)

@@ -78,9 +78,22 @@ class _Faults:
         def held(engine: Any) -> Any:
             if engine.has_work:  # else a step that only frees what an ended request held
                 self.hold("computing")
+                self.damage_gpu()
             return compute(engine)
 
         module.Engine.compute = held
+
+    def damage_gpu(self) -> None:
+        """Run out of GPU memory, or launch a kernel with an invalid index, if this is ordered."""
+        name = f"{self._process}.gpu"
+        if not (kind := self.value(name)):
+            return
+        import torch
+
+        (self._folder / name).unlink()
+        if kind == "out of memory":
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        torch.zeros(1, device="cuda")[torch.tensor([1 << 20], device="cuda")]
 
     def owner(self, module: ModuleType) -> None:
         """Hold READs before and after their start; lose or double notifications."""

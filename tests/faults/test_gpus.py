@@ -1,0 +1,72 @@
+"""Faults of workers on GPUs, whose KV moves by READs between GPUs or within one.
+
+UCX may abort a worker that resumes. That counts as a crash: a new epoch.
+"""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.faults.test_killed_workers import read_from_stopped
+from tests.faults.trial import LEASE_S, Trial, trial
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
+    """Two prefill and two decode workers, spread over the GPUs."""
+    folder = tmp_path_factory.mktemp("points")
+    with trial(folder, "--prefill", "2", "--decode", "2", device="cuda") as running:
+        yield running
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_worker_killed_during_a_read(gpus: Trial, role: str) -> None:
+    async with gpus.client() as client:
+        reply = client.ask(gpus.long)
+        sender, reader = await read_from_stopped(gpus)
+        victim = sender if role == "prefill" else reader
+        gpus.signal(victim, signal.SIGKILL)
+        if victim == reader:
+            gpus.signal(sender, signal.SIGCONT)
+        gpus.points.release()
+        await reply.check()
+    await gpus.check_recovered(victim)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_worker_stopped_during_a_read(gpus: Trial, role: str) -> None:
+    async with gpus.client() as client:
+        reply = client.ask(gpus.long)
+        sender, reader = await read_from_stopped(gpus)
+        victim = sender if role == "prefill" else reader
+        if victim == reader:
+            gpus.signal(reader, signal.SIGSTOP)
+            gpus.signal(sender, signal.SIGCONT)
+        gpus.points.release()
+        await reply.check()
+    await asyncio.sleep(2 * LEASE_S)
+    gpus.signal(victim, signal.SIGCONT)
+    await gpus.check_recovered(resumed=(victim,))
+
+
+@pytest.mark.parametrize("fault", ["out of memory", "kernel"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_forward_pass_fails(gpus: Trial, role: str, fault: str) -> None:
+    """The worker ends, since its pages are in an unknown state, and others serve its requests."""
+    gpus.points.hold("computing", gpus.workers(role))
+    async with gpus.client() as client:
+        reply = client.ask(gpus.long)
+        victim = await gpus.points.reached("computing")
+        gpus.points.set(f"{victim}.gpu", fault)
+        gpus.points.release()
+        await reply.check()
+    await gpus.check_recovered(victim)
