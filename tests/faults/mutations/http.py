@@ -79,14 +79,3 @@ async def send_raw(port: int, data: bytes) -> bytes:
 def statuses_of(received: bytes) -> list[int]:
     """Return the statuses of all responses in received bytes."""
     return [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3}) ", received)]
-
-
-async def wait_until_open(port: int) -> None:
-    """Wait until something listens on a port."""
-    async with asyncio.timeout(ANSWER_S):
-        while True:
-            with suppress(OSError):
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.close()
-                return
-            await asyncio.sleep(0.05)

@@ -7,16 +7,14 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
-from hypercorn.asyncio import serve
-from hypercorn.config import Config
-
+from services.common.http_server import HttpServer, listen
 from services.common.placement import Role
 from services.router.app import create_app
+from services.router.server import http_config
 from services.router.settings import RouterSettings
 from tests.faults.mutations import documents, http, requests
 from tests.faults.mutations.http import statuses_of
 from tests.faults.mutations.ports.base import Port, Wrong
-from tests.ports import free_port
 from tests.services.router.samples import beat, place_request, registration
 
 TOKEN = "token-of-the-cluster"
@@ -60,19 +58,14 @@ class RouterHttpPort(Port):
         settings = RouterSettings.model_validate(
             {"cluster_token": TOKEN, "suspect_after_s": 600, "gone_after_s": 3600}
         )
-        stop = asyncio.Event()
-        config = Config()
-        config.errorlog = None
-        port = free_port()
-        config.bind = [f"127.0.0.1:{port}"]
-        serving = asyncio.create_task(
-            serve(create_app(settings), config, shutdown_trigger=stop.wait)
-        )
-        await http.wait_until_open(port)
-        router = cls(port)
+        listener = listen("127.0.0.1", 0)
+        server = HttpServer(http_config(create_app(settings)))
+        serving = asyncio.create_task(server.serve([listener]))
+        router = cls(listener.getsockname()[1])
         await router.register()
         yield router
-        stop.set()
+        await router._client.close()
+        server.should_exit = True
         await serving
 
     async def register(self) -> None:
