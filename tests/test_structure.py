@@ -50,3 +50,12 @@ def test_functions_outside_kernels_stay_short() -> None:
             if count > MAX_FUNCTION_LINES:
                 long[f"{path}:{node.name}"] = count
     assert not long
+
+
+def test_tests_of_deployments_are_where_make_collects_them() -> None:
+    marked = [
+        path.relative_to(ROOT)
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "pytest.mark.e2e" in path.read_text() and path.name != Path(__file__).name
+    ]
+    assert {path.parts[1] for path in marked} == {"e2e", "faults"}
