@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import structlog
 from pydantic import BaseModel, ValidationError
-from quart import Quart, Response, request
-from werkzeug.exceptions import HTTPException
+from quart import Quart, Request, Response, request
+from quart.typing import ResponseTypes
+from werkzeug.exceptions import BadHost, HTTPException
 
 from services.common.metrics_server import may_read_metrics
 from services.common.placement import (
@@ -57,6 +58,16 @@ def build_dispatcher(settings: RouterSettings) -> Dispatcher:
     )
 
 
+class _App(Quart):
+    """Quart with an answer to an invalid ``Host`` header, which it finds before any route."""
+
+    async def handle_request(self, request: Request) -> ResponseTypes:
+        try:
+            return await super().handle_request(request)
+        except BadHost:
+            return _error(400, ErrorCode.INVALID, "the Host header is not valid")
+
+
 def create_app(
     settings: RouterSettings,
     dispatcher: Dispatcher | None = None,
@@ -69,7 +80,7 @@ def create_app(
         dispatcher: dispatcher to use. By default, a new one is created from the settings.
         clock: monotonic clock, in seconds.
     """
-    app = Quart(__name__)
+    app = _App(__name__)
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     router = dispatcher or build_dispatcher(settings)
     metrics = RouterMetrics()

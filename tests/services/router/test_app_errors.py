@@ -81,6 +81,14 @@ async def test_oversize_body_wrong_path_and_method_have_typed_errors(router: Rou
     assert code_of(await response.get_json()) is ErrorCode.NOT_FOUND
 
 
+@pytest.mark.parametrize("host", [".1", "a..b"])
+async def test_invalid_host_has_a_typed_error(router: Router, host: str) -> None:
+    for path in ("/health", "/v1/workers"):
+        answer = await router.client.get(path, headers={**HEADERS, "Host": host})
+        assert answer.status_code == 400
+        assert code_of(json.loads(await answer.get_data())) == ErrorCode.INVALID
+
+
 async def test_internal_error_is_500_without_details(
     router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
