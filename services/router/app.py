@@ -81,6 +81,7 @@ def create_app(
         clock: monotonic clock, in seconds.
     """
     app = _App(__name__)
+    app.url_map.merge_slashes = False  # no redirects
     app.config["MAX_CONTENT_LENGTH"] = settings.max_body_bytes
     router = dispatcher or build_dispatcher(settings)
     metrics = RouterMetrics()

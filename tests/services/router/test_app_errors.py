@@ -75,7 +75,8 @@ async def test_error_of_an_invalid_body_names_the_field(
 async def test_oversize_body_wrong_path_and_method_have_typed_errors(router: Router) -> None:
     status, body, _ = await router.post("/v1/place", b" " * 5000)
     assert (status, code_of(body)) == (413, ErrorCode.TOO_LARGE)
-    assert (await router.post("/v2/place", b"{}"))[0] == 404
+    for wrong in ("/v2/place", "/v1//place", "/v1/place/"):
+        assert (await router.post(wrong, b"{}"))[0] == 404
     response = await router.client.get("/v1/place", headers=HEADERS)
     assert response.status_code == 405
     assert code_of(await response.get_json()) is ErrorCode.NOT_FOUND

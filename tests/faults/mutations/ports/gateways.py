@@ -47,6 +47,8 @@ async def check_gateway(site: Site) -> None:
     assert answer.json()["choices"][0]["text"] == TEXT
     await until(lambda: site.metric("headrace_gateway_requests_running") == 0)
     site.worker.streams.clear()  # the fakes record everything
+    site.worker.metadata.clear()
+    site.router.headers.clear()
     site.router.places.clear()
     site.router.releases.clear()
     site.router.placed = 0
