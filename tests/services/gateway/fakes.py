@@ -5,6 +5,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -147,8 +148,13 @@ class FakeWorker(decode_pb2_grpc.DecodeServicer):
                 task = asyncio.create_task(script(stream))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(partial(_forget, by_number, command.start.stream))
             elif command.cancel.stream in by_number:
                 by_number[command.cancel.stream].cancelled.set()
+
+
+def _forget(by_number: dict[int, FakeStream], number: int, _: object) -> None:
+    del by_number[number]
 
 
 @dataclass
