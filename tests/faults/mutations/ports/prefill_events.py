@@ -44,12 +44,15 @@ class _ReplayPort(Port):
         assert outcome == "right"
 
     def _events(self, sequence: int) -> list[pb.PrefillEvent]:
-        """Return the recorded events, as of another sequence."""
+        """Return the recorded events, as of another sequence, whose nonces are other ones."""
         events = []
         for recorded in self._replay.recorded.events:
             event = pb.PrefillEvent()
             event.CopyFrom(recorded)
-            getattr(event, event.WhichOneof("event") or "").sequence = sequence
+            content = getattr(event, event.WhichOneof("event") or "")
+            content.sequence = sequence
+            if hasattr(content, "nonce"):
+                content.nonce ^= sequence
             events.append(event)
         return events
 
