@@ -14,6 +14,18 @@ pytestmark = [pytest.mark.operate, pytest.mark.timeout(600)]
 
 KEY, OTHER_KEY = "sk-of-the-page", "sk-of-another-tenant"
 PROMPT = "Write a short story about a mill on a river."
+# Record the lengths of the answer and the numbers of two figures.
+RECORD = """
+window.seen = {lengths: {}, outputs: {}, running: {}};
+const number = (name) => [...document.querySelectorAll('.figure')].find(
+  f => f.querySelector('dt').textContent === name).querySelector('.number').textContent;
+new MutationObserver(() => {
+  const answer = document.querySelector('.turn.assistant .content');
+  if (answer) seen.lengths[answer.textContent.length] = true;
+  seen.outputs[number('Output')] = true;
+  seen.running[number('In progress')] = true;
+}).observe(document.body, {childList: true, subtree: true, characterData: true});
+"""
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +101,14 @@ def test_chat_streams_and_counters_move(browser: Browser, width: int) -> None:
     assert browser.text("#prefill h4") == "prefill-0"
     assert browser.text("#decode h4") == "decode-0"
     browser.run("document.getElementById('max-tokens').value = 96")
+    browser.run(RECORD)
     browser.find("#message").send_keys(PROMPT, ENTER)
     browser.wait(lambda: browser.text(".turn.assistant .content"), "the first token")
-    lengths, outputs, running = set[int](), set[str](), False
-    while not answered(browser):
-        lengths.add(len(browser.text(".turn.assistant .content")))
-        outputs.add(figure(browser, "Output"))
-        running = running or figure(browser, "In progress") == "1"
-        time.sleep(0.02)
-    assert len(lengths) > 3, "tokens appear one after the other"
-    assert len(outputs) > 1, "the rate of tokens moves"
-    assert running, "the request is in progress"
+    browser.wait(lambda: answered(browser), "the answer")
+    seen = browser.run("return window.seen")
+    assert len(seen["lengths"]) > 3, "tokens appear one after the other"
+    assert len(seen["outputs"]) > 1, "the rate of tokens moves"
+    assert "1" in seen["running"], "the request is in progress"
     assert "tokens/s · first token after" in browser.text(".turn.assistant .note")
     state = "#requests li:first-child"
     browser.wait(lambda: browser.text(f"{state} .state") == "done", "the request is done")
@@ -108,7 +117,7 @@ def test_chat_streams_and_counters_move(browser: Browser, width: int) -> None:
     browser.find(f"{state} summary").click()
     browser.wait(lambda: browser.text(f"{state} .stages"), "the stages are shown")
     stages = browser.text(f"{state} .stages")
-    for stage in ("Receive", "Route", "Prefill", "Transfer", "Decode", "Request id"):
+    for stage in ("Receive", "Route", "Prefill", "KV reads", "Decode", "Request id"):
         assert stage in stages
     assert browser.run("return document.documentElement.scrollWidth") == width
     spoken, shown = browser.text("#spoken"), browser.text(".turn.assistant .content")
@@ -203,20 +212,23 @@ def test_page_recovers_when_the_gateway_is_unreachable(browser: Browser) -> None
 
 
 def test_reduced_motion_stops_the_droplets(browser: Browser) -> None:
-    def move(still: bool) -> bool:
+    def send(*, still: bool) -> None:
         browser.emulate(1400, 900, still=still)
         browser.find("#message").send_keys(PROMPT, ENTER)
         browser.wait(lambda: answered(browser), "the answer")
-        offsets = set()
-        for _ in range(8):
-            offsets.add(browser.run("return document.querySelector('.water').style.cssText"))
-            time.sleep(0.05)
-        return len(offsets) > 1
+
+    def offset() -> object:
+        return browser.run("return document.querySelector('.water').style.cssText")
 
     open_with_key(browser)
     browser.run("document.getElementById('max-tokens').value = 2")
-    assert not move(still=True)
-    assert move(still=False)
+    send(still=True)
+    browser.wait(lambda: browser.run("return !!document.querySelector('.running')"), "a transfer")
+    before = offset()
+    time.sleep(0.5)
+    assert offset() == before, "the droplets stand still"
+    send(still=False)
+    browser.wait(lambda: offset() != before, "the droplets move")
 
 
 def test_dialog_for_the_key_can_be_closed_and_opened_again(browser: Browser) -> None:
