@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -23,9 +23,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace.v1.inference_pb2_grpc import InferenceStub
 from services.common.settings import is_loopback
 from services.local.state import Deployment
+from tests.ports import free_ports
 
 RESTART_S = 180.0  # maximum time of a restart; a busy machine needs more than a minute
-_NO_SHEDDING = {"HEADRACE_ROUTER_SHED_AFTER_S": "3600"}
+ANSWER_S = 60.0  # maximum time of an answer about the state of a process
+_NO_SHEDDING = {
+    "HEADRACE_ROUTER_SHED_AFTER_S": "3600",
+    "HEADRACE_ROUTER_MAX_WAIT_S": "3600",
+    "HEADRACE_GATEWAY_QUEUE_WAIT_S": "3600",
+}
 START_S = 900.0  # the very first start factorizes a model and calibrates the codec
 
 
@@ -64,7 +70,8 @@ class Running:
 
     def records(self, process: str, event: str) -> list[dict[str, object]]:
         """Return the log records of one process that have this event."""
-        lines = (self.logs / f"{process}.log").read_text().splitlines()
+        text = (self.logs / f"{process}.log").read_text()
+        lines = text[: text.rfind("\n") + 1].splitlines()  # without a line being written
         parsed = [json.loads(line) for line in lines if line.startswith("{")]
         return [record for record in parsed if record.get("event") == event]
 
@@ -92,10 +99,10 @@ class Running:
     def workers(self, router: int = 0) -> dict[str, dict[str, object]]:
         """Return a router's view of each worker, by worker id."""
         with self.state.router_client(router) as client:
-            answer = client.get("/v1/workers")
+            answer = client.get("/v1/workers", timeout=ANSWER_S)
         return {worker["worker_id"]: worker for worker in answer.json()["workers"]}
 
-    def wait_for_all_workers(self, limit_s: float) -> None:
+    def wait_for_all_workers(self, limit_s: float = RESTART_S) -> None:
         """Wait until the router knows every worker; the gateway is ready with the first pair.
 
         Raises:
@@ -125,12 +132,11 @@ class Running:
     def _ready_workers(self) -> set[str]:
         return {name for name, worker in self.workers().items() if worker["state"] == "ready"}
 
-    def wait_until_idle(self, limit_s: float = 30.0) -> None:
-        """Wait until all workers are idle, without running, queued or promised requests."""
+    def wait_until_idle(self, limit_s: float = 90.0) -> None:
+        """Wait until no worker has requests or pages in use."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
-            busy = ("running", "waiting", "queue_tokens", "promised_tokens")
-            if not any(worker[figure] for worker in self.workers().values() for figure in busy):
+            if all(map(_is_idle, self.workers().values())):
                 time.sleep(0.6)  # one more heartbeat, so that all values are current
                 return
             time.sleep(0.1)
@@ -159,8 +165,15 @@ class Running:
         assert not outside, f"listening outside 127.0.0.1: {outside}"
 
 
+def _is_idle(worker: dict[str, object]) -> bool:
+    busy = ("running", "waiting", "queue_tokens", "promised_tokens")
+    return not any(worker[figure] for figure in busy) and all(
+        worker[f"{kind}_free"] == worker[f"{kind}_total"] for kind in ("pages", "stored")
+    )
+
+
 def _read_metric(url: str, name: str, labels: dict[str, str]) -> float:
-    text = httpx.get(url, trust_env=False).raise_for_status().text
+    text = httpx.get(url, trust_env=False, timeout=ANSWER_S).raise_for_status().text
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)
@@ -202,7 +215,7 @@ def deployed(
     Raises:
         RuntimeError: if the deployment is not ready in time, or leaves processes behind.
     """
-    port, grpc_port, router_port = _deployment_ports()
+    port, grpc_port, router_port, _ = free_ports(4)  # a second router has the last one
     command = [
         *(sys.executable, "-m", "services.cli", "up"),
         *("--port", str(port), "--grpc-port", str(grpc_port), "--router-port", str(router_port)),
@@ -232,7 +245,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     children = _children(process)
     process.send_signal(signal.SIGINT)
     try:
-        process.wait(timeout=60)
+        process.wait(timeout=120)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
@@ -285,20 +298,3 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _deployment_ports() -> list[int]:
-    """Return free ports for HTTP, gRPC and the first of two routers with consecutive ports."""
-    with ExitStack() as stack:
-
-        def bind(port: int) -> int:
-            bound = stack.enter_context(socket.socket())
-            bound.bind(("127.0.0.1", port))
-            return int(bound.getsockname()[1])
-
-        ports = [bind(0), bind(0)]
-        while True:
-            first = bind(0)
-            with suppress(OSError, OverflowError):
-                bind(first + 1)
-                return [*ports, first]

@@ -183,6 +183,7 @@ def run(
         flags = ("--codec", codec, *model_flags)
         with deployed(*flags, environment=_LOG_DIGESTS | slab) as running:
             answers = asyncio.run(ask_all(running, cases, concurrency))
+            running.wait_until_idle()  # digests may be logged after the answers
             sent = digests(running, "prefill-0", "kv computed")
             landed = digests(running, "decode-0", "kv verified")
         equal = sum(sent.get(request) == digest for request, digest in landed.items())

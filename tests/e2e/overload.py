@@ -286,7 +286,7 @@ def main() -> None:
         for role in ("PREFILL", "DECODE"):
             environment[f"HEADRACE_{role}_MAX_RUNNING"] = str(own.batch)
         with deployed(*own.up, environment=environment, api_key=KEYS[OTHER], sheds=True) as running:
-            running.wait_for_all_workers(120)
+            running.wait_for_all_workers()
             bench = Bench(running, lengths)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
                 capacity = own.capacity or loop.run(bench.capacity())

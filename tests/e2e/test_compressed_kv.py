@@ -13,7 +13,7 @@ from tests.e2e.deployment import Running, deployed
 from tests.e2e.equality import digests
 from tests.e2e.serving_bench.models import RandomModel
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 REQUESTS = 10
 
@@ -66,7 +66,7 @@ def test_disaggregated_tokens_equal_those_of_one_worker(
         expected = [ask(running, number) for number in range(REQUESTS)]
     environment = {"HEADRACE_PREFILL_KV_DIGEST": "true", "HEADRACE_DECODE_KV_DIGEST": "true"}
     with deployed(*flags, environment=environment) as running:
-        running.wait_for_all_workers(60)
+        running.wait_for_all_workers()
         assert [ask(running, number) for number in range(REQUESTS)] == expected
         with ThreadPoolExecutor(4) as pool:
             together = list(pool.map(lambda number: ask(running, number), range(REQUESTS)))

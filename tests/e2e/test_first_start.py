@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.deployment import deployed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 CPU_S = 120.0
 """A minute of two cores, in seconds. Time on the clock would depend on what else is running."""

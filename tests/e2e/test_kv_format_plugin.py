@@ -31,7 +31,7 @@ from tests.e2e.deployment import Running, deployed
 from tests.e2e.equality import Answer, Case, ask_all, digests
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SPEC = f"{__name__}:Int8Values"
 TINY = replace(CONFIG, vocab_size=256, context_length=1024)
@@ -163,6 +163,7 @@ def serve(running: Running) -> Served:
     answers = asyncio.run(ask_all(running, cases(), concurrency=1))
     if "prefill-0" not in running.state.pids:
         return Served(answers, {}, {}, {})
+    running.wait_until_idle()  # digests and metrics may be later than the answers
     return Served(
         answers,
         digests(running, "prefill-0", "kv computed"),
@@ -234,7 +235,7 @@ async def refusal(running: Running, compatibility: Compatibility) -> str | None:
         )
         await session.write(pb.PrefillCommands(commands=[pb.PrefillCommand(hello=hello)]))
         try:
-            message = await asyncio.wait_for(next_message(session), 20)
+            message = await asyncio.wait_for(next_message(session), 60)
         except grpc.aio.AioRpcError as error:
             return error.details()
         assert message is not None

@@ -5,7 +5,7 @@ import pytest
 
 from tests.e2e.deployment import deployed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def test_tcp_transfers_listen_on_the_loopback_host_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_colocated_deployment_is_measured(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_colocated_deployment_is_measured(tmp_path: Path) -> None:
         *("--rates", "2", "--answers", "4", "--input", "fixed:16", "--seconds", "3"),
         *("--warm-up", "0", "--most-lag", "60", "--out", str(tmp_path), "--keep-records"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "results.json").read_text())
     (system,) = document["systems"]

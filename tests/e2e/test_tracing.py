@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.deployment import Running, deployed
 from tests.services.otlp_collector import PARENT, CollectedSpan, Collector, collecting
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 HTTP, PLACE = "POST /v1/chat/completions", "POST /v1/place"
 STREAM, PROMPT = "Decode/StartStream", "Prefill/StartPrefill"
@@ -37,7 +37,7 @@ def running(collector: Collector) -> Iterator[Running]:
         **levels,
     }
     with deployed("--decode", "2", environment=environment) as deployment:
-        deployment.wait_for_all_workers(60)
+        deployment.wait_for_all_workers()
         yield deployment
 
 
@@ -54,7 +54,7 @@ def chat(running: Running, trace: str, *, max_tokens: int) -> list[str]:
         f"{running.url}/v1/chat/completions",
         json=body,
         headers={"traceparent": f"00-{trace}-{PARENT}-01"},
-        timeout=120,
+        timeout=300,
         trust_env=False,
     )
     return response.raise_for_status().text.splitlines()
@@ -142,7 +142,7 @@ def test_failover_is_a_second_attempt_in_the_same_trace(
     running.wait_until_idle()  # the router still counts an earlier request otherwise
     killer = threading.Thread(target=kill_busy_decode_worker, daemon=True)
     killer.start()
-    lines = chat(running, trace, max_tokens=96)
+    lines = chat(running, trace, max_tokens=512)
     killer.join(60)
     assert lines[-2] == "data: [DONE]"
     assert "error" not in json.loads(lines[-4].removeprefix("data: "))

@@ -101,7 +101,7 @@ def main() -> None:
         environment = {"UCX_TLS": "tcp,self", **points.environment}
         flags = ("--model", options.model, "--prefill", "2", "--decode", "2")
         with deployed(*flags, environment=environment) as running:
-            running.wait_for_all_workers(LIMIT_S)
+            running.wait_for_all_workers()
             table = asyncio.run(measure_all(Trial(running, points), options.rounds))
     Console().print(table)
 

@@ -68,7 +68,10 @@ def _attacks(model: str) -> list[Attack]:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(hashlib.sha256(KEY.encode()).hexdigest() + "\n")
-    environment = {"HEADRACE_GATEWAY_API_KEYS_FILE": str(keys)}
+    environment = {
+        "HEADRACE_GATEWAY_API_KEYS_FILE": str(keys),
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # a larger one grows with each number of rows
+    }
     with deployed(environment=environment, api_key=KEY) as deployment:
         yield deployment
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--net")
 SET_UP = (
@@ -27,12 +27,13 @@ def has_network_namespaces() -> bool:
 
 @pytest.mark.skipif(not has_network_namespaces(), reason="this system has no network namespaces")
 def test_in_a_network_namespace() -> None:
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS)]
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    tests += ["--timeout", "700", str(TESTS)]
     done = subprocess.run(
         [*NAMESPACE, "sh", "-c", f'{" && ".join(SET_UP)} && exec "$@"', "sh", *tests],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout

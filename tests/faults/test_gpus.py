@@ -15,7 +15,7 @@ from tests.faults.trial import LEASE_S, Trial, trial
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 

@@ -45,6 +45,7 @@ class Ended:
 def running() -> Iterator[Running]:
     environment = {"HEADRACE_GATEWAY_DEADLINE_S": str(DEADLINE_S)}
     with deployed("--prefill", "2", "--decode", "2", environment=environment) as deployment:
+        deployment.wait_for_all_workers()
         yield deployment
 
 
@@ -90,7 +91,7 @@ async def test_every_request_ends_and_the_killed_worker_restarts(
 async def test_prefill_worker_that_decodes_serves_alone_while_the_decode_worker_restarts() -> None:
     environment = {"HEADRACE_PREFILL_DECODES": "true"}
     with deployed("--prefill", "1", "--decode", "1", environment=environment) as running:
-        running.wait_for_all_workers(60)
+        running.wait_for_all_workers()
         async with httpx.AsyncClient(
             base_url=running.url, trust_env=False, timeout=DEADLINE_S
         ) as client:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.trial import Trial
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.mark.campaign

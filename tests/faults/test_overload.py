@@ -8,7 +8,7 @@ import pytest
 from tests.faults.reference import cases
 from tests.faults.trial import LEASE_S, LIMIT_S, Trial, trial
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 RUNNING = 4
 

@@ -38,7 +38,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     }
     flags = ("--routers", "2", "--gateways", "2")
     with deployed(*flags, environment=environment, api_key=KEYS["other"], sheds=True) as deployment:
-        deployment.wait_for_all_workers(120)
+        deployment.wait_for_all_workers()
         yield deployment
 
 

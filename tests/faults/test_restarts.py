@@ -32,7 +32,7 @@ async def test_drained_prefill_worker_waits_until_its_kv_is_read(deployment: Tri
         await deployment.points.reached("pull")
         victim = deployment.busy("prefill")
         deployment.signal(victim, signal.SIGTERM)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(25):
             while deployment.running.workers()[victim]["state"] != "draining":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         deployment.points.release()

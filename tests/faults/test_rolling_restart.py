@@ -30,7 +30,7 @@ def running() -> Iterator[Running]:
         "HEADRACE_DECODE_DRAIN_S": "0.2",
     }
     with deployed("--prefill", "2", "--decode", "2", environment=environment) as deployment:
-        deployment.wait_for_all_workers(120)
+        deployment.wait_for_all_workers()
         yield deployment
 
 

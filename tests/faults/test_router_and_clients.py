@@ -11,7 +11,7 @@ import pytest
 from tests.faults.test_killed_workers import read_from_stopped
 from tests.faults.trial import LIMIT_S, Trial
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 async def test_router_killed_during_streams(deployment: Trial) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.faults.trial import Trial
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 OTHER_VERSION = {"HEADRACE_FAULT_CODEC_VERSION": "999"}
 OTHER_CLOCK = ("unshare", "--user", "--map-root-user", "--time", "--monotonic", "1000000",

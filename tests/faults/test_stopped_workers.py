@@ -12,7 +12,7 @@ import pytest
 from tests.faults.test_killed_workers import read_from_stopped
 from tests.faults.trial import LEASE_S, Trial
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 STOPPED_S = 2 * LEASE_S
 

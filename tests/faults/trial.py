@@ -29,12 +29,12 @@ if TYPE_CHECKING:  # defined in the type stubs only
 
 LIMIT_S = 90.0
 """Time limit of every wait, also of a restart on a busy machine."""
-LEASE_S = 2.0
+LEASE_S = 4.0
 _SETTINGS = {
     "HEADRACE_GATEWAY_DEADLINE_S": str(LIMIT_S),
     "HEADRACE_ROUTER_PLACEMENT_TTL_S": "5",
     "HEADRACE_PREFILL_LEASE_S": str(LEASE_S),
-    "HEADRACE_DECODE_READ_TIMEOUT_S": "2",
+    "HEADRACE_DECODE_READ_TIMEOUT_S": "4",
 }
 _WORKERS = {
     "cpu": {"SLOTS": "8", "SLOT_BYTES": str(32 << 10)},  # 600 tokens have several segments
@@ -128,7 +128,7 @@ class Trial:
             if process in self._epochs:
                 old = self._epochs[process]
                 await asyncio.to_thread(self.running.wait_for_new_epoch, process, old)
-        await asyncio.to_thread(self.running.wait_for_all_workers, LIMIT_S)
+        await asyncio.to_thread(self.running.wait_for_all_workers)
         await asyncio.to_thread(self.running.wait_until_idle, LIMIT_S)
         for worker in self.running.workers().values():
             assert worker["pages_free"] == worker["pages_total"], worker
@@ -253,5 +253,5 @@ def trial(
     }  # fmt: skip
     model = ("--model", str(model_folder(device)), "--device", device)
     with deployed(*model, *flags, environment=variables, logs=logs) as running:
-        running.wait_for_all_workers(LIMIT_S)
+        running.wait_for_all_workers()
         yield Trial(running, points, device)

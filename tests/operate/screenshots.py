@@ -81,7 +81,7 @@ def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     flags = ("--codec", "splitzip", "--prefill", "2", "--decode", "2")
     with tempfile.TemporaryDirectory() as folder, deployed(*flags) as running:
-        running.wait_for_all_workers(180)
+        running.wait_for_all_workers()
         with load(running), chromium(Path(folder)) as browser:
             photograph(browser, running)
 

@@ -75,7 +75,7 @@ class Collector:
     def names(self) -> list[str]:
         return [span.name for span in self.spans]
 
-    def wait_for(self, condition: Callable[["Collector"], bool], limit_s: float = 20.0) -> None:
+    def wait_for(self, condition: Callable[["Collector"], bool], limit_s: float = 60.0) -> None:
         """Wait until a condition of the spans holds.
 
         Raises:

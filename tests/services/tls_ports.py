@@ -16,7 +16,7 @@ from services.router.server import http_config
 from services.router.settings import RouterSettings
 from tests.services.certificates import Authority
 
-LIMIT_S = 10
+LIMIT_S = 60
 HTTP = b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # preface and empty settings
 

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from loadgen.files import read_run
-from tests.e2e.deployment import RESTART_S, Running, deployed
+from tests.e2e.deployment import Running, deployed
 from tests.e2e.serving_bench.models import RandomModel
 from tests.faults import links
 from tests.faults.soak.leaks import Resources
@@ -68,12 +68,12 @@ def main() -> int:
         deployed(*workers, *model, environment=ENVIRONMENT, logs=own.out) as running,
         watched(running) as watch,
     ):
-        running.wait_for_all_workers(RESTART_S)
+        running.wait_for_all_workers()
         before = Resources.of(running)
         _load(own, running, reference, cuts=no_cuts is None)
-        running.wait_for_all_workers(RESTART_S)
+        running.wait_for_all_workers()
         running.wait_until_idle(IDLE_S)
-        leaked = Resources.of(running).missing(before)
+        leaked = Resources.leaked(running, before, IDLE_S)
     return _report(own, watch, leaked)
 
 

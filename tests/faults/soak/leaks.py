@@ -1,5 +1,6 @@
 """Resources that a deployment without requests must have returned."""
 
+import time
 from dataclasses import dataclass
 from typing import Self
 
@@ -39,6 +40,14 @@ class Resources:
             else:
                 used[f"{name} landing slots"] = running.metric(name, "headrace_kv_landing_slots")
         return cls(free, used)
+
+    @classmethod
+    def leaked(cls, running: Running, before: "Resources", limit_s: float) -> dict[str, float]:
+        """Return what is still missing after ``limit_s`` seconds, or earlier if nothing is."""
+        deadline = time.monotonic() + limit_s
+        while (missing := cls.of(running).missing(before)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return missing
 
     def missing(self, before: "Resources") -> dict[str, float]:
         """Return what leaked: resources in use now, and those that were free before."""

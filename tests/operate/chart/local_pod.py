@@ -22,7 +22,7 @@ import psutil
 from tests.operate.chart.manifests import Manifest, containers
 from tests.ports import free_ports
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 """Least time that a probe has to succeed, seconds: a busy machine is slower than a cluster."""
 
 _INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
@@ -157,8 +157,10 @@ class LocalPod:
         timeout = self.container[kind].get("timeoutSeconds", 1)
         return request(self.port(get["port"]), get["path"], timeout_s=timeout)
 
-    def wait_for(self, kind: str) -> None:
-        """Wait until a probe succeeds: as long as its thresholds allow, but at least 60 s.
+    def wait_for(self, kind: str) -> str:
+        """Wait until a probe succeeds, and return its body.
+
+        It may take as long as its thresholds allow, but at least `PATIENCE_S`.
 
         Raises:
             TimeoutError: with the last answer and the end of the log.
@@ -171,7 +173,7 @@ class LocalPod:
         while time.monotonic() < deadline and self.running():
             answer = self.probe(kind)
             if answer[0] == 200:
-                return
+                return answer[1]
             time.sleep(0.2)
         raise TimeoutError(f"{self.name}: {kind}: {answer}\n{self.log.read_text()[-3000:]}")
 

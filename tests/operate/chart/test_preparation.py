@@ -23,7 +23,7 @@ from tests.runtime.convert.samples import save_folder
 from tests.runtime.tiny import CONFIG, tiny_checkpoint
 from tests.services.tiny_model import save_tokenizer
 
-pytestmark = pytest.mark.operate
+pytestmark = [pytest.mark.operate, pytest.mark.timeout(1800)]
 
 REPOSITORY = "meta-llama/Meta-Llama-3-8B-Instruct"
 COMMIT = "8afb486c1db24fe5011ec46dfbe5b5dccdb575c2"
@@ -61,7 +61,7 @@ def run(container: Manifest, models: Path, url: str) -> None:
         check=True,
         env=environment,
         cwd=models,
-        timeout=240,
+        timeout=600,
     )
 
 
