@@ -106,7 +106,7 @@ def test_chat_streams_and_counters_move(browser: Browser, width: int) -> None:
     browser.wait(lambda: browser.text(".turn.assistant .content"), "the first token")
     browser.wait(lambda: answered(browser), "the answer")
     browser.wait(
-        lambda: browser.run("return window.seen.outputs.length") > 1, "the rate of tokens moves"
+        lambda: len(browser.run("return window.seen.outputs")) > 1, "the rate of tokens moves"
     )
     seen = browser.run("return window.seen")
     assert len(seen["lengths"]) > 3, "tokens appear one after the other"
