@@ -148,7 +148,7 @@ class Gateway:
         tenant = self.authenticate(authorization)
         if self.draining:
             raise _shutting_down()
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         return RequestContext(request_id, tenant, now, now + self.settings.deadline_s, span)
 
     def require_model(self, name: str | None) -> None:
@@ -282,7 +282,7 @@ class Gateway:
 async def enforce_deadline(deadline: float) -> AsyncGenerator[None]:
     """Cancel the body of the ``with`` block at ``deadline`` and raise `DeadlineExceeded`.
 
-    ``deadline`` is in event-loop time, seconds.
+    ``deadline`` is in monotonic time, seconds.
     """
     try:
         async with asyncio.timeout_at(deadline):

@@ -8,6 +8,7 @@ that no token is repeated or changed.
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -177,7 +178,7 @@ class Generator:
             attempt=retries.number,
             replayed=progress.replayed,
             stop_token_ids=progress.stop_token_ids,
-            deadline_s=request.context.deadline - _now(),
+            deadline_s=request.context.deadline - time.monotonic(),
             trace=trace,
         )
         return self._sessions.get(placement.decode).start(message)
@@ -201,7 +202,7 @@ class Generator:
         A router may restart, and after it the workers must register again. A request that a worker
         has already begun also waits for workers.
         """
-        began = _now()
+        began = time.monotonic()
         context, replayed = request.context, len(progress.replayed)
         until = min(began + self._settings.queue_wait_s, context.deadline)
         tries, waits = 0, retries.number > 0
@@ -218,7 +219,7 @@ class Generator:
                 weight=context.tenant.weight if context.tenant else 1,
                 priority=-request.options.priority,  # routers place larger values first
                 exclude=sorted(retries.excluded),
-                wait_s=max(0.0, until - _now()),
+                wait_s=max(0.0, until - time.monotonic()),
             )
             try:
                 routed = await self._router.place(call, trace)
@@ -226,14 +227,14 @@ class Generator:
                 waits = waits or isinstance(error, NoRouter)
                 if retries.excluded and not isinstance(error, NoRouter | Overloaded):
                     retries.excluded.clear()
-                elif waits and not isinstance(error, final) and _now() < until:
+                elif waits and not isinstance(error, final) and time.monotonic() < until:
                     tries += 1
-                    await asyncio.sleep(min(_backoff_s(tries), until - _now()))
+                    await asyncio.sleep(min(_backoff_s(tries), until - time.monotonic()))
                 else:
                     raise
             else:
                 self._check_tokenizer(routed)
-                self._metrics.observe_routing(_now() - began)
+                self._metrics.observe_routing(time.monotonic() - began)
                 return routed
 
     def _check_tokenizer(self, routed: RoutedPlacement) -> None:
@@ -309,7 +310,3 @@ def _backoff_s(failures: int) -> float:
     It is random, so that the requests of a lost worker do not all retry at the same time.
     """
     return float(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** (failures - 1)) * random.uniform(0.5, 1))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -5,6 +5,7 @@ The state contains no prompt, no output and no address of a worker or router.
 
 import asyncio
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ class LiveState:
             if loop.time() >= self._until:
                 self._fleet = await self._collect()
                 self._until = loop.time() + PERIOD_S
-        now, metrics = loop.time(), self._gateway.metrics
+        now, metrics = time.monotonic(), self._gateway.metrics
         recent = self._gateway.recent.of(tenant.name if tenant else None)
         return {
             **self._fleet,

@@ -164,7 +164,9 @@ class GenerationOptions(GenerationFields):
 
 @dataclass(frozen=True)
 class RequestContext:
-    """Identity, arrival and deadline of a request. Times are in event-loop time, seconds.
+    """Identity, arrival and deadline of a request. Times are those of `time.monotonic`, seconds.
+
+    Event loops have the same clock, but that of uvloop has a resolution of 1 ms only.
 
     Attributes:
         span: span of the whole request.

@@ -238,7 +238,7 @@ def _options(message: inference_pb2.GenerateRequest) -> GenerationOptions:
 
 
 def _deadline(accepted: RequestContext, context: Context) -> float:
-    """Return the gateway's or the client's deadline, whichever is earlier, in event-loop time."""
+    """Return the gateway's or the client's deadline, whichever is earlier, in monotonic time."""
     remaining = context.time_remaining()
     if remaining is None:
         return accepted.deadline

@@ -35,6 +35,9 @@ from services.gateway.requests import GenerationRequest
 MAX_RECENT = 16
 """Requests of one tenant that are kept, the newest ones."""
 _MAX_ATTEMPTS = 8  # of one request, the last ones
+_TIMER_S = (
+    1e-3  # resolution of uvloop's timers, which may end a request so much before its deadline
+)
 
 RUNNING, OK, CANCELLED = "running", "ok", "cancelled"
 
@@ -44,7 +47,7 @@ Stage = tuple[str, float, float]
 
 @dataclass(slots=True)
 class Attempt:
-    """One placement of a request. Times are in event-loop time, seconds.
+    """One placement of a request. Times are in monotonic time, seconds.
 
     Attributes:
         began: start of the place call.
@@ -145,7 +148,8 @@ class RequestTimeline:
             status = error.code
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            status = DeadlineExceeded.code if _now() >= self._deadline else CANCELLED
+            expired = _now() >= self._deadline - _TIMER_S
+            status = DeadlineExceeded.code if expired else CANCELLED
             raise
         finally:
             self.status, self._ended = status, _now()
@@ -161,7 +165,7 @@ class RequestTimeline:
         self._span.set({"gen_ai.response.finish_reasons": reasons})
 
     def describe(self, now: float) -> dict[str, Any]:
-        """Return the timeline at event-loop time ``now`` for JSON; times in seconds."""
+        """Return the timeline at monotonic time ``now`` for JSON; times in seconds."""
         last = self.attempts[-1] if self.attempts else Attempt(now)
         first = self._first
         return {
@@ -185,7 +189,7 @@ class RequestTimeline:
         }
 
     def stages(self, now: float) -> list[Stage]:
-        """Return the stages up to event-loop time ``now``, in order and without overlaps."""
+        """Return the stages up to monotonic time ``now``, in order and without overlaps."""
         end = now if self._ended is None else self._ended
         spans: list[tuple[str, float, float]] = []
         if self.attempts:
@@ -225,7 +229,7 @@ class RecentRequests:
 
 
 def _spans(attempt: Attempt, times: dict[str, float], end: float) -> list[tuple[str, float, float]]:
-    """Return name, start and end of each stage of an attempt, in event-loop time.
+    """Return name, start and end of each stage of an attempt, in monotonic time.
 
     Args:
         times: stage times that the worker reported, seconds; empty if it has not.
@@ -261,4 +265,4 @@ def _rounded(seconds: float) -> float:
 
 
 def _now() -> float:
-    return asyncio.get_running_loop().time()
+    return time.monotonic()

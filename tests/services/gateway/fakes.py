@@ -298,7 +298,7 @@ class FakeRouter:
             raise
 
 
-async def until(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
     """Poll until a condition holds; raise TimeoutError after ``limit_s`` seconds."""
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110 - the condition has no event

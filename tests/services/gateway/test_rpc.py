@@ -16,7 +16,7 @@ from headrace.v1 import inference_pb2 as pb
 from headrace.v1 import inference_pb2_grpc, sampling_pb2
 from services.gateway.keys import ApiKeys, Tenant
 from tests.services.gateway.conftest import OpenSite, Site
-from tests.services.gateway.fakes import FakeStream, say
+from tests.services.gateway.fakes import FakeStream, say, until
 
 
 async def generate(site: Site, **request: Any) -> list[pb.GenerateResponse]:
@@ -167,7 +167,7 @@ async def test_call_without_a_key_is_rejected_before_its_request(open_site: Open
     assert details(caught.value).details[0].Unpack(info)
     assert info.reason == "INVALID_API_KEY"
     labels = {"endpoint": "headrace.v1.Inference/Generate", "status": "401"}
-    assert site.metric("headrace_requests_total", **labels) == 1
+    await until(lambda: site.metric("headrace_requests_total", **labels) == 1)
 
 
 async def test_disconnect_cancels_the_stream(site: Site) -> None:

@@ -43,7 +43,7 @@ class Router:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.001)
 
