@@ -151,11 +151,12 @@ def _peer_prefill_ms(peer: Any, prompt: list[int]) -> float:
 
 def _peer_decode_ms(peer: Any, prompt: list[int], streams: int) -> float:
     tokens = torch.tensor([prompt] * streams)
-    cache = peer(tokens, use_cache=True, logits_to_keep=1).past_key_values
+    forward = peers.cached(peer)
+    forward(tokens)
     token = tokens[:, -1:]
 
     def step() -> None:
-        peer(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
+        forward(token).argmax(-1)
 
     return min(_timed_ms(step) for _ in range(12))
 

@@ -84,10 +84,10 @@ def decode_step(model: Any, context: int, batch: int, *, compiled: bool) -> Peer
     forward = torch.compile(model, mode="reduce-overhead") if compiled else model
     token = torch.ones(batch, 1, dtype=torch.int64, device=device)
     position = torch.full((batch, 1), context, device=device)
-    model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(prompt, None, None, cache, use_cache=True, logits_to_keep=1)
 
     def run() -> Tensor:
-        output = forward(token, past_key_values=cache, position_ids=position, use_cache=True)
+        output = forward(token, None, position, cache, use_cache=True)
         tokens: Tensor = output.logits[:, -1].argmax(-1)
         return tokens
 
@@ -99,6 +99,23 @@ def decode_step(model: Any, context: int, batch: int, *, compiled: bool) -> Peer
                 length.fill_(context)
 
     return PeerStep(run, reset)
+
+
+def cached(model: Any) -> Callable[[Tensor], Tensor]:
+    """Return a function that appends tokens, `[batch, n]`, to a new KV cache of ``model``.
+
+    The function returns the logits of the last token, `[batch, 1, vocabulary]`.
+    """
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+
+    def forward(tokens: Tensor) -> Tensor:
+        # By position: the keyword of the cache was renamed within version 5 of transformers.
+        logits: Tensor = model(tokens, None, None, cache, use_cache=True, logits_to_keep=1).logits
+        return logits
+
+    return forward
 
 
 def _parameter(values: Tensor) -> nn.Parameter:

@@ -197,11 +197,11 @@ def peer_output(
     peer: Any, prompt: Sequence[int], max_tokens: int, ends: Sequence[int]
 ) -> list[int]:
     """Return the greedy output of a transformers model for one prompt."""
+    from runtime.bench import peers
+
     tokens: list[int] = []
-    cache, step = None, list(prompt)
+    forward, step = peers.cached(peer), list(prompt)
     while len(tokens) < max_tokens and not (tokens and tokens[-1] in ends):
-        found = peer(torch.tensor([step]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = found.past_key_values
-        tokens.append(int(found.logits[0, -1].argmax()))
+        tokens.append(int(forward(torch.tensor([step]))[0, -1].argmax()))
         step = tokens[-1:]
     return tokens
