@@ -3,7 +3,6 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from heapq import nsmallest
-from operator import attrgetter
 
 from runtime.core.limits import Limits
 from runtime.core.sequence import Sequence, SequenceGroup
@@ -12,8 +11,7 @@ from runtime.errors import RuntimeFault
 MAX_CHUNKS = 32
 """Maximum number of prompt chunks in a step."""
 
-_left = attrgetter("left")
-_OLDEST_PART = 4  # one in so many prompt tokens of a step is kept for the oldest prompt
+_OVERTAKING = 4  # near saturation, the lowest p99 of first tokens in simulations with 0 to 4
 
 
 @dataclass(frozen=True)
@@ -53,26 +51,23 @@ def choose_chunks(
 ) -> list[Chunk]:
     """Choose the prompt chunks of a step that also decodes ``decoded`` sequences.
 
-    The prompt with the fewest tokens left comes first, so that a long prompt does not delay shorter
-    ones. A quarter of the prompt tokens is kept for the oldest prompt, so that none starves: each
-    becomes the oldest one.
+    Prompts are computed in the order of ``position + 4 * left``. A short prompt overtakes longer
+    ones, but a prompt of n tokens waits for less than 3 n tokens of prompts admitted after it.
 
     Args:
-        groups: groups to prefill, in order of admission.
+        groups: groups to prefill.
     """
-    if not groups:
-        return []
-    oldest, chunks = groups[0], []
+    chunks = []
     budget = max(limits.step_tokens - decoded, page_size)  # prefill always makes progress
-    kept = max(budget // _OLDEST_PART // page_size * page_size, page_size)
-    kept = min(kept, oldest.left)
-    for group in sorted([oldest, *nsmallest(MAX_CHUNKS - 1, groups[1:], key=_left)], key=_left):
-        if group is oldest:
-            kept = 0
+    for group in nsmallest(MAX_CHUNKS, groups, key=_turn):
         count = min(limits.chunk_tokens, group.left)
-        if count > budget - kept:
-            count = (budget - kept) // page_size * page_size
+        if count > budget:
+            count = budget // page_size * page_size
         if count:
             chunks.append(Chunk(group, group.computed, count))
             budget -= count
     return chunks
+
+
+def _turn(group: SequenceGroup) -> int:
+    return group.position + _OVERTAKING * group.left

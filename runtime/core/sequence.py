@@ -102,11 +102,13 @@ class SequenceGroup:
 
     Attributes:
         computed: number of prompt tokens whose KV is in the pages.
+        position: number of prompt tokens that were admitted to prefill before this group.
     """
 
     purpose: Purpose
     sequences: list[Sequence]
     computed: int = 0
+    position: int = 0
 
     @property
     def request(self) -> Request:

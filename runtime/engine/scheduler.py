@@ -5,8 +5,8 @@ then prefilled chunk by chunk, or receives its KV from another worker. Then each
 the decode batch until it ends. Admission is first come, first served.
 
 Every step decodes all running sequences. The rest of ``step_tokens`` is filled with prompt chunks
-of at most ``chunk_tokens`` tokens: the shortest prompts first, with a part for the oldest one, see
-`choose_chunks`. A chunk that does not fit into the step is cut at the end of a page.
+of at most ``chunk_tokens`` tokens, in the order of `choose_chunks`. A chunk that does not fit into
+the step is cut at the end of a page.
 
 A step is in flight from its launch until its tokens are read. The tokens that it samples
 count in the lengths of its sequences. Pages released in the meantime become free only when the step
@@ -63,6 +63,7 @@ class Scheduler:
         self._kv_eviction = kv_eviction
         self.pages = SequencePages(num_pages, num_stored, page_size)
         self._arrivals = 0
+        self._prompt_tokens = 0  # admitted to prefill so far
         self._waiting: list[SequenceGroup] = []  # by age
         self._fresh: list[SequenceGroup] = []  # submitted since the last plan
         self._prefilling: list[SequenceGroup] = []
@@ -318,6 +319,8 @@ class Scheduler:
                 self._received[group.request.id] = group
                 reserved.append(group)
             else:
+                group.position = self._prompt_tokens
+                self._prompt_tokens += group.left
                 self._prefilling.append(group)
         return reserved
 

@@ -29,6 +29,17 @@ def test_prompts_are_admitted_first_come_first_served(model: Model) -> None:
     )
 
 
+def test_order_of_prompts_depends_on_length_and_on_tokens_admitted_before(model: Model) -> None:
+    engine = engine_of(model, step_tokens=16, chunk_tokens=16)
+    lengths = {"long": 120, "short": 16, "late": 64}
+    record = drive(engine, *(Add(request_of(name, count, 1)) for name, count in lengths.items()))
+    computed = [chunk.id for output in record.steps for chunk in output.computed]
+    assert computed == ["short"] + 4 * ["late"] + 8 * ["long"]
+    record = drive(engine, Add(request_of("a", 48, 1)), Add(request_of("b", 40, 1)))
+    computed = [chunk.id for output in record.steps for chunk in output.computed]
+    assert computed == 3 * ["a"] + 3 * ["b"], "b is shorter, but 48 tokens were admitted before it"
+
+
 def test_reserved_sequences_are_queued_and_hold_a_batch_slot(model: Model) -> None:
     engine = engine_of(model, max_running=2)
     record = drive(engine, *(Reserve(request_of(n, 20)) for n in "abc"))
