@@ -307,6 +307,8 @@ def main() -> int:
         return 0
     on_gpus = arguments.device == "cuda"
     links = [link for link in LINKS if (link.gpus is not None) == on_gpus]
+    if on_gpus and torch.cuda.device_count() == 1:  # TCP takes the same path within one GPU
+        links = [replace(link, gpus=(0, 0)) for link in links if link.name != "NVLink"]
     if arguments.links:
         links = [link for link in links if link.name in arguments.links.split(",")]
     with tempfile.TemporaryDirectory() as folder:
