@@ -8,15 +8,14 @@ Every step decodes all running sequences. The rest of ``step_tokens`` is filled 
 of at most ``chunk_tokens`` tokens, in the order of `choose_chunks`. A chunk that does not fit into
 the step is cut at the end of a page.
 
-A step is in flight from its launch until its tokens are read. The tokens that it samples
-count in the lengths of its sequences. Pages released in the meantime become free only when the step
-has completed, because the step and work launched before it may still write to them. CUDA stream
-order does not protect these pages, because KV from another worker is written outside of the stream.
+A step is in flight from its launch until its tokens are read. The tokens that it samples count in
+the lengths of its sequences. Pages released in the meantime become free only when the step has
+completed, because it may still write to them. CUDA stream order does not protect these pages,
+because KV from another worker is written outside of the stream.
 
 With a compressed KV format or eviction, output tokens attend stored pages or what eviction has
 kept, but a prompt attends all of its exact pages. A preempted sequence is therefore prefilled up to
-the end of its prompt. Decode steps then compute its output tokens again, as forced tokens
-(`Sequence.forced`).
+the end of its prompt. Its output tokens are then decoded again as forced ones (`Sequence.forced`).
 """
 
 from bisect import insort
@@ -59,11 +58,9 @@ class Scheduler:
             raise ValueError(f"chunk_tokens must be a multiple of the page size, {page_size}")
         self._limits = limits
         self._page_size = page_size
-        self._context_length = context_length
-        self._kv_eviction = kv_eviction
+        self._context_length, self._kv_eviction = context_length, kv_eviction
         self.pages = SequencePages(num_pages, num_stored, page_size)
-        self._arrivals = 0
-        self._prompt_tokens = 0  # admitted to prefill so far
+        self._arrivals = self._prompt_tokens = 0  # groups submitted, prompt tokens admitted
         self._waiting: list[SequenceGroup] = []  # by age
         self._fresh: list[SequenceGroup] = []  # submitted since the last plan
         self._prefilling: list[SequenceGroup] = []
