@@ -221,7 +221,14 @@ def calibrate(
             from services.offline.calibrate import calibrate as run
 
             given.refuse(kv_format)
-            run(model, tokenizer or model, out, kv_format=kv_format, device=device)
+            run(
+                model,
+                tokenizer or model,
+                out,
+                kv_format=kv_format,
+                device=device,
+                texts=text or (),
+            )
 
 
 @app.command()

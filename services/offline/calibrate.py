@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -15,12 +15,19 @@ from services.common.model_source import resolve_model
 from services.common.signals import end_with_parent
 from services.common.tokenizer import load_tokenizer
 from services.offline.output import atomic_file
-from services.offline.real_kv import load_model, prefill_sample
+from services.offline.real_kv import SAMPLE_PROMPTS, SAMPLE_TOKENS, load_model, prefill_sample
+from services.offline.texts import read_texts
 from services.worker.device import torch_device
 
 
 def calibrate(
-    model: str, tokenizer: str, out: Path, *, kv_format: str = "dense", device: str = "auto"
+    model: str,
+    tokenizer: str,
+    out: Path,
+    *,
+    kv_format: str = "dense",
+    device: str = "auto",
+    texts: Sequence[Path] = (),
 ) -> codec.Codebooks:
     """Prefill real text, calibrate a codebook for each encodable plane, and write them to ``out``.
 
@@ -30,16 +37,23 @@ def calibrate(
         out: file to write.
         kv_format: a name or ``module:Class``.
         device: auto, cpu or cuda.
+        texts: UTF-8 text files, joined in order; empty for Python's documentation.
 
     Raises:
-        SettingsError, CheckpointError: if the model or the tokenizer cannot be read, or the KV
-            format has no encodable planes, or planes of several element types.
+        SettingsError, CheckpointError: if the model, the tokenizer or a text cannot be read, the
+            text is too short, or the KV format has no encodable planes, or planes of several
+            element types.
     """
     on = torch_device(device)
     console = Console(stderr=True)
     with _codec_compiled() if on.type == "cpu" else nullcontext():
         with console.status("loading the model"):
-            tokens = load_tokenizer(resolve_model(tokenizer)).encode(documentation()[0])
+            text = read_texts(texts) if texts else documentation()[0]
+            tokens = load_tokenizer(resolve_model(tokenizer)).encode(text)
+            if len(tokens) < (least := SAMPLE_PROMPTS * SAMPLE_TOKENS):
+                raise SettingsError(
+                    f"the calibration text has {len(tokens)} tokens, at least {least} are needed"
+                )
             runtime_model = load_model(resolve_model(model), on, kv_format)
         samples = prefill_sample(runtime_model, tokens, console)
     if not samples:

@@ -64,12 +64,13 @@ class Given:
         )
 
     def refuse(self, kv_format: str) -> None:
-        """Check that no flag was given, as the command calibrates codebooks.
+        """Check that no flag but ``--text`` was given, as the command calibrates codebooks.
 
         Raises:
             SettingsError: one was.
         """
-        for name, value in (*self.text.items(), *self.search.items(), *self.options.items()):
+        tokens = {"tokens": self.text.get("tokens")}
+        for name, value in (*tokens.items(), *self.search.items(), *self.options.items()):
             if value is None:
                 continue
             if name == "quantize_bits":
@@ -88,9 +89,7 @@ Tokens = Annotated[
 ]
 TextFiles = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--text", help=f"{_FORMATS}: text file, repeatable; default: Python's documentation"
-    ),
+    typer.Option("--text", help="UTF-8 text file, repeatable; default: Python's documentation"),
 ]
 RemovalRate = Annotated[
     float | None,

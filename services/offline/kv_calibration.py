@@ -27,6 +27,7 @@ from services.common.model_source import resolve_model
 from services.common.tokenizer import Tokenizer, load_tokenizer
 from services.offline.calibrate_flags import Given
 from services.offline.output import atomic_file
+from services.offline.texts import read_texts
 from services.worker.device import torch_device
 from services.worker.loading import PAGE_SIZE
 
@@ -188,11 +189,7 @@ def _texts(
     length = min(ROW_TOKENS, context, tokens)
     held_out_length = min(HELD_OUT_TOKENS, context) if hold_out else 0
     if files:
-        try:
-            joined = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"cannot read the calibration text: {error}") from error
-        found = tokenizer.encode(joined)
+        found = tokenizer.encode(read_texts(files))
         end = len(found) - held_out_length
         train, held_out = found[:end], found[end:]
     else:

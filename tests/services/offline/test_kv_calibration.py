@@ -136,6 +136,8 @@ def test_search_evaluates_quantized_latents(
             "exclude each other",
         ),
         (("--removal-rate", "0.1"), "KV format dense has no option removal-rate"),
+        (("--tokens", "64"), "KV format dense has no option tokens"),
+        (("--text", "none.txt"), "cannot read the calibration text"),
     ],
 )
 def test_unsuitable_flags_are_refused(
