@@ -215,7 +215,7 @@ class Codebooks:
                 )
             loaded = cls(tuple(_entry(item) for item in artifact["codebooks"]))
             stated = artifact["id"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidCodebook(f"{path} is not a codebook artifact: {error!r}") from error
         if loaded.id != stated:
             raise InvalidCodebook(f"{path} has id {stated}, but its content has id {loaded.id}")

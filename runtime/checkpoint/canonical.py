@@ -23,6 +23,7 @@ from runtime.checkpoint.assemble import (
     named_tensors,
     optional_tensors_of,
 )
+from runtime.checkpoint.config_values import number
 from runtime.checkpoint.hashing import hash_tensors
 from runtime.checkpoint.huggingface_config import parse_config, to_huggingface
 from runtime.checkpoint.safetensors_file import SafetensorsDirectory, ShardWriter, read_json
@@ -108,7 +109,10 @@ def load_canonical(
         )
     config = parse_config(_object(metadata, "config"), {})
     groups = _groups(metadata)
-    source = AliasedSource.of(SafetensorsDirectory(directory), groups)
+    files = SafetensorsDirectory(directory)
+    source = AliasedSource.of(files, groups)
+    if missing := sorted(set(source.stored.values()) - files.names()):
+        raise CheckpointError(f"{METADATA} has shared_bases without a tensor {missing[0]}")
     stored_hash = _stored_hash(config, source)
     if stored_hash != metadata.get("model_hash"):
         raise CheckpointError(f"{directory} was altered: its content does not match its model_hash")
@@ -118,9 +122,8 @@ def load_canonical(
     ranks = {name: pair.rank for name, pair in factor_pairs(checkpoint).items()}
     if ranks != metadata.get("ranks"):
         raise CheckpointError(f"the ranks in {directory / METADATA} do not match the tensors")
-    return replace(
-        checkpoint, keep=float(metadata.get("keep", 1.0)), factorization=_factorization(metadata)
-    )
+    keep = number(metadata, "keep", 1.0)
+    return replace(checkpoint, keep=keep, factorization=_factorization(metadata))
 
 
 def _stored_hash(config: ModelConfig, source: TensorSource) -> str:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.config import RopeConfig
 from runtime.errors import CheckpointError
 
 
@@ -27,6 +28,35 @@ def count(values: Mapping[str, Any], key: str, default: int | None = None) -> in
     if not value.is_integer() or value < 1:
         raise CheckpointError(f"the config has {key} = {value}, expected a positive integer")
     return int(value)
+
+
+def checked_rope(rope: RopeConfig, head_dim: int) -> RopeConfig:
+    """Return ``rope`` if its frequencies are finite numbers.
+
+    Raises:
+        CheckpointError: a value is out of range, or the divisors do not fit ``head_dim``.
+    """
+    positive = {
+        "rope_theta": rope.theta,
+        "factor": rope.factor,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "attention_factor": rope.attention_factor,
+        "frequency_divisors": min(rope.frequency_divisors, default=1.0),
+    }
+    for name, value in positive.items():
+        if not 0 < value < math.inf:
+            raise CheckpointError(f"the config has {name} = {value}, expected a positive number")
+    if rope.scaling == "yarn" and rope.theta == 1.0:
+        raise CheckpointError("the config has rope_theta = 1, which yarn does not support")
+    if rope.scaling == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise CheckpointError("the config has low_freq_factor at or above high_freq_factor")
+    if len(rope.frequency_divisors) not in (0, head_dim // 2):
+        raise CheckpointError(
+            f"the config has {len(rope.frequency_divisors)} frequency_divisors, expected "
+            f"{head_dim // 2}"
+        )
+    return rope
 
 
 def token_ids(values: Mapping[str, Any], key: str) -> set[int]:

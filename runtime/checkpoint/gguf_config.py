@@ -5,7 +5,7 @@ from typing import Any
 
 from gguf import GGUFReader, ReaderTensor
 
-from runtime.checkpoint.config_values import count, number, token_ids
+from runtime.checkpoint.config_values import checked_rope, count, number, token_ids
 from runtime.checkpoint.family import CheckpointFamily, GGUFFormat, family_of_gguf
 from runtime.config import ModelConfig, RopeConfig
 from runtime.errors import CheckpointError
@@ -58,7 +58,7 @@ def read_config(
         context_length=count(metadata, "context_length"),
         rms_norm_eps=number(metadata, "attention.layer_norm_rms_epsilon"),
         tied_embeddings=OUTPUT_NAME not in tensors,
-        rope=_rope(metadata, tensors, head_dim),
+        rope=checked_rope(_rope(metadata, tensors), head_dim),
         eos_token_ids=_eos(metadata),
     )
 
@@ -88,17 +88,11 @@ def _layers(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) ->
     return layers
 
 
-def _rope(
-    metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], head_dim: int
-) -> RopeConfig:
+def _rope(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> RopeConfig:
     theta = number(metadata, "rope.freq_base", 10_000.0)
     divisors: tuple[float, ...] = ()
     if ROPE_DIVISORS in tensors:
         divisors = tuple(float(divisor) for divisor in tensors[ROPE_DIVISORS].data)
-        if len(divisors) != head_dim // 2:
-            raise CheckpointError(
-                f"{ROPE_DIVISORS} has {len(divisors)} values, not {head_dim // 2}"
-            )
     match metadata.get("rope.scaling.type", "none"):
         case "none":
             return RopeConfig(theta=theta, frequency_divisors=divisors)

@@ -120,7 +120,13 @@ class _GGUFTensors:
                         self._heads[own + name + kind] = heads
         self._names = {name: own for name, own in self._names.items() if own in tensors}
         known = {*self._names.values(), ROPE_DIVISORS}
-        self._names |= {name: name for name in tensors if name not in known}
+        unknown = {name: name for name in tensors if name not in known}
+        if repeated := sorted(unknown.keys() & self._names.keys()):
+            raise CheckpointError(
+                f"the file has both {repeated[0]} and {self._names[repeated[0]]}, which are the "
+                "same tensor"
+            )
+        self._names |= unknown
 
     def names(self) -> frozenset[str]:
         return frozenset(self._names)

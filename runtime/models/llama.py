@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from runtime.checkpoint.config_values import count, number
+from runtime.checkpoint.config_values import checked_rope, count, number
 from runtime.checkpoint.family import GGUFFormat, LayerLayout, LinearTensor, VectorTensor
 from runtime.checkpoint.huggingface_config import (
     architecture_of,
@@ -144,7 +144,7 @@ class LlamaFamily(ModelFamily[LlamaParts]):
             context_length=_context_length(hf_config),
             rms_norm_eps=number(hf_config, "rms_norm_eps", 1e-6),
             tied_embeddings=hf_config.get("tie_word_embeddings") is True,
-            rope=parse_rope(hf_config),
+            rope=checked_rope(parse_rope(hf_config), head_dim),
             eos_token_ids=parse_eos(hf_config, generation),
         )
 

@@ -260,6 +260,7 @@ def test_artifact_round_trips_and_damage_is_detected(tmp_path: Path) -> None:
         text.replace('"version": 3', '"version": 2'), text.replace("bf16", "fp4"),
         text.replace("bf16", "fp16"), text.replace("three_bit", "two_bit"),
         text.replace("three_bit", "inband"), text.replace("second", "third"),
+        text.replace('"three_bit"', "7"),
     ]  # fmt: skip
     for content in damaged:
         assert content != text

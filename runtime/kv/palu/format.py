@@ -140,6 +140,11 @@ class PaluFormat(CalibratedFormat[PaluLayer]):
                 f"v_basis.{index}", (config.num_kv_heads, config.head_dim, None)
             )
             _check_groups(index, k_basis, config)
+            if not 0 < v_basis.shape[2] <= config.head_dim:
+                raise CalibrationError(
+                    f"calibration of {NAME}: 'v_basis.{index}' has rank {v_basis.shape[2]}, "
+                    f"expected 1 to {config.head_dim}"
+                )
             bases = k_basis.to(device), v_basis.to(device)
             layers.append(PaluLayer(*bases, rotation, self.kernels))
         self.fused = _kernels_support(layers, config)

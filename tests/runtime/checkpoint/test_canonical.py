@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,23 @@ def test_altered_checkpoints_are_refused(change: str, tmp_path: Path) -> None:
         del metadata["model_hash"]
     path.write_text(json.dumps(metadata))
     with pytest.raises(CheckpointError, match="altered"):
+        load_checkpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"keep": []}, r"keep = \[\]"),
+        ({"shared_bases": [["none", "model.layers.0.self_attn.k_proj"]]}, "without a tensor none"),
+    ],
+)
+def test_malformed_metadata_is_refused(
+    change: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    write_checkpoint(random_checkpoint(), tmp_path / "model")
+    path = tmp_path / "model" / "headrace.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=complaint):
         load_checkpoint(tmp_path / "model")
 
 

@@ -196,6 +196,12 @@ def test_rope_frequency_divisors_are_applied(tmp_path: Path) -> None:
         ({"blk.0.attn_q.weight": np.ones((5, 64), np.float32)}, "not divisible"),
         ({"blk.0.ffn_gate_exps.weight": np.ones((2, 2), np.float32)}, "not part of this"),
         ({"token_embd.weight": None}, "token_embd"),
+        (
+            {"model.norm.weight": np.ones(64, np.float32)},
+            r"both model\.norm\.weight and output_norm",
+        ),
+        ({"rope_freqs.weight": np.ones(3, np.float32)}, "3 frequency_divisors, expected"),
+        ({"rope_freqs.weight": np.zeros(HIDDEN // HEADS // 2, np.float32)}, "divisors = 0"),
     ],
 )
 def test_error_names_the_inconsistent_tensor(

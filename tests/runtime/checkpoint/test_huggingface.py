@@ -181,6 +181,14 @@ def test_model_hash_depends_on_config_and_weights_only(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "between layers"),
         ({"partial_rotary_factor": 0.5}, "part of the head"),
+        ({"rope_parameters": LINEAR | {"factor": 0}}, "factor = 0"),
+        ({"rope_parameters": LINEAR | {"rope_theta": 0}}, "rope_theta = 0"),
+        ({"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta = 1"),
+        ({"rope_parameters": YARN | {"beta_fast": 0}}, "beta_fast = 0"),
+        ({"rope_parameters": YARN | {"factor": -2.0}}, "factor = -2"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor at or above"),
+        ({"rope_parameters": LINEAR | {"frequency_divisors": [2.0]}}, "1 frequency_divisors"),
+        ({"rope_parameters": LINEAR | {"frequency_divisors": [0.0] * 8}}, "divisors = 0"),
     ],
 )
 def test_error_names_the_unsupported_or_inconsistent_config_value(

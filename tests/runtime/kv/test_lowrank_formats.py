@@ -153,12 +153,8 @@ def test_fdc_is_exact_if_the_rank_suffices(rank: int) -> None:
     keys, values = round_trip(kv_format, pages_of(k), pages_of(v))
     assert relative_error(keys, pages_of(k)) < BF16
     assert relative_error(values, pages_of(v)) < BF16
-    assert (
-        relative_error(
-            q @ keys[0].repeat_interleave(2, 0).mT, q @ k[:, :PAGE].repeat_interleave(2, 0).mT
-        )
-        < 2 * BF16
-    )
+    found, exact = (q @ one.repeat_interleave(2, 0).mT for one in (keys[0], k[:, :PAGE]))
+    assert relative_error(found, exact) < 2 * BF16
 
 
 def test_fdc_error_is_the_dropped_spectrum() -> None:
@@ -230,6 +226,13 @@ def test_fdc_rejects_ranks_that_do_not_fit_the_bases(ranks: list[list[int]]) -> 
     tensors = {**made.tensors, "k_ranks": torch.tensor(ranks)}
     with pytest.raises(KVFormatError, match="ranks"):
         fdc.FdcFormat(CONFIG, replace(made, tensors=tensors))
+
+
+def test_palu_rejects_values_with_more_components_than_the_head() -> None:
+    made = palu.calibrate([moments_of(CONFIG, full_text())] * 2, palu.PaluOptions(rank=32), HASH)
+    tensors = made.tensors | {"v_basis.0": made.tensors["v_basis.0"].repeat(1, 1, 4)}
+    with pytest.raises(KVFormatError, match=r"'v_basis\.0' has rank 128, expected 1 to 64"):
+        palu.PaluFormat(CONFIG, replace(made, tensors=tensors))
 
 
 @pytest.mark.parametrize(("group_heads", "groups"), [(1, 4), (2, 2), (3, 2), (4, 1), (9, 1)])
