@@ -230,7 +230,7 @@ def test_fdc_rejects_ranks_that_do_not_fit_the_bases(ranks: list[list[int]]) -> 
 
 def test_palu_rejects_values_with_more_components_than_the_head() -> None:
     made = palu.calibrate([moments_of(CONFIG, full_text())] * 2, palu.PaluOptions(rank=32), HASH)
-    tensors = made.tensors | {"v_basis.0": made.tensors["v_basis.0"].repeat(1, 1, 4)}
+    tensors = {**made.tensors, "v_basis.0": made.tensors["v_basis.0"].repeat(1, 1, 4)}
     with pytest.raises(KVFormatError, match=r"'v_basis\.0' has rank 128, expected 1 to 64"):
         palu.PaluFormat(CONFIG, replace(made, tensors=tensors))
 
