@@ -22,14 +22,10 @@ M = TypeVar("M", bound=Message)
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _MAX_DRAINED_BYTES = 1024 * 1024
 
-_OPTIONS = [
+PING_TIMEOUT_S = 1.5
+_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer that is stopped or cut off is detected within 2 s. gRPC's own threads answer pings, so
-    # a busy event loop is not mistaken for that. Without its own limit, a ping has a minute.
-    ("grpc.keepalive_time_ms", 500),
-    ("grpc.keepalive_timeout_ms", 1_500),
-    ("grpc.http2.ping_timeout_ms", 1_500),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.so_reuseport", 0),
@@ -161,12 +157,27 @@ class GrpcServer:
         await self.server.stop(grace_s)
 
 
-def open_channel(address: str, tls: MutualTls | None = None) -> aio.Channel:
-    """Open a channel to another Headrace service, with mutual TLS if there are certificates."""
+def open_channel(
+    address: str, tls: MutualTls | None = None, *, ping_timeout_s: float = PING_TIMEOUT_S
+) -> aio.Channel:
+    """Open a channel to another Headrace service, with mutual TLS if there are certificates.
+
+    After 0.5 s without data it sends a ping. A peer that does not answer within ``ping_timeout_s``
+    is stopped or cut off, and its calls end with UNAVAILABLE. gRPC's own threads answer pings, so
+    that a busy event loop does not delay them.
+    """
+    timeout_ms = round(1_000 * ping_timeout_s)
+    options = [
+        *_OPTIONS,
+        ("grpc.keepalive_time_ms", 500),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.ping_timeout_ms", timeout_ms),  # a minute by default
+    ]
     if tls is None:
-        return aio.insecure_channel(address, options=_OPTIONS)
-    override = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
-    return aio.secure_channel(address, tls.channel_credentials(), options=[*_OPTIONS, *override])
+        return aio.insecure_channel(address, options=options)
+    if tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return aio.secure_channel(address, tls.channel_credentials(), options=options)
 
 
 def credentials(token: str | None) -> list[tuple[str, str]]:

@@ -45,6 +45,7 @@ class DecodeWorker(Worker):
             token=settings.token,
             tls=settings.tls,
             handshake_s=settings.handshake_s,
+            ping_timeout_s=settings.ping_timeout_s,
         )
         self.receiver = Receiver(
             agent,

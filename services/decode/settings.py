@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from services.common.grpc_server import PING_TIMEOUT_S
 from services.worker.settings import WorkerSettings
 
 
@@ -37,6 +38,13 @@ class DecodeSettings(WorkerSettings):
         gt=0,
         le=60,
         description="deadline for opening a session with a prefill worker, seconds",
+    )
+    ping_timeout_s: float = Field(
+        PING_TIMEOUT_S,
+        gt=0,
+        le=60,
+        description="time that a prefill worker has to answer a gRPC ping before it counts as "
+        "lost, seconds",
     )
     overflow_tokens: Annotated[int, Field(ge=0)] | Literal["auto", "never"] = Field(
         "auto",

@@ -113,6 +113,7 @@ class Gateway:
             token=settings.token,
             tls=settings.tls,
             connect_timeout_s=settings.connect_timeout_s,
+            ping_timeout_s=settings.ping_timeout_s,
             max_buffered_tokens=settings.stream_buffer_tokens,
         )
         self.prompts = PromptEncoder(model.tokenizer, model.context_length, settings.max_concurrent)

@@ -138,6 +138,7 @@ class WorkerSession:
         token: str | None,
         tls: MutualTls | None,
         connect_timeout_s: float,
+        ping_timeout_s: float,
         max_buffered_tokens: int,
         on_confirmed: Callable[["WorkerSession"], None],
         on_end: Callable[["WorkerSession"], None],
@@ -147,6 +148,7 @@ class WorkerSession:
         self._token = token
         self._tls = tls
         self._connect_timeout_s = connect_timeout_s
+        self._ping_timeout_s = ping_timeout_s
         self._max_buffered_tokens = max_buffered_tokens
         self._on_confirmed = on_confirmed
         self._on_end = on_end
@@ -202,7 +204,8 @@ class WorkerSession:
     async def _run(self) -> None:
         """Connect, then send commands and receive steps until either side ends the call."""
         reason = "the worker ended the session"
-        async with open_channel(self.worker.address, self._tls) as channel:
+        pings = self._ping_timeout_s
+        async with open_channel(self.worker.address, self._tls, ping_timeout_s=pings) as channel:
             try:
                 async with asyncio.timeout(self._connect_timeout_s):
                     await _connected(channel)
@@ -268,6 +271,7 @@ class SessionPool:
         token: cluster token, or None.
         tls: certificates for mutual TLS, or None.
         connect_timeout_s: time to connect to a worker, seconds.
+        ping_timeout_s: see `services.common.grpc_server.open_channel`.
         max_buffered_tokens: maximum tokens that one stream buffers; above it, the stream fails.
     """
 
@@ -276,12 +280,14 @@ class SessionPool:
         *,
         token: str | None,
         connect_timeout_s: float,
+        ping_timeout_s: float,
         max_buffered_tokens: int,
         tls: MutualTls | None = None,
     ) -> None:
         self._token = token
         self._tls = tls
         self._connect_timeout_s = connect_timeout_s
+        self._ping_timeout_s = ping_timeout_s
         self._max_buffered_tokens = max_buffered_tokens
         self._sessions: dict[WorkerAddress, WorkerSession] = {}
 
@@ -294,6 +300,7 @@ class SessionPool:
                 token=self._token,
                 tls=self._tls,
                 connect_timeout_s=self._connect_timeout_s,
+                ping_timeout_s=self._ping_timeout_s,
                 max_buffered_tokens=self._max_buffered_tokens,
                 on_confirmed=self._end_other_epochs,
                 on_end=self._remove,

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from services.common.grpc_server import PING_TIMEOUT_S
 from services.common.model_source import DEFAULT_MODEL
 from services.common.settings import ServiceSettings
 
@@ -142,6 +143,13 @@ class GatewaySettings(ServiceSettings):
     )
     connect_timeout_s: float = Field(
         5.0, gt=0, le=60, description="maximum time to connect to a router or worker, seconds"
+    )
+    ping_timeout_s: float = Field(
+        PING_TIMEOUT_S,
+        gt=0,
+        le=60,
+        description="time that a worker has to answer a gRPC ping before it counts as lost, "
+        "seconds",
     )
     stream_buffer_tokens: int = Field(
         8192,

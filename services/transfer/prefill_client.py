@@ -15,6 +15,7 @@ from headrace.v1 import decode_pb2, error_pb2, request_pb2
 from headrace.v1 import prefill_pb2 as pb
 from headrace.v1.prefill_pb2_grpc import PrefillStub
 from services.common.grpc_server import (
+    PING_TIMEOUT_S,
     MessageStream,
     credentials,
     drain,
@@ -188,6 +189,7 @@ class PrefillClients:
     Args:
         hello: handshake message of the decode worker; `connect` fills in the expected epoch.
         handshake_s: deadline for connecting, the handshake and the exchange of NIXL metadata.
+        ping_timeout_s: see `services.common.grpc_server.open_channel`.
     """
 
     def __init__(
@@ -197,6 +199,7 @@ class PrefillClients:
         *,
         token: str | None,
         handshake_s: float,
+        ping_timeout_s: float = PING_TIMEOUT_S,
         tls: MutualTls | None = None,
     ) -> None:
         self._agent = agent
@@ -204,6 +207,7 @@ class PrefillClients:
         self._metadata = credentials(token)
         self._tls = tls
         self._handshake_s = handshake_s
+        self._ping_timeout_s = ping_timeout_s
         self._clients: dict[tuple[str, str], asyncio.Task[PrefillClient]] = {}
         self._sequences = count(1)
         self._runs: set[asyncio.Task[None]] = set()
@@ -240,7 +244,7 @@ class PrefillClients:
         await asyncio.gather(*self._runs, return_exceptions=True)
 
     async def _open(self, worker: decode_pb2.WorkerAddress) -> PrefillClient:
-        channel = open_channel(worker.address, self._tls)
+        channel = open_channel(worker.address, self._tls, ping_timeout_s=self._ping_timeout_s)
         session: Any = PrefillStub(channel).Session  # no request iterator: `write` sends requests
         call: MessageStream = session(metadata=self._metadata)
         welcome: pb.Welcome | None = None

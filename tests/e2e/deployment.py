@@ -32,6 +32,10 @@ _NO_SHEDDING = {
     "HEADRACE_ROUTER_MAX_WAIT_S": "3600",
     "HEADRACE_GATEWAY_QUEUE_WAIT_S": "3600",
 }
+_PATIENT = {
+    "HEADRACE_GATEWAY_PING_TIMEOUT_S": "30",
+    "HEADRACE_DECODE_PING_TIMEOUT_S": "30",
+}
 START_S = 900.0  # the very first start factorizes a model and calibrates the codec
 
 
@@ -200,6 +204,7 @@ def deployed(
     start_s: float = START_S,
     logs: Path | None = None,
     sheds: bool = False,
+    patient: bool = True,
 ) -> Iterator[Running]:
     """Run ``headrace up <flags>`` on free ports until the block ends.
 
@@ -211,6 +216,9 @@ def deployed(
         logs: folder to which the logs of all processes are copied at the end.
         sheds: whether the router refuses requests that would wait long, as it does by default. The
             requests of many tests would be too many for a slow machine.
+        patient: whether workers have 30 s to answer pings, instead of the default. On a busy
+            machine, threads may wait for seconds. Tests that stop workers or cut links set it to
+            False.
 
     Raises:
         RuntimeError: if the deployment is not ready in time, or leaves processes behind.
@@ -222,7 +230,10 @@ def deployed(
         *flags,
     ]
     url = f"http://127.0.0.1:{port}"
-    variables = {**os.environ, **({} if sheds else _NO_SHEDDING), **(environment or {})}
+    variables = dict(os.environ)
+    variables |= {} if sheds else _NO_SHEDDING
+    variables |= _PATIENT if patient else {}
+    variables |= environment or {}
     with tempfile.TemporaryFile("w+") as log:  # a pipe that is not read would fill up
         process = subprocess.Popen(command, stderr=log, env=variables)
         try:

@@ -100,7 +100,7 @@ def main() -> None:
         points = Points(Path(folder))
         environment = {"UCX_TLS": "tcp,self", **points.environment}
         flags = ("--model", options.model, "--prefill", "2", "--decode", "2")
-        with deployed(*flags, environment=environment) as running:
+        with deployed(*flags, environment=environment, patient=False) as running:
             running.wait_for_all_workers()
             table = asyncio.run(measure_all(Trial(running, points), options.rounds))
     Console().print(table)

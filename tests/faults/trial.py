@@ -252,6 +252,6 @@ def trial(
         **_SETTINGS, **transports, **workers, **points.environment, **(environment or {})
     }  # fmt: skip
     model = ("--model", str(model_folder(device)), "--device", device)
-    with deployed(*model, *flags, environment=variables, logs=logs) as running:
+    with deployed(*model, *flags, environment=variables, logs=logs, patient=False) as running:
         running.wait_for_all_workers()
         yield Trial(running, points, device)

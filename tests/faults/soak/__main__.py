@@ -65,7 +65,7 @@ def main() -> int:
     workers = ("--prefill", "2", "--decode", "2")
     with (
         deployed("--colocated", *model) as reference,
-        deployed(*workers, *model, environment=ENVIRONMENT, logs=own.out) as running,
+        deployed(*workers, *model, environment=ENVIRONMENT, logs=own.out, patient=False) as running,
         watched(running) as watch,
     ):
         running.wait_for_all_workers()

@@ -54,11 +54,22 @@ async def test_streams_of_a_stopped_peer_end(peer: "subprocess.Popen[str]") -> N
     assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_ping_timeout_is_the_time_to_answer(peer: "subprocess.Popen[str]") -> None:
+    assert peer.stdout is not None
+    port = await asyncio.to_thread(peer.stdout.readline)
+    async with open_channel(f"127.0.0.1:{port.strip()}", ping_timeout_s=60) as channel:
+        stream = await watched(channel)
+        peer.send_signal(signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(4.0):
+                await stream.read()
+
+
 async def test_idle_streams_of_a_live_peer_stay_open(peer: "subprocess.Popen[str]") -> None:
     """The peer answers several pings without closing the connection for their number."""
     assert peer.stdout is not None
     port = await asyncio.to_thread(peer.stdout.readline)
-    async with open_channel(f"127.0.0.1:{port.strip()}") as channel:
+    async with open_channel(f"127.0.0.1:{port.strip()}", ping_timeout_s=60) as channel:
         stream = await watched(channel)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(4.0):
