@@ -170,7 +170,7 @@ class Site:
         **changes: object,
     ) -> Decode:
         settings = DecodeSettings.model_validate(
-            {"codec": "raw", "slots": 3, "slot_bytes": SLOT_BYTES, **changes}
+            {"codec": "raw", "slots": 3, "slot_bytes": SLOT_BYTES, "ping_timeout_s": 20, **changes}
         )
         loaded = loaded_of(settings)
         landing = loaded.new_slab()

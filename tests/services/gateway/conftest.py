@@ -74,7 +74,7 @@ async def gateway_site(
 ) -> AsyncIterator[Site]:
     """Run a gateway with fake workers. ``changes``: settings that differ from the defaults."""
     settings = GatewaySettings.model_validate(
-        {"deadline_s": 20.0, "cluster_token": "between-us", **changes}
+        {"deadline_s": 20.0, "ping_timeout_s": 20.0, "cluster_token": "between-us", **changes}
     )
     workers = [FakeWorker(f"decode-{i}") for i in range(count)]
     router = FakeRouter(workers, model.name)

@@ -131,7 +131,7 @@ async def test_load_has_the_rate_of_computed_prompts(
         pass
     await thread.run(lambda _: None)
     assert thread.load.prompt_tokens == 0
-    assert 0 < thread.load.prompt_tokens_s <= 100 / 0.2
+    assert 0 < thread.load.prompt_tokens_s < 2 * 100 / 0.2  # recent steps have more weight
 
 
 async def test_duration_of_each_plan_is_taken_once() -> None:
