@@ -92,7 +92,7 @@ class Generator:
         return self._decode(WindowedFormat(exact, RoundTrip(compressed, config)))
 
     def _prefill(self, prompt: Sequence[int], pages: list[int]) -> int:
-        batch = Batch.of([SequenceSlice(prompt, 0, pages)])
+        batch = Batch.of([SequenceSlice(prompt, 0, pages)], self._model.device)
         return self._step(batch, self._prompt_kv, self._exact)[0]
 
     @torch.inference_mode()
@@ -117,7 +117,7 @@ class Generator:
                 at = len(self._prompts[number]) + len(output) - 1
                 replaced = pages[SINK_PAGES:] if stored else None
                 slices.append(SequenceSlice([output[-1]], at, pages, stored=replaced))
-            tokens = self._step(Batch.of(slices), cache, kv_format)
+            tokens = self._step(Batch.of(slices, self._model.device), cache, kv_format)
             for number, token in zip(running, tokens, strict=True):
                 outputs[number].append(token)
         return outputs
@@ -141,7 +141,12 @@ class Generator:
             num_layers=self._model.config.num_layers,
             page_size=self._model.page_size,
         )
-        return PagedCache(layout, num_pages=self._num_pages, num_stored=self._num_pages)
+        return PagedCache(
+            layout,
+            num_pages=self._num_pages,
+            num_stored=self._num_pages,
+            device=self._model.device,
+        )
 
     def _copy_prompts(self, cache: PagedCache) -> None:
         for layer in range(self._model.config.num_layers):
@@ -160,8 +165,8 @@ class Generator:
             first += [page * size for page in stored]
         if pages:
             layers = [cache.layer(layer) for layer in range(self._model.config.num_layers)]
-            ids = torch.tensor(pages)
-            kv_format.encode(layers, ids, ids, torch.tensor(first))
+            ids, positions = torch.tensor([pages, first], device=self._model.device)
+            kv_format.encode(layers, ids, ids, positions)
 
 
 def outputs_of(

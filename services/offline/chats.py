@@ -68,6 +68,7 @@ def compare_chats(
     """Compare a model with the dense one.
 
     Args:
+        dense, other: models with backend "torch".
         chats: answers of the dense model.
         max_tokens: maximum tokens of an answer of ``other``.
     """
@@ -105,7 +106,7 @@ def _scores(dense: Model, other: Model, chat: Chat) -> Scores:
     text = torch.tensor([*chat.prompt, *chat.answer])
     answered = slice(len(chat.prompt) - 1, None)
     baseline, found = (
-        logits_of(model, text, TeacherForced(model.config, None))[answered]
+        logits_of(model, text, TeacherForced(model.config, None))[answered].cpu()
         for model in (dense, other)
     )
     return compare(baseline, found, text[answered])

@@ -164,7 +164,7 @@ def _perplexities(
 def _compared_chats(
     source: Path, out: Path, tokenizer: Tokenizer, chats: int, on: torch.device
 ) -> ChatFidelity:
-    dense, factorized = load_model(source, on), load_model(out, on)
+    dense, factorized = (load_model(path, on, backend="torch") for path in (source, out))
     made = answer(dense, tokenizer, questions()[1][:chats], HELD_OUT_ANSWER_TOKENS)
     return compare_chats(dense, factorized, made, HELD_OUT_ANSWER_TOKENS)
 

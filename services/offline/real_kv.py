@@ -11,26 +11,37 @@ from runtime.checkpoint import load_checkpoint
 from runtime.core.limits import Limits
 from runtime.core.request import Request, SamplingParams
 from runtime.engine import Add, Engine, StepOutput
-from runtime.models.model import Model, unsupported_by_gemm
+from runtime.models.model import Backend, Model, unsupported_by_gemm
 from services.worker.loading import PAGE_SIZE
 
 SAMPLE_PROMPTS, SAMPLE_TOKENS = 4, 512
 
 
-def load_model(path: Path, device: torch.device, kv_format: str = "dense") -> Model:
-    """Load a model in the dtype and with the kernels that a worker uses on this device.
+def load_model(
+    path: Path,
+    device: torch.device,
+    kv_format: str = "dense",
+    *,
+    backend: Backend | None = None,
+) -> Model:
+    """Load a model in the dtype that a worker uses on this device.
+
+    Args:
+        backend: implementation of the linear layers; by default that of a worker.
 
     Raises:
         CheckpointError: if the model cannot be read.
     """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     checkpoint = load_checkpoint(path, dtype=dtype)
+    if backend is None:
+        backend = "torch" if unsupported_by_gemm(checkpoint, device, dtype) else "gemm"
     return Model(
         checkpoint,
         device=device,
         dtype=dtype,
         page_size=PAGE_SIZE,
-        backend="torch" if unsupported_by_gemm(checkpoint, device, dtype) else "gemm",
+        backend=backend,
         kv_format=kv_format,
     )
 

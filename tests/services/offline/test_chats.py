@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from runtime.models.model import Model
+from runtime.quality.generate import outputs_of
 from runtime.quality.metrics import compare
 from services.common.model_source import resolve_model
 from services.common.tokenizer import load_tokenizer
@@ -72,6 +73,18 @@ def test_equal_models_agree_and_others_do_not() -> None:
     assert different.top1 < 1.0
     assert different.kl_mean > 0.01
     assert different.chats == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_models_on_a_gpu_are_compared() -> None:
+    dense, same, other = (
+        Model(tiny_checkpoint(seed=seed), device="cuda", dtype=torch.bfloat16) for seed in (0, 0, 1)
+    )
+    prompts = [[1, 5, 9, 4], [3, 6]]
+    made = [Chat(*pair) for pair in zip(prompts, outputs_of(dense, prompts, 6), strict=True)]
+    assert compare_chats(dense, same, made, 4).top1 == 1.0
+    assert compare_chats(dense, other, made, 4).top1 < 1.0
 
 
 def test_only_positions_of_the_answer_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
