@@ -52,7 +52,8 @@ def choose_chunks(
     """Choose the prompt chunks of a step that also decodes ``decoded`` sequences.
 
     Prompts are computed in the order of ``position + 4 * left``. A short prompt overtakes longer
-    ones, but a prompt of n tokens waits for less than 3 n tokens of prompts admitted after it.
+    ones, but a prompt of n tokens waits for less than 3 n tokens of prompts admitted after it. What
+    is left of a step after a chunk of ``chunk_tokens`` goes to the next prompts in this order.
 
     Args:
         groups: groups to prefill.
@@ -70,4 +71,4 @@ def choose_chunks(
 
 
 def _turn(group: SequenceGroup) -> int:
-    return group.position + _OVERTAKING * group.left
+    return (group.position or 0) + _OVERTAKING * group.left

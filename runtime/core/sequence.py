@@ -102,13 +102,14 @@ class SequenceGroup:
 
     Attributes:
         computed: number of prompt tokens whose KV is in the pages.
-        position: number of prompt tokens that were admitted to prefill before this group.
+        position: number of prompt tokens that were admitted to prefill before this group, or None
+            until it is admitted. A group that is preempted keeps it.
     """
 
     purpose: Purpose
     sequences: list[Sequence]
     computed: int = 0
-    position: int = 0
+    position: int | None = None
 
     @property
     def request(self) -> Request:

@@ -5,8 +5,7 @@ then prefilled chunk by chunk, or receives its KV from another worker. Then each
 the decode batch until it ends. Admission is first come, first served.
 
 Every step decodes all running sequences. The rest of ``step_tokens`` is filled with prompt chunks
-of at most ``chunk_tokens`` tokens, in the order of `choose_chunks`. A chunk that does not fit into
-the step is cut at the end of a page.
+of at most ``chunk_tokens`` tokens, as `choose_chunks` describes.
 
 A step is in flight from its launch until its tokens are read. The tokens that it samples count in
 the lengths of its sequences. Pages released in the meantime become free only when the step has
@@ -280,7 +279,7 @@ class Scheduler:
                 continue
             self._stop(youngest)
             self._rewind([youngest])
-            group = SequenceGroup(Purpose.GENERATE, [youngest])
+            group = SequenceGroup(Purpose.GENERATE, [youngest], position=0)  # before all others
             try:
                 self.pages.check_fits(group)
             except OutOfPages as fault:
@@ -316,8 +315,9 @@ class Scheduler:
                 self._received[group.request.id] = group
                 reserved.append(group)
             else:
-                group.position = self._prompt_tokens
-                self._prompt_tokens += group.left
+                if group.position is None:
+                    group.position = self._prompt_tokens
+                    self._prompt_tokens += group.left
                 self._prefilling.append(group)
         return reserved
 

@@ -80,6 +80,21 @@ def test_preempted_sequences_produce_the_same_tokens(
     assert tight.pages_free == tight.pages_total
 
 
+def test_preempted_sequence_is_computed_before_prompts_admitted_after_it(model: Model) -> None:
+    """``b`` is preempted while the prompt of ``c`` is computed, and readmitted once ``d`` ends."""
+    engine = engine_of(model, pages=2 + 2 + 24 + 7, step_tokens=16, chunk_tokens=16)
+    prompts = {"a": request_of("a", 16, 40), "b": request_of("b", 16, 40)}
+    long = Add(request_of("c", 384, 1), hold=True)
+    record = Record()
+    record.add(engine.step([Reserve(request_of("d", 100)), *map(Add, prompts.values()), long]))
+    while not engine.num_waiting:
+        record.add(engine.step([]))
+    drive(engine, Cancel("d"), record=record)
+    computed = [chunk.id for output in record.steps for chunk in output.computed]
+    preempted_at = computed.index("c") + 16  # `a` then needs its third page
+    assert computed[preempted_at:] == 2 * ["b"] + 8 * ["c"]
+
+
 def test_choices_are_preempted_individually(model: Model) -> None:
     request = request_of("r", 40, 50, sampling=SEEDED, choices=4)
     expected = drive(engine_of(model), Add(request))
