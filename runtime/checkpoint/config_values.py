@@ -36,15 +36,15 @@ def checked_rope(rope: RopeConfig, head_dim: int) -> RopeConfig:
     Raises:
         CheckpointError: a value is out of range, or the divisors do not fit ``head_dim``.
     """
-    positive = {
-        "rope_theta": rope.theta,
-        "factor": rope.factor,
-        "beta_fast": rope.beta_fast,
-        "beta_slow": rope.beta_slow,
-        "attention_factor": rope.attention_factor,
-        "frequency_divisors": min(rope.frequency_divisors, default=1.0),
-    }
-    for name, value in positive.items():
+    positive = [
+        ("rope_theta", rope.theta),
+        ("factor", rope.factor),
+        ("beta_fast", rope.beta_fast),
+        ("beta_slow", rope.beta_slow),
+        ("attention_factor", rope.attention_factor),
+        *(("frequency_divisors", divisor) for divisor in rope.frequency_divisors),
+    ]
+    for name, value in positive:
         if not 0 < value < math.inf:
             raise CheckpointError(f"the config has {name} = {value}, expected a positive number")
     if rope.scaling == "yarn" and rope.theta == 1.0:

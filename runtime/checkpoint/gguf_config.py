@@ -92,7 +92,7 @@ def _rope(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> R
     theta = number(metadata, "rope.freq_base", 10_000.0)
     divisors: tuple[float, ...] = ()
     if ROPE_DIVISORS in tensors:
-        divisors = tuple(float(divisor) for divisor in tensors[ROPE_DIVISORS].data)
+        divisors = tuple(float(divisor) for divisor in tensors[ROPE_DIVISORS].data.ravel())
     match metadata.get("rope.scaling.type", "none"):
         case "none":
             return RopeConfig(theta=theta, frequency_divisors=divisors)
