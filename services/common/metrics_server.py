@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from threading import BoundedSemaphore, Thread, Timer
 from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -171,6 +171,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._free = BoundedSemaphore(_MAX_CONNECTIONS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _SilentHandler)
+
+    def server_bind(self) -> None:
+        """Bind without `HTTPServer`'s lookup of the host's name, which waits for a slow DNS."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
+        self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):

@@ -14,16 +14,16 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import structlog
 import torch
 
-from services.transfer.codec_calls import CodecCalls, CodecJob, Timed
+from services.transfer.codec_calls import CodecCalls, CodecJob, Timed, codec_stream
 from services.transfer.errors import TransferClosed, TransferError
 from services.transfer.network import TransferNetwork
 from services.transfer.owner import Owner, ReadDone
@@ -114,12 +114,19 @@ class TransferAgent:
         self._gate = threading.Lock()
         self._closed = False
         self._grace_s = 0.0
+        self._busy_since: float | None = None
         started: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(started,), name="transfer", daemon=True
         )
         self._thread.start()
         started.result()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the owner thread began its current round of calls; 0 while it waits."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def register(self, slab: Slab) -> None:
         """Make a slab readable by peers and usable as a READ target. Blocks; used at start-up.
@@ -267,7 +274,7 @@ class TransferAgent:
         started.set_result(None)
         _sleep_precisely()
         fault: BaseException | None = None
-        with _codec_stream(self._device):
+        with codec_stream(self._device):
             for stage in (self._serve, self._end):
                 try:
                     stage(owner)
@@ -303,15 +310,17 @@ class TransferAgent:
                 delay = _NOTIFICATION_NAP_S
             else:
                 delay = owner.drain_delay
-            active = False
+            active, self._busy_since = False, None
             with suppress(queue.Empty):
                 command = self._commands.get(timeout=delay)
+                self._busy_since = time.monotonic()
                 while True:
                     if command is None:
                         return
                     command.execute(owner)
                     active = True
                     command = self._commands.get_nowait()
+            self._busy_since = self._busy_since or time.monotonic()
             if listener is not None and listener.waiting:
                 for notification in owner.notifications():
                     listener.notified(*notification)
@@ -334,16 +343,3 @@ def _poll_delay(since_s: float) -> float:
     Transfers end soon after the last event or much later, so the pauses grow with the wait.
     """
     return min(max(since_s / 8, _MIN_NAP_S), _MAX_NAP_S)
-
-
-@contextmanager
-def _codec_stream(device: str) -> Iterator[None]:
-    """Make a new CUDA stream current on this thread, if the device is a GPU."""
-    with torch.inference_mode():
-        if torch.device(device).type != "cuda":
-            yield
-            return
-        # Its kernels are short, and should not wait for all blocks of the engine's kernels.
-        stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            yield

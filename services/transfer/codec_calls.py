@@ -1,8 +1,9 @@
 """Codec calls on the transfer thread, and futures of their results."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -154,3 +155,16 @@ def _wait_for_launches() -> None:
     """Wait for everything on the current CUDA stream, if this process uses CUDA."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
+
+
+@contextmanager
+def codec_stream(device: str) -> Iterator[None]:
+    """Make a new CUDA stream current on this thread, if the device is a GPU."""
+    with torch.inference_mode():
+        if torch.device(device).type != "cuda":
+            yield
+            return
+        # Its kernels are short, and should not wait for all blocks of the engine's kernels.
+        stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            yield

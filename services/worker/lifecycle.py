@@ -1,6 +1,7 @@
 """Lifecycle of a worker process: start, register and serve; on a signal, drain and stop."""
 
 import asyncio
+import logging
 import signal
 import sys
 from abc import ABC, abstractmethod
@@ -57,6 +58,7 @@ class Worker(ABC):
         ).set(1)
         self.fault: asyncio.Future[None] = loop.create_future()
         self.engine = EngineThread(loaded.engine, on_output=self._deliver, on_fault=self._fail)
+        self._agent = agent
         self.draining = False
         self._registrar: Registrar | None = None
 
@@ -74,6 +76,13 @@ class Worker(ABC):
     @property
     def not_ready(self) -> str | None:
         """Reason to send a running worker no more requests, or None; checked periodically."""
+        return None
+
+    def stalled(self, limit_s: float) -> str | None:
+        """Return which thread has been in one step for longer than ``limit_s``, or None."""
+        for name, step_s in (("engine", self.engine.step_s), ("transfer", self._agent.busy_s)):
+            if step_s > limit_s:
+                return f"the {name} thread's step has not ended for {step_s:.0f} s"
         return None
 
     @abstractmethod
@@ -188,7 +197,6 @@ async def _start(
         worker.metrics.registry,
         settings.metrics_port,
     )
-    await server.set_serving(True)
     registrar.start()
     log.info(
         "ready",
@@ -212,8 +220,7 @@ def _probes(worker: Worker, registrar: Registrar, stall_s: float) -> Probes:
     async def failure() -> str | None:
         if worker.fault.done():
             return f"the engine or the transfer failed: {worker.fault.exception()!r}"
-        step_s = worker.engine.step_s
-        return f"the engine's step has not ended for {step_s:.0f} s" if step_s > stall_s else None
+        return worker.stalled(stall_s)
 
     async def not_ready() -> str | None:
         return _not_ready(worker, registrar)
@@ -256,14 +263,15 @@ def stop_on_signals() -> asyncio.Event:
 
 async def _tend(worker: Worker, server: GrpcServer, registrar: Registrar, period_s: float) -> None:
     """Set the gauges periodically, and report whether the worker is ready."""
-    reported: str | None = None
+    reported: str | None = "starting"
     while True:
         worker.observe()
         not_ready = _not_ready(worker, registrar)
         worker.metrics.ready.set(not_ready is None)
         if not_ready != reported and not worker.draining:
+            level = logging.INFO if not_ready is None or reported else logging.WARNING
+            log.log(level, "readiness changed", not_ready=not_ready)
             reported, registrar.not_ready = not_ready, worker.not_ready
-            log.warning("readiness changed", not_ready=not_ready)
             await server.set_serving(not_ready is None)
         await asyncio.sleep(period_s)
 

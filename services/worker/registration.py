@@ -56,13 +56,14 @@ class Registrar:
         }
         self._beats = {url: asyncio.Lock() for url in routers}  # one at a time, in order
         self._tasks: list[asyncio.Task[None]] = []
-        self._failures: dict[str, str] = {}  # by URL of a router that does not know this worker
+        self._failures = {url: f"{url} was not called yet" for url in routers}
+        """Why a router does not know this worker, by its URL."""
         self.state: WorkerState = WorkerState.STARTING
         self.not_ready: str | None = None
 
     @property
     def unregistered(self) -> str | None:
-        """Reason for which no router knows this worker; None if one does or was not called yet."""
+        """Reason for which no router knows this worker; None if one does, or if there is none."""
         if len(self._failures) < max(1, len(self._routers)):
             return None
         return f"not registered: {', '.join(self._failures.values())}"

@@ -48,7 +48,8 @@ class WorkerSettings(ServiceSettings):
         120.0,
         gt=0,
         le=3600,
-        description="duration of one engine step above which /health reports a failure, seconds",
+        description="duration of one step of the engine, or of one round of calls of the transfer "
+        "thread, above which /health reports a failure, seconds",
     )
     transfer_interface: str | None = Field(
         None,

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,7 +28,7 @@ class Live:
     """A decode worker that runs `lifecycle.live`, with clients of its probes."""
 
     def __init__(self, decode: Decode, http: httpx.AsyncClient, port: int) -> None:
-        self.worker = decode.worker
+        self.worker, self.agent = decode.worker, decode.agent
         self._http, self._port = http, port
 
     async def get(self, path: str) -> tuple[int, dict[str, str]]:
@@ -92,6 +93,17 @@ async def test_ready_reports_the_state_of_grpc_health(
         assert await worker.reason("/health") is None
 
 
+async def test_worker_is_not_ready_before_it_has_registered(
+    site: Site, stop: asyncio.Event
+) -> None:
+    """A router that never answers, as in a network that drops packets."""
+    with socket.create_server(("127.0.0.1", 0)) as router:
+        url = f"http://127.0.0.1:{router.getsockname()[1]}"
+        async with live(site, stop, routers=[url]) as worker:
+            assert await worker.reason("/ready") == f"not registered: {url} was not called yet"
+            assert not await worker.serves()
+
+
 async def test_worker_that_cannot_register_is_not_ready(site: Site, stop: asyncio.Event) -> None:
     async with live(site, stop, routers=[UNUSED]) as worker:
         await worker.until_agreed(ready=False)
@@ -125,8 +137,25 @@ async def test_step_that_does_not_end_fails_the_liveness(site: Site, stop: async
         async with asyncio.timeout(LIMIT_S):
             while (reason := await worker.reason("/health")) is None:  # noqa: ASYNC110 - polls
                 await asyncio.sleep(0.01)
-        assert re.fullmatch(r"the engine's step has not ended for \d+ s", reason)
+        assert re.fullmatch(r"the engine thread's step has not ended for \d+ s", reason)
         release.set()
         await hanging
         await asyncio.sleep(0.15)
+        assert await worker.reason("/health") is None
+
+
+async def test_transfer_thread_that_hangs_fails_the_liveness(
+    site: Site, stop: asyncio.Event
+) -> None:
+    release = threading.Event()
+    async with live(site, stop, stall_s=0.1) as worker:
+        await asyncio.sleep(0.15)  # an idle thread does not fail
+        assert await worker.reason("/health") is None
+        hanging = worker.agent.run_on_codec_stream(lambda: release.wait(LIMIT_S))
+        async with asyncio.timeout(LIMIT_S):
+            while (reason := await worker.reason("/health")) is None:  # noqa: ASYNC110 - polls
+                await asyncio.sleep(0.01)
+        assert re.fullmatch(r"the transfer thread's step has not ended for \d+ s", reason)
+        release.set()
+        await asyncio.wrap_future(hanging)
         assert await worker.reason("/health") is None
