@@ -169,10 +169,14 @@ async def _factorize(options: UpOptions, log_file: Path) -> None:
         os.nice(19)
         end_with_parent()
 
-    with log_file.open("wb") as output:
-        child = await asyncio.create_subprocess_exec(
-            *command, stdout=output, stderr=output, preexec_fn=at_low_priority
-        )
+    try:
+        with log_file.open("wb") as output:
+            child = await asyncio.create_subprocess_exec(
+                *command, stdout=output, stderr=output, preexec_fn=at_low_priority
+            )
+    except (OSError, subprocess.SubprocessError) as error:
+        console.print(f"[red]factorizing failed[/]: {error}")
+        return
     try:
         code = await child.wait()
     except asyncio.CancelledError:

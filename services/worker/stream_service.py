@@ -104,6 +104,8 @@ class StreamService(decode_pb2_grpc.DecodeServicer):
         delivered = 0
         for key, token in output.tokens:
             if stream := self.streams.get(key):
+                if stream.reserved is None and not stream.decoding_since:
+                    stream.start_decoding()  # forced decode steps have followed the prompt
                 stream.session.push(stream, token)
                 delivered += 1
         self._worker.metrics.generation_tokens.inc(delivered)
