@@ -202,7 +202,7 @@ def test_rope_frequency_divisors_are_applied(tmp_path: Path) -> None:
         ),
         ({"rope_freqs.weight": np.ones(3, np.float32)}, "3 frequency_divisors, expected"),
         ({"rope_freqs.weight": np.zeros(HIDDEN // HEADS // 2, np.float32)}, "divisors = 0"),
-        ({"rope_freqs.weight": np.float32([1, *[np.nan] * 7])}, "divisors = nan"),
+        ({"rope_freqs.weight": np.array([1, *[np.nan] * 7], np.float32)}, "divisors = nan"),
     ],
 )
 def test_error_names_the_inconsistent_tensor(
