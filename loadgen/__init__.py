@@ -1,1 +1,1 @@
-"""Open-loop load generator: sends requests on a fixed schedule and measures the answers."""
+"""Load generator: sends requests in an open or a closed loop, and measures the answers."""

@@ -48,7 +48,7 @@ def run_command(
     config: RunConfig,
     concurrency: Annotated[
         int | None,
-        typer.Option(help="closed loop with so many requests in flight, instead of arrivals"),
+        typer.Option(help="closed loop with this many requests in flight, instead of arrivals"),
     ] = None,
     require: Require = None,
     out: Out = None,

@@ -14,7 +14,7 @@ _PERIOD_S = 0.2
 
 @dataclass
 class EarlyEnd:
-    """Ends a run once so many requests have missed an objective that no others can make up for it.
+    """Ends a run once the required attainment is out of reach, whatever the other requests do.
 
     Attributes:
         attainment: required fraction of requests that meet all objectives; None never ends a run.

@@ -70,16 +70,16 @@ def _workload_options(
     ] = None,
     scale: Annotated[float, typer.Option(help="factor on the preset's lengths")] = 1,
     inputs: Annotated[
-        str | None, typer.Option("--input", help="prompt tokens, such as lognormal:500,0.6")
+        str | None, typer.Option("--input", help="prompt lengths, such as lognormal:500,0.6")
     ] = None,
     outputs: Annotated[
-        str | None, typer.Option("--output", help="output tokens, such as uniform:10,200")
+        str | None, typer.Option("--output", help="output lengths, such as uniform:10,200")
     ] = None,
     file: Annotated[Path | None, typer.Option(help="file of requests, or a trace")] = None,
     file_format: Annotated[
         FileFormat, typer.Option("--format", help="format of --file")
     ] = FileFormat.PROMPTS,
-    prefix_tokens: Annotated[int, typer.Option(min=0, help="tokens of a shared prefix")] = 0,
+    prefix_tokens: Annotated[int, typer.Option(min=0, help="length of a shared prefix")] = 0,
     prefix_groups: Annotated[int, typer.Option(min=1, help="number of shared prefixes")] = 1,
     token_ids: Annotated[bool, typer.Option(help="send token ids instead of text")] = False,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json or its folder")] = None,
@@ -95,13 +95,13 @@ def _workload_options(
 
 def _request_options(
     cancel: Annotated[
-        float, typer.Option(min=0, max=1, help="fraction of requests cancelled midway")
+        float, typer.Option(min=0, max=1, help="fraction of requests to cancel midway")
     ] = 0,
     cancel_within: Annotated[
         float | None,
         typer.Option(
-            help="cancel at a random time up to so many seconds after the send; default: after a "
-            "random number of tokens"
+            help="with --cancel: cancel at a random time up to this many seconds after the send; "
+            "default: after a random number of tokens"
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(help="seconds per request")] = 600,
@@ -127,9 +127,7 @@ def _evaluation_options(
     ] = None,
     max_lag: Annotated[
         float,
-        typer.Option(
-            "--most-lag", help="seconds; a run is invalid if its p99 dispatch lag is larger"
-        ),
+        typer.Option("--most-lag", help="p99 dispatch lag above which a run is invalid, seconds"),
     ] = MAX_LAG_S,
     metrics: Annotated[
         list[str] | None,

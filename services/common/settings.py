@@ -87,8 +87,8 @@ class ServiceSettings(BaseSettings):
         None,
         ge=0,
         le=65535,
-        description="port of /health and /ready over plain HTTP without authentication, for the "
-        "probes of a kubelet, which has no client certificate; 0: a free one; default: none",
+        description="separate port for /health and /ready over plain HTTP without authentication, "
+        "for kubelets, which have no client certificate; 0: a free one; default: none",
     )
     otlp_endpoint: str | None = Field(
         None,
@@ -124,13 +124,14 @@ class ServiceSettings(BaseSettings):
         ge=0,
         le=1,
         validation_alias=AliasChoices("trace_ratio", "HEADRACE_TRACE_RATIO"),
-        description="share of the traces to record that begin at the gateway; a request with a "
-        "trace context is recorded as its client decided; default: OTEL_TRACES_SAMPLER, or all",
+        description="fraction of the traces to record, of those that begin at the gateway; for a "
+        "request with a trace context, the client's decision applies; default: "
+        "OTEL_TRACES_SAMPLER, or all",
     )
     insecure: bool = Field(
         False,
-        description="serve without a cluster token and mutual TLS on a host that is not a loopback "
-        "address",
+        description="serve on a host that is not a loopback address with neither a cluster token "
+        "nor mutual TLS",
     )
     drain_s: float = Field(
         30.0,

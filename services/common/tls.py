@@ -2,7 +2,7 @@
 
 Every server requires a client certificate that the CA has signed, and every client verifies the
 server's certificate and its name. Each new connection uses the current content of the files.
-Connections that are open go on. Files that cannot be used are reported, and the last ones are kept.
+Open connections are not affected. Unusable files are reported, and the previous ones stay in use.
 """
 
 import socket
@@ -137,7 +137,7 @@ class MutualTls:
 
 
 class _CurrentContext(ssl.SSLContext):
-    """Context that passes each new connection to the context that is current then.
+    """Context that delegates each new connection to the context that is current then.
 
     Args:
         protocol: protocol of `ssl.SSLContext`.

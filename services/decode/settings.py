@@ -30,8 +30,8 @@ class DecodeSettings(WorkerSettings):
         10.0,
         gt=0,
         le=600,
-        description="seconds without the end of any READ from a prefill worker after which its "
-        "READs are overdue",
+        description="time without a completed READ from a prefill worker after which its pending "
+        "READs are overdue, seconds",
     )
     handshake_s: float = Field(
         5.0,
@@ -48,7 +48,7 @@ class DecodeSettings(WorkerSettings):
     )
     overflow_tokens: Annotated[int, Field(ge=0)] | Literal["auto", "never"] = Field(
         "auto",
-        description="tokens of all sequences on this worker above which prefill workers decode "
-        "further requests themselves (their `decodes`); auto: never on the CPU, on a GPU as many "
-        "as take two thirds of the weights' bytes",
+        description="tokens of all sequences on this worker above which prefill workers with "
+        "`decodes` serve further requests alone; auto: never on the CPU; on a GPU, as many tokens "
+        "as have KV of two thirds of the size of the weights",
     )

@@ -126,7 +126,7 @@ class PromptEncoder:
         if size <= _SMALL:
             return work()
         if self._pending >= self._max_pending:
-            raise Overloaded(f"{self._pending} large prompts are being read, which is the limit")
+            raise Overloaded(f"{self._pending} large prompts are being processed, the limit")
         self._pending += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, work)

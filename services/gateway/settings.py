@@ -28,8 +28,8 @@ class GatewaySettings(ServiceSettings):
         None,
         ge=0,
         le=65535,
-        description="port of /metrics for scrapers with the authentication of the services, a "
-        "client certificate or the cluster token; default: /metrics is public, on `port`",
+        description="separate port for /metrics, which then requires a client certificate or the "
+        "cluster token; default: /metrics is on `port`, without authentication",
     )
     routers: list[str] = Field(
         ["http://127.0.0.1:8002"],
@@ -61,15 +61,15 @@ class GatewaySettings(ServiceSettings):
     page: bool = Field(
         True,
         description="serve the live page at `/`: load of the deployment, recent requests and a "
-        "chat; its data needs an API key if there are keys",
+        "chat; if there are API keys, its data needs one",
     )
 
     max_connections: int = Field(
         4096,
         ge=1,
         le=1 << 20,
-        description="maximum connections of each port; further ones are refused, by HTTP with 429; "
-        "also the maximum concurrent calls over gRPC",
+        description="maximum connections of each port; further ones are refused (over HTTP with "
+        "429); also the maximum concurrent gRPC calls",
     )
     max_header_bytes: int = Field(
         1 << 16,
@@ -84,8 +84,8 @@ class GatewaySettings(ServiceSettings):
         75,
         ge=1,
         le=3600,
-        description="time after which an idle connection is closed, seconds; set it longer than "
-        "that of a proxy in front",
+        description="time after which an idle connection is closed, seconds; must be longer than "
+        "the idle timeout of a proxy in front of the gateway",
     )
     write_timeout_s: float = Field(
         60.0,
@@ -116,7 +116,7 @@ class GatewaySettings(ServiceSettings):
         16,
         ge=1,
         le=1 << 20,
-        description="max_tokens of a completion that sets none; a chat may fill the context",
+        description="default of max_tokens for completions; a chat may fill the context",
     )
 
     max_concurrent: int = Field(
@@ -135,8 +135,8 @@ class GatewaySettings(ServiceSettings):
         5,
         ge=1,
         le=64,
-        description="maximum placements of one request, including the first, without those "
-        "that a draining worker ended after it had delivered tokens",
+        description="maximum placements of one request, including the first; those that a "
+        "draining worker ended after it had delivered tokens do not count",
     )
     max_lost_workers: int = Field(
         2, ge=1, le=64, description="number of lost workers after which a request is not retried"

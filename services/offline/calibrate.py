@@ -86,4 +86,4 @@ def _codec_compiled() -> Iterator[None]:
             compiler.kill()
             raise
     if compiler.returncode != 0:
-        raise SettingsError(f"the codec was not compiled: exit code {compiler.returncode}")
+        raise SettingsError(f"compiling the codec failed: exit code {compiler.returncode}")

@@ -64,10 +64,10 @@ class Given:
         )
 
     def refuse(self, kv_format: str) -> None:
-        """Check that no flag but ``--text`` was given, as the command calibrates codebooks.
+        """Check that no flag except ``--text`` was given, for a command that calibrates codebooks.
 
         Raises:
-            SettingsError: one was.
+            SettingsError: another flag was given.
         """
         tokens = {"tokens": self.text.get("tokens")}
         for name, value in (*tokens.items(), *self.search.items(), *self.options.items()):
@@ -93,14 +93,12 @@ TextFiles = Annotated[
 ]
 RemovalRate = Annotated[
     float | None,
-    typer.Option(
-        help="fdc, palu: dropped singular values as a fraction of their sum; default: 0.2"
-    ),
+    typer.Option(help="fdc, palu: fraction of the sum of singular values to drop; default: 0.2"),
 ]
 Rank = Annotated[
     int | None,
     typer.Option(
-        min=1, help="fdc, palu: rank per KV head, instead of a rate; shard: coefficients of K"
+        min=1, help="fdc, palu: rank per KV head, not a removal rate; shard: coefficients of K"
     ),
 ]
 MaxPplIncrease = Annotated[
@@ -108,7 +106,8 @@ MaxPplIncrease = Annotated[
     typer.Option(
         parser=parse_fraction,
         metavar="PERCENT",
-        help="fdc, palu: search the removal rate; bound on the increase of perplexity, such as 1%",
+        help="fdc, palu: search the highest removal rate with at most this increase of perplexity, "
+        "such as 1%",
     ),
 ]
 MinFidelity = Annotated[
@@ -116,8 +115,8 @@ MinFidelity = Annotated[
     typer.Option(
         parser=parse_fraction,
         metavar="PERCENT",
-        help="fdc, palu: search the removal rate; bound on the share of positions with the same "
-        "best token as with exact KV, such as 99%",
+        help="fdc, palu: search the highest removal rate with at least this top-1 agreement with "
+        "exact KV, such as 99%",
     ),
 ]
 Evaluations = Annotated[
@@ -131,30 +130,30 @@ NoPrc = Annotated[bool, typer.Option("--no-prc", help="fdc: project K before RoP
 CompressedPrefill = Annotated[
     bool,
     typer.Option(
-        "--compressed-prefill", help="fdc: prompts attend with projected queries and keys, too"
+        "--compressed-prefill", help="fdc: use projected queries and keys in prefill attention, too"
     ),
 ]
 GroupHeads = Annotated[
-    int | None, typer.Option(min=1, help="palu: KV heads with common latents of K; default: 4")
+    int | None, typer.Option(min=1, help="palu: KV heads that share latents of K; default: 4")
 ]
 Step = Annotated[
     float | None,
     typer.Option(help="shard: 4-bit quantization step in standard deviations; default: 0.4"),
 ]
 Values = Annotated[
-    str | None, typer.Option(help="shard: codes of V, scalar or vq (256 entries); default: scalar")
+    str | None, typer.Option(help="shard: codes of V: scalar, or vq (256 vectors); default: scalar")
 ]
 KBasis = Annotated[
     str | None,
-    typer.Option(help="shard: basis of K, pca or commuting (with RoPE); default: pca"),
+    typer.Option(help="shard: basis of K: pca, or commuting (with RoPE); default: pca"),
 ]
 Allocation = Annotated[
     str | None,
-    typer.Option(help="shard: bits of K, uniform or dynamic (0 to 8 per group); default: uniform"),
+    typer.Option(help="shard: bits of K: uniform, or dynamic (0 to 8 by group); default: uniform"),
 ]
 Group = Annotated[
     int | None,
-    typer.Option(min=4, help="shard: coefficients of a group of dynamic allocation; default: 64"),
+    typer.Option(min=4, help="shard: group size of the dynamic allocation; default: 64"),
 ]
 Bits = Annotated[
     int | None, typer.Option(min=3, max=4, help="kvquant: bits of a code, 3 or 4; default: 4")

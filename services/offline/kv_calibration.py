@@ -142,7 +142,7 @@ def parse_options(
     if (bits := given.pop("quantize_bits", None)) is not None:
         kvquant.check_quantizable(name)
         if given.get("compressed_prefill"):
-            raise SettingsError("--compressed-prefill and --quantize-bits exclude each other")
+            raise SettingsError("--compressed-prefill cannot be combined with --quantize-bits")
         names = {"k_outliers", "v_outliers", "levels"} & set(given)
         codes = kvquant.CodeOptions(bits, **{key: given.pop(key) for key in names})
     known = {field.name for field in fields(kind)}
@@ -152,7 +152,7 @@ def parse_options(
     if search is not None and "removal_rate" not in known:
         raise SettingsError(f"KV format {name} has no removal rate to search for")
     if search is not None and {"rank", "removal_rate"} & set(given):
-        raise SettingsError("a search determines the removal rate: leave out --rank and the rate")
+        raise SettingsError("the search sets the removal rate: omit --rank and --removal-rate")
     return Options(kind(**given), codes)
 
 

@@ -1,8 +1,8 @@
 """Admission to the queue of place calls: calls that would wait too long are refused at once.
 
 The time that a call will wait is predicted from the queue and from the rate at which calls left it
-lately, in tokens per second. The rate includes all that limits placement: prompts, batch slots,
-pages, and workers that other routers use as well.
+recently, in tokens per second. The rate reflects everything that limits placement: prompts, batch
+slots, pages, and workers that other routers use as well.
 """
 
 import math
@@ -70,7 +70,7 @@ class Admission:
         return self.full(
             queue,
             call,
-            f"{tokens:.0f} tokens are placed before this request, which would take too long",
+            f"the request would wait too long: {tokens:.0f} tokens are ahead of it in the queue",
         )
 
     def full(self, queue: PlacementQueue, call: PendingPlacement, reason: str) -> QueueFull:
@@ -79,7 +79,7 @@ class Admission:
         return QueueFull(reason, retry_after_s=math.ceil(wait_s) or None)
 
     def _wait_s(self, queue: PlacementQueue, call: PendingPlacement) -> float:
-        """Return the predicted wait, at least the one so far of calls of the tenant before it."""
+        """Return the predicted wait, at least the wait so far of the tenant's calls ahead of it."""
         rate, tokens = self._placed.per_s, queue.tokens_before(call)
         predicted_s = tokens / rate if rate else 0.0
         return max([predicted_s, *(self._now - other.arrived for other in queue.ahead(call))])

@@ -143,8 +143,8 @@ class WorkerSnapshot:
     Attributes:
         queue_tokens: queued tokens: reported ones plus those of promised placements.
         prompt_tokens: prompt tokens that the worker has yet to compute, with promised ones.
-        max_prompt_tokens: number of them from which the worker gets no further prompt; None if its
-            rate is unknown.
+        max_prompt_tokens: value of `prompt_tokens` from which the worker gets no further prompt;
+            None if its rate is unknown.
         pages_total: number of pages.
         pages_free: reported free pages minus promised ones; may be negative.
         slots: number of batch slots for running, waiting and promised sequences.

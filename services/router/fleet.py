@@ -240,7 +240,7 @@ class Fleet:
     def _max_prompt_tokens(self, worker: TrackedWorker) -> float | None:
         """Return the prompt tokens from which a worker gets no more; None if its rate is unknown.
 
-        Those that are on their way to the worker come in addition, so that it does not idle.
+        The mean delay until a worker reports a placement is added, so that it does not idle.
         """
         rate = worker.load.prompt_tokens_s if worker.load else 0.0
         return rate * (self._limits.prompt_backlog_s + worker.admission_s) if rate else None

@@ -2,7 +2,7 @@
 
 A router with one colocated worker runs in its own process. This process sends place calls with an
 aiohttp client like that of the gateway, one at a time, and releases each placement. It waits 0 or
-20 ms before each call. ``GET /health``, whose handler does nothing, shows the part of HTTP.
+20 ms before each call. ``GET /health``, whose handler does nothing, shows the cost of HTTP alone.
 """
 
 import argparse

@@ -32,14 +32,14 @@ class RouterSettings(ServiceSettings):
         ge=1,
         le=64,
         description="maximum sequences on a worker, as a multiple of its batch slots; further ones "
-        "wait here, where the queue is fair",
+        "wait in the router's fair queue",
     )
     prompt_backlog_s: float = Field(
         0.25,
         gt=0,
         le=600,
-        description="time to compute the prompts of a worker, at its measured rate, at which it "
-        "gets no further one, seconds; the time until it reports them is added",
+        description="a worker gets no further prompt while its outstanding ones take this long at "
+        "its measured rate, seconds; the delay until it reports a placement is added",
     )
     max_waiting: int = Field(
         512, ge=0, le=65_536, description="maximum place calls in the queue; further ones get 429"
@@ -57,32 +57,39 @@ class RouterSettings(ServiceSettings):
         0.5,
         ge=0,
         le=100,
-        description="the same as a multiple of the mean time from placement to the last token; the "
-        "larger one applies",
+        description="like `shed_after_s`, as a multiple of the mean time from placement to the "
+        "last token; the larger limit applies",
     )
     retry_after_s: int = Field(
         1,
         ge=1,
         le=3600,
-        description="Retry-After of 503, and of 429 while no wait can be predicted, seconds",
+        description="Retry-After of 503, and of 429 if no wait can be predicted, seconds",
     )
     suspect_after_s: float = Field(
         2.0,
         gt=0,
         le=600,
-        description="time without heartbeat until a worker gets no requests, seconds",
+        description="time without heartbeat after which a worker gets no requests, seconds",
     )
     gone_after_s: float = Field(
-        10.0, gt=0, le=3600, description="time without heartbeat until a worker is removed, seconds"
+        10.0,
+        gt=0,
+        le=3600,
+        description="time without heartbeat after which a worker is removed, seconds",
     )
     probation_s: float = Field(
         0.5,
         ge=0,
         le=600,
-        description="pause of a worker after its first failure, seconds; doubles each time",
+        description="time for which a worker gets no requests after its first failure, seconds; "
+        "doubles with each further failure",
     )
     probation_max_s: float = Field(
-        30.0, ge=0, le=3600, description="maximum pause of a worker after a failure, seconds"
+        30.0,
+        ge=0,
+        le=3600,
+        description="maximum time for which a worker gets no requests after a failure, seconds",
     )
     placement_ttl_s: float = Field(
         30.0,
@@ -94,7 +101,7 @@ class RouterSettings(ServiceSettings):
         65_536,
         ge=1,
         le=1 << 22,
-        description="maximum placements tracked; beyond it the oldest is dropped",
+        description="maximum placements to track; beyond this number, the oldest is dropped",
     )
     max_workers: int = Field(
         256, ge=1, le=4096, description="maximum registered workers; further ones get 429"

@@ -49,7 +49,7 @@ class Job:
 
 
 class Events(Protocol):
-    """The time, and what happens at a time, in seconds."""
+    """The simulated clock and its scheduled events; times are in seconds."""
 
     now: float
 

@@ -28,7 +28,7 @@ def size(
     ttft: Annotated[float, typer.Option(min=1e-6, help="target for the first token, seconds")],
     tpot: Annotated[float, typer.Option(min=1e-6, help="target per output token, seconds")],
     percentile: Annotated[
-        float, typer.Option(min=50, max=99.9, help="share of requests within the targets, percent")
+        float, typer.Option(min=50, max=99.9, help="percentage of requests within the targets")
     ] = 95,
     figures: Annotated[
         list[str] | None,
@@ -42,14 +42,12 @@ def size(
         float, typer.Option(min=0.05, max=0.95, help="maximum utilization of workers and links")
     ] = 0.75,
     link: Annotated[
-        float | None, typer.Option(min=1e-3, help="network of a worker for KV transfers, Gbit/s")
+        float | None, typer.Option(min=1e-3, help="bandwidth of a worker's KV transfers, Gbit/s")
     ] = None,
-    spare: Annotated[
-        int, typer.Option(min=0, help="additional workers of each role, as a reserve for failures")
-    ] = 0,
+    spare: Annotated[int, typer.Option(min=0, help="spare workers to add for each role")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Estimate the prefill and decode workers for a load, from measured figures."""
+    """Estimate how many prefill and decode workers a load needs, from measured figures."""
     try:
         measured = _figures(figures or ["h200-llama-3-8b"])
         load = Load(
@@ -77,7 +75,7 @@ def _figures(names: list[str]) -> Figures:
     if all(Path(name).is_dir() for name in names):
         return figures_of_runs([Path(name) for name in names])
     if len(names) > 1:
-        raise SettingsError("several figures must all be folders of headrace-loadgen runs")
+        raise SettingsError("several --figures must all be folders of headrace-loadgen runs")
     return Figures.load(names[0])
 
 

@@ -82,7 +82,7 @@ def figures_of_runs(folders: Sequence[Path]) -> Figures:
     """
     runs = [_Run.read(folder) for folder in folders]
     if len({run.model for run in runs}) > 1:
-        raise SettingsError("the runs are of several models")
+        raise SettingsError("the runs measured different models")
     prefill = {round(run.input_tokens): run.first_s * 1e3 for run in runs if run.concurrency == 1}
     decode: dict[float, tuple[float, float]] = {}
     for run in sorted(runs, key=lambda run: run.input_tokens):

@@ -6,7 +6,7 @@ Symbols: λ requests per second, n prompt tokens and g output tokens of a reques
 time to the first token. The result is the smallest number k of workers that meets two conditions.
 The utilization λ E[S] / k does not exceed its limit. The time to the first token, estimated as the
 quantile of the wait (M/G/k) plus T of the same quantile of n, meets its target. The sum of both
-quantiles is usually above the quantile of the sum, so that the estimate is cautious.
+quantiles is usually above the quantile of the sum, so the estimate is conservative.
 
 **Decode.** With b sequences on a worker, an output token takes the measured time t(b, c), where
 c = E[n] + E[g²] / (2 E[g]) is the mean context of a running sequence. b_max is the largest b for
@@ -230,7 +230,7 @@ def _links(load: Load, bits_per_s: float | None) -> int:
     if load.link_bits_per_s is None:
         return 1
     if bits_per_s is None:
-        raise SettingsError("a link needs figures of the KV")
+        raise SettingsError("--link needs figures that contain KV sizes")
     return math.ceil(bits_per_s / (load.utilization * load.link_bits_per_s))
 
 

@@ -49,7 +49,7 @@ class NotificationListener(Protocol):
         ...
 
     def notified(self, peer: str, message: bytes) -> None:
-        """Take a notification, which may have any content. Called on the owner thread."""
+        """Process a notification, whose content is untrusted. Called on the owner thread."""
         ...
 
 

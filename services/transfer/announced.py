@@ -24,11 +24,12 @@ class _Waiting:
 
 
 class AnnouncedSegments:
-    """Starts READs when the sender says that segments are ready; a `NotificationListener`.
+    """Starts READs when the sender reports segments as ready; a `NotificationListener`.
 
-    It says so twice, by a notification and by an event of its session. The one that arrives first
-    starts the READ. NIXL does not authenticate notifications, so one without the nonce that the
-    session announced is ignored. Methods may run on any thread.
+    Each segment is reported by a notification and, unless it is acknowledged within 2 ms, by an
+    event of the session. The one that arrives first starts the READ. NIXL does not authenticate
+    notifications, so one without the nonce that the session announced is ignored. Methods may run
+    on any thread.
 
     Args:
         on_waiting: called when the first segment is added, so that notifications are polled.

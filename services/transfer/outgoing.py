@@ -20,7 +20,7 @@ class SentSegment:
     """A segment in its slot, from the start of its encode to its acknowledgement.
 
     Attributes:
-        ready: what the reader is told once the segment is encoded; None until then.
+        ready: message to the reader that the segment is encoded; None until then.
         encoding: whether the end of the encode has not been processed on the event loop.
     """
 

@@ -229,7 +229,7 @@ class Receiver:
                 raise FetchFailed(error.code, error.message, blamed)
 
     def _join(self, fetch: Fetch) -> None:
-        """Ask for landing slots, now that there are pages for a sequence that is computed."""
+        """Request landing slots, once a sequence has pages and its computation has started."""
         if fetch.key in self._subscriptions and not fetch.reserved.cancelled():
             self.landing.join(fetch.key, fetch.prefill.worker_id)
 

@@ -290,7 +290,7 @@ class Sender:
         extent: Extent,
         encoding: "Future[Timed[codec.Encoded] | None]",
     ) -> None:
-        """Wait for the encode of a segment. Tell the reader, unless it then acknowledges it."""
+        """Wait for an encode, then emit its event, unless the reader acknowledges it before."""
         encoded = error = None
         try:
             encoded = await asyncio.wrap_future(encoding)

@@ -135,7 +135,7 @@ SEND_S = 0.5
 
 
 def share_interpreter() -> None:
-    """Let the threads of a worker take turns at the interval `SWITCH_S`."""
+    """Set the interval at which Python switches between the threads of a worker."""
     sys.setswitchinterval(SWITCH_S)
 
 

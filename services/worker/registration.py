@@ -21,7 +21,7 @@ expire."""
 class Registrar:
     """Keeps one worker registered with all routers, and reports its load with every heartbeat.
 
-    A restarted router asks the worker, in its answer to a heartbeat, to register again.
+    A restarted router requests a new registration in its answer to a heartbeat.
 
     Attributes:
         state: state that heartbeats report.

@@ -82,16 +82,15 @@ class WorkerSettings(ServiceSettings):
     kv_format: str = Field(
         "dense",
         pattern=r"^\S(.{0,1022}\S)?$",
-        description="how KV is stored, sent and attended: a built-in format, name:PATH with the "
-        "calibration of a format from `headrace calibrate`, or module:Class; the same for all "
-        "workers",
+        description="KV format: a built-in one, name:PATH with a calibration from `headrace "
+        "calibrate`, or module:Class; the same for all workers",
     )
     kv_eviction: float = Field(
         0.0,
         ge=0,
         lt=1,
         description="fraction of a prompt's tokens whose KV is evicted once the prompt is complete "
-        "(Keyformer), at least 128 tokens; 0: none; the same for all workers",
+        "(Keyformer), for prompts of at least 128 tokens; 0: none; the same for all workers",
     )
     kernel_plan_file: Path | None = Field(
         None,
@@ -100,21 +99,21 @@ class WorkerSettings(ServiceSettings):
     )
     decode_graphs: Literal["step", "layer"] = Field(
         "step",
-        description="on a GPU, one CUDA graph for a whole decode step (a single launch for few "
-        "sequences), or one for each layer, which is slower and meant for comparison",
+        description="on a GPU, one CUDA graph for a whole decode step, or one for each layer, "
+        "which is slower and meant for comparison",
     )
     kv_tokens: Annotated[int, Field(ge=16, le=MAX_KV_TOKENS)] | Literal["auto"] = Field(
         "auto",
-        description="token slots of the KV page pool, a multiple of 16; of the stored pages with a "
-        "compressed format, whose exact pages are added; auto: on a GPU as many as "
-        "`gpu_memory_utilization` allows, 16,384 on the CPU",
+        description="size of the KV page pool in tokens, a multiple of 16; with a compressed "
+        "format, size of the pool of stored pages, to which exact pages are added; auto: on a GPU "
+        "as many as `gpu_memory_utilization` allows, 16,384 on the CPU",
     )
     gpu_memory_utilization: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="share of the GPU's memory that this worker may use in total, if `kv_tokens` "
-        "is auto; the shares of workers on one GPU must add up to at most 1",
+        description="fraction of the GPU's memory that this worker may use in total, if "
+        "`kv_tokens` is auto; the fractions of workers on one GPU must add up to at most 1",
     )
     max_running: Annotated[int, Field(ge=1, le=4096)] | Literal["auto"] = Field(
         "auto",
@@ -140,8 +139,8 @@ class WorkerSettings(ServiceSettings):
     )
     codec: Literal["auto", "raw", "splitzip"] = Field(
         "auto",
-        description="encoding of KV that this worker sends; auto: the one measured to be faster "
-        "on each link, raw without codebooks",
+        description="encoding of the KV that this worker sends; auto: on each link the one "
+        "measured to be faster, or raw without codebooks",
     )
     codebooks: Path | None = Field(
         None,
@@ -153,8 +152,8 @@ class WorkerSettings(ServiceSettings):
     slot_bytes: Annotated[int, Field(ge=1 << 14, le=1 << 30, multiple_of=16)] | Literal["auto"] = (
         Field(
             "auto",
-            description="bytes of a slot, which bound the encoded segments; auto: 4 MiB on the "
-            "CPU, 256 MiB of KV on a GPU, or less if all slots would use over 3 % of its memory",
+            description="bytes of a slot, the maximum size of an encoded segment; auto: 4 MiB on "
+            "the CPU, 256 MiB of KV on a GPU, less if all slots would use over 3 % of its memory",
         )
     )
 

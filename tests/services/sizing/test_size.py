@@ -125,7 +125,7 @@ def test_links_carry_every_prompt_once() -> None:
     assert (found.prefill.workers, found.prefill.limit) == (2, "link")
     one = plan(replace(LOAD, link_bits_per_s=54e6, rate=3), FIGURES)
     assert (one.prefill.workers, one.decode.workers) == (1, 1)
-    with pytest.raises(SettingsError, match="needs figures of the KV"):
+    with pytest.raises(SettingsError, match="needs figures that contain KV sizes"):
         plan(replace(LOAD, link_bits_per_s=1e9), figures(kv=None))
 
 
