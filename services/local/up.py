@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 
 from services.common.errors import SettingsError
 from services.common.logging import configure_logging
@@ -65,7 +66,7 @@ def up(options: UpOptions, *, detach: bool) -> int:
         console.print(f"[red]headrace up:[/] {error}")
     except ServiceFailed as failure:
         console.print(f"[red]headrace up:[/] {failure}. The end of {failure.log_file}:")
-        console.print(_tail(failure.log_file), markup=False, highlight=False)
+        console.print(_tail(failure.log_file), markup=False, highlight=False, soft_wrap=True)
     return EXIT_SETTINGS_ERROR
 
 
@@ -214,19 +215,17 @@ async def _wait_until_ready(options: UpOptions) -> None:
 
 
 def _print_usage(options: UpOptions, model: str) -> None:
+    """Print how to use the service, in one write: `_wait_for_background` reads it from a log."""
     url = f"http://{options.host}:{options.port}"
     body = f'{{"model":"{model}","messages":[{{"role":"user","content":"Hello!"}}]}}'
-    console.print(
-        f"[green]ready[/]: {model} at {url}/v1, gRPC at {options.host}:{options.grpc_port}"
+    call = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+    lines = (
+        f"[green]ready[/]: {model} at {url}/v1, gRPC at {options.host}:{options.grpc_port}",
+        f"  {escape(call)}",
+        f"  live page at {url}/, docs at {url}/docs, metrics at {url}/metrics",
+        f"  Ctrl-C or `headrace down --port {options.port}` stops it",
     )
-    console.print(
-        f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(f"  live page at {url}/, docs at {url}/docs, metrics at {url}/metrics")
-    console.print(f"  Ctrl-C or `headrace down --port {options.port}` stops it")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def _start_in_background(options: UpOptions) -> int:
@@ -251,7 +250,7 @@ def _start_in_background(options: UpOptions) -> int:
             start_new_session=True,
         )
     code = _wait_for_background(child, log_file)
-    console.print(_tail(log_file), markup=False, highlight=False)
+    console.print(_tail(log_file), markup=False, highlight=False, soft_wrap=True)
     if code == EXIT_RUNNING:
         log_file.unlink()
     else:
