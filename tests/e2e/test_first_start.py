@@ -1,4 +1,4 @@
-"""The first `headrace up` after installation, with empty caches, answers within a minute."""
+"""The first `headrace up` after installation, with empty caches, uses little CPU time."""
 
 from pathlib import Path
 
@@ -10,8 +10,11 @@ from tests.e2e.deployment import deployed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
-CPU_S = 120.0
-"""A minute of two cores, in seconds. Time on the clock would depend on what else is running."""
+CPU_S = 180.0
+"""A minute and a half of two cores, in seconds: three times the CPU time on an idle machine.
+
+Time on the clock would depend on what else is running.
+"""
 
 
 def used_cpu_s(pid: int) -> float:
@@ -21,7 +24,7 @@ def used_cpu_s(pid: int) -> float:
     return sum(one.user + one.system + one.children_user + one.children_system for one in times)
 
 
-def test_first_answer_takes_less_than_a_minute_of_two_cores(
+def test_first_answer_takes_less_than_90_s_of_two_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "headrace"))
