@@ -1,4 +1,9 @@
-"""Hooks of all tests: kernel tests run on a GPU, or interpreted in a child process."""
+"""Hooks of all tests: kernel tests run on a GPU, or interpreted in a child process.
+
+Hypothesis runs without time limits: it measures wall-clock time, which depends on other processes.
+"""
+
+from contextlib import suppress
 
 from tests.kernel_process import (
     pytest_collection_modifyitems,
@@ -15,3 +20,9 @@ __all__ = [
     "pytest_runtestloop",
     "pytest_unconfigure",
 ]
+
+with suppress(ImportError):  # `make test-gpu` may run in an interpreter without Hypothesis
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")

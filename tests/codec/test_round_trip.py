@@ -310,7 +310,7 @@ def codebooks(draw: st.DrawFn) -> codec.Codebook:
     slots=st.integers(1, 17),
     dim=st.integers(1, 70),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_random_codebooks_and_geometries_round_trip(
     book: codec.Codebook,
     kind: str | float,

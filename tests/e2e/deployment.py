@@ -35,6 +35,9 @@ _NO_SHEDDING = {
 _PATIENT = {
     "HEADRACE_GATEWAY_PING_TIMEOUT_S": "30",
     "HEADRACE_DECODE_PING_TIMEOUT_S": "30",
+    "HEADRACE_GATEWAY_CONNECT_TIMEOUT_S": "60",
+    "HEADRACE_DECODE_HANDSHAKE_S": "60",
+    "HEADRACE_DECODE_READ_TIMEOUT_S": "60",
 }
 START_S = 900.0  # the very first start factorizes a model and calibrates the codec
 
@@ -216,9 +219,9 @@ def deployed(
         logs: folder to which the logs of all processes are copied at the end.
         sheds: whether the router refuses requests that would wait long, as it does by default. The
             requests of many tests would be too many for a slow machine.
-        patient: whether workers have 30 s to answer pings, instead of the default. On a busy
-            machine, threads may wait for seconds. Tests that stop workers or cut links set it to
-            False.
+        patient: whether workers have 30 s to answer pings, and a minute for connections and READs,
+            instead of the defaults. On a busy machine, threads may wait for seconds. Tests that
+            stop workers or cut links set it to False.
 
     Raises:
         RuntimeError: if the deployment is not ready in time, or leaves processes behind.

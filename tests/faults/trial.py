@@ -29,12 +29,16 @@ if TYPE_CHECKING:  # defined in the type stubs only
 
 LIMIT_S = 90.0
 """Time limit of every wait, also of a restart on a busy machine."""
-LEASE_S = 4.0
+LEASE_S = 8.0
 _SETTINGS = {
     "HEADRACE_GATEWAY_DEADLINE_S": str(LIMIT_S),
     "HEADRACE_ROUTER_PLACEMENT_TTL_S": "5",
     "HEADRACE_PREFILL_LEASE_S": str(LEASE_S),
-    "HEADRACE_DECODE_READ_TIMEOUT_S": "4",
+    "HEADRACE_DECODE_READ_TIMEOUT_S": "8",
+    # A busy machine delays threads for seconds; a stopped worker is noticed within the lease.
+    "HEADRACE_GATEWAY_PING_TIMEOUT_S": "6",
+    "HEADRACE_DECODE_PING_TIMEOUT_S": "6",
+    "HEADRACE_GATEWAY_MAX_LOST_WORKERS": "8",
 }
 _WORKERS = {
     "cpu": {"SLOTS": "8", "SLOT_BYTES": str(32 << 10)},  # 600 tokens have several segments

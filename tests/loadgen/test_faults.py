@@ -62,7 +62,7 @@ def state(pid: int) -> str:
 
 
 async def test_faults_happen_at_their_times(processes: dict[str, int]) -> None:
-    faults = [Fault("kill", "prefill", 1.0), Fault("stop", "decode-0", 0.1, 0.4)]
+    faults = [Fault("kill", "prefill", 4.0), Fault("stop", "decode-0", 0.1, 3.0)]
     clock, injector = Clock(), FaultInjector.for_target(faults, TARGET, None)
     running = asyncio.create_task(injector.run(clock))
     async with asyncio.timeout(30):
@@ -70,8 +70,8 @@ async def test_faults_happen_at_their_times(processes: dict[str, int]) -> None:
         await running
         await _until_state(processes["prefill-0"], psutil.STATUS_ZOMBIE)
     assert state(processes["decode-0"]) != psutil.STATUS_STOPPED
-    assert [one["what"] for one in injector.log] == ["stop decode-0 for 0.4 s", "kill prefill"]
-    assert all(one["at"] >= at for one, at in zip(injector.log, (0.1, 1.0), strict=True))
+    assert [one["what"] for one in injector.log] == ["stop decode-0 for 3 s", "kill prefill"]
+    assert all(one["at"] >= at for one, at in zip(injector.log, (0.1, 4.0), strict=True))
 
 
 async def test_stopped_process_continues_when_the_run_ends(processes: dict[str, int]) -> None:
@@ -93,7 +93,7 @@ async def test_command_runs_for_its_time(tmp_path: Path) -> None:
     )
     script.chmod(0o755)
     faults = [
-        Fault("run", f"{script} first", 0.0, 1.0),
+        Fault("run", f"{script} first", 0.0, 3.0),
         Fault("run", f"{script} second", 0.0, 60.0),
         Fault("run", "false", 0.0, 60.0),
         Fault("run", "/no/such/command", 0.0, 60.0),

@@ -28,7 +28,7 @@ def bounded(draw: st.DrawFn) -> Bounded:
     return Bounded(low, low + share * (high - low), high)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bounded(), st.integers(0, 99))
 def test_bounded_has_its_bounds_and_mean(lengths: Bounded, seed: int) -> None:
     drawn = draws(lengths, seed)
@@ -40,7 +40,7 @@ def test_bounded_has_its_bounds_and_mean(lengths: Bounded, seed: int) -> None:
     assert abs(drawn.mean() - lengths.mean) < 6 * math.sqrt(variance / DRAWS), "6 sigma"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(20, 5_000), st.floats(0, 0.8), st.integers(0, 99))
 def test_lognormal_has_its_mean_and_sigma(mean: float, sigma: float, seed: int) -> None:
     drawn = draws(Lognormal(mean, sigma), seed)

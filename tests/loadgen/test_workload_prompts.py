@@ -106,7 +106,7 @@ def test_text_has_the_drawn_length(tokenizer: Tokenizer) -> None:
     assert len({ask.input_tokens for ask in texts}) > 20
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 700), st.integers(0, 5))
 def test_any_length_is_exact(smollm2: LocalTokenizer, tokens: int, seed: int) -> None:
     for token_ids in (True, False):

@@ -130,7 +130,7 @@ def hashed(draw: st.DrawFn) -> list[dict[str, object]]:
     return [row | {"timestamp": i} for i, row in enumerate(rows)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=hashed(), seed=st.integers(0, 9))
 def test_blocks_are_equal_exactly_if_their_hash_ids_are(
     tmp_path_factory: pytest.TempPathFactory,

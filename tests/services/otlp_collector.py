@@ -127,7 +127,9 @@ def collecting(protocol: str = "http/protobuf") -> Iterator[Collector]:
     collector.answers.set()
     with _grpc_server(collector) if protocol == "grpc" else _http_server(collector) as port:
         collector.url = f"http://127.0.0.1:{port}"
-        yield collector
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("services.common.otlp._FLUSH_S", 60.0)  # no span of a test is lost
+            yield collector
         collector.answers.set()
 
 

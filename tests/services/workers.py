@@ -263,7 +263,7 @@ async def session_with(prefill: Prefill) -> AsyncIterator["ReaderSession"]:
         compatibility=prefill.loaded.identity.compatibility_message(),
         slot_bytes=SLOT_BYTES,
     )
-    async with open_channel(prefill.address.address) as channel:
+    async with open_channel(prefill.address.address, ping_timeout_s=20) as channel:
         stream: MessageStream = PrefillStub(channel).Session()
         session = ReaderSession(stream)
         await session.send(pb.PrefillCommand(hello=hello))

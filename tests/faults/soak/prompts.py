@@ -32,6 +32,7 @@ def write_prompts(path: Path, running: Running, *, seed: int, count: int) -> Non
         answer = httpx.post(
             f"{running.url}/tokenize",
             json={"model": running.model, "prompt": text},
+            timeout=60,
             trust_env=False,
         )
         tokens = answer.raise_for_status().json()["tokens"][: rng.choice(INPUT_TOKENS)]

@@ -125,7 +125,7 @@ def test_linear_that_truncates_badly_stays_dense() -> None:
     ),
     st.floats(0.5, 0.99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_allocated_ranks_are_pareto_optimal(
     shapes: list[tuple[int, int, int]], keep: float
 ) -> None:

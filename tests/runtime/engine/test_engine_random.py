@@ -112,7 +112,7 @@ def engines(model: Model, pages: int, **limits: int) -> list[Engine]:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     actions=st.lists(
         st.tuples(

@@ -105,7 +105,7 @@ Sent = st.tuples(
 
 @pytest.mark.long
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sent=st.lists(Sent, max_size=12),
     pages=st.integers(6, 30),

@@ -99,7 +99,7 @@ Sent = st.tuples(
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sent=st.lists(Sent, max_size=10),
     pages=st.integers(10, 40),

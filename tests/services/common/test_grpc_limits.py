@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,9 @@ CHECK = health_pb2.HealthCheckRequest()
 async def serving(**changes: Any) -> AsyncIterator[tuple[GrpcServer, aio.Channel]]:
     """Serve ``/test.Echo/Echo``, which answers after a request ``wait`` only when cancelled."""
 
-    async def echo(request: bytes, _context: object) -> bytes:
+    async def echo(request: bytes, context: Any) -> bytes:
         if request == b"wait":
+            await context.send_initial_metadata(())  # the client then knows that the call has begun
             await asyncio.Event().wait()
         return request
 
@@ -79,7 +80,7 @@ def reflect(channel: aio.Channel) -> Any:
 
 async def first_done(calls: list[Any]) -> Any:
     """Return the first call that ends; the others remain open."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not any(call.done() for call in calls):  # noqa: ASYNC110 - a call has no event
             await asyncio.sleep(0.01)
     return next(call for call in calls if call.done())
@@ -102,27 +103,33 @@ async def test_open_stream_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as (_, channel):
         stream = watch(channel)
         assert (await stream.read()).status
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await code_of(stream.read()) is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_calls_above_the_limit_are_rejected() -> None:
     async with serving() as (server, channel), other_channel(server) as other:
-        waiting = asyncio.create_task(echo(channel, b"wait"))
-        await asyncio.sleep(0.1)
+        # gRPC passes on the initial metadata of a unary call only with its response.
+        method: Any = channel.unary_stream("/test.Echo/Echo")
+        waiting = method(b"wait", timeout=60)
+        await waiting.initial_metadata()
         assert await code_of(echo(other)) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await HealthStub(other).Check(CHECK)).status
         waiting.cancel()
-        await asyncio.sleep(0.1)
-        assert await echo(other) == b"x"
+        async with asyncio.timeout(30):
+            while True:
+                with suppress(aio.AioRpcError):  # until the server has seen the cancellation
+                    assert await echo(other) == b"x"
+                    break
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("method", ["/test.Echo/Echo", "/grpc.health.v1.Health/Check"])
 async def test_call_without_a_request_ends(method: str) -> None:
-    async with serving(request_timeout_s=0.3) as (server, channel), other_channel(server) as other:
+    async with serving(request_timeout_s=2.0) as (server, channel), other_channel(server) as other:
         silent: Any = channel.stream_unary(method)()
         await silent.wait_for_connection()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await code_of(silent) is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await echo(other) == b"x"
 

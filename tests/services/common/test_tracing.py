@@ -212,11 +212,12 @@ def test_slow_collector_loses_spans_but_blocks_nothing(
 ) -> None:
     for name, value in {"MAX_QUEUE_SIZE": 8, "MAX_EXPORT_BATCH_SIZE": 4}.items():
         monkeypatch.setenv(f"OTEL_BSP_{name}", str(value))
-    monkeypatch.setattr(otlp, "_FLUSH_S", 0.05)
     collector.answers.clear()
-    with exporting("gateway", settings(collector)):
-        for _ in range(200):
-            begin("request", headers({}), {}).end()
+    with monkeypatch.context() as patch:  # ends before that of the collector
+        patch.setattr(otlp, "_FLUSH_S", 0.05)
+        with exporting("gateway", settings(collector)):
+            for _ in range(200):
+                begin("request", headers({}), {}).end()
     assert not collector.spans  # the exporter still waits for its first answer
     collector.answers.set()
     collector.wait_for(lambda found: len(found.spans) >= 4)

@@ -88,7 +88,7 @@ async def gateway_site(
         await rpc.start()
         serving = asyncio.create_task(server._serve([listener]))
         async with (
-            httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http,
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http,
             aio.insecure_channel(f"127.0.0.1:{rpc.port}") as channel,
         ):
             yield Site(gateway, router, workers, http, url, channel, model)

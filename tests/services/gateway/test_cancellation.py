@@ -32,7 +32,7 @@ async def test_disconnect_cancels_the_stream_and_releases_the_placement(
     await site.router.started(1)
     await asyncio.sleep(0.05)
     asking.cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await site.worker.streams[0].cancelled.wait()
     await site.router.settled()
     assert outcomes(site) == [("cancelled", None)]
@@ -44,7 +44,7 @@ async def test_disconnect_cancels_the_stream_and_releases_the_placement(
 async def test_disconnect_while_queued_cancels_the_place_call(site: Site) -> None:
     site.router.hold = True
     asking = asyncio.create_task(completion(site))
-    await asyncio.sleep(0.1)
+    await until(lambda: bool(site.router.headers))  # the router has received the place call
     asking.cancel()
     await until(lambda: site.router.abandoned == 1)
     await until(lambda: site.metric("headrace_gateway_requests_running") == 0)
@@ -63,7 +63,7 @@ async def test_failure_of_one_prompt_cancels_the_others(site: Site) -> None:
     site.worker.queued = [hang, failing(error_pb2.ERROR_CODE_INVALID), hang]
     response = await completion(site, prompt=[[1], [2], [3]])
     assert response.status_code == 400
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await site.worker.streams[0].cancelled.wait()
         await site.worker.streams[2].cancelled.wait()
     await site.router.settled()
@@ -71,12 +71,12 @@ async def test_failure_of_one_prompt_cancels_the_others(site: Site) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_deadline_cancels_the_stream(open_site: OpenSite, stream: bool) -> None:
-    site: Site = await open_site(deadline_s=0.3)
+    site: Site = await open_site(deadline_s=2.0)
     response = await completion(site, stream=stream)
     assert response.status_code == 504
     assert response.json()["error"]["code"] == "deadline_exceeded"
-    assert 0 < site.worker.streams[0].start.deadline_s <= 0.3
-    async with asyncio.timeout(5):
+    assert 0 < site.worker.streams[0].start.deadline_s <= 2.0
+    async with asyncio.timeout(30):
         await site.worker.streams[0].cancelled.wait()
     await site.router.settled()
 
@@ -153,7 +153,7 @@ async def test_draining_refuses_new_requests_and_finishes_running_ones(open_site
     site.worker.script = script
     running = asyncio.create_task(completion(site))
     await site.router.started(1)
-    draining = asyncio.create_task(site.gateway.drain(5))
+    draining = asyncio.create_task(site.gateway.drain(30))
     await asyncio.sleep(0.01)
     refused = await completion(site)
     assert refused.status_code == 503

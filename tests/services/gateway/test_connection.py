@@ -57,7 +57,7 @@ async def test_head_within_the_limit_is_accepted(open_site: OpenSite) -> None:
     ids=["chunk extension", "trailer"],
 )
 async def test_framing_of_a_body_is_bounded(open_site: OpenSite, framing: bytes) -> None:
-    site: Site = await open_site(**SHORT_TIMEOUTS)
+    site: Site = await open_site(**SHORT_TIMEOUTS | {"body_timeout_s": TIMEOUT_S})
     chunked = post(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
     raw = await Raw.to(site, chunked + framing)
     await asyncio.sleep(0.05)

@@ -128,11 +128,11 @@ async def test_client_that_never_stops_writing_is_disconnected(
 async def test_slow_body_after_its_response_is_read(
     open_site: OpenSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.http.connection._LINGER_S", 0.2)
+    monkeypatch.setattr("services.gateway.http.connection._LINGER_S", 1.0)
     site: Site = await open_site()
     raw = await Raw.to(site, GET[:-2] + b"content-length: 20\r\n\r\n")
     assert (await raw.answer())[0] == 200
-    await raw.drip(b" " * 20, 0.05)
+    await raw.drip(b" " * 20, 0.1)
     await raw.send(GET)
     assert (await raw.answer())[0] == 200
     await raw.close()

@@ -112,7 +112,7 @@ async def test_large_chat_is_rendered_outside_of_the_event_loop(
     answered, render = threading.Event(), ChatTemplate.render
 
     def wait_then_render(*arguments: Any) -> str:
-        assert answered.wait(5), "the event loop answered nothing during the rendering"
+        assert answered.wait(30), "the event loop answered nothing during the rendering"
         return render(*arguments)
 
     monkeypatch.setattr(ChatTemplate, "render", wait_then_render)
@@ -148,14 +148,14 @@ async def test_large_prompts_in_progress_are_bounded(
     release, render = threading.Event(), ChatTemplate.render
 
     def block(*arguments: Any) -> str:
-        release.wait(5)
+        release.wait(60)
         return render(*arguments)
 
     monkeypatch.setattr(ChatTemplate, "render", block)
     long = [{"role": "user", "content": "hi " * 2000}]
     # The first is rendered, the second waits for the thread, and the third is refused.
     chats = [asyncio.create_task(generate(site, long)) for _ in range(3)]
-    done, _ = await asyncio.wait(chats, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait(chats, timeout=30, return_when=asyncio.FIRST_COMPLETED)
     assert [chat.result() for chat in done] == [429]
     release.set()
     assert sorted(await asyncio.gather(*chats)) == [200, 200, 429]

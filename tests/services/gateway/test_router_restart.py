@@ -73,7 +73,7 @@ async def test_wait_for_a_router_ends_with_the_time_in_the_queue(open_site: Open
 
 
 async def test_wait_for_a_router_ends_at_the_deadline(open_site: OpenSite) -> None:
-    site: Site = await open_site(deadline_s=0.5)
+    site: Site = await open_site(deadline_s=2.0)
     site.worker.queued = [failing(error_pb2.ERROR_CODE_INTERNAL, 5)]
     running = asyncio.create_task(completion(site))
     await site.router.started(1)

@@ -178,7 +178,7 @@ def test_closing_refuses_queued_and_new_calls() -> None:
     assert isinstance(router.submit(place_request(wait_s=9), 0.0).answer, Closing)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

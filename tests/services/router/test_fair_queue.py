@@ -33,7 +33,7 @@ def order(queue: PlacementQueue) -> list[str]:
     return [str(place_first(queue).request.tenant) for _ in range(len(queue))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(1, 8), Costs), min_size=2, max_size=5))
 def test_backlogged_tenants_differ_by_at_most_one_request_of_each(
     tenants: list[tuple[int, list[int]]],
@@ -55,7 +55,7 @@ def test_backlogged_tenants_differ_by_at_most_one_request_of_each(
                 assert one - other <= bound + 1e-6
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 1 << 32))
 def test_tenant_that_joins_later_gets_its_share_and_no_more(seed: int) -> None:
     rng, queue = Random(seed), PlacementQueue(1000)
@@ -72,7 +72,7 @@ def test_tenant_that_joins_later_gets_its_share_and_no_more(seed: int) -> None:
         assert abs(placed["early"] - placed["late"]) <= 2 * MAX_COST
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(2, MAX_COST)), min_size=1))
 def test_no_more_tokens_than_predicted_are_placed_before_a_call(
     calls: list[tuple[str, int]],

@@ -346,5 +346,5 @@ class Accounting(RuleBasedStateMachine):
             assert load(self.fleet, worker) == (tokens * count, 64 - 2 * count, count)
 
 
-Accounting.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Accounting.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestAccounting = Accounting.TestCase

@@ -102,7 +102,7 @@ def takes_over(prefill: WorkerSnapshot, decode: WorkerSnapshot) -> bool:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     fleets(),
     demands,
@@ -130,7 +130,7 @@ def test_places_exactly_where_the_rules_allow(
         assert not result.candidates & demand.exclude
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(fleets(), st.integers(0, 9))
 def test_no_allowed_pair_has_a_shorter_queue(fleet: list[WorkerSnapshot], seed: int) -> None:
     fleet = [replace(w, overflow_tokens=None) for w in fleet]

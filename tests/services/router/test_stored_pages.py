@@ -48,7 +48,7 @@ def test_choices_share_stored_pages_and_sinks() -> None:
     assert demand.pages(Role.PREFILL, PAGING) == (50, 45)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 700), st.integers(1, 400), st.integers(1, 3), st.sampled_from(list(PURPOSES)))
 def test_pages_cover_what_the_engine_needs_to_admit(
     prompt: int, max_tokens: int, choices: int, role: Role

@@ -67,7 +67,7 @@ class Reader:
             self.add(peer)
 
     def add(self, peer: Peer) -> None:
-        self.agent.add_peer(peer.name, peer.metadata).result(5)
+        self.agent.add_peer(peer.name, peer.metadata).result(30)
 
     def read(
         self, peer: Peer, slot: int, length: int = SLOT_BYTES, *, deadline_s: float = 10.0

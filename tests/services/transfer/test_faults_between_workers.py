@@ -156,7 +156,7 @@ class NeverReportsAddition(TransferAgent):
 
 
 async def test_handshake_timeout_leaves_no_peer(site: Site) -> None:
-    prefill, decode = await site.prefill(), await site.decode(NeverReportsAddition, handshake_s=1.0)
+    prefill, decode = await site.prefill(), await site.decode(NeverReportsAddition, handshake_s=3.0)
     receiver, agent = decode.worker.receiver, decode.agent
     with pytest.raises(FetchFailed) as failed:
         await receiver.fetch(fetch_of(prefill, TOKENS))
@@ -166,6 +166,7 @@ async def test_handshake_timeout_leaves_no_peer(site: Site) -> None:
     slot = receiver.landing.slab.view(0, 64)
     with pytest.raises(PeerLost, match="is not known"):
         agent.read(prefill.agent.name, 0, 64, slot, deadline_s=1).result(LIMIT_S)
+    decode.worker._clients._handshake_s = LIMIT_S
     assert (await receiver.fetch(fetch_of(prefill, TOKENS))).segments == 4
 
 

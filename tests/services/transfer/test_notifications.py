@@ -180,7 +180,7 @@ async def test_failure_to_start_a_decode_fails_the_fetch_and_frees_its_slots(
 
 async def test_decode_workers_memory_is_not_offered_to_prefill_workers(site: Site) -> None:
     prefill, decode = await site.prefill(), await site.decode()
-    prefill.agent.add_peer(decode.agent.name, decode.agent.connection_metadata).result(5)
+    prefill.agent.add_peer(decode.agent.name, decode.agent.connection_metadata).result(30)
     landing, own = decode.worker.receiver.landing.slab, prefill.worker.sender._slab
     reading = prefill.agent.read(
         decode.agent.name, landing.address, 64, own.view(0, 64), deadline_s=5
