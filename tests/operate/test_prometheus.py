@@ -1,6 +1,7 @@
 """A deployment exports all metrics and labels that rules and dashboards name."""
 
 import math
+import re
 import subprocess
 import threading
 import time
@@ -97,7 +98,9 @@ def traffic(running: Running) -> Iterator[None]:
 def without_data(prometheus: Prometheus) -> dict[str, str]:
     """Return the expressions of dashboards and recording rules that have no number."""
     wanted = {
-        name: text.replace("$__rate_interval", RATE_INTERVAL).replace("$namespace", ".*")
+        name: re.sub(
+            r"\$(namespace|release)", ".*", text.replace("$__rate_interval", RATE_INTERVAL)
+        )
         for name, text in dashboard_expressions()
     }
     wanted |= {rule["record"]: rule["record"] for rule in rules() if "record" in rule}

@@ -6,7 +6,7 @@ import time
 import urllib.error
 import urllib.request
 
-WAIT_S = float(os.environ.get("WAIT_S", 300))
+WAIT_S = float(os.environ.get("WAIT_S", 240))
 
 
 def call(path, body=None):

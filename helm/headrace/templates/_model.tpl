@@ -19,6 +19,10 @@ emptyDir: {}
 {{- if and $prepares (not $claim) -}}
 {{- fail "model.prepare needs model.claim.enabled or model.volume.persistentVolumeClaim" -}}
 {{- end -}}
+{{- $shared := and $model.volume (not (or $claim (hasKey $model.volume "emptyDir") (hasKey $model.volume "ephemeral"))) -}}
+{{- if and $model.fetch.repository $shared -}}
+{{- fail "model.fetch downloads to model.claim, model.volume.persistentVolumeClaim or a volume of each pod: pods would write to the same folder of this model.volume" -}}
+{{- end -}}
 {{- if and $claim (or $model.fetch.repository $prepares) -}}true{{- end -}}
 {{- end -}}
 
@@ -72,7 +76,7 @@ emptyDir: {}
 {{- end -}}
 {{- end -}}
 
-{{/* Environment of a container that downloads. */}}
+{{/* Environment of a container that downloads: (dict "root" $ "role" values). */}}
 {{- define "headrace.fetchEnv" -}}
 {{- with .root.Values.model.fetch.tokenSecret }}
 {{- if .name }}
@@ -88,6 +92,9 @@ emptyDir: {}
   value: {{ . | quote }}
 {{- end }}
 {{ include "headrace.cacheEnv" . | trim }}
+{{- with .role.env }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* Shell command that downloads, unless it was done before: (dict "root" $ "include" patterns). The
@@ -125,6 +132,14 @@ emptyDir: {}
   {{- if not $job }}
   env:
     {{- include "headrace.fetchEnv" . | trim | nindent 4 }}
+  {{- with .role.envFrom }}
+  envFrom:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- end }}
+  {{- with include "headrace.resources" . | fromYaml }}
+  resources:
+    {{- toYaml . | nindent 4 }}
   {{- end }}
   securityContext:
     {{- toYaml .role.securityContext | nindent 4 }}
@@ -136,5 +151,8 @@ emptyDir: {}
       mountPath: /cache
     - name: tmp
       mountPath: /tmp
+    {{- with .role.volumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}
 {{- end -}}

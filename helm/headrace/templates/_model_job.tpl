@@ -10,6 +10,13 @@
 metadata:
   labels:
     {{- include "headrace.podLabels" . | nindent 4 }}
+    {{- with $role.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $role.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
   restartPolicy: OnFailure
   {{- include "headrace.podBase" . | nindent 2 }}
@@ -36,6 +43,10 @@ spec:
           touch {{ $folder }}/complete
       env:
         {{- include "headrace.fetchEnv" . | trim | nindent 8 }}
+      {{- with $role.envFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       {{- with $role.resources }}
       resources:
         {{- toYaml . | nindent 8 }}
@@ -49,6 +60,9 @@ spec:
           mountPath: /cache
         - name: tmp
           mountPath: /tmp
+        {{- with $role.volumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
   volumes:
     - name: models
       {{- include "headrace.modelVolume" $root | nindent 6 }}
@@ -56,4 +70,7 @@ spec:
       {{- toYaml $role.cache | nindent 6 }}
     - name: tmp
       emptyDir: {}
+    {{- with $role.volumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}

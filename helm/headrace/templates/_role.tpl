@@ -30,7 +30,7 @@ imagePullPolicy: {{ $image.pullPolicy }}
 {{- define "headrace.ownSettings" -}}
 {{- $root := .root -}}
 {{- $values := .root.Values -}}
-host: 0.0.0.0
+host: {{ $values.host | quote }}
 health_port: 9091
 {{- if eq .name "router" }}
 port: 8002
@@ -99,6 +99,11 @@ kv_format: {{ . }}
 {{- end }}
 {{- end }}
 {{- $own := include "headrace.ownSettings" . | fromYaml }}
+{{- range $setting := list "codebooks" "kv_format" }}
+{{- if and (hasKey $own $setting) (hasKey $.role.settings $setting) }}
+{{- fail (printf "model.prepare sets %s of workers: leave it out of their settings" $setting) }}
+{{- end }}
+{{- end }}
 {{- range $name, $value := mustMergeOverwrite (deepCopy .role.settings) $own }}
 - name: {{ $prefix }}{{ upper $name }}
   value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}

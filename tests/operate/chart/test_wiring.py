@@ -223,6 +223,45 @@ def test_workers_register_with_each_router() -> None:
         assert json.loads(environment[f"HEADRACE_{role.upper()}_ROUTERS"]) == urls
 
 
+def test_labels_of_metrics_are_kept_and_deployments_are_told_apart() -> None:
+    """The operator's target label `endpoint` would replace the label of that name."""
+    (monitor,) = of_kind(scenario("autoscaled-production"), "PodMonitor")
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        relabelings = endpoint["relabelings"]
+        assert {"action": "labeldrop", "regex": "endpoint"} in relabelings
+        added = {entry["targetLabel"] for entry in relabelings if "targetLabel" in entry}
+        assert added == {"component", "job", "release"}
+
+
+@pytest.mark.parametrize("role", ["gateway", "decode"])
+def test_rollout_may_take_as_long_as_workers_need_to_start(role: str) -> None:
+    values = ("--set", "workers.startupSeconds=3600,decode.strategy.type=Recreate")
+    manifests = scenario("minimal-cpu", *values)
+    deployment = named(manifests, "Deployment", f"r-headrace-{role}")
+    assert deployment["spec"]["progressDeadlineSeconds"] == 4200
+    recreated = deployment["spec"]["strategy"] == {"type": "Recreate"}
+    assert recreated == (role == "decode"), "rollingUpdate is invalid with Recreate"
+
+
+def test_services_listen_on_ipv6_if_asked() -> None:
+    manifests = scenario("minimal-cpu", "--set", "host=::")
+    for role in ROLES:
+        environment = variables(containers(pod_of(manifests, role))[-1])
+        assert environment[f"HEADRACE_{role.upper()}_HOST"] == "::"
+
+
+def test_downloads_have_the_environment_of_workers() -> None:
+    """Such as a proxy, without which the hub cannot be reached."""
+    proxy = {"name": "HTTPS_PROXY", "value": "http://proxy:3128"}
+    values = ("--set-json", f"defaults.env={json.dumps([proxy])}")
+    job = pod_of(scenario("two-node-rdma", *values), "model")
+    pods = scenario("minimal-cpu", *values, "--set", "model.fetch.repository=a/b")
+    for container in (containers(job)[0], containers(pod_of(pods, "decode"))[0]):
+        assert container["name"] == "model"
+        assert proxy in container["env"]
+        assert container["resources"]
+
+
 def test_preparation_of_another_model_has_other_names() -> None:
     def names(*arguments: str) -> tuple[str, str]:
         manifests = scenario("two-node-rdma", *arguments)
