@@ -132,6 +132,16 @@ def test_locked_packages_meet_the_requirements_of_the_project(flavor: str) -> No
     assert {n: v for n, v in found.items() if others.get(n, v) != v}.keys() <= {"torch"}
 
 
+def test_lowest_grpcio_accepts_the_generated_stubs() -> None:
+    """Stubs raise an error on import if grpcio is older than their generator."""
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    development = content["project"]["optional-dependencies"]["dev"]
+    (generator,) = (one for one in content["build-system"]["requires"] if "grpcio-tools" in one)
+    assert generator in development
+    version = generator.removeprefix("grpcio-tools==")
+    assert f"grpcio>={version},<2" in content["project"]["dependencies"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flavor", MODULES)
 def test_services_import_no_package_that_their_image_lacks(flavor: str) -> None:
