@@ -21,7 +21,9 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = service_registry()
         make = MetricFactory(self.registry)
-        self.ready = make.gauge("gateway_ready", "1 while requests can be served, else 0.")
+        self.ready = make.gauge(
+            "gateway_ready", "1 while requests can be served, NaN while draining, else 0."
+        )
         self.requests = make.counter(
             "requests", "Client requests that have ended.", "endpoint", "status"
         )

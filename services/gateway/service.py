@@ -1,6 +1,7 @@
 """The gateway process: HTTP and gRPC on one event loop, from start to drained shutdown."""
 
 import asyncio
+import math
 import signal
 
 import structlog
@@ -69,7 +70,7 @@ async def serve(settings: GatewaySettings) -> None:
         log.info("draining", limit_s=settings.drain_s)
         health.cancel()
         gateway.draining = True
-        gateway.metrics.ready.set(0)
+        gateway.metrics.ready.set(math.nan)
         if settings.reuse_port:  # other gateways take the new connections
             http.stop_accepting()
         await rpc.set_serving(False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import signal
 import sys
 from abc import ABC, abstractmethod
@@ -267,7 +268,7 @@ async def _tend(worker: Worker, server: GrpcServer, registrar: Registrar, period
     while True:
         worker.observe()
         not_ready = _not_ready(worker, registrar)
-        worker.metrics.ready.set(not_ready is None)
+        worker.metrics.ready.set(math.nan if worker.draining else not_ready is None)
         if not_ready != reported and not worker.draining:
             level = logging.INFO if not_ready is None or reported else logging.WARNING
             log.log(level, "readiness changed", not_ready=not_ready)

@@ -15,7 +15,9 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self.registry = service_registry()
         make = MetricFactory(self.registry)
-        self.ready = make.gauge("worker_ready", "1 while the worker takes requests, else 0.")
+        self.ready = make.gauge(
+            "worker_ready", "1 while the worker takes requests, NaN while draining, else 0."
+        )
         self.streams = make.counter(
             "worker_streams", "Gateway streams that have ended on this worker."
         )

@@ -135,3 +135,4 @@ def test_prometheus_scrapes_the_metrics_of_every_service() -> None:
     (secret,) = COMPOSE["services"]["prometheus"]["secrets"]
     assert scrape["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
     assert COMPOSE["secrets"][secret] == {"environment": "HEADRACE_CLUSTER_TOKEN"}
+    assert "read_only" not in COMPOSE["services"]["prometheus"], "compose copies the secret into it"

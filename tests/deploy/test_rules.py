@@ -83,3 +83,4 @@ def test_targets_have_the_labels_that_rules_and_dashboards_read() -> None:
     components = [group["labels"]["component"] for group in targets]
     assert components == ["gateway", "router", "prefill", "decode"]
     assert all(group["labels"]["namespace"] for group in targets)
+    assert all(group["labels"]["release"] for group in targets)
